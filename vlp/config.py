@@ -1,0 +1,194 @@
+"""Typed configuration: YAML files with inheritance, dotted overrides and clear errors.
+
+Every package owns the part it reads (`vlp/models/config.py`, `vlp/data/config.py`, ...), each part is
+a subclass of `Config`. `load_config` reads a file, follows `inherit:`, applies `key.sub=value`
+overrides and validates; every failure is a `ConfigError` that names the key, the file it stands in
+and the nearest valid key.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+INHERIT = "inherit"
+COMMAND_LINE = "the command line"
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message is meant for the person at the terminal."""
+
+
+class Config(BaseModel):
+    """Base of every configuration part: unknown keys are errors and values never change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+AnyConfig = TypeVar("AnyConfig", bound=Config)
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML 1.1 safe loader that also reads `1e-4` as a number and refuses a key given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=deep)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} is given twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def load_config(
+    path: str | Path, schema: type[AnyConfig], overrides: Sequence[str] = ()
+) -> AnyConfig:
+    """Read a configuration file and validate it.
+
+    `inherit: other.yaml` (relative to the file) is read first and merged key by key; a mapping
+    merges into a mapping, everything else replaces. Overrides come last, written `a.b=value` with
+    the value in YAML (`data.sources=[{path: shards}]`, `training.steps=100`, `teacher=null`).
+
+    Raises:
+        ConfigError: the file is missing or not YAML, inheritance loops, a key is unknown (the
+            nearest valid key is named), or a value has the wrong type.
+    """
+    values, origins = _read(Path(path), ())
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        if not separator or not key:
+            raise ConfigError(f"{override!r} is not an override; write key.sub=value")
+        try:
+            value = yaml.load(text, _UniqueKeyLoader)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{override!r}: the value is not YAML: {error}") from error
+        nested: Any = _numbers(value)
+        for part in reversed(key.split(".")):
+            nested = {part: nested}
+        values = _merge(values, nested)
+        for leaf in (key, *(f"{key}.{inner}" for inner in _paths(value))):
+            origins[leaf] = COMMAND_LINE
+    try:
+        return schema.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, schema, origins, Path(path))) from error
+
+
+def save_config(config: Config, path: str | Path) -> None:
+    """Write a resolved configuration as YAML that `load_config` reads back unchanged."""
+    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, str]]:
+    path = path.resolve()
+    if path in seen:
+        raise ConfigError(f"{path}: inherits from itself through {' -> '.join(map(str, seen))}")
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read this configuration ({error.strerror})") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    values = {} if values is None else values
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: a configuration is a mapping of keys, not {values!r}")
+    parent = values.pop(INHERIT, None)
+    values = _numbers(values)
+    origins = dict.fromkeys(_paths(values), str(path))
+    if parent is None:
+        return values, origins
+    base, base_origins = _read(path.parent / parent, (*seen, path))
+    return _merge(base, values), base_origins | origins
+
+
+def _merge(base: Mapping[str, Any], update: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in update.items():
+        old = merged.get(key)
+        both = isinstance(old, Mapping) and isinstance(value, Mapping)
+        merged[key] = _merge(old, value) if both else value  # type: ignore[arg-type]
+    return merged
+
+
+def _paths(values: Any, prefix: str = "") -> Iterator[str]:
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            yield f"{prefix}{key}"
+            yield from _paths(value, f"{prefix}{key}.")
+
+
+def _numbers(value: Any) -> Any:
+    """YAML 1.1 reads `1e-4` (no dot) as text; a person means the number."""
+    if isinstance(value, dict):
+        return {key: _numbers(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_numbers(inner) for inner in value]
+    if isinstance(value, str) and "e" in value.lower():
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _explain(
+    error: ValidationError, schema: type[Config], origins: Mapping[str, str], path: Path
+) -> str:
+    lines = []
+    for problem in error.errors():
+        location = [str(part) for part in problem["loc"]]
+        key = ".".join(location)
+        named = next(
+            (
+                origins[".".join(location[:n])]
+                for n in range(len(location), 0, -1)
+                if ".".join(location[:n]) in origins
+            ),
+            str(path),
+        )
+        if problem["type"] == "extra_forbidden":
+            lines.append(f"{named}: unknown key '{key}'; {_nearest(key, schema)}")
+        elif problem["type"] == "missing":
+            lines.append(f"{named}: the key '{key}' is required")
+        else:
+            lines.append(f"{named}: '{key}': {problem['msg']} (given: {problem['input']!r})")
+    return "\n".join(lines)
+
+
+def _nearest(key: str, schema: type[Config]) -> str:
+    known = list(_schema_paths(schema))
+    parent, _, leaf = key.rpartition(".")
+    siblings = [path for path in known if path.rpartition(".")[0] == parent]
+    near = difflib.get_close_matches(leaf, [path.rpartition(".")[2] for path in siblings], n=1)
+    if near:
+        return f"did you mean '{parent + '.' if parent else ''}{near[0]}'?"
+    same_leaf = [path for path in known if path.rpartition(".")[2] == leaf]
+    if same_leaf:
+        return f"did you mean '{same_leaf[0]}'?"
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+    return f"the nearest valid key is '{near[0]}'" if near else "no key is valid here"
+
+
+def _schema_paths(schema: type[Config], prefix: str = "") -> Iterator[str]:
+    for name, field in schema.model_fields.items():
+        yield f"{prefix}{name}"
+        for inner in _config_types(field.annotation):
+            yield from _schema_paths(inner, f"{prefix}{name}.")
+
+
+def _config_types(annotation: Any) -> Iterator[type[Config]]:
+    if isinstance(annotation, type) and issubclass(annotation, Config):
+        yield annotation
+    elif get_origin(annotation) in (Union, UnionType):
+        for inner in get_args(annotation):
+            yield from _config_types(inner)

@@ -1,0 +1,71 @@
+"""Which objectives are trained and with what weights; the defaults are the design's."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from vlp.config import Config
+
+
+class TokenTermConfig(Config):
+    """Token term of the contrastive anchor loss."""
+
+    weight: float = Field(0.5, ge=0)
+    alpha: float = 1.0
+    scale: float = Field(10.0, gt=0, description="start of the learned tau")
+    group: int = Field(16, ge=2, description="samples of the global batch; one rank holds a group")
+
+
+class ContrastiveConfig(Config):
+    """`itc`, or `anchor` in the form `paper` (Eqs 1-2) or `contrastive`."""
+
+    kind: Literal["itc", "anchor"] = "anchor"
+    form: Literal["contrastive", "paper"] = "contrastive"
+    weight: float = Field(1.0, ge=0)
+    temperature: float = Field(0.07, gt=0, description="start of the learned temperature")
+    scale: float = Field(2.0, gt=0, description="lambda of Eqs 1-2 (form paper)")
+    margin: float = Field(0.05, description="delta of Eq. 2 (form paper)")
+    token: TokenTermConfig = TokenTermConfig()
+
+
+class ITMConfig(Config):
+    """Image-text matching with hard negatives drawn inside `group` samples of the global batch."""
+
+    weight: float = Field(1.0, ge=0)
+    group: int = Field(64, ge=2)
+
+
+class MLMConfig(Config):
+    """Masked language modelling; probability over real words."""
+
+    weight: float = Field(1.0, ge=0)
+    probability: float = Field(0.15, gt=0, lt=1)
+
+
+class MIMConfig(Config):
+    """Masked image modelling: l1 on raw pixels of masked patches (SimMIM)."""
+
+    weight: float = Field(1.0, ge=0)
+    ratio: float = Field(0.6, gt=0, lt=1, description="share of patches that are masked")
+    unit: int = Field(2, ge=1, description="masked in squares of this many patches a side")
+
+
+class TeacherConfig(Config):
+    """Momentum teacher with its queue; soft targets for the pair term and MLM."""
+
+    momentum: float = Field(0.995, gt=0, lt=1)
+    queue: int = Field(65536, ge=0, description="keys; 0 is no queue")
+    alpha: float = Field(0.4, ge=0, le=1, description="share of the soft target")
+    warmup_steps: int = Field(1000, ge=0, description="alpha rises linearly over these steps")
+
+
+class ObjectivesConfig(Config):
+    """All objectives; `null` leaves one out, and with it its pass."""
+
+    contrastive: ContrastiveConfig | None = ContrastiveConfig()
+    itm: ITMConfig | None = ITMConfig()
+    mlm: MLMConfig | None = MLMConfig()
+    mim: MIMConfig | None = MIMConfig()
+    teacher: TeacherConfig | None = TeacherConfig()

@@ -1,0 +1,66 @@
+"""One pretraining run: model, data, objectives, and how they are optimised."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from vlp.config import Config
+from vlp.data.config import DataConfig
+from vlp.models.config import ModelConfig
+from vlp.objectives.config import ObjectivesConfig
+
+
+class OptimiserConfig(Config):
+    """AdamW with a cosine schedule; steps are optimiser steps."""
+
+    learning_rate: float = Field(1e-4, gt=0)
+    final_learning_rate: float = Field(1e-6, ge=0)
+    warmup_steps: int = Field(1000, ge=0)
+    weight_decay: float = Field(0.02, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = Field(1e-8, gt=0)
+    clip: float | None = Field(1.0, gt=0, description="global gradient norm; null is no clipping")
+
+
+class TrainingConfig(Config):
+    """Length, batch, precision, checkpoints and logs of a run."""
+
+    batch: int = Field(
+        512, ge=1, description="samples of one global batch (all ranks, one micro-step)"
+    )
+    accumulation: int = Field(1, ge=1, description="global batches in one optimiser step")
+    epochs: int | None = Field(30, ge=1)
+    steps: int | None = Field(None, ge=1, description="optimiser steps; wins over epochs")
+    precision: Literal["bf16", "float32"] = "bf16"
+    deepspeed: str = Field(
+        "zero1", description="a file of configs/deepspeed without its suffix, or a path"
+    )
+    optimiser: OptimiserConfig = OptimiserConfig()
+    seed: int = 0
+    log_every: int = Field(50, ge=1, description="steps")
+    checkpoint_every: int = Field(1000, ge=1, description="steps")
+    keep: int = Field(2, ge=1, description="last checkpoints that stay")
+    max_non_finite: int = Field(
+        10, ge=0, description="skipped non-finite steps in a row before the run ends"
+    )
+
+
+class PretrainConfig(Config):
+    """Everything `launch/pretrain.py` needs; saved resolved as `config.yaml` in `output`."""
+
+    output: str = Field("runs/pretrain", description="folder of this run")
+    model: ModelConfig = ModelConfig()
+    data: DataConfig
+    objectives: ObjectivesConfig = ObjectivesConfig()
+    training: TrainingConfig = TrainingConfig()
+
+    @model_validator(mode="after")
+    def _fits(self) -> PretrainConfig:
+        batch, streams = self.training.batch, self.data.canonical_streams
+        if batch % streams:
+            raise ValueError(
+                f"training.batch {batch} is not a multiple of data.canonical_streams {streams}"
+            )
+        return self
