@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
+
+
+def test_means_equal_a_plain_loop_over_the_same_draws():
+    generator = np.random.default_rng(3)
+    weights = generator.integers(1, 6, size=(9, 2)).astype(float)
+    values = weights * generator.random((9, 2))
+    means = bootstrap_means(values, weights, resamples=20, seed=5)
+    draws = np.random.default_rng(5)
+    for row in means:
+        chosen = draws.integers(9, size=9)
+        total = sum(values[c] for c in chosen) / sum(weights[c] for c in chosen)
+        np.testing.assert_allclose(row, total)
+
+
+def test_seed_decides_the_draws():
+    values = np.random.default_rng(0).random((30, 1))
+    first = bootstrap_means(values, resamples=50, seed=1)
+    np.testing.assert_array_equal(first, bootstrap_means(values, resamples=50, seed=1))
+    assert (first != bootstrap_means(values, resamples=50, seed=2)).any()
+
+
+def test_interval_has_the_width_of_the_binomial():
+    clusters = 400
+    values = (np.arange(clusters) < 0.3 * clusters).astype(float)[:, None]
+    low, high = percentile_interval(bootstrap_means(values, resamples=4000))
+    half = 1.96 * np.sqrt(0.3 * 0.7 / clusters)
+    assert low[0] == pytest.approx(0.3 - half, abs=0.006)
+    assert high[0] == pytest.approx(0.3 + half, abs=0.006)
+
+
+def test_captions_that_fail_together_widen_the_interval():
+    """Five equal captions per picture carry the information of one picture."""
+    hits = (np.arange(100) % 2).astype(float)
+    clustered = bootstrap_means(5 * hits[:, None], np.full((100, 1), 5.0), resamples=2000)
+    single = bootstrap_means(np.repeat(hits, 5)[:, None], resamples=2000)
+    assert clustered.std() > 2 * single.std()
+
+
+def test_a_resample_without_queries_keeps_the_overall_mean():
+    values, weights = np.array([[1.0], [0.0]]), np.array([[2.0], [0.0]])
+    assert set(bootstrap_means(values, weights, resamples=50).ravel()) == {0.5}
+
+
+def test_bad_input_is_refused():
+    with pytest.raises(ValueError, match="at least one"):
+        bootstrap_means(np.zeros((0, 1)))
+    with pytest.raises(ValueError, match="one matrix"):
+        bootstrap_means(np.zeros((3, 1)), np.zeros((3, 2)))
