@@ -1,0 +1,52 @@
+"""What the training loop asks of a task: a loss per batch, and state beside the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from vlp.data.batch import Batch
+
+
+class StepOutput(NamedTuple):
+    """Result of one forward pass on one rank's share of a global batch.
+
+    loss: scalar to be backpropagated. losses: its named parts. Both are scaled so that their mean
+    over ranks is the mean over the global batch (`vlp.objectives.normalise`). statistics: scalars
+    for the log, averaged over ranks as they are.
+    """
+
+    loss: Tensor
+    losses: dict[str, Tensor]
+    statistics: dict[str, Tensor]
+
+
+@runtime_checkable
+class Task(Protocol):
+    """An `nn.Module` with head, losses and extra state; the loop knows nothing else of it.
+
+    The module's parameters belong to the engine and stay float32. What lives outside of it
+    (momentum teacher, key queue) is the extra state: the same tensors on every rank.
+    """
+
+    def __call__(self, batch: Batch, step: int) -> StepOutput:
+        """Losses of one batch; `step` counts optimiser steps from 0. Autocasts itself."""
+
+    def after_step(self, parameters: Callable[[], dict[str, Tensor]]) -> None:
+        """Runs after every applied optimiser step, on every rank.
+
+        `parameters()` gives the new float32 parameters, full size, by name; it is collective
+        under ZeRO-3, so a task calls it on all ranks or on none.
+        """
+
+    def extra_state(self) -> dict[str, Tensor]:
+        """Tensors outside the parameters and buffers that a resumed run needs, by name."""
+
+    def load_extra_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take back what `extra_state` gave."""
+
+    def save_model(self, folder: Path, state: dict[str, Tensor]) -> None:
+        """Write the public model folder; `state` is the task's full `state_dict` on the CPU."""
