@@ -1,0 +1,28 @@
+"""Fixtures every test may use."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of small real data sets; missing is an error in CI and a skip elsewhere."""
+    folder = Path(os.environ.get("VLP_SHARED", ROOT.parent / "shared"))
+    if not (folder / "data").is_dir():
+        message = f"no shared data at {folder}; set VLP_SHARED to the folder that holds data/"
+        if os.environ.get("CI") == "true":
+            pytest.fail(message)
+        pytest.skip(message)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,117 @@
+"""BERT's post-norm layer, with a cross-attention between self-attention and feed-forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from vlp.layers.attention import Attention
+from vlp.positions.base import PositionContext, PositionEncoding
+
+NORM_EPS = 1e-12  # BERT's
+
+
+class FeedForward(nn.Module):
+    """Linear, exact GELU, linear: (..., width) -> (..., width)."""
+
+    def __init__(self, width: int, intermediate: int) -> None:
+        super().__init__()
+        self.expand = nn.Linear(width, intermediate)
+        self.activation = nn.GELU()
+        self.contract = nn.Linear(intermediate, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., width) -> (..., width)."""
+        return self.contract(self.activation(self.expand(x)))
+
+
+class PostNormLayer(nn.Module):
+    """Self-attention and feed-forward, each added and then normalised, as in BERT."""
+
+    def __init__(self, width: int, heads: int, intermediate: int) -> None:
+        super().__init__()
+        self.attention = Attention(width, heads)
+        self.attention_norm = nn.LayerNorm(width, eps=NORM_EPS)
+        self.feed_forward = FeedForward(width, intermediate)
+        self.feed_forward_norm = nn.LayerNorm(width, eps=NORM_EPS)
+
+    def forward(self, states: Tensor, mask: Tensor) -> Tensor:
+        """(B, N, width) with mask (B, N) bool, True = real -> (B, N, width)."""
+        states = self.attention_norm(states + self.attention(states, mask=mask))
+        return self.feed_forward_norm(states + self.feed_forward(states))
+
+
+class CrossLayer(nn.Module):
+    """One cross-modal layer; the same weights serve both streams.
+
+    Three steps, each added and then normalised: self-attention, cross-attention, feed-forward.
+    They are separate modules here because both streams finish the first step before either
+    attends to the other.
+
+    Args:
+        width: channels.
+        heads: attention heads.
+        intermediate: channels of the feed-forward.
+        cross_output: whether the cross-attention has an output projection (layout `albef`).
+        positions: encodings of the cross-attention.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        intermediate: int,
+        cross_output: bool = False,
+        positions: Sequence[PositionEncoding] = (),
+    ) -> None:
+        super().__init__()
+        self.attention = Attention(width, heads)
+        self.attention_norm = nn.LayerNorm(width, eps=NORM_EPS)
+        self.cross_attention = Attention(width, heads, output=cross_output, positions=positions)
+        self.cross_norm = nn.LayerNorm(width, eps=NORM_EPS)
+        self.feed_forward = FeedForward(width, intermediate)
+        self.feed_forward_norm = nn.LayerNorm(width, eps=NORM_EPS)
+
+    def attend_self(self, states: Tensor, mask: Tensor | None) -> Tensor:
+        """First step: (B, T, width) -> (B, T, width)."""
+        return self.attention_norm(states + self.attention(states, mask=mask))
+
+    def attend_other(
+        self, states: Tensor, other: Tensor, mask: Tensor | None, context: PositionContext
+    ) -> Tensor:
+        """Second and third step: (B, Q, width) attends to `other` (B, K, width)."""
+        crossed = self.cross_attention(states, other, mask=mask, context=context)
+        states = self.cross_norm(states + crossed)
+        return self.feed_forward_norm(states + self.feed_forward(states))
+
+    def forward(
+        self,
+        text: Tensor,
+        image: Tensor,
+        text_mask: Tensor,
+        text_asks: PositionContext,
+        image_asks: PositionContext | None,
+        update_image: bool,
+        image_self: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """One layer on both streams.
+
+        Args:
+            text: (B, N, width).
+            image: (B, 1 + M, width).
+            text_mask: (B, N) bool, True = not padding.
+            text_asks: context of text-to-image attention.
+            image_asks: context of image-to-text attention.
+            update_image: whether the image stream is computed to the end of the layer.
+            image_self: whether the image stream attends to itself (layout `ace`).
+
+        Returns:
+            The text states and the image states (as they came where they are not updated).
+        """
+        text = self.attend_self(text, text_mask)
+        seen = self.attend_self(image, None) if image_self else image
+        new_text = self.attend_other(text, seen, None, text_asks)
+        if update_image and image_asks is not None:
+            image = self.attend_other(seen, text, text_mask, image_asks)
+        return new_text, image

@@ -1,0 +1,122 @@
+"""The public model folder: weights, configuration, tokenizer and preprocessing, nothing else needed.
+
+A folder holds `model.safetensors`, `config.json`, the tokenizer's files and `preprocessing.json`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from vlp.data.text import TextProcessor
+from vlp.data.transforms import Preprocessing
+from vlp.models.config import ModelConfig
+from vlp.models.vlp import VLPModel
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+
+
+class Loaded(NamedTuple):
+    """A model with what prepares its inputs.
+
+    text: captions -> ids and masks, as `encode_text` takes them; preprocess: PIL picture ->
+    (3, size, size) float32.
+    """
+
+    model: VLPModel
+    text: TextProcessor
+    preprocess: Preprocessing
+
+
+def save_pretrained(
+    folder: str | Path,
+    config: ModelConfig,
+    state: dict[str, Tensor],
+    text: TextProcessor,
+    preprocess: Preprocessing,
+) -> None:
+    """Write a model folder that `from_pretrained` reads.
+
+    Args:
+        folder: made if missing.
+        config: sizes of the model.
+        state: full weights and buffers of a `VLPModel`, by name.
+        text: tokenizer.
+        preprocess: evaluation transform.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    text.save(folder)
+    preprocess.save(folder)
+    # A loaded folder needs no public weights: they are part of its own.
+    plain = config.model_dump(mode="json")
+    plain["text"]["weights"] = plain["image"]["weights"] = None
+    (folder / CONFIG).write_text(
+        json.dumps({"model_type": "vlp", **plain}, indent=2) + "\n", encoding="utf-8"
+    )
+    weights = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def from_pretrained(folder_or_name: str | Path) -> Loaded:
+    """Load a model folder, in evaluation mode on the CPU.
+
+    A name that is no local folder is looked up on the hub (`huggingface_hub.snapshot_download`).
+
+    Raises:
+        FileNotFoundError: neither a folder nor a hub name, or a file is missing in it.
+        ValueError: the weights do not fit the configuration, or a file is damaged.
+    """
+    folder = _local(folder_or_name)
+    config_file, weights_file = folder / CONFIG, folder / WEIGHTS
+    for file in (config_file, weights_file):
+        if not file.is_file():
+            raise FileNotFoundError(f"{folder} is not a model folder: {file.name} is missing")
+    try:
+        plain = json.loads(config_file.read_text(encoding="utf-8"))
+        plain.pop("model_type", None)
+        config = ModelConfig.model_validate(plain)
+    except (json.JSONDecodeError, ValidationError) as error:
+        raise ValueError(f"{config_file}: {error}") from error
+    model = VLPModel(config)
+    try:
+        state = load_file(weights_file)
+    except SafetensorError as error:
+        raise ValueError(f"{weights_file}: damaged ({error})") from error
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        raise ValueError(f"{weights_file} does not fit {config_file}: {error}") from error
+    text = TextProcessor.load(folder, config.text.max_tokens)
+    return Loaded(model.eval(), text, Preprocessing.load(folder))
+
+
+def push_to_hub(folder: str | Path, repository: str, private: bool = False) -> str:
+    """Upload a model folder to the hub and return its address."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    api.create_repo(repository, private=private, exist_ok=True)
+    return str(api.upload_folder(folder_path=str(folder), repo_id=repository))
+
+
+def _local(folder_or_name: str | Path) -> Path:
+    folder = Path(folder_or_name)
+    if folder.is_dir():
+        return folder
+    name = str(folder_or_name)
+    if name.count("/") != 1 or name.startswith((".", "/")):
+        raise FileNotFoundError(f"there is no model folder {name}")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise FileNotFoundError(f"{name} is neither a folder nor found on the hub") from error

@@ -1,0 +1,146 @@
+"""The VLP model: two encoders in one contrastive space and a cross-modal encoder with ACE-RPE."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from vlp.models.config import ModelConfig
+from vlp.models.cross_encoder import CrossEncoder
+from vlp.models.features import CrossFeatures, ImageFeatures, TextFeatures
+from vlp.models.image_encoder import ImageEncoder
+from vlp.models.text_encoder import TextEncoder
+from vlp.positions.anchor_field import AnchorField, anchor_field, uniform_field
+
+
+class VLPModel(nn.Module):
+    """Public calls: `encode_image`, `encode_text`, `match`.
+
+    `anchor_threshold` is delta of Eq. 4: the configured value, or the running quantile that
+    pretraining maintains; it is saved with the weights and does not move in evaluation.
+    """
+
+    anchor_threshold: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = config.text.width
+        self.text_encoder = TextEncoder(config.text, config.embed_dim)
+        self.image_encoder = ImageEncoder(config.image, config.embed_dim)
+        self.cross_encoder = CrossEncoder(config.cross, width)
+        if config.token_projection:
+            self.text_tokens = nn.Linear(width, config.embed_dim, bias=False)
+            self.image_tokens = nn.Linear(width, config.embed_dim, bias=False)
+        self.match_head = nn.Linear(width, 2)
+        _initialise(self.text_encoder, self.cross_encoder, self.match_head)
+        for projection in self._projections():
+            nn.init.normal_(projection.weight, std=width**-0.5)
+        fixed = config.cross.anchor.threshold
+        self.register_buffer("anchor_threshold", torch.tensor(fixed or 0.0))
+
+    def encode_image(
+        self, pixels: Tensor, patch_mask: Tensor | None = None, mask_token: Tensor | None = None
+    ) -> ImageFeatures:
+        """Encode pictures.
+
+        Args:
+            pixels: (B, 3, height, width), normalised as the model folder's preprocessing does.
+            patch_mask: (B, rows, columns) bool, True = masked (MIM).
+            mask_token: (width,), with `patch_mask`.
+        """
+        states = self.image_encoder(pixels, patch_mask, mask_token)
+        projection = self.image_encoder.projection
+        return ImageFeatures(
+            states=states,
+            feature=_unit(projection(states[:, 0])),
+            tokens=_unit(self._token_projection("image")(states[:, 1:])),
+        )
+
+    def encode_text(
+        self, text_ids: Tensor, attention_mask: Tensor, word_mask: Tensor
+    ) -> TextFeatures:
+        """Encode texts.
+
+        Args:
+            text_ids: (B, N) int64, [CLS] first.
+            attention_mask: (B, N) bool, True = not padding.
+            word_mask: (B, N) bool, True = a real word piece (no [CLS], [SEP], padding).
+        """
+        states = self.text_encoder(text_ids, attention_mask)
+        return TextFeatures(
+            states=states,
+            feature=_unit(self.text_encoder.projection(states[:, 0])),
+            tokens=_unit(self._token_projection("text")(states)),
+            attention_mask=attention_mask,
+            word_mask=word_mask,
+        )
+
+    def anchors(self, image: ImageFeatures, text: TextFeatures) -> AnchorField | None:
+        """Anchor paths of aligned pairs, from this pass's token features (reading A7)."""
+        cross = self.config.cross
+        if cross.position == "none":
+            return None
+        if cross.position == "uniform":
+            return uniform_field(text.word_mask, image.tokens.shape[1], cross.anchor.groups)
+        image_tokens, text_tokens = image.tokens, text.tokens
+        if not cross.anchor.path_gradient:
+            image_tokens, text_tokens = image_tokens.detach(), text_tokens.detach()
+        return anchor_field(
+            image_tokens,
+            text_tokens,
+            text.word_mask,
+            self.config.image.grid,
+            # Before the first step there is no quantile yet; delta must stay positive.
+            self.anchor_threshold.clamp(min=1e-3),
+            cross.anchor.groups,
+            cross.anchor.text_window,
+            cross.anchor.patch_window,
+            cross.anchor.metric,
+        )
+
+    def cross(
+        self, image: ImageFeatures, text: TextFeatures, need_image: bool = True
+    ) -> CrossFeatures:
+        """Cross-modal states of aligned rows; `need_image=False` spares the image output."""
+        anchors = self.anchors(image, text)
+        text_states, image_states = self.cross_encoder(
+            text.states, image.states, text.attention_mask, anchors, need_image
+        )
+        return CrossFeatures(text=text_states, image=image_states, anchors=anchors)
+
+    def match(self, image: ImageFeatures, text: TextFeatures) -> Tensor:
+        """Log-odds that row i's text describes row i's picture: (B,) float32."""
+        logits = self.match_logits(self.cross(image, text, need_image=False)).float()
+        return logits[:, 1] - logits[:, 0]
+
+    def match_logits(self, crossed: CrossFeatures) -> Tensor:
+        """ITM logits (B, 2), not matched and matched, from the text stream's [CLS]."""
+        return self.match_head(crossed.text[:, 0])
+
+    def _token_projection(self, side: str) -> nn.Linear:
+        if self.config.token_projection:
+            return self.image_tokens if side == "image" else self.text_tokens
+        encoder = self.image_encoder if side == "image" else self.text_encoder
+        return encoder.projection
+
+    def _projections(self) -> list[nn.Linear]:
+        shared = [self.text_encoder.projection, self.image_encoder.projection]
+        own = [self.text_tokens, self.image_tokens] if self.config.token_projection else []
+        return shared + own
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Unit length along the last axis, in float32 under autocast (float64 stays)."""
+    return functional.normalize(x if x.dtype == torch.float64 else x.float(), dim=-1)
+
+
+def _initialise(*modules: nn.Module) -> None:
+    """BERT's start: normal weights of deviation 0.02, zero biases; ViT keeps timm's own."""
+    for module in modules:
+        for part in module.modules():
+            if isinstance(part, nn.Linear | nn.Embedding):
+                nn.init.normal_(part.weight, std=0.02)
+            if isinstance(part, nn.Linear) and part.bias is not None:
+                nn.init.zeros_(part.bias)

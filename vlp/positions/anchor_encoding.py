@@ -1,0 +1,102 @@
+"""ACE-RPE as an encoding: paths embedded by linearity into one cross-attention layer (Eqs 8-12)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from vlp.positions.anchor_field import AnchorField
+from vlp.positions.base import PositionContext, PositionEncoding
+
+
+class AnchorPosition(PositionEncoding):
+    """Anchor-based cross-modal relative position embedding of one layer.
+
+    In contextual mode each role (query, key, value) owns one table W of shape (groups, width)
+    (reading A23). By linearity E = P W is never built: mean(E) = mean(P) W enters the inputs
+    (Eq. 10) and sum_j a_ij E_ij = (sum_j a_ij P_ij) W the output (Eq. 12). The pooled term on the
+    value side uses the value table (reading A32). In bias mode (Eq. 9) one table and one vector
+    W_E per head give P (W W_E) / sqrt(head width) (reading A18).
+
+    Tables start at zero: the layer then computes exactly what it would without the encoding.
+
+    Args:
+        width: channels of the layer.
+        heads: attention heads.
+        groups: G.
+        roles: which of query, key, value carry the position (contextual mode).
+        mode: "contextual" or "bias".
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        groups: int = 8,
+        roles: Sequence[str] = ("query", "key", "value"),
+        mode: str = "contextual",
+    ) -> None:
+        super().__init__()
+        unknown = set(roles) - {"query", "key", "value"}
+        if unknown or mode not in ("contextual", "bias"):
+            raise ValueError(f"unknown roles {sorted(unknown)} or mode {mode!r}")
+        self.heads, self.mode, self.roles = heads, mode, tuple(roles)
+        if mode == "bias":
+            self.table = nn.Parameter(torch.zeros(groups, width))
+            self.bias_table = nn.Parameter(torch.full((heads, width // heads), 0.02))
+        else:
+            self.tables = nn.ParameterDict(
+                {role: nn.Parameter(torch.zeros(groups, width)) for role in self.roles}
+            )
+
+    @property
+    def hooks(self) -> frozenset[str]:
+        """Only what the mode and the roles need, so that fused attention stays possible."""
+        if self.mode == "bias":
+            return frozenset({"bias"})
+        return frozenset({"inputs", "value"} if "value" in self.roles else {"inputs"})
+
+    def inputs(
+        self, query: Tensor, key: Tensor, value: Tensor, context: PositionContext
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Add mean(P) W of each side to what is projected (Eq. 10)."""
+        field = _field(context)
+        asking, answering = field.text_mean, field.image_mean
+        if not context.text_queries:
+            asking, answering = answering, asking
+        if "query" in self.roles:
+            query = query + asking.to(query.dtype) @ self.tables["query"]
+        if "key" in self.roles:
+            key = key + answering.to(key.dtype) @ self.tables["key"]
+        if "value" in self.roles:
+            value = value + answering.to(value.dtype) @ self.tables["value"]
+        return query, key, value
+
+    def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
+        """P (W W_E) / sqrt(head width), (B, heads, queries, keys) (Eq. 9)."""
+        vectors = self.table.unflatten(-1, (self.heads, -1))  # (G, heads, head width)
+        slopes = torch.einsum("ghd,hd->gh", vectors, self.bias_table)
+        slopes = slopes / math.sqrt(vectors.shape[-1])
+        return torch.einsum("bqkg,gh->bhqk", _oriented(context).to(slopes.dtype), slopes)
+
+    def value(self, attention: Tensor, context: PositionContext) -> Tensor:
+        """(sum_j a_ij P_ij) W, (B, heads, queries, head width) (Eq. 12, reading A21)."""
+        path = _oriented(context).to(attention.dtype)  # (B, Q, K, G)
+        gathered = (attention.transpose(1, 2) @ path).transpose(1, 2)  # (B, heads, Q, G)
+        table = self.tables["value"].unflatten(-1, (self.heads, -1)).transpose(0, 1)
+        return gathered @ table  # (heads, G, head width)
+
+
+def _field(context: PositionContext) -> AnchorField:
+    if context.anchors is None:
+        raise ValueError("ACE-RPE needs anchor paths in its context; it is a cross-attention code")
+    return context.anchors
+
+
+def _oriented(context: PositionContext) -> Tensor:
+    """Paths as (B, queries, keys, G)."""
+    path = _field(context).path
+    return path.transpose(1, 2) if context.text_queries else path

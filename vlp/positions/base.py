@@ -1,0 +1,70 @@
+"""The one interface of all position encodings: five hooks, each a no-op by default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from vlp.positions.anchor_field import AnchorField
+
+
+@dataclass(frozen=True)
+class PositionContext:
+    """What a hook may know about the tokens it acts on.
+
+    `grid` is (rows, columns) of the image patches, which follow `prefix_tokens` tokens without a
+    place ([CLS]). In cross-attention `anchors` holds the paths of the pairs, and `text_queries`
+    says which side asks: True is text-to-image, False image-to-text.
+    """
+
+    grid: tuple[int, int] | None = None
+    prefix_tokens: int = 0
+    anchors: AnchorField | None = None
+    text_queries: bool = True
+
+
+class PositionEncoding(nn.Module):
+    """Base of every encoding; attention calls the hooks that a subclass overrides.
+
+    The hooks go through `forward` so that wrappers which act on a module's call (ZeRO-3 gathering
+    its weights, FSDP, activation checkpointing) see every use of its parameters.
+    """
+
+    HOOKS: ClassVar[tuple[str, ...]] = ("tokens", "inputs", "rotate", "bias", "value")
+
+    @property
+    def hooks(self) -> frozenset[str]:
+        """Names of the hooks this encoding uses; the others are never called."""
+        return frozenset(
+            hook
+            for hook in self.HOOKS
+            if getattr(type(self), hook) is not getattr(PositionEncoding, hook)
+        )
+
+    def forward(self, hook: str, *arguments: Any) -> Any:
+        """Call one hook by name."""
+        return getattr(self, hook)(*arguments)
+
+    def tokens(self, x: Tensor, context: PositionContext) -> Tensor:
+        """Token embeddings (batch, tokens, width), once at the input."""
+        return x
+
+    def inputs(
+        self, query: Tensor, key: Tensor, value: Tensor, context: PositionContext
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What enters W^Q, W^K and W^V of one layer, each (batch, tokens, width)."""
+        return query, key, value
+
+    def rotate(self, query: Tensor, key: Tensor, context: PositionContext) -> tuple[Tensor, Tensor]:
+        """Projected queries and keys, each (batch, heads, tokens, head width)."""
+        return query, key
+
+    def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor | None:
+        """Added to the logits (batch, heads, queries, keys) after 1/sqrt(head width)."""
+        return None
+
+    def value(self, attention: Tensor, context: PositionContext) -> Tensor | None:
+        """Added to the output (batch, heads, queries, head width), from the attention weights."""
+        return None
