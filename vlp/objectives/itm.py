@@ -1,0 +1,83 @@
+"""Image-text matching: hard negatives inside fixed sample groups, and the matching loss."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vlp.objectives.groups import sample_groups
+from vlp.objectives.loss import Loss
+from vlp.objectives.precision import full_precision
+
+
+class Negatives(NamedTuple):
+    """Row indices of the negatives, (B,) int64 each.
+
+    `text_for_image[i]` is the text that picture i is wrongly paired with, `image_for_text[j]` the
+    picture for text j. Where `has_text` or `has_image` (B,) is False there is none, and the index
+    is the row itself.
+    """
+
+    text_for_image: Tensor
+    image_for_text: Tensor
+    has_text: Tensor
+    has_image: Tensor
+
+
+@torch.no_grad()
+def hard_negatives(
+    similarity_i2t: Tensor, image_ids: Tensor, valid: Tensor, draws: Tensor, group: int
+) -> Negatives:
+    """Sample negatives in proportion to softmax(similarity) within groups of consecutive rows.
+
+    `similarity_i2t` (B, B) are logits (divided by the temperature already), pictures by texts;
+    `image_ids` (B,), `valid` (B,) bool, `draws` (B, 2) uniform in [0, 1): column 0 chooses the
+    text's, column 1 the picture's negative by inverse CDF in float64. Only the blocks on the
+    diagonal are read. A negative never shows the same picture and is never an empty slot; a row
+    without candidates has none (ALBEF crashes there). Source: ALBEF, section 3.2.
+
+    Raises:
+        ValueError: the batch is larger than `group` and not a multiple of it.
+    """
+    rows = similarity_i2t.shape[0]
+    number, size = sample_groups(rows, group)
+    own = torch.arange(rows, device=similarity_i2t.device)
+    start = own.unflatten(0, (number, size))[:, :1]
+    blocks = similarity_i2t.unflatten(1, (number, size)).unflatten(0, (number, size))
+    blocks = blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1).double()
+    ids, real = image_ids.unflatten(0, (number, size)), valid.unflatten(0, (number, size))
+    allowed = (ids[:, :, None] != ids[:, None, :]) & real[:, :, None] & real[:, None, :]
+
+    def choose(logits: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
+        has = allowed.any(-1).flatten()  # `allowed` is symmetric
+        index = _inverse_cdf(logits, allowed, draw.unflatten(0, (number, size))) + start
+        return torch.where(has, index.flatten(), own), has
+
+    text, has_text = choose(blocks, draws[:, 0].double())
+    image, has_image = choose(blocks.transpose(1, 2), draws[:, 1].double())
+    return Negatives(text, image, has_text, has_image)
+
+
+def _inverse_cdf(logits: Tensor, allowed: Tensor, draw: Tensor) -> Tensor:
+    """First candidate whose cumulative probability exceeds the draw, (g, R, K) -> (g, R)."""
+    lowest = torch.finfo(logits.dtype).min
+    weight = logits.masked_fill(~allowed, lowest).softmax(-1).masked_fill(~allowed, 0)
+    cumulative = weight.cumsum(-1)
+    total = cumulative[..., -1:]
+    # Rounding must not carry a draw close to 1 past the last candidate that has any weight.
+    point = torch.minimum(draw[..., None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    index = torch.searchsorted(cumulative.contiguous(), point.contiguous(), right=True)
+    return index.squeeze(-1).clamp(max=logits.shape[-1] - 1)
+
+
+def itm_loss(logits: Tensor, labels: Tensor, weight: Tensor) -> Loss:
+    """Cross-entropy of (R, 2) logits against `labels` (R,), 1 = matched, 0 = not.
+
+    Rows with `weight` (R,) bool False (no negative was found, or an empty slot) count nowhere.
+    """
+    (logits,) = full_precision(logits)
+    rows = F.cross_entropy(logits, labels.to(torch.int64), reduction="none")
+    return Loss(torch.where(weight, rows, 0).sum(), weight.sum())

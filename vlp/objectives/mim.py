@@ -1,0 +1,80 @@
+"""Masked image modelling as in SimMIM: l1 on the raw pixels of masked patches."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from vlp.objectives.loss import Loss
+from vlp.objectives.precision import full_precision
+
+
+class MaskToken(nn.Module):
+    """The learned embedding that stands in for a masked patch."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.empty(width))
+        nn.init.trunc_normal_(self.token, std=0.02)
+
+    def forward(self, patches: Tensor, mask: Tensor) -> Tensor:
+        """Replace masked patch embeddings, (B, M, W), (B, H, W') bool -> (B, M, W)."""
+        return torch.where(mask.flatten(1)[..., None], self.token.to(patches.dtype), patches)
+
+
+class MIMHead(nn.Module):
+    """One linear layer from a patch's state to its pixels, and the mask token.
+
+    The mask token is a module of its own (`mask_token(patches, mask)`), so that sharded training
+    gathers it where it is used.
+    """
+
+    def __init__(self, width: int, patch_size: int, channels: int = 3) -> None:
+        super().__init__()
+        self.mask_token = MaskToken(width)
+        self.pixels = nn.Linear(width, channels * patch_size**2)
+        nn.init.trunc_normal_(self.pixels.weight, std=0.02)
+        nn.init.zeros_(self.pixels.bias)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Pixels of each patch, (..., W) -> (..., 3 * patch_size**2), laid out as `patchify`."""
+        return self.pixels(states)
+
+
+def patchify(pixels: Tensor, patch_size: int) -> Tensor:
+    """Cut (B, C, height, width) into patches in raster order, (B, M, C * patch_size**2).
+
+    Inside a patch: channel, row, column, as the weights of a patch convolution.
+
+    Raises:
+        ValueError: the picture is not made of whole patches.
+    """
+    height, width = pixels.shape[-2:]
+    if height % patch_size or width % patch_size:
+        raise ValueError(f"{height} x {width} pixels are not whole patches of {patch_size}")
+    cut = pixels.unflatten(-1, (-1, patch_size)).unflatten(-3, (-1, patch_size))
+    return cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
+
+def mim_loss(prediction: Tensor, pixels: Tensor, mask: Tensor, valid: Tensor | None = None) -> Loss:
+    """Mean absolute error per pixel value of masked patches (SimMIM, Eq. 1).
+
+    `prediction` (B, M, 3p²), `pixels` (B, 3, height, width) normalised, `mask` (B, H, W) bool,
+    True = masked, `valid` (B,) bool. Counts masked patches, each with the mean over its values.
+
+    Raises:
+        ValueError: grid and picture do not give the same square patch size.
+    """
+    rows, columns = mask.shape[-2:]
+    patch_size = pixels.shape[-2] // rows
+    target = patchify(pixels, patch_size)
+    if target.shape != prediction.shape or pixels.shape[-1] != patch_size * columns:
+        raise ValueError(
+            f"{tuple(prediction.shape)} predicted values do not fit pictures of "
+            f"{tuple(pixels.shape)} on a grid of {rows} x {columns} patches"
+        )
+    chosen = mask.flatten(1)
+    if valid is not None:
+        chosen = chosen & valid[:, None]
+    prediction, target = full_precision(prediction[chosen], target[chosen])
+    return Loss((prediction - target).abs().mean(-1).sum(), chosen.sum())

@@ -1,0 +1,64 @@
+"""Masked language modelling, computed at the masked words alone."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vlp.objectives.loss import Loss
+from vlp.objectives.precision import full_precision
+
+IGNORED = -100
+
+
+def masked_positions(
+    states: Tensor, labels: Tensor, valid: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """States and labels of the masked words, (B, N, W), (B, N) -> (R, W), (R,).
+
+    `labels` is -100 where nothing is to be predicted; rows with `valid` (B,) False are left out.
+    The decoder over the vocabulary then runs on 15 % of the words.
+    """
+    chosen = labels != IGNORED
+    if valid is not None:
+        chosen = chosen & valid[:, None]
+    return states[chosen], labels[chosen]
+
+
+class MLMHead(nn.Module):
+    """BERT's prediction head: dense, GELU, LayerNorm, then the tied decoder with its own bias.
+
+    The word embedding is passed at the call, so that the head does not own a second copy; the
+    parameter names follow nothing but this file, key maps translate BERT's.
+    """
+
+    def __init__(self, width: int, vocab_size: int, epsilon: float = 1e-12) -> None:
+        super().__init__()
+        self.dense = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width, eps=epsilon)
+        self.bias = nn.Parameter(torch.zeros(vocab_size))
+        nn.init.normal_(self.dense.weight, std=0.02)
+        nn.init.zeros_(self.dense.bias)
+
+    def forward(self, states: Tensor, word_embedding: Tensor) -> Tensor:
+        """Logits over the vocabulary, (..., W), (vocabulary, W) -> (..., vocabulary)."""
+        states = self.norm(F.gelu(self.dense(states)))
+        return F.linear(states, word_embedding, self.bias)
+
+
+def mlm_loss(
+    logits: Tensor, labels: Tensor, soft: Tensor | None = None, alpha: float = 0.0
+) -> Loss:
+    """Cross-entropy at masked words, (R, vocabulary) logits against (R,) labels.
+
+    `soft` (R, vocabulary), rows that sum to 1, is the teacher's prediction and takes the share
+    `alpha` of the target (ALBEF, Eq. 7). Labels of -100 count nowhere. Counts words.
+    """
+    (logits,) = full_precision(logits)
+    real = labels != IGNORED
+    total = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+    if soft is not None and alpha > 0:
+        soft_rows = -(soft.to(logits.dtype) * logits.log_softmax(-1)).sum(-1)
+        total = (1 - alpha) * total + alpha * torch.where(real, soft_rows, 0).sum()
+    return Loss(total, real.sum())

@@ -1,0 +1,19 @@
+"""Losses are computed in float32 or better, whatever autocast says around them."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+
+def full_precision(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Bring floating tensors to one type, float32 at least (float64 stays float64)."""
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
+    return tuple(tensor.to(dtype) for tensor in tensors)
+
+
+def no_autocast(tensor: Tensor) -> torch.autocast:
+    """Context in which a matrix product on the device of `tensor` keeps its inputs' type."""
+    return torch.autocast(device_type=tensor.device.type, enabled=False)

@@ -1,0 +1,64 @@
+"""Learned temperature and scale: the logarithm is the parameter, its range is bounded."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class _Bounded(torch.autograd.Function):
+    """Clamp whose gradient vanishes only where descent would leave the range.
+
+    CLIP clamps the parameter itself after each step, which a sharded optimiser (ZeRO-3) does not
+    allow; a plain clamp in the forward pass would never let go of a value that has overshot.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, low: float, high: float) -> Tensor:
+        ctx.save_for_backward(x <= low, x >= high)
+        return x.clamp(low, high)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        at_low, at_high = ctx.saved_tensors
+        gradient = gradients[0]
+        leaves = (at_low & (gradient > 0)) | (at_high & (gradient < 0))
+        return gradient.masked_fill(leaves, 0), None, None
+
+
+class LearnedScale(nn.Module):
+    """A positive factor of logits, learned as its logarithm and kept in [minimum, maximum].
+
+    The cap of 100 is CLIP's (Radford et al. 2021, section 2.5).
+
+    Raises:
+        ValueError: `start` lies outside the range.
+    """
+
+    def __init__(self, start: float, minimum: float = 1.0, maximum: float = 100.0) -> None:
+        super().__init__()
+        if not 0 < minimum <= start <= maximum:
+            raise ValueError(f"a scale of {start} is not in [{minimum}, {maximum}]")
+        self.low, self.high = math.log(minimum), math.log(maximum)
+        self.log_scale = nn.Parameter(torch.tensor(math.log(start), dtype=torch.float32))
+
+    def forward(self) -> Tensor:
+        """The scale, a scalar."""
+        return _Bounded.apply(self.log_scale, self.low, self.high).exp()
+
+
+class Temperature(LearnedScale):
+    """Softmax temperature, learned as the logarithm of its inverse.
+
+    By default in [0.01, 1], as CLIP bounds it.
+    """
+
+    def __init__(self, start: float = 0.07, minimum: float = 0.01, maximum: float = 1.0) -> None:
+        super().__init__(1 / start, 1 / maximum, 1 / minimum)
+
+    def forward(self) -> Tensor:
+        """The temperature, a scalar."""
+        return 1 / super().forward()

@@ -1,0 +1,84 @@
+"""Momentum teacher: a slow float32 copy of the student, outside the optimised parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+Student = TypeVar("Student", bound=nn.Module)
+
+
+class Teacher(Generic[Student]):
+    """Exponential average of a module's weights (MoCo; ALBEF, section 3.3).
+
+    Not an `nn.Module`: a holder that keeps one as an attribute does not register its weights, so
+    neither the optimiser nor DeepSpeed nor `state_dict()` of the holder sees them. Weights are
+    float32 whatever the student computes in: a bfloat16 average with momentum 0.995 never moves.
+    Call it under `torch.no_grad()` through `module`.
+    """
+
+    def __init__(self, student: Student) -> None:
+        self.module: Student = copy.deepcopy(student).float().eval().requires_grad_(False)
+
+    def to(self, device: torch.device | str) -> Teacher[Student]:
+        """Move the weights to `device`."""
+        self.module.to(device)
+        return self
+
+    @torch.no_grad()
+    def update(
+        self,
+        named_parameters: Mapping[str, Tensor],
+        momentum: float,
+        named_buffers: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Move every weight by 1 - momentum towards the student's.
+
+        `named_parameters` holds full-size tensors by the names they have in the student (under
+        ZeRO-3 the engine gathers them); further names are allowed, other heads' for example.
+        `named_buffers` are copied, not averaged.
+
+        Raises:
+            KeyError: a weight of the teacher is not among the names.
+            ValueError: a weight has another shape, as an ungathered shard has.
+        """
+        teacher = dict(self.module.named_parameters())
+        _check(teacher, named_parameters)
+        for name, weight in teacher.items():
+            weight.lerp_(named_parameters[name].detach().to(weight), 1 - momentum)
+        if named_buffers is not None:
+            for name, buffer in self.module.named_buffers():
+                if name in named_buffers:
+                    buffer.copy_(named_buffers[name])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Weights and buffers by name, for the checkpoint."""
+        return dict(self.module.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state_dict` gave; missing or unknown names are errors."""
+        self.module.load_state_dict(dict(state))
+
+
+def _check(teacher: Mapping[str, Tensor], student: Mapping[str, Tensor]) -> None:
+    missing = [name for name in teacher if name not in student]
+    if missing:
+        raise KeyError(
+            f"the student has no {', '.join(missing[:3])} ({len(missing)} of {len(teacher)} "
+            "teacher weights are missing)"
+        )
+    for name, weight in teacher.items():
+        if weight.shape != student[name].shape:
+            raise ValueError(
+                f"{name} has shape {tuple(student[name].shape)} in the student and "
+                f"{tuple(weight.shape)} in the teacher: pass full-size (gathered) weights"
+            )
+
+
+def soft_target_share(step: int, alpha: float, warmup_steps: int) -> float:
+    """Share of the teacher's soft target at an optimiser step: linear from 0 to `alpha`."""
+    return alpha * min(1.0, step / warmup_steps) if warmup_steps > 0 else alpha
