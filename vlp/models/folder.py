@@ -1,4 +1,4 @@
-"""The public model folder: weights, configuration, tokenizer and preprocessing, nothing else needed.
+"""The public model folder: weights, configuration, tokenizer and preprocessing.
 
 A folder holds `model.safetensors`, `config.json`, the tokenizer's files and `preprocessing.json`.
 """
