@@ -49,4 +49,4 @@ class Batch(NamedTuple):
             field.to(device, non_blocking=True) if isinstance(field, Tensor) else field
             for field in self
         )
-        return Batch(*moved)
+        return Batch(*moved)  # type: ignore[arg-type]

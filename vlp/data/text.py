@@ -1,0 +1,208 @@
+"""Captions to token ids: a BERT WordPiece tokenizer, padded to one length."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from torch import Tensor
+
+from vlp.config import ConfigError
+
+# Ids 0-4, in this order, in every vocabulary trained here.
+PAD, UNK, CLS, SEP, MASK = SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+class TextTokens(NamedTuple):
+    """Captions as tensors: (captions, tokens) each; masks are True where there is something.
+
+    `attention_mask` covers everything but padding; `word_mask` real word pieces alone, without
+    [CLS], [SEP] and padding.
+    """
+
+    text_ids: Tensor
+    attention_mask: Tensor
+    word_mask: Tensor
+
+
+class TextProcessor:
+    """Turns captions into ids of a fixed length; too long ones are cut, keeping [SEP].
+
+    Args:
+        tokenizer: a BERT-like tokenizer that knows the five special tokens; it is copied.
+        max_tokens: length of every row, [CLS] and [SEP] included.
+
+    Raises:
+        ConfigError: a special token is missing.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, max_tokens: int) -> None:
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        _require_specials(vocabulary)
+        self.max_tokens = max_tokens
+        ids = {name: vocabulary[name] for name in SPECIALS}
+        self.pad_id: int = ids[PAD]
+        self.unk_id: int = ids[UNK]
+        self.cls_id: int = ids[CLS]
+        self.sep_id: int = ids[SEP]
+        self.mask_id: int = ids[MASK]
+        self._plain = Tokenizer.from_str(tokenizer.to_str())
+        self._plain.no_truncation()
+        self._plain.no_padding()
+        self._tokenizer = Tokenizer.from_str(self._plain.to_str())
+        self._tokenizer.enable_truncation(max_tokens)
+        self._tokenizer.enable_padding(length=max_tokens, pad_id=self.pad_id, pad_token=PAD)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows that an embedding table needs: the largest id and one."""
+        return max(self._plain.get_vocab(with_added_tokens=True).values()) + 1
+
+    @property
+    def special_ids(self) -> tuple[int, ...]:
+        """Ids of [PAD], [UNK], [CLS], [SEP], [MASK]: never a random word of masking."""
+        return self.pad_id, self.unk_id, self.cls_id, self.sep_id, self.mask_id
+
+    def __call__(self, texts: list[str]) -> TextTokens:
+        """Tokenise captions into (captions, max_tokens) tensors."""
+        # One caption at a time in loader workers: encode_batch starts threads, which a forked
+        # process must not.
+        encodings = (
+            [self._tokenizer.encode(texts[0])]
+            if len(texts) == 1
+            else self._tokenizer.encode_batch(texts)
+        )
+        ids = torch.tensor([encoding.ids for encoding in encodings], dtype=torch.int64)
+        ids = ids.view(len(texts), self.max_tokens)
+        attention = torch.tensor(
+            [encoding.attention_mask for encoding in encodings], dtype=torch.bool
+        ).view(len(texts), self.max_tokens)
+        # By id, not by the tokenizer's own mask: a caption may hold the text "[SEP]".
+        marks = torch.tensor([self.pad_id, self.cls_id, self.sep_id, self.mask_id])
+        return TextTokens(ids, attention, attention & ~torch.isin(ids, marks))
+
+    def words(self, text: str) -> list[str]:
+        """The word pieces of one caption as in its ids, special tokens included, padding not."""
+        encoding = self._tokenizer.encode(text)
+        return encoding.tokens[: sum(encoding.attention_mask)]
+
+    def save(self, folder: str | Path) -> None:
+        """Write the files that `load` and transformers' `AutoTokenizer` read."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._plain.save(str(folder / "tokenizer.json"))
+        by_id = sorted(self._plain.get_vocab(with_added_tokens=True).items(), key=lambda x: x[1])
+        lines = "".join(f"{token}\n" for token, _ in by_id)
+        (folder / "vocab.txt").write_text(lines, encoding="utf-8")
+        settings = {
+            "tokenizer_class": "BertTokenizer",
+            "do_lower_case": True,
+            "model_max_length": self.max_tokens,
+            "pad_token": PAD,
+            "unk_token": UNK,
+            "cls_token": CLS,
+            "sep_token": SEP,
+            "mask_token": MASK,
+        }
+        text = json.dumps(settings, indent=2) + "\n"
+        (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+    @classmethod
+    def load(cls, name: str | Path, max_tokens: int) -> TextProcessor:
+        """Read a tokenizer from a folder (`tokenizer.json` or `vocab.txt`) or from the hub.
+
+        Raises:
+            ConfigError: nothing usable is there.
+        """
+        folder = Path(name)
+        try:
+            if (folder / "tokenizer.json").is_file():
+                return cls(Tokenizer.from_file(str(folder / "tokenizer.json")), max_tokens)
+            if (folder / "vocab.txt").is_file():
+                vocabulary = models.WordPiece.read_file(str(folder / "vocab.txt"))
+                return cls(bert_tokenizer(vocabulary), max_tokens)
+        except ConfigError:
+            raise
+        except Exception as error:  # the library raises bare Exception for every bad file
+            raise ConfigError(f"{folder}: its tokenizer cannot be read ({error})") from error
+        if folder.is_dir():
+            raise ConfigError(f"{folder}: holds neither tokenizer.json nor vocab.txt")
+        return cls(Tokenizer.from_file(_from_hub(str(name))), max_tokens)
+
+
+def bert_tokenizer(vocabulary: dict[str, int]) -> Tokenizer:
+    """BERT's lower-casing WordPiece tokenizer over a vocabulary of token -> id."""
+    _require_specials(vocabulary)
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=UNK))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(list(SPECIALS))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{CLS}:0 $A:0 {SEP}:0",
+        pair=f"{CLS}:0 $A:0 {SEP}:0 $B:1 {SEP}:1",
+        special_tokens=[(CLS, vocabulary[CLS]), (SEP, vocabulary[SEP])],
+    )
+    return tokenizer
+
+
+def train_wordpiece(captions: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train a lower-case BERT WordPiece vocabulary of at most `vocab_size` tokens on captions.
+
+    Equal captions give the same vocabulary. The library alone does not promise that: it numbers
+    the inner letters ("##a") in the order of a randomly seeded hash table and breaks ties of merges
+    by number, so they are numbered here first.
+
+    Raises:
+        ConfigError: `vocab_size` is too small for the letters that the captions hold.
+    """
+    from tokenizers.trainers import WordPieceTrainer
+
+    tokenizer = bert_tokenizer({name: number for number, name in enumerate(SPECIALS)})
+    words: Counter[str] = Counter()
+    for caption in captions:
+        normal = tokenizer.normalizer.normalize_str(caption)
+        words.update(word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(normal))
+    if not words:
+        raise ConfigError("there are no captions to train a vocabulary on")
+    first = {word[0] for word in words}
+    inner = sorted({f"##{letter}" for word in words for letter in word[1:]})
+    letters = first | {mark[2:] for mark in inner}
+    needed = len(SPECIALS) + len(inner) + len(letters)
+    if vocab_size < needed:
+        raise ConfigError(
+            f"a vocabulary of {vocab_size} is too small: these captions need {needed} for single "
+            "letters alone"
+        )
+    trainer = WordPieceTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[*SPECIALS, *inner],
+        limit_alphabet=len(letters),
+        show_progress=False,
+    )
+    repeated = (word for word in sorted(words) for _ in range(words[word]))
+    tokenizer.train_from_iterator(repeated, trainer)
+    return bert_tokenizer(tokenizer.get_vocab())
+
+
+def _require_specials(vocabulary: dict[str, int]) -> None:
+    missing = [name for name in SPECIALS if name not in vocabulary]
+    if missing:
+        raise ConfigError(f"the vocabulary has no {', '.join(missing)}; it is not BERT-like")
+
+
+def _from_hub(name: str) -> str:
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return hf_hub_download(name, "tokenizer.json")
+    except Exception as error:  # no network, no such name, not a name: one answer to all
+        raise ConfigError(
+            f"vocabulary {name!r} is neither a folder with tokenizer.json or vocab.txt nor a name "
+            f"on the hub that can be reached ({type(error).__name__})"
+        ) from error
