@@ -9,6 +9,7 @@ from vlp.objectives.contrastive import candidate_cross_entropy
 from vlp.objectives.groups import sample_groups
 from vlp.objectives.loss import Loss
 from vlp.objectives.precision import full_precision, no_autocast
+from vlp.objectives.word_response import word_response
 
 
 def anchor_loss(
@@ -118,15 +119,13 @@ def token_scores(
     (..., T, N) bool -> (..., B, T): mean over real words of
     (max_m s_mn - alpha * mean_m relu(s_mn)). A hard maximum over patches, because sums of
     exponentials do not select; less the word's mean response, so that words which answer to
-    everything gain nothing. A text without words scores 0. Leading dimensions are sample groups.
+    everything gain nothing. A text without words scores 0. Leading dimensions are sample groups,
+    which never meet; each holds T·N·B·M similarities in memory.
     """
     image_tokens, text_tokens = full_precision(image_tokens, text_tokens)
-    pictures, patches = image_tokens.shape[-3:-1]
     texts, words = text_tokens.shape[-3:-1]
-    with no_autocast(image_tokens):
-        similarity = text_tokens.flatten(-3, -2) @ image_tokens.flatten(-3, -2).transpose(-1, -2)
-    similarity = similarity.unflatten(-1, (pictures, patches)).unflatten(-3, (texts, words))
-    response = similarity.amax(-1) - alpha * similarity.relu().mean(-1)
+    response = word_response(text_tokens.flatten(-3, -2), image_tokens, alpha)
+    response = response.unflatten(-2, (texts, words))
     number = word_mask.sum(-1).clamp(min=1)
     score = (response * word_mask[..., None]).sum(-2) / number[..., None]
     return score.transpose(-1, -2)
