@@ -1,0 +1,109 @@
+"""A scene as the JSON of a sample (`vlp.data.schema`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vlp.data.scenes.captions import captions, word_objects
+from vlp.data.scenes.entailment import Entailment
+from vlp.data.scenes.expressions import expressions
+from vlp.data.scenes.graph import Scene, relations
+from vlp.data.scenes.negatives import SwapPair
+from vlp.data.scenes.questions import questions
+from vlp.data.scenes.statements import Statement
+from vlp.data.schema import Annotation, Answer, Expression, Question
+
+SOURCE = "scenes"
+ANNOTATORS = 10
+"""Every answer counts as given by so many people, as VQA scores it."""
+
+
+def annotation(scene: Scene) -> Annotation:
+    """Captions, boxes, referring expressions, questions and the graph of a scene.
+
+    `scene["words"]` holds which caption word names which object: {caption: number of the caption,
+    index: number of the word among words and punctuation marks (the caption's BERT words), word,
+    kind: 'colour' or 'shape', box: the object's [x, y, width, height] in pixels}.
+    """
+    texts = captions(scene)
+    return Annotation(
+        captions=[caption.text for caption in texts],
+        source=SOURCE,
+        image_id=scene.key,
+        boxes=[list(obj.box) for obj in scene.objects],
+        expressions=[
+            Expression(
+                id=f"{scene.key}-{number}",
+                text=expression.text,
+                box=list(scene.objects[expression.obj].box),
+            )
+            for number, expression in enumerate(expressions(scene))
+        ],
+        questions=[
+            Question(
+                id=f"{scene.key}-{asked.kind}",
+                question=asked.question,
+                answers=[Answer(answer=asked.answer, count=ANNOTATORS)],
+            )
+            for asked in questions(scene)
+        ],
+        scene={
+            **graph_of(scene),
+            "words": [
+                {"caption": number, "index": index, "word": word, "kind": kind, "box": list(box)}
+                for number, caption in enumerate(texts)
+                for index, word, kind, box in word_objects(caption, scene)
+            ],
+        },
+    )
+
+
+def graph_of(scene: Scene) -> dict[str, Any]:
+    """The graph in JSON's types; relations are [object, relation, object] by number."""
+    graph: dict[str, Any] = {
+        "image_size": scene.image_size,
+        "background": list(scene.background),
+        "objects": [{**obj._asdict(), "box": list(obj.box)} for obj in scene.objects],
+        "relations": [list(relation) for relation in relations(scene)],
+    }
+    if scene.cover is not None:
+        graph["cover"] = scene.cover
+    return graph
+
+
+def swap_annotation(pair: SwapPair) -> Annotation:
+    """A hard negative: `caption` is the first picture's, `scene["swap"]["foil"]` the second's."""
+    return Annotation(
+        caption=pair.caption.text,
+        source=SOURCE,
+        image_id=pair.scene.key,
+        boxes=[list(obj.box) for obj in pair.scene.objects],
+        scene={
+            **graph_of(pair.scene),
+            "swap": {"kind": pair.kind, "foil": pair.foil.text, "twin": graph_of(pair.twin)},
+        },
+    )
+
+
+def statement_annotation(statement: Statement) -> Annotation:
+    """A statement about two pictures; the first picture is the left one."""
+    return Annotation(
+        statement=statement.text,
+        label=statement.label,
+        source=SOURCE,
+        image_id=statement.key,
+        scene={"left": graph_of(statement.left), "right": graph_of(statement.right)},
+    )
+
+
+def entailment_annotation(entailment: Entailment) -> Annotation:
+    """A hypothesis about a picture with a curtain."""
+    return Annotation(
+        premise=entailment.premise,
+        hypothesis=entailment.hypothesis,
+        label=entailment.label,
+        source=SOURCE,
+        image_id=entailment.key,
+        boxes=[list(obj.box) for obj in entailment.scene.objects],
+        scene=graph_of(entailment.scene),
+    )

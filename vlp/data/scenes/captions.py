@@ -1,0 +1,232 @@
+"""Captions that identify their picture: every object with its colour and shape, size and place or
+relation, in varied English of at most `MAX_WORDS` words.
+
+A pattern is a row of slots and literal words. `N0` is the noun phrase of object 0 with its
+article, `T0` the same without; `P0` its place, `C0` its place in telegram style; `R01` the relation
+of object 0 to object 1, and `B01` that relation with object 1 taken up as 'it'.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from vlp.data.draws import draw
+from vlp.data.scenes.claims import Claim, Noun
+from vlp.data.scenes.graph import Box, Scene, main_relation
+
+MAX_WORDS = 18
+"""Words and punctuation marks of a caption; [CLS] and [SEP] make it 20 tokens."""
+
+CAPTIONS = 5
+SIZE_SHARE = 0.75
+"""How often a phrase gives the size, where there is room; a single object's is always given."""
+
+PATTERNS = {
+    1: (
+        "N0 P0",
+        "there is N0 P0",
+        "P0 there is N0",
+        "P0 , N0",
+        "a picture of N0 P0",
+        "one T0 P0",
+        "T0 , C0",
+        "only N0 P0",
+        "nothing but N0 P0",
+    ),
+    2: (
+        "N0 R01 N1",
+        "N0 R01 N1",
+        "N0 is R01 N1",
+        "there is N0 R01 N1",
+        "R01 N1 is N0",
+        "N0 with N1 B10",
+        "N0 and , B10 , N1",
+        "N0 P0 , R01 N1",
+        "N0 P0 and N1 P1",
+        "P0 N0 , P1 N1",
+        "T0 R01 T1",
+        "T0 C0 , T1 C1",
+        "a picture of N0 R01 N1",
+    ),
+    3: (
+        "N0 R01 N1 and R02 N2",
+        "N0 R01 N1 and R02 N2",
+        "N0 R01 N1 , which is R12 N2",
+        "N0 R01 N1 , with N2 P2",
+        "N0 R01 N1 , and N2 P2",
+        "N0 with N1 B10 and N2 B20",
+        "there is N0 R01 N1 and R02 N2",
+        "T0 R01 T1 , T2 C2",
+        "T0 C0 , T1 C1 , T2 C2",
+        "R01 N1 and R02 N2 is N0",
+    ),
+}
+EXHAUSTIVE = ("only N0 P0", "nothing but N0 P0", "one T0 P0")
+"""Patterns which say that the picture holds nothing else."""
+
+RELATION_WORDS = {
+    "left": ("left of", "to the left of"),
+    "right": ("right of", "to the right of"),
+    "above": ("above", "over"),
+    "below": ("below", "under"),
+}
+BACK_WORDS = {
+    "left": ("to its left", "on its left"),
+    "right": ("to its right", "on its right"),
+    "above": ("above it", "over it"),
+    "below": ("below it", "under it"),
+}
+SIZE_WORDS = {"small": ("small", "small", "little"), "large": ("large", "large", "big")}
+
+PLACE_WORDS = {
+    "top left": ("at the top left", "in the top left corner", "in the upper left"),
+    "top": ("at the top", "at the top centre", "at the top in the middle"),
+    "top right": ("at the top right", "in the top right corner", "in the upper right"),
+    "left": ("on the left", "at the left edge", "at the middle left"),
+    "centre": ("in the centre", "in the middle", "at the centre"),
+    "right": ("on the right", "at the right edge", "at the middle right"),
+    "bottom left": ("at the bottom left", "in the bottom left corner", "in the lower left"),
+    "bottom": ("at the bottom", "at the bottom centre", "at the bottom in the middle"),
+    "bottom right": ("at the bottom right", "in the bottom right corner", "in the lower right"),
+}
+
+_SLOT = re.compile(r"([NTPCRB])(\d)(\d?)")
+
+
+class NamedWord(NamedTuple):
+    """The word at `position` of a text names what `kind` (colour or shape) object `obj` has."""
+
+    position: int
+    word: str
+    kind: str
+    obj: int
+
+
+class Caption(NamedTuple):
+    """A sentence, what it claims, and which of its words name which object."""
+
+    text: str
+    claim: Claim
+    words: tuple[NamedWord, ...]
+
+
+def captions(scene: Scene, count: int = CAPTIONS) -> list[Caption]:
+    """Write `count` captions of different patterns as far as there are, fixed by the scene's key.
+
+    Raises:
+        ValueError: if `count` is below 1.
+    """
+    if count < 1:
+        raise ValueError(f"captions must be at least 1, got {count}")
+    rng = draw(0, 0, scene.key, "captions")
+    patterns = PATTERNS[len(scene.objects)]
+    written: dict[str, Caption] = {}
+    for _ in range(count):  # each round adds one caption or, nearly always, several
+        for pattern in rng.permutation(len(patterns)):
+            caption = write(scene, patterns[int(pattern)], rng)
+            if caption is not None:
+                written.setdefault(caption.text, caption)
+            if len(written) == count:
+                return list(written.values())
+    return list(written.values())
+
+
+def write(scene: Scene, pattern: str, rng: np.random.Generator) -> Caption | None:
+    """Fill a pattern for the scene; None where even without sizes it is over `MAX_WORDS`."""
+    count = len(scene.objects)
+    order = [int(number) for number in rng.permutation(count)]
+    sizes = [bool(given) for given in rng.random(count) < (SIZE_SHARE if count > 1 else 1.0)]
+    style = draw_style(rng)
+    while True:
+        caption = fill(scene, pattern, order, sizes, style)
+        if len(words_of(caption.text)) <= MAX_WORDS:
+            return caption
+        given = [number for number in range(count) if sizes[number]]
+        if not given:
+            return None
+        sizes[given[int(rng.integers(len(given)))]] = False
+
+
+def words_of(text: str) -> list[str]:
+    """Words and punctuation marks, as BERT splits a text before it looks for word pieces."""
+    return re.findall(r"\w+|[^\w\s]", text)
+
+
+def word_objects(caption: Caption, scene: Scene) -> list[tuple[int, str, str, Box]]:
+    """Which word names which object: (position, word, 'colour' or 'shape', the object's box).
+
+    Positions count `words_of(caption.text)`.
+    """
+    return [
+        (named.position, named.word, named.kind, scene.objects[named.obj].box)
+        for named in caption.words
+    ]
+
+
+def draw_style(rng: np.random.Generator) -> list[int]:
+    """The choices between equal wordings, one for each slot of a pattern."""
+    return [int(number) for number in rng.integers(1 << 16, size=16)]
+
+
+def fill(
+    scene: Scene, pattern: str, order: Sequence[int], sizes: Sequence[bool], style: Sequence[int]
+) -> Caption:
+    """Fill a pattern's slots.
+
+    Args:
+        scene: what is spoken of.
+        pattern: slots and words, see above.
+        order: the scene's object for each object number of the pattern.
+        sizes: for each object of the scene, whether its phrase gives the size.
+        style: the choice of wording for each slot (`draw_style`).
+    """
+    words: list[str] = []
+    named: list[NamedWord] = []
+    relations: list[tuple[int, str, int]] = []
+    placed: set[int] = set()
+    for position, token in enumerate(pattern.split()):
+        slot = _SLOT.fullmatch(token)
+        if slot is None:
+            words.append(token)
+            continue
+        kind, first = slot[1], int(slot[2])
+        obj = scene.objects[order[first]]
+        pick = style[position]
+        if kind in "NT":
+            phrase = [_pick(SIZE_WORDS[obj.size], pick)] if sizes[order[first]] else []
+            phrase += [obj.colour, obj.shape]
+            if kind == "N":
+                words.append("an" if phrase[0][0] in "aeiou" else "a")
+            words += phrase
+            end = len(words)
+            named.append(NamedWord(end - 2, obj.colour, "colour", order[first]))
+            named.append(NamedWord(end - 1, obj.shape, "shape", order[first]))
+        elif kind in "PC":
+            place = _pick(PLACE_WORDS[obj.place], pick) if kind == "P" else obj.place
+            words += place.split()
+            placed.add(first)
+        else:
+            second = int(slot[3])
+            relation = main_relation(scene, order[first], order[second])
+            relations.append((first, relation, second))
+            choices = RELATION_WORDS if kind == "R" else BACK_WORDS
+            words += _pick(choices[relation], pick).split()
+    nouns = tuple(
+        Noun(
+            shape=scene.objects[number].shape,
+            colour=scene.objects[number].colour,
+            size=scene.objects[number].size if sizes[number] else None,
+            place=scene.objects[number].place if position in placed else None,
+        )
+        for position, number in enumerate(order)
+    )
+    claim = Claim(nouns, tuple(relations), alone=pattern in EXHAUSTIVE)
+    return Caption(" ".join(words).replace(" ,", ","), claim, tuple(named))
+
+
+def _pick(choices: tuple[str, ...], pick: int) -> str:
+    return choices[pick % len(choices)]

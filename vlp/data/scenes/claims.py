@@ -1,0 +1,86 @@
+"""What a sentence says of a picture, and whether it is true of a scene.
+
+A sentence of the corpus is always written together with its claim, so truth is decided by the graph
+and never by reading text back. Words are vague at their edges ('left of', 'at the top'), so there
+are two readings: what holds in the strict one is surely true, what fails in the lenient one is
+surely false, and nothing in the corpus is said or asked in between.
+"""
+
+from __future__ import annotations
+
+from itertools import permutations
+from typing import NamedTuple
+
+from vlp.data.scenes.graph import Obj, Scene, relation_holds
+
+
+class Noun(NamedTuple):
+    """What a phrase says of one object; None = not said."""
+
+    shape: str | None = None
+    colour: str | None = None
+    size: str | None = None
+    place: str | None = None
+
+    def fits(self, obj: Obj, lenient: bool = False) -> bool:
+        """Whether the object is what the phrase says; leniently, 'top left' is at the 'top' too."""
+        return (
+            self.shape in (None, obj.shape)
+            and self.colour in (None, obj.colour)
+            and self.size in (None, obj.size)
+            and (
+                self.place in (None, obj.place) or (lenient and self.place in obj.place.split(" "))
+            )
+        )
+
+
+class Claim(NamedTuple):
+    """Different objects that fit `nouns` stand in `relations` (noun, relation, noun).
+
+    With `alone`, the picture holds nothing else.
+    """
+
+    nouns: tuple[Noun, ...]
+    relations: tuple[tuple[int, str, int], ...] = ()
+    alone: bool = False
+
+
+def referents(noun: Noun, scene: Scene) -> list[int]:
+    """The objects of the scene that fit the phrase in the strict reading."""
+    return [number for number, obj in enumerate(scene.objects) if noun.fits(obj)]
+
+
+def subjects(claim: Claim, scene: Scene, lenient: bool = False) -> list[int]:
+    """The objects of the scene that can be the claim's first noun."""
+    numbers = range(len(scene.objects))
+    if claim.alone and len(numbers) != len(claim.nouns):
+        return []
+    return sorted(
+        {
+            assignment[0]
+            for assignment in permutations(numbers, len(claim.nouns))
+            if _satisfies(claim, scene, assignment, lenient)
+        }
+    )
+
+
+def holds(claim: Claim, scene: Scene, lenient: bool = False) -> bool:
+    """Whether some choice of objects satisfies the claim."""
+    return bool(subjects(claim, scene, lenient))
+
+
+def truth(claim: Claim, scene: Scene) -> bool | None:
+    """True or False where the claim is surely so, None where readers may differ."""
+    if holds(claim, scene):
+        return True
+    return None if holds(claim, scene, lenient=True) else False
+
+
+def _satisfies(claim: Claim, scene: Scene, assignment: tuple[int, ...], lenient: bool) -> bool:
+    return all(
+        noun.fits(scene.objects[number], lenient)
+        for noun, number in zip(claim.nouns, assignment, strict=True)
+    ) and all(
+        relation_holds(scene, assignment[first], relation, assignment[second], lenient)
+        for first, relation, second in claim.relations
+    )

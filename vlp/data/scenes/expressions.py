@@ -1,0 +1,113 @@
+"""Referring expressions: phrases that mean exactly one object of the scene, with its box."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from vlp.data.draws import draw
+from vlp.data.scenes.captions import PLACE_WORDS, RELATION_WORDS
+from vlp.data.scenes.claims import Claim, Noun, subjects
+from vlp.data.scenes.graph import Scene, main_relation
+
+
+class Referring(NamedTuple):
+    """A phrase, the object it means and its claim, whose first noun is that object."""
+
+    text: str
+    obj: int
+    claim: Claim
+
+
+def expressions(scene: Scene) -> list[Referring]:
+    """Up to three phrases for each object: by its looks, by its place, by a relation.
+
+    Each is as short as it can be drawn, and none fits another object even in a lenient reading.
+    Objects whose looks or neighbours do not single them out have fewer.
+    """
+    rng = draw(0, 0, scene.key, "expressions")
+    found: list[Referring] = []
+    for number in range(len(scene.objects)):
+        for candidates in (_looks, _places, _relations):
+            chosen = next(
+                (each for each in candidates(scene, number, rng) if is_unique(each, scene)), None
+            )
+            if chosen is not None:
+                found.append(chosen)
+    return found
+
+
+def is_unique(expression: Referring, scene: Scene) -> bool:
+    """Whether the phrase means its object for sure, and no other one even leniently."""
+    alone = [expression.obj]
+    return (
+        subjects(expression.claim, scene) == alone
+        and subjects(expression.claim, scene, lenient=True) == alone
+    )
+
+
+def noun_words(noun: Noun) -> str:
+    """'small red circle', 'red object', 'circle': what the noun says, without article and place."""
+    words = (noun.size, noun.colour, noun.shape or "object")
+    return " ".join(word for word in words if word)
+
+
+def _looks(scene: Scene, number: int, rng: np.random.Generator) -> list[Referring]:
+    obj = scene.objects[number]
+    short = [Noun(shape=obj.shape), Noun(colour=obj.colour), Noun(size=obj.size)]
+    long = [
+        Noun(shape=obj.shape, colour=obj.colour),
+        Noun(shape=obj.shape, size=obj.size),
+        Noun(colour=obj.colour, size=obj.size),
+    ]
+    nouns = [short[at] for at in rng.permutation(3)] + [long[at] for at in rng.permutation(3)]
+    return [Referring(f"the {noun_words(noun)}", number, Claim((noun,))) for noun in nouns]
+
+
+def _places(scene: Scene, number: int, rng: np.random.Generator) -> list[Referring]:
+    obj = scene.objects[number]
+    nouns = [
+        Noun(place=obj.place),
+        Noun(place=obj.place, shape=obj.shape),
+        Noun(place=obj.place, colour=obj.colour),
+        Noun(place=obj.place, shape=obj.shape, colour=obj.colour),
+    ]
+    choices = PLACE_WORDS[obj.place]
+    return [
+        Referring(
+            f"the {noun_words(noun)} {choices[int(rng.integers(len(choices)))]}",
+            number,
+            Claim((noun,)),
+        )
+        for noun in _rotated(nouns, rng)
+    ]
+
+
+def _relations(scene: Scene, number: int, rng: np.random.Generator) -> list[Referring]:
+    found = []
+    for other in (int(at) for at in rng.permutation(len(scene.objects))):
+        if other == number:
+            continue
+        relation = main_relation(scene, number, other)
+        mark = Noun(shape=scene.objects[other].shape, colour=scene.objects[other].colour)
+        words = RELATION_WORDS[relation][int(rng.integers(2))]
+        nouns = [
+            Noun(shape=scene.objects[number].shape),
+            Noun(),
+            Noun(colour=scene.objects[number].colour),
+        ]
+        found += [
+            Referring(
+                f"the {noun_words(noun)} {words} the {noun_words(mark)}",
+                number,
+                Claim((noun, mark), ((0, relation, 1),)),
+            )
+            for noun in _rotated(nouns, rng)
+        ]
+    return found
+
+
+def _rotated(nouns: list[Noun], rng: np.random.Generator) -> list[Noun]:
+    start = int(rng.integers(len(nouns)))
+    return nouns[start:] + nouns[:start]

@@ -1,0 +1,109 @@
+"""The scene graph: coloured shapes at places, their boxes, and the relations between them.
+
+Everything the corpus says about a picture is read off this graph, so captions, questions,
+statements and referring expressions of one picture can never contradict each other.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "black", "white")
+SHAPES = ("circle", "square", "triangle", "cross", "star")
+SIZES = ("small", "large")
+ROWS = ("top", "centre", "bottom")
+COLUMNS = ("left", "centre", "right")
+RELATIONS = ("left", "right", "above", "below")
+INVERSE = {"left": "right", "right": "left", "above": "below", "below": "above"}
+
+LATTICE = 64
+"""Positions are whole 64ths of the picture's side, so one scene is the same graph at every size."""
+
+CLEAR = 8
+"""Two centres this many 64ths apart are clearly left of or above one another."""
+
+Box = tuple[float, float, float, float]
+
+
+def place_name(row: int, column: int) -> str:
+    """Name the cell of a 3 x 3 grid: 'top left', 'top', ..., 'centre', ..., 'bottom right'."""
+    names = [ROWS[row]] * (row != 1) + [COLUMNS[column]] * (column != 1)
+    return " ".join(names) or "centre"
+
+
+PLACES = tuple(place_name(row, column) for row in range(3) for column in range(3))
+
+
+class Obj(NamedTuple):
+    """One object; `box` is its tight [x, y, width, height] in pixels, `place` one of `PLACES`."""
+
+    shape: str
+    colour: str
+    size: str
+    box: Box
+    place: str
+
+
+class Scene(NamedTuple):
+    """A picture as a graph.
+
+    `key` names the scene and seeds every later draw about it; `image_size` is the side in pixels;
+    `background` and `tints` (one per object: the colour's own variation) are RGB in 0..255.
+    `cover` is the place hidden by a curtain, if any: what stands there cannot be known.
+    """
+
+    key: str
+    image_size: int
+    objects: tuple[Obj, ...]
+    background: tuple[int, int, int]
+    tints: tuple[tuple[int, int, int], ...]
+    cover: str | None = None
+
+
+def offset(first: Obj, second: Obj, image_size: int) -> tuple[int, int]:
+    """From the first object's centre to the second's: (right, down) in half 64ths of the side.
+
+    Whole numbers, so that no rounding of pixels can turn a relation around at another image size.
+    """
+    scale = 2 * LATTICE / image_size
+    x = second.box[0] - first.box[0] + (second.box[2] - first.box[2]) / 2
+    y = second.box[1] - first.box[1] + (second.box[3] - first.box[3]) / 2
+    return round(x * scale), round(y * scale)
+
+
+def relation_holds(
+    scene: Scene, first: int, relation: str, second: int, lenient: bool = False
+) -> bool:
+    """Whether object `first` is clearly `relation` of object `second`.
+
+    Both 'left' and 'above' may hold for one pair. Where the centres are less than `CLEAR` apart
+    neither a relation nor its inverse holds clearly, as a person would hesitate too; with
+    `lenient` the slightest offset is enough. So what does not hold leniently is surely false.
+    """
+    right, down = offset(scene.objects[first], scene.objects[second], scene.image_size)
+    distance = {"left": right, "right": -right, "above": down, "below": -down}[relation]
+    return distance >= (1 if lenient else 2 * CLEAR)
+
+
+def main_relation(scene: Scene, first: int, second: int) -> str:
+    """The relation of the first object to the second, along the axis that separates them more.
+
+    Objects do not overlap, so this one always holds clearly.
+    """
+    right, down = offset(scene.objects[first], scene.objects[second], scene.image_size)
+    if abs(right) >= abs(down):
+        return "left" if right > 0 else "right"
+    return "above" if down > 0 else "below"
+
+
+def relations(scene: Scene) -> list[tuple[int, str, int]]:
+    """Every clear relation of the scene as (first object, relation, second object), both ways."""
+    numbers = range(len(scene.objects))
+    return [
+        (first, relation, second)
+        for first in numbers
+        for second in numbers
+        if first != second
+        for relation in RELATIONS
+        if relation_holds(scene, first, relation, second)
+    ]

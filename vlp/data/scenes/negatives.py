@@ -1,0 +1,113 @@
+"""Hard negatives: two pictures and two captions, each caption true of exactly one picture.
+
+The captions of a pair differ only in the relation, only in the order of the nouns, or only in which
+object has which colour, and the pictures differ only in the same. A text alone cannot know which of
+the two is right, because each is right once; nor can a bag of words, because both pictures show the
+same colours, shapes and boxes.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from vlp.data.draws import draw
+from vlp.data.scenes.captions import Caption, draw_style, fill
+from vlp.data.scenes.claims import truth
+from vlp.data.scenes.graph import Scene
+from vlp.data.scenes.sample import sample_scene
+from vlp.data.scenes.splits import held_out_pairs
+
+SwapKind = Literal["relation", "order", "binding"]
+SWAP_KINDS: tuple[SwapKind, ...] = ("relation", "order", "binding")
+
+PATTERNS = (
+    "N0 R01 N1",
+    "N0 is R01 N1",
+    "there is N0 R01 N1",
+    "R01 N1 is N0",
+    "N0 with N1 B10",
+    "a picture of N0 R01 N1",
+)
+
+_MAX_ATTEMPTS = 1000
+
+
+class SwapPair(NamedTuple):
+    """`caption` is true of `scene` and false of `twin`, `foil` the other way round."""
+
+    kind: SwapKind
+    scene: Scene
+    twin: Scene
+    caption: Caption
+    foil: Caption
+
+
+def sample_swap(
+    seed: int,
+    index: int,
+    kind: SwapKind,
+    split: Literal["swaps", "unseen"] = "swaps",
+    image_size: int = 64,
+) -> SwapPair:
+    """Draw pair `index`, about two objects that the split holds out from training."""
+    for attempt in range(_MAX_ATTEMPTS):
+        scene = sample_scene(seed, index, split, image_size, attempt)
+        rng = draw(seed, 0, scene.key, f"swap {kind} {attempt}")
+        pairs = held_out_pairs(scene, split)
+        pair = pairs[int(rng.integers(len(pairs)))]
+        swapped = swap_pair(scene, kind, pair if rng.random() < 0.5 else pair[::-1], rng)
+        if swapped is not None:
+            # Which of the two is 'the' picture is a coin as well.
+            return swapped if rng.random() < 0.5 else _turned(swapped)
+    raise RuntimeError(f"no {kind} swap for scene {index} of split {split!r}")
+
+
+def swap_pair(
+    scene: Scene, kind: SwapKind, pair: tuple[int, int], rng: np.random.Generator
+) -> SwapPair | None:
+    """The swap of two objects of a scene; None where it would not make one caption clearly false.
+
+    Sizes stay with their boxes and the captions do not speak of them.
+
+    Args:
+        scene: any scene of two or more objects.
+        kind: `relation` turns the relation word round; `order` exchanges the nouns instead, so both
+            captions are the same bag of words; `binding` exchanges the two objects' colours.
+        pair: numbers of the two objects, first the caption's subject.
+        rng: for the wording.
+    """
+    first, second = pair
+    pattern = PATTERNS[int(rng.integers(len(PATTERNS)))]
+    style = draw_style(rng)
+    sizes = [False] * len(scene.objects)
+    if kind == "binding":
+        twin = _exchanged(scene, first, second, "colour")
+        foil = fill(twin, pattern, pair, sizes, style)
+    else:
+        twin = _exchanged(scene, first, second, "box")
+        foil = fill(twin, pattern, pair if kind == "relation" else (second, first), sizes, style)
+    caption = fill(scene, pattern, pair, sizes, style)
+    answers = [truth(text.claim, seen) for seen in (scene, twin) for text in (caption, foil)]
+    if answers != [True, False, False, True]:
+        return None
+    return SwapPair(kind, scene, twin, caption, foil)
+
+
+def _exchanged(scene: Scene, first: int, second: int, what: Literal["colour", "box"]) -> Scene:
+    objects, tints = list(scene.objects), list(scene.tints)
+    one, other = objects[first], objects[second]
+    if what == "colour":
+        objects[first] = one._replace(colour=other.colour)
+        objects[second] = other._replace(colour=one.colour)
+        tints[first], tints[second] = tints[second], tints[first]
+    else:
+        objects[first] = one._replace(box=other.box, place=other.place, size=other.size)
+        objects[second] = other._replace(box=one.box, place=one.place, size=one.size)
+    key = f"{scene.key}-{what}-{first}-{second}"
+    return scene._replace(key=key, objects=tuple(objects), tints=tuple(tints))
+
+
+def _turned(pair: SwapPair) -> SwapPair:
+    return SwapPair(pair.kind, pair.twin, pair.scene, pair.foil, pair.caption)

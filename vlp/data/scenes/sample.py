@@ -1,0 +1,145 @@
+"""Draw a scene: a pure function of (seed, split, index), in pixels of any image size."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vlp.data.draws import draw
+from vlp.data.scenes.graph import COLOURS, LATTICE, SHAPES, SIZES, Obj, Scene, place_name
+from vlp.data.scenes.splits import Split, split_of
+
+OBJECT_SHARES = (0.12, 0.53, 0.35)
+"""Shares of scenes with one, two and three objects."""
+
+SIDES = {"small": (13, 16), "large": (22, 25)}
+"""Shortest and longest side of an object, in 64ths of the picture's side."""
+
+CENTRES = ((0, 20), (25, 39), (44, 64))
+"""Where a centre may lie, in 64ths, to be clearly in the first, second or last third."""
+
+MARGIN = 1
+GAP = 2
+
+PALETTE = {
+    "red": (214, 32, 36),
+    "orange": (250, 136, 16),
+    "yellow": (252, 224, 40),
+    "green": (24, 150, 56),
+    "blue": (30, 72, 216),
+    "purple": (136, 36, 168),
+    "black": (22, 22, 24),
+    "white": (246, 246, 244),
+}
+TINT = 9
+BACKGROUND = (146, 186)
+
+_MAX_ATTEMPTS = 10_000
+
+Rectangle = tuple[int, int, int, int]
+
+
+def sample_scene(
+    seed: int, index: int, split: Split = "train", image_size: int = 64, attempt: int = 0
+) -> Scene:
+    """Draw scene `index` of a split.
+
+    Args:
+        seed: seed of the corpus.
+        index: number of the scene within its split; any non-negative number.
+        split: which contents the scene may have (`vlp.data.scenes.splits`).
+        image_size: side of the picture in pixels; the same scene at every size.
+        attempt: another scene in the same place of the corpus, with as many objects.
+
+    Raises:
+        ValueError: if the index or the image size is out of range.
+    """
+    if index < 0 or image_size < 16:
+        raise ValueError(
+            f"a scene needs index >= 0 and image_size >= 16, got {index} and {image_size}"
+        )
+    key = f"{split}-{seed}-{index}"
+    count = 1 + int(draw(seed, 0, key, "objects").choice(len(OBJECT_SHARES), p=OBJECT_SHARES))
+    if split in ("swaps", "unseen"):
+        count = max(count, 2)  # both are about pairs
+    rng = draw(seed, 0, key, f"scene {attempt}")
+    for _ in range(_MAX_ATTEMPTS):
+        scene = _any_scene(rng, key, count, image_size)
+        if split_of(scene) == split:
+            return scene
+    raise RuntimeError(f"no scene of split {split!r} in {_MAX_ATTEMPTS} draws")
+
+
+def _any_scene(rng: np.random.Generator, key: str, count: int, image_size: int) -> Scene:
+    names = rng.permutation(len(COLOURS) * len(SHAPES))[:count]  # no two objects look the same
+    sizes = [SIZES[number] for number in rng.integers(len(SIZES), size=count)]
+    rectangles, places = _layout(rng, sizes)
+    scale = image_size / LATTICE
+    objects = tuple(
+        Obj(
+            shape=SHAPES[name % len(SHAPES)],
+            colour=COLOURS[name // len(SHAPES)],
+            size=size,
+            box=_pixels(rectangle, scale),
+            place=place,
+        )
+        for name, size, rectangle, place in zip(names, sizes, rectangles, places, strict=True)
+    )
+    grey = int(rng.integers(BACKGROUND[0], BACKGROUND[1] + 1))
+    background = rng.integers(grey - 4, grey + 5, size=3)
+    tints = rng.integers(-TINT, TINT + 1, size=(count, 3))
+    return Scene(
+        key=key,
+        image_size=image_size,
+        objects=objects,
+        background=_rgb(background),
+        tints=tuple(
+            _rgb(np.clip(PALETTE[obj.colour] + tint, 0, 255))
+            for obj, tint in zip(objects, tints, strict=True)
+        ),
+    )
+
+
+def _layout(rng: np.random.Generator, sizes: list[str]) -> tuple[list[Rectangle], list[str]]:
+    """Non-overlapping rectangles in different places; all are drawn again when one does not fit."""
+    while True:
+        cells = rng.permutation(9)[: len(sizes)]
+        rectangles = [_rectangle(rng, size, int(cell)) for size, cell in zip(sizes, cells)]
+        if not any(
+            _touch(one, other)
+            for number, one in enumerate(rectangles)
+            for other in rectangles[number + 1 :]
+        ):
+            return rectangles, [place_name(*divmod(int(cell), 3)) for cell in cells]
+
+
+def _rectangle(rng: np.random.Generator, size: str, cell: int) -> Rectangle:
+    side = int(rng.integers(SIDES[size][0], SIDES[size][1] + 1))
+    row, column = divmod(cell, 3)
+    return _start(rng, side, column), _start(rng, side, row), side, side
+
+
+def _start(rng: np.random.Generator, side: int, third: int) -> int:
+    """A start such that the centre lies in the third and the object inside the picture."""
+    low, high = CENTRES[third]
+    first = max(MARGIN, -(-(2 * low - side) // 2))
+    last = min(LATTICE - MARGIN - side, (2 * high - side) // 2)
+    return int(rng.integers(first, last + 1))
+
+
+def _touch(one: Rectangle, other: Rectangle) -> bool:
+    return (
+        one[0] < other[0] + other[2] + GAP
+        and other[0] < one[0] + one[2] + GAP
+        and one[1] < other[1] + other[3] + GAP
+        and other[1] < one[1] + one[3] + GAP
+    )
+
+
+def _pixels(rectangle: Rectangle, scale: float) -> tuple[float, float, float, float]:
+    x, y, width, height = (round(value * scale, 2) for value in rectangle)
+    return x, y, width, height
+
+
+def _rgb(values: np.ndarray) -> tuple[int, int, int]:
+    red, green, blue = (int(value) for value in values)
+    return red, green, blue
