@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -73,6 +74,13 @@ class CrossLayer(nn.Module):
         self.feed_forward = FeedForward(width, intermediate)
         self.feed_forward_norm = nn.LayerNorm(width, eps=NORM_EPS)
 
+    def forward(self, step: str, *arguments: Any) -> Tensor:
+        """Run `attend_self` or `attend_other`.
+
+        Both go through the module's call, where ZeRO-3 and other wrappers gather its weights.
+        """
+        return getattr(self, step)(*arguments)
+
     def attend_self(self, states: Tensor, mask: Tensor | None) -> Tensor:
         """First step: (B, T, width) -> (B, T, width)."""
         return self.attention_norm(states + self.attention(states, mask=mask))
@@ -84,34 +92,3 @@ class CrossLayer(nn.Module):
         crossed = self.cross_attention(states, other, mask=mask, context=context)
         states = self.cross_norm(states + crossed)
         return self.feed_forward_norm(states + self.feed_forward(states))
-
-    def forward(
-        self,
-        text: Tensor,
-        image: Tensor,
-        text_mask: Tensor,
-        text_asks: PositionContext,
-        image_asks: PositionContext | None,
-        update_image: bool,
-        image_self: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """One layer on both streams.
-
-        Args:
-            text: (B, N, width).
-            image: (B, 1 + M, width).
-            text_mask: (B, N) bool, True = not padding.
-            text_asks: context of text-to-image attention.
-            image_asks: context of image-to-text attention.
-            update_image: whether the image stream is computed to the end of the layer.
-            image_self: whether the image stream attends to itself (layout `ace`).
-
-        Returns:
-            The text states and the image states (as they came where they are not updated).
-        """
-        text = self.attend_self(text, text_mask)
-        seen = self.attend_self(image, None) if image_self else image
-        new_text = self.attend_other(text, seen, None, text_asks)
-        if update_image and image_asks is not None:
-            image = self.attend_other(seen, text, text_mask, image_asks)
-        return new_text, image

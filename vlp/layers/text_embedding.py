@@ -19,7 +19,7 @@ class TextEmbedding(nn.Module):
         super().__init__()
         self.word = nn.Embedding(vocab_size, width)
         self.position = nn.Embedding(max_positions, width)
-        self.type = nn.Embedding(types, width)
+        self.token_type = nn.Embedding(types, width)
         self.norm = nn.LayerNorm(width, eps=NORM_EPS)
 
     def forward(self, text_ids: Tensor) -> Tensor:
@@ -32,4 +32,4 @@ class TextEmbedding(nn.Module):
         places = torch.arange(tokens, device=text_ids.device)
         # Every text here is of type 0; the row is looked up so that public weights act in full.
         kind = torch.zeros(1, dtype=torch.long, device=text_ids.device)
-        return self.norm(self.word(text_ids) + self.position(places) + self.type(kind))
+        return self.norm(self.word(text_ids) + self.position(places) + self.token_type(kind))

@@ -56,6 +56,7 @@ class AnchorConfig(Config):
     groups: int = Field(8, ge=1)
     threshold: float | None = Field(None, gt=0)
     quantile: float = Field(0.9, gt=0, lt=1)
+    quantile_momentum: float = Field(0.99, ge=0, lt=1)
     text_window: int | None = 5
     patch_window: int | None = 9
     metric: Literal["euclidean", "manhattan", "chebyshev"] = "euclidean"

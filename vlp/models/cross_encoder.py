@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor, nn
 
 from vlp.layers.post_norm import CrossLayer
 from vlp.models.config import CrossConfig
 from vlp.positions import PositionContext, PositionEncoding, create_position
 from vlp.positions.anchor_field import AnchorField
+
+
+class Pairs(NamedTuple):
+    """Which rows are paired: indices of texts and pictures, (B,) int64 each."""
+
+    texts: Tensor
+    pictures: Tensor
 
 
 class CrossEncoder(nn.Module):
@@ -38,15 +47,20 @@ class CrossEncoder(nn.Module):
         image: Tensor,
         text_mask: Tensor,
         anchors: AnchorField | None,
+        pairs: Pairs | None = None,
         need_image: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
-        """Cross-modal states of aligned pairs.
+        """Cross-modal states of pairs.
+
+        The first self-attention of each stream knows nothing of the other side, so it runs once
+        per text and once per picture, before they are paired.
 
         Args:
-            text: (B, N, width).
-            image: (B, 1 + M, width).
-            text_mask: (B, N) bool, True = not padding.
-            anchors: paths of the pairs, where the configuration has ACE-RPE.
+            text: (T, N, width).
+            image: (I, 1 + M, width).
+            text_mask: (T, N) bool, True = not padding.
+            anchors: paths of the B pairs, where the configuration has ACE-RPE.
+            pairs: which text and which picture each pair joins; None pairs them row by row.
             need_image: False skips what only the image output of the last layer needs.
 
         Returns:
@@ -57,15 +71,16 @@ class CrossEncoder(nn.Module):
         image_asks = PositionContext(anchors=anchors, prefix_tokens=1, text_queries=False)
         for number, layer in enumerate(self.layers):
             last = number == len(self.layers) - 1
-            text, image = layer(
-                text,
-                image,
-                text_mask,
-                text_asks,
-                image_asks if both else None,
-                update_image=both and (need_image or not last),
-                image_self=both,
-            )
+            text = layer("attend_self", text, text_mask)
+            if both:
+                image = layer("attend_self", image, None)
+            if number == 0 and pairs is not None:
+                text, text_mask = text[pairs.texts], text_mask[pairs.texts]
+                image = image[pairs.pictures]
+            new_text = layer("attend_other", text, image, None, text_asks)
+            if both and (need_image or not last):
+                image = layer("attend_other", image, text, text_mask, image_asks)
+            text = new_text
         return text, image if both and need_image else None
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from vlp.models.config import ImageConfig
+
+PatchEdit = Callable[[Tensor], Tensor]
 
 
 class ImageEncoder(nn.Module):
@@ -30,15 +33,13 @@ class ImageEncoder(nn.Module):
         )
         self.projection = nn.Linear(config.width, embed_dim)
 
-    def forward(
-        self, pixels: Tensor, patch_mask: Tensor | None = None, mask_token: Tensor | None = None
-    ) -> Tensor:
-        """Pixels -> states, with masked patches replaced before positions are added (SimMIM).
+    def forward(self, pixels: Tensor, edit_patches: PatchEdit | None = None) -> Tensor:
+        """Pixels -> states.
 
         Args:
             pixels: (B, 3, height, width), normalised.
-            patch_mask: (B, rows, columns) bool, True = masked.
-            mask_token: (width,), what stands in for a masked patch.
+            edit_patches: what to do with the patch embeddings (B, M, width) before positions are
+                added; masked image modelling puts its mask token there.
 
         Returns:
             (B, 1 + M, width), [CLS] first.
@@ -49,9 +50,8 @@ class ImageEncoder(nn.Module):
         for block in vit.blocks:
             block.attn.fused_attn = fused
         patches = vit.patch_embed(pixels)
-        if patch_mask is not None and mask_token is not None:
-            hidden = patch_mask.flatten(1).unsqueeze(-1)
-            patches = torch.where(hidden, mask_token.to(patches.dtype), patches)
+        if edit_patches is not None:
+            patches = edit_patches(patches)
         states = vit.norm_pre(vit._pos_embed(patches))
         for block in vit.blocks:
             states = block(states)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vlp.models.config import ModelConfig
-from vlp.models.cross_encoder import CrossEncoder
+from vlp.models.cross_encoder import CrossEncoder, Pairs
 from vlp.models.features import CrossFeatures, ImageFeatures, TextFeatures
 from vlp.models.image_encoder import ImageEncoder
 from vlp.models.text_encoder import TextEncoder
@@ -40,17 +40,13 @@ class VLPModel(nn.Module):
         fixed = config.cross.anchor.threshold
         self.register_buffer("anchor_threshold", torch.tensor(fixed or 0.0))
 
-    def encode_image(
-        self, pixels: Tensor, patch_mask: Tensor | None = None, mask_token: Tensor | None = None
-    ) -> ImageFeatures:
+    def encode_image(self, pixels: Tensor) -> ImageFeatures:
         """Encode pictures.
 
         Args:
             pixels: (B, 3, height, width), normalised as the model folder's preprocessing does.
-            patch_mask: (B, rows, columns) bool, True = masked (MIM).
-            mask_token: (width,), with `patch_mask`.
         """
-        states = self.image_encoder(pixels, patch_mask, mask_token)
+        states = self.image_encoder(pixels)
         projection = self.image_encoder.projection
         return ImageFeatures(
             states=states,
@@ -77,20 +73,25 @@ class VLPModel(nn.Module):
             word_mask=word_mask,
         )
 
-    def anchors(self, image: ImageFeatures, text: TextFeatures) -> AnchorField | None:
-        """Anchor paths of aligned pairs, from this pass's token features (reading A7)."""
+    def anchors(
+        self, image: ImageFeatures, text: TextFeatures, pairs: Pairs | None = None
+    ) -> AnchorField | None:
+        """Anchor paths of the pairs, from this pass's token features (reading A7)."""
         cross = self.config.cross
+        image_tokens, text_tokens, word_mask = image.tokens, text.tokens, text.word_mask
+        if not cross.anchor.path_gradient:
+            image_tokens, text_tokens = image_tokens.detach(), text_tokens.detach()
+        if pairs is not None:
+            image_tokens, text_tokens = image_tokens[pairs.pictures], text_tokens[pairs.texts]
+            word_mask = word_mask[pairs.texts]
         if cross.position == "none":
             return None
         if cross.position == "uniform":
-            return uniform_field(text.word_mask, image.tokens.shape[1], cross.anchor.groups)
-        image_tokens, text_tokens = image.tokens, text.tokens
-        if not cross.anchor.path_gradient:
-            image_tokens, text_tokens = image_tokens.detach(), text_tokens.detach()
+            return uniform_field(word_mask, image.tokens.shape[1], cross.anchor.groups)
         return anchor_field(
             image_tokens,
             text_tokens,
-            text.word_mask,
+            word_mask,
             self.config.image.grid,
             # Before the first step there is no quantile yet; delta must stay positive.
             self.anchor_threshold.clamp(min=1e-3),
@@ -101,12 +102,19 @@ class VLPModel(nn.Module):
         )
 
     def cross(
-        self, image: ImageFeatures, text: TextFeatures, need_image: bool = True
+        self,
+        image: ImageFeatures,
+        text: TextFeatures,
+        pairs: Pairs | None = None,
+        need_image: bool = True,
     ) -> CrossFeatures:
-        """Cross-modal states of aligned rows; `need_image=False` spares the image output."""
-        anchors = self.anchors(image, text)
+        """Cross-modal states of B pairs, aligned rows when `pairs` is None.
+
+        `need_image=False` spares what only the image output needs.
+        """
+        anchors = self.anchors(image, text, pairs)
         text_states, image_states = self.cross_encoder(
-            text.states, image.states, text.attention_mask, anchors, need_image
+            text.states, image.states, text.attention_mask, anchors, pairs, need_image
         )
         return CrossFeatures(text=text_states, image=image_states, anchors=anchors)
 

@@ -29,7 +29,7 @@ _BERT_LAYER = {
 _BERT_EMBEDDING = {
     "embeddings.word_embeddings": "embedding.word",
     "embeddings.position_embeddings": "embedding.position",
-    "embeddings.token_type_embeddings": "embedding.type",
+    "embeddings.token_type_embeddings": "embedding.token_type",
     "embeddings.LayerNorm": "embedding.norm",
 }
 _BERT_UNUSED = ("pooler.", "cls.", "embeddings.position_ids")
@@ -54,7 +54,7 @@ class LoadReport(NamedTuple):
 
 
 def load_public_weights(model: VLPModel) -> list[LoadReport]:
-    """Start the encoders from the weights the configuration names (`text.weights`, `image.weights`).
+    """Start the encoders from what `text.weights` and `image.weights` of the configuration name.
 
     BERT's first layers go to the text encoder, the following ones to the cross-modal encoder,
     whose cross-attention has no counterpart and keeps its start. A ViT's first blocks go to the

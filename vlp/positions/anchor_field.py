@@ -23,7 +23,8 @@ class AnchorField(NamedTuple):
 
     path: (B, 1 + M, N, G), 0 where not reachable; image_mean: (B, 1 + M, G) and
     text_mean: (B, N, G), the averages of Eq. 10; similarity (B, M, N, G) and reachable
-    (B, M, N, G) are kept for statistics.
+    (B, M, N, G) are kept for statistics. Paths are computed in float32 and then kept in the
+    autocast type, in which every layer multiplies them.
     """
 
     path: Tensor
@@ -68,7 +69,7 @@ def anchor_field(
             patch_window,
             metric,
         )
-        return with_prefix(path, similarity, reachable, word_mask)
+    return with_prefix(path, similarity, reachable, word_mask)
 
 
 def uniform_field(word_mask: Tensor, patches: int, groups: int) -> AnchorField:
@@ -83,12 +84,17 @@ def with_prefix(
 ) -> AnchorField:
     """Add the averages of Eq. 10 and a zero row for the image's [CLS] (reading A25)."""
     return AnchorField(
-        path=functional.pad(path, (0, 0, 0, 0, 1, 0)),
+        path=functional.pad(path.to(_compute_dtype(path)), (0, 0, 0, 0, 1, 0)),
         image_mean=functional.pad(mean_over_words(path, word_mask), (0, 0, 1, 0)),
         text_mean=mean_over_patches(path),
         similarity=similarity,
         reachable=reachable,
     )
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def _float(x: Tensor) -> Tensor:

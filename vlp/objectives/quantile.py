@@ -1,0 +1,38 @@
+"""The anchor threshold as a quantile of similarities, the same on any number of ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vlp.objectives.collective import global_sum
+
+BINS = 4000  # over [-1, 1]: steps of 5e-4, far below the spread of the similarities
+
+
+@torch.no_grad()
+def similarity_quantile(
+    similarity: Tensor, word_mask: Tensor, valid: Tensor, quantile: float
+) -> Tensor:
+    """Quantile of S over patches, real words and groups of the global batch.
+
+    A histogram is summed over ranks, so the result does not depend on how many there are. Every
+    rank must call it.
+
+    Args:
+        similarity: (B, M, N, G) in [-1, 1], Eq. 3.
+        word_mask: (B, N) bool, True = a real word.
+        valid: (B,) bool, False = an empty slot.
+        quantile: in (0, 1).
+
+    Returns:
+        The threshold, 0-d float32, exact to 5e-4; NaN when no rank has a word.
+    """
+    words = word_mask & valid[:, None]
+    entries = similarity.transpose(1, 2)[words].flatten()
+    index = ((entries + 1) * (BINS / 2)).long().clamp(0, BINS - 1)
+    counts = global_sum(torch.bincount(index, minlength=BINS))
+    total = counts.sum()
+    below = (counts.cumsum(0) < quantile * total).sum()
+    edge = (below + 1).to(torch.float32) / (BINS / 2) - 1
+    return torch.where(total > 0, edge, torch.nan)
