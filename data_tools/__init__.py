@@ -1,0 +1,1 @@
+"""Raw data sets to shards, their index and their vocabulary: `python -m data_tools`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,13 +24,22 @@ from vlp.data.stored import (
     BadSample,
     Contents,
     RawSample,
+    SampleFiles,
     contents,
     parse,
     parse_annotation,
 )
 from vlp.data.tar import Member, append_member, close_tar
 
-__all__ = ["BadSample", "RawSample", "ShardEntry", "ShardIndex", "ShardWriter", "index_folder"]
+__all__ = [
+    "PICTURES",
+    "BadSample",
+    "RawSample",
+    "ShardEntry",
+    "ShardIndex",
+    "ShardWriter",
+    "index_folder",
+]
 
 INDEX_NAME = "index.json"
 INDEX_VERSION = 1
@@ -216,12 +225,22 @@ class ShardIndex:
 
         Raises:
             BadSample: the shard is missing or damaged there, the sample has no picture, or its JSON
-                cannot be read.
+                or text cannot be read.
             IndexError: the index has no such place.
         """
+        sample, read, where = self._find(shard_number, sample_number)
+        return parse(sample, read, where)
+
+    def read_annotation(self, shard_number: int, sample_number: int) -> Annotation:
+        """The annotation alone, its pictures left unread; raises as `read` does."""
+        return parse_annotation(*self._find(shard_number, sample_number))
+
+    def _find(
+        self, shard_number: int, sample_number: int
+    ) -> tuple[SampleFiles, Callable[[Member], bytes], str]:
         entry = self.shards[shard_number]
         if not 0 <= sample_number < entry.samples:
-            raise IndexError(f"{entry.name} has {entry.samples} samples, not {sample_number + 1}")
+            raise IndexError(f"{entry.name} has {entry.samples} samples, none at {sample_number}")
         path = self.folder / entry.name
         found = self._contents.get(entry.name, lambda: contents(path))
         if sample_number >= len(found.samples):
@@ -229,7 +248,7 @@ class ShardIndex:
             reason = found.problem or "it holds fewer samples than its index says"
             raise BadSample(kind, f"{path}, sample {sample_number} ({reason})")
         sample = found.samples[sample_number]
-        return parse(sample, lambda member: self._read(entry.name, member), f"{path}, {sample.key}")
+        return sample, lambda member: self._read(entry.name, member), f"{path}, {sample.key}"
 
     def __getstate__(self) -> dict[str, Any]:
         return {"folder": self.folder, "shards": self.shards}

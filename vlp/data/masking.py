@@ -1,0 +1,78 @@
+"""Which words and which patches are hidden from the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+IGNORED = -100
+
+
+def mask_words(
+    text_ids: np.ndarray,
+    word_mask: np.ndarray,
+    probability: float,
+    vocab_size: int,
+    mask_id: int,
+    special_ids: Sequence[int],
+    rng: np.random.Generator,
+) -> tuple[np.ndarray, np.ndarray]:
+    """BERT's masking of one caption: of the chosen words 80 % become [MASK], 10 % another word.
+
+    At least one word is chosen where there is one, so that short captions are trained on too.
+
+    Args:
+        text_ids: (tokens,) integers.
+        word_mask: (tokens,) bool, True = a real word piece; nothing else is ever chosen.
+        probability: that a word is chosen.
+        vocab_size: ids to draw random words from are below it.
+        mask_id: id of [MASK].
+        special_ids: ids that no random word has.
+        rng: where the choices come from.
+
+    Returns:
+        The masked ids, and the labels: the original id where chosen, -100 elsewhere.
+    """
+    count = len(text_ids)
+    chosen = word_mask & (rng.random(count) < probability)
+    kind = rng.random(count)
+    ordinary = _ordinary(vocab_size, tuple(special_ids))
+    random_words = ordinary[rng.integers(len(ordinary), size=count)]
+    words = np.flatnonzero(word_mask)
+    spare = rng.random()
+    if len(words) and not chosen.any():
+        chosen[words[int(spare * len(words))]] = True
+    labels = np.where(chosen, text_ids, IGNORED)
+    masked = np.where(chosen & (kind < 0.8), mask_id, text_ids)
+    masked = np.where(chosen & (kind >= 0.9), random_words, masked)
+    return masked, labels
+
+
+def mask_patches(
+    grid: tuple[int, int], ratio: float, unit: int, rng: np.random.Generator
+) -> np.ndarray:
+    """SimMIM's masking: squares of `unit` x `unit` patches, an exact number of them.
+
+    Args:
+        grid: patches (rows, columns). Where `unit` does not divide them, the squares at the lower
+            and right border are cut off.
+        ratio: share of squares that is masked, rounded up.
+        unit: side of a square, in patches.
+        rng: where the choice comes from.
+
+    Returns:
+        (rows, columns) bool, True = masked.
+    """
+    rows, columns = -(-grid[0] // unit), -(-grid[1] // unit)
+    squares = np.zeros(rows * columns, dtype=bool)
+    squares[rng.permutation(rows * columns)[: math.ceil(rows * columns * ratio)]] = True
+    patches = squares.reshape(rows, columns).repeat(unit, axis=0).repeat(unit, axis=1)
+    return patches[: grid[0], : grid[1]]
+
+
+@lru_cache(maxsize=4)
+def _ordinary(vocab_size: int, special_ids: tuple[int, ...]) -> np.ndarray:
+    return np.setdiff1d(np.arange(vocab_size), special_ids)
