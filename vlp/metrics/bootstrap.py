@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 
 def bootstrap_means(
-    values: NDArray[np.floating],
-    weights: NDArray[np.floating] | None = None,
+    values: NDArray[np.number],
+    weights: NDArray[np.number] | None = None,
     *,
     resamples: int = 1000,
     seed: int = 0,

@@ -1,0 +1,170 @@
+"""Global features of all pictures and captions of an evaluation, and blocks for re-ranking."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from evaluation.blocks import Block, BlockCache, precision_context
+from evaluation.ranks import Ranks
+from evaluation.samples import EvaluationError, Sample, Samples, count_kinds
+from evaluation.search import NOTHING
+from vlp.data.batch import Skip
+from vlp.models.folder import Loaded
+
+
+class Collection(NamedTuple):
+    """Every picture once and all captions, in the order of the shards.
+
+    image (I, d) and text (T, d) are unit float32 features on the device; image_of_text (T,);
+    place (I,) is (block, row) of a picture, so that its block can be encoded again.
+    """
+
+    image: Tensor
+    text: Tensor
+    captions: list[str]
+    image_of_text: NDArray[np.int64]
+    place: NDArray[np.int64]
+    skipped: dict[str, int]
+
+    def texts_of_image(self) -> NDArray[np.int64]:
+        """(I, most) caption indices of each picture, filled up with -1."""
+        counts = np.bincount(self.image_of_text, minlength=len(self.image))
+        table = np.full((len(counts), counts.max(initial=1)), NOTHING, dtype=np.int64)
+        order = np.argsort(self.image_of_text, kind="stable")
+        slot = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
+        table[self.image_of_text[order], slot] = order
+        return table
+
+
+class _Read(NamedTuple):
+    """What one block of samples gave: features and captions of the good ones."""
+
+    features: NDArray[np.float32]
+    captions: list[list[str]]
+    identities: list[tuple[str, str]]
+    skipped: list[Skip]
+
+
+class Encoder:
+    """Encodes fixed blocks of `batch` samples or captions with one model on one device."""
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        samples: Samples,
+        *,
+        batch: int,
+        device: torch.device,
+        precision: str,
+        memory: int,
+    ) -> None:
+        self.loaded = loaded
+        self.samples = samples
+        self.batch = batch
+        self.device = device
+        self.precision = precision
+        self.images = BlockCache(self._encode_images, memory)
+        self.texts: BlockCache[int] = BlockCache(self._encode_texts, memory)
+        self.captions: list[str] = []
+
+    def collect(self, ranks: Ranks, step: Callable[[int], object]) -> Collection:
+        """Encode everything once; samples that show the same picture become one picture.
+
+        Raises:
+            EvaluationError: no sample could be used.
+        """
+
+        def read(block: int) -> _Read:
+            encoded = self.images[block]
+            step(len(range(len(self.samples))[self._rows(block)]))
+            return _Read(_global(encoded.features), *encoded.extra)
+
+        reads = ranks.map_blocks(-(-len(self.samples) // self.batch), read)
+        skipped = count_kinds([skip for part in reads for skip in part.skipped])
+        known: dict[tuple[str, str], int] = {}
+        place: list[tuple[int, int]] = []
+        captions: list[list[str]] = []
+        for block, part in enumerate(reads):
+            for row, (identity, own) in enumerate(zip(part.identities, part.captions)):
+                if identity not in known:
+                    known[identity] = len(known)
+                    place.append((block, row))
+                    captions.append([])
+                captions[known[identity]].extend(own)
+        if not place:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in skipped.items())
+            raise EvaluationError(
+                f"{', '.join(self.samples.folders)}: no usable sample in "
+                f"{len(self.samples)} ({kinds})"
+            )
+        self.captions = [caption for own in captions for caption in own]
+        places = np.array(place, dtype=np.int64)
+        image = np.stack([reads[block].features[row] for block, row in place])
+        blocks = -(-len(self.captions) // self.batch)
+        text = np.concatenate(
+            ranks.map_blocks(blocks, lambda block: _global(self.texts[block].features))
+        )
+        return Collection(
+            image=torch.from_numpy(image).to(self.device),
+            text=torch.from_numpy(text).to(self.device),
+            captions=self.captions,
+            image_of_text=np.repeat(np.arange(len(place)), [len(own) for own in captions]),
+            place=places,
+            skipped=skipped,
+        )
+
+    def match(
+        self, collection: Collection
+    ) -> Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]:
+        """Log-odds of pairs that lie in one image block and one text block."""
+
+        def match(image: NDArray[np.int64], text: NDArray[np.int64]) -> NDArray[np.float32]:
+            place = collection.place[image]
+            images = self.images[int(place[0, 0])].features
+            texts = self.texts[int(text[0]) // self.batch].features
+            rows = torch.from_numpy(place[:, 1]).to(self.device)
+            columns = torch.from_numpy(text % self.batch).to(self.device)
+            with torch.no_grad(), precision_context(self.device, self.precision):
+                logits = self.loaded.model.match(images.select(rows), texts.select(columns))
+            return logits.float().cpu().numpy()
+
+        return match
+
+    def _rows(self, block: int) -> slice:
+        return slice(block * self.batch, (block + 1) * self.batch)
+
+    def _encode_images(self, block: int) -> Block:
+        pixels, captions, identities = [], [], []
+        skipped: list[Skip] = []
+        for position in range(len(self.samples))[self._rows(block)]:
+            sample = self.samples.read(position)
+            if isinstance(sample, Sample):
+                pixels.append(self.loaded.preprocess(sample.image))
+                captions.append(sample.captions)
+                identities.append(sample.identity)
+            else:
+                skipped.append(sample)
+        extra = (captions, identities, skipped)
+        if not pixels:
+            return Block(None, extra)
+        with torch.no_grad(), precision_context(self.device, self.precision):
+            batch = torch.stack(pixels).to(self.device)
+            return Block(self.loaded.model.encode_image(batch), extra)
+
+    def _encode_texts(self, block: int) -> Block:
+        tokens = self.loaded.text(self.captions[self._rows(block)])
+        with torch.no_grad(), precision_context(self.device, self.precision):
+            return Block(self.loaded.model.encode_text(*(part.to(self.device) for part in tokens)))
+
+
+def _global(features: Any) -> NDArray[np.float32]:
+    """The (rows, d) unit features of a block; none for a block without a good sample."""
+    if features is None:
+        return np.zeros((0, 0), dtype=np.float32)
+    return features.feature.float().cpu().numpy()

@@ -1,0 +1,60 @@
+"""Figures with chance level and interval, and the tables that show them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Figure(NamedTuple):
+    """A share between 0 and 1, its 95 % bootstrap interval, and what chance would give."""
+
+    value: float
+    low: float
+    high: float
+    chance: float
+
+    def percent(self) -> str:
+        """`61.3 [55.1, 67.2]`, in percent."""
+        return f"{100 * self.value:.1f} [{100 * self.low:.1f}, {100 * self.high:.1f}]"
+
+
+class Table(NamedTuple):
+    """A title, column heads, rows of cells, and notes that belong under it."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
+
+    def text(self) -> str:
+        """For the terminal."""
+        lines = [list(self.head), *map(list, self.rows)]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(self.head))]
+        drawn = [
+            "  ".join(
+                cell.ljust(width) if column == 0 else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(line, widths))
+            ).rstrip()
+            for line in lines
+        ]
+        drawn.insert(1, "-" * (sum(widths) + 2 * (len(widths) - 1)))
+        return "\n".join([self.title, "", *drawn, "", *self.notes])
+
+    def markdown(self) -> str:
+        """For a file or a pull request."""
+        align = ["---", *["---:"] * (len(self.head) - 1)]
+        drawn = [f"| {' | '.join(line)} |" for line in (self.head, align, *self.rows)]
+        return "\n".join([f"**{self.title}**", "", *drawn, "", *self.notes]) + "\n"
+
+
+def write_report(folder: str | Path, name: str, table: Table, figures: dict[str, Any]) -> Path:
+    """Write `name.json` and `name.md` into a folder, made if missing, and return it."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    content = json.dumps(figures, indent=2, allow_nan=False) + "\n"
+    (folder / f"{name}.json").write_text(content, encoding="utf-8")
+    (folder / f"{name}.md").write_text(table.markdown(), encoding="utf-8")
+    return folder

@@ -1,0 +1,274 @@
+"""Text-to-image and image-to-text retrieval: dual encoder first, then re-ranked pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from evaluation.blocks import GIBIBYTE
+from evaluation.features import Collection, Encoder
+from evaluation.ranks import Ranks, default_device
+from evaluation.report import Figure, Table, write_report
+from evaluation.rerank import look_up, match_pairs, nearest_pairs, reranked_ranks
+from evaluation.samples import EvaluationError, Samples
+from evaluation.search import Search, search
+from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
+from vlp.metrics.recall import RECALL_AT, chance_recall
+from vlp.models.folder import Loaded
+
+Stage = Literal["dual", "rerank"]
+Direction = Literal["text_to_image", "image_to_text"]
+DIRECTIONS: tuple[Direction, ...] = ("text_to_image", "image_to_text")
+_ARROWS = {"text_to_image": "text → image", "image_to_text": "image → text"}
+MEAN = "mean"
+# Start of the learned temperature; used where a model folder does not carry its own.
+TEMPERATURE = 0.07
+
+
+@dataclass(frozen=True)
+class RetrievalResult:
+    """Recall of one model on one set of pairs; figures are shares between 0 and 1.
+
+    figures: by (stage, direction, "R@1" | "R@5" | "R@10" | "mean"), and the mean over both
+    directions by (stage, "both", "mean").
+    """
+
+    images: int
+    texts: int
+    rerank: int
+    shards: tuple[str, ...]
+    figures: dict[tuple[str, str, str], Figure]
+    skipped: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """`dual`, and `rerank` where pairs were re-ranked."""
+        return ("dual", "rerank") if self.rerank else ("dual",)
+
+    def recall(self, stage: Stage, direction: Direction, k: int) -> Figure:
+        """Recall at k of one stage in one direction."""
+        return self.figures[stage, direction, f"R@{k}"]
+
+    def mean(self, stage: Stage, direction: Direction | Literal["both"] = "both") -> Figure:
+        """Mean of R@1, R@5 and R@10, of one direction or of both."""
+        return self.figures[stage, direction, MEAN]
+
+    def table(self) -> Table:
+        """Recall in percent with intervals, and chance, for the terminal or Markdown."""
+        columns = [*(f"R@{k}" for k in RECALL_AT), MEAN]
+        labels = {"dual": "dual encoder", "rerank": f"re-ranked top {self.rerank}"}
+        rows = []
+        for direction in DIRECTIONS:
+            for stage in self.stages:
+                cells = [self.figures[stage, direction, column].percent() for column in columns]
+                rows.append([f"{_ARROWS[direction]}, {labels[stage]}", *cells])
+            chances = [self.figures["dual", direction, column].chance for column in columns]
+            rows.append(
+                [f"{_ARROWS[direction]}, chance", *(f"{100 * chance:.1f}" for chance in chances)]
+            )
+        for stage in self.stages:
+            cells = ["", "", "", self.mean(stage).percent()]
+            rows.append([f"both, {labels[stage]}", *cells])
+        notes = ["Percent; in brackets 95 % bootstrap intervals over pictures."]
+        if self.skipped:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in self.skipped.items())
+            notes.append(f"Skipped samples: {kinds}.")
+        title = f"Retrieval: {self.images} images, {self.texts} captions"
+        return Table(title, ["", *columns], rows, notes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as plain JSON values; figures are shares."""
+        return {
+            "task": "retrieval",
+            "shards": list(self.shards),
+            "images": self.images,
+            "texts": self.texts,
+            "rerank": self.rerank,
+            "skipped": self.skipped,
+            "figures": [
+                {"stage": stage, "direction": direction, "name": name, **figure._asdict()}
+                for (stage, direction, name), figure in self.figures.items()
+            ],
+        }
+
+    def save(self, folder: str | Path) -> Path:
+        """Write `retrieval.json` and `retrieval.md`."""
+        return write_report(folder, "retrieval", self.table(), self.to_json())
+
+
+def evaluate_retrieval(
+    loaded: Loaded,
+    shards: Sequence[str | Path],
+    *,
+    rerank: int = 0,
+    rerank_by: Literal["sum", "match"] = "sum",
+    temperature: float | None = None,
+    limit: int | None = None,
+    batch: int = 64,
+    match_batch: int = 256,
+    device: torch.device | str | None = None,
+    precision: Literal["float32", "bf16"] = "float32",
+    memory: int = 2 * GIBIBYTE,
+    resamples: int = 1000,
+    progress: bool = False,
+) -> RetrievalResult:
+    """Recall of a model on all pairs of some shards; the same for any number of ranks.
+
+    Re-ranking adds the cross-modal log-odds to similarity / temperature ("sum") or replaces it
+    ("match", as ALBEF does). ITM is trained against negatives drawn in proportion to
+    exp(similarity / temperature), so its log-odds say what the similarity does not know yet, and
+    the sum is the log-odds against all candidates. An ITM head that has not learned anything
+    leaves the order as it is.
+
+    Args:
+        loaded: model, text and picture preparation; the model is moved to the device and back to
+            its mode of training afterwards.
+        shards: shard folders, evaluated as one set. Samples of the same source and image_id are
+            one picture with several captions.
+        rerank: candidates of each query that the cross-modal encoder sees; 0 is none.
+        rerank_by: how its score enters.
+        temperature: of the similarity in "sum"; None is the model's own, or else 0.07.
+        limit: only the first so many samples.
+        batch: pictures or captions of one encoder call.
+        match_batch: most pairs of one cross-modal call.
+        device: where to compute; None is this rank's GPU, or the CPU.
+        precision: of encoders and cross-modal encoder; similarities are float32 in any case.
+        memory: bytes of token states kept for re-ranking, for pictures and for captions each.
+        resamples: bootstrap draws over pictures.
+        progress: bars on the first rank.
+
+    Raises:
+        EvaluationError: there is nothing to evaluate, or rerank is negative.
+        ConfigError: a shard folder cannot be read.
+    """
+    if rerank < 0:
+        raise EvaluationError(f"rerank {rerank}: the number of candidates cannot be negative")
+    ranks = Ranks.current()
+    device = torch.device(device) if device is not None else default_device()
+    if temperature is None:
+        temperature = float(getattr(loaded.model, "temperature", TEMPERATURE))
+    samples = Samples(shards, limit)
+    training = loaded.model.training
+    loaded.model.to(device).eval()
+    encoder = Encoder(
+        loaded,
+        samples,
+        batch=batch,
+        device=device,
+        precision=precision,
+        memory=memory if rerank else 0,
+    )
+    quiet = not (progress and ranks.first)
+    try:
+        with tqdm(total=len(ranks.share(len(samples))), desc="encode", disable=quiet) as bar:
+            collection = encoder.collect(ranks, bar.update)
+        positives = {
+            "text_to_image": collection.image_of_text[:, None],
+            "image_to_text": collection.texts_of_image(),
+        }
+        found = {
+            "text_to_image": search(
+                collection.text, collection.image, positives["text_to_image"], rerank, ranks=ranks
+            ),
+            "image_to_text": search(
+                collection.image, collection.text, positives["image_to_text"], rerank, ranks=ranks
+            ),
+        }
+        all_ranks: dict[tuple[str, str], NDArray[np.int64]] = {
+            ("dual", direction): found[direction].ranks for direction in DIRECTIONS
+        }
+        if rerank:
+            scores = _rerank_scores(encoder, collection, found, match_batch, ranks, quiet)
+            for direction in DIRECTIONS:
+                new = scores[direction]
+                if rerank_by == "sum":
+                    new = new + found[direction].scores.astype(np.float64) / temperature
+                all_ranks["rerank", direction] = reranked_ranks(
+                    found[direction], new, positives[direction]
+                )
+    finally:
+        loaded.model.train(training)
+    return RetrievalResult(
+        images=len(collection.image),
+        texts=len(collection.text),
+        rerank=rerank,
+        shards=tuple(str(folder) for folder in shards),
+        figures=_figures(all_ranks, collection, resamples),
+        skipped=collection.skipped,
+    )
+
+
+def _rerank_scores(
+    encoder: Encoder,
+    collection: Collection,
+    found: dict[str, Search],
+    batch: int,
+    ranks: Ranks,
+    quiet: bool,
+) -> dict[str, NDArray[np.floating]]:
+    pairs = nearest_pairs(found["text_to_image"], found["image_to_text"])
+    texts = len(collection.text)
+    with tqdm(total=-(-len(pairs.image) // ranks.world_size), desc="match", disable=quiet) as bar:
+        matched = match_pairs(
+            pairs,
+            encoder.match(collection),
+            collection.place[:, 0],
+            np.arange(texts) // encoder.batch,
+            batch,
+            ranks=ranks,
+            step=bar.update,
+        )
+    near_image, near_text = found["text_to_image"].nearest, found["image_to_text"].nearest
+    own_text = np.broadcast_to(np.arange(texts)[:, None], near_image.shape)
+    own_image = np.broadcast_to(np.arange(len(near_text))[:, None], near_text.shape)
+    return {
+        "text_to_image": look_up(pairs, matched, texts, near_image, own_text),
+        "image_to_text": look_up(pairs, matched, texts, own_image, near_text),
+    }
+
+
+def _figures(
+    all_ranks: dict[tuple[str, str], NDArray[np.int64]], collection: Collection, resamples: int
+) -> dict[tuple[str, str, str], Figure]:
+    """Recall at each k and the means, with intervals from the same resamples of pictures."""
+    images, texts = len(collection.image), len(collection.text)
+    captions = np.bincount(collection.image_of_text, minlength=images).astype(np.float64)
+    chances = {
+        "text_to_image": [chance_recall(np.ones(texts, int), images, k) for k in RECALL_AT],
+        "image_to_text": [chance_recall(captions.astype(int), texts, k) for k in RECALL_AT],
+    }
+    figures: dict[tuple[str, str, str], Figure] = {}
+    for stage in dict.fromkeys(stage for stage, _ in all_ranks):
+        hits, queries = [], []
+        for direction in DIRECTIONS:
+            for k in RECALL_AT:
+                hit = all_ranks[stage, direction] < k
+                by_text = direction == "text_to_image"
+                owner = collection.image_of_text if by_text else np.arange(images)
+                hits.append(np.bincount(owner, hit, minlength=images))
+                queries.append(captions if by_text else np.ones(images))
+        values, weights = np.stack(hits, axis=1), np.stack(queries, axis=1)
+        point = _with_means(values.sum(axis=0, keepdims=True) / weights.sum(axis=0))[0]
+        draws = _with_means(bootstrap_means(values, weights, resamples=resamples))
+        low, high = percentile_interval(draws)
+        chance = _with_means(np.array([chances["text_to_image"] + chances["image_to_text"]]))[0]
+        columns = [*(f"R@{k}" for k in RECALL_AT), MEAN]
+        keys: list[tuple[str, str]] = [(side, name) for side in DIRECTIONS for name in columns]
+        for column, key in enumerate([*keys, ("both", MEAN)]):
+            cells = (array[column] for array in (point, low, high, chance))
+            figures[stage, *key] = Figure(*map(float, cells))
+    return figures
+
+
+def _with_means(recalls: NDArray[np.float64]) -> NDArray[np.float64]:
+    """(…, 2 directions x k) -> each direction followed by its mean, then the mean of both."""
+    parts = np.split(recalls, 2, axis=1)
+    means = [part.mean(axis=1, keepdims=True) for part in parts]
+    return np.concatenate([parts[0], means[0], parts[1], means[1], sum(means) / 2], axis=1)
