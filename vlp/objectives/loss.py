@@ -28,8 +28,8 @@ def normalise(losses: Mapping[str, Loss]) -> dict[str, Tensor]:
     if not losses:
         return {}
     counts = global_sum(torch.stack([loss.count.to(torch.int64) for loss in losses.values()]))
-    scale = world_size() / counts.clamp(min=1)
+    ranks = world_size()
     return {
-        name: loss.total * scale[row].to(loss.total.dtype)
+        name: loss.total * ranks / counts[row].clamp(min=1)
         for row, (name, loss) in enumerate(losses.items())
     }

@@ -1,0 +1,136 @@
+"""Two and four processes (gloo) against one: ranks must not change what is trained."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from vlp.objectives.anchor import token_loss
+from vlp.objectives.anchor_statistics import anchor_statistics
+from vlp.objectives.collective import gather, global_sum, is_distributed, rank, world_size
+from vlp.objectives.itc import itc_loss, positives
+from vlp.objectives.itm import hard_negatives, itm_loss
+from vlp.objectives.loss import normalise
+from vlp.objectives.queue import KeyQueue
+
+ROWS, GROUP = 16, 4
+
+
+def global_batch():
+    random = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=random, dtype=torch.float64)
+
+    valid = torch.ones(ROWS, dtype=torch.bool)
+    valid[[2, 3, 13]] = False  # ranks have 6 and 7 real rows
+    word_mask = torch.rand(ROWS, 3, generator=random) < 0.8
+    word_mask[:, 0] = True
+    return {
+        "pictures": normal(ROWS, 4, 5),
+        "texts": normal(ROWS, 3, 6),
+        "word_mask": word_mask,
+        "ids": torch.arange(ROWS) % 11,  # the same picture on several ranks
+        "valid": valid,
+        "draws": torch.rand(ROWS, 2, generator=random, dtype=torch.float64),
+    }
+
+
+def parameters():
+    random = torch.Generator().manual_seed(1)
+    shapes = {"image": (5, 4), "text": (6, 4), "match": (8, 2), "temperature": (), "tau": ()}
+    made = {k: torch.randn(s, generator=random, dtype=torch.float64) for k, s in shapes.items()}
+    return {k: v.abs().add(0.1).requires_grad_() for k, v in made.items()}
+
+
+def train_step(part):
+    """Losses and gradients of this rank's share, with every collective the task uses."""
+    batch = {name: value[part] for name, value in global_batch().items()}
+    weights = parameters()
+    image_tokens = F.normalize(batch["pictures"] @ weights["image"], dim=-1)
+    text_tokens = F.normalize(batch["texts"] @ weights["text"], dim=-1)
+    image = F.normalize(image_tokens.mean(1), dim=-1)
+    text = F.normalize(text_tokens.mean(1), dim=-1)
+    keys = gather(torch.cat([image, text], -1))
+    ids, valid = batch["ids"], batch["valid"]
+    key_ids, key_valid = gather(ids), gather(valid)
+    negatives = hard_negatives(5 * image @ text.T, ids, valid, batch["draws"], GROUP)
+    joint = torch.cat([image, text[negatives.text_for_image]], -1)
+    means = normalise(
+        {
+            "itc": itc_loss(
+                *(image, text, keys[:, :4], keys[:, 4:], positives(ids, key_ids)),
+                weights["temperature"],
+                valid=valid,
+                candidate_valid=key_valid,
+            ),
+            "token": token_loss(
+                *(image_tokens, text_tokens, batch["word_mask"], ids, valid),
+                *(weights["tau"], 1.0, GROUP),
+            ),
+            "itm": itm_loss(
+                joint @ weights["match"], torch.zeros(len(ids)).long(), negatives.has_text
+            ),
+        }
+    )
+    gradients = torch.autograd.grad(sum(means.values()), list(weights.values()))
+    similarity = torch.einsum("bmd,bnd->bmn", image_tokens, text_tokens)[..., None]
+    statistics = anchor_statistics(
+        *(similarity, 0.2, similarity.abs(), similarity > 0), batch["word_mask"], valid
+    )
+    queue = KeyQueue(20, 4)
+    queue.push(keys[:, :4].detach(), keys[:, 4:].detach(), key_ids, key_valid)
+    return {
+        **{f"mean of {name}": value.detach() for name, value in means.items()},
+        **{f"gradient of {name}": g for name, g in zip(weights, gradients, strict=True)},
+        **{f"statistic {name}": v for name, v in statistics._asdict().items()},
+        **{f"queue {name}": v.clone() for name, v in queue.state_dict().items()},
+    }
+
+
+def run_rank(index: int, ranks: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/meet", rank=index, world_size=ranks)
+    assert (rank(), world_size(), is_distributed()) == (index, ranks, True)
+    x = torch.tensor([float(index)])
+    assert global_sum(x) == sum(range(ranks))
+    assert x == index
+    assert gather(torch.tensor([index, -index])).tolist() == [
+        value for r in range(ranks) for value in (r, -r)
+    ]
+    assert gather(torch.tensor([index == 1])).tolist() == [r == 1 for r in range(ranks)]
+    share = ROWS // ranks
+    result = train_step(slice(index * share, (index + 1) * share))
+    for name, value in result.items():
+        if name.startswith(("mean", "gradient")):  # as DeepSpeed and DDP do
+            dist.all_reduce(value)
+            value /= ranks
+    torch.save(result, f"{folder}/{index}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_do_not_change_losses_gradients_queue_or_statistics(ranks, tmp_path):
+    torch.multiprocessing.spawn(run_rank, (ranks, str(tmp_path)), nprocs=ranks)
+    expected = train_step(slice(None))
+    assert all(value.isfinite().all() for value in expected.values())
+    assert all(value.abs().sum() > 0 for name, value in expected.items() if "gradient" in name)
+    for index in range(ranks):
+        result = torch.load(tmp_path / f"{index}.pt", weights_only=True)
+        assert result.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(
+                result[name], value, msg=lambda m, n=name, i=index: f"{n}, rank {i}: {m}"
+            )
+
+
+def test_one_process_needs_no_group():
+    x = torch.randn(3, requires_grad=True)
+    assert gather(x) is x
+    assert (rank(), world_size(), is_distributed()) == (0, 1, False)
+    total = global_sum(x)
+    assert torch.equal(total, x)
+    assert not total.requires_grad

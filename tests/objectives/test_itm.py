@@ -1,0 +1,138 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vlp.objectives.itm import hard_negatives, itm_loss
+
+
+def slow_choice(logits, candidates, draw):
+    """Inverse CDF over the candidates, one after the other."""
+    weights = [math.exp(logits[k] - max(logits[c] for c in candidates)) for k in candidates]
+    point, so_far = draw * sum(weights), 0.0
+    for k, weight in zip(candidates, weights, strict=True):
+        so_far += weight
+        if so_far > point:
+            return k
+    return candidates[-1]
+
+
+def slow_negatives(similarity, ids, valid, draws, group):
+    rows = []
+    for i in range(len(ids)):
+        start = i // group * group
+        block = range(start, min(start + group, len(ids)))
+        candidates = [k for k in block if valid[k] and valid[i] and ids[k] != ids[i]]
+        if not candidates:
+            rows.append((i, i, False))
+            continue
+        to_text = [float(x) for x in similarity[i]]
+        to_image = [float(x) for x in similarity[:, i]]
+        text = slow_choice(to_text, candidates, float(draws[i, 0]))
+        image = slow_choice(to_image, candidates, float(draws[i, 1]))
+        rows.append((text, image, True))
+    return rows
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 3), st.integers(2, 5), st.integers(0, 10_000), st.sampled_from([0.1, 1.0, 30.0])
+)
+def test_equals_the_loop(groups, size, seed, sharpness):
+    random = torch.Generator().manual_seed(seed)
+    rows = groups * size
+    similarity = sharpness * torch.randn(rows, rows, generator=random)
+    ids = torch.randint(0, 4, (rows,), generator=random)
+    valid = torch.rand(rows, generator=random) < 0.8
+    draws = torch.rand(rows, 2, generator=random, dtype=torch.float64)
+    result = hard_negatives(similarity, ids, valid, draws, size)
+    expected = slow_negatives(similarity, ids, valid, draws, size)
+    assert result.text_for_image.tolist() == [text for text, _, _ in expected]
+    assert result.image_for_text.tolist() == [image for _, image, _ in expected]
+    assert result.has_text.tolist() == result.has_image.tolist() == [has for *_, has in expected]
+
+
+def test_sampling_follows_the_softmax():
+    draws = torch.linspace(0, 1, 4001, dtype=torch.float64)[:-1]
+    logits = torch.tensor([[0.0, 1.0, 2.0]] * 3)
+    counts = torch.zeros(3)
+    for draw in draws[::4]:
+        choice = hard_negatives(
+            logits, torch.arange(3), torch.ones(3) > 0, torch.full((3, 2), draw.item()).double(), 3
+        )
+        counts[choice.text_for_image[0]] += 1
+    share = (counts / counts.sum())[1:]
+    torch.testing.assert_close(share, torch.tensor([1.0, 2.0]).softmax(0), atol=0.01, rtol=0)
+    assert counts[0] == 0
+
+
+@pytest.mark.parametrize("draw", [0.0, 0.5, math.nextafter(1.0, 0.0), 1.0])
+def test_extreme_draws_and_logits_stay_inside(draw):
+    similarity = torch.tensor([[0.0, 3000.0, -3000.0, 0.0]] * 4)
+    ids = torch.tensor([0, 1, 2, 0])
+    valid = torch.ones(4, dtype=torch.bool)
+    result = hard_negatives(similarity, ids, valid, torch.full((4, 2), draw).double(), 4)
+    assert result.text_for_image[0] == 1  # all weight is there; 2 has none, 3 is the same picture
+    assert (ids[result.text_for_image] != ids).all()
+    assert (ids[result.image_for_text] != ids).all()
+
+
+@pytest.mark.parametrize("ids", [[5, 5, 5], [1, 2, 3]])
+def test_rows_without_candidates_have_none(ids):
+    """One picture with all its captions, or one real sample among empty slots."""
+    valid = torch.tensor([True, len(set(ids)) == 1, False])
+    result = hard_negatives(
+        torch.zeros(3, 3), torch.tensor(ids), valid, torch.rand(3, 2).double(), 64
+    )
+    assert not result.has_text.any()
+    assert not result.has_image.any()
+    assert result.text_for_image.tolist() == result.image_for_text.tolist() == [0, 1, 2]
+
+
+def test_non_finite_similarity_does_not_crash():
+    similarity = torch.full((4, 4), torch.nan)
+    result = hard_negatives(
+        similarity, torch.arange(4), torch.ones(4) > 0, torch.rand(4, 2).double(), 2
+    )
+    assert ((result.text_for_image // 2) == torch.tensor([0, 0, 1, 1])).all()
+
+
+def test_empty_batch():
+    result = hard_negatives(
+        torch.zeros(0, 0), torch.zeros(0).long(), torch.zeros(0) > 0, torch.zeros(0, 2), 4
+    )
+    assert result.text_for_image.shape == (0,)
+
+
+def test_groups_make_ranks_irrelevant():
+    """Two ranks with a group each draw what one rank with both draws."""
+    random = torch.Generator().manual_seed(4)
+    similarity = torch.randn(8, 8, generator=random)
+    ids, valid = torch.arange(8) // 2 * 7, torch.ones(8, dtype=torch.bool)
+    draws = torch.rand(8, 2, generator=random, dtype=torch.float64)
+    together = hard_negatives(similarity, ids, valid, draws, 4)
+    for half in (slice(0, 4), slice(4, 8)):
+        alone = hard_negatives(similarity[half, half], ids[half], valid[half], draws[half], 4)
+        assert torch.equal(alone.text_for_image + half.start, together.text_for_image[half])
+        assert torch.equal(alone.image_for_text + half.start, together.image_for_text[half])
+
+
+def test_loss_equals_the_loop():
+    logits = torch.randn(5, 2, dtype=torch.float64)
+    labels = torch.tensor([1, 0, 0, 1, 0])
+    weight = torch.tensor([True, True, False, True, False])
+    loss = itm_loss(logits, labels, weight)
+    expected = sum(
+        math.log(sum(math.exp(x) for x in row)) - row[label]
+        for row, label, use in zip(logits.tolist(), labels.tolist(), weight.tolist(), strict=True)
+        if use
+    )
+    assert loss.total.item() == pytest.approx(expected)
+    assert loss.count == 3
+
+
+def test_loss_of_half_precision_logits_is_float32():
+    loss = itm_loss(torch.randn(3, 2).bfloat16(), torch.tensor([0, 1, 1]), torch.ones(3) > 0)
+    assert loss.total.dtype == torch.float32
