@@ -1,0 +1,144 @@
+"""Sizes, streams and public calls of the VLP model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pydantic import ValidationError
+from tests_support import TINY_MODEL
+
+from vlp.models.config import ModelConfig
+from vlp.models.cross_encoder import Pairs
+from vlp.models.vlp import VLPModel
+
+
+def tiny(**cross):
+    config = ModelConfig.model_validate(TINY_MODEL | {"cross": TINY_MODEL["cross"] | cross})
+    model = VLPModel(config).eval()
+    for name, parameter in model.named_parameters():
+        if "table" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.anchor_threshold.fill_(0.2)
+    return model
+
+
+def inputs(rows=3):
+    pixels = torch.randn(rows, 3, 16, 16)
+    ids = torch.randint(5, 40, (rows, 12))
+    lengths = torch.tensor([6, 8, 4])[:rows, None]
+    attention = torch.arange(12) < lengths
+    words = attention & (torch.arange(12) > 0) & (torch.arange(12) < lengths - 1)
+    return pixels, ids, attention, words
+
+
+def encoded(model, rows=3):
+    pixels, *text = inputs(rows)
+    return model.encode_image(pixels), model.encode_text(*text)
+
+
+def count(module):
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def test_paper_sizes_are_exact():
+    with torch.device("meta"):
+        model = VLPModel(ModelConfig())
+    parts = (model.text_encoder, model.image_encoder, model.cross_encoder)
+    assert [count(part) for part in parts] == [66_561_280, 43_760_128, 53_277_696]
+    assert sum(count(part) for part in parts) == 163_599_104
+    assert count(model.text_tokens) == count(model.image_tokens) == 196_608
+    assert model.image_encoder.vit.pos_embed.shape == (1, 577, 768)
+
+
+@pytest.mark.parametrize(
+    ("cross", "size"),
+    [({"position": "none"}, 53_167_104), ({"layout": "albef", "position": "none"}, 56_710_656)],
+)
+def test_other_layouts_have_the_sizes_of_the_readings(cross, size):
+    with torch.device("meta"):
+        model = VLPModel(ModelConfig.model_validate({"cross": cross}))
+    assert count(model.cross_encoder) == size
+
+
+def test_public_calls_give_unit_features_and_log_odds():
+    model = tiny()
+    image, text = encoded(model)
+    assert image.states.shape == (3, 17, 16)
+    assert image.tokens.shape == (3, 16, 8)
+    assert text.tokens.shape == (3, 12, 8)
+    for feature in (image.feature, text.feature, image.tokens, text.tokens):
+        torch.testing.assert_close(feature.norm(dim=-1), torch.ones(feature.shape[:-1]))
+    odds = model.match(image, text)
+    logits = model.match_logits(model.cross(image, text))
+    torch.testing.assert_close(odds, logits[:, 1] - logits[:, 0])
+
+
+@pytest.mark.parametrize("layout", ["ace", "text", "albef"])
+@pytest.mark.parametrize("position", ["anchor", "uniform", "none"])
+def test_padding_changes_nothing(layout, position):
+    model = tiny(layout=layout, position=position)
+    pixels, ids, attention, words = inputs()
+    image = model.encode_image(pixels)
+    text = model.encode_text(ids, attention, words)
+    other = model.encode_text(ids.masked_fill(~attention, 7), attention, words)
+    torch.testing.assert_close(model.match(image, text), model.match(image, other))
+    torch.testing.assert_close(text.feature, other.feature)
+
+
+@pytest.mark.parametrize("layout", ["ace", "text"])
+def test_pairing_rows_late_equals_pairing_them_first(layout):
+    model = tiny(layout=layout)
+    image, text = encoded(model)
+    pairs = Pairs(texts=torch.tensor([0, 2, 1, 0]), pictures=torch.tensor([1, 1, 0, 2]))
+    late = model.cross(image, text, pairs)
+    first = model.cross(image.select(pairs.pictures), text.select(pairs.texts))
+    torch.testing.assert_close(late.text, first.text)
+    if layout == "ace":
+        torch.testing.assert_close(late.image, first.image)
+    alone = model.cross(image, text, pairs, need_image=False)
+    torch.testing.assert_close(alone.text, first.text)
+    assert alone.image is None
+
+
+def test_both_streams_attend_to_each_other():
+    model = tiny()
+    image, text = encoded(model)
+    other = image.select(torch.tensor([1, 2, 0]))
+    assert not torch.allclose(model.match(image, text), model.match(other, text))
+    crossed = model.cross(image, text).image
+    changed = model.cross(image, text.select(torch.tensor([1, 2, 0]))).image
+    assert not torch.allclose(crossed, changed)
+
+
+def test_path_gradient_is_stopped_unless_asked_for():
+    for asked in (False, True):
+        model = tiny(anchor={"groups": 2, "path_gradient": asked})
+        image, text = encoded(model)
+        model.match(image, text).sum().backward()
+        gradient = model.image_tokens.weight.grad
+        assert (gradient is not None and bool(gradient.any())) == asked
+
+
+def test_fused_attention_equals_the_explicit_one():
+    model = tiny(position="none")
+    image, text = encoded(model)
+    explicit = model.match(image, text)
+    for layer in model.cross_encoder.layers:
+        layer.attention.fused = layer.cross_attention.fused = True
+    torch.testing.assert_close(model.match(image, text), explicit, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (
+            {"image": TINY_MODEL["image"] | {"image_size": 18}},
+            "18 is not a multiple of patch_size 4",
+        ),
+        ({"cross": {"heads": 2, "anchor": {"groups": 3}}}, "3 does not divide embed_dim 8"),
+        ({"image": TINY_MODEL["image"] | {"width": 32}}, "16 and 32"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named(part, message):
+    with pytest.raises(ValidationError, match=message):
+        ModelConfig.model_validate(TINY_MODEL | part)
