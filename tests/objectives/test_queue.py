@@ -46,6 +46,14 @@ def test_refuses_the_student():
         KeyQueue(4, 3).push(image.detach(), text.requires_grad_(), ids)
 
 
+def test_keys_that_are_not_finite_stay_out():
+    queue = KeyQueue(4, 3)
+    image, text, ids = keys(0, 4)
+    image[1, 2], text[3, 0] = torch.nan, torch.inf
+    queue.push(image, text, ids, torch.tensor([False, True, True, True]))
+    assert queue.keys().image_ids.tolist() == [2]
+
+
 def test_keys_are_float32_whatever_is_pushed():
     queue = KeyQueue(4, 3)
     image, text, ids = keys(0, 2)

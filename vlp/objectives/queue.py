@@ -60,7 +60,9 @@ class KeyQueue:
     ) -> None:
         """Append keys of all ranks, (R, dim), (R, dim), (R,); the oldest make room.
 
-        Rows with `valid` (R,) False are left out; of more rows than the queue holds, the last stay.
+        Rows with `valid` (R,) False are left out, and so are keys that are not finite, which would
+        spoil every step until they are overwritten. Of more rows than the queue holds, the last
+        stay.
 
         Raises:
             ValueError: the keys carry a gradient, so they are not the teacher's.
@@ -69,8 +71,10 @@ class KeyQueue:
             raise ValueError("the queue takes the teacher's keys only, not the student's features")
         if self.size == 0:
             return
+        kept = image.isfinite().all(-1) & text.isfinite().all(-1)
         if valid is not None:
-            image, text, image_ids = image[valid], text[valid], image_ids[valid]
+            kept &= valid
+        image, text, image_ids = image[kept], text[kept], image_ids[kept]
         number = image.shape[0]
         dropped = max(0, number - self.size)
         place = torch.arange(dropped, number, device=self.image.device)
