@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evaluation.__main__ import main
 from evaluation.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +43,6 @@ def launch(world_size: int, code: list[str]) -> list[subprocess.CompletedProcess
             **{name: str(value) for name, value in announced.items()},
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
-            "OMP_NUM_THREADS": "1",
         }
         ranks.append(
             subprocess.Popen(
@@ -63,18 +63,18 @@ def launch(world_size: int, code: list[str]) -> list[subprocess.CompletedProcess
 
 @pytest.mark.distributed
 def test_one_and_two_ranks_write_the_same_tables(tmp_path, model_folder, scene_shards):
-    reports = []
-    for world_size in (1, 2):
-        out = tmp_path / str(world_size)
-        code = ["-m", "evaluation", "retrieval", "--model", str(model_folder)]
-        code += ["--shards", str(scene_shards), "--rerank", "5", "--batch", "4", "--out", str(out)]
-        done = launch(world_size, code)
-        assert [process.returncode for process in done] == [0] * world_size, done[0].stderr
-        assert "text → image" in done[0].stdout
-        assert all(process.stdout == "" for process in done[1:])
-        reports.append(json.loads((out / "retrieval.json").read_text()))
-    assert reports[0] == reports[1]
-    assert reports[0]["images"] == 21
+    command = ["retrieval", "--model", str(model_folder), "--shards", str(scene_shards)]
+    command += ["--rerank", "5", "--batch", "4", "--out"]
+    assert main([*command, str(tmp_path / "1")]) == 0
+    first, second = launch(2, ["-m", "evaluation", *command, str(tmp_path / "2")])
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert "text → image" in first.stdout
+    assert second.stdout == ""
+    one, two = (
+        json.loads((tmp_path / ranks / "retrieval.json").read_text()) for ranks in ("1", "2")
+    )
+    assert one == two
+    assert one["images"] == 21
 
 
 FAILING = """
