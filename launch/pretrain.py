@@ -1,0 +1,58 @@
+"""Pretrain an image-text model.
+
+    deepspeed launch/pretrain.py --config configs/pretrain/base.yaml      (all GPUs of a machine)
+    deepspeed --hostfile hosts launch/pretrain.py --config FILE           (several machines)
+    DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 launch/pretrain.py --config FILE
+    python launch/pretrain.py --config FILE training.steps=100            (one process)
+
+The run's folder is the key `output`. `--resume` goes on from its newest good checkpoint, on any
+number of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from vlp.training.command import run_pretraining
+from vlp.training.config import PretrainConfig
+
+
+def build(config: PretrainConfig) -> tuple[Any, Any]:
+    """The pretraining task and its data."""
+    from vlp.data.loader import PretrainData
+    from vlp.tasks.pretraining import Pretraining
+
+    training = config.training
+    data = PretrainData(config.data, config.model, config.objectives, training.batch, training.seed)
+    # Every rank, and every start of the same configuration, begins with the same weights.
+    torch.manual_seed(training.seed)
+    task = Pretraining(
+        config.model,
+        config.objectives,
+        config.data.vocabulary,
+        training.precision,
+        training.log_every,
+    )
+    return task, data
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and run one rank; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", required=True, metavar="FILE")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    parser.add_argument("--local_rank", type=int, help="set by the launcher")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
+    chosen = parser.parse_args(arguments)
+    return run_pretraining(chosen.config, chosen.overrides, chosen.resume, build)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""Checkpoints: whole or absent, checked when read, and tied to what they were trained as.
+
+`step_N/` is written as `step_N.tmp/`, synced and renamed, so a folder with the final name is
+complete. It holds the engine's rank-free weights and optimiser state, the task's extra state
+(teacher, queue), `state.json`, and `SHA256SUMS`, which `sha256sum -c` reads too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from vlp.tasks.task import Task
+from vlp.training import distributed
+from vlp.training.config import PretrainConfig
+from vlp.training.differences import compare
+from vlp.training.engine import Engine
+from vlp.training.progress import Progress
+from vlp.training.tensor_file import broadcast_tensors, write_tensors
+
+VERSION = 1
+STATE = "state.json"
+SUMS = "SHA256SUMS"
+EXTRA = "extra.safetensors"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written or used; the message is meant for the person."""
+
+
+class Checkpoints:
+    """The `checkpoints/` folder of a run; its methods are collective, rank 0 alone touches it."""
+
+    def __init__(self, folder: Path, config: PretrainConfig) -> None:
+        self.folder = folder
+        self._keep = config.training.keep
+        self._config = config.model_dump(mode="json")
+
+    def save(self, engine: Engine, task: Task, progress: Progress) -> None:
+        """Write `step_N/`, then remove all but the last `training.keep`.
+
+        Raises:
+            CheckpointError: on every rank when the folder cannot be written (a full disk, say).
+                The partial folder is gone and earlier checkpoints are as they were.
+        """
+        final = self.folder / f"step_{progress.step}"
+        partial = final.with_suffix(".tmp")
+        failure: str | None = None
+        target: Path | None = None
+        try:
+            if engine.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+                target = partial
+        except OSError as error:
+            failure = str(error)
+        try:
+            engine.save(target)  # collective, so also after a failure
+            if target is not None:
+                write_tensors(target / EXTRA, task.extra_state())
+                self._write_state(target, engine, progress)
+                _publish(partial, final)
+        except OSError as error:
+            failure = str(error)
+        if engine.rank == 0 and failure is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+        failure = distributed.from_rank_0(failure)
+        if failure is not None:
+            raise CheckpointError(
+                f"cannot write the checkpoint {final}: {failure}\n"
+                f"Earlier checkpoints are untouched; make room and start again with --resume."
+            )
+        if engine.rank == 0:
+            for path in self._steps()[self._keep :]:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def load(self, engine: Engine, task: Task) -> Progress | None:
+        """Take up the newest good checkpoint; None when there is none at all.
+
+        A damaged one is set aside as `step_N.corrupt` with a warning, and the one before it is
+        used.
+
+        Raises:
+            CheckpointError: on every rank when no checkpoint is whole, or the newest good one was
+                written with another configuration (the keys that differ are named).
+        """
+        found: tuple[str | None, dict[str, Any], str | None] = (None, {}, None)
+        path: Path | None = None
+        if engine.rank == 0:
+            try:
+                path, state = self._newest()
+                found = (None if path is None else str(path), state, None)
+            except (CheckpointError, OSError) as error:
+                found = (None, {}, str(error))
+        name, state, failure = distributed.from_rank_0(found)
+        if failure is not None:
+            raise CheckpointError(failure)
+        if name is None:
+            return None
+        try:
+            engine.load(path)
+            task.load_extra_state(dict(broadcast_tensors(path and path / EXTRA)))
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"{name} does not fit this model: {error}") from error
+        return Progress(**state["progress"])
+
+    def _newest(self) -> tuple[Path | None, dict[str, Any]]:
+        for leftover in self.folder.glob("step_*.tmp"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        steps = self._steps()
+        for path in steps:
+            problem = verify(path)
+            if problem is None:
+                return path, self._read_state(path)
+            aside = path.with_suffix(".corrupt")
+            warnings.warn(
+                f"{path} is damaged ({problem}); set aside as {aside.name}, trying an older one",
+                stacklevel=2,
+            )
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+        if steps:
+            raise CheckpointError(
+                f"no checkpoint in {self.folder} is whole; to begin anew, choose another `output`"
+            )
+        return None, {}
+
+    def _read_state(self, path: Path) -> dict[str, Any]:
+        state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
+        if state["version"] != VERSION:
+            raise CheckpointError(
+                f"{path} has format version {state['version']}; this code reads {VERSION}"
+            )
+        differences = compare(state["config"], self._config)
+        if differences.fatal:
+            listed = "\n".join(f"  {line}" for line in differences.fatal)
+            raise CheckpointError(
+                f"{path} was trained with another configuration:\n{listed}\n"
+                "Restore these keys, or choose another `output`."
+            )
+        for line in differences.tolerated:
+            warnings.warn(f"resuming with a changed setting: {line}", stacklevel=2)
+        return state
+
+    def _write_state(self, folder: Path, engine: Engine, progress: Progress) -> None:
+        state = {
+            "version": VERSION,
+            "progress": asdict(progress),
+            "world_size": engine.world_size,
+            "config": self._config,
+            "versions": {
+                name: importlib.metadata.version(name) for name in ("torch", "deepspeed", "vlp")
+            },
+        }
+        _write_text(folder / STATE, json.dumps(state, indent=1))
+        sums = [f"{_sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
+        _write_text(folder / SUMS, "".join(sums))
+
+    def _steps(self) -> list[Path]:
+        """Complete folders, the newest first."""
+        numbered = []
+        for path in self.folder.glob("step_*"):
+            match = re.fullmatch(r"step_(\d+)", path.name)
+            if match and path.is_dir():
+                numbered.append((int(match[1]), path))
+        return [path for _, path in sorted(numbered, reverse=True)]
+
+
+def verify(path: Path) -> str | None:
+    """What is wrong with a checkpoint folder; None when every file has its checksum."""
+    try:
+        lines = (path / SUMS).read_text(encoding="utf-8").splitlines()
+        sums = [line.split("  ", 1) for line in lines]
+        if STATE not in (name for _, name in sums):
+            return f"{SUMS} is incomplete"
+        for expected, name in sums:
+            if _sha256(path / name) != expected:
+                return f"{name} does not have its checksum"
+    except (OSError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def _publish(partial: Path, final: Path) -> None:
+    _sync(partial)
+    if final.exists():  # the same step, reached again after a fall-back
+        shutil.rmtree(final)
+    partial.rename(final)
+    _sync(final.parent)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_text(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

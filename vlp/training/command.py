@@ -1,0 +1,94 @@
+"""A training command: from a configuration file to an exit code, on every rank.
+
+Exit codes: 0 the run finished, or was stopped by a signal and wrote its checkpoint; 2 the
+configuration or the run folder cannot be used; 1 everything else.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from vlp.config import ConfigError, load_config
+from vlp.training import distributed
+from vlp.training.config import PretrainConfig
+
+# Builds the task (an `nn.Module`) and its data; raises ConfigError where they do not fit.
+Build = Callable[[PretrainConfig], tuple[Any, Any]]
+
+
+def run_pretraining(path: str | Path, overrides: Sequence[str], resume: bool, build: Build) -> int:
+    """Run one rank of a pretraining; returns its exit code.
+
+    Args:
+        path: the configuration file.
+        overrides: `key.sub=value` of the command line.
+        resume: go on from the newest good checkpoint in `output`, or start if there is none.
+        build: makes task and data from the configuration.
+    """
+    distributed.prepare_environment()
+    try:
+        config = load_config(path, PretrainConfig, overrides)
+    except ConfigError as error:
+        return _refuse(str(error))
+    try:
+        distributed.start()
+        code = _run(config, resume, build)
+        distributed.end()
+        return code
+    except BaseException as error:
+        _explain(error)
+        # The other ranks wait in a collective call that never comes. Leaving at once, without
+        # waiting for them in turn, lets the launcher see the failure and end them.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _run(config: PretrainConfig, resume: bool, build: Build) -> int:
+    from vlp.training.deepspeed_engine import DeepSpeedEngine
+    from vlp.training.loop import train
+    from vlp.training.run_folder import RunFolder
+    from vlp.training.zero import deepspeed_config
+
+    problem: str | None = None
+    try:
+        # Other ranks may come when rank 0 has already written to the folder.
+        folder = RunFolder(config.output, resume or distributed.rank() > 0)
+        deepspeed_config(config.training, distributed.world_size())
+        task, data = build(config)
+    except ConfigError as error:
+        problem = str(error)
+    problems = [found for found in distributed.gather_to_all(problem) if found is not None]
+    if problems:
+        return _refuse("\n".join(dict.fromkeys(problems)))
+    engine = DeepSpeedEngine(task, config.training)
+    train(config, task, data, engine, folder, resume)
+    return 0
+
+
+def _refuse(message: str) -> int:
+    """Print once for all ranks; the launcher ends every rank as soon as one has left."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(5)
+    return 2
+
+
+def _explain(error: BaseException) -> None:
+    from vlp.training.checkpoint import CheckpointError
+    from vlp.training.loop import NonFiniteError
+
+    rank = os.environ.get("RANK", "0")
+    known = isinstance(error, CheckpointError | NonFiniteError | ConfigError)
+    if known and rank == "0":
+        print(f"error: {error}", file=sys.stderr)
+    elif not known:
+        print(f"error on rank {rank}:", file=sys.stderr)
+        traceback.print_exception(error)

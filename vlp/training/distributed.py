@@ -1,0 +1,117 @@
+"""Start and end of the process group, and small agreements between ranks.
+
+Everything works without a process group too: one process is then rank 0 of 1.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+_control: Any = None
+
+
+def prepare_environment() -> None:
+    """Fill in what the launcher would have set, so that a plain `python` is rank 0 of 1.
+
+    Without a GPU, DeepSpeed is told to use the CPU, and each rank of this machine gets its share
+    of the cores unless OMP_NUM_THREADS says otherwise.
+    """
+    os.environ.setdefault("RANK", "0")
+    os.environ.setdefault("WORLD_SIZE", "1")
+    os.environ.setdefault("LOCAL_RANK", "0")
+    if os.environ["WORLD_SIZE"] == "1":
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", str(_free_port()))
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        if "OMP_NUM_THREADS" not in os.environ:
+            local = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
+
+
+def start(timeout: timedelta = timedelta(minutes=30)) -> None:
+    """Join the other ranks; the launcher's environment says who they are."""
+    global _control
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # DeepSpeed would compile a shared-memory operation at its first start on a CPU. Only its
+    # inference calls it, and a machine that trains may have no compiler.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
+    # Agreements go through the CPU, so that they never wait for the GPU's queue.
+    _control = dist.new_group(backend="gloo", timeout=timeout)
+
+
+def end() -> None:
+    """Leave the process group after a run that all ranks finished."""
+    global _control
+    _control = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def rank() -> int:
+    """This process's rank; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Number of ranks; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def any_rank(flag: bool) -> bool:
+    """True on every rank when `flag` is True on one of them."""
+    if world_size() == 1:
+        return flag
+    value = torch.tensor([int(flag)])
+    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=_control)
+    return bool(value.item())
+
+
+def mean_over_ranks(values: Tensor) -> Tensor:
+    """Mean of a CPU vector over ranks."""
+    if world_size() > 1:
+        dist.all_reduce(values, group=_control)
+        values /= world_size()
+    return values
+
+
+def from_rank_0(value: Any) -> Any:
+    """Rank 0's picklable value, on every rank."""
+    if world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0, group=_control)
+    return box[0]
+
+
+def gather_to_all(value: Any) -> list[Any]:
+    """Every rank's picklable value, in rank order, on every rank."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value, group=_control)
+    return values
+
+
+def tensor_from_rank_0(tensor: Tensor) -> Tensor:
+    """Rank 0's content of a CPU tensor that has the same shape and dtype on every rank."""
+    if world_size() > 1:
+        dist.broadcast(tensor, src=0, group=_control)
+    return tensor
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

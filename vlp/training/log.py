@@ -1,0 +1,113 @@
+"""What a run tells: JSON lines, TensorBoard, and a progress bar."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+
+from vlp.training.run_folder import RunFolder
+
+
+class RunLog:
+    """Writes on rank 0; on other ranks every method does nothing.
+
+    Args:
+        folder: the run's folder, or None on other ranks.
+        step: steps already done; lines of later steps, left by a run that was killed after its
+            last checkpoint, are removed.
+        total: steps of the whole run.
+    """
+
+    def __init__(self, folder: RunFolder | None, step: int, total: int) -> None:
+        self._folder = folder
+        if folder is None:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        _drop_later(folder.log, step)
+        self._file = folder.log.open("a", encoding="utf-8")
+        self._board = SummaryWriter(str(folder.tensorboard), purge_step=step + 1 if step else None)
+        # A bar that is redrawn in a file or in CI output is noise.
+        interval = 0.1 if sys.stderr.isatty() else 10.0
+        self._bar = tqdm(total=total, initial=step, unit="step", mininterval=interval)
+
+    def advance(self) -> None:
+        """One more step is done."""
+        if self._folder is not None:
+            self._bar.update()
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Log one step: `step`, and numbers by name (nested ones as `outer/inner`)."""
+        if self._folder is None:
+            return
+        flat = flatten(record)
+        self._file.write(json.dumps(flat) + "\n")
+        self._file.flush()
+        step = flat.pop("step")
+        for name, value in flat.items():
+            if isinstance(value, int | float):
+                self._board.add_scalar(name, value, step)
+        shown = {"loss": "loss/total", "pairs/s": "pairs_per_second", "lr": "learning_rate"}
+        self._bar.set_postfix(
+            {
+                label: f"{flat[name]:.4g}"
+                for label, name in shown.items()
+                if flat.get(name) is not None
+            },
+            refresh=False,
+        )
+
+    def say(self, message: str) -> None:
+        """A line for the person, above the bar."""
+        if self._folder is not None:
+            self._bar.write(message, file=sys.stderr)
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._folder is not None:
+            self._bar.close()
+            self._board.close()
+            self._file.close()
+
+
+def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested names joined by `/`; numbers that JSON cannot write become None."""
+    flat: dict[str, Any] = {}
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{name}/")
+        elif isinstance(value, float) and not math.isfinite(value):
+            flat[prefix + name] = None
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def _drop_later(path: Path, step: int) -> None:
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except ValueError:
+            pass  # a line cut off by a kill
+    partial = path.with_suffix(".tmp")
+    partial.write_text("".join(kept), encoding="utf-8")
+    os.replace(partial, path)

@@ -1,0 +1,238 @@
+"""The training loop, top to bottom.
+
+One optimiser step is `accumulation` global batches. A step whose loss or gradient is not finite on
+any rank is skipped on all: weights, optimiser state and buffers stay as they were, the data moves
+on, the skip is counted; more than `max_non_finite` of them in a row end the run. SIGTERM (or
+Ctrl-C) on any rank ends the run after the current step, with a checkpoint.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from vlp.config import save_config
+from vlp.data.batch import Batch
+from vlp.tasks.task import StepOutput, Task
+from vlp.training import distributed
+from vlp.training.checkpoint import Checkpoints
+from vlp.training.config import PretrainConfig
+from vlp.training.engine import Engine
+from vlp.training.log import RunLog
+from vlp.training.meter import Meter
+from vlp.training.progress import Progress
+from vlp.training.report import write_report
+from vlp.training.run_folder import RunFolder
+from vlp.training.schedule import learning_rate
+from vlp.training.stop import StopSignals
+
+
+class StreamedData(Protocol):
+    """What the loop asks of the data (`vlp.data.loader.PretrainData`)."""
+
+    def batches_in_epoch(self, epoch: int) -> int:
+        """Global batches of one epoch."""
+
+    def samples_in_epoch(self, epoch: int) -> int:
+        """Samples of one epoch."""
+
+    def batches(
+        self, samples_consumed: int = 0, rank: int = 0, world_size: int = 1
+    ) -> Iterator[tuple[Batch, int]]:
+        """Endless batches of one rank, each with the samples consumed by all ranks after it."""
+
+
+class NonFiniteError(RuntimeError):
+    """Too many steps in a row had a loss or a gradient that is not finite."""
+
+
+def train(
+    config: PretrainConfig,
+    task: Task,
+    data: StreamedData,
+    engine: Engine,
+    folder: RunFolder,
+    resume: bool = False,
+) -> dict[str, Any]:
+    """Train to the end, or to a stop signal; returns what `report.json` says.
+
+    Raises:
+        CheckpointError: a checkpoint cannot be written, or none can be resumed.
+        NonFiniteError: more than `training.max_non_finite` steps in a row were not finite.
+    """
+    training = config.training
+    main = engine.rank == 0
+    total = total_steps(config, data)
+    checkpoints = Checkpoints(folder.checkpoints, config)
+    found = checkpoints.load(engine, task) if resume else None
+    progress = found or Progress()
+    if found:
+        progress.resumed.append(progress.step)
+    if main:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        save_config(config, folder.config)
+    saved = progress.step if found else None
+    record: dict[str, Any] = {}
+    ended = "failed"
+
+    try:
+        with (
+            StopSignals() as stop,
+            RunLog(folder if main else None, progress.step, total) as log,
+            closing(_stream(data, progress, engine)) as batches,
+        ):
+            if resume and not found:
+                log.say(f"{folder.checkpoints} holds no checkpoint; starting from the beginning")
+            meter = Meter(progress)
+            while progress.step < total and not distributed.any_rank(stop.received):
+                rate = _rate(config, progress.step, total)
+                buffers = {name: b.clone() for name, b in engine.module.named_buffers()}
+                outputs = []
+                for _ in range(training.accumulation):
+                    asked = time.perf_counter()
+                    batch, progress.samples = next(batches)
+                    meter.batch(batch, time.perf_counter() - asked)
+                    outputs.append(_micro_step(engine, batch, progress.step))
+                update = engine.step(rate)
+                progress.step += 1
+                if update.applied:
+                    progress.non_finite_row = 0
+                    task.after_step(engine.gather)
+                    meter.applied(outputs, update.gradient_norm)
+                else:
+                    _undo(engine.module, buffers)
+                    _count_non_finite(progress, outputs, training.max_non_finite, log)
+                log.advance()
+
+                if progress.step % training.log_every == 0 or progress.step == total:
+                    record = _record(meter, progress, rate, data)
+                    log.write(record)
+                if progress.step % training.checkpoint_every == 0 or progress.step == total:
+                    meter.settle()
+                    checkpoints.save(engine, task, progress)
+                    saved = progress.step
+            if saved != progress.step:
+                meter.settle()
+                checkpoints.save(engine, task, progress)
+            if progress.step < total:
+                ended = "stopped"
+                log.say(f"stopped by a signal after step {progress.step}; go on with --resume")
+            else:
+                _save_model(task, engine, folder)
+                ended = "finished"
+    finally:
+        report = write_report(folder if main else None, ended, progress, record, engine, total)
+    return report
+
+
+def total_steps(config: PretrainConfig, data: StreamedData) -> int:
+    """Optimiser steps of the whole run; batches at its end that do not fill a step are left out.
+
+    Raises:
+        ValueError: neither `training.steps` nor `training.epochs` is given.
+    """
+    training = config.training
+    if training.steps is not None:
+        return training.steps
+    if training.epochs is None:
+        raise ValueError("one of training.steps and training.epochs must be given")
+    batches = sum(data.batches_in_epoch(epoch) for epoch in range(training.epochs))
+    return max(1, batches // training.accumulation)
+
+
+def _stream(
+    data: StreamedData, progress: Progress, engine: Engine
+) -> Generator[tuple[Batch, int], None, None]:
+    yield from data.batches(progress.samples, engine.rank, engine.world_size)
+
+
+def _rate(config: PretrainConfig, step: int, total: int) -> float:
+    optimiser = config.training.optimiser
+    return learning_rate(
+        step,
+        total,
+        optimiser.learning_rate,
+        optimiser.final_learning_rate,
+        optimiser.warmup_steps,
+    )
+
+
+def _micro_step(engine: Engine, batch: Batch, step: int) -> StepOutput:
+    output = engine.forward(batch.to(engine.device), step)
+    engine.backward(poisoned(output.loss))
+    return StepOutput(
+        output.loss.detach(),
+        {name: value.detach() for name, value in output.losses.items()},
+        {name: value.detach() for name, value in output.statistics.items()},
+    )
+
+
+def poisoned(loss: Tensor) -> Tensor:
+    """The loss itself, or where it is not finite one whose gradients are NaN.
+
+    A loss can be infinite while its gradients are finite, and finite on the other ranks. NaN
+    gradients make the engine skip the step on all ranks, without a wait for the device.
+    """
+    one = torch.ones_like(loss)
+    return loss * torch.where(torch.isfinite(loss.detach()), one, one * float("nan"))
+
+
+def _undo(module: nn.Module, buffers: dict[str, Tensor]) -> None:
+    for name, buffer in module.named_buffers():
+        buffer.copy_(buffers[name])
+
+
+def _count_non_finite(
+    progress: Progress, outputs: list[StepOutput], most: int, log: RunLog
+) -> None:
+    progress.non_finite += 1
+    progress.non_finite_row += 1
+    local = {
+        name
+        for output in outputs
+        for name, value in {"total": output.loss, **output.losses}.items()
+        if not torch.isfinite(value)
+    }
+    names = sorted(set().union(*distributed.gather_to_all(local)))
+    reason = f"loss {', '.join(names)} not finite" if names else "a gradient is not finite"
+    log.say(f"step {progress.step} skipped: {reason}")
+    if progress.non_finite_row > most:
+        raise NonFiniteError(
+            f"{progress.non_finite_row} steps in a row were skipped, the last ({progress.step}) "
+            f"because {reason}; training.max_non_finite allows {most}. Go back to the last "
+            "checkpoint with --resume and a lower training.optimiser.learning_rate, a longer "
+            "warm-up, or training.precision=float32."
+        )
+
+
+def _record(meter: Meter, progress: Progress, rate: float, data: StreamedData) -> dict[str, Any]:
+    means = meter.close()
+    epoch, left = 0, progress.samples
+    while left >= (size := data.samples_in_epoch(epoch)):
+        epoch, left = epoch + 1, left - size
+    return {
+        "step": progress.step,
+        "epoch": epoch + left / size,
+        "samples": progress.samples,
+        "seconds": progress.seconds,
+        "learning_rate": rate,
+        **means,
+        "skipped": {"total": sum(progress.skipped.values()), **progress.skipped},
+        "non_finite_steps": progress.non_finite,
+    }
+
+
+def _save_model(task: Task, engine: Engine, folder: RunFolder) -> None:
+    state = engine.state_dict()
+    if engine.rank == 0:
+        partial = folder.model.with_suffix(".tmp")
+        shutil.rmtree(partial, ignore_errors=True)
+        task.save_model(partial, state)
+        shutil.rmtree(folder.model, ignore_errors=True)
+        partial.rename(folder.model)

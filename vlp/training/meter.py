@@ -1,0 +1,93 @@
+"""Sums between two log lines: losses, pairs, bad samples, and where the time goes."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlp.data.batch import Batch
+from vlp.tasks.task import StepOutput
+from vlp.training import distributed
+from vlp.training.progress import Progress
+
+_EXAMPLES = 20  # bad samples of one kind that the report names
+
+
+class Meter:
+    """Collects on one rank without waiting for the device; sums go to `progress`."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        # Of this rank, not yet in `progress`.
+        self._pairs = 0
+        self._skipped: Counter[str] = Counter()
+        self._examples: dict[str, list[str]] = {}
+        self._settled = time.perf_counter()
+        self._open()
+
+    def _open(self) -> None:
+        self._start = time.perf_counter()
+        self._pairs_before = self._progress.pairs
+        self._waited = 0.0
+        self._sums: dict[str, Tensor] = {}
+        self._counts: Counter[str] = Counter()
+        self._norms: list[float] = []
+
+    def batch(self, batch: Batch, waited: float) -> None:
+        """Count a batch that took `waited` seconds to arrive."""
+        self._waited += waited
+        self._pairs += int(batch.valid.sum())
+        for skip in batch.skipped:
+            self._skipped[skip.kind] += 1
+            self._examples.setdefault(skip.kind, []).append(skip.where)
+
+    def applied(self, outputs: list[StepOutput], gradient_norm: float) -> None:
+        """Add the losses and statistics of an optimiser step that was applied."""
+        self._norms.append(gradient_norm)
+        for output in outputs:
+            named = {"loss/total": output.loss}
+            named |= {f"loss/{name}": value for name, value in output.losses.items()}
+            named |= {f"statistics/{name}": value for name, value in output.statistics.items()}
+            for name, value in named.items():
+                value = value.detach().float()
+                self._sums[name] = self._sums[name] + value if name in self._sums else value
+                self._counts[name] += 1
+
+    def settle(self) -> None:
+        """Bring `progress` up to date with all ranks; collective."""
+        ranks = distributed.gather_to_all((self._pairs, self._skipped, self._examples))
+        progress = self._progress
+        for pairs, skipped, examples in ranks:
+            progress.pairs += pairs
+            for kind, count in skipped.items():
+                progress.skipped[kind] = progress.skipped.get(kind, 0) + count
+                known = progress.examples.setdefault(kind, [])
+                known.extend(examples[kind][: _EXAMPLES - len(known)])
+        now = time.perf_counter()
+        progress.seconds += now - self._settled
+        self._settled = now
+        self._pairs, self._skipped, self._examples = 0, Counter(), {}
+
+    def close(self) -> dict[str, Any]:
+        """Means over ranks and steps since the last call; collective.
+
+        Losses and statistics are absent when every step was skipped.
+        """
+        self.settle()
+        seconds = max(time.perf_counter() - self._start, 1e-9)
+        names = sorted(self._sums)
+        means = [self._sums[name] / self._counts[name] for name in names]
+        local = torch.stack(means).cpu() if means else torch.zeros(0)
+        local = torch.cat([local, torch.tensor([self._waited / seconds])])
+        *values, waiting = distributed.mean_over_ranks(local).tolist()
+        pairs = self._progress.pairs - self._pairs_before
+        record: dict[str, Any] = dict(zip(names, values))
+        if self._norms:
+            record["gradient_norm"] = sum(self._norms) / len(self._norms)
+        record |= {"pairs_per_second": pairs / seconds, "data_wait_share": waiting}
+        self._open()
+        return record
