@@ -8,7 +8,7 @@ surely false, and nothing in the corpus is said or asked in between.
 
 from __future__ import annotations
 
-from itertools import permutations
+from itertools import product
 from typing import NamedTuple
 
 from vlp.data.scenes.graph import Obj, Scene, relation_holds
@@ -52,14 +52,21 @@ def referents(noun: Noun, scene: Scene) -> list[int]:
 
 def subjects(claim: Claim, scene: Scene, lenient: bool = False) -> list[int]:
     """The objects of the scene that can be the claim's first noun."""
-    numbers = range(len(scene.objects))
-    if claim.alone and len(numbers) != len(claim.nouns):
+    if claim.alone and len(scene.objects) != len(claim.nouns):
         return []
+    fitting = [
+        [number for number, obj in enumerate(scene.objects) if noun.fits(obj, lenient)]
+        for noun in claim.nouns
+    ]
     return sorted(
         {
-            assignment[0]
-            for assignment in permutations(numbers, len(claim.nouns))
-            if _satisfies(claim, scene, assignment, lenient)
+            chosen[0]
+            for chosen in product(*fitting)
+            if len(set(chosen)) == len(chosen)
+            and all(
+                relation_holds(scene, chosen[first], relation, chosen[second], lenient)
+                for first, relation, second in claim.relations
+            )
         }
     )
 
@@ -74,13 +81,3 @@ def truth(claim: Claim, scene: Scene) -> bool | None:
     if holds(claim, scene):
         return True
     return None if holds(claim, scene, lenient=True) else False
-
-
-def _satisfies(claim: Claim, scene: Scene, assignment: tuple[int, ...], lenient: bool) -> bool:
-    return all(
-        noun.fits(scene.objects[number], lenient)
-        for noun, number in zip(claim.nouns, assignment, strict=True)
-    ) and all(
-        relation_holds(scene, assignment[first], relation, assignment[second], lenient)
-        for first, relation, second in claim.relations
-    )

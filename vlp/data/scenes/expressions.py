@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from vlp.data.draws import draw
 from vlp.data.scenes.captions import PLACE_WORDS, RELATION_WORDS
-from vlp.data.scenes.claims import Claim, Noun, subjects
+from vlp.data.scenes.claims import Claim, Noun, holds, subjects
 from vlp.data.scenes.graph import Scene, main_relation
 
 
@@ -40,10 +41,9 @@ def expressions(scene: Scene) -> list[Referring]:
 
 def is_unique(expression: Referring, scene: Scene) -> bool:
     """Whether the phrase means its object for sure, and no other one even leniently."""
-    alone = [expression.obj]
-    return (
-        subjects(expression.claim, scene) == alone
-        and subjects(expression.claim, scene, lenient=True) == alone
+    # Lenient first: it excludes more, and what holds strictly is part of what holds leniently.
+    return subjects(expression.claim, scene, lenient=True) == [expression.obj] and holds(
+        expression.claim, scene
     )
 
 
@@ -53,7 +53,10 @@ def noun_words(noun: Noun) -> str:
     return " ".join(word for word in words if word)
 
 
-def _looks(scene: Scene, number: int, rng: np.random.Generator) -> list[Referring]:
+# The makers yield candidates one by one, most of which are never asked for.
+
+
+def _looks(scene: Scene, number: int, rng: np.random.Generator) -> Iterator[Referring]:
     obj = scene.objects[number]
     short = [Noun(shape=obj.shape), Noun(colour=obj.colour), Noun(size=obj.size)]
     long = [
@@ -61,11 +64,11 @@ def _looks(scene: Scene, number: int, rng: np.random.Generator) -> list[Referrin
         Noun(shape=obj.shape, size=obj.size),
         Noun(colour=obj.colour, size=obj.size),
     ]
-    nouns = [short[at] for at in rng.permutation(3)] + [long[at] for at in rng.permutation(3)]
-    return [Referring(f"the {noun_words(noun)}", number, Claim((noun,))) for noun in nouns]
+    for noun in _rotated(short, rng) + _rotated(long, rng):
+        yield Referring(f"the {noun_words(noun)}", number, Claim((noun,)))
 
 
-def _places(scene: Scene, number: int, rng: np.random.Generator) -> list[Referring]:
+def _places(scene: Scene, number: int, rng: np.random.Generator) -> Iterator[Referring]:
     obj = scene.objects[number]
     nouns = [
         Noun(place=obj.place),
@@ -73,19 +76,12 @@ def _places(scene: Scene, number: int, rng: np.random.Generator) -> list[Referri
         Noun(place=obj.place, colour=obj.colour),
         Noun(place=obj.place, shape=obj.shape, colour=obj.colour),
     ]
-    choices = PLACE_WORDS[obj.place]
-    return [
-        Referring(
-            f"the {noun_words(noun)} {choices[int(rng.integers(len(choices)))]}",
-            number,
-            Claim((noun,)),
-        )
-        for noun in _rotated(nouns, rng)
-    ]
+    words = PLACE_WORDS[obj.place][int(rng.integers(3))]
+    for noun in _rotated(nouns, rng):
+        yield Referring(f"the {noun_words(noun)} {words}", number, Claim((noun,)))
 
 
-def _relations(scene: Scene, number: int, rng: np.random.Generator) -> list[Referring]:
-    found = []
+def _relations(scene: Scene, number: int, rng: np.random.Generator) -> Iterator[Referring]:
     for other in (int(at) for at in rng.permutation(len(scene.objects))):
         if other == number:
             continue
@@ -97,15 +93,9 @@ def _relations(scene: Scene, number: int, rng: np.random.Generator) -> list[Refe
             Noun(),
             Noun(colour=scene.objects[number].colour),
         ]
-        found += [
-            Referring(
-                f"the {noun_words(noun)} {words} the {noun_words(mark)}",
-                number,
-                Claim((noun, mark), ((0, relation, 1),)),
-            )
-            for noun in _rotated(nouns, rng)
-        ]
-    return found
+        for noun in _rotated(nouns, rng):
+            text = f"the {noun_words(noun)} {words} the {noun_words(mark)}"
+            yield Referring(text, number, Claim((noun, mark), ((0, relation, 1),)))
 
 
 def _rotated(nouns: list[Noun], rng: np.random.Generator) -> list[Noun]:

@@ -58,7 +58,8 @@ def sample_scene(
             f"a scene needs index >= 0 and image_size >= 16, got {index} and {image_size}"
         )
     key = f"{split}-{seed}-{index}"
-    count = 1 + int(draw(seed, 0, key, "objects").choice(len(OBJECT_SHARES), p=OBJECT_SHARES))
+    shares = np.cumsum(OBJECT_SHARES)
+    count = 1 + int((draw(seed, 0, key, "objects").random() >= shares[:-1]).sum())
     if split in ("swaps", "unseen"):
         count = max(count, 2)  # both are about pairs
     rng = draw(seed, 0, key, f"scene {attempt}")

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from vlp.data.scenes.captions import words_of
+from vlp.data.scenes.negatives import SWAP_KINDS, sample_swap, swap_pair
+
+BACK = {"left": "right", "right": "left", "above": "below", "over": "under"}
+BACK |= {"below": "above", "under": "over"}
+
+
+def _bag(caption) -> list[str]:
+    return sorted(words_of(caption.text))
+
+
+@pytest.mark.parametrize("kind", SWAP_KINDS)
+@pytest.mark.parametrize("split", ["swaps", "unseen"])
+def test_pairs_differ_only_in_what_they_should(kind, split) -> None:
+    for index in range(40):
+        pair = sample_swap(0, index, kind, split)
+        assert pair == sample_swap(0, index, kind, split)
+        assert pair.caption.text != pair.foil.text
+        if kind == "relation":
+            ours, theirs = words_of(pair.caption.text), words_of(pair.foil.text)
+            differing = [(a, b) for a, b in zip(ours, theirs, strict=True) if a != b]
+            assert len(differing) == 1
+            assert BACK[differing[0][0]] == differing[0][1]
+        else:
+            assert _bag(pair.caption) == _bag(pair.foil)
+        # The pictures hold the same colours, shapes and boxes.
+        for field in ("colour", "shape", "box"):
+            values = [
+                sorted(getattr(obj, field) for obj in scene.objects)
+                for scene in (pair.scene, pair.twin)
+            ]
+            assert values[0] == values[1]
+        assert sorted(pair.scene.tints) == sorted(pair.twin.tints)
+
+
+@pytest.mark.parametrize("kind", SWAP_KINDS)
+def test_each_caption_is_true_of_one_picture_only(kind) -> None:
+    for index in range(40):
+        pair = sample_swap(1, index, kind)
+        truths = [
+            _true(caption, scene)
+            for scene in (pair.scene, pair.twin)
+            for caption in (pair.caption, pair.foil)
+        ]
+        assert truths == [True, False, False, True]
+
+
+def _true(caption, scene) -> bool:
+    """Look the two named objects up in the scene and compare their centres."""
+    named = []
+    for noun in caption.claim.nouns[:2]:
+        fits = [
+            obj for obj in scene.objects if (obj.colour, obj.shape) == (noun.colour, noun.shape)
+        ]
+        if not fits:
+            return False
+        named.append(fits[0].box)
+    ((subject, relation, reference),) = caption.claim.relations
+    one, other = named[subject], named[reference]
+    right = other[0] + other[2] / 2 - one[0] - one[2] / 2
+    down = other[1] + other[3] / 2 - one[1] - one[3] / 2
+    return {"left": right, "right": -right, "above": down, "below": -down}[relation] > 0
+
+
+def test_swaps_that_change_nothing_are_refused(make_scene) -> None:
+    rng = np.random.default_rng(0)
+    colour = make_scene("small red circle left", "small red square right")
+    assert swap_pair(colour, "binding", (0, 1), rng) is None
+    shape = make_scene("small red circle left", "small blue circle right")
+    assert swap_pair(shape, "binding", (0, 1), rng) is not None  # the colours change places
+    assert swap_pair(colour, "relation", (0, 1), rng) is not None
+    third = make_scene("small red circle left", "small blue square right", "large blue star centre")
+    assert swap_pair(third, "order", (0, 1), rng) is not None
+
+
+def test_relation_words_are_true_and_false_equally_often() -> None:
+    firsts = [
+        next(
+            word
+            for word in words_of(sample_swap(0, index, "relation").caption.text)
+            if word in BACK
+        )
+        for index in range(200)
+    ]
+    low = sum(word in ("left", "above", "over") for word in firsts)
+    assert 0.35 < low / len(firsts) < 0.65

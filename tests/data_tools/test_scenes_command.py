@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import argparse
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data_tools import scenes
+from vlp.config import ConfigError
+from vlp.data.scenes.sample import sample_scene
+from vlp.data.schema import captions_of
+from vlp.data.shards import ShardIndex, ShardWriter
+
+
+def _run(out: Path, *options: str) -> int:
+    parser = argparse.ArgumentParser()
+    scenes.add_arguments(parser)
+    return scenes.run(parser.parse_args(["--out", str(out), "--samples-per-shard", "8", *options]))
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def test_every_part_is_written_and_reads_back(tmp_path, capsys) -> None:
+    options = ["--train", "20", "--val", "9", "--unseen", "3", "--swaps", "3"]
+    assert _run(tmp_path, *options, "--statements", "3", "--entailment", "3") == 0
+    sizes = {"train": 20, "val": 9, "unseen": 3, "swaps": 3, "statements": 3, "entailment": 3}
+    for part, size in sizes.items():
+        index = ShardIndex.open(tmp_path / part)
+        assert sum(shard.samples for shard in index.shards) == size
+        first = index.read(0, 0)
+        assert first.key == f"{part}-0-0"
+        picture = Image.open(io.BytesIO(first.image))
+        assert picture.size == (64, 64)
+        assert (first.second_image is not None) == (part in ("swaps", "statements"))
+    stored = ShardIndex.open(tmp_path / "train").read(2, 1)
+    assert stored.key == "train-0-17"
+    assert stored.annotation.boxes == [list(obj.box) for obj in sample_scene(0, 17).objects]
+    assert len(captions_of(stored.annotation)) == 5
+    printed = capsys.readouterr().out
+    assert "0.0% of the captions fit a second picture" in printed
+    assert "41 new samples" in printed
+
+
+def test_an_interrupted_run_goes_on_to_the_same_bytes(tmp_path, monkeypatch) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    _run(whole, "--train", "30", "--val", "5")
+    write, written = ShardWriter.write, []
+
+    def interrupted(self, key, *rest):
+        if len(written) == 19:
+            raise KeyboardInterrupt
+        written.append(key)
+        return write(self, key, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            _run(broken, "--train", "30", "--val", "5")
+    assert len(list((broken / "train").glob("*.tar"))) == 2
+    _run(broken, "--train", "30", "--val", "5")
+    assert _contents(broken) == _contents(whole)
+
+
+def test_processes_do_not_change_the_bytes(tmp_path) -> None:
+    one, several = tmp_path / "one", tmp_path / "several"
+    size = ["--train", str(8 * scenes._CHUNK + 5), "--val", "0"]
+    _run(one, *size, "--processes", "1")
+    _run(several, *size, "--processes", "2")
+    assert _contents(one) == _contents(several)
+
+
+def test_image_size_and_seed_reach_the_pictures(tmp_path) -> None:
+    _run(tmp_path, "--train", "2", "--val", "0", "--image-size", "96", "--seed", "4")
+    sample = ShardIndex.open(tmp_path / "train").read(0, 1)
+    pixels = np.asarray(Image.open(io.BytesIO(sample.image)))
+    assert pixels.shape == (96, 96, 3)
+    assert tuple(pixels[0, 48]) == sample_scene(4, 1, image_size=96).background
+    assert not (tmp_path / "val").exists()
+
+
+def test_a_folder_of_other_settings_is_refused(tmp_path) -> None:
+    _run(tmp_path, "--train", "2", "--val", "0")
+    with pytest.raises(ConfigError, match="another --out"):
+        _run(tmp_path, "--train", "2", "--val", "0", "--seed", "1")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--train", "-1"), ("--image-size", "8"), ("--samples-per-shard", "0"), ("--processes", "0")],
+)
+def test_numbers_out_of_range_are_named(tmp_path, option, value) -> None:
+    with pytest.raises(ConfigError, match=f"{option} is {value}"):
+        _run(tmp_path / "new", option, value)
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_unknown_part_is_named() -> None:
+    with pytest.raises(ValueError, match="unknown part 'test'"):
+        scenes.make_sample("test", 0, 64, 0)
