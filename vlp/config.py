@@ -1,7 +1,7 @@
 """Typed configuration: YAML files with inheritance, dotted overrides and clear errors.
 
-Every package owns the part it reads (`vlp/models/config.py`, `vlp/data/config.py`, ...), each part is
-a subclass of `Config`. `load_config` reads a file, follows `inherit:`, applies `key.sub=value`
+Every package owns the part it reads (`vlp/models/config.py`, `vlp/data/config.py`, ...); each part
+is a subclass of `Config`. `load_config` reads a file, follows `inherit:`, applies `key.sub=value`
 overrides and validates; every failure is a `ConfigError` that names the key, the file it stands in
 and the nearest valid key.
 """
@@ -77,6 +77,8 @@ def load_config(
         values = _merge(values, nested)
         for leaf in (key, *(f"{key}.{inner}" for inner in _paths(value))):
             origins[leaf] = COMMAND_LINE
+        for depth in range(1, key.count(".") + 1):
+            origins.setdefault(".".join(key.split(".")[:depth]), COMMAND_LINE)
     try:
         return schema.model_validate(values)
     except ValidationError as error:

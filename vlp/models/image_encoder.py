@@ -47,8 +47,9 @@ class ImageEncoder(nn.Module):
         vit = self.vit
         # On CPU the backward of fused attention is slow, above all in bf16.
         fused = pixels.device.type != "cpu"
-        for block in vit.blocks:
-            block.attn.fused_attn = fused
+        for module in vit.modules():
+            if hasattr(module, "fused_attn"):
+                module.fused_attn = fused  # type: ignore[assignment]
         patches = vit.patch_embed(pixels)
         if edit_patches is not None:
             patches = edit_patches(patches)

@@ -153,6 +153,7 @@ def load_vit(model: VLPModel, state: Mapping[str, Tensor], source: str) -> LoadR
     from timm.layers.pos_embed import resample_abs_pos_embed
 
     encoder = model.image_encoder
+    rows, columns = model.config.image.grid
     found: dict[str, Tensor] = {}
     unused, resized = [], []
     for key, tensor in state.items():
@@ -160,9 +161,9 @@ def load_vit(model: VLPModel, state: Mapping[str, Tensor], source: str) -> LoadR
         if key.startswith(_VIT_UNUSED) or (block and int(block[1]) >= model.config.image.layers):
             unused.append(key)
             continue
-        if key == "pos_embed" and tensor.shape != encoder.vit.pos_embed.shape:
+        if key == "pos_embed" and tensor.shape[1] != 1 + rows * columns:
             tensor = resample_abs_pos_embed(
-                tensor, list(model.config.image.grid), num_prefix_tokens=1, verbose=False
+                tensor, [rows, columns], num_prefix_tokens=1, verbose=False
             )
             resized.append("vit.pos_embed")
         found[f"vit.{key}"] = tensor

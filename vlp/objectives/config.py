@@ -29,6 +29,11 @@ class ContrastiveConfig(Config):
     margin: float = Field(0.05, description="delta of Eq. 2 (form paper)")
     token: TokenTermConfig = TokenTermConfig()
 
+    @property
+    def is_paper_form(self) -> bool:
+        """Whether Eqs 1-2 are trained as printed: no temperature, no token term of its own."""
+        return self.kind == "anchor" and self.form == "paper"
+
 
 class ITMConfig(Config):
     """Image-text matching with hard negatives drawn inside `group` samples of the global batch."""

@@ -85,9 +85,11 @@ class Pretraining(nn.Module):
         self.model = VLPModel(config)
         self.weight_reports = load_public_weights(self.model)
         width = config.text.width
-        if objectives.contrastive:
-            self.temperature = Temperature(objectives.contrastive.temperature)
-            self.token_scale = LearnedScale(objectives.contrastive.token.scale)
+        contrastive = objectives.contrastive
+        if contrastive and not contrastive.is_paper_form:
+            self.temperature = Temperature(contrastive.temperature)
+            if contrastive.kind == "anchor":
+                self.token_scale = LearnedScale(contrastive.token.scale)
         if objectives.mlm:
             self.mlm_head = MLMHead(width, config.text.vocab_size)
         if objectives.mim:
@@ -95,12 +97,13 @@ class Pretraining(nn.Module):
         self.teacher: Teacher[nn.ModuleDict] | None = None
         self.queue = KeyQueue(0, config.embed_dim)
         if objectives.teacher:
-            copied = {"model": self.model}
+            copied: dict[str, nn.Module] = {"model": self.model}
             if objectives.mlm:
                 copied["mlm_head"] = self.mlm_head
             self.teacher = Teacher(nn.ModuleDict(copied))
             self.queue = KeyQueue(objectives.teacher.queue, config.embed_dim)
         self._new_keys: list[Keys] = []
+        self._keys_step = 0
 
     def forward(self, batch: Batch, step: int) -> StepOutput:
         """Losses and statistics of a batch; `step` counts optimiser steps from 0."""
@@ -125,7 +128,7 @@ class Pretraining(nn.Module):
                 step, objectives.teacher.alpha, objectives.teacher.warmup_steps
             )
             with record_function("pass/teacher"):
-                taught = self._teach(batch, alpha)
+                taught = self._teach(batch, alpha, step)
 
         if objectives.contrastive:
             with record_function("pass/contrastive"):
@@ -173,7 +176,7 @@ class Pretraining(nn.Module):
         else:
             keys = taught.candidates
         positive = positives(batch.image_ids, keys.image_ids)
-        if settings.kind == "anchor" and settings.form == "paper":
+        if settings.is_paper_form:
             return {
                 "contrastive": paper_anchor_loss(
                     image,
@@ -220,7 +223,7 @@ class Pretraining(nn.Module):
     # -- teacher ----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _teach(self, batch: Batch, alpha: float) -> Taught:
+    def _teach(self, batch: Batch, alpha: float, step: int) -> Taught:
         """Keys, soft targets and word predictions of the momentum teacher."""
         assert self.teacher is not None
         self.teacher.to(batch.pixels.device)
@@ -234,7 +237,10 @@ class Pretraining(nn.Module):
             gather(batch.image_ids),
             gather(batch.valid),
         )
+        if step != self._keys_step:  # keys of a step that was skipped are not pushed
+            self._new_keys.clear()
         if self.training:
+            self._keys_step = step
             self._new_keys.append(fresh)
         past = self.queue.keys()
         candidates = Keys(
@@ -244,13 +250,13 @@ class Pretraining(nn.Module):
             torch.cat([fresh.valid, fresh.valid.new_ones(len(past.image_ids))]),
         )
         soft_pairs = soft_words = None
-        if alpha > 0 and self.objectives.contrastive:
+        if alpha > 0 and hasattr(self, "temperature"):
             soft_pairs = soft_targets(
                 image.feature,
                 text.feature,
                 candidates.image,
                 candidates.text,
-                self.temperature().detach(),
+                self._pair_temperature(),
                 candidates.valid,
             )
         if alpha > 0 and self.objectives.mlm:
@@ -280,8 +286,7 @@ class Pretraining(nn.Module):
         settings = self.objectives.itm
         assert settings is not None
         with torch.no_grad(), torch.autocast(batch.pixels.device.type, enabled=False):
-            scale = 1 / self.temperature() if self.objectives.contrastive else 1.0
-            similarity = clean.image.feature @ clean.text.feature.T * scale
+            similarity = clean.image.feature @ clean.text.feature.T / self._pair_temperature()
         negatives = hard_negatives(
             similarity, batch.image_ids, batch.valid, batch.draws, settings.group
         )
@@ -316,6 +321,13 @@ class Pretraining(nn.Module):
 
         states = self.model.image_encoder(batch.pixels, hide)
         return mim_loss(self.mim_head(states[:, 1:]), batch.pixels, batch.mim_mask, batch.valid)
+
+    def _pair_temperature(self) -> Tensor | float:
+        """Temperature of pair similarities; 1 / lambda where the loss has no temperature."""
+        if hasattr(self, "temperature"):
+            return self.temperature().detach()
+        contrastive = self.objectives.contrastive
+        return 1 / contrastive.scale if contrastive else 1.0
 
     # -- statistics -------------------------------------------------------------------------------
 
@@ -358,9 +370,9 @@ class Pretraining(nn.Module):
             "image_spread": feature_spread(clean.image.feature, batch.valid),
             "text_spread": feature_spread(clean.text.feature, batch.valid),
         }
-        if self.objectives.contrastive:
-            statistics["temperature"] = self.temperature().detach()
-            statistics["token_scale"] = self.token_scale().detach()
+        for name in ("temperature", "token_scale"):
+            if hasattr(self, name):
+                statistics[name] = getattr(self, name)().detach()
         return statistics
 
     # -- state ------------------------------------------------------------------------------------
