@@ -277,6 +277,10 @@ class Pretraining(nn.Module):
                 self.queue.push(keys.image, keys.text, keys.image_ids, keys.valid)
         self._new_keys.clear()
 
+    def after_skip(self) -> None:
+        """Forget the teacher's keys of a step that was not applied."""
+        self._new_keys.clear()
+
     # -- cross-modal passes -----------------------------------------------------------------------
 
     def _match(

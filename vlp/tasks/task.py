@@ -42,6 +42,13 @@ class Task(Protocol):
         under ZeRO-3, so a task calls it on all ranks or on none.
         """
 
+    def after_skip(self) -> None:
+        """Runs in place of `after_step` when the step was not finite and nothing was applied.
+
+        What `forward` has collected for `after_step` is to be forgotten; buffers that it changed
+        are put back by the loop.
+        """
+
     def extra_state(self) -> dict[str, Tensor]:
         """Tensors outside the parameters and buffers that a resumed run needs, by name."""
 

@@ -6,6 +6,7 @@ configuration or the run folder cannot be used; 1 everything else.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -82,13 +83,23 @@ def _refuse(message: str) -> int:
 
 
 def _explain(error: BaseException) -> None:
+    """Say what ended this rank; a traceback only where the message alone would not help."""
+    from vlp.data.loader import DataError
     from vlp.training.checkpoint import CheckpointError
     from vlp.training.loop import NonFiniteError
 
     rank = os.environ.get("RANK", "0")
-    known = isinstance(error, CheckpointError | NonFiniteError | ConfigError)
-    if known and rank == "0":
-        print(f"error: {error}", file=sys.stderr)
-    elif not known:
+    if isinstance(error, CheckpointError | NonFiniteError | ConfigError):  # raised on all ranks
+        if rank == "0":
+            print(f"error: {error}", file=sys.stderr)
+    elif isinstance(error, DataError):
+        print(f"error on rank {rank}: {error}", file=sys.stderr)
+    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        print(f"error on rank {rank}: {error}; make room, then --resume", file=sys.stderr)
+    elif isinstance(error, KeyboardInterrupt):
+        print(f"rank {rank} was interrupted", file=sys.stderr)
+    elif isinstance(error, RuntimeError) and "by peer" in str(error):
+        print(f"rank {rank} lost another rank; that one's message says why", file=sys.stderr)
+    else:
         print(f"error on rank {rank}:", file=sys.stderr)
         traceback.print_exception(error)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from vlp.config import save_config
 from vlp.data.batch import Batch
+from vlp.objectives.collapse import CollapseWatch
 from vlp.tasks.task import StepOutput, Task
 from vlp.training import distributed
 from vlp.training.checkpoint import Checkpoints
@@ -89,7 +90,7 @@ def train(
         ):
             if resume and not found:
                 log.say(f"{folder.checkpoints} holds no checkpoint; starting from the beginning")
-            meter = Meter(progress)
+            meter, watch = Meter(progress), CollapseWatch()
             while progress.step < total and not distributed.any_rank(stop.received):
                 rate = _rate(config, progress.step, total)
                 buffers = {name: b.clone() for name, b in engine.module.named_buffers()}
@@ -107,12 +108,15 @@ def train(
                     meter.applied(outputs, update.gradient_norm)
                 else:
                     _undo(engine.module, buffers)
+                    task.after_skip()
                     _count_non_finite(progress, outputs, training.max_non_finite, log)
                 log.advance()
 
                 if progress.step % training.log_every == 0 or progress.step == total:
                     record = _record(meter, progress, rate, data)
                     log.write(record)
+                    if main:
+                        watch.check(progress.step, _representation(record))
                 if progress.step % training.checkpoint_every == 0 or progress.step == total:
                     meter.settle()
                     checkpoints.save(engine, task, progress)
@@ -226,6 +230,12 @@ def _record(meter: Meter, progress: Progress, rate: float, data: StreamedData) -
         "skipped": {"total": sum(progress.skipped.values()), **progress.skipped},
         "non_finite_steps": progress.non_finite,
     }
+
+
+def _representation(record: dict[str, Any]) -> dict[str, float]:
+    """Statistics of features, without those of anchors, which may be flat for good reasons."""
+    named = {key.rpartition("/")[2]: value for key, value in record.items() if "statistics/" in key}
+    return {name: value for name, value in named.items() if not name.startswith("anchor")}
 
 
 def _save_model(task: Task, engine: Engine, folder: RunFolder) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import resource
+import warnings
 from typing import Any
 
 import torch
@@ -53,8 +54,11 @@ def write_report(
     }
     if folder is not None and folder.path.is_dir():
         partial = folder.report.with_suffix(".tmp")
-        partial.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        os.replace(partial, folder.report)
+        try:
+            partial.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            os.replace(partial, folder.report)
+        except OSError as error:  # a full disk, say; the run itself is to end as it was ending
+            warnings.warn(f"cannot write {folder.report}: {error}", stacklevel=2)
     return report
 
 
