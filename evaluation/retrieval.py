@@ -28,8 +28,6 @@ Direction = Literal["text_to_image", "image_to_text"]
 DIRECTIONS: tuple[Direction, ...] = ("text_to_image", "image_to_text")
 _ARROWS = {"text_to_image": "text → image", "image_to_text": "image → text"}
 MEAN = "mean"
-# Start of the learned temperature; used where a model folder does not carry its own.
-TEMPERATURE = 0.07
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,7 @@ def evaluate_retrieval(
     temperature: float | None = None,
     limit: int | None = None,
     batch: int = 64,
-    match_batch: int = 256,
+    match_batch: int = 64,
     device: torch.device | str | None = None,
     precision: Literal["float32", "bf16"] = "float32",
     memory: int = 2 * GIBIBYTE,
@@ -134,7 +132,7 @@ def evaluate_retrieval(
             one picture with several captions.
         rerank: candidates of each query that the cross-modal encoder sees; 0 is none.
         rerank_by: how its score enters.
-        temperature: of the similarity in "sum"; None is the model's own, or else 0.07.
+        temperature: of the similarity in "sum"; None is the model's own.
         limit: only the first so many samples.
         batch: pictures or captions of one encoder call.
         match_batch: most pairs of one cross-modal call.
@@ -153,7 +151,7 @@ def evaluate_retrieval(
     ranks = Ranks.current()
     device = torch.device(device) if device is not None else default_device()
     if temperature is None:
-        temperature = float(getattr(loaded.model, "temperature", TEMPERATURE))
+        temperature = float(loaded.model.temperature())
     samples = Samples(shards, limit)
     training = loaded.model.training
     loaded.model.to(device).eval()
@@ -219,8 +217,8 @@ def _rerank_scores(
         matched = match_pairs(
             pairs,
             encoder.match(collection),
-            collection.place[:, 0],
-            np.arange(texts) // encoder.batch,
+            collection.image_place[:, 0],
+            collection.text_place[:, 0],
             batch,
             ranks=ranks,
             step=bar.update,

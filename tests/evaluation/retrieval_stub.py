@@ -46,7 +46,11 @@ class StubModel(torch.nn.Module):
         self.first = torch.as_tensor(first)
         self.calls: list[int] = []
 
+    def temperature(self):
+        return torch.tensor(0.07, dtype=torch.float64)
+
     def encode_image(self, pixels):
+        assert not self.training
         number = pixels[:, 0, 0, 0].long()
         return StubFeatures(self.image[number], number)
 

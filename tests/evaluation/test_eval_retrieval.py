@@ -9,7 +9,7 @@ from retrieval_stub import make_stub, png, write_numbered
 
 import vlp
 from evaluation.blocks import Block, BlockCache
-from evaluation.retrieval import TEMPERATURE, evaluate_retrieval
+from evaluation.retrieval import evaluate_retrieval
 from evaluation.samples import EvaluationError
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation
@@ -39,7 +39,7 @@ def slow_recalls(stub, captions, rerank, rerank_by):
     ):
         final = {"dual": scores.astype(np.float64)}
         if rerank:
-            new = cross + (scores.astype(np.float64) / TEMPERATURE if rerank_by == "sum" else 0)
+            new = cross + (scores.astype(np.float64) / 0.07 if rerank_by == "sum" else 0)
             order = np.argsort(-scores, axis=1, kind="stable")
             ranked = scores.astype(np.float64) - 1e6
             for query, near in enumerate(order[:, :rerank]):

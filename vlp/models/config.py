@@ -83,6 +83,7 @@ class ModelConfig(Config):
     image: ImageConfig = ImageConfig()
     cross: CrossConfig = CrossConfig()
     embed_dim: int = 256
+    temperature: float = Field(0.07, gt=0, description="start of the learned temperature")
     token_projection: bool = Field(
         True, description="separate bias-free 256-d projections of tokens; they also feed S (Eq. 3)"
     )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from vlp.layers.scale import Temperature
 from vlp.models.config import ModelConfig
 from vlp.models.cross_encoder import CrossEncoder, Pairs
 from vlp.models.features import CrossFeatures, ImageFeatures, TextFeatures
@@ -17,8 +18,9 @@ from vlp.positions.anchor_field import AnchorField, anchor_field, uniform_field
 class VLPModel(nn.Module):
     """Public calls: `encode_image`, `encode_text`, `match`.
 
-    `anchor_threshold` is delta of Eq. 4: the configured value, or the running quantile that
-    pretraining maintains; it is saved with the weights and does not move in evaluation.
+    `temperature()` is the learned softmax temperature of feature cosines. `anchor_threshold` is
+    delta of Eq. 4: the configured value, or the running quantile that pretraining maintains; it is
+    saved with the weights and does not move in evaluation.
     """
 
     anchor_threshold: Tensor
@@ -34,6 +36,7 @@ class VLPModel(nn.Module):
             self.text_tokens = nn.Linear(width, config.embed_dim, bias=False)
             self.image_tokens = nn.Linear(width, config.embed_dim, bias=False)
         self.match_head = nn.Linear(width, 2)
+        self.temperature = Temperature(config.temperature)
         _initialise(self.text_encoder, self.cross_encoder, self.match_head)
         for projection in self._projections():
             nn.init.normal_(projection.weight, std=width**-0.5)

@@ -24,7 +24,6 @@ class ContrastiveConfig(Config):
     kind: Literal["itc", "anchor"] = "anchor"
     form: Literal["contrastive", "paper"] = "contrastive"
     weight: float = Field(1.0, ge=0)
-    temperature: float = Field(0.07, gt=0, description="start of the learned temperature")
     scale: float = Field(2.0, gt=0, description="lambda of Eqs 1-2 (form paper)")
     margin: float = Field(0.05, description="delta of Eq. 2 (form paper)")
     token: TokenTermConfig = TokenTermConfig()
@@ -33,6 +32,11 @@ class ContrastiveConfig(Config):
     def is_paper_form(self) -> bool:
         """Whether Eqs 1-2 are trained as printed: no temperature, no token term of its own."""
         return self.kind == "anchor" and self.form == "paper"
+
+    @property
+    def has_token_term(self) -> bool:
+        """Whether the token term is trained beside the pair term."""
+        return self.kind == "anchor" and self.form == "contrastive"
 
 
 class ITMConfig(Config):

@@ -13,6 +13,7 @@ from torch.profiler import record_function
 from vlp.data.batch import Batch
 from vlp.data.text import TextProcessor
 from vlp.data.transforms import Preprocessing
+from vlp.layers.scale import LearnedScale
 from vlp.models.config import ModelConfig
 from vlp.models.cross_encoder import Pairs
 from vlp.models.features import ImageFeatures, TextFeatures
@@ -31,7 +32,6 @@ from vlp.objectives.mim import MIMHead, mim_loss
 from vlp.objectives.mlm import MLMHead, masked_positions, mlm_loss
 from vlp.objectives.quantile import similarity_quantile
 from vlp.objectives.queue import KeyQueue
-from vlp.objectives.scale import LearnedScale, Temperature
 from vlp.objectives.teacher import Teacher, soft_target_share
 from vlp.positions.anchor_field import AnchorField
 from vlp.tasks.task import StepOutput
@@ -86,10 +86,8 @@ class Pretraining(nn.Module):
         self.weight_reports = load_public_weights(self.model)
         width = config.text.width
         contrastive = objectives.contrastive
-        if contrastive and not contrastive.is_paper_form:
-            self.temperature = Temperature(contrastive.temperature)
-            if contrastive.kind == "anchor":
-                self.token_scale = LearnedScale(contrastive.token.scale)
+        if contrastive and contrastive.has_token_term:
+            self.token_scale = LearnedScale(contrastive.token.scale)
         if objectives.mlm:
             self.mlm_head = MLMHead(width, config.text.vocab_size)
         if objectives.mim:
@@ -200,14 +198,14 @@ class Pretraining(nn.Module):
                 keys.image,
                 keys.text,
                 positive,
-                self.temperature(),
+                self.model.temperature(),
                 batch.valid,
                 keys.valid,
                 None if taught is None else taught.soft_pairs,
                 alpha,
             )
         }
-        if settings.kind == "anchor":
+        if settings.has_token_term:
             losses["token"] = token_loss(
                 clean.image.tokens,
                 clean.text.tokens,
@@ -250,7 +248,8 @@ class Pretraining(nn.Module):
             torch.cat([fresh.valid, fresh.valid.new_ones(len(past.image_ids))]),
         )
         soft_pairs = soft_words = None
-        if alpha > 0 and hasattr(self, "temperature"):
+        contrastive = self.objectives.contrastive
+        if alpha > 0 and contrastive and not contrastive.is_paper_form:
             soft_pairs = soft_targets(
                 image.feature,
                 text.feature,
@@ -327,11 +326,11 @@ class Pretraining(nn.Module):
         return mim_loss(self.mim_head(states[:, 1:]), batch.pixels, batch.mim_mask, batch.valid)
 
     def _pair_temperature(self) -> Tensor | float:
-        """Temperature of pair similarities; 1 / lambda where the loss has no temperature."""
-        if hasattr(self, "temperature"):
-            return self.temperature().detach()
+        """Temperature of pair similarities; 1 / lambda where the loss has none of its own."""
         contrastive = self.objectives.contrastive
-        return 1 / contrastive.scale if contrastive else 1.0
+        if contrastive and contrastive.is_paper_form:
+            return 1 / contrastive.scale
+        return self.model.temperature().detach()
 
     # -- statistics -------------------------------------------------------------------------------
 
@@ -368,15 +367,16 @@ class Pretraining(nn.Module):
             threshold.copy_(torch.where(torch.isfinite(new), new, threshold))
 
     def _collapse(self, batch: Batch, clean: Clean) -> dict[str, Tensor]:
+        contrastive = self.objectives.contrastive
         statistics = {
             "image_token_cosine": token_cosine(clean.image.tokens, valid=batch.valid),
             "text_token_cosine": token_cosine(clean.text.tokens, batch.word_mask, batch.valid),
             "image_spread": feature_spread(clean.image.feature, batch.valid),
             "text_spread": feature_spread(clean.text.feature, batch.valid),
         }
-        for name in ("temperature", "token_scale"):
-            if hasattr(self, name):
-                statistics[name] = getattr(self, name)().detach()
+        statistics["temperature"] = self.model.temperature().detach()
+        if contrastive and contrastive.has_token_term:
+            statistics["token_scale"] = self.token_scale().detach()
         return statistics
 
     # -- state ------------------------------------------------------------------------------------
