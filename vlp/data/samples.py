@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from vlp.data.batch import Batch, Skip
 from vlp.data.draws import draw, identity
@@ -192,7 +192,7 @@ class CaptionedSamples(Dataset[Slot]):
 def collate(slots: Sequence[Slot]) -> Batch:
     """Stack slots into a batch."""
     return Batch(
-        pixels=torch.stack([slot.pixels for slot in slots]),
+        pixels=_stack([slot.pixels for slot in slots]),
         text_ids=torch.stack([slot.text_ids for slot in slots]),
         attention_mask=torch.stack([slot.attention_mask for slot in slots]),
         word_mask=torch.stack([slot.word_mask for slot in slots]),
@@ -205,3 +205,14 @@ def collate(slots: Sequence[Slot]) -> Batch:
         sample_ids=torch.tensor([slot.sample_id for slot in slots], dtype=torch.int64),
         skipped=tuple(slot.skip for slot in slots if slot.skip is not None),
     )
+
+
+def _stack(pixels: list[Tensor]) -> Tensor:
+    if get_worker_info() is None:
+        return torch.stack(pixels)
+    # Straight into the memory that the main process will read: a batch of pictures is tens of
+    # megabytes, and a worker would otherwise write it twice.
+    first = pixels[0]
+    storage = first.untyped_storage()._new_shared(len(pixels) * first.nbytes)
+    shared = torch.empty(0, dtype=first.dtype).set_(storage).view(len(pixels), *first.shape)
+    return torch.stack(pixels, out=shared)

@@ -37,6 +37,9 @@ class TextProcessor:
         tokenizer: a BERT-like tokenizer that knows the five special tokens; it is copied.
         max_tokens: length of every row, [CLS] and [SEP] included.
 
+    `vocab_size` is the largest id and one; `pad_id`, `unk_id`, `cls_id`, `sep_id` and `mask_id` are
+    those of the special tokens.
+
     Raises:
         ConfigError: a special token is missing.
     """
@@ -46,6 +49,8 @@ class TextProcessor:
         _require_specials(vocabulary)
         self.max_tokens = max_tokens
         ids = {name: vocabulary[name] for name in SPECIALS}
+        # Rows that an embedding table needs; asking the library copies the whole vocabulary.
+        self.vocab_size: int = max(vocabulary.values()) + 1
         self.pad_id: int = ids[PAD]
         self.unk_id: int = ids[UNK]
         self.cls_id: int = ids[CLS]
@@ -57,11 +62,6 @@ class TextProcessor:
         self._tokenizer = Tokenizer.from_str(self._plain.to_str())
         self._tokenizer.enable_truncation(max_tokens)
         self._tokenizer.enable_padding(length=max_tokens, pad_id=self.pad_id, pad_token=PAD)
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows that an embedding table needs: the largest id and one."""
-        return max(self._plain.get_vocab(with_added_tokens=True).values()) + 1
 
     @property
     def special_ids(self) -> tuple[int, ...]:

@@ -48,6 +48,9 @@ class Preprocessing:
         self.image_size = image_size
         self.mean = mean
         self.std = std
+        # (x / 255 - mean) / std in two steps over the pixels instead of three.
+        self._scale = 1 / (255 * torch.tensor(std).view(3, 1, 1))
+        self._shift = (torch.tensor(mean) / torch.tensor(std)).view(3, 1, 1)
 
     def __call__(self, image: Image.Image) -> Tensor:
         """A picture of any mode and size to (3, image_size, image_size) float32."""
@@ -57,10 +60,9 @@ class Preprocessing:
 
     def normalise(self, image: Image.Image) -> Tensor:
         """An RGB picture to (3, height, width) float32, its size unchanged."""
-        pixels = torch.from_numpy(np.array(image, dtype=np.uint8)).permute(2, 0, 1)
-        mean = torch.tensor(self.mean).view(3, 1, 1)
-        std = torch.tensor(self.std).view(3, 1, 1)
-        return ((pixels.to(torch.float32) / 255 - mean) / std).contiguous()
+        channels = torch.from_numpy(np.array(image, dtype=np.uint8)).permute(2, 0, 1)
+        pixels = channels.to(torch.float32, memory_format=torch.contiguous_format)
+        return pixels.mul_(self._scale).sub_(self._shift)
 
     def save(self, folder: str | Path) -> None:
         """Write `preprocessing.json`."""

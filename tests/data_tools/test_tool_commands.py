@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from data_tools.__main__ import COMMANDS, main
+from vlp.data.schema import Annotation
+from vlp.data.shards import ShardIndex, ShardWriter
+from vlp.data.text import TextProcessor
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    folder = tmp_path / "shards"
+    with ShardWriter(folder, 3) as writer:
+        for number in range(7):
+            captions = [] if number == 5 else [f"a dog number {number}", "a cat runs"]
+            writer.write(f"k{number}", b"picture", "png", Annotation(captions=captions))
+    return folder
+
+
+def test_index(shards: Path, capsys: pytest.CaptureFixture) -> None:
+    written = (shards / "index.json").read_bytes()
+    (shards / "index.json").unlink()
+    assert main(["index", str(shards)]) == 0
+    assert (shards / "index.json").read_bytes() == written
+    printed = capsys.readouterr().out
+    assert "3 shards, 7 samples, 12 captions" in printed
+    assert "1 samples have no caption" in printed
+
+
+def test_index_names_empty_and_damaged_shards(shards: Path, capsys: pytest.CaptureFixture) -> None:
+    with tarfile.open(shards / "empty.tar", "w"):
+        pass
+    path = shards / "shard-000001.tar"
+    path.write_bytes(path.read_bytes()[:1000])
+    assert main(["index", str(shards)]) == 0
+    printed = capsys.readouterr().out
+    assert "empty.tar: empty" in printed
+    assert "shard-000001.tar: not a readable tar from here on (unexpected end" in printed
+    assert len(ShardIndex.open(shards)) < 7
+
+
+def test_index_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["index", str(tmp_path / "nowhere")]) == 2
+    assert "no such folder" in capsys.readouterr().err
+    assert main(["index", str(tmp_path)]) == 2
+    assert "holds no shards" in capsys.readouterr().err
+
+
+def test_vocabulary(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (shards / "shard-000002.tar").unlink()  # one sample can no longer be read
+    arguments = ["vocabulary", "--shards", str(shards), str(shards), "--size", "60"]
+    assert main([*arguments, "--out", str(tmp_path / "words")]) == 0
+    text = TextProcessor.load(tmp_path / "words", 12)
+    assert text.words("A dog runs") == ["[CLS]", "a", "dog", "runs", "[SEP]"]
+    assert text.vocab_size <= 60
+    printed = capsys.readouterr().out
+    assert "from 20 captions" in printed
+    assert "2 samples could not be read" in printed
+    assert main([*arguments[:-1], "9", "--out", str(tmp_path / "few")]) == 2
+    assert "too small" in capsys.readouterr().err
+
+
+def test_unknown_and_missing_commands(capsys: pytest.CaptureFixture) -> None:
+    assert main(["flikr8k"]) == 2
+    assert "did you mean flickr8k?" in capsys.readouterr().err
+    assert main([]) == 2
+    assert main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    for name in COMMANDS:
+        assert name in printed
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main([name, "--help"])
+    assert leaving.value.code == 0
+    assert f"python -m data_tools {name}" in capsys.readouterr().out
+
+
+def test_as_a_module(shards: Path) -> None:
+    command = [sys.executable, "-m", "data_tools", "index", str(shards)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0
+    assert "7 samples" in done.stdout
