@@ -15,6 +15,7 @@ from evaluation.ranks import Ranks
 from evaluation.samples import EvaluationError, Sample, Samples, count_kinds
 from evaluation.search import NOTHING
 from vlp.data.batch import Skip
+from vlp.data.text import TextTokens
 from vlp.models.folder import Loaded
 
 
@@ -22,14 +23,15 @@ class Collection(NamedTuple):
     """Every picture once and all captions, in the order of the shards.
 
     image (I, d) and text (T, d) are unit float32 features on the device; image_of_text (T,);
-    place (I,) is (block, row) of a picture, so that its block can be encoded again.
+    image_place (I, 2) and text_place (T, 2) are (block, row), so that a block can be encoded again.
     """
 
     image: Tensor
     text: Tensor
     captions: list[str]
     image_of_text: NDArray[np.int64]
-    place: NDArray[np.int64]
+    image_place: NDArray[np.int64]
+    text_place: NDArray[np.int64]
     skipped: dict[str, int]
 
     def texts_of_image(self) -> NDArray[np.int64]:
@@ -52,7 +54,11 @@ class _Read(NamedTuple):
 
 
 class Encoder:
-    """Encodes fixed blocks of `batch` samples or captions with one model on one device."""
+    """Encodes fixed blocks of `batch` samples or captions with one model on one device.
+
+    Blocks of captions hold captions of like length, and are cut to their longest: most padding is
+    never computed, neither here nor in the cross-modal encoder.
+    """
 
     def __init__(
         self,
@@ -71,7 +77,7 @@ class Encoder:
         self.precision = precision
         self.images = BlockCache(self._encode_images, memory)
         self.texts: BlockCache[int] = BlockCache(self._encode_texts, memory)
-        self.captions: list[str] = []
+        self._tokens = TextTokens(*(torch.empty(0) for _ in TextTokens._fields))
 
     def collect(self, ranks: Ranks, step: Callable[[int], object]) -> Collection:
         """Encode everything once; samples that show the same picture become one picture.
@@ -103,19 +109,23 @@ class Encoder:
                 f"{', '.join(self.samples.folders)}: no usable sample in "
                 f"{len(self.samples)} ({kinds})"
             )
-        self.captions = [caption for own in captions for caption in own]
-        places = np.array(place, dtype=np.int64)
         image = np.stack([reads[block].features[row] for block, row in place])
-        blocks = -(-len(self.captions) // self.batch)
+        texts = [caption for own in captions for caption in own]
+        tokens = self.loaded.text(texts)
+        order = tokens.attention_mask.sum(dim=1).argsort(stable=True)
+        self._tokens = TextTokens(*(part[order] for part in tokens))
+        blocks = -(-len(texts) // self.batch)
         text = np.concatenate(
             ranks.map_blocks(blocks, lambda block: _global(self.texts[block].features))
         )
+        rank_of = order.argsort().numpy()
         return Collection(
             image=torch.from_numpy(image).to(self.device),
-            text=torch.from_numpy(text).to(self.device),
-            captions=self.captions,
+            text=torch.from_numpy(text[rank_of]).to(self.device),
+            captions=texts,
             image_of_text=np.repeat(np.arange(len(place)), [len(own) for own in captions]),
-            place=places,
+            image_place=np.array(place, dtype=np.int64),
+            text_place=np.stack([rank_of // self.batch, rank_of % self.batch], axis=1),
             skipped=skipped,
         )
 
@@ -125,11 +135,11 @@ class Encoder:
         """Log-odds of pairs that lie in one image block and one text block."""
 
         def match(image: NDArray[np.int64], text: NDArray[np.int64]) -> NDArray[np.float32]:
-            place = collection.place[image]
+            place, text_place = collection.image_place[image], collection.text_place[text]
             images = self.images[int(place[0, 0])].features
-            texts = self.texts[int(text[0]) // self.batch].features
+            texts = self.texts[int(text_place[0, 0])].features
             rows = torch.from_numpy(place[:, 1]).to(self.device)
-            columns = torch.from_numpy(text % self.batch).to(self.device)
+            columns = torch.from_numpy(text_place[:, 1]).to(self.device)
             with torch.no_grad(), precision_context(self.device, self.precision):
                 logits = self.loaded.model.match(images.select(rows), texts.select(columns))
             return logits.float().cpu().numpy()
@@ -158,9 +168,11 @@ class Encoder:
             return Block(self.loaded.model.encode_image(batch), extra)
 
     def _encode_texts(self, block: int) -> Block:
-        tokens = self.loaded.text(self.captions[self._rows(block)])
+        tokens = TextTokens(*(part[self._rows(block)] for part in self._tokens))
+        longest = int(tokens.attention_mask.sum(dim=1).max())
+        cut = (part[:, :longest].to(self.device) for part in tokens)
         with torch.no_grad(), precision_context(self.device, self.precision):
-            return Block(self.loaded.model.encode_text(*(part.to(self.device) for part in tokens)))
+            return Block(self.loaded.model.encode_text(*cut))
 
 
 def _global(features: Any) -> NDArray[np.float32]:

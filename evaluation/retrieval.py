@@ -151,7 +151,7 @@ def evaluate_retrieval(
     ranks = Ranks.current()
     device = torch.device(device) if device is not None else default_device()
     if temperature is None:
-        temperature = float(loaded.model.temperature())
+        temperature = loaded.model.temperature().item()
     samples = Samples(shards, limit)
     training = loaded.model.training
     loaded.model.to(device).eval()
