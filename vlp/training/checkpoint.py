@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import logging
 import os
 import re
 import shutil
-import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from vlp.training.differences import compare
 from vlp.training.engine import Engine
 from vlp.training.progress import Progress
 from vlp.training.tensor_file import broadcast_tensors, write_tensors
+
+logger = logging.getLogger(__name__)
 
 VERSION = 1
 STATE = "state.json"
@@ -121,9 +123,8 @@ class Checkpoints:
             if problem is None:
                 return path, self._read_state(path)
             aside = path.with_suffix(".corrupt")
-            warnings.warn(
-                f"{path} is damaged ({problem}); set aside as {aside.name}, trying an older one",
-                stacklevel=2,
+            logger.warning(
+                "%s is damaged (%s); set aside as %s, trying an older one", path, problem, aside.name
             )
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
@@ -147,7 +148,7 @@ class Checkpoints:
                 "Restore these keys, or choose another `output`."
             )
         for line in differences.tolerated:
-            warnings.warn(f"resuming with a changed setting: {line}", stacklevel=2)
+            logger.warning("resuming with a changed setting: %s", line)
         return state
 
     def _write_state(self, folder: Path, engine: Engine, progress: Progress) -> None:

@@ -12,7 +12,8 @@ from vlp.training.config import OptimiserConfig
 
 # Position tables of every kind carry one of these names; matrices of the three encoders do not.
 POSITION_TABLES = re.compile(
-    r"(^|[._])(pos_embed|position_embeddings|cls_token|mask_token|table)(_[a-z]+|s)?([._]|$)"
+    r"(^|[._])(pos_embed|position_embeddings?|position\.weight|cls_token|mask_token|tables?)"
+    r"(_[a-z]+)?([._]|$)"
 )
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import resource
-import warnings
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from vlp.training.engine import Engine
 from vlp.training.log import flatten
 from vlp.training.progress import Progress
 from vlp.training.run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
 
 
 def write_report(
@@ -58,7 +60,7 @@ def write_report(
             partial.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
             os.replace(partial, folder.report)
         except OSError as error:  # a full disk, say; the run itself is to end as it was ending
-            warnings.warn(f"cannot write {folder.report}: {error}", stacklevel=2)
+            logger.warning("cannot write %s: %s", folder.report, error)
     return report
 
 

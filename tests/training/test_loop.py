@@ -1,0 +1,301 @@
+"""The loop on a one-process engine: policy, logs, signals; DeepSpeed is in its own tests."""
+
+import json
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_toy import PlainEngine, ToyData, ToyTask, toy_config
+
+from vlp.config import load_config
+from vlp.training.config import PretrainConfig
+from vlp.training.loop import NonFiniteError, poisoned, total_steps, train
+from vlp.training.run_folder import RunFolder
+from vlp.training.schedule import learning_rate
+from vlp.training.tensor_file import broadcast_tensors
+
+
+def run(
+    folder: Path, data: ToyData | None = None, resume: bool = False, **training: Any
+) -> tuple[ToyTask, dict[str, Any]]:
+    torch.manual_seed(0)
+    config, task = toy_config(folder, **training), ToyTask()
+    engine = PlainEngine(task, config.training)
+    report = train(config, task, data or ToyData(), engine, RunFolder(folder, resume), resume)
+    return task, report
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def state(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    found = {}
+    for name in ("weights", "extra"):
+        path = folder / "checkpoints" / f"step_{step}" / f"{name}.safetensors"
+        found |= {f"{name}/{key}": value for key, value in broadcast_tensors(path)}
+    return found
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
+
+
+def test_a_run_leaves_its_folder_as_documented(tmp_path: Path) -> None:
+    task, report = run(tmp_path / "run")
+    folder = tmp_path / "run"
+    assert {path.name for path in folder.iterdir()} == {
+        *("config.yaml", "log.jsonl", "tensorboard", "checkpoints", "model", "report.json")
+    }
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step_6", "step_8"}
+    assert load_config(folder / "config.yaml", PretrainConfig) == toy_config(folder)
+    assert json.loads((folder / "report.json").read_text()) == json.loads(json.dumps(report))
+    assert report["ended"] == "finished"
+    assert report["step"] == report["total_steps"] == 8
+    assert report["samples"] == report["pairs"] == 64
+    model = dict(broadcast_tensors(folder / "model" / "model.safetensors"))
+    assert same(model, task.state_dict())
+    assert list((folder / "tensorboard").iterdir())
+
+
+def test_log_lines_hold_means_over_their_steps(tmp_path: Path) -> None:
+    run(tmp_path)
+    run(tmp_path / "each", log_every=1)
+    pairs, each = lines(tmp_path), lines(tmp_path / "each")
+    assert [line["step"] for line in pairs] == [2, 4, 6, 8]
+    for line in pairs:
+        one, two = each[line["step"] - 2], each[line["step"] - 1]
+        for key in ("loss/total", "loss/words", "statistics/scale", "gradient_norm"):
+            assert line[key] == pytest.approx((one[key] + two[key]) / 2, rel=1e-6)
+    for line in each:
+        expected = learning_rate(line["step"] - 1, 8, 1e-2, 1e-6, 2)
+        assert line["learning_rate"] == expected
+        assert line["samples"] == 8 * line["step"]
+        assert line["epoch"] == line["step"] / 4
+        assert line["pairs_per_second"] > 0
+        assert 0 <= line["data_wait_share"] <= 1
+        assert line["skipped/total"] == line["non_finite_steps"] == 0
+    assert each[-1]["loss/total"] < each[0]["loss/total"]
+
+
+def test_epochs_or_steps_say_how_long(tmp_path: Path) -> None:
+    data = ToyData(epoch=30)  # 4 batches of 8, the last one not full
+    assert total_steps(toy_config(steps=7, epochs=2), data) == 7
+    assert total_steps(toy_config(steps=None, epochs=3), data) == 12
+    assert total_steps(toy_config(steps=None, epochs=3, accumulation=5), data) == 2
+    with pytest.raises(ValueError, match=r"training\.steps and training\.epochs"):
+        total_steps(toy_config(steps=None, epochs=None), data)
+
+
+def test_accumulation_of_two_halves_is_one_large_batch(tmp_path: Path) -> None:
+    # Equal batches, so the mean of their means is the mean of the whole.
+    small, _ = run(tmp_path / "small", ToyData(batch=4), batch=4, accumulation=2)
+    whole = ToyData(batch=8)
+    halves = ToyData(batch=4)
+
+    def merged(*_: Any) -> Any:
+        stream = halves.batches()
+        for number in range(1, 100):
+            first, second = next(stream)[0], next(stream)[0]
+            fields = [
+                torch.cat([a, b]) if isinstance(a, torch.Tensor) else a + b
+                for a, b in zip(first, second)
+            ]
+            yield type(first)(*fields), 8 * number
+
+    whole.batches = merged  # type: ignore[method-assign]
+    large, _ = run(tmp_path / "large", whole)
+    for name, value in large.named_parameters():
+        assert torch.allclose(value, dict(small.named_parameters())[name], atol=1e-5), name
+
+
+@pytest.mark.parametrize("stop", [1, 3, 4, 7])
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path, stop: int) -> None:
+    run(tmp_path / "whole")
+
+    class Killed(BaseException):
+        pass
+
+    def kill(number: int) -> None:
+        if number == stop:
+            raise Killed
+
+    with pytest.raises(Killed):
+        run(tmp_path / "cut", ToyData(before=kill))
+    assert json.loads((tmp_path / "cut" / "report.json").read_text())["ended"] == "failed"
+    _, report = run(tmp_path / "cut", resume=True)
+    assert report["resumed_at_steps"] == ([] if stop < 3 else [stop // 3 * 3])
+    assert same(state(tmp_path / "whole", 8), state(tmp_path / "cut", 8))
+    timeless = ("seconds", "pairs_per_second", "data_wait_share")
+    for one, two in zip(lines(tmp_path / "whole"), lines(tmp_path / "cut"), strict=True):
+        # A window that the kill cut in two is averaged over what was left of it.
+        if one["step"] != stop // 3 * 3 + 1:
+            assert {k: v for k, v in one.items() if k not in timeless} == {
+                k: v for k, v in two.items() if k not in timeless
+            }
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_with_a_checkpoint_and_it_goes_on(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    run(tmp_path / "whole")
+    before = signal.getsignal(number)
+
+    def send(batch: int) -> None:
+        if batch == 4:
+            os.kill(os.getpid(), number)
+
+    _, report = run(tmp_path / "cut", ToyData(before=send))
+    assert signal.getsignal(number) == before
+    assert report["ended"] == "stopped"
+    assert report["step"] == 5  # the step that was under way is finished
+    assert not (tmp_path / "cut" / "model").exists()
+    assert (tmp_path / "cut" / "checkpoints" / "step_5").is_dir()
+    _, report = run(tmp_path / "cut", resume=True)
+    assert report["ended"] == "finished"
+    assert report["resumed_at_steps"] == [5]
+    assert same(state(tmp_path / "whole", 8), state(tmp_path / "cut", 8))
+
+
+def test_a_finished_run_resumes_to_nothing(tmp_path: Path) -> None:
+    run(tmp_path)
+    before = state(tmp_path, 8)
+    _, report = run(tmp_path, ToyData(before=lambda number: pytest.fail("trained")), resume=True)
+    assert report["ended"] == "finished"
+    assert report["step"] == 8
+    assert same(before, state(tmp_path, 8))
+
+
+def test_resume_without_a_checkpoint_begins_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, report = run(tmp_path, resume=True)
+    assert report["ended"] == "finished"
+    assert report["resumed_at_steps"] == []
+    assert "no checkpoint; starting from the beginning" in capsys.readouterr().err
+
+
+def test_a_skipped_step_changes_nothing_but_the_counters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept: list[dict[str, torch.Tensor]] = []
+    torch.manual_seed(0)
+    config, task = toy_config(tmp_path, log_every=1), ToyTask()
+
+    def look(number: int) -> None:
+        kept.append({name: value.clone() for name, value in task.state_dict().items()})
+
+    data = ToyData(bad=frozenset({3}), before=look)
+    engine = PlainEngine(task, config.training)
+    report = train(config, task, data, engine, RunFolder(tmp_path, False))
+    assert same(kept[3], kept[4])
+    assert not same(kept[2], kept[3])
+    assert not same(kept[4], kept[5])
+    assert task.skips == 1
+    assert report["step"] == 8
+    assert report["non_finite_steps"] == 1
+    # The toy's bad batch also says that one sample of it was skipped.
+    assert report["skipped_samples"] == {"truncated picture": 1}
+    assert report["skipped_examples"] == {"truncated picture": ["shard-000.tar: 7"]}
+    log = lines(tmp_path)
+    assert [line["non_finite_steps"] for line in log] == [0, 0, 0, 1, 1, 1, 1, 1]
+    assert "loss/total" not in log[3]
+    assert log[4]["skipped/truncated picture"] == 1
+    assert all(math.isfinite(line["loss/total"]) for line in log if "loss/total" in line)
+    assert "step 4 skipped: loss total not finite" in capsys.readouterr().err
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    config, task = toy_config(tmp_path), ToyTask()
+    engine = PlainEngine(task, config.training)
+    spoil = iter([False, False, True] + [False] * 5)
+    task.out.weight.register_hook(lambda g: g * float("inf") if next(spoil) else g)
+    report = train(config, task, ToyData(), engine, RunFolder(tmp_path, False))
+    assert report["non_finite_steps"] == 1
+    assert all(torch.isfinite(value).all() for value in task.parameters())
+    assert "step 3 skipped: a gradient is not finite" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("most", [0, 2])
+def test_too_many_skips_in_a_row_end_the_run(tmp_path: Path, most: int) -> None:
+    with pytest.raises(NonFiniteError, match=rf"{most + 1} steps in a row .*loss total"):
+        run(tmp_path, ToyData(bad=frozenset(range(3, 99))), max_non_finite=most, steps=99)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["ended"] == "failed"
+    assert report["step"] == 3 + most + 1
+    assert (tmp_path / "checkpoints" / "step_3").is_dir()
+
+
+def test_skips_that_are_not_in_a_row_do_not_end_it(tmp_path: Path) -> None:
+    _, report = run(tmp_path, ToyData(bad=frozenset({0, 1, 3, 4, 6})), max_non_finite=2)
+    assert report["ended"] == "finished"
+    assert report["non_finite_steps"] == 5
+
+
+def test_the_row_of_skips_survives_a_resume(tmp_path: Path) -> None:
+    data = ToyData(bad=frozenset(range(2, 99)))
+    run(tmp_path, data, max_non_finite=2, steps=4)
+    with pytest.raises(NonFiniteError, match="3 steps in a row"):
+        run(tmp_path, data, resume=True, max_non_finite=2, steps=9)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_a_poisoned_loss_has_gradients_that_are_not_finite(value: float) -> None:
+    weight = torch.tensor(2.0, requires_grad=True)
+    poisoned(weight + value).backward()
+    assert weight.grad is not None
+    assert weight.grad.isnan()
+
+
+def test_a_finite_loss_is_not_touched() -> None:
+    weight = torch.tensor(0.1, requires_grad=True)
+    loss = weight * 3
+    assert torch.equal(poisoned(loss), loss)
+    poisoned(loss).backward()
+    assert weight.grad == 3
+
+
+def test_a_used_folder_is_refused_and_left_alone(tmp_path: Path) -> None:
+    from vlp.config import ConfigError
+
+    (tmp_path / "something").write_text("precious")
+    with pytest.raises(ConfigError, match="not empty; continue its run with --resume"):
+        RunFolder(tmp_path, resume=False)
+    assert (tmp_path / "something").read_text() == "precious"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        RunFolder(tmp_path / "file", resume=False)
+
+
+def test_dead_features_are_warned_about(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vlp.objectives import collapse
+
+    monkeypatch.setattr(collapse.CollapseWatch.__init__, "__defaults__", (0.95, 0.1, 0, 2))
+    forward = ToyTask.forward
+
+    def dead(self: ToyTask, *arguments: Any) -> Any:
+        output = forward(self, *arguments)
+        statistics = {
+            "image_token_cosine": torch.tensor(0.99),
+            "text_spread": torch.tensor(0.7),
+            "anchor_spread": torch.tensor(0.0),
+        }
+        return output._replace(statistics=statistics)
+
+    monkeypatch.setattr(ToyTask, "forward", dead)
+    run(tmp_path)
+    warned = [record.getMessage() for record in caplog.records]
+    assert len(warned) == 1
+    assert "image_token_cosine is 0.990" in warned[0]

@@ -1,0 +1,83 @@
+import pytest
+import torch
+from torch import nn
+
+from vlp.models.config import ModelConfig
+from vlp.objectives.config import ObjectivesConfig
+from vlp.tasks.pretraining import Pretraining
+from vlp.training.config import OptimiserConfig
+from vlp.training.optimiser import build_adamw, has_decay, parameter_groups
+
+
+@pytest.fixture(scope="module")
+def task() -> Pretraining:
+    """The paper's model with every objective, without memory for its weights."""
+    with torch.device("meta"):
+        return Pretraining(ModelConfig(), ObjectivesConfig(), vocabulary="unused")
+
+
+def test_the_two_groups_of_the_real_task_by_name(task: Pretraining) -> None:
+    named = dict(task.named_parameters())
+    plain = {name for name in named if not has_decay(name, named[name])}
+    matrices = {name for name in plain if named[name].ndim > 1}
+    # Of everything with two or more dimensions, only tables of positions and lone tokens.
+    assert {name.removeprefix("model.") for name in matrices} == {
+        "image_encoder.vit.cls_token",
+        "image_encoder.vit.pos_embed",
+        "text_encoder.embedding.position.weight",
+        *(
+            f"cross_encoder.layers.{layer}.cross_attention.positions.0.tables.{role}"
+            for layer in range(6)
+            for role in ("query", "key", "value")
+        ),
+    }
+    decayed = named.keys() - plain
+    assert all(name.endswith("weight") and named[name].ndim > 1 for name in decayed)
+    assert not [name for name in decayed if "norm" in name.lower() or "bias" in name]
+    assert "model.text_encoder.embedding.word.weight" in decayed
+
+
+@pytest.mark.parametrize(
+    ("name", "decays"),
+    [
+        ("blocks.0.attn.relative_position_bias_table", False),
+        ("pos_embed_x", False),
+        ("embeddings.position_embeddings.weight", False),
+        ("bert.mask_token", False),
+        ("stable.weight", True),
+        ("positions.0.mlp.weight", True),
+        ("decomposition.weight", True),
+    ],
+)
+def test_tables_are_told_by_their_names(name: str, decays: bool) -> None:
+    matrix = nn.Parameter(torch.zeros(2, 2))
+    assert has_decay(name, matrix) == decays
+    assert not has_decay(name, nn.Parameter(torch.zeros(2)))
+
+
+def test_groups_hold_every_trainable_parameter_once(task: Pretraining) -> None:
+    groups = parameter_groups(task.named_parameters(), weight_decay=0.02)
+    assert [group["weight_decay"] for group in groups] == [0.02, 0.0]
+    members = [id(p) for group in groups for p in group["params"]]
+    assert sorted(members) == sorted(id(p) for p in task.parameters())
+
+
+def test_frozen_parameters_and_empty_groups_are_left_out() -> None:
+    layer = nn.Linear(2, 2)
+    layer.bias.requires_grad_(False)
+    (group,) = parameter_groups(layer.named_parameters(), 0.1)
+    assert group["params"] == [layer.weight]
+    assert group["weight_decay"] == 0.1
+
+
+def test_adamw_takes_its_settings_from_the_configuration() -> None:
+    config = OptimiserConfig(learning_rate=3e-4, betas=(0.8, 0.9), epsilon=1e-6)
+    adamw = build_adamw(nn.Linear(2, 2).named_parameters(), config)
+    assert adamw.defaults["lr"] == 3e-4
+    assert adamw.defaults["betas"] == (0.8, 0.9)
+    assert adamw.defaults["eps"] == 1e-6
+
+
+def test_a_task_without_parameters_is_refused() -> None:
+    with pytest.raises(ValueError, match="no trainable parameters"):
+        build_adamw([], OptimiserConfig())

@@ -1,0 +1,228 @@
+"""A small task, endless data and a one-process engine, for tests of the training code."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vlp.data.batch import Batch, Skip
+from vlp.tasks.task import StepOutput
+from vlp.training.config import OptimiserConfig, PretrainConfig, TrainingConfig
+from vlp.training.engine import Update
+from vlp.training.tensor_file import broadcast_tensors, write_tensors
+
+TOKENS = 31
+STREAMS = 2
+
+
+class Encoder(nn.Module):
+    """Has a direct parameter, a buffer, and a second entry beside `forward`."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.cls_token = nn.Parameter(0.02 * torch.randn(1, width))
+        self.linear = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.norm(F.gelu(self.linear(x))) + self.cls_token
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encode(x)
+
+
+class ToyTask(nn.Module):
+    """Predicts tokens from themselves; every habit that is hard for ZeRO-3 is in it.
+
+    One encoder is used twice, once beside its `forward`; the decoder is the word embedding, passed
+    to a function; a temperature is a scalar; one layer is never used.
+    """
+
+    def __init__(self, width: int = 24, precision: str = "float32") -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(TOKENS, width)
+        self.encoder = Encoder(width)
+        self.out = nn.Linear(width, width)
+        self.bias = nn.Parameter(torch.zeros(TOKENS))
+        self.log_temperature = nn.Parameter(torch.tensor(0.1))
+        self.unused = nn.Linear(3, 5)
+        self.precision = precision
+        self.average: dict[str, Tensor] | None = None
+        self.dtypes: set[torch.dtype] = set()
+        self.skips = 0
+
+    def forward(self, batch: Batch, step: int) -> StepOutput:
+        ids = batch.text_ids
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "bf16"):
+            first = self.encoder(self.embedding(ids))
+            states = self.out(self.encoder.encode(first))
+            logits = F.linear(states, self.embedding.weight, self.bias)
+            self.dtypes = {states.dtype, logits.dtype}
+        scale = self.log_temperature.exp()
+        errors = F.cross_entropy((logits.float() * scale).flatten(0, 1), ids.flatten())
+        loss = errors + 0 * batch.pixels.sum()  # a picture that is not finite spoils the loss
+        self.encoder.seen += errors.detach()
+        return StepOutput(loss, {"words": errors}, {"scale": scale.detach()})
+
+    def after_step(self, parameters: Callable[[], dict[str, Tensor]]) -> None:
+        new = {name: value.clone() for name, value in parameters().items()}
+        if self.average is None:
+            self.average = new
+        for name, value in new.items():
+            self.average[name].lerp_(value, 0.1)
+
+    def after_skip(self) -> None:
+        self.skips += 1
+
+    def extra_state(self) -> dict[str, Tensor]:
+        return {f"average.{name}": value for name, value in (self.average or {}).items()}
+
+    def load_extra_state(self, state: Mapping[str, Tensor]) -> None:
+        self.average = {n.removeprefix("average."): value for n, value in state.items()} or None
+
+    def save_model(self, folder: Path, state: dict[str, Tensor]) -> None:
+        folder.mkdir()
+        write_tensors(folder / "model.safetensors", state)
+
+
+class ToyData:
+    """Batch b of the endless run is a function of b; `bad` batches hold infinite pixels."""
+
+    def __init__(
+        self,
+        batch: int = 8,
+        epoch: int = 32,
+        bad: frozenset[int] = frozenset(),
+        before: Callable[[int], None] = lambda number: None,
+    ) -> None:
+        self.batch, self.epoch, self.bad, self.before = batch, epoch, bad, before
+
+    def samples_in_epoch(self, epoch: int) -> int:
+        return self.epoch
+
+    def batches_in_epoch(self, epoch: int) -> int:
+        return math.ceil(self.epoch / self.batch)
+
+    def batches(
+        self, samples_consumed: int = 0, rank: int = 0, world_size: int = 1
+    ) -> Iterator[tuple[Batch, int]]:
+        number = samples_consumed // self.batch
+        while True:
+            self.before(number)
+            ids = torch.randint(
+                TOKENS, (self.batch, 5), generator=torch.Generator().manual_seed(number)
+            )
+            share = self.batch // world_size
+            ids = ids[rank * share : (rank + 1) * share]
+            number += 1
+            yield toy_batch(ids, spoilt=number - 1 in self.bad), number * self.batch
+
+
+def toy_batch(ids: Tensor, spoilt: bool = False) -> Batch:
+    rows, words = ids.shape
+    on = torch.ones(rows, words, dtype=torch.bool)
+    return Batch(
+        pixels=torch.full((rows, 1), math.inf if spoilt else 0.0),
+        text_ids=ids,
+        attention_mask=on,
+        word_mask=on,
+        mlm_ids=ids,
+        mlm_labels=ids,
+        mim_mask=torch.zeros(rows, 1, 1, dtype=torch.bool),
+        image_ids=torch.arange(rows),
+        draws=torch.zeros(rows, 2, dtype=torch.float64),
+        valid=torch.ones(rows, dtype=torch.bool),
+        sample_ids=torch.arange(rows),
+        skipped=(Skip("truncated picture", "shard-000.tar: 7"),) if spoilt else (),
+    )
+
+
+class PlainEngine:
+    """The `Engine` protocol in plain PyTorch on one process: what DeepSpeed is held against."""
+
+    def __init__(self, task: nn.Module, config: TrainingConfig) -> None:
+        self.rank, self.world_size, self.device = 0, 1, torch.device("cpu")
+        self.module, self.config = task, config
+        decayed, plain = [], []
+        for name, parameter in task.named_parameters():
+            matrix = parameter.ndim > 1 and name != "encoder.cls_token"
+            (decayed if matrix else plain).append(parameter)
+        settings = config.optimiser
+        self.optimiser = torch.optim.AdamW(
+            [
+                {"params": decayed, "weight_decay": settings.weight_decay},
+                {"params": plain, "weight_decay": 0.0},
+            ],
+            betas=settings.betas,
+            eps=settings.epsilon,
+        )
+
+    def forward(self, batch: Batch, step: int) -> StepOutput:
+        return self.module(batch, step)
+
+    def backward(self, loss: Tensor) -> None:
+        (loss / self.config.accumulation).backward()
+
+    def step(self, learning_rate: float) -> Update:
+        parameters = list(self.module.parameters())
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        clip = self.config.optimiser.clip or math.inf
+        norm = float(nn.utils.clip_grad_norm_(parameters, clip))
+        if math.isfinite(norm):
+            for group in self.optimiser.param_groups:
+                group["lr"] = learning_rate
+            self.optimiser.step()
+        self.optimiser.zero_grad()
+        return Update(math.isfinite(norm), norm if math.isfinite(norm) else math.inf)
+
+    def gather(self) -> dict[str, Tensor]:
+        return {name: value.detach() for name, value in self.module.named_parameters()}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.module.state_dict()
+
+    def save(self, folder: Path | None) -> None:
+        assert folder is not None
+        state = dict(self.module.state_dict())
+        for name, parameter in self.module.named_parameters():
+            for key, value in self.optimiser.state.get(parameter, {}).items():
+                state[f"{key}:{name}"] = value
+        write_tensors(folder / "weights.safetensors", state)
+
+    def load(self, folder: Path | None) -> None:
+        assert folder is not None
+        state = dict(broadcast_tensors(folder / "weights.safetensors"))
+        moments = {name: state.pop(name) for name in list(state) if ":" in name}
+        self.module.load_state_dict(state)
+        for name, parameter in self.module.named_parameters():
+            found = {k: moments.get(f"{k}:{name}") for k in ("step", "exp_avg", "exp_avg_sq")}
+            if found["step"] is not None:
+                self.optimiser.state[parameter] = found
+
+
+def toy_config(output: Path | str = "unused", **training: object) -> PretrainConfig:
+    values: dict[str, object] = {
+        "batch": 8,
+        "steps": 8,
+        "precision": "float32",
+        "log_every": 2,
+        "checkpoint_every": 3,
+        "optimiser": OptimiserConfig(
+            learning_rate=1e-2, warmup_steps=2, weight_decay=0.1, clip=0.5
+        ),
+    }
+    return PretrainConfig.model_validate(
+        {
+            "output": str(output),
+            "data": {"sources": [{"path": "none"}], "canonical_streams": STREAMS},
+            "training": values | training,
+        }
+    )
