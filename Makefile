@@ -1,0 +1,39 @@
+# Two commands do all set-up: `make demo` and `make test`.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+SHELL := /bin/bash
+
+.PHONY: demo test test-slow test-multinode lint types resume-check clean
+
+demo: $(READY)
+	$(BIN)/python launch/demo.py
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m slow
+
+test-multinode: $(READY)
+	$(BIN)/python -m pytest -m multinode
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+# A short real pretraining on two ranks, killed between checkpoints and resumed.
+resume-check: $(READY)
+	$(BIN)/python launch/resume_check.py
+
+$(READY): pyproject.toml
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "vlp needs Python 3.11 or newer; set PYTHON=..."'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,test]'
+	touch $(READY)
+
+clean:
+	rm -rf runs shards build *.egg-info

@@ -1,0 +1,236 @@
+"""The pretraining task: which passes run, what counts, and what it keeps between steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests_support import TINY_MODEL, tiny_text
+
+import vlp
+from vlp.data.batch import Batch
+from vlp.models.config import ModelConfig
+from vlp.objectives.config import ObjectivesConfig
+from vlp.tasks.pretraining import Pretraining
+
+ROWS, TOKENS = 8, 12
+ALL = {"itm": {"group": 8}, "teacher": None}
+
+
+def task(objectives=ALL, precision="float32", vocabulary="unused", **model):
+    torch.manual_seed(1)
+    config = ModelConfig.model_validate(TINY_MODEL | model)
+    settings = ObjectivesConfig.model_validate(objectives)
+    built = Pretraining(config, settings, vocabulary, precision, log_every=1)
+    for name, parameter in built.named_parameters():
+        if "table" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    return built
+
+
+def batch(rows=ROWS, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        return torch.rand(*shape, generator=generator)
+
+    lengths = 5 + (random(rows, 1) * 7).long()
+    places = torch.arange(TOKENS)
+    attention = places < lengths
+    words = attention & (places > 0) & (places < lengths - 1)
+    ids = (5 + random(rows, TOKENS) * 50).long().masked_fill(~attention, 0)
+    chosen = words & (random(rows, TOKENS) < 0.4)
+    chosen[:, 1] = True
+    return Batch(
+        pixels=random(rows, 3, 16, 16) * 2 - 1,
+        text_ids=ids,
+        attention_mask=attention,
+        word_mask=words,
+        mlm_ids=ids.masked_fill(chosen, 4),
+        mlm_labels=torch.where(chosen, ids, -100),
+        mim_mask=random(rows, 4, 4) < 0.5,
+        image_ids=torch.arange(rows),
+        draws=random(rows, 2).double(),
+        valid=torch.ones(rows, dtype=torch.bool),
+        sample_ids=torch.arange(rows),
+    )
+
+
+@pytest.mark.parametrize(
+    ("objectives", "losses"),
+    [
+        ({}, {"contrastive", "token", "itm", "mlm", "mim"}),
+        ({"contrastive": {"kind": "itc"}}, {"contrastive", "itm", "mlm", "mim"}),
+        ({"contrastive": {"form": "paper"}}, {"contrastive", "itm", "mlm", "mim"}),
+        ({"mim": None, "mlm": None}, {"contrastive", "token", "itm"}),
+        ({"itm": None, "mim": None}, {"contrastive", "token", "mlm"}),
+        ({"contrastive": None}, {"itm", "mlm", "mim"}),
+    ],
+)
+def test_the_configuration_decides_what_is_trained(objectives, losses):
+    output = task(ALL | objectives)(batch(), 0)
+    assert set(output.losses) == losses
+    assert all(torch.isfinite(loss) for loss in output.losses.values())
+
+
+def test_total_is_the_weighted_sum():
+    weights = {"contrastive": {"weight": 2.0}, "itm": {"group": 8, "weight": 0.5},
+               "mlm": {"weight": 0.25}, "mim": {"weight": 3.0}}  # fmt: skip
+    losses = task(ALL | weights)(batch(), 0)
+    parts = losses.losses
+    expected = (
+        2 * parts["contrastive"]
+        + parts["token"]
+        + 0.5 * parts["itm"]
+        + 0.25 * parts["mlm"]
+        + 3 * parts["mim"]
+    )
+    torch.testing.assert_close(losses.loss.detach(), expected)
+
+
+def test_every_parameter_is_trained():
+    built = task()
+    built(batch(), 0).loss.backward()
+    idle = [name for name, parameter in built.named_parameters() if parameter.grad is None]
+    assert idle == []
+
+
+def test_empty_slots_count_nowhere():
+    full, short = batch(), batch()
+    garbage = batch(seed=9)
+    keep = torch.tensor([True] * 5 + [False] * 3)
+
+    def mixed(good, bad):
+        shape = (-1,) + (1,) * (good.dim() - 1)
+        return torch.where(keep.view(shape), good, bad)
+
+    holed = Batch(
+        *(mixed(good, bad) for good, bad in zip(full[:-1], garbage[:-1], strict=True))
+    )._replace(valid=keep, image_ids=full.image_ids)
+    cut = Batch(*(field[:5] for field in short[:-1]))
+    built = task(ALL | {"contrastive": {"token": {"group": 8}}})
+    with torch.no_grad():
+        expected, seen = built(cut, 0), built(holed, 0)
+    for name, loss in expected.losses.items():
+        torch.testing.assert_close(seen.losses[name], loss, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_captions_of_one_picture_are_not_each_others_negatives():
+    one_picture = batch()._replace(image_ids=torch.zeros(ROWS, dtype=torch.long))
+    built = task()
+    with torch.no_grad():
+        output = built(one_picture, 0)
+        built.model.anchor_threshold.zero_()  # as it was in the first step
+        odds = built.model.match(
+            built.model.encode_image(one_picture.pixels),
+            built.model.encode_text(
+                one_picture.text_ids, one_picture.attention_mask, one_picture.word_mask
+            ),
+        )
+    # No row has a negative, so matching pairs alone are counted.
+    torch.testing.assert_close(output.losses["itm"], torch.nn.functional.softplus(-odds).mean())
+    assert output.losses["token"] == 0
+
+
+def test_the_running_threshold_is_the_quantile_and_rests_in_evaluation():
+    built = task()
+    built(batch(), 0)
+    first = built.model.anchor_threshold.clone()
+    clean = built.model.encode_image(batch().pixels)
+    text = built.model.encode_text(batch().text_ids, batch().attention_mask, batch().word_mask)
+    similarity = built.model.anchors(clean, text).similarity.transpose(1, 2)[batch().word_mask]
+    assert float((similarity < first).float().mean()) == pytest.approx(0.9, abs=0.01)
+    built(batch(seed=4), 1)
+    assert built.model.anchor_threshold != first
+    moved = built.model.anchor_threshold.clone()
+    built.eval()
+    built(batch(seed=5), 2)
+    assert torch.equal(built.model.anchor_threshold, moved)
+
+
+def test_a_fixed_threshold_stays():
+    cross = TINY_MODEL["cross"] | {"anchor": {"groups": 2, "threshold": 0.05}}
+    built = task(cross=cross)
+    built(batch(), 0)
+    assert float(built.model.anchor_threshold) == pytest.approx(0.05)
+
+
+WITH_TEACHER = ALL | {"teacher": {"queue": 12, "momentum": 0.5, "warmup_steps": 0, "alpha": 0.4}}
+
+
+def test_the_teacher_moves_only_after_a_step_and_fills_the_queue():
+    built = task(WITH_TEACHER)
+    start = built.teacher.module["model"].match_head.weight.clone()
+    built(batch(), 0).loss.backward()
+    assert built.queue.filled == 0
+    with torch.no_grad():
+        built.model.match_head.weight.add_(1)
+    built.after_step(lambda: dict(built.named_parameters()))
+    torch.testing.assert_close(built.teacher.module["model"].match_head.weight, start + 0.5)
+    assert built.queue.filled == ROWS
+    assert "teacher" not in " ".join(name for name, _ in built.named_parameters())
+
+
+def test_keys_of_a_skipped_step_are_not_pushed():
+    built = task(WITH_TEACHER)
+    built(batch(), 0)
+    built(batch(seed=1), 1)
+    built.after_step(lambda: dict(built.named_parameters()))
+    assert built.queue.filled == ROWS
+
+
+def test_extra_state_restores_teacher_and_queue():
+    built = task(WITH_TEACHER)
+    built(batch(), 0)
+    built.after_step(lambda: dict(built.named_parameters()))
+    other = task(WITH_TEACHER)
+    other.load_state_dict(built.state_dict())
+    other.load_extra_state({name: value.clone() for name, value in built.extra_state().items()})
+    with torch.no_grad():
+        mine, theirs = built(batch(seed=2), 1), other(batch(seed=2), 1)
+    assert torch.equal(mine.loss, theirs.loss)
+    assert task().extra_state() == {}
+
+
+def test_soft_targets_change_the_loss_by_their_share():
+    hard = task(WITH_TEACHER | {"teacher": WITH_TEACHER["teacher"] | {"alpha": 0.0}})
+    soft = task(WITH_TEACHER)
+    with torch.no_grad():
+        plain, mixed = hard(batch(), 0), soft(batch(), 0)
+    for name in ("contrastive", "mlm"):
+        assert not torch.isclose(plain.losses[name], mixed.losses[name])
+    for name in ("token", "itm", "mim"):
+        assert torch.equal(plain.losses[name], mixed.losses[name])
+
+
+def test_bf16_stays_near_float32():
+    with torch.no_grad():
+        exact, mixed = task()(batch(), 0), task(precision="bf16")(batch(), 0)
+    for name, loss in exact.losses.items():
+        assert mixed.losses[name].dtype == torch.float32
+        torch.testing.assert_close(mixed.losses[name], loss, rtol=0.05, atol=0.05)
+
+
+def test_the_saved_model_is_the_trained_one(tmp_path):
+    tiny_text().save(tmp_path / "words")
+    built = task(vocabulary=str(tmp_path / "words"))
+    built(batch(), 0)
+    built.save_model(tmp_path / "model", built.state_dict())
+    loaded = vlp.load(tmp_path / "model").model
+    for name, tensor in built.model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
+def test_training_learns_the_pairs():
+    built = task()
+    optimiser = torch.optim.AdamW(built.parameters(), 3e-3)
+    first = None
+    for step in range(120):
+        output = built(batch(), step)
+        output.loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        first = first or output.losses
+    assert output.losses["contrastive"] < 0.5 * first["contrastive"]
+    assert output.losses["token"] < 0.5 * first["token"]
+    assert output.losses["mlm"] < 0.5 * first["mlm"]
+    assert output.statistics["itm_accuracy"] > 0.8
