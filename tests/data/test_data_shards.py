@@ -102,6 +102,28 @@ def test_equal_content_gives_equal_bytes_and_a_tar_that_tarfile_accepts(tmp_path
         assert [member.mtime for member in archive.getmembers()] == [0] * 8
 
 
+def test_a_shard_is_on_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def note(handle: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{handle}"))
+        fsync(handle)
+
+    def check(path: Path, target: Path) -> Path:
+        assert synced[-1] == str(path)
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(Path, "rename", check)
+    write(tmp_path, range(9))
+    names = ["shard-000000.tar", "shard-000001.tar", "shard-000002.tar", "index.json"]
+    expected = [path for name in names for path in (f"{tmp_path}/{name}.tmp", str(tmp_path))]
+    assert synced == expected
+
+
 @pytest.mark.parametrize("stop", [0, 3, 4, 6, 8, 9])
 def test_interrupted_and_run_again_gives_the_same_files(tmp_path: Path, stop: int) -> None:
     def interrupted() -> Iterator[int]:

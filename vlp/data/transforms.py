@@ -151,18 +151,27 @@ def _identity(image: Image.Image, strength: float, sign: int) -> Image.Image:
 
 
 def _autocontrast(image: Image.Image, strength: float, sign: int) -> Image.Image:
-    # One stretch for all channels: channel by channel it would shift hue.
-    return ImageOps.autocontrast(image, preserve_tone=True)
+    # One stretch for all channels, from the darkest to the brightest value of any: stretched one by
+    # one, or past 255, they would change hue.
+    extrema = np.array(image.getextrema())
+    low, high = int(extrema.min()), int(extrema.max())
+    if low == high:
+        return image
+    table = [round(255 * min(max(value - low, 0) / (high - low), 1)) for value in range(256)]
+    return image.point(table * 3)
 
 
 def _equalize(image: Image.Image, strength: float, sign: int) -> Image.Image:
-    # On the luminance alone, for the same reason.
-    luma, blue, red = image.convert("YCbCr").split()
-    return Image.merge("YCbCr", (ImageOps.equalize(luma), blue, red)).convert("RGB")
+    hue, saturation, value = image.convert("HSV").split()
+    return Image.merge("HSV", (hue, saturation, ImageOps.equalize(value))).convert("RGB")
 
 
 def _brightness(image: Image.Image, strength: float, sign: int) -> Image.Image:
-    return ImageEnhance.Brightness(image).enhance(1 + sign * 0.9 * strength)
+    # On the value alone: RGB scaled past 255 turns orange into yellow.
+    factor = 1 + sign * 0.9 * strength
+    hue, saturation, value = image.convert("HSV").split()
+    value = value.point([min(round(factor * level), 255) for level in range(256)])
+    return Image.merge("HSV", (hue, saturation, value)).convert("RGB")
 
 
 def _sharpness(image: Image.Image, strength: float, sign: int) -> Image.Image:
