@@ -110,7 +110,7 @@ def test_every_pattern_is_used_and_sizes_are_given_often() -> None:
     sized = [re.findall("small|little|large|big", text) for text in texts]
     mentioned = [re.findall(NOUN, text) for text in texts]
     share = sum(map(len, sized)) / sum(map(len, mentioned))
-    assert 0.6 < share < 0.85
+    assert 0.65 < share < 0.95
 
 
 def test_articles_follow_the_sound(make_scene) -> None:

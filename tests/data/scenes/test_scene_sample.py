@@ -61,13 +61,15 @@ def test_every_value_occurs_about_as_often_as_meant() -> None:
     objects = [obj for scene in scenes for obj in scene.objects]
     counts = Counter(len(scene.objects) for scene in scenes)
     assert [counts[number] / 1500 for number in (1, 2, 3)] == pytest.approx(
-        [0.12, 0.53, 0.35], abs=0.05
+        [0.08, 0.4, 0.52], abs=0.05
     )
     for name, values in (("colour", COLOURS), ("shape", SHAPES), ("size", SIZES)):
         shares = Counter(getattr(obj, name) for obj in objects)
         assert set(shares) == set(values)
         for value in values:
             assert shares[value] / len(objects) == pytest.approx(1 / len(values), rel=0.25)
+    repeated = [len({obj.colour for obj in s.objects}) < len(s.objects) for s in scenes]
+    assert 0.02 < sum(repeated) / len(scenes) < 0.1
     assert set(PLACES) == {obj.place for obj in objects}
     area = sum(obj.box[2] * obj.box[3] for obj in objects) / len(objects) / 64**2
     assert area == pytest.approx(0.09, abs=0.005)

@@ -22,7 +22,7 @@ MAX_WORDS = 18
 """Words and punctuation marks of a caption; [CLS] and [SEP] make it 20 tokens."""
 
 CAPTIONS = 5
-SIZE_SHARE = 0.75
+SIZE_SHARE = 0.9
 """How often a phrase gives the size, where there is room; a single object's is always given."""
 
 PATTERNS = {

@@ -8,8 +8,12 @@ from vlp.data.draws import draw
 from vlp.data.scenes.graph import COLOURS, LATTICE, SHAPES, SIZES, Obj, Scene, place_name
 from vlp.data.scenes.splits import Split, split_of
 
-OBJECT_SHARES = (0.12, 0.53, 0.35)
+OBJECT_SHARES = (0.08, 0.4, 0.52)
 """Shares of scenes with one, two and three objects."""
+
+SAME_COLOUR_SHARE = 0.25
+"""How often two objects that were drawn in one colour may keep it. A colour then mostly means one
+object, as a caption's reader expects, and there is still something to count."""
 
 SIDES = {"small": (13, 16), "large": (22, 25)}
 """Shortest and longest side of an object, in 64ths of the picture's side."""
@@ -71,7 +75,7 @@ def sample_scene(
 
 
 def _any_scene(rng: np.random.Generator, key: str, count: int, image_size: int) -> Scene:
-    names = rng.permutation(len(COLOURS) * len(SHAPES))[:count]  # no two objects look the same
+    names = _names(rng, count)
     sizes = [SIZES[number] for number in rng.integers(len(SIZES), size=count)]
     rectangles, places = _layout(rng, sizes)
     scale = image_size / LATTICE
@@ -98,6 +102,15 @@ def _any_scene(rng: np.random.Generator, key: str, count: int, image_size: int) 
             for obj, tint in zip(objects, tints, strict=True)
         ),
     )
+
+
+def _names(rng: np.random.Generator, count: int) -> np.ndarray:
+    """Numbers of colour and shape together; no two objects have both in common."""
+    keep = rng.random() < SAME_COLOUR_SHARE
+    while True:
+        names = rng.permutation(len(COLOURS) * len(SHAPES))[:count]
+        if keep or len(set(names // len(SHAPES))) == count:
+            return names
 
 
 def _layout(rng: np.random.Generator, sizes: list[str]) -> tuple[list[Rectangle], list[str]]:
