@@ -1,0 +1,10 @@
+"""Settings of the training tests."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """Tensors here are tiny; a second thread only waits for the first."""
+    torch.set_num_threads(1)
