@@ -13,7 +13,7 @@ from PIL import Image
 
 from evaluation.ranks import default_device
 from evaluation.samples import EvaluationError, Sample, Samples
-from evaluation.words import named_words, word_positions, word_text
+from vlp.data.named_words import named_words, word_positions, word_text
 from vlp.models.folder import Loaded
 from vlp.positions.anchor import group_similarity
 
@@ -100,6 +100,4 @@ def map_caption(loaded: Loaded, sample: Sample, device: torch.device) -> AnchorM
 
 def _boxes(sample: Sample) -> dict[int, Box]:
     """Boxes by word of the first caption; none outside the generated corpus."""
-    if not sample.annotation.scene or "words" not in sample.annotation.scene:
-        return {}
     return {word.position: word.box for word in named_words(sample.annotation) if word.caption == 0}

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from evaluation.blocks import precision_context
-from evaluation.boxes import patches_in_box
 from evaluation.ranks import Ranks, default_device
 from evaluation.report import Figure, Table, write_report
 from evaluation.samples import EvaluationError, Sample, Samples, count_kinds
-from evaluation.words import NamedWord, named_words, word_positions
 from vlp.data.batch import Skip
+from vlp.data.named_words import NamedWord, named_words, word_positions
+from vlp.data.patches import patches_in_box
 from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
 from vlp.models.folder import Loaded
 from vlp.positions.anchor import group_similarity
@@ -240,6 +240,11 @@ def ask_words(
         grid: patches (rows, columns).
     """
     words = [word for word in named_words(sample.annotation) if word.kind in KINDS]
+    if not words:
+        raise EvaluationError(
+            "these shards are not the generated corpus: a sample has no scene with named words; "
+            "write some with `python -m data_tools scenes`"
+        )
     inside = {word.box: patches_in_box(word.box, grid, sample.image.size) for word in words}
     objects = np.stack(list(inside.values())) if inside else np.zeros((0, 1), dtype=bool)
     somewhere = np.logical_or.reduce(objects, axis=0)

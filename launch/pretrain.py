@@ -28,7 +28,7 @@ def build(config: PretrainConfig) -> tuple[Any, Any]:
     from vlp.tasks.pretraining import Pretraining
 
     training = config.training
-    data = PretrainData(config.data, config.model, config.objectives, training.batch, training.seed)
+    data = PretrainData(config.data, config.inputs, training.batch, training.seed)
     # Every rank, and every start of the same configuration, begins with the same weights.
     torch.manual_seed(training.seed)
     task = Pretraining(

@@ -20,21 +20,16 @@ from vlp.config import ConfigError
 from vlp.data.batch import Batch
 from vlp.data.config import AugmentConfig, DataConfig, SourceConfig
 from vlp.data.draws import identity
+from vlp.data.inputs import Inputs, PatchMasking
 from vlp.data.loader import DataError, PretrainData
 from vlp.data.schema import Annotation, captions_of
 from vlp.data.shards import ShardIndex, ShardWriter, index_folder
 from vlp.data.transforms import Preprocessing
-from vlp.models.config import ImageConfig, ModelConfig, TextConfig
-from vlp.objectives.config import MIMConfig, ObjectivesConfig
 
 MakeShards = Callable[..., Path]
 MakeData = Callable[..., PretrainData]
 
-MODEL = ModelConfig(
-    text=TextConfig(vocab_size=90, max_tokens=10),
-    image=ImageConfig(image_size=16, patch_size=4),
-)
-OBJECTIVES = ObjectivesConfig(mim=MIMConfig(ratio=0.5, unit=2))
+INPUTS = Inputs(16, (4, 4), 10, 90, word_masking=0.15, patch_masking=PatchMasking(0.5, 2))
 PLAIN = AugmentConfig(randaugment=False, crop_scale=(1.0, 1.0), mirror=False)
 
 
@@ -44,8 +39,7 @@ def make_data(vocabulary: Path) -> MakeData:
         *folders: Path | tuple[Path, float],
         batch: int = 8,
         seed: int = 5,
-        model: ModelConfig = MODEL,
-        objectives: ObjectivesConfig = OBJECTIVES,
+        inputs: Inputs = INPUTS,
         **options: Any,
     ) -> PretrainData:
         sources = [
@@ -61,14 +55,14 @@ def make_data(vocabulary: Path) -> MakeData:
             "shuffle_window": 6,
             "workers": 0,
         }
-        return PretrainData(DataConfig(**(settings | options)), model, objectives, batch, seed)
+        return PretrainData(DataConfig(**(settings | options)), inputs, batch, seed)
 
     return make
 
 
 def assert_same(first: Batch, second: Batch) -> None:
     for name, one, other in zip(Batch._fields, first, second):
-        if name == "skipped":
+        if name == "skipped" or one is None:
             assert one == other
         else:
             assert one.dtype == other.dtype, name
@@ -77,7 +71,8 @@ def assert_same(first: Batch, second: Batch) -> None:
 
 def joined(parts: Iterable[Batch]) -> Batch:
     *tensors, skipped = zip(*parts)
-    return Batch(*(torch.cat(field) for field in tensors), tuple(sum(skipped, ())))
+    whole = (None if field[0] is None else torch.cat(field) for field in tensors)
+    return Batch(*whole, tuple(sum(skipped, ())))
 
 
 def test_fields_shapes_and_values(make_shards: MakeShards, make_data: MakeData) -> None:
@@ -92,11 +87,12 @@ def test_fields_shapes_and_values(make_shards: MakeShards, make_data: MakeData) 
         "image_ids": (8,),
         "valid": (8,),
         "sample_ids": (8,),
+        "word_patches": (8, 10, 16),
     }
     for name, field in zip(Batch._fields[:-1], batch):
         assert tuple(field.shape) == shapes.get(name, (8, 10)), name
     types = (torch.float32, torch.int64, torch.bool, torch.bool, torch.int64, torch.int64)
-    types += (torch.bool, torch.int64, torch.float64, torch.bool, torch.int64)
+    types += (torch.bool, torch.int64, torch.float64, torch.bool, torch.int64, torch.int8)
     assert tuple(field.dtype for field in batch[:-1]) == types
     assert batch.valid.all()
     assert (batch.mim_mask.sum((1, 2)) == 8).all()
@@ -229,8 +225,8 @@ def test_every_caption_is_a_sample_when_asked(make_shards: MakeShards, make_data
 
 def test_objectives_that_are_off_mask_nothing(make_shards: MakeShards, make_data: MakeData) -> None:
     folder = make_shards()
-    none = OBJECTIVES.model_copy(update={"mlm": None, "mim": None})
-    [(batch, _)] = make_data(folder, objectives=none).batches(stop_after=1)
+    none = INPUTS._replace(word_masking=None, patch_masking=None)
+    [(batch, _)] = make_data(folder, inputs=none).batches(stop_after=1)
     assert torch.equal(batch.mlm_ids, batch.text_ids)
     assert (batch.mlm_labels == -100).all()
     assert not batch.mim_mask.any()
@@ -358,12 +354,8 @@ def test_what_cannot_start_says_so(
         make_data(folder, empty)
     with pytest.raises(ConfigError, match="batch of 6 is not a multiple"):
         make_data(folder, batch=6)
-    small = MODEL.model_copy(update={"text": TextConfig(vocab_size=50, max_tokens=10)})
     with pytest.raises(ConfigError, match=r"has \d\d tokens, but model\.text\.vocab_size is 50"):
-        make_data(folder, model=small)
-    long = MODEL.model_copy(update={"text": TextConfig(max_positions=8, max_tokens=10)})
-    with pytest.raises(ConfigError, match="max_tokens 10 is more than"):
-        make_data(folder, model=long)
+        make_data(folder, inputs=INPUTS._replace(vocab_size=50))
     data = make_data(folder)
     with pytest.raises(ConfigError, match="3 ranks cannot share"):
         data.batches(world_size=3)

@@ -11,7 +11,7 @@ from retrieval_stub import png
 import vlp
 from evaluation.pointing import KINDS, ask_words, evaluate_pointing
 from evaluation.samples import EvaluationError, Sample, Samples
-from evaluation.words import named_words, word_positions
+from vlp.data.named_words import named_words, word_positions
 from vlp.data.schema import Annotation
 from vlp.data.shards import ShardWriter
 

@@ -137,6 +137,7 @@ def test_fused_attention_equals_the_explicit_one():
         ),
         ({"cross": {"heads": 2, "anchor": {"groups": 3}}}, "3 does not divide embed_dim 8"),
         ({"image": TINY_MODEL["image"] | {"width": 32}}, "16 and 32"),
+        ({"text": TINY_MODEL["text"] | {"max_tokens": 17}}, "17 is more than max_positions 16"),
     ],
 )
 def test_sizes_that_do_not_fit_are_named(part, message):

@@ -39,7 +39,7 @@ def config(bert_folder=None, vit_file=None, image_size=224, image_layers=12):
     return ModelConfig.model_validate(
         {
             "text": {"vocab_size": 50, "width": 192, "layers": 2, "heads": 3, "intermediate": 64,
-                     "max_positions": 20, "weights": bert_folder},
+                     "max_positions": 20, "max_tokens": 12, "weights": bert_folder},
             "image": {"image_size": image_size, "width": 192, "layers": image_layers, "heads": 3,
                       "intermediate": 768, "weights": vit_file},
             "cross": {"layers": 2, "heads": 3, "intermediate": 64},

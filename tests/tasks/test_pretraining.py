@@ -104,9 +104,9 @@ def test_empty_slots_count_nowhere():
         return torch.where(keep.view(shape), good, bad)
 
     holed = Batch(
-        *(mixed(good, bad) for good, bad in zip(full[:-1], garbage[:-1], strict=True))
+        *(mixed(good, bad) for good, bad in zip(full[:-2], garbage[:-2], strict=True))
     )._replace(valid=keep, image_ids=full.image_ids)
-    cut = Batch(*(field[:5] for field in short[:-1]))
+    cut = Batch(*(field[:5] for field in short[:-2]))
     built = task(ALL | {"contrastive": {"token": {"group": 8}}})
     with torch.no_grad():
         expected, seen = built(cut, 0), built(holed, 0)

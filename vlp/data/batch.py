@@ -26,8 +26,9 @@ class Batch(NamedTuple):
     padding are False); mlm_ids (B, N) the masked text; mlm_labels (B, N) the original id where
     masked, else -100; mim_mask (B, H, W) bool, True = masked patch; image_ids (B,) int64, equal for
     captions of one picture; draws (B, 2) float64 in [0, 1), for the text's and the picture's ITM
-    negative; valid (B,) bool; sample_ids (B,) int64, stable over ranks; skipped: this share's bad
-    samples.
+    negative; valid (B,) bool; sample_ids (B,) int64, stable over ranks; word_patches (B, N, M)
+    int8, what `vlp.data.named_words.named_patches` says, or None where augmentation moves places;
+    skipped: this share's bad samples.
     """
 
     pixels: Tensor
@@ -41,6 +42,7 @@ class Batch(NamedTuple):
     draws: Tensor
     valid: Tensor
     sample_ids: Tensor
+    word_patches: Tensor | None = None
     skipped: tuple[Skip, ...] = ()
 
     def to(self, device: torch.device | str) -> Batch:

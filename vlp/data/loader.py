@@ -14,13 +14,12 @@ from torch.utils.data import DataLoader
 from vlp.config import ConfigError
 from vlp.data.batch import Batch, Skip
 from vlp.data.config import DataConfig
+from vlp.data.inputs import Inputs
 from vlp.data.order import Pool, TrainingOrder
 from vlp.data.samples import CaptionedSamples, Request, collate
 from vlp.data.shards import ShardIndex
 from vlp.data.text import TextProcessor
 from vlp.data.transforms import Preprocessing, TrainTransform
-from vlp.models.config import ModelConfig
-from vlp.objectives.config import ObjectivesConfig
 
 
 class DataError(RuntimeError):
@@ -32,8 +31,7 @@ class PretrainData:
 
     Args:
         config: sources, order and preparation.
-        model: sizes of text and picture.
-        objectives: which masks are drawn.
+        inputs: sizes of text and picture, and which masks are drawn.
         batch: slots of a global batch (all ranks).
         seed: of the run.
 
@@ -44,16 +42,15 @@ class PretrainData:
     def __init__(
         self,
         config: DataConfig,
-        model: ModelConfig,
-        objectives: ObjectivesConfig,
+        inputs: Inputs,
         batch: int,
         seed: int,
     ) -> None:
         self.config = config
         self.batch = batch
-        self.text = TextProcessor.load(config.vocabulary, model.text.max_tokens)
-        _require_fit(config, model, self.text)
-        self.preprocessing = Preprocessing(model.image.image_size)
+        self.text = TextProcessor.load(config.vocabulary, inputs.max_tokens)
+        _require_fit(config, inputs, self.text)
+        self.preprocessing = Preprocessing(inputs.image_size)
         self.sources = [ShardIndex.open(source.path) for source in config.sources]
         counts = _elements(self.sources) if config.captions == "all" else None
         pools = []
@@ -73,9 +70,7 @@ class PretrainData:
             counts,
             self.text,
             TrainTransform(config.augment, self.preprocessing),
-            model.image.grid,
-            objectives.mlm,
-            objectives.mim,
+            inputs,
             seed,
         )
 
@@ -219,16 +214,11 @@ def _elements(sources: list[ShardIndex]) -> list[list[np.ndarray]]:
     ]
 
 
-def _require_fit(config: DataConfig, model: ModelConfig, text: TextProcessor) -> None:
-    if text.vocab_size > model.text.vocab_size:
+def _require_fit(config: DataConfig, inputs: Inputs, text: TextProcessor) -> None:
+    if text.vocab_size > inputs.vocab_size:
         raise ConfigError(
             f"the vocabulary {config.vocabulary} has {text.vocab_size} tokens, but "
-            f"model.text.vocab_size is {model.text.vocab_size}"
-        )
-    if model.text.max_tokens > model.text.max_positions:
-        raise ConfigError(
-            f"model.text.max_tokens {model.text.max_tokens} is more than "
-            f"model.text.max_positions {model.text.max_positions}"
+            f"model.text.vocab_size is {inputs.vocab_size}"
         )
 
 

@@ -12,7 +12,9 @@ from torch.utils.data import Dataset, get_worker_info
 
 from vlp.data.batch import Batch, Skip
 from vlp.data.draws import draw, identity
+from vlp.data.inputs import Inputs
 from vlp.data.masking import IGNORED, mask_patches, mask_words
+from vlp.data.named_words import named_patches
 from vlp.data.order import Element
 from vlp.data.pictures import decode_picture
 from vlp.data.schema import captions_of
@@ -20,7 +22,6 @@ from vlp.data.shards import ShardIndex
 from vlp.data.stored import BadSample, RawSample
 from vlp.data.text import TextProcessor
 from vlp.data.transforms import TrainTransform
-from vlp.objectives.config import MIMConfig, MLMConfig
 
 NO_ID = -1
 
@@ -39,6 +40,7 @@ class Slot(NamedTuple):
     draws: Tensor
     valid: bool
     sample_id: int
+    word_patches: Tensor | None = None
     skip: Skip | None = None
 
 
@@ -58,9 +60,7 @@ class CaptionedSamples(Dataset[Slot]):
             each sample; None when a caption is drawn on each visit.
         text: captions to ids.
         transform: pictures to pixels.
-        grid: patches (rows, columns).
-        mlm: masking of words; None leaves them.
-        mim: masking of patches; None leaves them.
+        inputs: patch grid and masking.
         seed: of the run.
     """
 
@@ -70,17 +70,14 @@ class CaptionedSamples(Dataset[Slot]):
         caption_counts: Sequence[Sequence[np.ndarray]] | None,
         text: TextProcessor,
         transform: TrainTransform,
-        grid: tuple[int, int],
-        mlm: MLMConfig | None,
-        mim: MIMConfig | None,
+        inputs: Inputs,
         seed: int,
     ) -> None:
         self.sources = sources
         self.text = text
         self.transform = transform
-        self.grid = grid
-        self.mlm = mlm
-        self.mim = mim
+        self.grid = inputs.grid
+        self.inputs = inputs
         self.seed = seed
         self._ends = caption_counts and [
             [np.cumsum(counts) for counts in shards] for shards in caption_counts
@@ -129,6 +126,7 @@ class CaptionedSamples(Dataset[Slot]):
             draws=torch.from_numpy(rng("itm").random(2)),
             valid=True,
             sample_id=identity("sample", source, shard, sample, self._sample(element)[1] or 0),
+            word_patches=self._word_patches(raw, caption_number, caption, image.size),
         )
 
     def _sample(self, element: Element) -> tuple[int, int | None]:
@@ -151,12 +149,12 @@ class CaptionedSamples(Dataset[Slot]):
     def _mask_words(
         self, ids: Tensor, words: Tensor, rng: np.random.Generator
     ) -> tuple[Tensor, Tensor]:
-        if self.mlm is None:
+        if self.inputs.word_masking is None:
             return ids.clone(), torch.full_like(ids, IGNORED)
         masked, labels = mask_words(
             ids.numpy(),
             words.numpy(),
-            self.mlm.probability,
+            self.inputs.word_masking,
             self.text.vocab_size,
             self.text.mask_id,
             self.text.special_ids,
@@ -164,10 +162,23 @@ class CaptionedSamples(Dataset[Slot]):
         )
         return torch.from_numpy(masked), torch.from_numpy(labels)
 
+    def _word_patches(
+        self, raw: RawSample, number: int, caption: str, size: tuple[int, int]
+    ) -> Tensor | None:
+        if not self.transform.keeps_places:
+            return None
+        pieces = self.text.words(caption)
+        shown = named_patches(raw.annotation, number, pieces, self.text.max_tokens, self.grid, size)
+        return torch.from_numpy(shown)
+
     def _mask_patches(self, rng: np.random.Generator) -> Tensor:
-        if self.mim is None:
+        if self.inputs.patch_masking is None:
             return torch.zeros(self.grid, dtype=torch.bool)
-        return torch.from_numpy(mask_patches(self.grid, self.mim.ratio, self.mim.unit, rng))
+        return torch.from_numpy(mask_patches(self.grid, *self.inputs.patch_masking, rng))
+
+    def _no_words(self) -> Tensor:
+        patches = self.grid[0] * self.grid[1]
+        return torch.zeros(self.text.max_tokens, patches, dtype=torch.int8)
 
     def _empty(self, skip: Skip | None) -> Slot:
         tokens = self.text([""])
@@ -185,6 +196,7 @@ class CaptionedSamples(Dataset[Slot]):
             draws=torch.zeros(2, dtype=torch.float64),
             valid=False,
             sample_id=NO_ID,
+            word_patches=self._no_words() if self.transform.keeps_places else None,
             skip=skip,
         )
 
@@ -203,8 +215,14 @@ def collate(slots: Sequence[Slot]) -> Batch:
         draws=torch.stack([slot.draws for slot in slots]),
         valid=torch.tensor([slot.valid for slot in slots], dtype=torch.bool),
         sample_ids=torch.tensor([slot.sample_id for slot in slots], dtype=torch.int64),
+        word_patches=_optional([slot.word_patches for slot in slots]),
         skipped=tuple(slot.skip for slot in slots if slot.skip is not None),
     )
+
+
+def _optional(fields: Sequence[Tensor | None]) -> Tensor | None:
+    there = [field for field in fields if field is not None]
+    return torch.stack(there) if there else None
 
 
 def _stack(pixels: list[Tensor]) -> Tensor:

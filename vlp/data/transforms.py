@@ -104,6 +104,15 @@ class TrainTransform:
         self.config = config
         self.preprocessing = preprocessing
 
+    @property
+    def keeps_places(self) -> bool:
+        """Whether what lies at a place of the picture lies there in the pixels too."""
+        return (
+            not self.config.randaugment
+            and not self.config.mirror
+            and self.config.crop_scale[0] >= 1
+        )
+
     def __call__(self, image: Image.Image, rng: np.random.Generator, caption: str) -> Tensor:
         """A picture to (3, image_size, image_size) float32; `caption` decides about mirroring."""
         size = self.preprocessing.image_size

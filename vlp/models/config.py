@@ -23,6 +23,14 @@ class TextConfig(Config):
     max_tokens: int = Field(30, ge=3, description="tokens of a padded caption, [CLS] and [SEP] in")
     weights: str | None = Field(None, description="folder or hub name of a public BERT")
 
+    @model_validator(mode="after")
+    def _room_for_tokens(self) -> TextConfig:
+        if self.max_tokens > self.max_positions:
+            raise ValueError(
+                f"max_tokens {self.max_tokens} is more than max_positions {self.max_positions}"
+            )
+        return self
+
 
 class ImageConfig(Config):
     """A pre-norm vision transformer; sizes in pixels and channels."""

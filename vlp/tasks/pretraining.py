@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from vlp.data.batch import Batch
+from vlp.data.named_words import OTHER, OWN
 from vlp.data.text import TextProcessor
 from vlp.data.transforms import Preprocessing
 from vlp.layers.scale import LearnedScale
@@ -23,7 +24,7 @@ from vlp.models.weights import load_public_weights
 from vlp.objectives.anchor import paper_anchor_loss, token_loss
 from vlp.objectives.anchor_statistics import anchor_statistics
 from vlp.objectives.collapse import feature_spread, token_cosine
-from vlp.objectives.collective import gather
+from vlp.objectives.collective import gather, global_sum
 from vlp.objectives.config import ObjectivesConfig
 from vlp.objectives.itc import itc_loss, positives, soft_targets
 from vlp.objectives.itm import hard_negatives, itm_loss
@@ -159,6 +160,8 @@ class Pretraining(nn.Module):
         total = torch.stack([weights[name] * loss for name, loss in scaled.items()]).sum()
         if self._is_logged(step):
             statistics |= self._collapse(batch, clean)
+            if batch.word_patches is not None:
+                statistics |= self._watch_words(batch, clean)
         return StepOutput(total, {name: loss.detach() for name, loss in scaled.items()}, statistics)
 
     # -- contrastive ------------------------------------------------------------------------------
@@ -378,6 +381,18 @@ class Pretraining(nn.Module):
         if contrastive and contrastive.has_token_term:
             statistics["token_scale"] = self.token_scale().detach()
         return statistics
+
+    @torch.no_grad()
+    def _watch_words(self, batch: Batch, clean: Clean) -> dict[str, Tensor]:
+        """Cosine of a word with its own object's patches, and with other objects' (scenes only)."""
+        assert batch.word_patches is not None
+        with torch.autocast(batch.pixels.device.type, enabled=False):
+            cosine = clean.text.tokens @ clean.image.tokens.transpose(1, 2)  # (B, N, M)
+        shown = torch.stack([batch.word_patches == which for which in (OWN, OTHER)])
+        sums = global_sum((cosine * shown).sum((1, 2, 3)))
+        counts = global_sum(shown.sum((1, 2, 3)))
+        own, other = sums / counts.clamp(min=1)
+        return {"word_own_box": own, "word_other_box": other}
 
     # -- state ------------------------------------------------------------------------------------
 

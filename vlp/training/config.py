@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from vlp.config import Config
 from vlp.data.config import DataConfig
+from vlp.data.inputs import Inputs, PatchMasking
 from vlp.models.config import ModelConfig
 from vlp.objectives.config import ObjectivesConfig
 
@@ -55,6 +56,19 @@ class PretrainConfig(Config):
     data: DataConfig
     objectives: ObjectivesConfig = ObjectivesConfig()
     training: TrainingConfig = TrainingConfig()
+
+    @property
+    def inputs(self) -> Inputs:
+        """What model and objectives ask of the data."""
+        mlm, mim = self.objectives.mlm, self.objectives.mim
+        return Inputs(
+            image_size=self.model.image.image_size,
+            grid=self.model.image.grid,
+            max_tokens=self.model.text.max_tokens,
+            vocab_size=self.model.text.vocab_size,
+            word_masking=mlm.probability if mlm else None,
+            patch_masking=PatchMasking(mim.ratio, mim.unit) if mim else None,
+        )
 
     @model_validator(mode="after")
     def _fits(self) -> PretrainConfig:
