@@ -1,0 +1,105 @@
+"""A tiny generated corpus, and the command under test on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "training"))  # the helper `ranks` lives there
+
+STEPS, CHECKPOINT_EVERY = 12, 4
+
+
+@dataclass
+class Lab:
+    """A configuration on disk, and runs of it."""
+
+    folder: Path
+    config: Path
+
+    def output(self, name: str) -> Path:
+        return self.folder / name
+
+    def arguments(self, name: str, *more: str) -> list[str]:
+        return ["--config", str(self.config), f"output={self.output(name)}", *more]
+
+    def zero(self, stage: int) -> str:
+        """A ZeRO file; stage 3 cuts up every parameter, however small."""
+        path = self.folder / f"zero{stage}.json"
+        values: dict[str, Any] = {"stage": stage}
+        if stage == 3:
+            values["stage3_param_persistence_threshold"] = 0
+        path.write_text(json.dumps({"zero_optimization": values}))
+        return f"training.deepspeed={path}"
+
+    def log(self, name: str) -> list[dict[str, Any]]:
+        lines = (self.output(name) / "log.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def report(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.output(name) / "report.json").read_text())
+        return found
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    """200 scenes of 32 pixels, their vocabulary, and a model of one narrow layer each."""
+    folder = tmp_path_factory.mktemp("launch")
+    tool: Callable[..., Any] = lambda *arguments: subprocess.run(  # noqa: E731
+        [sys.executable, "-m", "data_tools", *map(str, arguments)],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    scenes, vocabulary = folder / "scenes", folder / "vocabulary"
+    tool("scenes", "--out", scenes, "--train", 200, "--val", 0, "--image-size", 32)
+    tool("vocabulary", "--shards", scenes / "train", "--size", 200, "--out", vocabulary)
+    layer = {"layers": 1, "heads": 2, "intermediate": 64}
+    values = {
+        "model": {
+            "text": {
+                "vocab_size": 256,
+                "width": 32,
+                "max_positions": 32,
+                "max_tokens": 24,
+                **layer,
+            },
+            "image": {"image_size": 32, "patch_size": 8, "width": 32, **layer},
+            "cross": {"anchor": {"groups": 4}, **layer},
+            "embed_dim": 32,
+        },
+        "data": {
+            "sources": [{"path": str(scenes / "train")}],
+            "vocabulary": str(vocabulary),
+            "canonical_streams": 2,
+            "workers": 0,
+        },
+        "objectives": {
+            "contrastive": {"token": {"group": 4}},
+            "itm": {"group": 4},
+            "teacher": {"queue": 24, "warmup_steps": 4},
+        },
+        "training": {
+            "batch": 8,
+            "steps": STEPS,
+            "precision": "float32",
+            "optimiser": {"learning_rate": 3e-4, "warmup_steps": 2},
+            "log_every": 1,
+            "checkpoint_every": CHECKPOINT_EVERY,
+            "keep": 10,
+        },
+    }
+    config = folder / "tiny.yaml"
+    config.write_text(yaml.safe_dump(values))
+    return Lab(folder, config)

@@ -1,0 +1,135 @@
+"""What the command says and does when something is wrong, or it is told to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import ranks
+from conftest import Lab
+
+from vlp.training.checkpoint import verify
+
+COMMAND = ranks.ROOT / "launch" / "pretrain.py"
+FAILING = Path(__file__).with_name("failing_pretrain.py")
+
+
+def refused(lab: Lab, *arguments: str, world_size: int = 1) -> str:
+    """What a run with exit code 2 printed; it must be a message and no traceback."""
+    results = ranks.finish(ranks.start([COMMAND, *arguments], world_size), timeout=120)
+    assert {code for code, _ in results} == {2}, results
+    said = "".join(output for _, output in results)
+    assert "Traceback" not in said
+    assert said.count("error:") == 1, said
+    return said
+
+
+def test_an_unknown_key_names_the_nearest_one(lab: Lab) -> None:
+    said = refused(lab, *lab.arguments("refused", "training.step=3"))
+    assert "unknown key 'training.step'; did you mean 'training.steps'?" in said
+    assert not lab.output("refused").exists()
+
+
+@pytest.mark.distributed
+def test_two_ranks_report_an_error_once(lab: Lab) -> None:
+    said = refused(lab, *lab.arguments("refused", "data.sources=[{path: nowhere}]"), world_size=2)
+    assert "nowhere" in said
+    assert not lab.output("refused").exists()
+
+
+def test_a_used_output_is_refused(lab: Lab) -> None:
+    lab.output("used").mkdir()
+    (lab.output("used") / "precious").write_text("")
+    assert "continue its run with --resume" in refused(lab, *lab.arguments("used"))
+    assert os.listdir(lab.output("used")) == ["precious"]
+
+
+def test_ranks_must_fit_the_batch_and_the_zero_file(lab: Lab) -> None:
+    said = refused(lab, *lab.arguments("refused", "training.deepspeed=zero7"))
+    assert "training.deepspeed: unknown name 'zero7'" in said
+
+
+def test_a_vocabulary_that_does_not_fit_names_both_numbers(lab: Lab) -> None:
+    said = refused(lab, *lab.arguments("refused", "model.text.vocab_size=64"))
+    assert "64" in said
+    assert "vocabulary" in said
+
+
+@pytest.mark.distributed
+def test_one_failing_rank_ends_the_others(lab: Lab) -> None:
+    start = time.monotonic()
+    arguments = lab.arguments("failed", "training.deepspeed=zero2")
+    results = ranks.finish(ranks.start([FAILING, "raise", "1", "2", *arguments], 2), timeout=120)
+    assert [code for code, _ in results] == [1, 1]
+    assert "error on rank 1" in results[1][1]
+    assert "the disaster of this test" in results[1][1]
+    assert "rank 0 lost another rank" in results[0][1]
+    assert "Traceback" not in results[0][1]
+    assert time.monotonic() - start < 100
+    assert lab.report("failed")["ended"] == "failed"
+
+
+def _ranks_of(launcher: subprocess.Popen[str]) -> Iterator[tuple[int, psutil.Process]]:
+    for process in psutil.Process(launcher.pid).children(recursive=True):
+        local = [part for part in process.cmdline() if part.startswith("--local_rank=")]
+        parent = process.parent()
+        if local and parent is not None and "deepspeed.launcher.launch" in parent.cmdline():
+            yield int(local[0].partition("=")[2]), process
+
+
+@pytest.mark.distributed
+def test_sigterm_on_one_rank_under_the_launcher_writes_a_checkpoint(lab: Lab) -> None:
+    """The signal reaches rank 1 and its loader process; all ranks leave together with code 0."""
+    more = ("training.steps=100000", "training.checkpoint_every=100000", "data.workers=1")
+    launcher = subprocess.Popen(
+        [
+            *(Path(sys.executable).with_name("deepspeed"), "--num_accelerators", "2"),
+            *("--master_port", str(ranks.free_port())),
+            *(COMMAND, *lab.arguments("stopped", *more)),
+        ],
+        env={
+            **{
+                key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")
+            },
+            "DS_ACCELERATOR": "cpu",
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+        },
+        cwd=ranks.ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        log = lab.output("stopped") / "log.jsonl"
+        waited = time.monotonic() + 120
+        while not (log.exists() and len(log.read_text().splitlines()) >= 3):
+            assert launcher.poll() is None, launcher.communicate()[0]
+            assert time.monotonic() < waited
+            time.sleep(0.1)
+        workers = dict(_ranks_of(launcher))
+        assert workers.keys() == {0, 1}
+        for process in [*workers[1].children(recursive=True), workers[1]]:
+            process.send_signal(signal.SIGTERM)
+        said, _ = launcher.communicate(timeout=60)
+    finally:
+        for process in (
+            psutil.Process(launcher.pid).children(recursive=True)
+            if (launcher.poll() is None)
+            else []
+        ):
+            process.kill()
+        launcher.kill()
+    assert launcher.returncode == 0, said
+    report = lab.report("stopped")
+    assert report["ended"] == "stopped"
+    assert report["samples"] == 8 * report["step"]
+    assert verify(lab.output("stopped") / "checkpoints" / f"step_{report['step']}") is None
+    assert f"stopped by a signal after step {report['step']}; go on with --resume" in said
