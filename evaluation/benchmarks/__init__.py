@@ -1,0 +1,1 @@
+"""Measured speeds, one command each: `python -m evaluation.benchmarks.NAME`."""
