@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 Metric = Literal["euclidean", "manhattan", "chebyshev"]
 
@@ -110,20 +111,17 @@ def anchor_path(
         mask = _align_mask(text_mask, distance)
         distance = distance.masked_fill(~mask, math.inf)
 
-    near_token = distance
-    for offset in range(1, text_reach + 1):
-        for shift in (-offset, offset):
-            near_token = torch.minimum(near_token, _shift(distance, -2, shift) + offset)
-
-    plane = near_token.unflatten(-3, grid)
-    path = plane
-    for down in range(-min(patch_reach, rows - 1), min(patch_reach, rows - 1) + 1):
-        moved = _shift(plane, -4, down)
-        for right in range(-min(patch_reach, columns - 1), min(patch_reach, columns - 1) + 1):
-            if down or right:
-                step = _patch_distance(down, right, metric)
-                path = torch.minimum(path, _shift(moved, -3, right) + step)
-    path = path.flatten(-4, -3)
+    # Groups first: tokens then lie side by side in memory, as `group_similarity` leaves them.
+    plane = distance.movedim(-1, -3).unflatten(-2, grid)  # (..., G, rows, columns, N)
+    tokens = [(abs(shift), (0, 0, shift)) for shift in range(-text_reach, text_reach + 1)]
+    plane = _nearest(plane, tokens)
+    down, right = min(patch_reach, rows - 1), min(patch_reach, columns - 1)
+    patches = [
+        (_patch_distance(row, column, metric), (row, column, 0))
+        for row in range(-down, down + 1)
+        for column in range(-right, right + 1)
+    ]
+    path = _nearest(plane, patches).flatten(-3, -2).movedim(-3, -1)
     reachable = torch.isfinite(path)
     if mask is not None:
         reachable = reachable & mask
@@ -202,11 +200,24 @@ def _align_mask(mask: Tensor, distance: Tensor) -> Tensor:
     return mask[..., None, :, None]
 
 
-def _shift(x: Tensor, axis: int, offset: int) -> Tensor:
-    """Entry k holds x[k + offset] along `axis`; +inf where that does not exist."""
-    if offset == 0:
+def _nearest(x: Tensor, steps: list[tuple[float, tuple[int, int, int]]]) -> Tensor:
+    """Minimum over steps of x[k + offset] + length, over the last three axes.
+
+    Steps of one length share one addition, and the border is padded with +inf once, so a step
+    costs one pass over the data.
+    """
+    reach = [max(abs(offset[axis]) for _, offset in steps) for axis in range(3)]
+    if not any(reach):
         return x
-    length = x.shape[axis]
-    kept = x.narrow(axis, max(offset, 0), length - abs(offset))
-    edge = torch.full_like(x.narrow(axis, 0, abs(offset)), math.inf)
-    return torch.cat((kept, edge) if offset > 0 else (edge, kept), axis)
+    sizes = x.shape[-3:]
+    padding = [side for axis in (2, 1, 0) for side in (reach[axis], reach[axis])]
+    padded = functional.pad(x, padding, value=math.inf)
+    nearest = x
+    for length in sorted({length for length, _ in steps}):
+        moved = padded + length
+        for _, offset in (step for step in steps if step[0] == length and any(step[1])):
+            window = moved
+            for axis in range(3):
+                window = window.narrow(axis - 3, reach[axis] + offset[axis], sizes[axis])
+            nearest = torch.minimum(nearest, window)
+    return nearest
