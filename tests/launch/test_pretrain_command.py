@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import ranks
-from conftest import Lab
+from launch_lab import Lab
 
 from vlp.training.checkpoint import verify
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
-from conftest import CHECKPOINT_EVERY, STEPS, Lab
+from launch_lab import CHECKPOINT_EVERY, STEPS, Lab
 from safetensors.torch import load_file
 
 from vlp.training.checkpoint import verify

@@ -124,7 +124,10 @@ class Checkpoints:
                 return path, self._read_state(path)
             aside = path.with_suffix(".corrupt")
             logger.warning(
-                "%s is damaged (%s); set aside as %s, trying an older one", path, problem, aside.name
+                "%s is damaged (%s); set aside as %s, trying an older one",
+                path,
+                problem,
+                aside.name,
             )
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)

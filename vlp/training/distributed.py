@@ -5,9 +5,12 @@ Everything works without a process group too: one process is then rank 0 of 1.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -37,11 +40,26 @@ def prepare_environment() -> None:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
 
 
+@contextmanager
+def _compiling_nothing() -> Iterator[None]:
+    """Make `torch.compile` leave functions as they are."""
+    compile_ = torch.compile
+    torch.compile = lambda model=None, **_: model or (lambda function: function)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compile_
+
+
 def start(timeout: timedelta = timedelta(minutes=30)) -> None:
     """Join the other ranks; the launcher's environment says who they are."""
     global _control
     import deepspeed
 
+    # DeepSpeed decorates its Muon optimiser, which nothing here uses, with `torch.compile`; that
+    # alone imports PyTorch's compiler, a second or two of every start.
+    with _compiling_nothing(), suppress(ImportError):
+        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # DeepSpeed would compile a shared-memory operation at its first start on a CPU. Only its
     # inference calls it, and a machine that trains may have no compiler.

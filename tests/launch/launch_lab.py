@@ -1,0 +1,41 @@
+"""Runs of the command under test on one tiny configuration."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+STEPS, CHECKPOINT_EVERY = 12, 4
+
+
+@dataclass
+class Lab:
+    """A configuration on disk, and runs of it."""
+
+    folder: Path
+    config: Path
+
+    def output(self, name: str) -> Path:
+        return self.folder / name
+
+    def arguments(self, name: str, *more: str) -> list[str]:
+        return ["--config", str(self.config), f"output={self.output(name)}", *more]
+
+    def zero(self, stage: int) -> str:
+        """A ZeRO file; stage 3 cuts up every parameter, however small."""
+        path = self.folder / f"zero{stage}.json"
+        values: dict[str, Any] = {"stage": stage}
+        if stage == 3:
+            values["stage3_param_persistence_threshold"] = 0
+        path.write_text(json.dumps({"zero_optimization": values}))
+        return f"training.deepspeed={path}"
+
+    def log(self, name: str) -> list[dict[str, Any]]:
+        lines = (self.output(name) / "log.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def report(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.output(name) / "report.json").read_text())
+        return found
