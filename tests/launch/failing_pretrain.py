@@ -1,11 +1,12 @@
-"""`launch/pretrain.py`, but one rank meets a disaster when it asks for a batch.
+"""`launch/pretrain.py`, but one rank meets a disaster at a batch.
 
-usage: failing_pretrain.py (kill | raise) RANK BATCH ARGUMENT…
+usage: failing_pretrain.py (kill | raise | full) RANK BATCH ARGUMENT…
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 from collections.abc import Iterator
@@ -29,7 +30,10 @@ def failing(config: Any) -> tuple[Any, Any]:
             if count == int(number) and os.environ["RANK"] == rank:
                 if how == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
-                raise RuntimeError("the disaster of this test")
+                if how == "raise":
+                    raise RuntimeError("the disaster of this test")
+                # From here on the system refuses large files, as a full disk would.
+                resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, -1))
             yield found
 
     data.batches = until_disaster

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -14,7 +15,10 @@ import psutil
 import pytest
 import ranks
 from launch_lab import Lab
+from PIL import Image
 
+from vlp.data.schema import Annotation
+from vlp.data.shards import ShardWriter
 from vlp.training.checkpoint import verify
 
 COMMAND = ranks.ROOT / "launch" / "pretrain.py"
@@ -60,6 +64,85 @@ def test_a_vocabulary_that_does_not_fit_names_both_numbers(lab: Lab) -> None:
     said = refused(lab, *lab.arguments("refused", "model.text.vocab_size=64"))
     assert "64" in said
     assert "vocabulary" in said
+
+
+def test_a_group_that_a_rank_cannot_hold_whole_is_named(lab: Lab) -> None:
+    said = refused(lab, *lab.arguments("refused", "objectives.itm.group=3"))
+    assert "objectives.itm.group 3 does not divide a rank's 8 samples" in said
+
+
+def bad_shards(folder: Path, good: int, bad: int) -> None:
+    """Shards with `good` samples, and `bad` ones each of three kinds."""
+    image = io.BytesIO()
+    Image.new("RGB", (32, 32), "red").save(image, "JPEG")
+    whole = image.getvalue()
+    spoilt = [
+        (whole[: len(whole) // 2], Annotation(caption="a red circle")),
+        (b"no picture at all", Annotation(caption="a red circle")),
+        (whole, Annotation()),
+    ]
+    with ShardWriter(folder) as writer:
+        for number in range(good):
+            writer.write(f"good{number}", whole, "jpg", Annotation(caption="a red circle"))
+        for number in range(bad):
+            for kind, (content, annotation) in enumerate(spoilt):
+                writer.write(f"bad{kind}{number}", content, "jpg", annotation)
+
+
+def test_bad_samples_are_skipped_counted_and_named(lab: Lab) -> None:
+    bad_shards(lab.folder / "some_bad", good=26, bad=2)
+    sources = f"data.sources=[{{path: {lab.folder / 'some_bad'}}}]"
+    ranks.run([COMMAND, *lab.arguments("skips", sources, "training.steps=4")])
+    report = lab.report("skips")
+    assert report["ended"] == "finished"
+    assert report["samples"] == 32
+    assert report["pairs"] == 26
+    assert sum(report["skipped_samples"].values()) == 6
+    named = " ".join(where for found in report["skipped_examples"].values() for where in found)
+    assert all(f"bad{kind}{number}" in named for kind in range(3) for number in range(2)), named
+    assert lab.log("skips")[-1]["skipped/total"] == 6
+
+
+def test_a_source_with_nothing_usable_ends_with_a_message(lab: Lab) -> None:
+    bad_shards(lab.folder / "all_bad", good=0, bad=8)
+    sources = f"data.sources=[{{path: {lab.folder / 'all_bad'}}}]"
+    ((code, said),) = ranks.finish(ranks.start([COMMAND, *lab.arguments("nothing", sources)], 1))
+    assert code == 1
+    assert "error on rank 0" in said
+    assert "are bad" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.distributed
+def test_a_full_disk_ends_with_a_message_and_the_run_goes_on_later(lab: Lab) -> None:
+    """The system refuses files of a checkpoint's size from the sixth batch on, on both ranks."""
+    arguments = lab.arguments("full", "training.deepspeed=zero3")
+    results = ranks.finish(ranks.start([FAILING, "full", "0", "5", *arguments], 2))
+    assert [code for code, _ in results] == [1, 1]
+    said = results[0][1]
+    assert "cannot write the checkpoint" in said
+    assert "step_8" in said
+    assert "File too large" in said
+    assert "Traceback" not in said + results[1][1]
+    checkpoints = lab.output("full") / "checkpoints"
+    assert [path.name for path in checkpoints.iterdir()] == ["step_4"]
+    assert verify(checkpoints / "step_4") is None
+    ranks.run([COMMAND, *arguments, "--resume"], 2)
+    assert lab.report("full")["ended"] == "finished"
+    assert lab.report("full")["resumed_at_steps"] == [4]
+
+
+@pytest.mark.distributed
+def test_a_checkpoint_of_another_configuration_is_refused(lab: Lab) -> None:
+    ranks.run([COMMAND, *lab.arguments("other", "training.steps=1")])
+    arguments = lab.arguments("other", "model.cross.anchor.groups=8", "objectives.mim=null")
+    results = ranks.finish(ranks.start([COMMAND, *arguments, "--resume"], 2))
+    assert [code for code, _ in results] == [1, 1]
+    said = results[0][1] + results[1][1]
+    assert said.count("was trained with another configuration") == 1
+    assert "model.cross.anchor.groups: saved 4, now 8" in said
+    assert "objectives.mim.ratio" in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.distributed

@@ -89,8 +89,8 @@ def test_epochs_or_steps_say_how_long(tmp_path: Path) -> None:
     assert total_steps(toy_config(steps=7, epochs=2), data) == 7
     assert total_steps(toy_config(steps=None, epochs=3), data) == 12
     assert total_steps(toy_config(steps=None, epochs=3, accumulation=5), data) == 2
-    with pytest.raises(ValueError, match=r"training\.steps and training\.epochs"):
-        total_steps(toy_config(steps=None, epochs=None), data)
+    with pytest.raises(ValueError, match="one of epochs and steps must be a number"):
+        toy_config(steps=None, epochs=None)
 
 
 def test_accumulation_of_two_halves_is_one_large_batch(tmp_path: Path) -> None:

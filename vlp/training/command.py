@@ -51,6 +51,26 @@ def run_pretraining(path: str | Path, overrides: Sequence[str], resume: bool, bu
         os._exit(1)
 
 
+def require_whole_groups(config: PretrainConfig, world_size: int) -> None:
+    """Each rank's share of a batch must hold whole sample groups (or be a part of one).
+
+    Raises:
+        ConfigError: it does not; the key and the numbers are named.
+    """
+    objectives, share = config.objectives, config.training.batch // world_size
+    groups = {}
+    if objectives.itm:
+        groups["objectives.itm.group"] = objectives.itm.group
+    if objectives.contrastive and objectives.contrastive.kind == "anchor":
+        groups["objectives.contrastive.token.group"] = objectives.contrastive.token.group
+    for key, group in groups.items():
+        if share > group and share % group:
+            raise ConfigError(
+                f"{key} {group} does not divide a rank's {share} samples (training.batch "
+                f"{config.training.batch} on {world_size} ranks)"
+            )
+
+
 def _run(config: PretrainConfig, resume: bool, build: Build) -> int:
     from vlp.training.deepspeed_engine import DeepSpeedEngine
     from vlp.training.loop import train
@@ -61,6 +81,7 @@ def _run(config: PretrainConfig, resume: bool, build: Build) -> int:
     try:
         # Other ranks may come when rank 0 has already written to the folder.
         folder = RunFolder(config.output, resume or distributed.rank() > 0)
+        require_whole_groups(config, distributed.world_size())
         deepspeed_config(config.training, distributed.world_size())
         task, data = build(config)
     except ConfigError as error:

@@ -47,6 +47,12 @@ class TrainingConfig(Config):
         10, ge=0, description="skipped non-finite steps in a row before the run ends"
     )
 
+    @model_validator(mode="after")
+    def _ends(self) -> TrainingConfig:
+        if self.epochs is None and self.steps is None:
+            raise ValueError("one of epochs and steps must be a number")
+        return self
+
 
 class PretrainConfig(Config):
     """Everything `launch/pretrain.py` needs; saved resolved as `config.yaml` in `output`."""

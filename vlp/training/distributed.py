@@ -55,11 +55,14 @@ def start(timeout: timedelta = timedelta(minutes=30)) -> None:
     """Join the other ranks; the launcher's environment says who they are."""
     global _control
     import deepspeed
+    from deepspeed.accelerator import get_accelerator
 
     # DeepSpeed decorates its Muon optimiser, which nothing here uses, with `torch.compile`; that
     # alone imports PyTorch's compiler, a second or two of every start.
     with _compiling_nothing(), suppress(ImportError):
         importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    # Before anything is placed on a device: the first one is the default on every rank.
+    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # DeepSpeed would compile a shared-memory operation at its first start on a CPU. Only its
     # inference calls it, and a machine that trains may have no compiler.

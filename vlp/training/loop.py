@@ -130,22 +130,18 @@ def train(
             else:
                 _save_model(task, engine, folder)
                 ended = "finished"
+                log.say(f"finished after {progress.step} steps: {folder.model}")
     finally:
         report = write_report(folder if main else None, ended, progress, record, engine, total)
     return report
 
 
 def total_steps(config: PretrainConfig, data: StreamedData) -> int:
-    """Optimiser steps of the whole run; batches at its end that do not fill a step are left out.
-
-    Raises:
-        ValueError: neither `training.steps` nor `training.epochs` is given.
-    """
+    """Optimiser steps of the whole run; batches at its end that do not fill a step are left out."""
     training = config.training
     if training.steps is not None:
         return training.steps
-    if training.epochs is None:
-        raise ValueError("one of training.steps and training.epochs must be given")
+    assert training.epochs is not None  # the configuration sees to it
     batches = sum(data.batches_in_epoch(epoch) for epoch in range(training.epochs))
     return max(1, batches // training.accumulation)
 

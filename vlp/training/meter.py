@@ -53,7 +53,7 @@ class Meter:
             named |= {f"loss/{name}": value for name, value in output.losses.items()}
             named |= {f"statistics/{name}": value for name, value in output.statistics.items()}
             for name, value in named.items():
-                value = value.detach().float()
+                value = value.detach().to(output.loss.device, torch.float32)
                 self._sums[name] = self._sums[name] + value if name in self._sums else value
                 self._counts[name] += 1
 
