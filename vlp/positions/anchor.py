@@ -8,6 +8,7 @@ Nothing here detaches: whether gradients pass through a path is the caller's cho
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -200,7 +201,7 @@ def _align_mask(mask: Tensor, distance: Tensor) -> Tensor:
     return mask[..., None, :, None]
 
 
-def _nearest(x: Tensor, steps: list[tuple[float, tuple[int, int, int]]]) -> Tensor:
+def _nearest(x: Tensor, steps: Sequence[tuple[float, tuple[int, int, int]]]) -> Tensor:
     """Minimum over steps of x[k + offset] + length, over the last three axes.
 
     Steps of one length share one addition, and the border is padded with +inf once, so a step
