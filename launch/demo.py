@@ -13,6 +13,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from evaluation.pointing import PointingResult
+    from evaluation.retrieval import Direction, RetrievalResult
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN = Path("runs/demo")
@@ -21,6 +26,7 @@ CONFIG = "configs/pretrain/scenes_tiny.yaml"
 RERANK = 16
 CAPTIONS_DRAWN = 4
 
+DIRECTIONS: tuple[Direction, ...] = ("text_to_image", "image_to_text")
 MIN_RECALL = {"R@1": 0.60, "R@10": 0.95}
 MIN_POINTING = 0.60
 
@@ -90,8 +96,13 @@ def _evaluate() -> list[str]:
     maps = anchor_maps(loaded, held_out, count=CAPTIONS_DRAWN)
     draw_anchor_maps(maps, RUN / "anchors.png")
 
+    return shortfalls(retrieval, pointing)
+
+
+def shortfalls(retrieval: RetrievalResult, pointing: PointingResult) -> list[str]:
+    """Where a model falls short of what the demo promises; empty when nowhere."""
     problems = []
-    for direction in ("text_to_image", "image_to_text"):
+    for direction in DIRECTIONS:
         for name, least in MIN_RECALL.items():
             reached = retrieval.figures["dual", direction, name].value
             if reached < least:

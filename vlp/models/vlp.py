@@ -14,7 +14,11 @@ from vlp.models.image_encoder import ImageEncoder
 from vlp.models.text_encoder import TextEncoder
 from vlp.positions.anchor_field import AnchorField, anchor_field, uniform_field
 
-BERT_WIDTH = 768
+# BERT's and ViT's start at 768 channels. A narrower image or cross-modal encoder starts with more,
+# so that its layers pass on as much as those of 768 channels do: with 0.02 at width 128 a model
+# spends hundreds of steps on leaving zero. The text encoder keeps 0.02 at every width: from a
+# stronger start its tokens mix at once, and a word no longer points to what it names.
+BERT_DEVIATION, BERT_WIDTH = 0.02, 768
 
 
 class VLPModel(nn.Module):
@@ -39,8 +43,12 @@ class VLPModel(nn.Module):
             self.image_tokens = nn.Linear(width, config.embed_dim, bias=False)
         self.match_head = nn.Linear(width, 2)
         self.temperature = Temperature(config.temperature)
-        _initialise(width, self.text_encoder, self.image_encoder.vit.blocks, self.cross_encoder)
-        _initialise(width, self.match_head)
+        _initialise(BERT_DEVIATION, self.text_encoder, self.match_head)
+        _initialise(
+            BERT_DEVIATION * (BERT_WIDTH / width) ** 0.5,
+            self.image_encoder.vit.blocks,
+            self.cross_encoder,
+        )
         for projection in self._projections():
             nn.init.normal_(projection.weight, std=width**-0.5)
         fixed = config.cross.anchor.threshold
@@ -150,13 +158,8 @@ def _unit(x: Tensor) -> Tensor:
     return functional.normalize(x if x.dtype == torch.float64 else x.float(), dim=-1)
 
 
-def _initialise(width: int, *modules: nn.Module) -> None:
-    """BERT's and ViT's start, normal weights of deviation 0.02 at width 768 and zero biases.
-
-    A narrower model starts with more, so that its layers pass on as much as those of 768 channels
-    do: with 0.02 at width 128 a small model spends its first hundreds of steps on leaving zero.
-    """
-    deviation = 0.02 * (BERT_WIDTH / width) ** 0.5
+def _initialise(deviation: float, *modules: nn.Module) -> None:
+    """BERT's and ViT's start: normal weights and zero biases."""
     for module in modules:
         for part in module.modules():
             if isinstance(part, nn.Linear | nn.Embedding):
