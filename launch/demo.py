@@ -1,8 +1,8 @@
 """The main job on the built-in corpus, from nothing to a recall table (`make demo`).
 
 Writes shards of generated scenes, trains a vocabulary on their captions, pretrains with DeepSpeed
-(all GPUs, else two CPU ranks), evaluates on held-out pairs and draws where anchors lie. Exits with
-1 when the model falls short of what this configuration reaches.
+(up to four GPUs, else two CPU ranks), evaluates on held-out pairs and draws where anchors lie.
+Exits with 1 when the model falls short of what this configuration reaches.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ RUN = Path("runs/demo")
 SHARDS = RUN / "shards"
 CONFIG = "configs/pretrain/scenes_tiny.yaml"
 RERANK = 16
+GPU_RANKS = (1, 2, 4)
+"""A rank holds groups of 16 samples whole, and this small batch has four of them."""
 CAPTIONS_DRAWN = 4
 
 DIRECTIONS: tuple[Direction, ...] = ("text_to_image", "image_to_text")
@@ -62,13 +64,15 @@ def _pretrain() -> None:
     import torch
 
     environment = dict(os.environ)
-    ranks: tuple[str, ...] = ()
-    if not torch.cuda.is_available():
+    gpus = torch.cuda.device_count()
+    if gpus:
+        ranks = max(count for count in GPU_RANKS if count <= gpus)
+    else:
         environment["DS_ACCELERATOR"] = "cpu"
-        ranks = ("--num_accelerators", "2")
+        ranks = 2
     command = [
         str(Path(sys.executable).with_name("deepspeed")),
-        *ranks,
+        *("--num_accelerators", str(ranks)),
         "launch/pretrain.py",
         *("--config", CONFIG),
         f"output={RUN / 'run'}",
