@@ -37,7 +37,7 @@ def test_heat_is_the_share_of_groups_at_the_threshold(model_folder, scene_shards
                 share += float(a @ b / (a.norm() * b.norm()) >= 0.25) / 2
             assert word.heat[patch // 4, patch % 4] == share
             seen.add(share)
-    assert seen == {0.0, 0.5, 1.0}
+    assert len(seen) > 1  # or the comparison above says nothing
 
 
 def test_words_that_name_an_object_carry_its_box(model_folder, scene_shards):
