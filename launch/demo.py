@@ -63,6 +63,8 @@ def main() -> int:
 def _pretrain() -> None:
     import torch
 
+    from vlp.training.distributed import free_port
+
     environment = dict(os.environ)
     gpus = torch.cuda.device_count()
     if gpus:
@@ -72,7 +74,7 @@ def _pretrain() -> None:
         ranks = 2
     command = [
         str(Path(sys.executable).with_name("deepspeed")),
-        *("--num_accelerators", str(ranks)),
+        *("--num_accelerators", str(ranks), "--master_port", str(free_port())),
         "launch/pretrain.py",
         *("--config", CONFIG),
         f"output={RUN / 'run'}",

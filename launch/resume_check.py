@@ -15,6 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from vlp.training.distributed import free_port
+
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, CHECKPOINT_EVERY, KILL_AFTER = 16, 5, 7
 START_LIMIT = 600.0
@@ -33,9 +35,9 @@ def _check(folder: Path) -> int:
     _tool("data_tools", "scenes", "--out", shards, "--train", 400, "--val", 32)
     words = ("--size", 256, "--out", shards / "vocabulary")
     _tool("data_tools", "vocabulary", "--shards", shards / "train", *words)
-    command = [
-        str(Path(sys.executable).with_name("deepspeed")),
-        *("--num_accelerators", "2", "launch/pretrain.py"),
+    launcher = (str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", "2")
+    script = [
+        "launch/pretrain.py",
         *("--config", "configs/pretrain/scenes_tiny.yaml"),
         f"output={run}",
         f"data.sources=[{{path: {shards / 'train'}}}]",
@@ -46,14 +48,16 @@ def _check(folder: Path) -> int:
     environment = os.environ | {"DS_ACCELERATOR": "cpu"}
 
     print(f"== a run of {STEPS} steps, killed after step {KILL_AFTER}", flush=True)
-    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    start = [*launcher, "--master_port", str(free_port()), *script]
+    process = subprocess.Popen(start, env=environment, start_new_session=True)
     _wait_for_step(run / "log.jsonl", KILL_AFTER, process)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     kept = sorted(path.name for path in (run / "checkpoints").iterdir())
     print(f"== killed; checkpoints: {', '.join(kept)}; resuming", flush=True)
 
-    subprocess.run([*command, "--resume"], env=environment, check=True)
+    again = [*launcher, "--master_port", str(free_port()), *script, "--resume"]
+    subprocess.run(again, env=environment, check=True)
     report = json.loads((run / "report.json").read_text(encoding="utf-8"))
     print(f"== resumed at {report['resumed_at_steps']}, ended {report['ended']}", flush=True)
     _tool("evaluation", "retrieval", "--model", run / "model", "--shards", shards / "val")

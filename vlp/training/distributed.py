@@ -32,7 +32,7 @@ def prepare_environment() -> None:
     os.environ.setdefault("LOCAL_RANK", "0")
     if os.environ["WORLD_SIZE"] == "1":
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", str(_free_port()))
+        os.environ.setdefault("MASTER_PORT", str(free_port()))
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         if "OMP_NUM_THREADS" not in os.environ:
@@ -132,7 +132,8 @@ def tensor_from_rank_0(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
