@@ -39,7 +39,7 @@ from vlp.data.schema import Annotation
 from vlp.data.shards import ShardWriter
 
 SETTINGS_NAME = "scenes.json"
-CORPUS_VERSION = 3
+CORPUS_VERSION = 4
 """Raised whenever equal arguments give other samples than before."""
 
 PARTS = {

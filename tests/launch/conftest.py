@@ -60,7 +60,11 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
             "batch": 8,
             "steps": STEPS,
             "precision": "float32",
-            "optimiser": {"learning_rate": 3e-4, "warmup_steps": 2},
+            "optimiser": {
+                "learning_rate": 3e-4,
+                "warmup_steps": 2,
+                "scales": {"model.text_encoder": 0.5},
+            },
             "log_every": 1,
             "checkpoint_every": CHECKPOINT_EVERY,
             "keep": 10,

@@ -94,6 +94,27 @@ def test_every_parameter_is_trained():
     assert idle == []
 
 
+def test_two_ranks_draw_the_negatives_of_one():
+    """The pairs that enter the cross-modal encoder, as (text, picture) ids, rank by rank."""
+    built = task(ALL | {"itm": {"group": 4}, "mlm": None, "mim": None})
+    cross = built.model.cross
+    drawn = []
+
+    def record(image, text, pairs, **options):
+        drawn.append(pairs)
+        return cross(image, text, pairs, **options)
+
+    built.model.cross = record
+    whole = batch()._replace(image_ids=torch.tensor([3, 1, 4, 1, 5, 9, 2, 6]))
+    for share in (slice(None), slice(0, 4), slice(4, 8)):  # 1 rank x 8, then 2 ranks x 4
+        built(Batch(*(field[share] for field in whole[:-2])), 0)
+    one, first, second = (
+        torch.stack([pairs.texts, pairs.pictures]).view(2, 3, -1) for pairs in drawn
+    )
+    assert torch.equal(one, torch.cat([first, second + 4], dim=-1))
+    assert not torch.equal(one[0, 1], one[0, 0])  # something was drawn
+
+
 def test_empty_slots_count_nowhere():
     full, short = batch(), batch()
     garbage = batch(seed=9)

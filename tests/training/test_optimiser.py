@@ -2,11 +2,18 @@ import pytest
 import torch
 from torch import nn
 
+from vlp.config import ConfigError
 from vlp.models.config import ModelConfig
 from vlp.objectives.config import ObjectivesConfig
 from vlp.tasks.pretraining import Pretraining
 from vlp.training.config import OptimiserConfig
-from vlp.training.optimiser import build_adamw, has_decay, parameter_groups
+from vlp.training.optimiser import (
+    build_adamw,
+    has_decay,
+    learning_rate_scale,
+    parameter_groups,
+    set_learning_rate,
+)
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +75,36 @@ def test_frozen_parameters_and_empty_groups_are_left_out() -> None:
     (group,) = parameter_groups(layer.named_parameters(), 0.1)
     assert group["params"] == [layer.weight]
     assert group["weight_decay"] == 0.1
+
+
+def test_scales_follow_the_longest_prefix_of_whole_parts() -> None:
+    scales = {"text": 0.5, "text.layers.0": 0.1}
+    assert learning_rate_scale("text.layers.0.weight", scales) == 0.1
+    assert learning_rate_scale("text.layers.01.weight", scales) == 0.5
+    assert learning_rate_scale("text.bias", scales) == 0.5
+    assert learning_rate_scale("texts.bias", scales) == 1.0
+
+
+def test_scales_multiply_the_learning_rate_of_every_step(task: Pretraining) -> None:
+    named = dict(task.named_parameters())
+    scales = {"model.text_encoder": 0.2, "model.text_encoder.projection": 0.5}
+    adamw = build_adamw(named.items(), OptimiserConfig(scales=scales))
+    set_learning_rate(adamw, 1e-3)
+    rates = {id(p): group["lr"] for group in adamw.param_groups for p in group["params"]}
+    decays = {id(p): group["weight_decay"] for group in adamw.param_groups for p in group["params"]}
+    assert len(rates) == len(named)
+    for name, parameter in named.items():
+        if name.startswith("model.text_encoder.projection."):
+            expected = 0.5e-3
+        else:
+            expected = 0.2e-3 if name.startswith("model.text_encoder.") else 1e-3
+        assert rates[id(parameter)] == pytest.approx(expected), name
+        assert decays[id(parameter)] == (0.02 if has_decay(name, parameter) else 0.0), name
+
+
+def test_a_scale_for_nothing_is_refused_and_says_what_there_is(task: Pretraining) -> None:
+    with pytest.raises(ConfigError, match=r"'model\.txt'.*model\.text_encoder"):
+        build_adamw(task.named_parameters(), OptimiserConfig(scales={"model.txt": 0.1}))
 
 
 def test_adamw_takes_its_settings_from_the_configuration() -> None:

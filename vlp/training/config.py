@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -23,6 +23,11 @@ class OptimiserConfig(Config):
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: float = Field(1e-8, gt=0)
     clip: float | None = Field(1.0, gt=0, description="global gradient norm; null is no clipping")
+    scales: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        {},
+        description="learning-rate factors by parameter prefix, as `model.text_encoder: 0.1`; "
+        "the longest that fits counts",
+    )
 
 
 class TrainingConfig(Config):

@@ -21,7 +21,7 @@ from vlp.tasks.task import StepOutput
 from vlp.training import distributed
 from vlp.training.config import TrainingConfig
 from vlp.training.engine import Update
-from vlp.training.optimiser import build_adamw
+from vlp.training.optimiser import build_adamw, set_learning_rate
 from vlp.training.tensor_file import broadcast_tensors, write_tensors
 from vlp.training.zero import deepspeed_config
 
@@ -98,8 +98,7 @@ class DeepSpeedEngine:
 
     def step(self, learning_rate: float) -> Update:
         """Clip and apply AdamW once; nothing changes when a gradient is not finite."""
-        for group in self._adamw.param_groups:
-            group["lr"] = learning_rate
+        set_learning_rate(self._adamw, learning_rate)
         if self.stage == 0:
             norm = self._clip_gradients()
             self._deepspeed.step()

@@ -1,13 +1,15 @@
-"""AdamW and its two parameter groups: with weight decay and without."""
+"""AdamW and its parameter groups: by weight decay, and by the scale of the learning rate."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
+from vlp.config import ConfigError
 from vlp.training.config import OptimiserConfig
 
 # Position tables of every kind carry one of these names; matrices of the three encoders do not.
@@ -26,34 +28,63 @@ def has_decay(name: str, parameter: nn.Parameter) -> bool:
     return parameter.ndim >= 2 and not POSITION_TABLES.search(name)
 
 
+def learning_rate_scale(name: str, scales: Mapping[str, float]) -> float:
+    """The factor of the longest prefix (whole dotted parts) that fits a parameter's name, or 1."""
+    fitting = [prefix for prefix in scales if f"{name}.".startswith(f"{prefix}.")]
+    return scales[max(fitting, key=len)] if fitting else 1.0
+
+
 def parameter_groups(
-    named: Iterable[tuple[str, nn.Parameter]], weight_decay: float
-) -> list[dict[str, object]]:
-    """Trainable parameters in two AdamW groups; a group without members is left out."""
+    named: Iterable[tuple[str, nn.Parameter]],
+    weight_decay: float,
+    scales: Mapping[str, float] | None = None,
+) -> list[dict[str, Any]]:
+    """Trainable parameters in AdamW groups of equal weight decay and learning-rate scale.
+
+    Each group has `params`, `weight_decay` and `lr_scale`, by which `set_learning_rate` multiplies
+    the schedule's rate.
+
+    Raises:
+        ConfigError: a prefix of `scales` fits no trainable parameter.
+    """
     trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-    groups: list[dict[str, object]] = []
-    for decays in (True, False):
-        members = [
-            parameter for name, parameter in trainable if has_decay(name, parameter) == decays
-        ]
-        if members:
-            groups.append({"params": members, "weight_decay": weight_decay if decays else 0.0})
-    return groups
+    scales = scales or {}
+    for prefix in scales:
+        if not any(f"{name}.".startswith(f"{prefix}.") for name, _ in trainable):
+            known = sorted({".".join(name.split(".")[:2]) for name, _ in trainable})
+            raise ConfigError(
+                f"training.optimiser.scales: no trainable parameter starts with {prefix!r}; "
+                f"there are {', '.join(known)}"
+            )
+    members: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in trainable:
+        decay = weight_decay if has_decay(name, parameter) else 0.0
+        members.setdefault((decay, learning_rate_scale(name, scales)), []).append(parameter)
+    return [
+        {"params": members[decay, scale], "weight_decay": decay, "lr_scale": scale}
+        for decay, scale in sorted(members, reverse=True)
+    ]
 
 
 def build_adamw(
     named: Iterable[tuple[str, nn.Parameter]], config: OptimiserConfig
 ) -> torch.optim.AdamW:
-    """PyTorch's AdamW; DeepSpeed's own would be compiled at the first start of every machine."""
-    groups = parameter_groups(named, config.weight_decay)
+    """PyTorch's AdamW; DeepSpeed's own would be compiled at the first start of every machine.
+
+    Raises:
+        ConfigError: a prefix of `config.scales` fits nothing.
+        ValueError: there is nothing to train.
+    """
+    groups = parameter_groups(named, config.weight_decay, config.scales)
     if not groups:
         raise ValueError("the task has no trainable parameters")
-    on_gpu = any(p.is_cuda for p in _members(groups))
+    on_gpu = any(parameter.is_cuda for group in groups for parameter in group["params"])
     return torch.optim.AdamW(
         groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon, fused=on_gpu
     )
 
 
-def _members(groups: list[dict[str, object]]) -> Iterator[nn.Parameter]:
-    for group in groups:
-        yield from group["params"]  # type: ignore[misc]
+def set_learning_rate(optimiser: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Give every group the schedule's rate times its own scale."""
+    for group in optimiser.param_groups:
+        group["lr"] = learning_rate * group["lr_scale"]

@@ -15,8 +15,9 @@ SAME_COLOUR_SHARE = 0.25
 """How often two objects that were drawn in one colour may keep it. A colour then mostly means one
 object, as a caption's reader expects, and there is still something to count."""
 
-SIDES = {"small": (13, 16), "large": (22, 25)}
-"""Shortest and longest side of an object, in 64ths of the picture's side."""
+SIDES = {"small": (12, 14), "large": (25, 28)}
+"""Shortest and longest side of an object, in 64ths of the picture's side: four times the area, as
+the eye has no scale to measure by."""
 
 CENTRES = ((0, 20), (25, 39), (44, 64))
 """Where a centre may lie, in 64ths, to be clearly in the first, second or last third."""
