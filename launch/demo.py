@@ -1,7 +1,7 @@
 """The main job on the built-in corpus, from nothing to a recall table (`make demo`).
 
 Writes shards of generated scenes, trains a vocabulary on their captions, pretrains with DeepSpeed
-(up to four GPUs, else two CPU ranks), evaluates on held-out pairs and draws where anchors lie.
+(up to two GPUs, else two CPU ranks), evaluates on held-out pairs and draws where anchors lie.
 Exits with 1 when the model falls short of what this configuration reaches.
 """
 
@@ -24,8 +24,8 @@ RUN = Path("runs/demo")
 SHARDS = RUN / "shards"
 CONFIG = "configs/pretrain/scenes_tiny.yaml"
 RERANK = 16
-GPU_RANKS = (1, 2, 4)
-"""A rank holds groups of 16 samples whole, and this small batch has four of them."""
+GPU_RANKS = (1, 2)
+"""A rank holds groups of 32 samples whole, and this small batch has two of them."""
 CAPTIONS_DRAWN = 4
 
 DIRECTIONS: tuple[Direction, ...] = ("text_to_image", "image_to_text")
