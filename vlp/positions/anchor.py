@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from vlp.positions import distance_transform
+
 Metric = Literal["euclidean", "manhattan", "chebyshev"]
 
 
@@ -78,7 +80,8 @@ def anchor_path(
     """Shortest anchor path P_ace from every token to every patch (Eq. 7, readings A10-A15).
 
     The minimum over anchor patch and anchor token splits into two one-sided minima, first over
-    the tokens of the window, then over the patches of the window.
+    the tokens of the window, then over the patches of the window. Unbounded ones take time linear
+    in M and N, but for Euclidean distance, which compares every patch with every other.
 
     Args:
         distance: (..., M, N, G), from `anchor_distance`.
@@ -103,8 +106,8 @@ def anchor_path(
         )
     if metric not in ("euclidean", "manhattan", "chebyshev"):
         raise ValueError(f"unknown patch metric {metric!r}; one of euclidean, manhattan, chebyshev")
-    text_reach = _text_reach(text_window, distance.shape[-2])
-    patch_reach = _patch_reach(patch_window, grid)
+    text_reach = _text_reach(text_window)
+    patch_reach = _patch_reach(patch_window)
     dtype = distance.dtype
     distance = _at_least_float32(distance)
     mask = None
@@ -114,15 +117,9 @@ def anchor_path(
 
     # Groups first: tokens then lie side by side in memory, as `group_similarity` leaves them.
     plane = distance.movedim(-1, -3).unflatten(-2, grid)  # (..., G, rows, columns, N)
-    tokens = [(abs(shift), (0, 0, shift)) for shift in range(-text_reach, text_reach + 1)]
-    plane = _nearest(plane, tokens)
-    down, right = min(patch_reach, rows - 1), min(patch_reach, columns - 1)
-    patches = [
-        (_patch_distance(row, column, metric), (row, column, 0))
-        for row in range(-down, down + 1)
-        for column in range(-right, right + 1)
-    ]
-    path = _nearest(plane, patches).flatten(-3, -2).movedim(-3, -1)
+    plane = _over_tokens(plane, text_reach)
+    plane = _over_patches(plane, patch_reach, metric)
+    path = plane.flatten(-3, -2).movedim(-3, -1)
     reachable = torch.isfinite(path)
     if mask is not None:
         reachable = reachable & mask
@@ -168,17 +165,15 @@ def _unit(x: Tensor) -> Tensor:
     return x / torch.where(square > 0, square, 1.0).sqrt()
 
 
-def _text_reach(window: int | None, tokens: int) -> int:
-    if window is None:
-        return tokens - 1
-    if window < 1 or window % 2 == 0:
+def _text_reach(window: int | None) -> int | None:
+    if window is not None and (window < 1 or window % 2 == 0):
         raise ValueError(f"text_window must be an odd number of tokens, not {window}")
-    return min(window // 2, tokens - 1)
+    return None if window is None else window // 2
 
 
-def _patch_reach(window: int | None, grid: tuple[int, int]) -> int:
+def _patch_reach(window: int | None) -> int | None:
     if window is None:
-        return max(grid) - 1
+        return None
     side = math.isqrt(window) if window > 0 else 0
     if side * side != window or side % 2 == 0:
         raise ValueError(f"patch_window must be an odd square of patches (1, 9, 25), not {window}")
@@ -199,6 +194,32 @@ def _align_mask(mask: Tensor, distance: Tensor) -> Tensor:
     for _ in range(missing):
         mask = mask.unsqueeze(-2)
     return mask[..., None, :, None]
+
+
+def _over_tokens(plane: Tensor, reach: int | None) -> Tensor:
+    """First one-sided minimum, over (..., rows, columns, N)."""
+    if reach is None:
+        return distance_transform.along_axis(plane, -1)
+    reach = min(reach, plane.shape[-1] - 1)
+    return _nearest(plane, [(abs(shift), (0, 0, shift)) for shift in range(-reach, reach + 1)])
+
+
+def _over_patches(plane: Tensor, reach: int | None, metric: Metric) -> Tensor:
+    """Second one-sided minimum, over (..., rows, columns, N)."""
+    rows, columns = plane.shape[-3:-1]
+    if reach is None:
+        if metric == "manhattan":
+            return distance_transform.manhattan(plane)
+        if metric == "chebyshev":
+            return distance_transform.chebyshev(plane)
+        reach = max(rows, columns)
+    down, right = min(reach, rows - 1), min(reach, columns - 1)
+    steps = [
+        (_patch_distance(row, column, metric), (row, column, 0))
+        for row in range(-down, down + 1)
+        for column in range(-right, right + 1)
+    ]
+    return _nearest(plane, steps)
 
 
 def _nearest(x: Tensor, steps: Sequence[tuple[float, tuple[int, int, int]]]) -> Tensor:
