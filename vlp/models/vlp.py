@@ -16,7 +16,8 @@ from vlp.positions.anchor_field import AnchorField, anchor_field, uniform_field
 
 # BERT's and ViT's start at 768 channels. A narrower image or cross-modal encoder starts with more,
 # so that its layers pass on as much as those of 768 channels do: with 0.02 at width 128 a model
-# spends hundreds of steps on leaving zero. The text encoder keeps 0.02 at every width: from a
+# spends hundreds of steps on leaving zero; the picture's positions, added to wider patches, start
+# with as much. The text encoder keeps 0.02 at every width: from a
 # stronger start its tokens mix at once, and a word no longer points to what it names.
 BERT_DEVIATION, BERT_WIDTH = 0.02, 768
 

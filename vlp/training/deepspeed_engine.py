@@ -61,7 +61,8 @@ class DeepSpeedEngine:
     """One task on DeepSpeed; the process group must be up (`distributed.start`).
 
     Raises:
-        ConfigError: the ZeRO file does not fit (see `deepspeed_config`).
+        ConfigError: the ZeRO file does not fit (see `deepspeed_config`), or a learning-rate scale
+            fits no parameter.
     """
 
     def __init__(self, task: nn.Module, config: TrainingConfig) -> None:

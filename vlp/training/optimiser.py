@@ -30,7 +30,7 @@ def has_decay(name: str, parameter: nn.Parameter) -> bool:
 
 def learning_rate_scale(name: str, scales: Mapping[str, float]) -> float:
     """The factor of the longest prefix (whole dotted parts) that fits a parameter's name, or 1."""
-    fitting = [prefix for prefix in scales if f"{name}.".startswith(f"{prefix}.")]
+    fitting = [prefix for prefix in scales if _starts_with(name, prefix)]
     return scales[max(fitting, key=len)] if fitting else 1.0
 
 
@@ -50,7 +50,7 @@ def parameter_groups(
     trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     scales = scales or {}
     for prefix in scales:
-        if not any(f"{name}.".startswith(f"{prefix}.") for name, _ in trainable):
+        if not any(_starts_with(name, prefix) for name, _ in trainable):
             known = sorted({".".join(name.split(".")[:2]) for name, _ in trainable})
             raise ConfigError(
                 f"training.optimiser.scales: no trainable parameter starts with {prefix!r}; "
@@ -88,3 +88,8 @@ def set_learning_rate(optimiser: torch.optim.Optimizer, learning_rate: float) ->
     """Give every group the schedule's rate times its own scale."""
     for group in optimiser.param_groups:
         group["lr"] = learning_rate * group["lr_scale"]
+
+
+def _starts_with(name: str, prefix: str) -> bool:
+    """Whether a dotted name is the prefix or lies below it."""
+    return f"{name}.".startswith(f"{prefix}.")

@@ -25,8 +25,8 @@ CAPTIONS = 5
 SIZE_SHARE = 1.0
 """How often a phrase gives the size, where there is room; a single object's is always given."""
 
-# Most patterns say where every object lies. A relation alone leaves many pictures that differ in
-# nothing a young model sees, since places are learned long before relations and shapes.
+# Most patterns say where every object lies: with captions that mostly tell relations, a few minutes
+# of training reach much lower recall.
 PATTERNS = {
     1: (
         "N0 P0",
