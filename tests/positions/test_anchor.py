@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -79,10 +80,13 @@ def test_path_is_equation_7(
     mask = torch.rand(tokens, generator=generator) > 0.3
     distance = anchor_distance(similarity, threshold)
     arguments = ((rows, columns), mask, text_window, patch_window, metric)
-    path, reachable = anchor_path(distance, *arguments)
     slow, slow_reachable = slow_path(distance, *arguments)
-    assert torch.equal(reachable, slow_reachable)
-    torch.testing.assert_close(path, slow, rtol=0, atol=1e-9)
+    kept = distance.clone()
+    for needs_gradient in (False, True):  # in place, and as a graph
+        path, reachable = anchor_path(distance.requires_grad_(needs_gradient), *arguments)
+        assert torch.equal(reachable, slow_reachable)
+        torch.testing.assert_close(path.detach(), slow, rtol=0, atol=1e-9)
+    assert torch.equal(distance, kept)
 
 
 def test_similarity_is_a_cosine_per_contiguous_block():
@@ -99,6 +103,169 @@ def test_distance_is_the_inverse_at_anchors_only():
     similarity = torch.tensor([0.05, 0.0499, 0.5, -1.0, 0.0, 1.0], dtype=torch.float64)
     distance = anchor_distance(similarity, 0.05)
     assert distance.tolist() == [20.0, math.inf, 2.0, math.inf, math.inf, 1.0]
+
+
+def test_a_large_batch_is_worked_off_in_parts():
+    generator = torch.Generator().manual_seed(5)
+    similarity = torch.rand(9, 8, 14 * 14, 30, generator=generator).movedim(1, -1) * 2 - 1
+    similarity = similarity.repeat(torch.get_num_threads(), 1, 1, 1)  # parts grow with threads
+    distance = anchor_distance(similarity, 0.9)
+    mask = torch.rand(len(distance), 30, generator=generator) > 0.2
+    path, reachable = anchor_path(distance, (14, 14), mask)
+    single = [anchor_path(*pair) for pair in zip(distance, [(14, 14)] * len(mask), mask)]
+    assert torch.equal(path, torch.stack([pair[0] for pair in single]))
+    assert torch.equal(reachable, torch.stack([pair[1] for pair in single]))
+
+
+@pytest.mark.parametrize("lead", [(), (3,), (3, 2)])
+def test_leading_axes_and_masks_of_a_batch(lead):
+    similarity = torch.rand(*lead, 6, 4, 2, dtype=torch.float64)
+    distance = anchor_distance(similarity, 0.6)
+    masks = torch.tensor([[True] * 4, [False, True, True, False], [True, True, False, False]])
+    mask = masks if lead else masks[1]
+    path, reachable = anchor_path(distance, (2, 3), mask)
+    assert path.shape == reachable.shape == distance.shape
+    expanded = mask[:, None].expand(*lead, 4) if len(lead) == 2 else mask
+    slow = [
+        slow_path(d, (2, 3), m, 5, 9, "euclidean")
+        for d, m in zip(distance.view(-1, 6, 4, 2), expanded.reshape(-1, 4))
+    ]
+    torch.testing.assert_close(path.reshape(-1, 6, 4, 2), torch.stack([p for p, _ in slow]))
+    assert torch.equal(reachable.reshape(-1, 6, 4, 2), torch.stack([r for _, r in slow]))
+
+
+def anchors_at_random(rows, columns, tokens, seed):
+    generator = torch.Generator().manual_seed(seed)
+    similarity = torch.rand(rows * columns, tokens, 2, generator=generator, dtype=torch.float64)
+    return anchor_distance(similarity, 0.8)
+
+
+def full(path, reachable):
+    """Paths with +inf where nothing is reachable, so that they can be compared."""
+    return path.masked_fill(~reachable, math.inf)
+
+
+grids = {"rows": st.integers(1, 5), "columns": st.integers(1, 5), "seed": st.integers(0, 1000)}
+metrics = st.sampled_from(["euclidean", "manhattan", "chebyshev"])
+
+
+@settings(max_examples=30, deadline=None)
+@given(tokens=st.integers(2, 6), metric=metrics, step=st.sampled_from([0, 1]), **grids)
+def test_a_neighbour_is_at_most_one_step_farther(rows, columns, tokens, metric, step, seed):
+    distance = anchors_at_random(rows, columns, tokens, seed)
+    grid = (rows, columns)
+    small = full(*anchor_path(distance, grid, None, 3, 9, metric)).unflatten(0, grid)
+    longer = full(*anchor_path(distance, grid, None, 5, 9, metric)).unflatten(0, grid)
+    wider = full(*anchor_path(distance, grid, None, 3, 25, metric)).unflatten(0, grid)
+    eps = 1e-9
+    assert (longer[:, :, 1:] <= small[:, :, :-1] + 1 + eps).all()
+    assert (longer[:, :, :-1] <= small[:, :, 1:] + 1 + eps).all()
+    across, diagonal = 1 + eps, {"euclidean": math.sqrt(2), "manhattan": 2}.get(metric, 1) + eps
+    assert (wider[1:] <= small[:-1] + across).all()
+    assert (wider[:, :-1] <= small[:, 1:] + across).all()
+    assert (wider[1:, 1:] <= small[:-1, :-1] + diagonal).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(tokens=st.integers(1, 6), metric=metrics, **grids)
+def test_larger_windows_reach_more_and_never_farther(rows, columns, tokens, metric, seed):
+    distance = anchors_at_random(rows, columns, tokens, seed)
+    windows = [(1, 1), (3, 1), (3, 9), (5, 9), (5, 25), (None, 25), (None, None)]
+    paths = [full(*anchor_path(distance, (rows, columns), None, *w, metric)) for w in windows]
+    torch.testing.assert_close(paths[0], distance)
+    for smaller, larger in pairwise(paths):
+        assert (larger <= smaller + 1e-9).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    tokens=st.integers(1, 7),
+    metric=metrics,
+    text_window=st.sampled_from([1, 5, None]),
+    patch_window=st.sampled_from([9, None]),
+    cut=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    **grids,
+)
+def test_masking_tokens_at_the_ends_equals_removing_them(
+    rows, columns, tokens, metric, text_window, patch_window, cut, seed
+):
+    distance = anchors_at_random(rows, columns, tokens, seed)
+    first, last = cut[0], max(cut[0], tokens - cut[1])
+    kept = torch.arange(tokens)[first:last]
+    mask = torch.zeros(tokens, dtype=torch.bool).index_fill(0, kept, True)
+    rest = ((rows, columns), mask, text_window, patch_window, metric)
+    path, reachable = anchor_path(distance, *rest)
+    assert not reachable[:, ~mask].any()
+    assert not path[:, ~mask].any()
+    if len(kept):
+        rest = (rest[0], None, *rest[2:])
+        removed, still = anchor_path(distance[:, first:last], *rest)
+        torch.testing.assert_close(path[:, mask], removed, rtol=0, atol=1e-9)
+        assert torch.equal(reachable[:, mask], still)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    tokens=st.integers(1, 6),
+    metric=metrics,
+    windows=st.sampled_from([(3, 9), (5, 25), (None, None)]),
+    axis=st.sampled_from([0, 1, 2]),
+    **grids,
+)
+def test_a_mirror_image_has_the_mirrored_path(rows, columns, tokens, metric, windows, axis, seed):
+    grid = (rows, columns)
+    distance = anchors_at_random(rows, columns, tokens, seed)
+    mask = torch.arange(tokens) != 1
+
+    def mirrored(x):
+        return x.unflatten(0, grid).flip(axis).flatten(0, 1)
+
+    turned = mask.flip(0) if axis == 2 else mask
+    path = anchor_path(mirrored(distance), grid, turned, *windows, metric)[0]
+    straight = anchor_path(distance, grid, mask, *windows, metric)[0]
+    torch.testing.assert_close(mirrored(path), straight, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("grid", [(2, 4), (1, 1)])
+@pytest.mark.parametrize("windows", [(5, 9), (3, 1), (3, 25), (None, 9), (3, None)])
+@pytest.mark.parametrize("metric", ["euclidean", "manhattan", "chebyshev"])
+def test_gradcheck_of_the_path(grid, windows, metric):
+    # Fractions of different primes: no two paths are equally long, so the minimum has a gradient.
+    entries = grid[0] * grid[1] * 5 * 2
+    distance = (torch.arange(1, entries + 1, dtype=torch.float64) * math.sqrt(7)).frac() * 19 + 1
+    distance = distance.view(grid[0] * grid[1], 5, 2)
+    distance[::3, ::2] = math.inf
+    anchors = torch.isfinite(distance)
+    mask = torch.tensor([True, True, False, True, True])
+
+    def path(values):
+        return anchor_path(distance.masked_scatter(anchors, values), grid, mask, *windows, metric)[
+            0
+        ]
+
+    values = distance[anchors].requires_grad_()
+    assert torch.autograd.gradcheck(path, values)
+
+
+def test_gradcheck_of_the_other_functions():
+    image = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
+    text = torch.randn(2, 4, 8, dtype=torch.float64, requires_grad=True)
+    similarity = torch.rand(3, 4, 2, dtype=torch.float64) * 1.9 - 0.9
+    similarity.requires_grad_()
+    threshold = torch.tensor(0.31, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda x, y: group_similarity(x, y, 4), (image, text))
+
+    def anchors_only(s):
+        return anchor_distance(s, threshold)[s >= threshold]
+
+    assert torch.autograd.gradcheck(anchors_only, similarity)
+    assert torch.autograd.gradcheck(lambda s: anchor_distance(s, 0.31, False, 2.0), similarity)
+    path = torch.rand(2, 3, 4, 2, dtype=torch.float64, requires_grad=True)
+    table = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
+    words = torch.tensor([[True, True, False, True], [True, False, False, False]])
+    assert torch.autograd.gradcheck(embed_path, (path, table))
+    assert torch.autograd.gradcheck(lambda p: mean_over_words(p, words), path)
+    assert torch.autograd.gradcheck(mean_over_patches, path)
 
 
 def test_gradients_pass_and_stay_finite():
@@ -132,6 +299,95 @@ def test_edges_are_safe_in_value_and_gradient(case):
     path.sum().backward()
     assert image.grad.isfinite().all()
     assert text.grad.isfinite().all()
+
+
+def test_entries_beside_the_threshold():
+    delta = 0.05
+    beside = torch.tensor([delta - 1e-9, delta, delta + 1e-9], dtype=torch.float64)
+    hard = anchor_distance(beside, delta)
+    assert hard[0] == math.inf
+    torch.testing.assert_close(hard[1:], 1 / beside[1:])
+    assert hard[1] == 20
+    soft = anchor_distance(beside, delta, hard=False)
+    torch.testing.assert_close(soft[0].item(), 20 * math.exp(1e4 * 1e-9), rtol=1e-6, atol=0)
+    assert torch.equal(soft[1:], hard[1:])
+    path, reachable = anchor_path(hard.view(1, 3, 1), (1, 1), text_window=1)
+    assert reachable.flatten().tolist() == [False, True, True]
+    assert path.flatten().tolist() == [0, *hard[1:].tolist()]
+    # A 0-d tensor, as a running quantile gives it, decides as the number does.
+    assert torch.equal(anchor_distance(beside, torch.tensor(delta, dtype=torch.float64)), hard)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.floats(-1, 1), st.floats(0.01, 0.5), st.floats(0.1, 50))
+def test_soft_form_is_equations_4_and_6(similarity, delta, tau):
+    shrunk = similarity if similarity >= delta else delta * math.exp(tau * (similarity - delta))
+    soft = anchor_distance(torch.tensor(similarity, dtype=torch.float64), delta, False, tau)
+    assert soft.item() == pytest.approx(1 / shrunk, rel=1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    metric=metrics,
+    windows=st.sampled_from([(5, 9), (1, 1), (3, 25), (None, None)]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    seed=st.integers(0, 1000),
+)
+def test_soft_equals_hard_away_from_the_threshold(metric, windows, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    similarity = torch.rand(2, 12, 6, 2, generator=generator, dtype=dtype) * 2 - 1.6
+    near = torch.rand(similarity.shape, generator=generator) < 0.3
+    side = torch.where(torch.rand(similarity.shape, generator=generator) < 0.1, 1.1e-4, -1.1e-4)
+    similarity = torch.where(near, 0.05 + side.to(dtype), similarity)
+    away = (similarity - 0.05).abs() >= 1e-4
+    similarity = torch.where(away, similarity, -0.5)
+    mask = torch.rand(2, 6, generator=generator) > 0.3
+    rest = ((3, 4), mask, *windows, metric)
+    hard, reachable = anchor_path(anchor_distance(similarity), *rest)
+    soft, all_words = anchor_path(anchor_distance(similarity, hard=False), *rest)
+    assert torch.equal(soft[reachable], hard[reachable])
+    assert torch.equal(all_words, mask[:, None, :, None].expand_as(all_words))
+    assert (soft[all_words & ~reachable] > 20).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_soft_form_stays_finite_in_value_and_gradient(dtype):
+    similarity = torch.tensor([-1.0, 0.0, 0.03, 0.0499, 0.05, 1.0], dtype=dtype)
+    similarity.requires_grad_()
+    distance = anchor_distance(similarity, 0.02, hard=False)
+    assert distance.dtype == dtype
+    assert (distance[:2] > 1 / 0.02 * 100).all()
+    path, reachable = anchor_path(distance.view(6, 1, 1), (2, 3))
+    assert reachable.all()
+    assert (path.float().expand(6, 64, 8).sum() * torch.ones(3)).isfinite().all()
+    path.sum().backward()
+    assert similarity.grad.isfinite().all()
+    gradient = torch.autograd.grad(anchor_distance(similarity, 0.02, hard=False).sum(), similarity)[
+        0
+    ]
+    assert gradient.isfinite().all()
+    assert gradient[0] == 0  # where the exponent has stopped
+
+
+def test_float32_under_bf16_autocast_stays_float32():
+    image, text = torch.randn(2, 6, 8), torch.randn(2, 4, 8)
+    words = torch.tensor([[True, True, True, False], [True, False, False, False]])
+    table = torch.randn(2, 5)
+
+    def everything():
+        similarity = group_similarity(image, text, 2)
+        distance = anchor_distance(similarity)
+        path, _ = anchor_path(distance, (2, 3), words)
+        soft = anchor_distance(similarity, hard=False)
+        means = mean_over_words(path, words), mean_over_patches(path)
+        return similarity, distance, soft, path, embed_path(path, table), *means
+
+    exact = everything()
+    with torch.autocast("cpu", torch.bfloat16):
+        under = everything()
+    for a, b in zip(exact, under):
+        assert b.dtype == torch.float32
+        assert torch.equal(a, b)
 
 
 def test_half_precision_is_computed_in_float32():
@@ -173,5 +429,13 @@ def test_impossible_options_are_named(change, message):
 def test_groups_must_divide_the_width():
     with pytest.raises(ValueError, match="3 groups do not divide 8 channels"):
         group_similarity(torch.rand(2, 8), torch.rand(2, 8), 3)
-    with pytest.raises(ValueError, match="positive"):
-        anchor_distance(torch.rand(1), 0.0)
+    with pytest.raises(ValueError, match="width 8, text features 6"):
+        group_similarity(torch.rand(2, 8), torch.rand(2, 6), 2)
+
+
+def test_threshold_and_tau_must_be_positive():
+    for threshold in (0.0, -0.1, math.nan):
+        with pytest.raises(ValueError, match=f"threshold must be positive, not {threshold}"):
+            anchor_distance(torch.rand(1), threshold)
+    with pytest.raises(ValueError, match=r"tau must be positive, not -1\.0"):
+        anchor_distance(torch.rand(1), hard=False, tau=-1.0)

@@ -62,7 +62,7 @@ def test_float32_keeps_its_digits_at_the_largest_grid(metric):
 
 def test_a_single_value_spreads_in_straight_lines():
     x = torch.full((5,), math.inf).index_fill(0, torch.tensor(1), 3.0)
-    assert along_axis(x, 0, 0.5).tolist() == [3.5, 3.0, 3.5, 4.0, 4.5]
+    assert along_axis(x, 0).tolist() == [4.0, 3.0, 4.0, 5.0, 6.0]
 
 
 @pytest.mark.parametrize("metric", [*sorted(METRICS), "euclidean"])

@@ -22,6 +22,9 @@ class Attention(nn.Module):
         fused: use scaled_dot_product_attention where no `value` hook needs the weights; None
             chooses by device: fused on accelerators, explicit on CPU, where the backward of the
             fused kernel is slow in bf16.
+
+    On the explicit path the probabilities (batch, heads, queries, keys) pass through the submodule
+    `probabilities`, where a forward hook may read or replace them; the fused path never has them.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class Attention(nn.Module):
         self.value = nn.Linear(width, width)
         self.output = nn.Linear(width, width) if output else None
         self.positions = nn.ModuleList(positions)
+        self.probabilities = nn.Identity()
 
     def forward(
         self,
@@ -76,10 +80,11 @@ class Attention(nn.Module):
             logits = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
             if logit_bias is not None:
                 logits = logits + logit_bias
-            attention = logits.softmax(-1).to(value.dtype)
+            attention = self.probabilities(logits.softmax(-1).to(value.dtype))
             out = attention @ value
             for encoding in self._using("value"):
-                out = out + encoding("value", attention, context)
+                addition = encoding("value", attention, context)
+                out = out if addition is None else out + addition
         out = out.transpose(1, 2).flatten(-2)
         return out if self.output is None else self.output(out)
 
@@ -102,5 +107,6 @@ class Attention(nn.Module):
             total = total.masked_fill(~mask, lowest)[:, None, None, :]
         for encoding in self._using("bias"):
             bias = encoding("bias", query, key, context)
-            total = bias if total is None else total + bias
+            if bias is not None:
+                total = bias if total is None else total + bias
         return total if total is None else total.to(query.dtype)

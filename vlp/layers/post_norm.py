@@ -56,6 +56,7 @@ class CrossLayer(nn.Module):
         intermediate: channels of the feed-forward.
         cross_output: whether the cross-attention has an output projection (layout `albef`).
         positions: encodings of the cross-attention.
+        self_positions: encodings of the self-attention.
     """
 
     def __init__(
@@ -65,9 +66,10 @@ class CrossLayer(nn.Module):
         intermediate: int,
         cross_output: bool = False,
         positions: Sequence[PositionEncoding] = (),
+        self_positions: Sequence[PositionEncoding] = (),
     ) -> None:
         super().__init__()
-        self.attention = Attention(width, heads)
+        self.attention = Attention(width, heads, positions=self_positions)
         self.attention_norm = nn.LayerNorm(width, eps=NORM_EPS)
         self.cross_attention = Attention(width, heads, output=cross_output, positions=positions)
         self.cross_norm = nn.LayerNorm(width, eps=NORM_EPS)
@@ -81,9 +83,9 @@ class CrossLayer(nn.Module):
         """
         return getattr(self, step)(*arguments)
 
-    def attend_self(self, states: Tensor, mask: Tensor | None) -> Tensor:
+    def attend_self(self, states: Tensor, mask: Tensor | None, context: PositionContext) -> Tensor:
         """First step: (B, T, width) -> (B, T, width)."""
-        return self.attention_norm(states + self.attention(states, mask=mask))
+        return self.attention_norm(states + self.attention(states, mask=mask, context=context))
 
     def attend_other(
         self, states: Tensor, other: Tensor, mask: Tensor | None, context: PositionContext

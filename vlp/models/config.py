@@ -7,8 +7,10 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from vlp.config import Config
+from vlp.positions.windows import patch_reach, text_reach
 
 Role = Literal["query", "key", "value"]
+CrossPosition = Literal["anchor", "uniform", "ape", "rpe"]
 
 
 class TextConfig(Config):
@@ -61,27 +63,62 @@ class ImageConfig(Config):
 class AnchorConfig(Config):
     """ACE-RPE (paper section 3.2). `threshold` null means the running quantile."""
 
-    groups: int = Field(8, ge=1)
-    threshold: float | None = Field(None, gt=0)
+    groups: int = Field(8, ge=1, description="G channel groups of Eq. 3")
+    threshold: float | None = Field(None, gt=0, description="delta of Eq. 4")
     quantile: float = Field(0.9, gt=0, lt=1)
     quantile_momentum: float = Field(0.99, ge=0, lt=1)
-    text_window: int | None = 5
-    patch_window: int | None = 9
+    hard: bool = Field(True, description="only anchors are passed through (reading A8)")
+    tau: float = Field(1e4, gt=0, description="tau of Eq. 4, for the soft form")
+    text_window: int | None = Field(5, description="B_t, an odd number of tokens; null: all")
+    patch_window: int | None = Field(9, description="B_p, an odd square of patches; null: all")
     metric: Literal["euclidean", "manhattan", "chebyshev"] = "euclidean"
-    roles: tuple[Role, ...] = ("query", "key", "value")
+    features: Literal["projected", "encoder"] = Field(
+        "projected", description="what enters Eq. 3: token projections, or the encoders' states"
+    )
     mode: Literal["contextual", "bias"] = "contextual"
+    roles: tuple[Role, ...] = Field(
+        ("query", "key", "value"), description="which carry the position in contextual mode"
+    )
+    shared_heads: bool = Field(False, description="one embedding for all heads (Table 6)")
+    scale: float = Field(1.0, gt=0, description="factor of the path before it is embedded")
     path_gradient: bool = False
+
+    @model_validator(mode="after")
+    def _possible(self) -> AnchorConfig:
+        text_reach(self.text_window)
+        patch_reach(self.patch_window)
+        if not self.roles or len(set(self.roles)) < len(self.roles):
+            raise ValueError(f"roles must name query, key, value once each, not {self.roles}")
+        return self
 
 
 class CrossConfig(Config):
-    """Post-norm layers of self-attention, cross-attention and feed-forward."""
+    """Post-norm layers of self-attention, cross-attention and feed-forward.
+
+    `position` lists the encodings, none or several (paper, Tables 1 and 2): `anchor` is ACE-RPE,
+    `uniform` its baseline with all paths 1, `ape` a learned position for every token of either
+    stream, `rpe` contextual iRPE-product on queries and keys in the self-attention of each stream.
+    """
 
     layers: int = 6
     heads: int = 12
     intermediate: int = 3072
     layout: Literal["ace", "text", "albef"] = "ace"
-    position: Literal["anchor", "uniform", "none"] = "anchor"
+    position: tuple[CrossPosition, ...] = ("anchor",)
     anchor: AnchorConfig = AnchorConfig()
+
+    @model_validator(mode="after")
+    def _possible(self) -> CrossConfig:
+        if len(set(self.position)) < len(self.position):
+            raise ValueError(f"position names an encoding twice: {', '.join(self.position)}")
+        if {"anchor", "uniform"} <= set(self.position):
+            raise ValueError("position: `anchor` and `uniform` exclude each other")
+        if "rpe" in self.position and self.layout != "ace":
+            raise ValueError(
+                f"position `rpe` needs layout `ace`; in `{self.layout}` patches have no "
+                "self-attention that could carry it"
+            )
+        return self
 
 
 class ModelConfig(Config):
@@ -108,9 +145,14 @@ class ModelConfig(Config):
             )
         if self.text.width % self.cross.heads:
             raise ValueError(f"width {self.text.width} is not a multiple of cross.heads")
-        if self.embed_dim % self.cross.anchor.groups:
+        anchor = self.cross.anchor
+        name, channels = (
+            ("embed_dim", self.embed_dim)
+            if anchor.features == "projected"
+            else ("text.width", self.text.width)
+        )
+        if channels % anchor.groups:
             raise ValueError(
-                f"cross.anchor.groups {self.cross.anchor.groups} does not divide embed_dim "
-                f"{self.embed_dim}"
+                f"cross.anchor.groups {anchor.groups} does not divide {name} {channels}"
             )
         return self

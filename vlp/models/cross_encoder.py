@@ -10,6 +10,7 @@ from vlp.layers.post_norm import CrossLayer
 from vlp.models.config import CrossConfig
 from vlp.positions import PositionContext, PositionEncoding, create_position
 from vlp.positions.anchor_field import AnchorField
+from vlp.positions.by_modality import ByModality
 
 
 class Pairs(NamedTuple):
@@ -27,16 +28,25 @@ class CrossEncoder(nn.Module):
     an output projection in the cross-attention, as ALBEF's fusion layers have.
     """
 
-    def __init__(self, config: CrossConfig, width: int) -> None:
+    def __init__(
+        self, config: CrossConfig, width: int, max_tokens: int, grid: tuple[int, int]
+    ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.grid = config, grid
+        places = {"text": max_tokens - 1, "image": grid[0] * grid[1]}
+        self.positions = nn.ModuleList(
+            [_of_each_stream("learned-1d", width=width, length=places)]
+            if "ape" in config.position
+            else []
+        )
         self.layers = nn.ModuleList(
             CrossLayer(
                 width,
                 config.heads,
                 config.intermediate,
                 cross_output=config.layout == "albef",
-                positions=_positions(config, width),
+                positions=_between_streams(config, width),
+                self_positions=_within_streams(config, width),
             )
             for _ in range(config.layers)
         )
@@ -67,13 +77,17 @@ class CrossEncoder(nn.Module):
             Text states (B, N, width) and image states (B, 1 + M, width) or None.
         """
         both = self.config.layout == "ace"
-        text_asks = PositionContext(anchors=anchors, prefix_tokens=1, text_queries=True)
-        image_asks = PositionContext(anchors=anchors, prefix_tokens=1, text_queries=False)
+        words = (1, text.shape[1] - 1)
+        text_asks = PositionContext(words, 1, anchors, text_queries=True)
+        image_asks = PositionContext(self.grid, 1, anchors, text_queries=False)
+        for encoding in self.positions:
+            text = encoding("tokens", text, text_asks)
+            image = encoding("tokens", image, image_asks)
         for number, layer in enumerate(self.layers):
             last = number == len(self.layers) - 1
-            text = layer("attend_self", text, text_mask)
+            text = layer("attend_self", text, text_mask, text_asks)
             if both:
-                image = layer("attend_self", image, None)
+                image = layer("attend_self", image, None, image_asks)
             if number == 0 and pairs is not None:
                 text, text_mask = text[pairs.texts], text_mask[pairs.texts]
                 image = image[pairs.pictures]
@@ -84,16 +98,35 @@ class CrossEncoder(nn.Module):
         return text, image if both and need_image else None
 
 
-def _positions(config: CrossConfig, width: int) -> list[PositionEncoding]:
-    if config.position == "none":
-        return []
+def _between_streams(config: CrossConfig, width: int) -> list[PositionEncoding]:
+    """Encodings of the cross-attention: ACE-RPE, or the same module fed with constant paths."""
+    anchor = config.anchor
     return [
         create_position(
-            config.position,
+            name,
             width=width,
             heads=config.heads,
-            groups=config.anchor.groups,
-            roles=config.anchor.roles,
-            mode=config.anchor.mode,
+            groups=anchor.groups,
+            roles=anchor.roles,
+            mode=anchor.mode,
+            shared_heads=anchor.shared_heads,
+            scale=anchor.scale,
         )
+        for name in config.position
+        if name in ("anchor", "uniform")
     ]
+
+
+def _within_streams(config: CrossConfig, width: int) -> list[PositionEncoding]:
+    """Encodings of the self-attention: iRPE-product over patches, and over the words as one row."""
+    if "rpe" not in config.position:
+        return []
+    options = {"width": width, "heads": config.heads, "roles": ("query", "key")}
+    return [ByModality(*(create_position("irpe-product", **options) for _ in ("text", "image")))]
+
+
+def _of_each_stream(name: str, width: int, length: dict[str, int]) -> ByModality:
+    return ByModality(
+        create_position(name, width=width, length=length["text"]),
+        create_position(name, width=width, length=length["image"]),
+    )

@@ -38,7 +38,9 @@ class VLPModel(nn.Module):
         width = config.text.width
         self.text_encoder = TextEncoder(config.text, config.embed_dim)
         self.image_encoder = ImageEncoder(config.image, config.embed_dim)
-        self.cross_encoder = CrossEncoder(config.cross, width)
+        self.cross_encoder = CrossEncoder(
+            config.cross, width, config.text.max_tokens, config.image.grid
+        )
         if config.token_projection:
             self.text_tokens = nn.Linear(width, config.embed_dim, bias=False)
             self.image_tokens = nn.Linear(width, config.embed_dim, bias=False)
@@ -88,21 +90,27 @@ class VLPModel(nn.Module):
             word_mask=word_mask,
         )
 
+    def anchor_features(self, image: ImageFeatures, text: TextFeatures) -> tuple[Tensor, Tensor]:
+        """What enters Eq. 3: (B, M, D) of the patches and (B, N, D) of the tokens."""
+        if self.config.cross.anchor.features == "encoder":
+            return image.states[:, 1:], text.states
+        return image.tokens, text.tokens
+
     def anchors(
         self, image: ImageFeatures, text: TextFeatures, pairs: Pairs | None = None
     ) -> AnchorField | None:
         """Anchor paths of the pairs, from this pass's token features (reading A7)."""
-        cross = self.config.cross
-        image_tokens, text_tokens, word_mask = image.tokens, text.tokens, text.word_mask
-        if not cross.anchor.path_gradient:
+        cross, anchor = self.config.cross, self.config.cross.anchor
+        if not {"anchor", "uniform"} & set(cross.position):
+            return None
+        word_mask = text.word_mask if pairs is None else text.word_mask[pairs.texts]
+        if "uniform" in cross.position:
+            return uniform_field(word_mask, image.tokens.shape[1], anchor.groups)
+        image_tokens, text_tokens = self.anchor_features(image, text)
+        if not anchor.path_gradient:
             image_tokens, text_tokens = image_tokens.detach(), text_tokens.detach()
         if pairs is not None:
             image_tokens, text_tokens = image_tokens[pairs.pictures], text_tokens[pairs.texts]
-            word_mask = word_mask[pairs.texts]
-        if cross.position == "none":
-            return None
-        if cross.position == "uniform":
-            return uniform_field(word_mask, image.tokens.shape[1], cross.anchor.groups)
         return anchor_field(
             image_tokens,
             text_tokens,
@@ -110,10 +118,12 @@ class VLPModel(nn.Module):
             self.config.image.grid,
             # Before the first step there is no quantile yet; delta must stay positive.
             self.anchor_threshold.clamp(min=1e-3),
-            cross.anchor.groups,
-            cross.anchor.text_window,
-            cross.anchor.patch_window,
-            cross.anchor.metric,
+            anchor.groups,
+            anchor.text_window,
+            anchor.patch_window,
+            anchor.metric,
+            anchor.hard,
+            anchor.tau,
         )
 
     def cross(

@@ -7,8 +7,10 @@ Nothing here detaches: whether gradients pass through a path is the caller's cho
 
 from __future__ import annotations
 
+import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Literal
 
 import torch
@@ -18,6 +20,9 @@ from torch.nn import functional
 from vlp.positions import distance_transform
 
 Metric = Literal["euclidean", "manhattan", "chebyshev"]
+
+# Entries of one intermediate result that a core handles best: 1 MiB of float32.
+_CACHED_ENTRIES = 1 << 18
 
 
 def group_similarity(image: Tensor, text: Tensor, groups: int) -> Tensor:
@@ -50,23 +55,50 @@ def group_similarity(image: Tensor, text: Tensor, groups: int) -> Tensor:
     return similarity.movedim(-3, -1).to(dtype)
 
 
-def anchor_distance(similarity: Tensor, threshold: float | Tensor = 0.05) -> Tensor:
-    """Distance D_G = 1/S at anchors and +inf elsewhere (Eqs 4-6, hard form, readings A8 and A9).
+def anchor_distance(
+    similarity: Tensor, threshold: float | Tensor = 0.05, hard: bool = True, tau: float = 1e4
+) -> Tensor:
+    """Distance D_G = 1 / S_hat between patches and tokens (Eqs 4-6, readings A8 and A9).
+
+    An anchor is an entry with S >= delta; there S_hat = S in both forms. The hard form, the limit
+    of Eq. 4 for tau -> infinity, puts every other entry at +inf. The soft form is Eq. 4 as
+    printed, D = exp(tau (delta - S)) / delta, written without S_hat, which is 0 in float32 from
+    0.0102 below the threshold. Its exponent stops at half of what the type can hold: D then stays
+    at sqrt(largest number) / delta (3.7e20 in float32 at delta = 0.05) with gradient 0, so that
+    sums over paths remain finite. Both forms agree on every path that ends at an anchor unless
+    some S lies within 1.6e-5 below delta.
 
     Args:
         similarity: (..., M, N, G), from `group_similarity`.
-        threshold: delta, positive; a number or a 0-d tensor.
+        threshold: delta, positive; a number or a 0-d tensor, whose sign the caller answers for
+            (reading it would make a GPU wait).
+        hard: False is Eq. 4 with a finite tau; every entry is then finite, so `anchor_path`
+            reaches all real words and its `reachable` only tells words from padding.
+        tau: steepness of the soft form, positive; the hard form ignores it.
 
     Returns:
-        (..., M, N, G): 1/S where S >= delta, +inf elsewhere.
+        (..., M, N, G): 1/S in [1, 1/delta] where S >= delta, elsewhere +inf or a larger number.
 
     Raises:
-        ValueError: a threshold that is a number and not positive.
+        ValueError: tau, or a threshold that is a number, is not positive.
     """
-    if not isinstance(threshold, Tensor) and threshold <= 0:
+    if not isinstance(threshold, Tensor) and not threshold > 0:
         raise ValueError(f"the anchor threshold must be positive, not {threshold}")
+    if not tau > 0:
+        raise ValueError(f"tau must be positive, not {tau}")
+    dtype = similarity.dtype
+    similarity = _at_least_float32(similarity)
     anchor = similarity >= threshold
-    return torch.where(anchor, 1 / torch.where(anchor, similarity, 1.0), math.inf)
+    # Entries below delta are raised to it: where() alone would let 1/0 into the gradient.
+    raised = similarity.clamp(min=threshold)
+    if hard and _in_place(raised):
+        return raised.reciprocal_().masked_fill_(~anchor, math.inf).to(dtype)
+    distance = raised.reciprocal()
+    if hard:
+        return distance.masked_fill(~anchor, math.inf).to(dtype)
+    largest = math.log(torch.finfo(dtype).max) / 2
+    exponent = (tau * (threshold - similarity)).clamp(0, largest)
+    return torch.where(anchor, distance, exponent.exp() / threshold).to(dtype)
 
 
 def anchor_path(
@@ -77,11 +109,15 @@ def anchor_path(
     patch_window: int | None = 9,
     metric: Metric = "euclidean",
 ) -> tuple[Tensor, Tensor]:
-    """Shortest anchor path P_ace from every token to every patch (Eq. 7, readings A10-A15).
+    """Shortest anchor path P_ace from every token to every patch (Eq. 7, readings A10-A16).
 
     The minimum over anchor patch and anchor token splits into two one-sided minima, first over
     the tokens of the window, then over the patches of the window. Unbounded ones take time linear
     in M and N, but for Euclidean distance, which compares every patch with every other.
+
+    On a GPU with Triton, bounded windows run in one kernel (`vlp.positions.anchor_triton`). Where
+    several sources are equally near, PyTorch shares the gradient among them and the kernel gives
+    it to one.
 
     Args:
         distance: (..., M, N, G), from `anchor_distance`.
@@ -93,7 +129,8 @@ def anchor_path(
         metric: distance between patches, in patches.
 
     Returns:
-        The path (..., M, N, G), 0 where nothing is reachable, and the boolean `reachable`.
+        The path (..., M, N, G), in patches and tokens as they come (reading A16), 0 where nothing
+        is reachable, and the boolean `reachable`.
 
     Raises:
         ValueError: the grid does not fit M, a window is even or not square, unknown metric.
@@ -108,30 +145,54 @@ def anchor_path(
         raise ValueError(f"unknown patch metric {metric!r}; one of euclidean, manhattan, chebyshev")
     text_reach = _text_reach(text_window)
     patch_reach = _patch_reach(patch_window)
-    dtype = distance.dtype
-    distance = _at_least_float32(distance)
-    mask = None
-    if text_mask is not None:
-        mask = _align_mask(text_mask, distance)
-        distance = distance.masked_fill(~mask, math.inf)
+    shape, dtype = distance.shape, distance.dtype
+    words = None if text_mask is None else _words(text_mask, distance)
+    distance = distance.reshape(math.prod(shape[:-3]), *shape[-3:])
+    if distance.is_cuda and text_reach is not None and patch_reach is not None and _has_triton():
+        from vlp.positions import anchor_triton
+
+        if anchor_triton.fits(text_reach, patch_reach):
+            path, reachable = anchor_triton.windowed_path(
+                distance, grid, words, text_reach, patch_reach, metric
+            )
+            return path.view(shape), reachable.view(shape)
 
     # Groups first: tokens then lie side by side in memory, as `group_similarity` leaves them.
-    plane = distance.movedim(-1, -3).unflatten(-2, grid)  # (..., G, rows, columns, N)
-    plane = _over_tokens(plane, text_reach)
-    plane = _over_patches(plane, patch_reach, metric)
-    path = plane.flatten(-3, -2).movedim(-3, -1)
-    reachable = torch.isfinite(path)
-    if mask is not None:
-        reachable = reachable & mask
-    return torch.where(reachable, path, 0.0).to(dtype), reachable
+    plane = _at_least_float32(distance).movedim(-1, 1).unflatten(2, grid)
+    if _in_place(plane):
+        path, reachable = torch.empty_like(plane), torch.empty_like(plane, dtype=torch.bool)
+        part = _rows_in_cache(plane)
+        for start in range(0, len(plane), part):
+            here = slice(start, start + part)
+            barrier = None if words is None else _barrier(words[here], plane.dtype)
+            nearest = _nearest_anchor(plane[here], barrier, text_reach, patch_reach, metric)
+            torch.lt(nearest, math.inf, out=reachable[here])
+            torch.nan_to_num(nearest, nan=0.0, posinf=0.0, out=path[here])
+    else:
+        barrier = None if words is None else _barrier(words, plane.dtype)
+        nearest = _nearest_anchor(plane, barrier, text_reach, patch_reach, metric)
+        path, reachable = torch.nan_to_num(nearest, nan=0.0, posinf=0.0), nearest < math.inf
+    path, reachable = (x.flatten(2, 3).movedim(1, -1).view(shape) for x in (path, reachable))
+    return path.to(dtype), reachable
 
 
 def embed_path(path: Tensor, table: Tensor) -> Tensor:
-    """E_ace = P W (Eq. 8): (..., M, N, G) with (G, D) -> (..., M, N, D).
+    """Position embedding E_ace = P W (Eq. 8).
 
-    For inspection and as the reference of tests only; the model never builds this tensor.
+    A group that is not reachable has path 0 and adds nothing, so E = 0 where no group is reachable
+    (reading A15). For inspection and as the reference of tests only; the model never builds this
+    tensor.
+
+    Args:
+        path: (..., M, N, G), from `anchor_path`.
+        table: W, (G, D).
+
+    Returns:
+        (..., M, N, D), in the type of `path`.
     """
-    return path @ table
+    with torch.autocast(path.device.type, enabled=False):
+        embedding = _at_least_float32(path) @ _at_least_float32(table)
+    return embedding.to(path.dtype)
 
 
 def mean_over_words(path: Tensor, word_mask: Tensor) -> Tensor:
@@ -151,7 +212,16 @@ def mean_over_words(path: Tensor, word_mask: Tensor) -> Tensor:
 
 
 def mean_over_patches(path: Tensor) -> Tensor:
-    """Mean path of each token over all patches, for Eq. 10: (B, M, N, G) -> (B, N, G)."""
+    """Mean path of each token over all patches, for Eq. 10 (reading A20).
+
+    Unreachable pairs count as 0 and stay in the divisor, which is M.
+
+    Args:
+        path: (..., M, N, G), 0 where not reachable.
+
+    Returns:
+        (..., N, G).
+    """
     return path.mean(-3)
 
 
@@ -181,6 +251,7 @@ def _patch_reach(window: int | None) -> int | None:
 
 
 def _patch_distance(down: int, right: int, metric: Metric) -> float:
+    """D_p2p of Eq. 7 for a step of whole rows and columns, in patches (reading A11)."""
     if metric == "euclidean":
         return math.hypot(down, right)
     if metric == "manhattan":
@@ -188,58 +259,106 @@ def _patch_distance(down: int, right: int, metric: Metric) -> float:
     return max(abs(down), abs(right))
 
 
-def _align_mask(mask: Tensor, distance: Tensor) -> Tensor:
-    """(..., N) or (B, N) to something that broadcasts against (..., M, N, G)."""
-    missing = (distance.ndim - 2) - mask.ndim
-    for _ in range(missing):
+def _words(mask: Tensor, distance: Tensor) -> Tensor:
+    """A mask (..., N) or (B, N) for distances (..., M, N, G) as one row per pair, (pairs, N)."""
+    lead, tokens = distance.shape[:-3], distance.shape[-2]
+    for _ in range(len(lead) + 1 - mask.ndim):
         mask = mask.unsqueeze(-2)
-    return mask[..., None, :, None]
+    return mask.expand(*lead, tokens).reshape(math.prod(lead), tokens)
 
 
-def _over_tokens(plane: Tensor, reach: int | None) -> Tensor:
-    """First one-sided minimum, over (..., rows, columns, N)."""
-    if reach is None:
-        return distance_transform.along_axis(plane, -1)
-    reach = min(reach, plane.shape[-1] - 1)
-    return _nearest(plane, [(abs(shift), (0, 0, shift)) for shift in range(-reach, reach + 1)])
+def _barrier(words: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 at words and +inf elsewhere, (B, 1, 1, 1, N): to be added, cheaper than masking."""
+    barrier = torch.zeros(words.shape, dtype=dtype, device=words.device)
+    return barrier.masked_fill_(~words, math.inf)[:, None, None, None]
 
 
-def _over_patches(plane: Tensor, reach: int | None, metric: Metric) -> Tensor:
-    """Second one-sided minimum, over (..., rows, columns, N)."""
-    rows, columns = plane.shape[-3:-1]
-    if reach is None:
-        if metric == "manhattan":
-            return distance_transform.manhattan(plane)
-        if metric == "chebyshev":
-            return distance_transform.chebyshev(plane)
-        reach = max(rows, columns)
-    down, right = min(reach, rows - 1), min(reach, columns - 1)
-    steps = [
-        (_patch_distance(row, column, metric), (row, column, 0))
-        for row in range(-down, down + 1)
-        for column in range(-right, right + 1)
-    ]
-    return _nearest(plane, steps)
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
-def _nearest(x: Tensor, steps: Sequence[tuple[float, tuple[int, int, int]]]) -> Tensor:
-    """Minimum over steps of x[k + offset] + length, over the last three axes.
+def _in_place(x: Tensor) -> bool:
+    """Whether intermediate results may be overwritten: nobody will differentiate or trace them."""
+    return not (x.requires_grad or torch.compiler.is_compiling())
 
-    Steps of one length share one addition, and the border is padded with +inf once, so a step
-    costs one pass over the data.
+
+def _rows_in_cache(plane: Tensor) -> int:
+    """Pairs at a time: on a CPU few enough that their intermediate results stay in the cache."""
+    if plane.device.type != "cpu":
+        return max(1, len(plane))
+    pair = max(1, plane[:1].numel())
+    return max(1, _CACHED_ENTRIES * torch.get_num_threads() // pair)
+
+
+def _nearest_anchor(
+    plane: Tensor,
+    barrier: Tensor | None,
+    text_reach: int | None,
+    patch_reach: int | None,
+    metric: Metric,
+) -> Tensor:
+    """Eq. 7 over (B, G, rows, columns, N): +inf where nothing is reachable."""
+    plane = plane if barrier is None else plane + barrier
+    if text_reach is None:
+        plane = distance_transform.along_axis(plane, -1)
+    else:
+        plane = _nearest(plane, _over_tokens(plane, text_reach))
+    plane = plane if barrier is None else plane + barrier  # padding is no target either
+    if patch_reach is None and metric == "manhattan":
+        return distance_transform.manhattan(plane)
+    if patch_reach is None and metric == "chebyshev":
+        return distance_transform.chebyshev(plane)
+    reach = max(plane.shape[-3:-1]) if patch_reach is None else patch_reach
+    return _nearest(plane, _over_patches(plane, reach, metric))
+
+
+def _over_tokens(plane: Tensor, reach: int) -> Iterator[tuple[Tensor, float]]:
+    """Values seen from both sides at each distance, over (..., N)."""
+    for step in range(1, min(reach, plane.shape[-1] - 1) + 1):
+        yield _either_side(plane, -1, step), step
+
+
+def _over_patches(plane: Tensor, reach: int, metric: Metric) -> Iterator[tuple[Tensor, float]]:
+    """Values seen from all four quarters at each distance, over (..., rows, columns, N).
+
+    The better of both rows serves every column, so a window of side 2 r + 1 takes (r + 1)^2 - 1
+    steps.
     """
-    reach = [max(abs(offset[axis]) for _, offset in steps) for axis in range(3)]
-    if not any(reach):
-        return x
-    sizes = x.shape[-3:]
-    padding = [side for axis in (2, 1, 0) for side in (reach[axis], reach[axis])]
-    padded = functional.pad(x, padding, value=math.inf)
-    nearest = x
-    for length in sorted({length for length, _ in steps}):
-        moved = padded + length
-        for _, offset in (step for step in steps if step[0] == length and any(step[1])):
-            window = moved
-            for axis in range(3):
-                window = window.narrow(axis - 3, reach[axis] + offset[axis], sizes[axis])
-            nearest = torch.minimum(nearest, window)
+    rows, columns = plane.shape[-3:-1]
+    for down in range(min(reach, rows - 1) + 1):
+        line = _either_side(plane, -3, down) if down else plane
+        for right in range(1, min(reach, columns - 1) + 1):
+            yield _either_side(line, -2, right), _patch_distance(down, right, metric)
+        if down:
+            yield line, _patch_distance(down, 0, metric)  # last: the receiver may overwrite it
+
+
+def _nearest(plane: Tensor, steps: Iterable[tuple[Tensor, float]]) -> Tensor:
+    """The least of a plane and of the values of each step with its length added."""
+    nearest = plane
+    for values, length in steps:
+        if _in_place(values):
+            nearest = torch.minimum(nearest, values.add_(length), out=values)
+        else:
+            nearest = torch.minimum(nearest, values + length)
     return nearest
+
+
+def _either_side(x: Tensor, dim: int, step: int) -> Tensor:
+    """min(x[k - step], x[k + step]) along one axis, +inf beyond the border; always a new tensor."""
+    size = x.shape[dim]
+    if not _in_place(x):
+        padded = functional.pad(x, [0, 0] * (-dim - 1) + [step, step], value=math.inf)
+        return torch.minimum(padded.narrow(dim, 0, size), padded.narrow(dim, 2 * step, size))
+    both = max(0, size - 2 * step)  # places that have two neighbours
+    few = min(step, size - step)  # places at either end that have one
+    sides = torch.empty_like(x)
+    sides.narrow(dim, 0, few).copy_(x.narrow(dim, step, few))
+    sides.narrow(dim, size - few, few).copy_(x.narrow(dim, size - few - step, few))
+    middle = sides.narrow(dim, few, size - 2 * few)
+    if both:
+        torch.minimum(x.narrow(dim, 0, both), x.narrow(dim, 2 * step, both), out=middle)
+    else:
+        middle.fill_(math.inf)
+    return sides

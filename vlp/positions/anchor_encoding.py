@@ -29,6 +29,12 @@ class AnchorPosition(PositionEncoding):
         groups: G.
         roles: which of query, key, value carry the position (contextual mode).
         mode: "contextual" or "bias".
+        shared_heads: E has the channels of one head and all heads use it (reading A24; W_E then
+            is one vector too); otherwise each head owns its part of W.
+        scale: factor of the path before it is embedded (reading A16: 1, the path as it is).
+
+    Raises:
+        ValueError: an unknown role or mode, or heads that do not divide the width.
     """
 
     def __init__(
@@ -38,18 +44,27 @@ class AnchorPosition(PositionEncoding):
         groups: int = 8,
         roles: Sequence[str] = ("query", "key", "value"),
         mode: str = "contextual",
+        shared_heads: bool = False,
+        scale: float = 1.0,
     ) -> None:
         super().__init__()
         unknown = set(roles) - {"query", "key", "value"}
-        if unknown or mode not in ("contextual", "bias"):
-            raise ValueError(f"unknown roles {sorted(unknown)} or mode {mode!r}")
+        if unknown:
+            raise ValueError(f"unknown roles {sorted(unknown)}; known: query, key, value")
+        if mode not in ("contextual", "bias"):
+            raise ValueError(f"unknown mode {mode!r}; one of contextual, bias")
+        if width % heads:
+            raise ValueError(f"{heads} heads do not divide {width} channels")
         self.heads, self.mode, self.roles = heads, mode, tuple(roles)
+        self.shared_heads, self.scale = shared_heads, scale
+        channels = width // heads if shared_heads else width
         if mode == "bias":
-            self.table = nn.Parameter(torch.zeros(groups, width))
-            self.bias_table = nn.Parameter(torch.full((heads, width // heads), 0.02))
+            self.table = nn.Parameter(torch.zeros(groups, channels))
+            vectors = 1 if shared_heads else heads
+            self.bias_table = nn.Parameter(torch.full((vectors, width // heads), 0.02))
         else:
             self.tables = nn.ParameterDict(
-                {role: nn.Parameter(torch.zeros(groups, width)) for role in self.roles}
+                {role: nn.Parameter(torch.zeros(groups, channels)) for role in self.roles}
             )
 
     @property
@@ -68,26 +83,34 @@ class AnchorPosition(PositionEncoding):
         if not context.text_queries:
             asking, answering = answering, asking
         if "query" in self.roles:
-            query = query + asking.to(query.dtype) @ self.tables["query"]
+            query = query + asking.to(query.dtype) @ self._table("query")
         if "key" in self.roles:
-            key = key + answering.to(key.dtype) @ self.tables["key"]
+            key = key + answering.to(key.dtype) @ self._table("key")
         if "value" in self.roles:
-            value = value + answering.to(value.dtype) @ self.tables["value"]
+            value = value + answering.to(value.dtype) @ self._table("value")
         return query, key, value
 
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
         """P (W W_E) / sqrt(head width), (B, heads, queries, keys) (Eq. 9)."""
-        vectors = self.table.unflatten(-1, (self.heads, -1))  # (G, heads, head width)
+        vectors = self.table.unflatten(-1, self.bias_table.shape)  # (G, heads or 1, head width)
         slopes = torch.einsum("ghd,hd->gh", vectors, self.bias_table)
-        slopes = slopes / math.sqrt(vectors.shape[-1])
-        return torch.einsum("bqkg,gh->bhqk", _oriented(context).to(slopes.dtype), slopes)
+        slopes = slopes * (self.scale / math.sqrt(vectors.shape[-1]))
+        bias = torch.einsum("bqkg,gh->bhqk", _oriented(context).to(slopes.dtype), slopes)
+        return bias.expand(-1, self.heads, -1, -1)
 
     def value(self, attention: Tensor, context: PositionContext) -> Tensor:
         """(sum_j a_ij P_ij) W, (B, heads, queries, head width) (Eq. 12, reading A21)."""
         path = _oriented(context).to(attention.dtype)  # (B, Q, K, G)
         gathered = (attention.transpose(1, 2) @ path).transpose(1, 2)  # (B, heads, Q, G)
-        table = self.tables["value"].unflatten(-1, (self.heads, -1)).transpose(0, 1)
+        table = self._table("value").unflatten(-1, (self.heads, -1)).transpose(0, 1)
         return gathered @ table  # (heads, G, head width)
+
+    def _table(self, role: str) -> Tensor:
+        """W of a role, (G, width), times the scale of the path."""
+        table = self.tables[role]
+        if self.shared_heads:
+            table = table.repeat(1, self.heads)
+        return table if self.scale == 1 else table * self.scale
 
 
 def _field(context: PositionContext) -> AnchorField:

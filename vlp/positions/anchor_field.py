@@ -44,6 +44,8 @@ def anchor_field(
     text_window: int | None = 5,
     patch_window: int | None = 9,
     metric: Metric = "euclidean",
+    hard: bool = True,
+    tau: float = 1e4,
 ) -> AnchorField:
     """Eqs 3-7 and the averages of Eq. 10 for a batch of pairs, in float32 or better.
 
@@ -58,11 +60,13 @@ def anchor_field(
         text_window: B_t in tokens.
         patch_window: B_p in patches.
         metric: patch distance.
+        hard: only anchors are passed through; False is Eq. 4 with a finite tau (reading A8).
+        tau: of the soft form.
     """
     with torch.autocast(image_tokens.device.type, enabled=False):
         similarity = group_similarity(_float(image_tokens), _float(text_tokens), groups)
         path, reachable = anchor_path(
-            anchor_distance(similarity, threshold),
+            anchor_distance(similarity, threshold, hard, tau),
             grid,
             word_mask,
             text_window,

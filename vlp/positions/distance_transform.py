@@ -1,9 +1,11 @@
 """Unbounded one-sided minima of Eq. 7 in time linear in the patches and tokens.
 
-min_i (x_i + |m - i|) is the distance transform of Rosenfeld and Pfaltz (1966): each place hears of
-the best value on its left and on its right, and both are running minima. Manhattan distance adds
-the axes up, so it takes one such pass for each; Chebyshev distance is half the Manhattan distance
-of coordinates turned by 45 degrees. Euclidean distance has no such form.
+min_i (x_i + |m - i|) is the distance transform of Rosenfeld and Pfaltz (1966): walking along an
+axis and back again, each place hears of the best value behind it. Manhattan distance adds the axes
+up, so it takes one such walk for each. Under Chebyshev distance the walk over the rows may also
+move one column aside at each step (Borgefors, 1986), and what remains lies along the columns.
+Euclidean distance has no such form. Lengths are in patches or tokens; everything is
+differentiable, and entries may be +inf.
 """
 
 from __future__ import annotations
@@ -12,18 +14,15 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
-def along_axis(x: Tensor, dim: int, step: float = 1.0) -> Tensor:
-    """min over i of x[i] + step * |m - i| along one axis; entries may be +inf. Differentiable."""
-    length = x.shape[dim]
-    places = torch.arange(length, device=x.device, dtype=x.dtype) - (length - 1) / 2
-    shape = [1] * x.ndim
-    shape[dim] = length
-    ramp = (step * places).view(shape)
-    before = torch.cummin(x - ramp, dim).values + ramp
-    after = torch.cummin((x + ramp).flip(dim), dim).values.flip(dim) - ramp
-    return torch.minimum(before, after)
+def along_axis(x: Tensor, dim: int) -> Tensor:
+    """Minimum over i of x[i] + |m - i| along one axis, same shape."""
+    places = list(x.unbind(dim))
+    for place, before in _there_and_back(len(places)):
+        places[place] = torch.minimum(places[place], places[before] + 1)
+    return torch.stack(places, dim)
 
 
 def manhattan(x: Tensor) -> Tensor:
@@ -32,17 +31,22 @@ def manhattan(x: Tensor) -> Tensor:
 
 
 def chebyshev(x: Tensor) -> Tensor:
-    """Minimum over a whole grid under Chebyshev distance: (..., rows, columns, N), same shape.
+    """Minimum over a whole grid under Chebyshev distance: (..., rows, columns, N), same shape."""
+    rows = list(x.unbind(-3))
+    for row, before in _there_and_back(len(rows)):
+        rows[row] = torch.minimum(rows[row], _with_neighbours(rows[before]) + 1)
+    return along_axis(torch.stack(rows, -3), -2)
 
-    With u = row + column and v = row - column, max(|dr|, |dc|) = (|du| + |dv|) / 2. The turned
-    grid has (rows + columns - 1)^2 places, of which those without a patch start at +inf.
-    """
-    rows, columns = x.shape[-3:-1]
-    row = torch.arange(rows, device=x.device)[:, None]
-    column = torch.arange(columns, device=x.device)
-    u, v = row + column, row - column + columns - 1
-    side = rows + columns - 1
-    turned = x.new_full((*x.shape[:-3], side, side, x.shape[-1]), math.inf)
-    turned[..., u, v, :] = x
-    nearest = along_axis(along_axis(turned, -3, 0.5), -2, 0.5)
-    return nearest[..., u, v, :]
+
+def _there_and_back(length: int) -> list[tuple[int, int]]:
+    """(place, the one before it) on a walk to the end of an axis and back."""
+    there = [(place, place - 1) for place in range(1, length)]
+    return there + [(before, place) for place, before in reversed(there)]
+
+
+def _with_neighbours(row: Tensor) -> Tensor:
+    """The least of each column and the two beside it, over (..., columns, N)."""
+    columns = row.shape[-2]
+    padded = functional.pad(row, (0, 0, 1, 1), value=math.inf)
+    sides = torch.minimum(padded.narrow(-2, 0, columns), padded.narrow(-2, 2, columns))
+    return torch.minimum(row, sides)

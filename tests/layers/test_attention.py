@@ -1,0 +1,123 @@
+"""Attention against loops, and its probabilities within reach of a hook."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from vlp.layers.attention import Attention
+from vlp.positions.base import PositionEncoding
+
+WIDTH, HEADS = 8, 2
+NAMES = {f"{part}.{kind}" for part in ("query", "key", "value") for kind in ("weight", "bias")}
+
+
+def layer(**options):
+    return Attention(WIDTH, HEADS, **options).double()
+
+
+def states(rows, tokens):
+    return torch.randn(rows, tokens, WIDTH, dtype=torch.float64)
+
+
+@torch.no_grad()
+def by_loops(attention, queries, source, mask):
+    """Probabilities (B, heads, Q, K) and the output before the output projection."""
+    query, key, value = (
+        getattr(attention, name)(x)
+        for name, x in (("query", queries), ("key", source), ("value", source))
+    )
+    size = WIDTH // HEADS
+    weights = torch.zeros(len(query), HEADS, query.shape[1], key.shape[1], dtype=torch.float64)
+    out = torch.zeros_like(query)
+    for row in range(len(query)):
+        keys = [k for k in range(key.shape[1]) if mask is None or mask[row, k]]
+        for head in range(HEADS):
+            part = slice(head * size, (head + 1) * size)
+            for q in range(query.shape[1]):
+                logits = [float(query[row, q, part] @ key[row, k, part]) for k in keys]
+                strength = [math.exp(logit / math.sqrt(size)) for logit in logits]
+                for k, one in zip(keys, strength):
+                    weights[row, head, q, k] = one / sum(strength)
+                    out[row, q, part] += one / sum(strength) * value[row, k, part]
+    return weights, out
+
+
+@pytest.mark.parametrize("fused", [False, True, None])
+@pytest.mark.parametrize("output", [False, True])
+@pytest.mark.parametrize("crossed", [False, True])
+def test_equals_loops(fused, output, crossed):
+    attention = layer(fused=fused, output=output)
+    queries = states(2, 3)
+    source = states(2, 5) if crossed else queries
+    mask = torch.rand(2, source.shape[1]) < 0.7
+    mask[:, 0] = True
+    _, expected = by_loops(attention, queries, source, mask)
+    if output:
+        expected = attention.output(expected)
+    out = attention(queries, source if crossed else None, mask)
+    torch.testing.assert_close(out, expected)
+
+
+def test_a_hook_reads_the_probabilities_of_the_explicit_path():
+    attention = layer(fused=False, output=False)
+    queries, source = states(2, 3), states(2, 4)
+    mask = torch.tensor([[True] * 4, [True, True, False, False]])
+    taken = []
+    attention.probabilities.register_forward_hook(lambda _, __, x: taken.append(x))
+    attention(queries, source, mask)
+    expected, _ = by_loops(attention, queries, source, mask)
+    torch.testing.assert_close(taken, [expected])
+
+
+def test_a_hook_replaces_the_probabilities():
+    attention = layer(fused=False, output=False)
+    attention.probabilities.register_forward_hook(lambda _, __, x: torch.full_like(x, 0.25))
+    source = states(2, 4)
+    out = attention(states(2, 3), source)
+    mean = attention.value(source).mean(1, keepdim=True)
+    torch.testing.assert_close(out, mean.expand(-1, 3, -1))
+
+
+def test_value_encodings_see_what_the_hook_gave():
+    class Seen(PositionEncoding):
+        def value(self, attention, context):
+            self.seen = attention
+            return torch.zeros(*attention.shape[:3], WIDTH // HEADS, dtype=attention.dtype)
+
+    encoding = Seen()
+    attention = layer(fused=True, positions=[encoding])  # the value hook forbids fusing
+    attention.probabilities.register_forward_hook(lambda _, __, x: x.zero_())
+    attention(states(1, 3))
+    assert encoding.seen.shape == (1, HEADS, 3, 3)
+    assert encoding.seen.eq(0).all()
+
+
+def test_the_fused_path_has_no_probabilities():
+    attention = layer(fused=True)
+    attention.probabilities.register_forward_hook(lambda *_: pytest.fail("called"))
+    attention(states(1, 3))
+
+
+def test_no_weights_are_added():
+    assert set(layer(output=False).state_dict()) == NAMES
+    assert set(layer().state_dict()) == NAMES | {"output.weight", "output.bias"}
+
+
+def test_a_row_without_keys_is_finite():
+    for fused in (False, True):
+        out = layer(fused=fused)(states(2, 3), mask=torch.zeros(2, 3, dtype=torch.bool))
+        assert out.isfinite().all()
+
+
+def test_under_autocast_probabilities_have_the_type_of_the_values():
+    attention = Attention(WIDTH, HEADS, fused=False)
+    taken = []
+    attention.probabilities.register_forward_hook(lambda _, __, x: taken.append(x))
+    x = states(2, 3).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attention(x)
+    assert taken[0].dtype == out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), attention(x), atol=0.03, rtol=0.03)

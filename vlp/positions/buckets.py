@@ -1,0 +1,184 @@
+"""Buckets of relative positions: iRPE's index functions and its four mapping methods.
+
+A bucket is one row of a table; all pairs of tokens whose offset falls into it share that row.
+(alpha, beta, gamma) = ratio * (1, 2, 8), as section 4.1 of the paper sets them. Everything is
+computed in float64, so that no rounding of Eq. 18 depends on the device or on autocast.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+Method = Literal["euclidean", "quantization", "cross", "product"]
+IndexFunction = Literal["piecewise", "clip"]
+Variant = Literal["rank", "squared"]
+Universe = Literal["grid", "global"]
+
+
+def piecewise_index(x: Tensor, alpha: float, beta: float, gamma: float) -> Tensor:
+    """g(x): exact up to alpha, logarithmic beyond, at most beta (iRPE Eq. 18, readings I1, I2).
+
+    Rounding is half to even, and what exceeds beta is cut to its whole part, also where beta is no
+    integer.
+
+    Args:
+        x: signed distances in patches, any shape and number type.
+        alpha: where the logarithm begins.
+        beta: the largest index.
+        gamma: the distance at which the logarithm reaches beta.
+
+    Returns:
+        int64 of x's shape, in [-int(beta), int(beta)].
+
+    Raises:
+        ValueError: not 0 < alpha < beta, or gamma not above alpha.
+    """
+    if not 0 < alpha < beta or gamma <= alpha:
+        raise ValueError(
+            f"the piecewise index needs 0 < alpha < beta and gamma > alpha, "
+            f"not alpha {alpha}, beta {beta}, gamma {gamma}"
+        )
+    x = x.double()
+    distance = x.abs()
+    slope = (beta - alpha) / math.log(gamma / alpha)
+    far = alpha + slope * (distance / alpha).log()
+    index = torch.where(distance <= alpha, distance, far).round().clamp(max=int(beta))
+    return (x.sign() * index).long()
+
+
+def clip_index(x: Tensor, beta: float) -> Tensor:
+    """h(x) = max(-int(beta), min(int(beta), round(x))) (iRPE Eq. 9, reading I3).
+
+    Args:
+        x: signed distances in patches, any shape and number type.
+        beta: the largest index.
+
+    Returns:
+        int64 of x's shape, in [-int(beta), int(beta)].
+
+    Raises:
+        ValueError: a negative beta.
+    """
+    if beta < 0:
+        raise ValueError(f"beta must not be negative, not {beta}")
+    return x.double().round().clamp(-int(beta), int(beta)).long()
+
+
+def table_size(method: Method, ratio: float = 1.9, prefix_tokens: int = 0) -> int:
+    """Rows of one table: 2 int(beta) + 1, its square for product, and one for a prefix (I7, I10).
+
+    Cross has two tables of this size, rows and columns.
+
+    Raises:
+        ValueError: unknown method, ratio not positive, negative prefix.
+    """
+    _require("method", method, get_args(Method))
+    if not 0 < ratio < math.inf:
+        raise ValueError(f"the bucket ratio must be positive, not {ratio}")
+    if prefix_tokens < 0:
+        raise ValueError(f"prefix_tokens must not be negative, not {prefix_tokens}")
+    side = 2 * int(2 * ratio) + 1
+    return (side * side if method == "product" else side) + (prefix_tokens > 0)
+
+
+def bucket_ids(
+    method: Method,
+    height: int,
+    width: int,
+    ratio: float = 1.9,
+    function: IndexFunction = "piecewise",
+    prefix_tokens: int = 0,
+    *,
+    pre_round: bool = False,
+    variant: Variant = "rank",
+    universe: Universe = "grid",
+) -> tuple[Tensor, int]:
+    """The bucket of every pair of tokens (iRPE Eqs 19-25, readings I4-I10).
+
+    Offsets are query minus key. An index g becomes an id as g + int(beta), in every method and on
+    each axis (I8); product joins both axes as row * (2 int(beta) + 1) + column (I9). Undirected
+    methods never use the lower half of their table.
+
+    Args:
+        method: euclidean, quantization, cross or product.
+        height: rows of the grid.
+        width: columns of the grid.
+        ratio: (alpha, beta, gamma) = ratio * (1, 2, 8).
+        function: piecewise (Eq. 18) or clip (Eq. 9).
+        prefix_tokens: tokens without a place before the patches; every pair that touches one falls
+            into the last bucket.
+        pre_round: euclidean only; round the distance before the index function, as the authors'
+            code does (I4).
+        variant: quantization only; `rank` of the distance (Eq. 21) or `squared`, the squared
+            distance itself, as the authors' code does (I5).
+        universe: quantization by rank only; rank among the distances of this `grid` or, `global`,
+            among those of an unbounded one (I6). Ranks of the grid move with its size.
+
+    Returns:
+        ids, int64 from 0 on: (T, T) with T = prefix + height * width, for cross (2, T, T), rows
+        then columns; and the size of one table.
+
+    Raises:
+        ValueError: an unknown name, an empty grid, a negative prefix, a ratio not positive.
+    """
+    size = table_size(method, ratio, prefix_tokens)
+    _require("function", function, get_args(IndexFunction))
+    _require("variant", variant, get_args(Variant))
+    _require("universe", universe, get_args(Universe))
+    if height < 1 or width < 1:
+        raise ValueError(f"a grid of {height} x {width} has no patches")
+    index = _index_function(function, ratio)
+
+    # A bucket depends on the offset alone: decide for all offsets, then look the pairs up.
+    cpu = torch.device("cpu")
+    down = torch.arange(1 - height, height, device=cpu)[:, None].expand(-1, 2 * width - 1)
+    right = torch.arange(1 - width, width, device=cpu).expand(2 * height - 1, -1)
+    squared = down.square() + right.square()
+    shift = int(2 * ratio)
+    if method == "euclidean":
+        distance = squared.double().sqrt()
+        by_offset = index(distance.round() if pre_round else distance) + shift
+    elif method == "quantization":
+        by_offset = index(squared if variant == "squared" else _rank(squared, universe)) + shift
+    elif method == "cross":
+        by_offset = torch.stack([index(down), index(right)]) + shift
+    else:
+        by_offset = (index(down) + shift) * (2 * shift + 1) + index(right) + shift
+
+    place = torch.arange(height * width, device=cpu)
+    row, column = place // width, place % width
+    row = row[:, None] - row + height - 1
+    column = column[:, None] - column + width - 1
+    ids = by_offset[..., row, column]
+    return functional.pad(ids, (prefix_tokens, 0, prefix_tokens, 0), value=size - 1), size
+
+
+def used_buckets(ids: Tensor) -> int:
+    """Buckets that occur, as Table 1 of iRPE counts them: (T, T), or (tables, T, T) added up."""
+    return sum(table.unique().numel() for table in ids.reshape(-1, *ids.shape[-2:]))
+
+
+def _index_function(function: IndexFunction, ratio: float) -> Callable[[Tensor], Tensor]:
+    if function == "clip":
+        return lambda x: clip_index(x, 2 * ratio)
+    return lambda x: piecewise_index(x, ratio, 2 * ratio, 8 * ratio)
+
+
+def _rank(squared: Tensor, universe: Universe) -> Tensor:
+    """Rank of each squared distance, from 0, among those that occur."""
+    known = squared
+    if universe == "global":
+        reach = torch.arange(math.isqrt(int(squared.max())) + 1, device=squared.device)
+        known = reach[:, None].square() + reach.square()
+    return torch.searchsorted(known.unique(), squared.contiguous())
+
+
+def _require(what: str, name: str, known: tuple[str, ...]) -> None:
+    if name not in known:
+        raise ValueError(f"unknown bucket {what} {name!r}; one of {', '.join(known)}")

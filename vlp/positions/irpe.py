@@ -1,0 +1,221 @@
+"""iRPE in self-attention: bias and contextual mode on queries, keys and values (Eqs 13-17)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vlp.positions.base import PositionContext, PositionEncoding
+from vlp.positions.buckets import IndexFunction, Method, Universe, Variant, bucket_ids, table_size
+
+ROLES = ("query", "key", "value")
+
+
+class RelativePosition(PositionEncoding):
+    """Image relative position encoding of one self-attention layer (Wu et al. 2021).
+
+    Each role owns one table (1 or heads, rows, head width), in bias mode (1 or heads, rows); the
+    two tables of `cross` lie one after the other along the rows, first the grid's rows, then its
+    columns. Contextual mode adds q_i r^K_ij and k_j r^Q_ij to the logits before the root (Eqs 15,
+    16) and sum_j a_ij r^V_ij to the output (Eq. 17); bias mode adds scalars (Eqs 13, 14). Products
+    are formed per bucket and then spread over the pairs (Eqs 27, 28), so the (T, T, head width)
+    tensor never exists.
+
+    Tables start at zero: the layer then computes exactly what it would without the encoding.
+    Buckets depend on offsets alone, so one table serves every grid; quantization by rank on the
+    grid is the exception (reading I6). A sentence is a grid of one row.
+
+    Args:
+        method: euclidean, quantization, cross or product.
+        width: channels of the layer.
+        heads: attention heads.
+        grid: (rows, columns) where the context names none; quantization by rank is bound to it.
+        mode: "contextual" or "bias".
+        roles: which of query, key, value carry the position. Bias mode has none on values (reading
+            I14).
+        shared_heads: one table for all heads, as the paper's final models have (reading I13).
+        ratio: size of the tables, see `bucket_ids`; 1.9 gives product 50 rows.
+        function: "piecewise" or "clip".
+        prefix_bucket: whether the tables have a row for pairs with prefix tokens (reading I10).
+        q_ids_transposed: look the query table up at [j, i], as the authors' code does (reading
+            I11).
+        bias_inside_scale: bias mode only; divide the bias by the root of the head width as Eq. 13
+            does, where the authors' code does not (reading I12).
+        pre_round: see `bucket_ids`.
+        variant: see `bucket_ids`.
+        universe: see `bucket_ids`.
+
+    Raises:
+        ValueError: unknown names, no roles, values in bias mode, heads that do not divide the
+            width, or no grid for quantization by rank on the grid.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        width: int,
+        heads: int,
+        grid: tuple[int, int] | None = None,
+        mode: str = "contextual",
+        roles: Sequence[str] = ("key",),
+        shared_heads: bool = True,
+        ratio: float = 1.9,
+        function: IndexFunction = "piecewise",
+        prefix_bucket: bool = True,
+        q_ids_transposed: bool = False,
+        bias_inside_scale: bool = True,
+        pre_round: bool = False,
+        variant: Variant = "rank",
+        universe: Universe = "grid",
+    ) -> None:
+        super().__init__()
+        self.name = f"irpe-{method}"
+        if mode not in ("contextual", "bias"):
+            raise ValueError(f"{self.name}: unknown mode {mode!r}; one of contextual, bias")
+        if not roles or set(roles) - set(ROLES):
+            raise ValueError(f"{self.name}: roles {tuple(roles)} are not some of {ROLES}")
+        if mode == "bias" and "value" in roles:
+            raise ValueError(f"{self.name}: bias mode has no encoding on values (Eq. 14)")
+        if mode != "bias" and not bias_inside_scale:
+            raise ValueError(f"{self.name}: bias_inside_scale is a choice of bias mode")
+        if width % heads:
+            raise ValueError(f"{self.name}: {heads} heads do not divide width {width}")
+        self.buckets: dict[str, Any] = {
+            "method": method,
+            "ratio": ratio,
+            "function": function,
+            "pre_round": pre_round,
+            "variant": variant,
+            "universe": universe,
+        }
+        bucket_ids(height=1, width=1, **self.buckets)  # refuses unknown names
+        self.fixed_grid = (method, variant, universe) == ("quantization", "rank", "grid")
+        if self.fixed_grid and grid is None:
+            raise ValueError(
+                f"{self.name} ranks the distances of one grid and needs that grid; "
+                "universe='global' or variant='squared' do not"
+            )
+        self.grid = None if grid is None else (grid[0], grid[1])
+        self.mode = mode
+        self.roles = tuple(role for role in ROLES if role in roles)
+        self.prefix_bucket, self.q_ids_transposed = prefix_bucket, q_ids_transposed
+        self.scale = (width // heads) ** -0.5 if bias_inside_scale else 1.0
+
+        self.size = table_size(method, ratio, int(prefix_bucket))
+        shape = [1 if shared_heads else heads, self.size * (2 if method == "cross" else 1)]
+        if mode == "contextual":
+            shape.append(width // heads)
+        self.tables = nn.ParameterDict(
+            {role: nn.Parameter(torch.zeros(shape)) for role in self.roles}
+        )
+
+    @property
+    def hooks(self) -> frozenset[str]:
+        """Only what the roles need, so that fused attention stays possible without values."""
+        needed = {"value" if role == "value" else "bias" for role in self.roles}
+        return frozenset(needed)
+
+    def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
+        """b_ij over the root of the head width (Eqs 13-16).
+
+        Returns:
+            (B, heads, T, T), in bias mode (1, 1 or heads, T, T).
+
+        Raises:
+            ValueError: the tokens are not prefix and grid, or another grid than quantization's.
+        """
+        ids = self._ids(context, query.shape[-2], key.shape[-2], query.device)
+        terms = []
+        if "key" in self.roles:
+            terms.append(self._spread(query, self.tables["key"], ids))
+        if "query" in self.roles:
+            # Keys take the place of queries: row j of the product, read at [i, j].
+            pairs = ids if self.q_ids_transposed else ids.transpose(-2, -1)
+            terms.append(self._spread(key, self.tables["query"], pairs).transpose(-2, -1))
+        return _sum(terms).to(query.dtype)
+
+    def value(self, attention: Tensor, context: PositionContext) -> Tensor:
+        """sum_j a_ij r^V_ij: attention summed per bucket, then times the table (Eq. 17).
+
+        Returns:
+            (B, heads, T, head width).
+
+        Raises:
+            ValueError: as in `bias`.
+        """
+        ids = self._ids(context, attention.shape[-2], attention.shape[-1], attention.device)
+        table = self.tables["value"]
+        weights = _at_least_float32(attention)  # on GPUs bf16 sums of many small weights stall
+        per_bucket = weights.new_zeros(*weights.shape[:-1], table.shape[1])
+        for pairs in ids.unbind():
+            per_bucket = per_bucket.scatter_add(-1, pairs.expand_as(weights), weights)
+        return per_bucket.to(attention.dtype) @ table.to(attention.dtype)
+
+    def _spread(self, states: Tensor, table: Tensor, ids: Tensor) -> Tensor:
+        """states_i . r[ids_ij], in bias mode r[ids_ij], times the scale (Eqs 27, 28)."""
+        if self.mode == "bias":
+            return _sum([table[None, :, pairs] for pairs in ids.unbind()]) * self.scale
+        per_bucket = states @ table.to(states.dtype).transpose(-2, -1)
+        # The gradient of the gather adds up many pairs of a bucket, which bf16 would round away.
+        per_bucket = _at_least_float32(per_bucket) * self.scale
+        shape = (*per_bucket.shape[:-1], ids.shape[-1])
+        return _sum([per_bucket.gather(-1, pairs.expand(shape)) for pairs in ids.unbind()])
+
+    def _ids(
+        self, context: PositionContext, queries: int, keys: int, device: torch.device
+    ) -> Tensor:
+        """Rows of the table for every pair, (tables, T, T)."""
+        grid, prefix = context.grid or self.grid, context.prefix_tokens
+        if grid is None:
+            raise ValueError(f"{self.name} needs a grid, in its options or in the context")
+        grid = (grid[0], grid[1])
+        if self.fixed_grid and self.grid is not None and grid != self.grid:
+            raise ValueError(
+                f"{self.name} ranks the distances of a {_size(self.grid)} grid and does not carry "
+                f"over to {_size(grid)}"
+            )
+        if prefix and not self.prefix_bucket:
+            raise ValueError(f"{self.name}: {prefix} prefix tokens, but prefix_bucket is False")
+        tokens = prefix + grid[0] * grid[1]
+        if (queries, keys) != (tokens, tokens):
+            raise ValueError(
+                f"{self.name}: {prefix} prefix tokens and a {_size(grid)} grid are {tokens} tokens "
+                f"that attend to themselves, not {queries} queries and {keys} keys"
+            )
+        return _cached_ids(
+            device,
+            self.size,
+            height=grid[0],
+            width=grid[1],
+            prefix_tokens=prefix,
+            **self.buckets,
+        )
+
+
+@functools.lru_cache(maxsize=32)
+def _cached_ids(device: torch.device, size: int, **buckets: Any) -> Tensor:
+    """Ids (tables, T, T) on a device, the second table's after the first's; shared by all layers.
+
+    They are made outside inference mode: a tensor born in it could serve no backward pass later.
+    """
+    with torch.inference_mode(False):
+        ids, _ = bucket_ids(**buckets)
+        if ids.ndim == 2:
+            return ids[None].to(device)
+        return torch.stack([ids[0], ids[1] + size]).to(device)
+
+
+def _sum(terms: list[Tensor]) -> Tensor:
+    return functools.reduce(torch.add, terms)
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _size(grid: tuple[int, int]) -> str:
+    return f"{grid[0]} x {grid[1]}"
