@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from vlp.training import distributed
 from vlp.training.command import run_pretraining
 from vlp.training.config import PretrainConfig
 
@@ -37,7 +38,11 @@ def build(config: PretrainConfig) -> tuple[Any, Any]:
         config.data.vocabulary,
         training.precision,
         training.log_every,
+        config.start,
     )
+    if distributed.rank() == 0:
+        for report in task.weight_reports:
+            print(report, flush=True)
     return task, data
 
 

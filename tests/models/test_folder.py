@@ -9,7 +9,7 @@ from tests_support import TINY_MODEL, tiny_text
 import vlp
 from vlp.data.transforms import Preprocessing
 from vlp.models.config import ModelConfig
-from vlp.models.folder import save_pretrained
+from vlp.models.folder import save_pretrained, start_from
 from vlp.models.vlp import VLPModel
 
 
@@ -66,3 +66,52 @@ def test_weights_of_another_size_are_an_error(saved):
 def test_no_such_folder():
     with pytest.raises(FileNotFoundError, match=r"there is no model folder \./nowhere"):
         vlp.load("./nowhere")
+
+
+def other_cross(folder, **cross):
+    config = ModelConfig.model_validate(TINY_MODEL | {"cross": TINY_MODEL["cross"] | cross})
+    torch.manual_seed(1)
+    return VLPModel(config).eval()
+
+
+def test_a_start_keeps_what_the_folder_lacks(saved):
+    folder, model = saved
+    plain = other_cross(folder, position=())
+    report = start_from(plain, folder)
+    tables = [name for name in model.state_dict() if ".positions." in name]
+    assert tables
+    assert sorted(report.unused) == sorted(tables)
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name]), name
+
+    save_pretrained(folder, plain.config, plain.state_dict(), tiny_text(), Preprocessing(16))
+    with_tables = other_cross(folder)
+    report = start_from(with_tables, folder)
+    assert report.missing == ["cross_encoder.layers.*.cross_attention.positions"]
+    assert all(with_tables.state_dict()[name].eq(0).all() for name in tables)
+    pixels, tokens = torch.randn(1, 3, 16, 16), tiny_text()(["a red circle"])
+    with torch.no_grad():
+        odds = [
+            m.match(m.encode_image(pixels), m.encode_text(*tokens)) for m in (plain, with_tables)
+        ]
+    assert torch.equal(*odds)
+
+
+def test_a_start_resamples_positions(saved):
+    folder, model = saved
+    config = ModelConfig.model_validate(
+        TINY_MODEL | {"image": TINY_MODEL["image"] | {"image_size": 24}}
+    )
+    larger = VLPModel(config)
+    report = start_from(larger, folder)
+    assert report.resized == ["image_encoder.vit.pos_embed"]
+    table = larger.image_encoder.vit.pos_embed
+    assert torch.equal(table[:, 0], model.image_encoder.vit.pos_embed[:, 0])
+
+
+def test_a_start_that_does_not_fit_is_an_error(saved):
+    folder, _ = saved
+    with pytest.raises(ValueError, match="missing"):
+        start_from(other_cross(folder, layers=3), folder)
+    with pytest.raises(FileNotFoundError, match="no model folder"):
+        start_from(other_cross(folder), "./nowhere")

@@ -35,14 +35,14 @@ def vit(tmp_path_factory):
     return model, str(file)
 
 
-def config(bert_folder=None, vit_file=None, image_size=224, image_layers=12):
+def config(bert_folder=None, vit_file=None, image_size=224, image_layers=12, **cross):
     return ModelConfig.model_validate(
         {
             "text": {"vocab_size": 50, "width": 192, "layers": 2, "heads": 3, "intermediate": 64,
                      "max_positions": 20, "max_tokens": 12, "weights": bert_folder},
             "image": {"image_size": image_size, "width": 192, "layers": image_layers, "heads": 3,
                       "intermediate": 768, "weights": vit_file},
-            "cross": {"layers": 2, "heads": 3, "intermediate": 64},
+            "cross": {"layers": 2, "heads": 3, "intermediate": 64, **cross},
         }
     )  # fmt: skip
 
@@ -59,7 +59,12 @@ def test_text_encoder_is_bert(bert):
             ids, attention_mask=mask.long(), output_hidden_states=True
         ).hidden_states[2]
     torch.testing.assert_close(states[mask], expected[mask], rtol=1e-5, atol=1e-5)
-    assert "keep their own start" in str(reports[1])
+    assert reports[1].missing == [
+        "layers.*.cross_attention",
+        "layers.*.cross_attention.positions",
+        "layers.*.cross_norm",
+    ]
+    assert "keep their own start (layers.*.cross_attention, " in str(reports[1])
 
 
 def test_cross_encoder_starts_from_the_following_layers(bert):
@@ -92,6 +97,55 @@ def test_positions_are_resampled_to_another_grid(vit):
     places = model.image_encoder.vit.pos_embed
     assert places.shape == (1, 257, 192)
     assert torch.equal(places[:, 0], reference.pos_embed[:, 0])
+
+
+def test_positions_without_a_square_grid_are_an_error(vit):
+    reference, _ = vit
+    state = dict(reference.state_dict()) | {"pos_embed": torch.zeros(1, 13, 192)}
+    with pytest.raises(ValueError, match=r"vit: positions \(1, 13, 192\) are not"):
+        load_vit(VLPModel(config()), state, "vit")
+
+
+@pytest.mark.parametrize("layout", ["ace", "text"])
+@pytest.mark.parametrize("mode", ["contextual", "bias"])
+@pytest.mark.parametrize(
+    ("fused", "dtype"), [(False, torch.float32), (True, torch.float32), (True, torch.float64)]
+)
+def test_zero_tables_change_nothing(bert, vit, layout, mode, fused, dtype):
+    pixels, ids = torch.randn(2, 3, 32, 32, dtype=dtype), torch.randint(5, 50, (2, 7))
+    attention = torch.arange(7) < torch.tensor([[7], [5]])
+    words = attention & (torch.arange(7) > 0) & (torch.arange(7) < torch.tensor([[6], [4]]))
+    given = []
+    for position in (("anchor",), ()):
+        torch.manual_seed(5)  # cross-attention and projections have no public weights
+        sizes = config(
+            bert[1], vit[1], 32, 1, layout=layout, position=position, anchor={"mode": mode}
+        )
+        model = VLPModel(sizes).to(dtype).eval()
+        load_public_weights(model)
+        model.anchor_threshold.fill_(0.1)
+        for layer in model.cross_encoder.layers:
+            layer.attention.fused = layer.cross_attention.fused = fused
+        with torch.no_grad():
+            image = model.encode_image(pixels)
+            text = model.encode_text(ids, attention, words)
+            crossed = model.cross(image, text)
+            given.append([crossed.text] if fused else [crossed.text, model.match(image, text)])
+            if layout == "ace":
+                given[-1].append(crossed.image)
+            if position:
+                # There are paths, and with other tables they would be seen.
+                assert crossed.anchors.reachable.any()
+                for name, parameter in model.named_parameters():
+                    if "table" in name:
+                        parameter.normal_()
+                assert (model.cross(image, text).text - crossed.text).abs().max() > 1e-2
+    for ours, without in zip(*given, strict=True):
+        if fused:  # another kernel: a few roundings, of the largest value
+            close = 1e-6 if dtype == torch.float32 else 1e-12
+            assert (ours - without).abs().max() <= close * without.abs().max()
+        else:
+            assert torch.equal(ours, without)
 
 
 def test_unknown_and_missing_keys_are_errors(bert):

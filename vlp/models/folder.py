@@ -6,6 +6,7 @@ A folder holds `model.safetensors`, `config.json`, the tokenizer's files and `pr
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,10 @@ from vlp.data.text import TextProcessor
 from vlp.data.transforms import Preprocessing
 from vlp.models.config import ModelConfig
 from vlp.models.vlp import VLPModel
+from vlp.models.weights import LoadReport, copy_weights, resample_positions
+
+# What one model may have and another may lack: encodings and token projections.
+_OPTIONAL = r"(text|image)_tokens\.|cross_encoder\.(layers\.\d+\.(cross_)?attention\.)?positions\."
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
@@ -85,16 +90,48 @@ def from_pretrained(folder_or_name: str | Path) -> Loaded:
     except (json.JSONDecodeError, ValidationError) as error:
         raise ValueError(f"{config_file}: {error}") from error
     model = VLPModel(config)
-    try:
-        state = load_file(weights_file)
-    except SafetensorError as error:
-        raise ValueError(f"{weights_file}: damaged ({error})") from error
+    state = _read_weights(weights_file)
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
         raise ValueError(f"{weights_file} does not fit {config_file}: {error}") from error
     text = TextProcessor.load(folder, config.text.max_tokens)
     return Loaded(model.eval(), text, Preprocessing.load(folder))
+
+
+def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
+    """Start a model from a folder's weights; their configurations may differ in position encodings.
+
+    Encodings and token projections that the folder lacks keep their own start (zero for ACE-RPE, so
+    that the model computes at first what the folder's does); those it has and the model has not are
+    left out. Image positions of another grid are resampled.
+
+    Raises:
+        FileNotFoundError: neither a folder nor a hub name, or it holds no weights.
+        ValueError: anything else is missing, left over, or of another shape.
+    """
+    weights_file = _local(folder_or_name) / WEIGHTS
+    if not weights_file.is_file():
+        raise FileNotFoundError(f"{folder_or_name} is not a model folder: {WEIGHTS} is missing")
+    state = _read_weights(weights_file)
+    here = model.state_dict()
+    unused = [name for name in state if name not in here and re.match(_OPTIONAL, name)]
+    found = {name: tensor for name, tensor in state.items() if name not in unused}
+    positions = "image_encoder.vit.pos_embed"
+    resized = positions in found and found[positions].shape != here[positions].shape
+    if resized:
+        found[positions] = resample_positions(
+            found[positions], model.config.image.grid, str(folder_or_name)
+        )
+    report = copy_weights(model, found, str(folder_or_name), unused, (_OPTIONAL,))
+    return report._replace(resized=[positions] if resized else [])
+
+
+def _read_weights(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise ValueError(f"{file}: damaged ({error})") from error
 
 
 def push_to_hub(folder: str | Path, repository: str, private: bool = False) -> str:

@@ -1,11 +1,13 @@
 """Public weights: declared key maps from BERT and ViT/DeiT, and a report of what each did.
 
 Nothing loads silently by halves: a source key that no rule maps is an error unless its prefix is
-declared as unused, and every target that stays at its own start is named in the report.
+declared as unused, and every target that stays at its own start is named in the report. A whole
+ALBEF checkpoint is `vlp.models.albef`.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 
 from vlp.models.vlp import VLPModel
 
-_BERT_LAYER = {
+BERT_LAYER = {
     "attention.self.query": "attention.query",
     "attention.self.key": "attention.key",
     "attention.self.value": "attention.value",
@@ -26,7 +28,7 @@ _BERT_LAYER = {
     "output.dense": "feed_forward.contract",
     "output.LayerNorm": "feed_forward_norm",
 }
-_BERT_EMBEDDING = {
+BERT_EMBEDDING = {
     "embeddings.word_embeddings": "embedding.word",
     "embeddings.position_embeddings": "embedding.position",
     "embeddings.token_type_embeddings": "embedding.token_type",
@@ -35,22 +37,31 @@ _BERT_EMBEDDING = {
 _BERT_UNUSED = ("pooler.", "cls.", "embeddings.position_ids")
 _VIT_UNUSED = ("head.", "head_dist.", "pre_logits.", "fc_norm.", "dist_token")
 
+POSITION_TABLES = r"(.+\.)?positions\."
+"""Target names that no public checkpoint has: the tables of ACE-RPE and other encodings."""
+
 
 class LoadReport(NamedTuple):
-    """Names of target tensors that were matched, resized or left, and of source keys not used."""
+    """What became of the tensors on both sides.
+
+    matched and resized: names of target tensors; missing: parts of the target that keep their own
+    start, `*` standing for every layer; unused: source keys; notes: values that were changed.
+    """
 
     source: str
     matched: list[str]
     resized: list[str]
     missing: list[str]
     unused: list[str]
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """One line for the log."""
         parts = [f"{len(self.matched)} matched", f"{len(self.resized)} resized"]
         if self.missing:
             parts.append(f"{len(self.missing)} keep their own start ({', '.join(self.missing)})")
-        return f"{self.source}: {'; '.join(parts)}; {len(self.unused)} not used"
+        parts += [f"{len(self.unused)} not used", *self.notes]
+        return f"{self.source}: {'; '.join(parts)}"
 
 
 def load_public_weights(model: VLPModel) -> list[LoadReport]:
@@ -116,10 +127,10 @@ def load_bert(model: VLPModel, state: Mapping[str, Tensor], source: str) -> list
         name = key.removeprefix("bert.")
         module, _, kind = name.rpartition(".")
         layer = re.fullmatch(r"encoder\.layer\.(\d+)\.(.+)", module)
-        if module in _BERT_EMBEDDING:
-            text[f"{_BERT_EMBEDDING[module]}.{kind}"] = tensor
-        elif layer and layer[2] in _BERT_LAYER:
-            number, target = int(layer[1]), _BERT_LAYER[layer[2]]
+        if module in BERT_EMBEDDING:
+            text[f"{BERT_EMBEDDING[module]}.{kind}"] = tensor
+        elif layer and layer[2] in BERT_LAYER:
+            number, target = int(layer[1]), BERT_LAYER[layer[2]]
             if number < text_layers:
                 text[f"layers.{number}.{target}.{kind}"] = tensor
             elif number < last:
@@ -133,27 +144,21 @@ def load_bert(model: VLPModel, state: Mapping[str, Tensor], source: str) -> list
     if unknown:
         raise ValueError(f"{source}: no rule maps these keys of BERT: {', '.join(unknown)}")
     return [
-        _copy(model.text_encoder, text, f"{source} -> text encoder", unused, ("projection.",)),
-        _copy(
+        copy_weights(
+            model.text_encoder, text, f"{source} -> text encoder", unused, (r"projection\.",)
+        ),
+        copy_weights(
             model.cross_encoder,
             cross,
             f"{source} -> cross-modal encoder",
             [],
-            tuple(
-                f"layers.{layer}.{part}"
-                for layer in range(model.config.cross.layers)
-                for part in ("cross_attention.", "cross_norm.")
-            ),
+            (POSITION_TABLES, r"layers\.\d+\.cross_attention\.", r"layers\.\d+\.cross_norm\."),
         ),
     ]
 
 
 def load_vit(model: VLPModel, state: Mapping[str, Tensor], source: str) -> LoadReport:
     """The first blocks of a ViT or DeiT in timm's names; positions are resampled to the grid."""
-    from timm.layers.pos_embed import resample_abs_pos_embed
-
-    encoder = model.image_encoder
-    rows, columns = model.config.image.grid
     found: dict[str, Tensor] = {}
     unused, resized = [], []
     for key, tensor in state.items():
@@ -161,31 +166,78 @@ def load_vit(model: VLPModel, state: Mapping[str, Tensor], source: str) -> LoadR
         if key.startswith(_VIT_UNUSED) or (block and int(block[1]) >= model.config.image.layers):
             unused.append(key)
             continue
-        if key == "pos_embed" and tensor.shape[1] != 1 + rows * columns:
-            tensor = resample_abs_pos_embed(
-                tensor, [rows, columns], num_prefix_tokens=1, verbose=False
-            )
-            resized.append("vit.pos_embed")
+        if key == "pos_embed":
+            fitted = resample_positions(tensor, model.config.image.grid, source)
+            if fitted is not tensor:
+                resized.append("vit.pos_embed")
+            tensor = fitted
         found[f"vit.{key}"] = tensor
-    report = _copy(encoder, found, f"{source} -> image encoder", unused, ("projection.",))
+    report = copy_weights(
+        model.image_encoder, found, f"{source} -> image encoder", unused, (r"projection\.",)
+    )
     return report._replace(
         resized=resized, matched=[name for name in report.matched if name not in resized]
     )
 
 
-def _copy(
+def resample_positions(positions: Tensor, grid: tuple[int, int], source: str) -> Tensor:
+    """A ViT's learned positions on another grid: timm's bicubic resampling, [CLS] unchanged.
+
+    Args:
+        positions: (1, 1 + M, width), of a square grid.
+        grid: (rows, columns) wanted.
+        source: what the positions belong to, for the message.
+
+    Returns:
+        (1, 1 + rows * columns, width); the tensor itself where the number of positions fits.
+
+    Raises:
+        ValueError: the positions are not [CLS] and a square grid.
+    """
+    from timm.layers.pos_embed import resample_abs_pos_embed
+
+    rows, columns = grid
+    if positions.ndim == 3 and positions.shape[1] == 1 + rows * columns:
+        return positions
+    if positions.ndim != 3 or math.isqrt(positions.shape[1] - 1) ** 2 != positions.shape[1] - 1:
+        raise ValueError(
+            f"{source}: positions {tuple(positions.shape)} are not (1, 1 + a square, width)"
+        )
+    return resample_abs_pos_embed(positions, [rows, columns], num_prefix_tokens=1, verbose=False)
+
+
+def copy_weights(
     module: nn.Module,
     found: Mapping[str, Tensor],
     source: str,
     unused: list[str],
     may_miss: tuple[str, ...],
 ) -> LoadReport:
+    """Copy tensors into a module once everything has been checked.
+
+    Args:
+        module: the target.
+        found: tensors by the target's names.
+        source: where they come from, for messages and the report.
+        unused: source keys that are declared as unused.
+        may_miss: patterns of the names' beginnings that may keep their own start; the first one
+            that matches names the part in the report.
+
+    Raises:
+        ValueError: a name without a place, a target that nothing fills, or shapes that differ.
+    """
     target = module.state_dict()
     unknown = sorted(set(found) - set(target))
     if unknown:
         raise ValueError(f"{source}: these keys have no place here: {', '.join(unknown)}")
-    missing = [name for name in target if name not in found]
-    lost = [name for name in missing if not name.startswith(may_miss)]
+    lost, kept = [], set()
+    for name in target:
+        if name not in found:
+            match = next(filter(None, (re.match(part, name) for part in may_miss)), None)
+            if match:
+                kept.add(re.sub(r"\.\d+\.", ".*.", match[0]).rstrip("."))
+            else:
+                lost.append(name)
     if lost:
         raise ValueError(f"{source}: these weights are missing: {', '.join(lost)}")
     for name, tensor in found.items():
@@ -197,5 +249,4 @@ def _copy(
     with torch.no_grad():
         for name, tensor in found.items():
             target[name].copy_(tensor)
-    whole = sorted({".".join(name.split(".")[2:3]) or name for name in missing})
-    return LoadReport(source, sorted(found), [], whole, unused)
+    return LoadReport(source, sorted(found), [], sorted(kept), unused)

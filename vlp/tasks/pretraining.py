@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from vlp.config import ConfigError
 from vlp.data.batch import Batch
 from vlp.data.named_words import OTHER, OWN
 from vlp.data.text import TextProcessor
@@ -18,7 +19,7 @@ from vlp.layers.scale import LearnedScale
 from vlp.models.config import ModelConfig
 from vlp.models.cross_encoder import Pairs
 from vlp.models.features import ImageFeatures, TextFeatures
-from vlp.models.folder import save_pretrained
+from vlp.models.folder import save_pretrained, start_from
 from vlp.models.vlp import VLPModel
 from vlp.models.weights import load_public_weights
 from vlp.objectives.anchor import paper_anchor_loss, token_loss
@@ -70,6 +71,10 @@ class Pretraining(nn.Module):
         vocabulary: tokenizer that goes into the model folder.
         precision: "bf16" runs the passes under autocast, "float32" does not.
         log_every: steps between the statistics that cost time.
+        start: model folder whose weights come last, over public ones.
+
+    Raises:
+        ConfigError: weights that the configuration names are missing or do not fit.
     """
 
     def __init__(
@@ -79,12 +84,18 @@ class Pretraining(nn.Module):
         vocabulary: str,
         precision: str = "float32",
         log_every: int = 50,
+        start: str | None = None,
     ) -> None:
         super().__init__()
         self.config, self.objectives, self.vocabulary = config, objectives, vocabulary
         self.precision, self.log_every = precision, log_every
         self.model = VLPModel(config)
-        self.weight_reports = load_public_weights(self.model)
+        try:
+            self.weight_reports = load_public_weights(self.model)
+            if start is not None:
+                self.weight_reports.append(start_from(self.model, start))
+        except (FileNotFoundError, ValueError) as error:
+            raise ConfigError(str(error)) from error
         width = config.text.width
         contrastive = objectives.contrastive
         if contrastive and contrastive.has_token_term:
@@ -144,7 +155,7 @@ class Pretraining(nn.Module):
         else:
             with torch.no_grad():
                 anchors = self.model.anchors(clean.image, clean.text)
-        if anchors is not None:
+        if anchors is not None and "anchor" in self.config.cross.position:
             with record_function("pass/anchor_statistics"):
                 self._watch_anchors(batch, anchors, step, statistics)
         if objectives.mlm:
@@ -347,7 +358,7 @@ class Pretraining(nn.Module):
         """Move the running threshold, and log how selective anchors are."""
         settings = self.config.cross.anchor
         threshold = self.model.anchor_threshold
-        if self._is_logged(step) and self.config.cross.position == "anchor":
+        if self._is_logged(step):
             shares = anchor_statistics(
                 anchors.similarity,
                 threshold.clamp(min=1e-3),

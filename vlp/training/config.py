@@ -63,6 +63,11 @@ class PretrainConfig(Config):
     """Everything `launch/pretrain.py` needs; saved resolved as `config.yaml` in `output`."""
 
     output: str = Field("runs/pretrain", description="folder of this run")
+    start: str | None = Field(
+        None,
+        description="model folder or hub name whose weights the run starts from; encodings and "
+        "token projections that it lacks keep their own start",
+    )
     model: ModelConfig = ModelConfig()
     data: DataConfig
     objectives: ObjectivesConfig = ObjectivesConfig()

@@ -1,0 +1,99 @@
+"""The command that turns an ALBEF checkpoint into a model folder."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from albef_names import TINY, albef_tensors
+from PIL import Image
+from tests_support import tiny_text
+
+import vlp
+from vlp.models.albef import MEAN, STD, albef_config, load_albef
+from vlp.models.vlp import VLPModel
+
+SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "from_albef.py"
+
+
+@pytest.fixture(scope="module")
+def command():
+    spec = importlib.util.spec_from_file_location("from_albef", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A tiny checkpoint as ALBEF's training writes it, and its vocabulary."""
+    text = tiny_text()
+    text.save(tmp_path / "vocabulary")
+    state = albef_tensors(TINY._replace(vocabulary=text.vocab_size))
+    torch.save({"model": state, "config": {"image_res": 16}, "epoch": 29}, tmp_path / "tiny.pth")
+    return tmp_path, state
+
+
+def arguments(folder, *more):
+    options = {"checkpoint": "tiny.pth", "vocabulary": "vocabulary", "out": "model"}
+    return [
+        *(word for key, name in options.items() for word in (f"--{key}", str(folder / name))),
+        *more,
+    ]
+
+
+def test_the_folder_scores_as_the_checkpoint_does(command, files, capsys):
+    folder, state = files
+    assert command.main(arguments(folder)) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("tiny.pth -> ") == 4
+    assert re.search(r"/model: [\d,]+ parameters\n$", printed)
+
+    loaded = vlp.load(folder / "model")
+    direct = VLPModel(albef_config(state)).eval()
+    load_albef(direct, state, "tiny.pth")
+    assert loaded.preprocess.image_size == 16
+    assert tuple(loaded.preprocess.mean) == MEAN
+    assert tuple(loaded.preprocess.std) == STD
+    pixels = loaded.preprocess(Image.effect_noise((40, 30), 64))[None]
+    tokens = loaded.text(["a red star left of a blue square"])
+    with torch.no_grad():
+        odds = [
+            model.match(model.encode_image(pixels), model.encode_text(*tokens))
+            for model in (loaded.model, direct)
+        ]
+    assert torch.equal(*odds)
+
+
+def test_size_and_overrides_reach_the_model(command, files, capsys):
+    folder, _ = files
+    more = ("--image-size", "24", "cross.anchor.mode=bias", "token_projection=true")
+    assert command.main(arguments(folder, *more)) == 0
+    assert "; 1 resized; " in capsys.readouterr().out
+    config = vlp.load(folder / "model").model.config
+    assert (config.image.image_size, config.cross.anchor.mode) == (24, "bias")
+    assert config.token_projection
+    assert config.cross.layout == "albef"
+
+
+def test_wrong_input_is_explained(command, files, capsys):
+    folder, _ = files
+
+    def refused(*more):
+        assert command.main(arguments(folder, *more)) == 2
+        return capsys.readouterr().err
+
+    assert "the command line: unknown key 'cross.mode'" in refused("cross.mode=bias")
+    assert "18 is not a multiple of patch_size 4" in refused("--image-size", "18")
+    assert "there is no checkpoint" in refused("--checkpoint", str(folder / "none.pth"))
+    torch.save(albef_tensors(), folder / "other.pth")
+    assert re.search(
+        r"has 64 word pieces and \S+other.pth 50: it was trained with another vocabulary",
+        refused("--checkpoint", str(folder / "other.pth")),
+    )
+    assert not (folder / "model").exists()
+    assert command.main(arguments(folder)) == 0
+    assert "already holds a model" in refused()
