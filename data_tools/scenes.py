@@ -39,7 +39,7 @@ from vlp.data.schema import Annotation
 from vlp.data.shards import ShardWriter
 
 SETTINGS_NAME = "scenes.json"
-CORPUS_VERSION = 4
+CORPUS_VERSION = 5
 """Raised whenever equal arguments give other samples than before."""
 
 PARTS = {
@@ -47,6 +47,7 @@ PARTS = {
     "val": (256, "captioned scenes of held-out contents that no other one's caption fits"),
     "unseen": (0, "captioned scenes with relations between shapes that training never shows"),
     "swaps": (0, "hard negatives: two pictures, two captions, of held-out families"),
+    "twins": (0, "scenes to train on, each followed by the one its caption's swap is true of"),
     "statements": (0, "true or false statements about two pictures"),
     "entailment": (0, "hypotheses about a picture with a curtain"),
 }
@@ -113,6 +114,12 @@ def make_sample(part: str, seed: int, image_size: int, job: int | Scene) -> Samp
         return Sample(
             _key(part, seed, job), _png(pair.scene), swap_annotation(pair), _png(pair.twin)
         )
+    if part == "twins":
+        number, second = divmod(job, 2)
+        kind = SWAP_KINDS[number % len(SWAP_KINDS)]
+        pair = sample_swap(seed, number, kind, "train", image_size)
+        scene, caption = (pair.twin, pair.foil) if second else (pair.scene, pair.caption)
+        return Sample(_key(part, seed, job), _png(scene), annotation(scene, [caption]))
     if part == "statements":
         told = sample_statement(seed, job, "train", image_size)
         return Sample(

@@ -196,14 +196,15 @@ def _ask_scenes(
         return asked
     model = loaded.model
     pixels = torch.stack([loaded.preprocess(sample.image) for _, sample in scenes])
-    images = model.encode_image(pixels.to(device)).tokens
+    images = model.encode_image(pixels.to(device))
     for row, (place, sample) in enumerate(scenes):
         tokens = loaded.text(sample.captions)
-        texts = model.encode_text(*(part.to(device) for part in tokens)).tokens
+        texts = model.encode_text(*(part.to(device) for part in tokens))
+        patches, pieces = model.anchor_features(images, texts)
         with torch.autocast(device.type, enabled=False):
-            cosine = (images[row].double() @ texts.double().transpose(-2, -1)).float()
+            cosine = (_unit(patches[row]) @ _unit(pieces).transpose(-2, -1)).float()
             groups = group_similarity(
-                images[row].float(), texts.float(), model.config.cross.anchor.groups
+                patches[row].float(), pieces.float(), model.config.cross.anchor.groups
             )
         anchor = (groups >= model.anchor_threshold).sum(-1)  # (captions, M, N) groups that anchor
         asked += ask_words(
@@ -215,6 +216,11 @@ def _ask_scenes(
             model.config.image.grid,
         )
     return asked
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    """Unit length along the last axis, in float64: equal cosines must not be made by rounding."""
+    return torch.nn.functional.normalize(x.double(), dim=-1)
 
 
 def ask_words(

@@ -10,6 +10,8 @@ from PIL import Image
 
 from data_tools import scenes
 from vlp.config import ConfigError
+from vlp.data.named_words import named_words
+from vlp.data.scenes.negatives import SWAP_KINDS, sample_swap
 from vlp.data.scenes.sample import sample_scene
 from vlp.data.schema import captions_of
 from vlp.data.shards import ShardIndex, ShardWriter
@@ -28,8 +30,10 @@ def _contents(folder: Path) -> dict[str, bytes]:
 
 def test_every_part_is_written_and_reads_back(tmp_path, capsys) -> None:
     options = ["--train", "20", "--val", "9", "--unseen", "3", "--swaps", "3"]
-    assert _run(tmp_path, *options, "--statements", "3", "--entailment", "3") == 0
+    more = ["--statements", "3", "--entailment", "3", "--twins", "6"]
+    assert _run(tmp_path, *options, *more) == 0
     sizes = {"train": 20, "val": 9, "unseen": 3, "swaps": 3, "statements": 3, "entailment": 3}
+    sizes["twins"] = 6
     for part, size in sizes.items():
         index = ShardIndex.open(tmp_path / part)
         assert sum(shard.samples for shard in index.shards) == size
@@ -44,7 +48,21 @@ def test_every_part_is_written_and_reads_back(tmp_path, capsys) -> None:
     assert len(captions_of(stored.annotation)) == 5
     printed = capsys.readouterr().out
     assert "0.0% of the captions fit a second picture" in printed
-    assert "41 new samples" in printed
+    assert "47 new samples" in printed
+
+
+def test_twins_follow_each_other(tmp_path) -> None:
+    _run(tmp_path, "--train", "0", "--val", "0", "--twins", "12")
+    index = ShardIndex.open(tmp_path / "twins")
+    samples = [index.read(*divmod(number, 8)) for number in range(12)]
+    for number, (scene, twin) in enumerate(zip(samples[::2], samples[1::2])):
+        pair = sample_swap(0, number, SWAP_KINDS[number % len(SWAP_KINDS)], "train")
+        assert captions_of(scene.annotation) == [pair.caption.text]
+        assert captions_of(twin.annotation) == [pair.foil.text]
+        assert scene.annotation.image_id != twin.annotation.image_id
+        assert scene.image != twin.image
+        objects = 1 if pair.kind == "place" else 2
+        assert len(named_words(twin.annotation)) == 2 * objects
 
 
 def test_an_interrupted_run_goes_on_to_the_same_bytes(tmp_path, monkeypatch) -> None:

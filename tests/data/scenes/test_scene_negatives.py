@@ -5,6 +5,7 @@ import pytest
 
 from vlp.data.scenes.captions import words_of
 from vlp.data.scenes.negatives import SWAP_KINDS, sample_swap, swap_pair
+from vlp.data.scenes.splits import held_out_pairs
 
 BACK = {"left": "right", "right": "left", "above": "below", "over": "under"}
 BACK |= {"below": "above", "under": "over"}
@@ -15,7 +16,7 @@ def _bag(caption) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", SWAP_KINDS)
-@pytest.mark.parametrize("split", ["swaps", "unseen"])
+@pytest.mark.parametrize("split", ["swaps", "unseen", "train"])
 def test_pairs_differ_only_in_what_they_should(kind, split) -> None:
     for index in range(40):
         pair = sample_swap(0, index, kind, split)
@@ -26,6 +27,8 @@ def test_pairs_differ_only_in_what_they_should(kind, split) -> None:
             differing = [(a, b) for a, b in zip(ours, theirs, strict=True) if a != b]
             assert len(differing) == 1
             assert BACK[differing[0][0]] == differing[0][1]
+        elif kind == "place":
+            assert pair.caption.claim.nouns[0].place != pair.foil.claim.nouns[0].place
         else:
             assert _bag(pair.caption) == _bag(pair.foil)
         # The pictures hold the same colours, shapes and boxes.
@@ -36,6 +39,16 @@ def test_pairs_differ_only_in_what_they_should(kind, split) -> None:
             ]
             assert values[0] == values[1]
         assert sorted(pair.scene.tints) == sorted(pair.twin.tints)
+
+
+@pytest.mark.parametrize("kind", SWAP_KINDS)
+def test_pairs_for_training_hold_nothing_that_is_held_out(kind) -> None:
+    for index in range(60):
+        pair = sample_swap(0, index, kind, "train")
+        assert len(pair.scene.objects) >= 2
+        for scene in (pair.scene, pair.twin):
+            assert not held_out_pairs(scene, "swaps")
+            assert not held_out_pairs(scene, "unseen")
 
 
 @pytest.mark.parametrize("kind", SWAP_KINDS)
@@ -60,6 +73,11 @@ def _true(caption, scene) -> bool:
         if not fits:
             return False
         named.append(fits[0].box)
+    if not caption.claim.relations:
+        (x, y, width, height), side = named[0], scene.image_size
+        column = ("left", "", "right")[int((x + width / 2) / side * 3)]
+        row = ("top", "", "bottom")[int((y + height / 2) / side * 3)]
+        return caption.claim.nouns[0].place == (f"{row} {column}".strip() or "centre")
     ((subject, relation, reference),) = caption.claim.relations
     one, other = named[subject], named[reference]
     right = other[0] + other[2] / 2 - one[0] - one[2] / 2

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from vlp.data.scenes.captions import captions, word_objects
+from vlp.data.scenes.captions import Caption, captions, word_objects
 from vlp.data.scenes.entailment import Entailment
 from vlp.data.scenes.expressions import expressions
 from vlp.data.scenes.graph import Scene, relations
@@ -18,14 +19,16 @@ ANNOTATORS = 10
 """Every answer counts as given by so many people, as VQA scores it."""
 
 
-def annotation(scene: Scene) -> Annotation:
+def annotation(scene: Scene, texts: Sequence[Caption] | None = None) -> Annotation:
     """Captions, boxes, referring expressions, questions and the graph of a scene.
+
+    The captions are `texts`, or those that the scene has by itself.
 
     `scene["words"]` holds which caption word names which object: {caption: number of the caption,
     index: number of the word among words and punctuation marks (the caption's BERT words), word,
     kind: 'colour' or 'shape', box: the object's [x, y, width, height] in pixels}.
     """
-    texts = captions(scene)
+    texts = captions(scene) if texts is None else texts
     return Annotation(
         captions=[caption.text for caption in texts],
         source=SOURCE,

@@ -1,13 +1,14 @@
 """Hard negatives: two pictures and two captions, each caption true of exactly one picture.
 
-The captions of a pair differ only in the relation, only in the order of the nouns, or only in which
-object has which colour, and the pictures differ only in the same. A text alone cannot know which of
-the two is right, because each is right once; nor can a bag of words, because both pictures show the
-same colours, shapes and boxes.
+The captions of a pair differ only in a place, only in the relation, only in the order of the nouns,
+or only in which object has which colour, and the pictures differ only in the same. A text alone
+cannot know which of the two is right, because each is right once; nor can a bag of words, because
+both pictures show the same colours, shapes and boxes.
 """
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -17,10 +18,10 @@ from vlp.data.scenes.captions import Caption, draw_style, fill
 from vlp.data.scenes.claims import truth
 from vlp.data.scenes.graph import Scene
 from vlp.data.scenes.sample import sample_scene
-from vlp.data.scenes.splits import held_out_pairs
+from vlp.data.scenes.splits import held_out_pairs, split_of
 
-SwapKind = Literal["relation", "order", "binding"]
-SWAP_KINDS: tuple[SwapKind, ...] = ("relation", "order", "binding")
+SwapKind = Literal["place", "relation", "order", "binding"]
+SWAP_KINDS: tuple[SwapKind, ...] = ("place", "relation", "order", "binding")
 
 PATTERNS = (
     "N0 R01 N1",
@@ -29,6 +30,13 @@ PATTERNS = (
     "R01 N1 is N0",
     "N0 with N1 B10",
     "a picture of N0 R01 N1",
+)
+PLACE_PATTERNS = (
+    "N0 P0",
+    "there is N0 P0",
+    "P0 there is N0",
+    "P0 , N0",
+    "a picture of N0 P0",
 )
 
 _MAX_ATTEMPTS = 1000
@@ -48,17 +56,26 @@ def sample_swap(
     seed: int,
     index: int,
     kind: SwapKind,
-    split: Literal["swaps", "unseen"] = "swaps",
+    split: Literal["swaps", "unseen", "train"] = "swaps",
     image_size: int = 64,
 ) -> SwapPair:
-    """Draw pair `index`, about two objects that the split holds out from training."""
+    """Draw pair `index`: about two objects that the split holds out from training, or from it.
+
+    Neither picture of a pair for training shows what the other two splits hold out.
+    """
     for attempt in range(_MAX_ATTEMPTS):
-        scene = sample_scene(seed, index, split, image_size, attempt)
+        scene = sample_scene(seed, index, split, image_size, attempt, least=2)
         rng = draw(seed, 0, scene.key, f"swap {kind} {attempt}")
-        pairs = held_out_pairs(scene, split)
+        pairs = (
+            list(combinations(range(len(scene.objects)), 2))
+            if split == "train"
+            else held_out_pairs(scene, split)
+        )
         pair = pairs[int(rng.integers(len(pairs)))]
         swapped = swap_pair(scene, kind, pair if rng.random() < 0.5 else pair[::-1], rng)
         if swapped is not None:
+            if split == "train" and split_of(swapped.twin) in ("swaps", "unseen"):
+                continue
             # Which of the two is 'the' picture is a coin as well.
             return swapped if rng.random() < 0.5 else _turned(swapped)
     raise RuntimeError(f"no {kind} swap for scene {index} of split {split!r}")
@@ -73,13 +90,16 @@ def swap_pair(
 
     Args:
         scene: any scene of two or more objects.
-        kind: `relation` turns the relation word round; `order` exchanges the nouns instead, so both
-            captions are the same bag of words; `binding` exchanges the two objects' colours.
+        kind: `place`, `relation` and `order` exchange the two objects' boxes: the first caption
+            says where one of them is, the second turns the relation word round, the third exchanges
+            the nouns instead, so both captions are the same bag of words; `binding` exchanges the
+            two objects' colours.
         pair: numbers of the two objects, first the caption's subject.
         rng: for the wording.
     """
     first, second = pair
-    pattern = PATTERNS[int(rng.integers(len(PATTERNS)))]
+    patterns = PLACE_PATTERNS if kind == "place" else PATTERNS
+    pattern = patterns[int(rng.integers(len(patterns)))]
     style = draw_style(rng)
     sizes = [False] * len(scene.objects)
     if kind == "binding":
@@ -87,7 +107,7 @@ def swap_pair(
         foil = fill(twin, pattern, pair, sizes, style)
     else:
         twin = _exchanged(scene, first, second, "box")
-        foil = fill(twin, pattern, pair if kind == "relation" else (second, first), sizes, style)
+        foil = fill(twin, pattern, (second, first) if kind == "order" else pair, sizes, style)
     caption = fill(scene, pattern, pair, sizes, style)
     answers = [truth(text.claim, seen) for seen in (scene, twin) for text in (caption, foil)]
     if answers != [True, False, False, True]:

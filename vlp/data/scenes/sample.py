@@ -44,7 +44,12 @@ Rectangle = tuple[int, int, int, int]
 
 
 def sample_scene(
-    seed: int, index: int, split: Split = "train", image_size: int = 64, attempt: int = 0
+    seed: int,
+    index: int,
+    split: Split = "train",
+    image_size: int = 64,
+    attempt: int = 0,
+    least: int = 1,
 ) -> Scene:
     """Draw scene `index` of a split.
 
@@ -54,6 +59,7 @@ def sample_scene(
         split: which contents the scene may have (`vlp.data.scenes.splits`).
         image_size: side of the picture in pixels; the same scene at every size.
         attempt: another scene in the same place of the corpus, with as many objects.
+        least: fewest objects; `swaps` and `unseen` are about pairs and have two at least.
 
     Raises:
         ValueError: if the index or the image size is out of range.
@@ -65,8 +71,7 @@ def sample_scene(
     key = f"{split}-{seed}-{index}"
     shares = np.cumsum(OBJECT_SHARES)
     count = 1 + int((draw(seed, 0, key, "objects").random() >= shares[:-1]).sum())
-    if split in ("swaps", "unseen"):
-        count = max(count, 2)  # both are about pairs
+    count = max(count, 2 if split in ("swaps", "unseen") else least)
     rng = draw(seed, 0, key, f"scene {attempt}")
     for _ in range(_MAX_ATTEMPTS):
         scene = _any_scene(rng, key, count, image_size)

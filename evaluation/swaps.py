@@ -1,0 +1,253 @@
+"""Swaps: two pictures and two captions, each caption true of exactly one of the pictures.
+
+The pictures show the same objects in another arrangement (`place`, `relation`, `order`), or the
+same boxes with exchanged colours (`binding`), so neither a caption alone nor a bag of words can
+answer. The scores are Winoground's (Thrush et al. 2022, section 3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.functional import fold, unfold
+from tqdm import tqdm
+
+from evaluation.blocks import precision_context
+from evaluation.ranks import Ranks, default_device
+from evaluation.report import Figure, Table, write_report
+from evaluation.samples import EvaluationError, count_kinds
+from vlp.data.batch import Skip
+from vlp.data.pictures import decode_picture
+from vlp.data.scenes.negatives import SWAP_KINDS
+from vlp.data.shards import BadSample, ShardIndex
+from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
+from vlp.models.config import ImageConfig
+from vlp.models.folder import Loaded
+
+CHANCE = {"text": 1 / 4, "image": 1 / 4, "group": 1 / 6, "pair": 1 / 2}
+SCORES = tuple(CHANCE)
+SCORERS = ("dual", "match")
+View = Literal["picture", "shuffled", "blank"]
+
+
+class Swap(NamedTuple):
+    """Pixels (2, 3, size, size) and captions; caption i is true of picture i."""
+
+    pixels: torch.Tensor
+    captions: tuple[str, str]
+    kind: str
+
+
+@dataclass(frozen=True)
+class SwapResult:
+    """Figures by (scorer, kind, score); kind `all` is over every swap.
+
+    Scorers: `dual`, the cosine of both encoders' features, and `match`, the cross-modal encoder's
+    log-odds. Scores: `pair`, the share of the four comparisons (each picture's two captions, each
+    caption's two pictures) that come out right; `text`, both pictures get their caption; `image`,
+    both captions get their picture; `group`, both. Ties count against the model. `scores` (swaps,
+    scorer, score) holds them one by one.
+    """
+
+    swaps: int
+    shards: tuple[str, ...]
+    figures: dict[tuple[str, str, str], Figure]
+    scores: NDArray[np.float64]
+    kinds: tuple[str, ...]
+    skipped: dict[str, int] = field(default_factory=dict)
+
+    def table(self) -> Table:
+        """One row for each scorer and kind, in percent."""
+        rows = [
+            [
+                f"{scorer}, {kind}",
+                *(self.figures[scorer, kind, score].percent() for score in SCORES),
+            ]
+            for scorer in SCORERS
+            for kind in (*self.kinds, "all")
+        ]
+        chance = ["chance", *(f"{100 * CHANCE[score]:.1f}" for score in SCORES)]
+        notes = ["Percent; in brackets 95 % bootstrap intervals over swaps."]
+        head = ["", "text", "image", "group", "pair"]
+        return Table(f"Swaps, {self.swaps} of them", head, [*rows, chance], notes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as plain JSON values; figures are shares."""
+        return {
+            "task": "swaps",
+            "shards": list(self.shards),
+            "swaps": self.swaps,
+            "skipped": self.skipped,
+            "figures": {"/".join(key): figure._asdict() for key, figure in self.figures.items()},
+        }
+
+    def save(self, folder: str | Path) -> Path:
+        """Write `swaps.json` and `swaps.md`."""
+        return write_report(folder, "swaps", self.table(), self.to_json())
+
+
+def evaluate_swaps(
+    loaded: Loaded,
+    shards: Sequence[str | Path],
+    *,
+    limit: int | None = None,
+    batch: int = 64,
+    device: torch.device | str | None = None,
+    precision: Literal["float32", "bf16"] = "float32",
+    view: View = "picture",
+    resamples: int = 1000,
+    progress: bool = False,
+) -> SwapResult:
+    """Score every swap; the same for any number of ranks.
+
+    Args:
+        loaded: model, text and picture preparation.
+        shards: folders of the part `swaps` of the generated corpus.
+        limit: only the first so many swaps.
+        batch: swaps of one encoder call.
+        device: where to compute; None is this rank's GPU, or the CPU.
+        precision: of the encoders.
+        view: what the model is shown: the pictures; `shuffled`, their patches in random order, so
+            that nothing is where it was; `blank`, the same grey for both: only text is left.
+        resamples: bootstrap draws over swaps.
+        progress: a bar on the first rank.
+
+    Raises:
+        EvaluationError: the shards hold something else than swaps, or nothing usable.
+        ConfigError: a shard folder cannot be read.
+    """
+    ranks = Ranks.current()
+    device = torch.device(device) if device is not None else default_device()
+    places = _places(shards, limit)
+    training = loaded.model.training
+    loaded.model.to(device).eval()
+    blocks = [places[start : start + batch] for start in range(0, len(places), batch)]
+    bar = tqdm(
+        total=len(ranks.share(len(places))), desc="swap", disable=not (progress and ranks.first)
+    )
+
+    def score(number: int) -> tuple[NDArray[np.float32], list[str], list[Skip]]:
+        read = [_read(loaded, *place) for place in blocks[number]]
+        swaps = [swap for swap in read if isinstance(swap, Swap)]
+        bar.update(len(read))
+        seen = [
+            swap._replace(
+                pixels=_view(swap.pixels, view, loaded.model.config.image, number * batch + row)
+            )
+            for row, swap in enumerate(swaps)
+        ]
+        with torch.no_grad(), precision_context(device, precision):
+            scores = _score(loaded, seen, device)
+        return scores, [swap.kind for swap in swaps], [s for s in read if isinstance(s, Skip)]
+
+    try:
+        parts = ranks.map_blocks(len(blocks), score)
+    finally:
+        bar.close()
+        loaded.model.train(training)
+    skipped = count_kinds([skip for _, _, skips in parts for skip in skips])
+    scores = np.concatenate([scores for scores, _, _ in parts])
+    kinds = np.array([kind for _, kinds, _ in parts for kind in kinds])
+    if not len(kinds):
+        raise EvaluationError(f"{', '.join(map(str, shards))}: no usable swap (skipped: {skipped})")
+    present = tuple(kind for kind in SWAP_KINDS if kind in kinds)
+    figures = {}
+    correct = swap_scores(scores)
+    for number, scorer in enumerate(SCORERS):
+        for kind in (*present, "all"):
+            rows = correct[kinds == kind] if kind != "all" else correct
+            means = bootstrap_means(rows[:, number].astype(float), resamples=resamples)
+            low, high = percentile_interval(means)
+            for column, name in enumerate(SCORES):
+                value = float(rows[:, number, column].mean())
+                figure = Figure(value, float(low[column]), float(high[column]), CHANCE[name])
+                figures[scorer, kind, name] = figure
+    return SwapResult(len(kinds), tuple(map(str, shards)), figures, correct, present, skipped)
+
+
+def swap_scores(scores: NDArray[np.floating]) -> NDArray[np.float64]:
+    """Winoground's scores of each swap.
+
+    Args:
+        scores: (..., picture 2, caption 2), where picture i and caption i belong together.
+
+    Returns:
+        (..., 4): text, image and group score, 0 or 1, and the share of right comparisons. Ties and
+        NaN are wrong.
+    """
+    own = np.diagonal(scores, axis1=-2, axis2=-1)
+    by_caption = own > np.diagonal(scores[..., ::-1], axis1=-2, axis2=-1)  # picture i: caption i?
+    by_picture = own > np.diagonal(
+        scores[..., ::-1, :], axis1=-2, axis2=-1
+    )  # caption i: picture i?
+    text, image = by_caption.all(-1), by_picture.all(-1)
+    pair = np.concatenate([by_caption, by_picture], axis=-1).mean(-1)
+    return np.stack([text, image, text & image, pair], axis=-1).astype(np.float64)
+
+
+def _places(shards: Sequence[str | Path], limit: int | None) -> list[tuple[ShardIndex, int, int]]:
+    if not shards:
+        raise EvaluationError("no shard folder is given")
+    indices = [ShardIndex.open(Path(folder)) for folder in shards]
+    places = [
+        (index, shard, sample)
+        for index in indices
+        for shard, entry in enumerate(index.shards)
+        for sample in range(entry.samples)
+    ]
+    if limit is not None and limit < 1:
+        raise EvaluationError(f"limit {limit}: at least one swap is needed")
+    return places[:limit]
+
+
+def _read(loaded: Loaded, index: ShardIndex, shard: int, sample: int) -> Swap | Skip:
+    try:
+        raw = index.read(shard, sample)
+        where = f"{index.folder / index.shards[shard].name}, {raw.key}"
+        swap = (raw.annotation.scene or {}).get("swap")
+        if swap is None or raw.second_image is None or raw.annotation.caption is None:
+            raise EvaluationError(
+                f"{where} is not a swap; write some with `python -m data_tools scenes --swaps N`"
+            )
+        pictures = [decode_picture(content, where) for content in (raw.image, raw.second_image)]
+    except BadSample as bad:
+        return Skip(bad.kind, bad.where)
+    pixels = torch.stack([loaded.preprocess(picture) for picture in pictures])
+    return Swap(pixels, (raw.annotation.caption, swap["foil"]), swap["kind"])
+
+
+def _view(pixels: torch.Tensor, view: View, config: ImageConfig, seed: int) -> torch.Tensor:
+    """(2, 3, size, size) as the view wants it; each picture's patches have their own order."""
+    if view == "blank":
+        return torch.zeros_like(pixels)
+    if view == "picture":
+        return pixels
+    generator = torch.Generator().manual_seed(seed)
+    side, count = config.patch_size, config.grid[0] * config.grid[1]
+    patches = unfold(pixels, side, stride=side)  # (2, 3 * side * side, count)
+    orders = [torch.randperm(count, generator=generator) for _ in patches]
+    mixed = torch.stack([patch[:, order] for patch, order in zip(patches, orders)])
+    return fold(mixed, pixels.shape[-2:], side, stride=side)
+
+
+def _score(loaded: Loaded, swaps: Sequence[Swap], device: torch.device) -> NDArray[np.float32]:
+    """(swaps, scorer 2, picture 2, caption 2)."""
+    if not swaps:
+        return np.zeros((0, 2, 2, 2), dtype=np.float32)
+    model, count = loaded.model, len(swaps)
+    images = model.encode_image(torch.cat([swap.pixels for swap in swaps]).to(device))
+    tokens = loaded.text([caption for swap in swaps for caption in swap.captions])
+    texts = model.encode_text(*(part.to(device) for part in tokens))
+    picture = torch.arange(2 * count, device=device).view(count, 2, 1).expand(-1, -1, 2).flatten()
+    caption = torch.arange(2 * count, device=device).view(count, 1, 2).expand(-1, 2, -1).flatten()
+    with torch.autocast(device.type, enabled=False):
+        dual = (images.feature[picture].double() * texts.feature[caption].double()).sum(-1)
+    match = model.match(images.select(picture), texts.select(caption))
+    both = torch.stack([dual.float(), match]).view(2, count, 2, 2).transpose(0, 1)
+    return both.cpu().numpy()
