@@ -1,0 +1,329 @@
+"""Ablations: every variant trained with several seeds, resumable, and judged where place counts.
+
+`python -m evaluation ablation --config configs/ablation/cross_position.yaml` generates the corpus,
+pretrains each backbone, trains each variant from its backbone, evaluates all of them, and prints
+the tables. A run that is finished is never done again, one that was cut off goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from pydantic import Field, model_validator
+
+from vlp.config import Config, ConfigError
+
+LAUNCH = Path(__file__).resolve().parents[1] / "launch" / "pretrain.py"
+RESULT = "result.json"
+
+
+class CorpusConfig(Config):
+    """Sizes of the generated corpus; `twins` are scenes with their swaps, to train on."""
+
+    folder: str = "shards/ablation"
+    train: int = Field(20_000, ge=0)
+    val: int = Field(256, ge=1)
+    twins: int = Field(16_000, ge=0)
+    swaps: int = Field(900, ge=1)
+    image_size: int = 64
+    vocabulary: int = Field(256, ge=64, description="word pieces")
+    seed: int = 0
+
+
+class VariantConfig(Config):
+    """One kind of run: overrides of the stage's configuration."""
+
+    backbone: str | None = Field(None, description="whose weights the run starts from")
+    overrides: Mapping[str, Any] = Field({}, description="by dotted key")
+
+
+class StageConfig(Config):
+    """What all runs of a stage share."""
+
+    config: str = Field(description="pretraining configuration, relative to this file")
+    part: Literal["train", "twins"] = Field(description="part of the corpus that is trained on")
+    overrides: Mapping[str, Any] = Field({}, description="by dotted key")
+
+
+class RowConfig(Config):
+    """A row of a table: a variant, or another view of one, and the paper's figures beside it."""
+
+    label: str
+    variant: str
+    view: Literal["picture", "shuffled", "blank"] = "picture"
+    paper: tuple[float, ...] = ()
+
+
+class TableConfig(Config):
+    """A table in the paper's layout; `paper` heads the columns of its figures."""
+
+    title: str
+    paper: tuple[str, ...] = ()
+    reference: str = Field(description="variant that the others are compared with, seed by seed")
+    rows: tuple[RowConfig, ...]
+
+
+class GateConfig(Config):
+    """What must hold before the split counts as a test: `variant` beats `reference`."""
+
+    variant: str
+    reference: str
+    p: float = Field(0.05, gt=0, lt=1)
+
+
+class AblationConfig(Config):
+    """Backbones, variants and tables of one ablation."""
+
+    output: str
+    corpus: CorpusConfig = CorpusConfig()
+    seeds: tuple[int, ...] = Field((0, 1, 2), min_length=2)
+    jobs: int = Field(2, ge=1, description="runs side by side; they share the cores")
+    expected_deviation: float = Field(
+        3.0, gt=0, description="points between seeds, of a difference; before anything is run"
+    )
+    pretraining: StageConfig
+    backbones: dict[str, VariantConfig]
+    training: StageConfig
+    variants: dict[str, VariantConfig]
+    gates: tuple[GateConfig, ...] = ()
+    tables: tuple[TableConfig, ...]
+
+    @model_validator(mode="after")
+    def _known(self) -> AblationConfig:
+        for name, variant in self.variants.items():
+            if variant.backbone is not None and variant.backbone not in self.backbones:
+                raise ValueError(f"variants.{name}.backbone {variant.backbone!r} is not defined")
+        asked = [gate.variant for gate in self.gates] + [gate.reference for gate in self.gates]
+        for table in self.tables:
+            asked += [table.reference, *(row.variant for row in table.rows)]
+            for row in table.rows:
+                if row.paper and len(row.paper) != len(table.paper):
+                    raise ValueError(f"{table.title}: {row.label} has {len(row.paper)} figures")
+        if unknown := sorted(set(asked) - set(self.variants)):
+            raise ValueError(f"unknown variants {', '.join(unknown)}")
+        return self
+
+
+class Run(NamedTuple):
+    """One training: where it lies, what it is made of, and how it is judged."""
+
+    name: str
+    folder: Path
+    settings: dict[str, Any]
+    judged: bool
+
+
+Results = dict[tuple[str, int], dict[str, Any]]
+
+
+def plan(config: AblationConfig, source: Path) -> tuple[list[Run], list[Run]]:
+    """All runs: the backbones, then the variants that start from them.
+
+    Args:
+        config: the ablation.
+        source: its file, which stage configurations are relative to.
+    """
+    used = {variant.backbone for variant in config.variants.values()}
+    backbones = [
+        _run(config, source, config.pretraining, "backbone", name, backbone, seed, judged=False)
+        for name, backbone in config.backbones.items()
+        if name in used
+        for seed in config.seeds
+    ]
+    # Seed by seed, so that an interrupted ablation has whole seeds to compare.
+    variants = [
+        _run(config, source, config.training, "variant", name, variant, seed, judged=True)
+        for seed in config.seeds
+        for name, variant in config.variants.items()
+    ]
+    return backbones, variants
+
+
+def run_ablation(
+    config: AblationConfig, source: Path, say: Callable[[str], object] = print
+) -> Results:
+    """Do whatever is still to be done; returns the results by (variant, seed).
+
+    Raises:
+        ConfigError: there is no checkout to train from, a folder holds a run of other settings, or
+            a training failed (its log is named).
+    """
+    if not LAUNCH.is_file():
+        raise ConfigError(f"an ablation trains with {LAUNCH}, which only a checkout has")
+    _make_corpus(config.corpus, say)
+    for stage in plan(config, source):
+        todo = [run for run in stage if _result(run) is None]
+        say(f"{len(stage)} runs, {len(stage) - len(todo)} of them done")
+        for number, (run, seconds) in enumerate(_executed(todo, config), 1):
+            say(f"  {number}/{len(todo)} {run.name}: {seconds:.0f} s")
+    return results(config, source)
+
+
+def results(config: AblationConfig, source: Path) -> Results:
+    """Results of the variants' finished runs."""
+    found: Results = {}
+    for run in plan(config, source)[1]:
+        result = _result(run)
+        if result is not None:
+            name, _, seed = run.name.rpartition("/")
+            found[name.removeprefix("variant/"), int(seed)] = result
+    return found
+
+
+def _run(
+    config: AblationConfig,
+    source: Path,
+    stage: StageConfig,
+    kind: str,
+    name: str,
+    variant: VariantConfig,
+    seed: int,
+    judged: bool,
+) -> Run:
+    folder = Path(config.output) / kind / name / str(seed)
+    corpus = Path(config.corpus.folder)
+    overrides = {
+        **stage.overrides,
+        **variant.overrides,
+        "data.sources": [{"path": str(corpus / stage.part)}],
+        "data.vocabulary": str(corpus / "vocabulary"),
+        "training.seed": seed,
+    }
+    if variant.backbone is not None:
+        overrides["start"] = str(
+            Path(config.output) / "backbone" / variant.backbone / str(seed) / "model"
+        )
+    settings = {
+        "config": str((source.parent / stage.config).resolve()),
+        "overrides": overrides,
+        "corpus": config.corpus.model_dump(),
+        # JSON knows no tuples: what is compared must have gone through it.
+    }
+    return Run(f"{kind}/{name}/{seed}", folder, json.loads(json.dumps(settings)), judged)
+
+
+def _result(run: Run) -> dict[str, Any] | None:
+    file = run.folder / RESULT
+    if not file.is_file():
+        return None
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    if found["settings"] != run.settings:
+        raise ConfigError(
+            f"{run.folder} holds a run of other settings: delete it, or change output"
+        )
+    return found
+
+
+def _executed(runs: Sequence[Run], config: AblationConfig) -> Iterator[tuple[Run, float]]:
+    threads = max(1, (os.cpu_count() or 1) // config.jobs)
+    # Spawned, not forked: a process that holds threads of torch must not be copied.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(config.jobs, context) as pool:
+        futures = {pool.submit(execute, run, config.corpus.folder, threads): run for run in runs}
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def execute(run: Run, corpus: str, threads: int) -> float:
+    """Train and judge one run with so many threads; returns the seconds it took."""
+    started = time.monotonic()
+    if not (run.folder / "model").is_dir():
+        _train(run, threads)
+    result: dict[str, Any] = {"settings": run.settings, "figures": {}}
+    if run.judged:
+        result["figures"] = judge(run.folder / "model", Path(corpus), threads)
+    result["seconds"] = time.monotonic() - started
+    partial = run.folder / (RESULT + ".tmp")
+    partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    partial.rename(run.folder / RESULT)
+    return time.monotonic() - started
+
+
+def _train(run: Run, threads: int) -> None:
+    from vlp.training.distributed import free_port
+
+    log = run.folder.with_suffix(".log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    overrides = [f"{key}={json.dumps(value)}" for key, value in run.settings["overrides"].items()]
+    command = [sys.executable, str(LAUNCH), "--config", run.settings["config"], "--resume"]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "MASTER_PORT": str(free_port()),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(LAUNCH.parents[1]), os.environ.get("PYTHONPATH")])
+        ),
+    }
+    with log.open("ab") as file:
+        done = subprocess.run(
+            [*command, f"output={run.folder}", *overrides],
+            env=environment, stdout=file, stderr=subprocess.STDOUT, check=False,
+        )  # fmt: skip
+    if done.returncode or not (run.folder / "model").is_dir():
+        raise ConfigError(f"{run.name} ended with code {done.returncode}; see {log}")
+
+
+def judge(model: Path, corpus: Path, threads: int) -> dict[str, float]:
+    """Figures in percent: swaps in three views, recall at 1 and pointing on held-out scenes."""
+    import torch
+
+    import vlp
+    from evaluation.pointing import evaluate_pointing
+    from evaluation.retrieval import evaluate_retrieval
+    from evaluation.swaps import evaluate_swaps
+
+    torch.set_num_threads(threads)
+    loaded = vlp.load(model)
+    figures: dict[str, float] = {}
+    views: tuple[Literal["picture", "shuffled", "blank"], ...] = ("picture", "shuffled", "blank")
+    for view in views:
+        swaps = evaluate_swaps(loaded, [corpus / "swaps"], view=view, resamples=1)
+        for (scorer, kind, score), figure in swaps.figures.items():
+            figures[f"swaps/{view}/{scorer}/{kind}/{score}"] = 100 * figure.value
+    recall = evaluate_retrieval(loaded, [corpus / "val"], rerank=8)
+    for key in recall.figures:
+        if key[2] == "R@1":
+            figures["/".join(key)] = 100 * recall.figures[key].value
+    for kind, words in evaluate_pointing(loaded, [corpus / "val"], resamples=1).kinds.items():
+        figures[f"pointing/{kind}"] = 100 * words.pointing.value
+    return figures
+
+
+def _make_corpus(corpus: CorpusConfig, say: Callable[[str], object]) -> None:
+    folder = Path(corpus.folder)
+    settings = folder / "ablation.json"
+    wanted = corpus.model_dump()
+    if settings.is_file():
+        if json.loads(settings.read_text(encoding="utf-8")) != wanted:
+            raise ConfigError(f"{folder} holds a corpus of other settings; change corpus.folder")
+        return
+    say(f"generating {folder}")
+    sizes = {name: getattr(corpus, name) for name in ("train", "val", "twins", "swaps")}
+    options = {**sizes, "image-size": corpus.image_size, "seed": corpus.seed}
+    _tool("scenes", {"out": folder, **options})
+    learned = {"shards": folder / "train", "size": corpus.vocabulary, "out": folder / "vocabulary"}
+    _tool("vocabulary", learned)
+    settings.write_text(json.dumps(wanted) + "\n", encoding="utf-8")
+
+
+def _tool(name: str, options: Mapping[str, object]) -> None:
+    words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
+    done = subprocess.run(
+        [sys.executable, "-m", "data_tools", name, *words],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise ConfigError(f"data_tools {name} ended with code {done.returncode}: {done.stderr}")

@@ -1,0 +1,171 @@
+"""An ablation's tables: mean and deviation over seeds, paired tests, and the paper beside them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+from evaluation.ablation import AblationConfig, Results, RowConfig, TableConfig
+from evaluation.report import Table
+
+JUDGED = "swaps/picture/match/all/pair"
+"""The figure that gates and tests look at: right comparisons of the cross-modal encoder."""
+
+COLUMNS = {
+    "place": "swaps/{view}/match/place/pair",
+    "relation": "swaps/{view}/match/relation/pair",
+    "order": "swaps/{view}/match/order/pair",
+    "binding": "swaps/{view}/match/binding/pair",
+    "all swaps": "swaps/{view}/match/all/pair",
+    "group": "swaps/{view}/match/all/group",
+    "R@1 t→i": "rerank/text_to_image/R@1",
+    "R@1 i→t": "rerank/image_to_text/R@1",
+}
+POWER, LEVEL = 0.8, 0.05
+
+
+class Difference(NamedTuple):
+    """Of a variant from its reference over paired seeds, in points: mean, deviation, p, seeds."""
+
+    mean: float
+    deviation: float
+    p: float
+    seeds: int
+
+    def __str__(self) -> str:
+        """`+3.1 ± 1.2, p .04`."""
+        if self.seeds < 2:
+            return "–"
+        return f"{self.mean:+.1f} ± {self.deviation:.1f}, p {self.p:.3f}"
+
+
+def detectable(deviation: float, seeds: int) -> float:
+    """Smallest mean difference that a paired, two-sided t-test finds at 5 % with 80 % power.
+
+    The usual approximation by the quantiles of t; `deviation` is that of one seed's difference.
+
+    Raises:
+        ValueError: fewer than two seeds.
+    """
+    if seeds < 2:
+        raise ValueError(f"a paired test needs two seeds, not {seeds}")
+    quantiles = stats.t.ppf(1 - LEVEL / 2, seeds - 1) + stats.t.ppf(POWER, seeds - 1)
+    return float(quantiles * deviation / math.sqrt(seeds))
+
+
+def difference(values: Sequence[float], reference: Sequence[float]) -> Difference:
+    """Paired t-test (two-sided); values of equal seeds stand at equal places."""
+    gap = np.asarray(values, dtype=float) - np.asarray(reference, dtype=float)
+    if len(gap) < 2:
+        return Difference(float(gap.mean()) if len(gap) else math.nan, math.nan, math.nan, len(gap))
+    deviation = float(gap.std(ddof=1))
+    if deviation == 0:
+        p = 1.0 if gap[0] == 0 else 0.0
+    else:
+        p = float(stats.ttest_rel(values, reference).pvalue)
+    return Difference(float(gap.mean()), deviation, p, len(gap))
+
+
+def report(config: AblationConfig, results: Results) -> str:
+    """Gates and tables; also written to `output` as `report.md`."""
+    drawn = [*gates(config, results), *(table.text() for table in tables(config, results))]
+    markdown = [*gates(config, results), *(table.markdown() for table in tables(config, results))]
+    folder = Path(config.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "report.md").write_text("\n\n".join(markdown) + "\n", encoding="utf-8")
+    return "\n\n".join(drawn)
+
+
+def smallest_difference(config: AblationConfig) -> str:
+    """What this budget can find, said before anything is run."""
+    seeds, deviation = len(config.seeds), config.expected_deviation
+    least = detectable(deviation, seeds)
+    return (
+        f"{len(config.variants)} variants with {seeds} seeds each. If differences vary by "
+        f"{deviation:g} points from seed to seed, a difference of {least:.1f} points is the "
+        "smallest that a paired t-test (5 %, two-sided) finds in 80 of 100 such ablations."
+    )
+
+
+def gates(config: AblationConfig, results: Results) -> list[str]:
+    """Whether the split is a test at all: one line for each gate."""
+    lines = []
+    for gate in config.gates:
+        found = compare(results, gate.variant, gate.reference)
+        passed = found.mean > 0 and found.p < gate.p
+        verdict = "separates" if passed else "does NOT separate"
+        lines.append(f"The split {verdict} {gate.variant} from {gate.reference}: {found} points.")
+    return lines
+
+
+def compare(
+    results: Results, variant: str, reference: str, figure: str = JUDGED, own: str | None = None
+) -> Difference:
+    """Difference of a figure over the seeds that both have; `own` if the variant's is another."""
+    seeds = sorted({seed for name, seed in results if name == variant})
+    both = [seed for seed in seeds if (reference, seed) in results]
+    return difference(
+        [results[variant, seed]["figures"][own or figure] for seed in both],
+        [results[reference, seed]["figures"][figure] for seed in both],
+    )
+
+
+def tables(config: AblationConfig, results: Results) -> list[Table]:
+    """Every table that has results, in the paper's layout."""
+    return [_table(table, results) for table in config.tables]
+
+
+def _table(table: TableConfig, results: Results) -> Table:
+    head = ["", *COLUMNS, f"all swaps − {table.reference}", *(f"paper: {p}" for p in table.paper)]
+    rows = [_row(row, table, results) for row in table.rows]
+    differences = [
+        compare(results, row.variant, table.reference)
+        for row in table.rows
+        if row.view == "picture" and row.variant != table.reference
+    ]
+    deviations = [found.deviation for found in differences if found.seeds > 1]
+    notes = [
+        "Ours: percent, mean ± standard deviation over seeds; swaps: right comparisons of the "
+        "cross-modal encoder, chance 50 (group: 16.7); R@1 re-ranked, held-out scenes."
+    ]
+    if deviations:
+        seeds = min(found.seeds for found in differences if found.seeds > 1)
+        typical = float(np.sqrt(np.mean(np.square(deviations))))
+        notes.append(
+            f"Differences varied by {typical:.1f} points between seeds: "
+            f"{detectable(typical, seeds):.1f} points are what {seeds} seeds can detect."
+        )
+    return Table(table.title, head, rows, notes)
+
+
+def _row(row: RowConfig, table: TableConfig, results: Results) -> list[str]:
+    seeds = sorted(seed for name, seed in results if name == row.variant)
+    cells = [row.label]
+    for name in COLUMNS.values():
+        if row.view != "picture" and not name.startswith("swaps"):
+            cells.append("")
+            continue
+        figure = name.format(view=row.view)
+        cells.append(
+            _mean(np.array([results[row.variant, seed]["figures"][figure] for seed in seeds]))
+        )
+    if row.variant == table.reference and row.view == "picture":
+        cells.append("")
+    else:
+        own = COLUMNS["all swaps"].format(view=row.view)
+        cells.append(str(compare(results, row.variant, table.reference, own=own)))
+    figures = [f"{figure:g}" for figure in row.paper] or [""] * len(table.paper)
+    return [*cells, *figures]
+
+
+def _mean(values: NDArray[np.float64]) -> str:
+    if not len(values):
+        return "–"
+    spread = f" ± {values.std(ddof=1):.1f}" if len(values) > 1 else ""
+    return f"{values.mean():.1f}{spread}"
