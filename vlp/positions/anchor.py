@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from vlp.positions import distance_transform
+from vlp.positions.windows import patch_reach, text_reach
 
 Metric = Literal["euclidean", "manhattan", "chebyshev"]
 
@@ -108,6 +109,7 @@ def anchor_path(
     text_window: int | None = 5,
     patch_window: int | None = 9,
     metric: Metric = "euclidean",
+    kernel: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Shortest anchor path P_ace from every token to every patch (Eq. 7, readings A10-A16).
 
@@ -127,6 +129,7 @@ def anchor_path(
         text_window: B_t, an odd number of tokens; None is unbounded.
         patch_window: B_p, an odd square of patches (9 = 3 x 3); None is unbounded.
         metric: distance between patches, in patches.
+        kernel: False keeps to PyTorch on a GPU too.
 
     Returns:
         The path (..., M, N, G), in patches and tokens as they come (reading A16), 0 where nothing
@@ -143,17 +146,17 @@ def anchor_path(
         )
     if metric not in ("euclidean", "manhattan", "chebyshev"):
         raise ValueError(f"unknown patch metric {metric!r}; one of euclidean, manhattan, chebyshev")
-    text_reach = _text_reach(text_window)
-    patch_reach = _patch_reach(patch_window)
+    text_side, patch_side = text_reach(text_window), patch_reach(patch_window)
     shape, dtype = distance.shape, distance.dtype
     words = None if text_mask is None else _words(text_mask, distance)
     distance = distance.reshape(math.prod(shape[:-3]), *shape[-3:])
-    if distance.is_cuda and text_reach is not None and patch_reach is not None and _has_triton():
+    kernel = kernel and distance.is_cuda and _has_triton()
+    if kernel and text_side is not None and patch_side is not None:
         from vlp.positions import anchor_triton
 
-        if anchor_triton.fits(text_reach, patch_reach):
+        if anchor_triton.fits(text_side, patch_side):
             path, reachable = anchor_triton.windowed_path(
-                distance, grid, words, text_reach, patch_reach, metric
+                distance, grid, words, text_side, patch_side, metric
             )
             return path.view(shape), reachable.view(shape)
 
@@ -165,12 +168,12 @@ def anchor_path(
         for start in range(0, len(plane), part):
             here = slice(start, start + part)
             barrier = None if words is None else _barrier(words[here], plane.dtype)
-            nearest = _nearest_anchor(plane[here], barrier, text_reach, patch_reach, metric)
+            nearest = _nearest_anchor(plane[here], barrier, text_side, patch_side, metric)
             torch.lt(nearest, math.inf, out=reachable[here])
             torch.nan_to_num(nearest, nan=0.0, posinf=0.0, out=path[here])
     else:
         barrier = None if words is None else _barrier(words, plane.dtype)
-        nearest = _nearest_anchor(plane, barrier, text_reach, patch_reach, metric)
+        nearest = _nearest_anchor(plane, barrier, text_side, patch_side, metric)
         path, reachable = torch.nan_to_num(nearest, nan=0.0, posinf=0.0), nearest < math.inf
     path, reachable = (x.flatten(2, 3).movedim(1, -1).view(shape) for x in (path, reachable))
     return path.to(dtype), reachable
@@ -233,21 +236,6 @@ def _unit(x: Tensor) -> Tensor:
     """x / |x| along the last axis; zero vectors stay zero with a finite gradient."""
     square = x.square().sum(-1, keepdim=True)
     return x / torch.where(square > 0, square, 1.0).sqrt()
-
-
-def _text_reach(window: int | None) -> int | None:
-    if window is not None and (window < 1 or window % 2 == 0):
-        raise ValueError(f"text_window must be an odd number of tokens, not {window}")
-    return None if window is None else window // 2
-
-
-def _patch_reach(window: int | None) -> int | None:
-    if window is None:
-        return None
-    side = math.isqrt(window) if window > 0 else 0
-    if side * side != window or side % 2 == 0:
-        raise ValueError(f"patch_window must be an odd square of patches (1, 9, 25), not {window}")
-    return side // 2
 
 
 def _patch_distance(down: int, right: int, metric: Metric) -> float:

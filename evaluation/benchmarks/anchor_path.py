@@ -1,0 +1,268 @@
+"""Time and peak memory of the anchor path (Eq. 7): brute force, fast PyTorch, Triton.
+
+    python -m evaluation.benchmarks.anchor_path --sizes 14x14x30x8x4 24x24x64x8x4
+
+A size is rows x columns x tokens x groups x batch. `brute` stacks all 45 shifted copies and takes
+their minimum, as Eq. 7 stands; `torch` is `anchor_path` without a kernel; `triton` (on a GPU) is
+the kernel. A second table has unbounded windows (batch 1, forward), where `offsets` takes a
+running minimum over every offset of the grid and then of the text, in the memory of one copy.
+
+Times are medians of interleaved repeats. Memory is the peak above the input: on a GPU what
+PyTorch's allocator counts, on a CPU the sum of its allocations and releases as the profiler
+records them. All agree on the path before anything is timed. Prints the tables and, last, one JSON
+line per figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
+
+from evaluation.benchmarks.figures import Figure, print_figures
+from vlp.positions.anchor import Metric, anchor_distance, anchor_path
+
+_CPU_SIZES = ("14x14x30x8x4", "24x24x30x8x4", "24x24x64x8x4")
+_GPU_SIZES = ("14x14x30x8x64", "24x24x30x8x64", "24x24x64x8x64")
+_TEXT, _PATCH = 2, 1  # windows of 5 tokens and 3 x 3 patches
+
+Path = Callable[[Tensor], Tensor]
+
+
+class Size(NamedTuple):
+    """What is measured: a grid of patches, tokens, groups and pairs."""
+
+    rows: int
+    columns: int
+    tokens: int
+    groups: int
+    batch: int
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self))
+
+
+def parse_size(text: str) -> Size:
+    """Read `rows x columns x tokens x groups x batch`, five positive integers joined by x."""
+    try:
+        size = Size(*map(int, text.split("x")))
+    except (TypeError, ValueError):
+        size = None
+    if size is None or min(size) < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not ROWSxCOLUMNSxTOKENSxGROUPSxBATCH, as in 24x24x64x8x4"
+        )
+    return size
+
+
+def random_distance(size: Size, device: torch.device, seed: int = 0) -> Tensor:
+    """D_G (batch, M, N, groups) of noise of which a tenth are anchors, as after training."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (size.batch, size.groups, size.rows * size.columns, size.tokens)
+    similarity = torch.rand(shape, generator=generator) * 2 - 1
+    return anchor_distance(similarity.to(device).movedim(1, -1), 0.8)
+
+
+def brute_path(distance: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Eq. 7 as it stands: the minimum over a stack of all 45 shifted copies."""
+    plane = distance.movedim(-1, 1).unflatten(2, grid)
+    reach = (_PATCH, _PATCH, _TEXT)
+    every = torch.stack(list(_shifted(plane, reach, "euclidean")))
+    return _masked(every.amin(0))
+
+
+def offsets_path(distance: Tensor, grid: tuple[int, int], metric: Metric) -> Tensor:
+    """Unbounded: the running minimum over all offsets of the grid, then over all of the text."""
+    plane = distance.movedim(-1, 1).unflatten(2, grid)
+    reaches = ((grid[0] - 1, grid[1] - 1, 0), (0, 0, plane.shape[-1] - 1))
+    for reach in reaches:
+        nearest = plane
+        for shifted in _shifted(plane, reach, metric):
+            nearest = torch.minimum(nearest, shifted)
+        plane = nearest
+    return _masked(plane)
+
+
+def _shifted(plane: Tensor, reach: tuple[int, int, int], metric: Metric) -> Iterator[Tensor]:
+    """Every shift of (..., rows, columns, N) within reach, with the length of the way added."""
+    padding = [side for axis in (2, 1, 0) for side in (reach[axis], reach[axis])]
+    padded = functional.pad(plane, padding, value=math.inf)
+    for down in range(-reach[0], reach[0] + 1):
+        for right in range(-reach[1], reach[1] + 1):
+            if metric == "euclidean":
+                length = math.hypot(down, right)
+            elif metric == "manhattan":
+                length = abs(down) + abs(right)
+            else:
+                length = max(abs(down), abs(right))
+            for along in range(-reach[2], reach[2] + 1):
+                window = padded
+                for axis, offset in enumerate((down, right, along)):
+                    window = window.narrow(axis - 3, reach[axis] + offset, plane.shape[axis - 3])
+                yield window + (length + abs(along))
+
+
+def _masked(nearest: Tensor) -> Tensor:
+    path = torch.where(torch.isfinite(nearest), nearest, 0.0)
+    return path.flatten(2, 3).movedim(1, -1)
+
+
+def torch_path(distance: Tensor, grid: tuple[int, int]) -> Tensor:
+    """`anchor_path` without the kernel, on any device."""
+    return anchor_path(distance, grid, kernel=False)[0]
+
+
+def triton_path(distance: Tensor, grid: tuple[int, int]) -> Tensor:
+    """The kernel, through `anchor_path` as a model calls it."""
+    return anchor_path(distance, grid)[0]
+
+
+def unbounded_path(distance: Tensor, grid: tuple[int, int], metric: Metric) -> Tensor:
+    """`anchor_path` with both windows None: distance transforms."""
+    return anchor_path(distance, grid, None, None, None, metric)[0]
+
+
+def peak_memory(work: Callable[[], object], device: torch.device) -> int:
+    """Bytes that `work` holds at most beyond what was there before."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    held = peak = 0
+    for _, size in changes:
+        held += size
+        peak = max(peak, held)
+    return peak
+
+
+def measure(
+    paths: dict[str, Path], distance: Tensor, backward: bool, repeats: int
+) -> dict[str, tuple[float, int]]:
+    """Median seconds and peak bytes of each path, taken in turns.
+
+    Raises:
+        RuntimeError: a path differs from the first one's.
+    """
+    device = distance.device
+    distance = distance.detach().requires_grad_(backward)
+    gradient = torch.ones_like(distance)
+
+    def run(path: Path) -> Tensor:
+        found = path(distance)
+        return torch.autograd.grad(found, distance, gradient)[0] if backward else found
+
+    first = None
+    for name, path in paths.items():  # also the warm-up
+        found = path(distance).detach()
+        first = found if first is None else first
+        if not torch.allclose(found, first, rtol=0, atol=1e-3):
+            raise RuntimeError(f"{name} finds other paths than {next(iter(paths))}")
+        run(path)
+    memory = {name: peak_memory(partial(run, path), device) for name, path in paths.items()}
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for _ in range(repeats):
+        for name, path in paths.items():
+            _wait(device)
+            started = time.perf_counter()
+            run(path)
+            _wait(device)
+            seconds[name].append(time.perf_counter() - started)
+    return {name: (statistics.median(seconds[name]), memory[name]) for name in paths}
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def bounded(size: Size, device: torch.device, repeats: int) -> Iterator[Figure]:
+    """Windows of 5 tokens and 9 patches: print a table row per way, yield its figures."""
+    grid = size.rows, size.columns
+    distance = random_distance(size, device)
+    paths: dict[str, Path] = {
+        "brute": partial(brute_path, grid=grid),
+        "torch": partial(torch_path, grid=grid),
+    }
+    if device.type == "cuda":
+        paths["triton"] = partial(triton_path, grid=grid)
+    for step, backward in (("forward", False), ("forward+backward", True)):
+        yield from _report(size, step, measure(paths, distance, backward, repeats))
+
+
+def unbounded(size: Size, device: torch.device, repeats: int) -> Iterator[Figure]:
+    """Windows None: print a table row per way, yield its figures."""
+    size = size._replace(batch=1)
+    grid = size.rows, size.columns
+    distance = random_distance(size, device)
+    metrics: tuple[Metric, ...] = ("manhattan", "chebyshev")
+    for metric in metrics:
+        paths: dict[str, Path] = {
+            "offsets": partial(offsets_path, grid=grid, metric=metric),
+            "torch": partial(unbounded_path, grid=grid, metric=metric),
+        }
+        yield from _report(size, metric, measure(paths, distance, False, repeats))
+
+
+def _report(size: Size, step: str, results: dict[str, tuple[float, int]]) -> Iterator[Figure]:
+    slowest = next(iter(results.values()))[0]
+    for name, (seconds, memory) in results.items():
+        print(
+            f"{size!s:<18}{step:<18}{name:<9}{1000 * seconds:>10.2f}{memory / 2**20:>10.1f}"
+            f"{slowest / seconds:>9.1f}x"
+        )
+        yield Figure(f"anchor_path/{size}/{step}/{name}/time", 1000 * seconds, "ms")
+        yield Figure(f"anchor_path/{size}/{step}/{name}/peak_memory", memory / 2**20, "MiB")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the tables and the figures; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        type=parse_size,
+        metavar="SIZE",
+        help=f"default: {' '.join(_CPU_SIZES)}, on a GPU {' '.join(_GPU_SIZES)}",
+    )
+    parser.add_argument("--repeats", type=int, help="default: 7, on a GPU 20")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    chosen = parser.parse_args(arguments)
+    device = torch.device(chosen.device)
+    on_gpu = device.type == "cuda"
+    sizes = chosen.sizes or [parse_size(text) for text in (_GPU_SIZES if on_gpu else _CPU_SIZES)]
+    repeats = chosen.repeats or (20 if on_gpu else 7)
+    figures: list[Figure] = []
+    columns = f"{'way':<9}{'ms':>10}{'MiB':>10}{'speed':>10}"
+    print(f"{'5 tokens, 9 patches':<36}{columns}")
+    for size in sizes:
+        figures += bounded(size, device, repeats)
+    print(f"\n{'unbounded, forward':<36}{columns}")
+    for size in sizes:
+        figures += unbounded(size, device, min(repeats, 3))
+    print()
+    print_figures(figures, device)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,245 @@
+"""The Triton kernel against plain PyTorch: in Triton's interpreter, compiled, and on a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from vlp.positions.anchor import anchor_distance, anchor_path
+
+triton = pytest.importorskip("triton")
+from vlp.positions import anchor_triton  # noqa: E402
+
+METRICS = ["euclidean", "manhattan", "chebyshev"]
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    """A second copy of the module: Triton reads TRITON_INTERPRET where a kernel is decorated."""
+    spec = importlib.util.spec_from_file_location(
+        "anchor_triton_interpreted", anchor_triton.__file__
+    )
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        spec.loader.exec_module(module)
+    return module
+
+
+def distances(batch, grid, tokens, groups, seed=0, threshold=0.9, dtype=torch.float32):
+    """No two paths are equally long, so every minimum has one gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (batch, groups, grid[0] * grid[1], tokens)
+    similarity = torch.rand(shape, generator=generator, dtype=torch.float64).to(dtype)
+    return anchor_distance(similarity.movedim(1, -1), threshold)
+
+
+def words(batch, tokens):
+    """Rows of words only, of words with padding between them, and of padding only."""
+    mask = torch.stack([torch.arange(tokens) % 3 != 1] * batch)
+    mask[0] = True
+    mask[2:] = False
+    return mask
+
+
+def both(module, distance, grid, mask, text_window, patch_window, metric):
+    """(path, reachable, gradient) of PyTorch and of the kernel."""
+    results = []
+    weight = torch.randn(distance.shape, generator=torch.Generator().manual_seed(9)).to(distance)
+    reach = text_window // 2, math.isqrt(patch_window) // 2
+    for kernel in (False, True):
+        leaf = distance.detach().clone().requires_grad_()
+        if kernel:
+            path, reachable = module.windowed_path(leaf, grid, mask, *reach, metric)
+        else:
+            path, reachable = anchor_path(
+                leaf, grid, mask, text_window, patch_window, metric, kernel=False
+            )
+        (path * weight).sum().backward()
+        results.append((path.detach(), reachable, leaf.grad))
+    return results
+
+
+def assert_equal(plain, kernel, atol=1e-6):
+    assert torch.equal(kernel[1], plain[1])
+    torch.testing.assert_close(kernel[0], plain[0], rtol=0, atol=atol)
+    torch.testing.assert_close(kernel[2], plain[2], rtol=0, atol=4 * atol)
+
+
+CASES = [
+    # grid, tokens, groups, text window, patch window
+    ((3, 4), 6, 2, 5, 9),
+    ((5, 2), 3, 1, 1, 9),
+    ((4, 4), 5, 3, 3, 1),
+    ((3, 3), 4, 1, 3, 25),
+    ((1, 7), 2, 2, 5, 9),
+    ((1, 1), 1, 1, 5, 9),
+]
+
+
+@pytest.mark.parametrize(("grid", "tokens", "groups", "text_window", "patch_window"), CASES)
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_equals_pytorch(
+    interpreted, grid, tokens, groups, text_window, patch_window, metric, masked
+):
+    batch = 3 if masked else 1
+    distance = distances(batch, grid, tokens, groups)
+    mask = words(batch, tokens) if masked else None
+    plain, kernel = both(interpreted, distance, grid, mask, text_window, patch_window, metric)
+    assert_equal(plain, kernel)
+    if grid == (3, 4):
+        assert not kernel[1].all()
+        assert kernel[1].any()
+
+
+def test_float64_keeps_its_digits(interpreted):
+    distance = distances(1, (3, 4), 6, 2, dtype=torch.float64)
+    plain, kernel = both(interpreted, distance, (3, 4), None, 5, 9, "euclidean")
+    assert_equal(plain, kernel, 1e-12)
+
+
+def test_half_precision_comes_back_as_it_went_in(interpreted):
+    distance = distances(2, (3, 3), 4, 2, dtype=torch.float16)
+    path, reachable = interpreted.windowed_path(distance, (3, 3), words(2, 4), 2, 1, "euclidean")
+    exact, same = anchor_path(distance.float(), (3, 3), words(2, 4))
+    assert path.dtype == torch.float16
+    assert torch.equal(reachable, same)
+    torch.testing.assert_close(path.float(), exact, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("layout", ["groups last", "slice", "expanded", "transposed"])
+def test_any_strides(interpreted, layout):
+    distance = distances(2, (4, 3), 5, 2)
+    if layout == "groups last":
+        distance = distance.contiguous()
+    elif layout == "slice":
+        distance = distances(2, (4, 3), 8, 4)[:, :, 1:6, ::2]
+    elif layout == "expanded":
+        distance = distance[:1].expand(2, -1, -1, -1)
+    else:
+        distance = distance.permute(3, 1, 2, 0).contiguous().permute(3, 1, 2, 0)
+    leaf = distance.detach().requires_grad_()
+    path, reachable = interpreted.windowed_path(leaf, (4, 3), words(2, 5), 2, 1, "manhattan")
+    plain, same = anchor_path(distance, (4, 3), words(2, 5), metric="manhattan")
+    assert torch.equal(reachable, same)
+    torch.testing.assert_close(path.detach(), plain, rtol=0, atol=1e-6)
+    # A gradient with other strides than the path, here none at all.
+    gradient = torch.autograd.grad(path.sum(), leaf)[0]
+    reference = distance.detach().clone().requires_grad_()
+    anchor_path(reference, (4, 3), words(2, 5), metric="manhattan")[0].sum().backward()
+    torch.testing.assert_close(gradient, reference.grad)
+
+
+def test_more_steps_than_a_byte_counts(interpreted):
+    distance = distances(1, (4, 4), 7, 1, threshold=0.95)
+    plain, kernel = both(interpreted, distance, (4, 4), None, 11, 25, "euclidean")
+    assert_equal(plain, kernel)
+
+
+def test_more_entries_than_one_program_takes(interpreted):
+    distance = distances(2, (6, 5), 9, 2)
+    plain, kernel = both(interpreted, distance, (6, 5), words(2, 9), 5, 9, "chebyshev")
+    assert_equal(plain, kernel)
+
+
+def test_nothing_reachable_and_nothing_at_all(interpreted):
+    nothing = torch.full((2, 4, 3, 2), math.inf).requires_grad_()
+    path, reachable = interpreted.windowed_path(nothing, (2, 2), None, 2, 1, "euclidean")
+    assert not reachable.any()
+    assert not path.any()
+    path.sum().backward()
+    assert not nothing.grad.any()
+    empty = torch.empty(0, 4, 3, 2, requires_grad=True)
+    path, reachable = interpreted.windowed_path(empty, (2, 2), None, 2, 1, "euclidean")
+    assert path.shape == reachable.shape == empty.shape
+    path.sum().backward()
+    assert empty.grad.shape == empty.shape
+
+
+def test_of_equally_near_sources_one_gets_the_gradient(interpreted):
+    distance = torch.tensor([2.0, math.inf, 2.0]).view(1, 3, 1, 1).requires_grad_()
+    path, _ = interpreted.windowed_path(distance, (1, 3), None, 0, 1, "euclidean")
+    assert path.flatten().tolist() == [2, 3, 2]
+    path[:, 1].sum().backward()
+    assert distance.grad.flatten().tolist() == [1, 0, 0]
+
+
+def test_reachable_has_no_gradient_and_the_path_only_one(interpreted):
+    distance = distances(1, (2, 2), 3, 1).requires_grad_()
+    path, reachable = interpreted.windowed_path(distance, (2, 2), None, 2, 1, "euclidean")
+    assert not reachable.requires_grad
+    gradient = torch.autograd.grad(path.square().sum(), distance, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize(("kernel", "type_"), [("forward", "fp32"), ("backward", "fp16")])
+def test_compiles_for_a_gpu_that_is_not_there(kernel, type_, tmp_path, monkeypatch):
+    """The interpreter takes Python that the compiler refuses."""
+    from triton.backends import backends
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.language import float32
+
+    if "nvidia" not in backends:
+        pytest.skip("this Triton has no compiler for NVIDIA")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    function = getattr(anchor_triton, f"_{kernel}_kernel")
+    constants = {"ROWS": 4, "COLUMNS": 6, "TEXT": 2, "PATCH": 1, "METRIC": "euclidean"}
+    constants |= {"STEPS": 45, "GROUPS_LAST": False, "TYPE": float32, "BLOCK": 256}
+    constants |= {"MASKED": True, "NOTE_WINNER": True}
+    constants = {name: value for name, value in constants.items() if name in function.arg_names}
+    signature = dict.fromkeys(function.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
+    values, bytes_ = f"*{type_}", "*u8"
+    for name, kind in {
+        "distance": values, "path": values, "path_gradient": values, "gradient": values,
+        "words": bytes_, "reachable": bytes_, "winner": bytes_,
+    }.items():  # fmt: skip
+        if name in signature:
+            signature[name] = kind
+    compiled = triton.compile(
+        ASTSource(function, signature, constants), target=GPUTarget("cuda", 80, 32)
+    )
+    assert f"_{kernel}_kernel" in compiled.asm["ptx"]
+
+
+def test_cpu_tensors_never_import_triton():
+    program = """
+import sys, torch, vlp
+from vlp.positions.anchor import anchor_path
+anchor_path(torch.rand(4, 3, 2), (2, 2))
+print("triton" in sys.modules)
+"""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    output = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    assert output.strip() == "False"
+
+
+def test_windows_that_are_too_large_are_left_to_pytorch():
+    assert anchor_triton.fits(2, 1)
+    assert anchor_triton.fits(100, 4)
+    assert not anchor_triton.fits(2, 5)
+    assert not anchor_triton.fits(1000, 4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("grid", "tokens", "groups", "text_window", "patch_window"), CASES)
+@pytest.mark.parametrize("metric", METRICS)
+def test_on_a_gpu(grid, tokens, groups, text_window, patch_window, metric):
+    distance = distances(3, grid, tokens, groups).cuda()
+    mask = words(3, tokens).cuda()
+    plain, kernel = both(anchor_triton, distance, grid, mask, text_window, patch_window, metric)
+    assert_equal(plain, kernel)
+    leaf = distance.requires_grad_()
+    path, _ = anchor_path(leaf, grid, mask, text_window, patch_window, metric)
+    assert "WindowedPath" in str(path.grad_fn.next_functions)  # below the view
+    torch.testing.assert_close(path.detach(), kernel[0], rtol=0, atol=0)
