@@ -32,7 +32,7 @@ from vlp.data.scenes.entailment import sample_entailment
 from vlp.data.scenes.graph import Scene
 from vlp.data.scenes.negatives import SWAP_KINDS, sample_swap
 from vlp.data.scenes.render import encode_png, render
-from vlp.data.scenes.sample import sample_scene
+from vlp.data.scenes.sample import FULL, Variety, sample_scene
 from vlp.data.scenes.splits import Split
 from vlp.data.scenes.statements import sample_statement
 from vlp.data.schema import Annotation
@@ -51,7 +51,7 @@ PARTS = {
     "statements": (0, "true or false statements about two pictures"),
     "entailment": (0, "hypotheses about a picture with a curtain"),
 }
-_SETTINGS = ("seed", "image_size", "samples_per_shard")
+_SETTINGS = ("seed", "image_size", "samples_per_shard", *Variety._fields)
 _CHUNK = 64
 
 
@@ -72,6 +72,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             f"--{part}", type=int, default=count, metavar="N", help=f"{what} (default {count})"
         )
     parser.add_argument("--image-size", type=int, default=64, help="side in pixels (default 64)")
+    for name, most in FULL._asdict().items():
+        parser.add_argument(
+            f"--{name}", type=int, default=most, metavar="N", help=f"2 to {most} (default {most})"
+        )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--samples-per-shard", type=int, default=1000)
     parser.add_argument(
@@ -97,7 +101,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def make_sample(part: str, seed: int, image_size: int, job: int | Scene) -> Sample:
+def make_sample(
+    part: str, seed: int, image_size: int, job: int | Scene, variety: Variety = FULL
+) -> Sample:
     """Generate one sample of a part from its index, or from its scene where that is drawn already.
 
     Raises:
@@ -107,17 +113,17 @@ def make_sample(part: str, seed: int, image_size: int, job: int | Scene) -> Samp
         return _captioned(job)
     if part in ("train", "unseen"):
         split: Split = "unseen" if part == "unseen" else "train"
-        return _captioned(sample_scene(seed, job, split, image_size))
+        return _captioned(sample_scene(seed, job, split, image_size, variety=variety))
     if part == "swaps":
         kind = SWAP_KINDS[job % len(SWAP_KINDS)]
-        pair = sample_swap(seed, job, kind, "swaps", image_size)
+        pair = sample_swap(seed, job, kind, "swaps", image_size, variety)
         return Sample(
             _key(part, seed, job), _png(pair.scene), swap_annotation(pair), _png(pair.twin)
         )
     if part == "twins":
         number, second = divmod(job, 2)
         kind = SWAP_KINDS[number % len(SWAP_KINDS)]
-        pair = sample_swap(seed, number, kind, "train", image_size)
+        pair = sample_swap(seed, number, kind, "train", image_size, variety)
         scene, caption = (pair.twin, pair.foil) if second else (pair.scene, pair.caption)
         return Sample(_key(part, seed, job), _png(scene), annotation(scene, [caption]))
     if part == "statements":
@@ -133,16 +139,17 @@ def make_sample(part: str, seed: int, image_size: int, job: int | Scene) -> Samp
 
 def _write_part(part: str, arguments: argparse.Namespace) -> int:
     count, seed, image_size = getattr(arguments, part), arguments.seed, arguments.image_size
+    variety = Variety(*(getattr(arguments, name) for name in Variety._fields))
     jobs: list[int | Scene] = list(range(count))
     scenes: list[Scene] = []
     keys = [_key(part, seed, index) for index in range(count)]
     if part == "val":
         # Which scenes are told apart from all others is decided one after the other.
-        scenes = list(distinct_scenes(seed, count, "val", image_size))
+        scenes = list(distinct_scenes(seed, count, "val", image_size, variety))
         jobs = list(scenes)
     with ShardWriter(arguments.out / part, arguments.samples_per_shard) as writer:
         missing = [job for key, job in zip(keys, jobs, strict=True) if key not in writer.done]
-        make = partial(make_sample, part, seed, image_size)
+        make = partial(make_sample, part, seed, image_size, variety=variety)
         bar = tqdm(total=count, initial=count - len(missing), desc=part, unit=" samples")
         with bar, _mapped(make, missing, arguments.processes) as samples:
             for sample in samples:
@@ -187,6 +194,9 @@ def _check(arguments: argparse.Namespace) -> None:
         if getattr(arguments, name) < smallest:
             option = "--" + name.replace("_", "-")
             raise ConfigError(f"{option} is {getattr(arguments, name)}, at least {smallest}")
+    for name, most in FULL._asdict().items():
+        if not 2 <= getattr(arguments, name) <= most:
+            raise ConfigError(f"--{name} is {getattr(arguments, name)}, 2 to {most} are possible")
     settings = {name: getattr(arguments, name) for name in _SETTINGS}
     settings["version"] = CORPUS_VERSION
     path = arguments.out / SETTINGS_NAME

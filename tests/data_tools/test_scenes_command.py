@@ -121,3 +121,19 @@ def test_numbers_out_of_range_are_named(tmp_path, option, value) -> None:
 def test_an_unknown_part_is_named() -> None:
     with pytest.raises(ValueError, match="unknown part 'test'"):
         scenes.make_sample("test", 0, 64, 0)
+
+
+def test_a_small_variety_is_kept(tmp_path) -> None:
+    options = ["--colours", "3", "--shapes", "2", "--objects", "2"]
+    _run(tmp_path, "--train", "16", "--val", "4", "--twins", "16", "--swaps", "8", *options)
+    for part in ("train", "val", "twins", "swaps"):
+        index = ShardIndex.open(tmp_path / part)
+        for number in range(index.shards[0].samples):
+            objects = index.read(0, number).annotation.scene["objects"]
+            assert {obj["colour"] for obj in objects} <= {"red", "orange", "yellow"}
+            assert {obj["shape"] for obj in objects} <= {"circle", "square"}
+            assert len(objects) <= 2
+    with pytest.raises(ConfigError, match="--colours is 1, 2 to 8 are possible"):
+        _run(tmp_path / "new", "--colours", "1")
+    with pytest.raises(ConfigError, match="another --out"):
+        _run(tmp_path, "--train", "16")

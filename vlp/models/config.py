@@ -43,6 +43,9 @@ class ImageConfig(Config):
     layers: int = 6
     heads: int = 12
     intermediate: int = 3072
+    position: Literal["learned", "none"] = Field(
+        "learned", description="with none, what is where is left to the cross-modal encoder"
+    )
     weights: str | None = Field(None, description="timm model name, or a .pth/.safetensors file")
 
     @model_validator(mode="after")

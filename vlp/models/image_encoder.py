@@ -30,6 +30,7 @@ class ImageEncoder(nn.Module):
             mlp_ratio=config.intermediate / config.width,
             num_classes=0,
             global_pool="",
+            pos_embed="learn" if config.position == "learned" else "none",
         )
         self.projection = nn.Linear(config.width, embed_dim)
 

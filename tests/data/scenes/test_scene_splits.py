@@ -40,7 +40,7 @@ def test_swapping_a_pair_stays_in_its_family() -> None:
     for index in range(200):
         scene = sample_scene(0, index, "swaps")
         for pair in held_out_pairs(scene, "swaps"):
-            for kind in SWAP_KINDS:
+            for kind in SWAP_KINDS[1:]:  # `place` is about one object
                 result = swap_pair(scene, kind, pair, rng)
                 if result is not None:
                     swapped += 1

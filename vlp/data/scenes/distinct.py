@@ -11,14 +11,18 @@ from collections.abc import Iterator, Sequence
 from vlp.data.scenes.captions import Caption, captions
 from vlp.data.scenes.claims import holds
 from vlp.data.scenes.graph import Scene
-from vlp.data.scenes.sample import sample_scene
+from vlp.data.scenes.sample import FULL, Variety, sample_scene
 from vlp.data.scenes.splits import Split
 
 MAX_ATTEMPTS = 200
 
 
 def distinct_scenes(
-    seed: int, count: int, split: Split = "val", image_size: int = 64
+    seed: int,
+    count: int,
+    split: Split = "val",
+    image_size: int = 64,
+    variety: Variety = FULL,
 ) -> Iterator[Scene]:
     """Draw scenes 0 .. count - 1 of a split such that their captions tell them apart.
 
@@ -30,7 +34,7 @@ def distinct_scenes(
     written: list[list[Caption]] = []
     for index in range(count):
         for attempt in range(MAX_ATTEMPTS):
-            scene = sample_scene(seed, index, split, image_size, attempt)
+            scene = sample_scene(seed, index, split, image_size, attempt, variety=variety)
             texts = captions(scene)
             clash = any(
                 _any_true(texts, other) or _any_true(others, scene)

@@ -17,7 +17,7 @@ from vlp.data.draws import draw
 from vlp.data.scenes.captions import Caption, draw_style, fill
 from vlp.data.scenes.claims import truth
 from vlp.data.scenes.graph import Scene
-from vlp.data.scenes.sample import sample_scene
+from vlp.data.scenes.sample import FULL, Variety, moved, sample_scene
 from vlp.data.scenes.splits import held_out_pairs, split_of
 
 SwapKind = Literal["place", "relation", "order", "binding"]
@@ -40,6 +40,8 @@ PLACE_PATTERNS = (
 )
 
 _MAX_ATTEMPTS = 1000
+_NEW = 1 << 40
+"""Scenes of training from this index on are no part of any corpus that is trained on."""
 
 
 class SwapPair(NamedTuple):
@@ -58,18 +60,24 @@ def sample_swap(
     kind: SwapKind,
     split: Literal["swaps", "unseen", "train"] = "swaps",
     image_size: int = 64,
+    variety: Variety = FULL,
 ) -> SwapPair:
     """Draw pair `index`: about two objects that the split holds out from training, or from it.
 
-    Neither picture of a pair for training shows what the other two splits hold out.
+    Neither picture of a pair for training shows what the other two splits hold out. A `place` swap
+    is about one object, of which no pair is held out: for `swaps` its pictures are new ones with
+    contents that training has.
     """
+    if kind == "place" and split == "swaps":
+        split, index = "train", index + _NEW
     for attempt in range(_MAX_ATTEMPTS):
-        scene = sample_scene(seed, index, split, image_size, attempt, least=2)
+        least = 1 if kind == "place" else 2
+        scene = sample_scene(seed, index, split, image_size, attempt, least, variety)
         rng = draw(seed, 0, scene.key, f"swap {kind} {attempt}")
-        pairs = (
-            list(combinations(range(len(scene.objects)), 2))
-            if split == "train"
-            else held_out_pairs(scene, split)
+        pairs: list[tuple[int, ...]] = (
+            list(held_out_pairs(scene, split))
+            if split == "swaps" or split == "unseen"
+            else list(combinations(range(len(scene.objects)), least))
         )
         pair = pairs[int(rng.integers(len(pairs)))]
         swapped = swap_pair(scene, kind, pair if rng.random() < 0.5 else pair[::-1], rng)
@@ -82,32 +90,33 @@ def sample_swap(
 
 
 def swap_pair(
-    scene: Scene, kind: SwapKind, pair: tuple[int, int], rng: np.random.Generator
+    scene: Scene, kind: SwapKind, pair: tuple[int, ...], rng: np.random.Generator
 ) -> SwapPair | None:
     """The swap of two objects of a scene; None where it would not make one caption clearly false.
 
     Sizes stay with their boxes and the captions do not speak of them.
 
     Args:
-        scene: any scene of two or more objects.
-        kind: `place`, `relation` and `order` exchange the two objects' boxes: the first caption
-            says where one of them is, the second turns the relation word round, the third exchanges
-            the nouns instead, so both captions are the same bag of words; `binding` exchanges the
-            two objects' colours.
-        pair: numbers of the two objects, first the caption's subject.
+        scene: any scene of two or more objects; of one or more for `place`.
+        kind: `place` moves one object to another place, and says where it is; `relation` exchanges
+            the two objects' boxes and turns the relation word round; `order` exchanges the nouns
+            instead, so both captions are the same bag of words; `binding` exchanges the two
+            objects' colours.
+        pair: numbers of the two objects, first the caption's subject; for `place`, of one.
         rng: for the wording.
     """
-    first, second = pair
     patterns = PLACE_PATTERNS if kind == "place" else PATTERNS
     pattern = patterns[int(rng.integers(len(patterns)))]
     style = draw_style(rng)
     sizes = [False] * len(scene.objects)
-    if kind == "binding":
-        twin = _exchanged(scene, first, second, "colour")
-        foil = fill(twin, pattern, pair, sizes, style)
+    if kind == "place":
+        pair = pair[:1]
+        twin = moved(scene, pair[0], rng)
     else:
-        twin = _exchanged(scene, first, second, "box")
-        foil = fill(twin, pattern, (second, first) if kind == "order" else pair, sizes, style)
+        twin = _exchanged(scene, pair[0], pair[1], "colour" if kind == "binding" else "box")
+    if twin is None:
+        return None
+    foil = fill(twin, pattern, pair[::-1] if kind == "order" else pair, sizes, style)
     caption = fill(scene, pattern, pair, sizes, style)
     answers = [truth(text.claim, seen) for seen in (scene, twin) for text in (caption, foil)]
     if answers != [True, False, False, True]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from vlp.data.draws import draw
@@ -43,6 +45,20 @@ _MAX_ATTEMPTS = 10_000
 Rectangle = tuple[int, int, int, int]
 
 
+class Variety(NamedTuple):
+    """How much there is to tell apart: the first so many colours and shapes, at most `objects`.
+
+    A small variety leaves a model little to learn but where things stand.
+    """
+
+    colours: int = len(COLOURS)
+    shapes: int = len(SHAPES)
+    objects: int = len(OBJECT_SHARES)
+
+
+FULL = Variety()
+
+
 def sample_scene(
     seed: int,
     index: int,
@@ -50,6 +66,7 @@ def sample_scene(
     image_size: int = 64,
     attempt: int = 0,
     least: int = 1,
+    variety: Variety = FULL,
 ) -> Scene:
     """Draw scene `index` of a split.
 
@@ -60,35 +77,40 @@ def sample_scene(
         image_size: side of the picture in pixels; the same scene at every size.
         attempt: another scene in the same place of the corpus, with as many objects.
         least: fewest objects; `swaps` and `unseen` are about pairs and have two at least.
+        variety: colours, shapes and objects that there are.
 
     Raises:
-        ValueError: if the index or the image size is out of range.
+        ValueError: if the index, the image size or the variety is out of range.
     """
+    if not all(1 < number <= most for number, most in zip(variety, FULL)):
+        raise ValueError(f"{variety} has less than two of something, or more than {FULL}")
     if index < 0 or image_size < 16:
         raise ValueError(
             f"a scene needs index >= 0 and image_size >= 16, got {index} and {image_size}"
         )
     key = f"{split}-{seed}-{index}"
-    shares = np.cumsum(OBJECT_SHARES)
+    shares = np.cumsum(OBJECT_SHARES[: variety.objects]) / sum(OBJECT_SHARES[: variety.objects])
     count = 1 + int((draw(seed, 0, key, "objects").random() >= shares[:-1]).sum())
     count = max(count, 2 if split in ("swaps", "unseen") else least)
     rng = draw(seed, 0, key, f"scene {attempt}")
     for _ in range(_MAX_ATTEMPTS):
-        scene = _any_scene(rng, key, count, image_size)
+        scene = _any_scene(rng, key, count, image_size, variety)
         if split_of(scene) == split:
             return scene
     raise RuntimeError(f"no scene of split {split!r} in {_MAX_ATTEMPTS} draws")
 
 
-def _any_scene(rng: np.random.Generator, key: str, count: int, image_size: int) -> Scene:
-    names = _names(rng, count)
+def _any_scene(
+    rng: np.random.Generator, key: str, count: int, image_size: int, variety: Variety
+) -> Scene:
+    names = _names(rng, count, variety)
     sizes = [SIZES[number] for number in rng.integers(len(SIZES), size=count)]
     rectangles, places = _layout(rng, sizes)
     scale = image_size / LATTICE
     objects = tuple(
         Obj(
-            shape=SHAPES[name % len(SHAPES)],
-            colour=COLOURS[name // len(SHAPES)],
+            shape=SHAPES[name % variety.shapes],
+            colour=COLOURS[name // variety.shapes],
             size=size,
             box=_pixels(rectangle, scale),
             place=place,
@@ -110,13 +132,31 @@ def _any_scene(rng: np.random.Generator, key: str, count: int, image_size: int) 
     )
 
 
-def _names(rng: np.random.Generator, count: int) -> np.ndarray:
+def _names(rng: np.random.Generator, count: int, variety: Variety) -> np.ndarray:
     """Numbers of colour and shape together; no two objects have both in common."""
     keep = rng.random() < SAME_COLOUR_SHARE
     while True:
-        names = rng.permutation(len(COLOURS) * len(SHAPES))[:count]
-        if keep or len(set(names // len(SHAPES))) == count:
+        names = rng.permutation(variety.colours * variety.shapes)[:count]
+        if keep or len(set(names // variety.shapes)) == count:
             return names
+
+
+def moved(scene: Scene, number: int, rng: np.random.Generator) -> Scene | None:
+    """The scene with one object in another place, of the same size; None where there is no room."""
+    scale = scene.image_size / LATTICE
+    lattice = [tuple(round(value / scale) for value in obj.box) for obj in scene.objects]
+    side = lattice[number][2]
+    others = lattice[:number] + lattice[number + 1 :]
+    for cell in rng.permutation(9):
+        row, column = divmod(int(cell), 3)
+        rectangle = (_start(rng, side, column), _start(rng, side, row), side, side)
+        place = place_name(row, column)
+        taken = place == scene.objects[number].place
+        if not taken and not any(_touch(rectangle, other) for other in others):  # type: ignore[arg-type]
+            obj = scene.objects[number]._replace(box=_pixels(rectangle, scale), place=place)
+            objects = (*scene.objects[:number], obj, *scene.objects[number + 1 :])
+            return scene._replace(key=f"{scene.key}-moved-{number}-{cell}", objects=objects)
+    return None
 
 
 def _layout(rng: np.random.Generator, sizes: list[str]) -> tuple[list[Rectangle], list[str]]:
