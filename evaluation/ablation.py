@@ -1,8 +1,9 @@
 """Ablations: every variant trained with several seeds, resumable, and judged where place counts.
 
 `python -m evaluation ablation --config configs/ablation/cross_position.yaml` generates the corpus,
-pretrains each backbone, trains each variant from its backbone, evaluates all of them, and prints
-the tables. A run that is finished is never done again, one that was cut off goes on.
+pretrains the backbones if there are any, trains each variant, from nothing or from its backbone,
+evaluates all of them, and prints the tables. A run that is finished is never done again, one that
+was cut off goes on.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field, model_validator
 
 from vlp.config import Config, ConfigError
+from vlp.data.scenes.sample import FULL, Variety
 
 LAUNCH = Path(__file__).resolve().parents[1] / "launch" / "pretrain.py"
 RESULT = "result.json"
@@ -35,6 +37,9 @@ class CorpusConfig(Config):
     twins: int = Field(16_000, ge=0)
     swaps: int = Field(900, ge=1)
     image_size: int = 64
+    colours: int = FULL.colours
+    shapes: int = FULL.shapes
+    objects: int = FULL.objects
     vocabulary: int = Field(256, ge=64, description="word pieces")
     seed: int = 0
 
@@ -90,8 +95,8 @@ class AblationConfig(Config):
     expected_deviation: float = Field(
         3.0, gt=0, description="points between seeds, of a difference; before anything is run"
     )
-    pretraining: StageConfig
-    backbones: dict[str, VariantConfig]
+    pretraining: StageConfig | None = Field(None, description="of backbones")
+    backbones: dict[str, VariantConfig] = Field({}, description="models that variants start from")
     training: StageConfig
     variants: dict[str, VariantConfig]
     gates: tuple[GateConfig, ...] = ()
@@ -102,6 +107,8 @@ class AblationConfig(Config):
         for name, variant in self.variants.items():
             if variant.backbone is not None and variant.backbone not in self.backbones:
                 raise ValueError(f"variants.{name}.backbone {variant.backbone!r} is not defined")
+        if self.backbones and self.pretraining is None:
+            raise ValueError("backbones need `pretraining`")
         asked = [gate.variant for gate in self.gates] + [gate.reference for gate in self.gates]
         for table in self.tables:
             asked += [table.reference, *(row.variant for row in table.rows)]
@@ -136,7 +143,7 @@ def plan(config: AblationConfig, source: Path) -> tuple[list[Run], list[Run]]:
     backbones = [
         _run(config, source, config.pretraining, "backbone", name, backbone, seed, judged=False)
         for name, backbone in config.backbones.items()
-        if name in used
+        if name in used and config.pretraining is not None
         for seed in config.seeds
     ]
     # Seed by seed, so that an interrupted ablation has whole seeds to compare.
@@ -312,7 +319,8 @@ def _make_corpus(corpus: CorpusConfig, say: Callable[[str], object]) -> None:
         return
     say(f"generating {folder}")
     sizes = {name: getattr(corpus, name) for name in ("train", "val", "twins", "swaps")}
-    options = {**sizes, "image-size": corpus.image_size, "seed": corpus.seed}
+    variety = {name: getattr(corpus, name) for name in Variety._fields}
+    options = {**sizes, **variety, "image-size": corpus.image_size, "seed": corpus.seed}
     _tool("scenes", {"out": folder, **options})
     learned = {"shards": folder / "train", "size": corpus.vocabulary, "out": folder / "vocabulary"}
     _tool("vocabulary", learned)
