@@ -8,7 +8,6 @@ Prints a table of parts (medians over steps) and, last, one JSON line per figure
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import statistics
 import sys
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from evaluation.benchmarks.figures import Figure, print_figures
 from vlp.config import ConfigError, load_config
 from vlp.data.batch import Batch
 from vlp.data.inputs import Inputs
@@ -128,14 +128,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if device.type == "cuda"
         else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     )
-    kind = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    figures = [
-        ("pretrain_step/pairs", rows / step, "pairs/s"),
-        ("pretrain_step/peak_memory", peak / 2**20, "MiB"),
-    ]
-    for name, value, unit in figures:
-        line = {"name": name, "value": value, "unit": unit, "target": None, "stretch": None}
-        print(json.dumps(line | {"device": f"{kind}, {torch.get_num_threads()} threads"}))
+    print_figures(
+        [
+            Figure("pretrain_step/pairs", rows / step, "pairs/s"),
+            Figure("pretrain_step/peak_memory", peak / 2**20, "MiB"),
+        ],
+        device,
+    )
     return 0
 
 

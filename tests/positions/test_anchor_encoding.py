@@ -125,3 +125,110 @@ def test_missing_paths_are_an_error():
     layer = attention_with(create_position("anchor", width=WIDTH, heads=HEADS))
     with pytest.raises(ValueError, match="needs anchor paths"):
         layer(torch.rand(1, 2, WIDTH).double(), None, None, PositionContext())
+
+
+def paths_of(rows):
+    image, text = torch.randn(rows, 6, 4).double(), torch.randn(rows, 5, 4).double()
+    words = (torch.arange(5) > 0) & (torch.arange(5) < torch.randint(1, 6, (rows, 1)))
+    return anchor_field(image, text, words, GRID, 0.05, GROUPS), words
+
+
+def tiled(path, table, scale):
+    """E with the channels of every head, (B, 1 + M, N, WIDTH): one head's table again and again."""
+    embedded = embed_path(scale * path, table)
+    return embedded.repeat(1, 1, 1, WIDTH // embedded.shape[-1])
+
+
+@pytest.mark.parametrize("text_queries", [True, False])
+@pytest.mark.parametrize(("shared", "scale"), [(True, 1.0), (False, 0.25), (True, 3.0)])
+def test_shared_heads_and_scale_in_contextual_mode(shared, scale, text_queries):
+    rows = 2
+    field, words = paths_of(rows)
+    options = {"width": WIDTH, "heads": HEADS, "groups": GROUPS}
+    position = create_position("anchor", **options, shared_heads=shared, scale=scale)
+    layer = attention_with(position)
+    assert position.tables["key"].shape == (GROUPS, WIDTH // HEADS if shared else WIDTH)
+    text, image = torch.randn(rows, 5, WIDTH).double(), torch.randn(rows, 7, WIDTH).double()
+    asking, answering = (text, image) if text_queries else (image, text)
+    out = layer(asking, answering, None, PositionContext(anchors=field, text_queries=text_queries))
+
+    embedded = {role: tiled(field.path, position.tables[role], scale) for role in position.tables}
+    if text_queries:  # (B, Q, K, D) and means over the side that counts
+        embedded = {role: e.transpose(1, 2) for role, e in embedded.items()}
+    count = words.sum(-1).clamp(min=1)[:, None, None]
+    mean_of_keys = lambda e: e.sum(2) / (6 if text_queries else count)  # noqa: E731
+    mean_of_queries = lambda e: e.sum(1) / (count if text_queries else 6)  # noqa: E731
+    query = heads(layer.query(asking + mean_of_keys(embedded["query"])))
+    key = heads(layer.key(answering + mean_of_queries(embedded["key"])))
+    value = heads(layer.value(answering + mean_of_queries(embedded["value"])))
+    weights = (query @ key.transpose(-1, -2) / (WIDTH // HEADS) ** 0.5).softmax(-1)
+    per_head = embedded["value"].unflatten(-1, (HEADS, -1))
+    expected = weights @ value + torch.einsum("bhqk,bqkhd->bhqd", weights, per_head)
+    torch.testing.assert_close(out, expected.transpose(1, 2).flatten(-2))
+
+
+@pytest.mark.parametrize("text_queries", [True, False])
+@pytest.mark.parametrize(("shared", "scale"), [(True, 1.0), (False, 0.25), (True, 3.0)])
+def test_shared_heads_and_scale_in_bias_mode(shared, scale, text_queries):
+    field, _ = paths_of(3)
+    options = {"width": WIDTH, "heads": HEADS, "groups": GROUPS, "mode": "bias"}
+    position = create_position("anchor", **options, shared_heads=shared, scale=scale)
+    attention_with(position)  # draws the tables
+    assert position.bias_table.shape == (1 if shared else HEADS, WIDTH // HEADS)
+    context = PositionContext(anchors=field, text_queries=text_queries)
+    query = torch.randn(3, HEADS, 5 if text_queries else 7, WIDTH // HEADS).double()
+    embedded = tiled(field.path, position.table, scale).unflatten(-1, (HEADS, -1))
+    vectors = position.bias_table.expand(HEADS, -1)
+    expected = torch.einsum("bmnhd,hd->bhmn", embedded, vectors) / (WIDTH // HEADS) ** 0.5
+    if text_queries:
+        expected = expected.transpose(-1, -2)
+    torch.testing.assert_close(position("bias", query, query, context), expected)
+
+
+def test_tables_and_states_learn_as_in_plain_attention_over_shifted_states():
+    rows = 2
+    field, _ = paths_of(rows)
+    text, image = torch.randn(rows, 5, WIDTH).double(), torch.randn(rows, 7, WIDTH).double()
+    layer = attention_with(
+        create_position("anchor", width=WIDTH, heads=HEADS, groups=GROUPS, roles=("query", "key"))
+    )
+    image.requires_grad_()
+    layer(text, image, None, PositionContext(anchors=field)).square().sum().backward()
+    (position,) = layer.positions
+    found = [*(position.tables[role].grad for role in ("query", "key")), layer.key.weight.grad]
+    found.append(image.grad)
+
+    plain = Attention(WIDTH, HEADS, output=False).double()
+    plain.load_state_dict(layer.state_dict(), strict=False)
+    tables = [position.tables[role].detach().requires_grad_() for role in ("query", "key")]
+    other = image.detach().requires_grad_()
+    query = heads(plain.query(text + field.text_mean @ tables[0]))
+    key = heads(plain.key(other + field.image_mean @ tables[1]))
+    weights = (query @ key.transpose(-1, -2) / (WIDTH // HEADS) ** 0.5).softmax(-1)
+    (weights @ heads(plain.value(other))).square().sum().backward()
+    for one, another in zip(found, [*(t.grad for t in tables), plain.key.weight.grad, other.grad]):
+        torch.testing.assert_close(one, another)
+
+
+def test_both_orders_of_the_paths_hold_the_same_and_know_what_is_reachable(field):
+    field, words = field
+    assert torch.equal(field.path.transpose(1, 2), field.text_path)
+    assert field.text_path.transpose(-1, -2).is_contiguous()
+    assert field.path.transpose(-1, -2).is_contiguous()
+    assert torch.equal(field.reachable, field.path[:, 1:] != 0)
+    assert not field.reachable.transpose(1, 2)[~words].any()
+    assert 0 < field.reachable.float().mean() < 1
+    assert field.path[:, 1:][field.reachable].ge(1).all()
+    uniform = uniform_field(words, 6, GROUPS)
+    assert torch.equal(uniform.reachable, words[:, None, :, None].expand_as(uniform.reachable))
+
+
+def test_half_precision_comes_after_the_path():
+    image, text = torch.randn(3, 6, 4), torch.randn(3, 5, 4)
+    words = torch.ones(3, 5, dtype=torch.bool)
+    exact = anchor_field(image, text, words, GRID, 0.05, GROUPS)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = anchor_field(image, text, words, GRID, 0.05, GROUPS)
+    assert half.similarity.dtype == torch.float32
+    for name in ("path", "text_path", "image_mean", "text_mean"):
+        assert torch.equal(getattr(half, name), getattr(exact, name).bfloat16())

@@ -82,13 +82,11 @@ class AnchorPosition(PositionEncoding):
         asking, answering = field.text_mean, field.image_mean
         if not context.text_queries:
             asking, answering = answering, asking
-        if "query" in self.roles:
-            query = query + asking.to(query.dtype) @ self._table("query")
-        if "key" in self.roles:
-            key = key + answering.to(key.dtype) @ self._table("key")
-        if "value" in self.roles:
-            value = value + answering.to(value.dtype) @ self._table("value")
-        return query, key, value
+        return (
+            self._shifted("query", query, asking),
+            self._shifted("key", key, answering),
+            self._shifted("value", value, answering),
+        )
 
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
         """P (W W_E) / sqrt(head width), (B, heads, queries, keys) (Eq. 9)."""
@@ -101,9 +99,17 @@ class AnchorPosition(PositionEncoding):
     def value(self, attention: Tensor, context: PositionContext) -> Tensor:
         """(sum_j a_ij P_ij) W, (B, heads, queries, head width) (Eq. 12, reading A21)."""
         path = _oriented(context).to(attention.dtype)  # (B, Q, K, G)
+        # Flattened and back: the gradient of a flattened tensor is copied into the order of the
+        # other gradient of the attention. Summed in two orders, they cost as much as the layer.
+        attention = attention.flatten(2).unflatten(2, attention.shape[2:])
         gathered = (attention.transpose(1, 2) @ path).transpose(1, 2)  # (B, heads, Q, G)
         table = self._table("value").unflatten(-1, (self.heads, -1)).transpose(0, 1)
         return gathered @ table  # (heads, G, head width)
+
+    def _shifted(self, role: str, states: Tensor, mean: Tensor) -> Tensor:
+        if role not in self.roles:
+            return states
+        return states + mean.to(states.dtype) @ self._table(role)
 
     def _table(self, role: str) -> Tensor:
         """W of a role, (G, width), times the scale of the path."""
@@ -121,5 +127,5 @@ def _field(context: PositionContext) -> AnchorField:
 
 def _oriented(context: PositionContext) -> Tensor:
     """Paths as (B, queries, keys, G)."""
-    path = _field(context).path
-    return path.transpose(1, 2) if context.text_queries else path
+    field = _field(context)
+    return field.text_path if context.text_queries else field.path

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.profiler import record_function
 
 from vlp.positions.anchor import (
     Metric,
@@ -21,17 +22,23 @@ from vlp.positions.anchor import (
 class AnchorField(NamedTuple):
     """Paths of B pairs; the image side counts its prefix token ([CLS]), whose rows are 0.
 
-    path: (B, 1 + M, N, G), 0 where not reachable; image_mean: (B, 1 + M, G) and
-    text_mean: (B, N, G), the averages of Eq. 10; similarity (B, M, N, G) and reachable
-    (B, M, N, G) are kept for statistics. Paths are computed in float32 and then kept in the
-    autocast type, in which every layer multiplies them.
+    path (B, 1 + M, N, G) and text_path (B, N, 1 + M, G) hold the same numbers, 0 where not
+    reachable: each with the keys of its direction side by side in memory, as image-to-text and
+    text-to-image multiply them in every layer. image_mean (B, 1 + M, G) and text_mean (B, N, G)
+    are the averages of Eq. 10; similarity (B, M, N, G) is kept for statistics. Paths are computed
+    in float32 and then kept in the autocast type, in which every layer multiplies them.
     """
 
     path: Tensor
+    text_path: Tensor
     image_mean: Tensor
     text_mean: Tensor
     similarity: Tensor
-    reachable: Tensor
+
+    @property
+    def reachable(self) -> Tensor:
+        """Whether a token has a path to a patch, (B, M, N, G) bool: then it is at least 1."""
+        return self.path[:, 1:] > 0
 
 
 def anchor_field(
@@ -63,36 +70,41 @@ def anchor_field(
         hard: only anchors are passed through; False is Eq. 4 with a finite tau (reading A8).
         tau: of the soft form.
     """
-    with torch.autocast(image_tokens.device.type, enabled=False):
-        similarity = group_similarity(_float(image_tokens), _float(text_tokens), groups)
-        path, reachable = anchor_path(
-            anchor_distance(similarity, threshold, hard, tau),
-            grid,
-            word_mask,
-            text_window,
-            patch_window,
-            metric,
-        )
-    return with_prefix(path, similarity, reachable, word_mask)
+    with record_function("anchor/field"):
+        with torch.autocast(image_tokens.device.type, enabled=False):
+            similarity = group_similarity(_float(image_tokens), _float(text_tokens), groups)
+            path, _ = anchor_path(
+                anchor_distance(similarity, threshold, hard, tau),
+                grid,
+                word_mask,
+                text_window,
+                patch_window,
+                metric,
+            )
+        return with_prefix(path, similarity, word_mask)
 
 
 def uniform_field(word_mask: Tensor, patches: int, groups: int) -> AnchorField:
     """The baseline 'uniform' (reading A26): P = 1 between every word and every patch."""
-    reachable = word_mask[:, None, :, None].expand(-1, patches, -1, groups)
-    path = reachable.float()
-    return with_prefix(path, path, reachable, word_mask)
+    path = word_mask[:, None, :, None].expand(-1, patches, -1, groups).float()
+    return with_prefix(path, path, word_mask)
 
 
-def with_prefix(
-    path: Tensor, similarity: Tensor, reachable: Tensor, word_mask: Tensor
-) -> AnchorField:
+def with_prefix(path: Tensor, similarity: Tensor, word_mask: Tensor) -> AnchorField:
     """Add the averages of Eq. 10 and a zero row for the image's [CLS] (reading A25)."""
+    pairs, patches, words, groups = path.shape
+    dtype = _compute_dtype(path)
+    short = path.to(dtype)
+    image_asks = short.new_zeros(pairs, 1 + patches, groups, words)
+    image_asks[:, 1:] = short.transpose(2, 3)
+    text_asks = short.new_zeros(pairs, words, groups, 1 + patches)
+    text_asks[..., 1:] = short.permute(0, 2, 3, 1)
     return AnchorField(
-        path=functional.pad(path.to(_compute_dtype(path)), (0, 0, 0, 0, 1, 0)),
-        image_mean=functional.pad(mean_over_words(path, word_mask), (0, 0, 1, 0)),
-        text_mean=mean_over_patches(path),
+        path=image_asks.transpose(2, 3),
+        text_path=text_asks.transpose(2, 3),
+        image_mean=functional.pad(mean_over_words(path, word_mask), (0, 0, 1, 0)).to(dtype),
+        text_mean=mean_over_patches(path).to(dtype),
         similarity=similarity,
-        reachable=reachable,
     )
 
 
