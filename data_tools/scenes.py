@@ -30,9 +30,9 @@ from vlp.data.scenes.annotation import (
 from vlp.data.scenes.distinct import ambiguous_share, distinct_scenes
 from vlp.data.scenes.entailment import sample_entailment
 from vlp.data.scenes.graph import Scene
-from vlp.data.scenes.negatives import SWAP_KINDS, sample_swap
+from vlp.data.scenes.negatives import sample_swap, swap_kinds
 from vlp.data.scenes.render import encode_png, render
-from vlp.data.scenes.sample import FULL, Variety, sample_scene
+from vlp.data.scenes.sample import FULL, LEAST, Variety, sample_scene
 from vlp.data.scenes.splits import Split
 from vlp.data.scenes.statements import sample_statement
 from vlp.data.schema import Annotation
@@ -72,10 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             f"--{part}", type=int, default=count, metavar="N", help=f"{what} (default {count})"
         )
     parser.add_argument("--image-size", type=int, default=64, help="side in pixels (default 64)")
-    for name, most in FULL._asdict().items():
-        parser.add_argument(
-            f"--{name}", type=int, default=most, metavar="N", help=f"2 to {most} (default {most})"
-        )
+    for name, least, most in zip(Variety._fields, LEAST, FULL):
+        said = f"{least} to {most} (default {most})"
+        parser.add_argument(f"--{name}", type=int, default=most, metavar="N", help=said)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--samples-per-shard", type=int, default=1000)
     parser.add_argument(
@@ -115,14 +114,16 @@ def make_sample(
         split: Split = "unseen" if part == "unseen" else "train"
         return _captioned(sample_scene(seed, job, split, image_size, variety=variety))
     if part == "swaps":
-        kind = SWAP_KINDS[job % len(SWAP_KINDS)]
+        kinds = swap_kinds(variety)
+        kind = kinds[job % len(kinds)]
         pair = sample_swap(seed, job, kind, "swaps", image_size, variety)
         return Sample(
             _key(part, seed, job), _png(pair.scene), swap_annotation(pair), _png(pair.twin)
         )
     if part == "twins":
         number, second = divmod(job, 2)
-        kind = SWAP_KINDS[number % len(SWAP_KINDS)]
+        kinds = swap_kinds(variety)
+        kind = kinds[number % len(kinds)]
         pair = sample_swap(seed, number, kind, "train", image_size, variety)
         scene, caption = (pair.twin, pair.foil) if second else (pair.scene, pair.caption)
         return Sample(_key(part, seed, job), _png(scene), annotation(scene, [caption]))
@@ -194,9 +195,10 @@ def _check(arguments: argparse.Namespace) -> None:
         if getattr(arguments, name) < smallest:
             option = "--" + name.replace("_", "-")
             raise ConfigError(f"{option} is {getattr(arguments, name)}, at least {smallest}")
-    for name, most in FULL._asdict().items():
-        if not 2 <= getattr(arguments, name) <= most:
-            raise ConfigError(f"--{name} is {getattr(arguments, name)}, 2 to {most} are possible")
+    for name, fewest, most in zip(Variety._fields, LEAST, FULL):
+        given = getattr(arguments, name)
+        if not fewest <= given <= most:
+            raise ConfigError(f"--{name} is {given}, {fewest} to {most} are possible")
     settings = {name: getattr(arguments, name) for name in _SETTINGS}
     settings["version"] = CORPUS_VERSION
     path = arguments.out / SETTINGS_NAME

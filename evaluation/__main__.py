@@ -112,6 +112,13 @@ def _add_ablation(tasks: Tasks) -> None:
     parser.add_argument(
         "--report", action="store_true", help="only the tables of what is there; train nothing"
     )
+    parser.add_argument(
+        "--only",
+        type=lambda names: names.split(","),
+        default=(),
+        metavar="NAME,…",
+        help="train these variants now; the tables show all that are there",
+    )
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
     parser.set_defaults(run=_ablation)
 
@@ -126,8 +133,9 @@ def _ablation(options: argparse.Namespace, ranks: Ranks) -> None:
         raise EvaluationError("an ablation runs side by side by itself: `jobs`, not torchrun")
     config = load_config(options.config, AblationConfig, options.overrides)
     print(smallest_difference(config))
-    found = results if options.report else run_ablation
-    print(report(config, found(config, options.config)))
+    if not options.report:
+        run_ablation(config, options.config, options.only)
+    print(report(config, results(config, options.config)))
 
 
 def _add_anchors(tasks: Tasks) -> None:

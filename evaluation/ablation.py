@@ -132,14 +132,18 @@ class Run(NamedTuple):
 Results = dict[tuple[str, int], dict[str, Any]]
 
 
-def plan(config: AblationConfig, source: Path) -> tuple[list[Run], list[Run]]:
+def plan(
+    config: AblationConfig, source: Path, only: Sequence[str] = ()
+) -> tuple[list[Run], list[Run]]:
     """All runs: the backbones, then the variants that start from them.
 
     Args:
         config: the ablation.
         source: its file, which stage configurations are relative to.
+        only: these variants; none means all.
     """
-    used = {variant.backbone for variant in config.variants.values()}
+    chosen = {name: v for name, v in config.variants.items() if not only or name in only}
+    used = {variant.backbone for variant in chosen.values()}
     backbones = [
         _run(config, source, config.pretraining, "backbone", name, backbone, seed, judged=False)
         for name, backbone in config.backbones.items()
@@ -150,24 +154,36 @@ def plan(config: AblationConfig, source: Path) -> tuple[list[Run], list[Run]]:
     variants = [
         _run(config, source, config.training, "variant", name, variant, seed, judged=True)
         for seed in config.seeds
-        for name, variant in config.variants.items()
+        for name, variant in chosen.items()
     ]
     return backbones, variants
 
 
 def run_ablation(
-    config: AblationConfig, source: Path, say: Callable[[str], object] = print
+    config: AblationConfig,
+    source: Path,
+    only: Sequence[str] = (),
+    say: Callable[[str], object] = print,
 ) -> Results:
     """Do whatever is still to be done; returns the results by (variant, seed).
 
+    Args:
+        config: the ablation.
+        source: its file, which stage configurations are relative to.
+        only: variants to train now; none means all.
+        say: gets a line for each run.
+
     Raises:
-        ConfigError: there is no checkout to train from, a folder holds a run of other settings, or
-            a training failed (its log is named).
+        ConfigError: there is no checkout to train from, `only` names an unknown variant, a folder
+            holds a run of other settings, or a training failed (its log is named).
     """
+    if unknown := sorted(set(only) - set(config.variants)):
+        known = ", ".join(config.variants)
+        raise ConfigError(f"unknown variants {', '.join(unknown)}; there are {known}")
     if not LAUNCH.is_file():
         raise ConfigError(f"an ablation trains with {LAUNCH}, which only a checkout has")
     _make_corpus(config.corpus, say)
-    for stage in plan(config, source):
+    for stage in plan(config, source, only):
         todo = [run for run in stage if _result(run) is None]
         say(f"{len(stage)} runs, {len(stage) - len(todo)} of them done")
         for number, (run, seconds) in enumerate(_executed(todo, config), 1):

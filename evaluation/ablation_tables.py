@@ -122,8 +122,9 @@ def tables(config: AblationConfig, results: Results) -> list[Table]:
 
 
 def _table(table: TableConfig, results: Results) -> Table:
-    head = ["", *COLUMNS, f"all swaps − {table.reference}", *(f"paper: {p}" for p in table.paper)]
-    rows = [_row(row, table, results) for row in table.rows]
+    columns = _columns(results)
+    head = ["", *columns, f"all swaps − {table.reference}", *(f"paper: {p}" for p in table.paper)]
+    rows = [_row(row, table, columns, results) for row in table.rows]
     differences = [
         compare(results, row.variant, table.reference)
         for row in table.rows
@@ -144,10 +145,18 @@ def _table(table: TableConfig, results: Results) -> Table:
     return Table(table.title, head, rows, notes)
 
 
-def _row(row: RowConfig, table: TableConfig, results: Results) -> list[str]:
+def _columns(results: Results) -> dict[str, str]:
+    """Those that any result has: a corpus of single objects has swaps of places alone."""
+    known = {name for result in results.values() for name in result["figures"]}
+    return {head: name for head, name in COLUMNS.items() if name.format(view="picture") in known}
+
+
+def _row(
+    row: RowConfig, table: TableConfig, columns: dict[str, str], results: Results
+) -> list[str]:
     seeds = sorted(seed for name, seed in results if name == row.variant)
     cells = [row.label]
-    for name in COLUMNS.values():
+    for name in columns.values():
         if row.view != "picture" and not name.startswith("swaps"):
             cells.append("")
             continue

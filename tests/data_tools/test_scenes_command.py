@@ -12,7 +12,7 @@ from data_tools import scenes
 from vlp.config import ConfigError
 from vlp.data.named_words import named_words
 from vlp.data.scenes.negatives import SWAP_KINDS, sample_swap
-from vlp.data.scenes.sample import sample_scene
+from vlp.data.scenes.sample import Variety, sample_scene
 from vlp.data.schema import captions_of
 from vlp.data.shards import ShardIndex, ShardWriter
 
@@ -137,3 +137,13 @@ def test_a_small_variety_is_kept(tmp_path) -> None:
         _run(tmp_path / "new", "--colours", "1")
     with pytest.raises(ConfigError, match="another --out"):
         _run(tmp_path, "--train", "16")
+
+
+def test_single_objects_have_swaps_of_place_alone(tmp_path) -> None:
+    _run(tmp_path, "--train", "8", "--val", "4", "--twins", "8", "--swaps", "8", "--objects", "1")
+    for part in ("train", "val", "twins", "swaps"):
+        index = ShardIndex.open(tmp_path / part)
+        for number in range(index.shards[0].samples):
+            assert len(index.read(0, number).annotation.scene["objects"]) == 1
+    made = [scenes.make_sample("swaps", 0, 64, n, Variety(objects=1)) for n in range(6)]
+    assert all(sample.annotation.scene["swap"]["kind"] == "place" for sample in made)

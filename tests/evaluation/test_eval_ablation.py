@@ -79,6 +79,23 @@ def test_the_plan_has_every_seed_of_what_is_used(config):
     assert "start" not in backbones[0].settings["overrides"]
 
 
+def test_some_variants_can_be_run_alone(config):
+    _, variants = plan(config, Path("configs/ablation/x.yaml"), ["ape"])
+    assert [run.name for run in variants] == [f"variant/ape/{seed}" for seed in (0, 1, 2)]
+    with pytest.raises(ConfigError, match="unknown variants rpe; there are none, ape"):
+        run_ablation(config, Path("configs/ablation/x.yaml"), ["rpe"])
+
+
+def test_columns_are_those_that_the_corpus_has(config):
+    one = figures(50.0)
+    del one["figures"][COLUMNS["binding"].format(view="picture")]
+    found = {(name, seed): one for name in ("none", "ape") for seed in (0, 1, 2)}
+    (table,) = tables(config, found)
+    assert "relation" in table.head
+    assert "binding" not in table.head
+    assert {len(row) for row in table.rows} == {len(table.head)}
+
+
 def test_finished_runs_are_read_and_others_refused(config):
     source = Path("configs/ablation/x.yaml")
     run = plan(config, source)[1][0]
@@ -195,11 +212,11 @@ def test_a_whole_ablation_resumes_after_it_was_cut_off(tmp_path):
     file.write_text(yaml.safe_dump(plain))
     config = load_config(file, AblationConfig)
     said: list[str] = []
-    found = run_ablation(config, file, said.append)
+    found = run_ablation(config, file, say=said.append)
     assert set(found) == {(name, seed) for name in ("none", "ape") for seed in (0, 1)}
     assert "APE" in report(config, found)
     before = found["ape", 1]
     (Path(config.output) / "variant/ape/1" / RESULT).unlink()
-    again = run_ablation(config, file, said.append)
+    again = run_ablation(config, file, say=said.append)
     assert again["ape", 1]["figures"] == before["figures"]
     assert said[-2] == "4 runs, 3 of them done"

@@ -12,6 +12,9 @@ from vlp.positions import PositionContext, PositionEncoding, create_position
 from vlp.positions.anchor_field import AnchorField
 from vlp.positions.by_modality import ByModality
 
+APE_DEVIATION = 0.5
+"""Of learned positions at the start: what they are added to is normalised, of deviation 1."""
+
 
 class Pairs(NamedTuple):
     """Which rows are paired: indices of texts and pictures, (B,) int64 each."""
@@ -127,6 +130,6 @@ def _within_streams(config: CrossConfig, width: int) -> list[PositionEncoding]:
 
 def _of_each_stream(name: str, width: int, length: dict[str, int]) -> ByModality:
     return ByModality(
-        create_position(name, width=width, length=length["text"]),
-        create_position(name, width=width, length=length["image"]),
+        create_position(name, width=width, length=length["text"], deviation=APE_DEVIATION),
+        create_position(name, width=width, length=length["image"], deviation=APE_DEVIATION),
     )

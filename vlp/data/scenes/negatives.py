@@ -23,6 +23,12 @@ from vlp.data.scenes.splits import held_out_pairs, split_of
 SwapKind = Literal["place", "relation", "order", "binding"]
 SWAP_KINDS: tuple[SwapKind, ...] = ("place", "relation", "order", "binding")
 
+
+def swap_kinds(variety: Variety) -> tuple[SwapKind, ...]:
+    """Kinds of swap that a corpus can hold: all but `place` need two objects."""
+    return SWAP_KINDS if variety.objects > 1 else SWAP_KINDS[:1]
+
+
 PATTERNS = (
     "N0 R01 N1",
     "N0 is R01 N1",

@@ -57,6 +57,7 @@ class Variety(NamedTuple):
 
 
 FULL = Variety()
+LEAST = Variety(2, 2, 1)
 
 
 def sample_scene(
@@ -82,8 +83,8 @@ def sample_scene(
     Raises:
         ValueError: if the index, the image size or the variety is out of range.
     """
-    if not all(1 < number <= most for number, most in zip(variety, FULL)):
-        raise ValueError(f"{variety} has less than two of something, or more than {FULL}")
+    if not all(least <= number <= most for least, number, most in zip(LEAST, variety, FULL)):
+        raise ValueError(f"{variety} is not between {LEAST} and {FULL}")
     if index < 0 or image_size < 16:
         raise ValueError(
             f"a scene needs index >= 0 and image_size >= 16, got {index} and {image_size}"
