@@ -30,7 +30,7 @@ CAPTIONS_DRAWN = 4
 
 DIRECTIONS: tuple[Direction, ...] = ("text_to_image", "image_to_text")
 MIN_RECALL = {"R@1": 0.60, "R@10": 0.95}
-MIN_POINTING = 0.60
+MIN_POINTING = 0.80
 
 
 def main() -> int:

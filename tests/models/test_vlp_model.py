@@ -73,6 +73,30 @@ def test_public_calls_give_unit_features_and_log_odds():
     torch.testing.assert_close(odds, logits[:, 1] - logits[:, 0])
 
 
+def with_image(**image):
+    return VLPModel(ModelConfig.model_validate(TINY_MODEL | {"image": TINY_MODEL["image"] | image}))
+
+
+def test_positions_of_patches_start_as_sines_by_which_neighbours_are_alike():
+    table = with_image().image_encoder.vit.pos_embed.detach()[0]
+    assert (table[0] == 0).all()
+    places = table[1:].unflatten(0, (4, 4))
+    torch.testing.assert_close(places.square().mean(-1), torch.full((4, 4), 0.125))
+    next_door = (places[1:] * places[:-1]).sum(-1).min()
+    assert next_door > (places[0] * places[3]).sum(-1).max()
+    torch.testing.assert_close(places.mT.diff(dim=0).abs().sum(), places.mT.diff(dim=2).abs().sum())
+
+
+def test_without_positions_an_image_encoder_does_not_see_where_patches_are():
+    pixels = torch.randn(1, 3, 16, 16)
+    turned = pixels.unflatten(2, (4, 4)).flip(2).flatten(2, 3)  # rows of patches upside down
+    for position, blind in (("none", True), ("learned", False)):
+        encoder = with_image(position=position).image_encoder
+        with torch.no_grad():
+            seen, other = encoder(pixels), encoder(turned)
+        assert torch.allclose(seen[:, 0], other[:, 0], atol=1e-5) == blind
+
+
 @pytest.mark.parametrize("layout", ["ace", "text", "albef"])
 @pytest.mark.parametrize("position", [(), ("anchor",), ("uniform",), ("ape",), ("ape", "anchor")])
 def test_padding_changes_nothing(layout, position):
@@ -137,6 +161,7 @@ def test_fused_attention_equals_the_explicit_one():
         ),
         ({"cross": {"heads": 2, "anchor": {"groups": 3}}}, "3 does not divide embed_dim 8"),
         ({"image": TINY_MODEL["image"] | {"width": 32}}, "16 and 32"),
+        ({"image": TINY_MODEL["image"] | {"width": 18}}, "18 is not a multiple of 4"),
         ({"text": TINY_MODEL["text"] | {"max_tokens": 17}}, "17 is more than max_positions 16"),
     ],
 )

@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from vlp.objectives.anchor import token_loss
 from vlp.objectives.anchor_statistics import anchor_statistics
 from vlp.objectives.collective import gather, global_sum, is_distributed, rank, world_size
 from vlp.objectives.itc import itc_loss, positives
 from vlp.objectives.itm import hard_negatives, itm_loss
 from vlp.objectives.loss import normalise
 from vlp.objectives.queue import KeyQueue
+from vlp.objectives.token_term import token_losses
 
 ROWS, GROUP = 16, 4
 
@@ -32,6 +32,7 @@ def global_batch():
         "pictures": normal(ROWS, 4, 5),
         "texts": normal(ROWS, 3, 6),
         "word_mask": word_mask,
+        "words": torch.randint(5, 9, (ROWS, 3), generator=random),
         "ids": torch.arange(ROWS) % 11,  # the same picture on several ranks
         "valid": valid,
         "draws": torch.rand(ROWS, 2, generator=random, dtype=torch.float64),
@@ -58,6 +59,10 @@ def train_step(part):
     key_ids, key_valid = gather(ids), gather(valid)
     negatives = hard_negatives(5 * image @ text.T, ids, valid, batch["draws"], GROUP)
     joint = torch.cat([image, text[negatives.text_for_image]], -1)
+    tokens = token_losses(
+        *(image_tokens, text_tokens, batch["word_mask"], batch["words"], ids, valid),
+        *(weights["tau"], 1.0, 1.0, GROUP),
+    )
     means = normalise(
         {
             "itc": itc_loss(
@@ -66,10 +71,8 @@ def train_step(part):
                 valid=valid,
                 candidate_valid=key_valid,
             ),
-            "token": token_loss(
-                *(image_tokens, text_tokens, batch["word_mask"], ids, valid),
-                *(weights["tau"], 1.0, GROUP),
-            ),
+            "token": tokens.captions,
+            "word": tokens.words,
             "itm": itm_loss(
                 joint @ weights["match"], torch.zeros(len(ids)).long(), negatives.has_text
             ),

@@ -58,11 +58,11 @@ def batch(rows=ROWS, seed=0):
 @pytest.mark.parametrize(
     ("objectives", "losses"),
     [
-        ({}, {"contrastive", "token", "itm", "mlm", "mim"}),
+        ({}, {"contrastive", "token", "word", "itm", "mlm", "mim"}),
         ({"contrastive": {"kind": "itc"}}, {"contrastive", "itm", "mlm", "mim"}),
         ({"contrastive": {"form": "paper"}}, {"contrastive", "itm", "mlm", "mim"}),
-        ({"mim": None, "mlm": None}, {"contrastive", "token", "itm"}),
-        ({"itm": None, "mim": None}, {"contrastive", "token", "mlm"}),
+        ({"mim": None, "mlm": None}, {"contrastive", "token", "word", "itm"}),
+        ({"itm": None, "mim": None}, {"contrastive", "token", "word", "mlm"}),
         ({"contrastive": None}, {"itm", "mlm", "mim"}),
     ],
 )
@@ -80,6 +80,7 @@ def test_total_is_the_weighted_sum():
     expected = (
         2 * parts["contrastive"]
         + parts["token"]
+        + parts["word"]
         + 0.5 * parts["itm"]
         + 0.25 * parts["mlm"]
         + 3 * parts["mim"]
@@ -218,7 +219,7 @@ def test_soft_targets_change_the_loss_by_their_share():
         plain, mixed = hard(batch(), 0), soft(batch(), 0)
     for name in ("contrastive", "mlm"):
         assert not torch.isclose(plain.losses[name], mixed.losses[name])
-    for name in ("token", "itm", "mim"):
+    for name in ("token", "word", "itm", "mim"):
         assert torch.equal(plain.losses[name], mixed.losses[name])
 
 

@@ -44,16 +44,20 @@ class ImageConfig(Config):
     heads: int = 12
     intermediate: int = 3072
     position: Literal["learned", "none"] = Field(
-        "learned", description="with none, what is where is left to the cross-modal encoder"
+        "learned",
+        description="learned from a start of 2D sines; with none, what is where is left to the "
+        "cross-modal encoder",
     )
     weights: str | None = Field(None, description="timm model name, or a .pth/.safetensors file")
 
     @model_validator(mode="after")
-    def _whole_patches(self) -> ImageConfig:
+    def _possible(self) -> ImageConfig:
         if self.image_size % self.patch_size:
             raise ValueError(
                 f"image_size {self.image_size} is not a multiple of patch_size {self.patch_size}"
             )
+        if self.width % 4:
+            raise ValueError(f"width {self.width} is not a multiple of 4, as 2D sines need")
         return self
 
     @property

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+from timm.layers.pos_embed_sincos import build_sincos2d_pos_embed
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from vlp.models.config import ImageConfig
 
 PatchEdit = Callable[[Tensor], Tensor]
+
+SINE_AMPLITUDE = 0.5
+SINE_BASE = 100.0
+"""Wavelengths from 2 pi patches to 100 times that."""
 
 
 class ImageEncoder(nn.Module):
@@ -32,6 +38,8 @@ class ImageEncoder(nn.Module):
             global_pool="",
             pos_embed="learn" if config.position == "learned" else "none",
         )
+        if self.vit.pos_embed is not None:
+            _start_positions(self.vit.pos_embed, config)
         self.projection = nn.Linear(config.width, embed_dim)
 
     def forward(self, pixels: Tensor, edit_patches: PatchEdit | None = None) -> Tensor:
@@ -58,3 +66,15 @@ class ImageEncoder(nn.Module):
         for block in vit.blocks:
             states = block(states)
         return vit.norm(states)
+
+
+@torch.no_grad()
+def _start_positions(table: Tensor, config: ImageConfig) -> None:
+    """Learned positions, (1, 1 + M, width), begin as 2D sines about as strong as patches are.
+
+    From small random vectors, where a patch lies is learned last, if at all: a probe of the place
+    of a single object then needs three times the steps.
+    """
+    sines = build_sincos2d_pos_embed(list(config.grid), config.width, temperature=SINE_BASE)
+    table.zero_()
+    table[0, 1:] = SINE_AMPLITUDE * sines

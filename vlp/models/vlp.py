@@ -49,9 +49,6 @@ class VLPModel(nn.Module):
         _initialise(BERT_DEVIATION, self.text_encoder, self.match_head)
         wider = BERT_DEVIATION * (BERT_WIDTH / width) ** 0.5
         _initialise(wider, self.image_encoder.vit.blocks, self.cross_encoder)
-        positions = self.image_encoder.vit.pos_embed
-        if positions is not None:
-            nn.init.trunc_normal_(positions, std=wider)
         for projection in self._projections():
             nn.init.normal_(projection.weight, std=width**-0.5)
         fixed = config.cross.anchor.threshold

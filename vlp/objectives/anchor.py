@@ -1,15 +1,12 @@
-"""The anchor loss: as printed in the ACE-RPE paper, and the token term that replaces it."""
+"""The anchor loss as printed in the ACE-RPE paper; `token_term` is what we train instead."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from vlp.objectives.contrastive import candidate_cross_entropy
-from vlp.objectives.groups import sample_groups
 from vlp.objectives.loss import Loss
 from vlp.objectives.precision import full_precision, no_autocast
-from vlp.objectives.word_response import word_response
 
 
 def anchor_loss(
@@ -108,59 +105,3 @@ def _token_reward(similarity: Tensor, text_mask: Tensor, scale: float) -> Tensor
     lowest = torch.finfo(similarity.dtype).min
     masked = (scale * similarity).masked_fill(~text_mask[..., None], lowest)
     return torch.where(text_mask.any(-1), masked.flatten(1).logsumexp(-1) / scale, 0)
-
-
-def token_scores(
-    image_tokens: Tensor, text_tokens: Tensor, word_mask: Tensor, alpha: float = 1.0
-) -> Tensor:
-    """How well each text's words find a patch of each picture, before tau.
-
-    `image_tokens` (..., B, M, D), `text_tokens` (..., T, N, D), unit length, `word_mask`
-    (..., T, N) bool -> (..., B, T): mean over real words of
-    (max_m s_mn - alpha * mean_m relu(s_mn)). A hard maximum over patches, because sums of
-    exponentials do not select; less the word's mean response, so that words which answer to
-    everything gain nothing. A text without words scores 0. Leading dimensions are sample groups,
-    which never meet; each holds T·N·B·M similarities in memory.
-    """
-    image_tokens, text_tokens = full_precision(image_tokens, text_tokens)
-    texts, words = text_tokens.shape[-3:-1]
-    response = word_response(text_tokens.flatten(-3, -2), image_tokens, alpha)
-    response = response.unflatten(-2, (texts, words))
-    number = word_mask.sum(-1).clamp(min=1)
-    score = (response * word_mask[..., None]).sum(-2) / number[..., None]
-    return score.transpose(-1, -2)
-
-
-def token_loss(
-    image_tokens: Tensor,
-    text_tokens: Tensor,
-    word_mask: Tensor,
-    image_ids: Tensor,
-    valid: Tensor,
-    scale: Tensor | float,
-    alpha: float = 1.0,
-    group: int = 16,
-) -> Loss:
-    """Cross-entropy both ways over tau * `token_scores` within groups of consecutive samples.
-
-    `image_tokens` (B, M, D), `text_tokens` (B, N, D), unit length, `word_mask` (B, N) bool,
-    `image_ids` (B,), `valid` (B,) bool, `scale` is tau. Captions of one picture share the target;
-    rows that are not valid, or whose text has no word, drop out on both sides. Counts rows.
-
-    Raises:
-        ValueError: the batch is larger than `group` and not a multiple of it.
-    """
-    number, size = sample_groups(image_tokens.shape[0], group)
-    valid = (valid & word_mask.any(-1)).unflatten(0, (number, size))
-    scores = token_scores(
-        image_tokens.unflatten(0, (number, size)),
-        text_tokens.unflatten(0, (number, size)),
-        word_mask.unflatten(0, (number, size)),
-        alpha,
-    )
-    logits = scale * scores
-    ids = image_ids.unflatten(0, (number, size))
-    positive = ids[:, :, None] == ids[:, None, :]
-    rows = candidate_cross_entropy(logits, positive, valid)
-    rows = rows + candidate_cross_entropy(logits.transpose(1, 2), positive, valid)
-    return Loss(torch.where(valid, rows, 0).sum() / 2, valid.sum())

@@ -22,7 +22,7 @@ from vlp.models.features import ImageFeatures, TextFeatures
 from vlp.models.folder import save_pretrained, start_from
 from vlp.models.vlp import VLPModel
 from vlp.models.weights import load_public_weights
-from vlp.objectives.anchor import paper_anchor_loss, token_loss
+from vlp.objectives.anchor import paper_anchor_loss
 from vlp.objectives.anchor_statistics import anchor_statistics
 from vlp.objectives.collapse import feature_spread, token_cosine
 from vlp.objectives.collective import gather, global_sum
@@ -35,6 +35,7 @@ from vlp.objectives.mlm import MLMHead, masked_positions, mlm_loss
 from vlp.objectives.quantile import similarity_quantile
 from vlp.objectives.queue import KeyQueue
 from vlp.objectives.teacher import Teacher, soft_target_share
+from vlp.objectives.token_term import token_losses
 from vlp.positions.anchor_field import AnchorField
 from vlp.tasks.task import StepOutput
 
@@ -147,6 +148,7 @@ class Pretraining(nn.Module):
             weights |= {
                 "contrastive": pair_weight,
                 "token": pair_weight * objectives.contrastive.token.weight,
+                "word": pair_weight * objectives.contrastive.token.words,
             }
         if objectives.itm:
             with record_function("pass/pairs"):
@@ -158,6 +160,7 @@ class Pretraining(nn.Module):
         if anchors is not None and "anchor" in self.config.cross.position:
             with record_function("pass/anchor_statistics"):
                 self._watch_anchors(batch, anchors, step, statistics)
+        del anchors  # similarities of all pairs, which nothing below needs
         if objectives.mlm:
             with record_function("pass/words"):
                 losses["mlm"] = self._masked_words(batch, clean, taught, alpha)
@@ -220,14 +223,16 @@ class Pretraining(nn.Module):
             )
         }
         if settings.has_token_term:
-            losses["token"] = token_loss(
+            losses["token"], losses["word"] = token_losses(
                 clean.image.tokens,
                 clean.text.tokens,
                 batch.word_mask,
+                batch.text_ids,
                 batch.image_ids,
                 batch.valid,
                 self.token_scale(),
                 settings.token.alpha,
+                settings.token.beta,
                 settings.token.group,
             )
         return losses
