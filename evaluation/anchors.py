@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from evaluation.gradcam import grad_cam, layer_number
-from evaluation.ranks import default_device
+from evaluation.mode import evaluating
 from evaluation.samples import EvaluationError, Sample, Samples
 from vlp.data.named_words import named_words, word_positions, word_text
 from vlp.data.pictures import decode_picture
@@ -111,7 +110,7 @@ def anchor_maps(
         ConfigError: a shard folder cannot be read.
     """
     samples = first_samples(shards, count)
-    with _evaluating(loaded.model, device) as place:
+    with evaluating(loaded.model, device) as place:
         return [map_caption(loaded, sample, place) for sample in samples]
 
 
@@ -137,7 +136,7 @@ def anchor_details(
         number = layer_number(loaded.model, layer)
     except ValueError as error:
         raise EvaluationError(str(error)) from error
-    with _evaluating(loaded.model, device) as place:
+    with evaluating(loaded.model, device) as place:
         return [detail_caption(loaded, sample, number, place) for sample in samples]
 
 
@@ -233,18 +232,6 @@ def detail_caption(
         layers=len(model.cross_encoder.layers),
         match=match,
     )
-
-
-@contextmanager
-def _evaluating(model: VLPModel, device: torch.device | str | None) -> Iterator[torch.device]:
-    """The model on a device and in evaluation mode, which is undone; gives the device."""
-    place = torch.device(device) if device is not None else default_device()
-    training = model.training
-    model.to(place).eval()
-    try:
-        yield place
-    finally:
-        model.train(training)
 
 
 def _encode(

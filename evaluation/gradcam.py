@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from evaluation.mode import evaluating
 from vlp.layers.attention import Attention
 from vlp.layers.post_norm import CrossLayer
 from vlp.models.features import ImageFeatures, TextFeatures
@@ -59,7 +60,7 @@ def grad_cam(
     crossed = model.cross_encoder.layers[number]
     assert isinstance(crossed, CrossLayer)
     with (
-        _evaluation_mode(model),
+        evaluating(model, image.states.device),
         _text_probabilities(crossed.cross_attention) as taken,
         torch.enable_grad(),
     ):
@@ -88,17 +89,6 @@ def layer_number(model: VLPModel, layer: int | None = None) -> int:
             f"there is no cross-modal layer {layer}: the model has {count}, 0 to {count - 1}"
         )
     return layer % count
-
-
-@contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 @contextmanager

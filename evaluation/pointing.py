@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from evaluation.blocks import precision_context
-from evaluation.ranks import Ranks, default_device
+from evaluation.mode import evaluating
+from evaluation.ranks import Ranks
 from evaluation.report import Figure, Table, write_report
 from evaluation.samples import EvaluationError, Sample, Samples, count_kinds
 from vlp.data.batch import Skip
@@ -147,28 +148,23 @@ def evaluate_pointing(
         ConfigError: a shard folder cannot be read.
     """
     ranks = Ranks.current()
-    device = torch.device(device) if device is not None else default_device()
     samples = Samples(shards, limit)
-    training = loaded.model.training
-    loaded.model.to(device).eval()
-    bar = tqdm(
-        total=len(ranks.share(len(samples))), desc="point", disable=not (progress and ranks.first)
-    )
 
     def ask(block: int) -> tuple[list[Asked], list[Skip]]:
-        places = range(len(samples))[block * batch : (block + 1) * batch]
-        read = [(place, samples.read(place)) for place in places]
-        good = [(place, sample) for place, sample in read if isinstance(sample, Sample)]
-        with torch.no_grad(), precision_context(device, precision):
-            asked = _ask_scenes(loaded, good, device)
-        bar.update(len(places))
+        numbers = range(len(samples))[block * batch : (block + 1) * batch]
+        read = [(number, samples.read(number)) for number in numbers]
+        good = [(number, sample) for number, sample in read if isinstance(sample, Sample)]
+        with torch.no_grad(), precision_context(place, precision):
+            asked = _ask_scenes(loaded, good, place)
+        bar.update(len(numbers))
         return asked, [sample for _, sample in read if isinstance(sample, Skip)]
 
-    try:
+    quiet = not (progress and ranks.first)
+    with (
+        evaluating(loaded.model, device) as place,
+        tqdm(total=len(ranks.share(len(samples))), desc="point", disable=quiet) as bar,
+    ):
         parts = ranks.map_blocks(-(-len(samples) // batch), ask)
-    finally:
-        bar.close()
-        loaded.model.train(training)
     skipped = count_kinds([skip for _, skips in parts for skip in skips])
     asked = [word for words, _ in parts for word in words]
     if not asked:

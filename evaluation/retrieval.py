@@ -14,7 +14,8 @@ from tqdm import tqdm
 
 from evaluation.blocks import GIBIBYTE
 from evaluation.features import Collection, Encoder
-from evaluation.ranks import Ranks, default_device
+from evaluation.mode import evaluating
+from evaluation.ranks import Ranks
 from evaluation.report import Figure, Table, write_report
 from evaluation.rerank import look_up, match_pairs, nearest_pairs, reranked_ranks
 from evaluation.samples import EvaluationError, Samples
@@ -149,22 +150,19 @@ def evaluate_retrieval(
     if rerank < 0:
         raise EvaluationError(f"rerank {rerank}: the number of candidates cannot be negative")
     ranks = Ranks.current()
-    device = torch.device(device) if device is not None else default_device()
     if temperature is None:
         temperature = loaded.model.temperature().item()
     samples = Samples(shards, limit)
-    training = loaded.model.training
-    loaded.model.to(device).eval()
-    encoder = Encoder(
-        loaded,
-        samples,
-        batch=batch,
-        device=device,
-        precision=precision,
-        memory=memory if rerank else 0,
-    )
     quiet = not (progress and ranks.first)
-    try:
+    with evaluating(loaded.model, device) as place:
+        encoder = Encoder(
+            loaded,
+            samples,
+            batch=batch,
+            device=place,
+            precision=precision,
+            memory=memory if rerank else 0,
+        )
         with tqdm(total=len(ranks.share(len(samples))), desc="encode", disable=quiet) as bar:
             collection = encoder.collect(ranks, bar.update)
         positives = {
@@ -191,8 +189,6 @@ def evaluate_retrieval(
                 all_ranks["rerank", direction] = reranked_ranks(
                     found[direction], new, positives[direction]
                 )
-    finally:
-        loaded.model.train(training)
     return RetrievalResult(
         images=len(collection.image),
         texts=len(collection.text),

@@ -19,7 +19,8 @@ from torch.nn.functional import fold, unfold
 from tqdm import tqdm
 
 from evaluation.blocks import precision_context
-from evaluation.ranks import Ranks, default_device
+from evaluation.mode import evaluating
+from evaluation.ranks import Ranks
 from evaluation.report import Figure, Table, write_report
 from evaluation.samples import EvaluationError, count_kinds
 from vlp.data.batch import Skip
@@ -123,14 +124,8 @@ def evaluate_swaps(
         ConfigError: a shard folder cannot be read.
     """
     ranks = Ranks.current()
-    device = torch.device(device) if device is not None else default_device()
     places = _places(shards, limit)
-    training = loaded.model.training
-    loaded.model.to(device).eval()
     blocks = [places[start : start + batch] for start in range(0, len(places), batch)]
-    bar = tqdm(
-        total=len(ranks.share(len(places))), desc="swap", disable=not (progress and ranks.first)
-    )
 
     def score(number: int) -> tuple[NDArray[np.float32], list[str], list[Skip]]:
         read = [_read(loaded, *place) for place in blocks[number]]
@@ -142,15 +137,16 @@ def evaluate_swaps(
             )
             for row, swap in enumerate(swaps)
         ]
-        with torch.no_grad(), precision_context(device, precision):
-            scores = _score(loaded, seen, device)
+        with torch.no_grad(), precision_context(where, precision):
+            scores = _score(loaded, seen, where)
         return scores, [swap.kind for swap in swaps], [s for s in read if isinstance(s, Skip)]
 
-    try:
+    quiet = not (progress and ranks.first)
+    with (
+        evaluating(loaded.model, device) as where,
+        tqdm(total=len(ranks.share(len(places))), desc="swap", disable=quiet) as bar,
+    ):
         parts = ranks.map_blocks(len(blocks), score)
-    finally:
-        bar.close()
-        loaded.model.train(training)
     skipped = count_kinds([skip for _, _, skips in parts for skip in skips])
     scores = np.concatenate([scores for scores, _, _ in parts])
     kinds = np.array([kind for _, kinds, _ in parts for kind in kinds])

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
 from vlp.data.text import TextProcessor, train_wordpiece
 
 TINY_MODEL = {
@@ -23,3 +27,14 @@ CAPTIONS = [
 def tiny_text(max_tokens: int = 12) -> TextProcessor:
     """A WordPiece vocabulary of a few words."""
     return TextProcessor(train_wordpiece(CAPTIONS, 64), max_tokens)
+
+
+def launch_script(name: str) -> ModuleType:
+    """A script of `launch/`, which is no package, as a module."""
+    file = Path(__file__).resolve().parents[1] / "launch" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
+from tests_support import launch_script
 
 from evaluation.pointing import KindFigures, PointingResult
 from evaluation.report import Figure
 from evaluation.retrieval import RetrievalResult
 
-SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "demo.py"
 DIRECTIONS = ("text_to_image", "image_to_text")
 
 
 @pytest.fixture(scope="module")
 def demo():
-    spec = importlib.util.spec_from_file_location("demo", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return launch_script("demo")
 
 
 def results(pointing=0.9, **changed):

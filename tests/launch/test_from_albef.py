@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from albef_names import TINY, albef_tensors
 from PIL import Image
-from tests_support import tiny_text
+from tests_support import launch_script, tiny_text
 
 import vlp
 from vlp.models.albef import MEAN, STD, albef_config, load_albef
 from vlp.models.vlp import VLPModel
 
-SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "from_albef.py"
-
 
 @pytest.fixture(scope="module")
 def command():
-    spec = importlib.util.spec_from_file_location("from_albef", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return launch_script("from_albef")
 
 
 @pytest.fixture
