@@ -98,6 +98,11 @@ class AblationConfig(Config):
     pretraining: StageConfig | None = Field(None, description="of backbones")
     backbones: dict[str, VariantConfig] = Field({}, description="models that variants start from")
     training: StageConfig
+    scorer: Literal["match", "words"] = Field(
+        "match",
+        description="who judges the swaps: the head of image-text matching, or that of masked "
+        "words, which learns places much earlier",
+    )
     variants: dict[str, VariantConfig]
     gates: tuple[GateConfig, ...] = ()
     tables: tuple[TableConfig, ...]

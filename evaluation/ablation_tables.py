@@ -14,20 +14,25 @@ from scipy import stats
 from evaluation.ablation import AblationConfig, Results, RowConfig, TableConfig
 from evaluation.report import Table
 
-JUDGED = "swaps/picture/match/all/pair"
+JUDGED = "swaps/{view}/{scorer}/all/pair"
 """The figure that gates and tests look at: right comparisons of the cross-modal encoder."""
 
 COLUMNS = {
-    "place": "swaps/{view}/match/place/pair",
-    "relation": "swaps/{view}/match/relation/pair",
-    "order": "swaps/{view}/match/order/pair",
-    "binding": "swaps/{view}/match/binding/pair",
-    "all swaps": "swaps/{view}/match/all/pair",
-    "group": "swaps/{view}/match/all/group",
+    "place": "swaps/{view}/{scorer}/place/pair",
+    "relation": "swaps/{view}/{scorer}/relation/pair",
+    "order": "swaps/{view}/{scorer}/order/pair",
+    "binding": "swaps/{view}/{scorer}/binding/pair",
+    "all swaps": JUDGED,
+    "group": "swaps/{view}/{scorer}/all/group",
+    "ITM": "swaps/{view}/match/all/pair",
     "R@1 t→i": "rerank/text_to_image/R@1",
     "R@1 i→t": "rerank/image_to_text/R@1",
 }
 POWER, LEVEL = 0.8, 0.05
+_JUDGES = {
+    "match": "image-text matching",
+    "words": "the likelihood of the masked words (ITM: by image-text matching)",
+}
 
 
 class Difference(NamedTuple):
@@ -97,7 +102,7 @@ def gates(config: AblationConfig, results: Results) -> list[str]:
     """Whether the split is a test at all: one line for each gate."""
     lines = []
     for gate in config.gates:
-        found = compare(results, gate.variant, gate.reference)
+        found = compare(results, gate.variant, gate.reference, config.scorer)
         passed = found.mean > 0 and found.p < gate.p
         verdict = "separates" if passed else "does NOT separate"
         lines.append(f"The split {verdict} {gate.variant} from {gate.reference}: {found} points.")
@@ -105,35 +110,37 @@ def gates(config: AblationConfig, results: Results) -> list[str]:
 
 
 def compare(
-    results: Results, variant: str, reference: str, figure: str = JUDGED, own: str | None = None
+    results: Results, variant: str, reference: str, scorer: str, view: str = "picture"
 ) -> Difference:
-    """Difference of a figure over the seeds that both have; `own` if the variant's is another."""
+    """Difference of the judged figure over the seeds that both have; the view is the variant's."""
+    figure = JUDGED.format(view="picture", scorer=scorer)
+    own = JUDGED.format(view=view, scorer=scorer)
     seeds = sorted({seed for name, seed in results if name == variant})
     both = [seed for seed in seeds if (reference, seed) in results]
     return difference(
-        [results[variant, seed]["figures"][own or figure] for seed in both],
+        [results[variant, seed]["figures"][own] for seed in both],
         [results[reference, seed]["figures"][figure] for seed in both],
     )
 
 
 def tables(config: AblationConfig, results: Results) -> list[Table]:
     """Every table that has results, in the paper's layout."""
-    return [_table(table, results) for table in config.tables]
+    return [_table(table, results, config.scorer) for table in config.tables]
 
 
-def _table(table: TableConfig, results: Results) -> Table:
-    columns = _columns(results)
+def _table(table: TableConfig, results: Results, scorer: str) -> Table:
+    columns = _columns(results, scorer)
     head = ["", *columns, f"all swaps − {table.reference}", *(f"paper: {p}" for p in table.paper)]
-    rows = [_row(row, table, columns, results) for row in table.rows]
+    rows = [_row(row, table, columns, results, scorer) for row in table.rows]
     differences = [
-        compare(results, row.variant, table.reference)
+        compare(results, row.variant, table.reference, scorer)
         for row in table.rows
         if row.view == "picture" and row.variant != table.reference
     ]
     deviations = [found.deviation for found in differences if found.seeds > 1]
     notes = [
-        "Ours: percent, mean ± standard deviation over seeds; swaps: right comparisons of the "
-        "cross-modal encoder, chance 50 (group: 16.7); R@1 re-ranked, held-out scenes."
+        "Ours: percent, mean ± standard deviation over seeds; swaps: right comparisons, chance 50 "
+        f"(group: 16.7), by {_JUDGES[scorer]}; R@1 re-ranked, held-out scenes."
     ]
     if deviations:
         seeds = min(found.seeds for found in differences if found.seeds > 1)
@@ -145,14 +152,17 @@ def _table(table: TableConfig, results: Results) -> Table:
     return Table(table.title, head, rows, notes)
 
 
-def _columns(results: Results) -> dict[str, str]:
+def _columns(results: Results, scorer: str) -> dict[str, str]:
     """Those that any result has: a corpus of single objects has swaps of places alone."""
     known = {name for result in results.values() for name in result["figures"]}
-    return {head: name for head, name in COLUMNS.items() if name.format(view="picture") in known}
+    wanted = {head: name.replace("{scorer}", scorer) for head, name in COLUMNS.items()}
+    if scorer == "match":
+        del wanted["ITM"]  # the other columns are its own
+    return {head: name for head, name in wanted.items() if name.format(view="picture") in known}
 
 
 def _row(
-    row: RowConfig, table: TableConfig, columns: dict[str, str], results: Results
+    row: RowConfig, table: TableConfig, columns: dict[str, str], results: Results, scorer: str
 ) -> list[str]:
     seeds = sorted(seed for name, seed in results if name == row.variant)
     cells = [row.label]
@@ -167,8 +177,7 @@ def _row(
     if row.variant == table.reference and row.view == "picture":
         cells.append("")
     else:
-        own = COLUMNS["all swaps"].format(view=row.view)
-        cells.append(str(compare(results, row.variant, table.reference, own=own)))
+        cells.append(str(compare(results, row.variant, table.reference, scorer, row.view)))
     figures = [f"{figure:g}" for figure in row.paper] or [""] * len(table.paper)
     return [*cells, *figures]
 

@@ -27,13 +27,16 @@ from vlp.data.batch import Skip
 from vlp.data.pictures import decode_picture
 from vlp.data.scenes.negatives import SWAP_KINDS
 from vlp.data.shards import BadSample, ShardIndex
+from vlp.data.text import TextTokens
 from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
 from vlp.models.config import ImageConfig
+from vlp.models.features import ImageFeatures
 from vlp.models.folder import Loaded
+from vlp.objectives.mlm import MLMHead
 
 CHANCE = {"text": 1 / 4, "image": 1 / 4, "group": 1 / 6, "pair": 1 / 2}
 SCORES = tuple(CHANCE)
-SCORERS = ("dual", "match")
+SCORERS = ("dual", "match", "words")
 View = Literal["picture", "shuffled", "blank"]
 
 
@@ -49,11 +52,13 @@ class Swap(NamedTuple):
 class SwapResult:
     """Figures by (scorer, kind, score); kind `all` is over every swap.
 
-    Scorers: `dual`, the cosine of both encoders' features, and `match`, the cross-modal encoder's
-    log-odds. Scores: `pair`, the share of the four comparisons (each picture's two captions, each
-    caption's two pictures) that come out right; `text`, both pictures get their caption; `image`,
-    both captions get their picture; `group`, both. Ties count against the model. `scores` (swaps,
-    scorer, score) holds them one by one.
+    Scorers: `dual`, the cosine of both encoders' features; `match`, the cross-modal encoder's
+    log-odds; `words`, where the folder has the head of masked language modelling, the
+    log-probability of the words that the captions do not share, all masked. Scores: `pair`, the
+    share of the four comparisons (each picture's two captions, each caption's two pictures) that
+    come out right; `text`, both pictures get their caption; `image`, both captions get their
+    picture; `group`, both. Ties count against the model. `scores` (swaps, scorer, score) holds
+    them one by one.
     """
 
     swaps: int
@@ -61,6 +66,7 @@ class SwapResult:
     figures: dict[tuple[str, str, str], Figure]
     scores: NDArray[np.float64]
     kinds: tuple[str, ...]
+    scorers: tuple[str, ...] = SCORERS
     skipped: dict[str, int] = field(default_factory=dict)
 
     def table(self) -> Table:
@@ -70,7 +76,7 @@ class SwapResult:
                 f"{scorer}, {kind}",
                 *(self.figures[scorer, kind, score].percent() for score in SCORES),
             ]
-            for scorer in SCORERS
+            for scorer in self.scorers
             for kind in (*self.kinds, "all")
         ]
         chance = ["chance", *(f"{100 * CHANCE[score]:.1f}" for score in SCORES)]
@@ -138,9 +144,11 @@ def evaluate_swaps(
             for row, swap in enumerate(swaps)
         ]
         with torch.no_grad(), precision_context(where, precision):
-            scores = _score(loaded, seen, where)
+            scores = _score(loaded, seen, where, head)
         return scores, [swap.kind for swap in swaps], [s for s in read if isinstance(s, Skip)]
 
+    head = word_head(loaded)
+    scorers = SCORERS if head is not None else SCORERS[:2]
     quiet = not (progress and ranks.first)
     with (
         evaluating(loaded.model, device) as where,
@@ -155,7 +163,7 @@ def evaluate_swaps(
     present = tuple(kind for kind in SWAP_KINDS if kind in kinds)
     figures = {}
     correct = swap_scores(scores)
-    for number, scorer in enumerate(SCORERS):
+    for number, scorer in enumerate(scorers):
         for kind in (*present, "all"):
             rows = correct[kinds == kind] if kind != "all" else correct
             means = bootstrap_means(rows[:, number].astype(float), resamples=resamples)
@@ -164,7 +172,8 @@ def evaluate_swaps(
                 value = float(rows[:, number, column].mean())
                 figure = Figure(value, float(low[column]), float(high[column]), CHANCE[name])
                 figures[scorer, kind, name] = figure
-    return SwapResult(len(kinds), tuple(map(str, shards)), figures, correct, present, skipped)
+    names = tuple(map(str, shards))
+    return SwapResult(len(kinds), names, figures, correct, present, scorers, skipped)
 
 
 def swap_scores(scores: NDArray[np.floating]) -> NDArray[np.float64]:
@@ -232,10 +241,55 @@ def _view(pixels: torch.Tensor, view: View, config: ImageConfig, seed: int) -> t
     return fold(mixed, pixels.shape[-2:], side, stride=side)
 
 
-def _score(loaded: Loaded, swaps: Sequence[Swap], device: torch.device) -> NDArray[np.float32]:
-    """(swaps, scorer 2, picture 2, caption 2)."""
+def word_head(loaded: Loaded) -> MLMHead | None:
+    """The head of masked language modelling, where the model folder has one."""
+    prefix = "mlm_head."
+    state = {
+        name.removeprefix(prefix): value
+        for name, value in loaded.heads.items()
+        if name.startswith(prefix)
+    }
+    if not state:
+        return None
+    text = loaded.model.config.text
+    head = MLMHead(text.width, text.vocab_size)
+    head.load_state_dict(state)
+    return head.eval()
+
+
+def differing_words(ids: torch.Tensor, word_mask: torch.Tensor) -> torch.Tensor:
+    """Where two captions differ: tokens between their longest common start and end.
+
+    Args:
+        ids: (2, N) int64.
+        word_mask: (2, N) bool, True = a real word piece.
+
+    Returns:
+        (2, N) bool.
+    """
+    words = [row[mask].tolist() for row, mask in zip(ids, word_mask)]
+    start = _common(words[0], words[1])
+    end = _common(words[0][start:][::-1], words[1][start:][::-1])
+    chosen = torch.zeros_like(word_mask)
+    for row, mask, sentence in zip(chosen, word_mask, words):
+        row[mask.nonzero()[start : len(sentence) - end, 0]] = True
+    return chosen
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    """Length of the common start."""
+    return next(
+        (place for place, (a, b) in enumerate(zip(one, other)) if a != b),
+        min(len(one), len(other)),
+    )
+
+
+def _score(
+    loaded: Loaded, swaps: Sequence[Swap], device: torch.device, head: MLMHead | None
+) -> NDArray[np.float32]:
+    """(swaps, scorers, picture 2, caption 2)."""
     if not swaps:
-        return np.zeros((0, 2, 2, 2), dtype=np.float32)
+        return np.zeros((0, 2 if head is None else 3, 2, 2), dtype=np.float32)
     model, count = loaded.model, len(swaps)
     images = model.encode_image(torch.cat([swap.pixels for swap in swaps]).to(device))
     tokens = loaded.text([caption for swap in swaps for caption in swap.captions])
@@ -244,6 +298,30 @@ def _score(loaded: Loaded, swaps: Sequence[Swap], device: torch.device) -> NDArr
     caption = torch.arange(2 * count, device=device).view(count, 1, 2).expand(-1, 2, -1).flatten()
     with torch.autocast(device.type, enabled=False):
         dual = (images.feature[picture].double() * texts.feature[caption].double()).sum(-1)
-    match = model.match(images.select(picture), texts.select(caption))
-    both = torch.stack([dual.float(), match]).view(2, count, 2, 2).transpose(0, 1)
-    return both.cpu().numpy()
+    scores = [dual.float(), model.match(images.select(picture), texts.select(caption)).float()]
+    if head is not None:
+        scores.append(_named(loaded, head, images, tokens, picture, caption))
+    every = torch.stack(scores).view(len(scores), count, 2, 2).transpose(0, 1)
+    return every.cpu().numpy()
+
+
+def _named(
+    loaded: Loaded,
+    head: MLMHead,
+    images: ImageFeatures,
+    tokens: TextTokens,
+    picture: torch.Tensor,
+    caption: torch.Tensor,
+) -> torch.Tensor:
+    """Log-probability of the captions' own words, masked, given each picture: (pairs,)."""
+    model, device = loaded.model, picture.device
+    pairs = zip(tokens.text_ids.split(2), tokens.word_mask.split(2))
+    chosen = torch.cat([differing_words(ids, words) for ids, words in pairs])
+    masked = tokens.text_ids.masked_fill(chosen, loaded.text.mask_id)
+    texts = model.encode_text(*(part.to(device) for part in tokens._replace(text_ids=masked)))
+    # The masked words are words still: what they could be is looked for in the picture.
+    crossed = model.cross(images.select(picture), texts.select(caption), need_image=False)
+    embedding = model.text_encoder.embedding.word.weight
+    logits = head.to(device)(crossed.text, embedding).float().log_softmax(-1)
+    own = logits.gather(-1, tokens.text_ids.to(device)[caption, :, None]).squeeze(-1)
+    return (own * chosen.to(device)[caption]).sum(-1)

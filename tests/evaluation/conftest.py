@@ -16,6 +16,7 @@ from vlp.data.transforms import Preprocessing
 from vlp.models.config import AnchorConfig, CrossConfig, ImageConfig, ModelConfig, TextConfig
 from vlp.models.folder import save_pretrained
 from vlp.models.vlp import VLPModel
+from vlp.objectives.mlm import MLMHead
 
 SCENES = 21
 
@@ -47,5 +48,7 @@ def model_folder(tmp_path_factory, scene_shards) -> Path:
     )
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("model")
-    save_pretrained(folder, config, VLPModel(config).state_dict(), text, Preprocessing(32))
+    model, head = VLPModel(config), MLMHead(16, text.vocab_size)
+    heads = {f"mlm_head.{name}": value for name, value in head.state_dict().items()}
+    save_pretrained(folder, config, model.state_dict(), text, Preprocessing(32), heads)
     return folder

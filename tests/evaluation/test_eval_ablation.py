@@ -59,8 +59,14 @@ def config(tmp_path):
 
 
 def figures(judged: float) -> dict:
-    names = [name.format(view=v) for name in COLUMNS.values() for v in ("picture", "shuffled")]
-    return {"figures": {**dict.fromkeys(names, 50.0), JUDGED: judged}}
+    names = [
+        name.format(view=view, scorer=scorer)
+        for name in COLUMNS.values()
+        for view in ("picture", "shuffled")
+        for scorer in ("match", "words")
+    ]
+    own = {JUDGED.format(view="picture", scorer="match"): judged}
+    return {"figures": {**dict.fromkeys(names, 50.0), **own}}
 
 
 def test_the_plan_has_every_seed_of_what_is_used(config):
@@ -88,12 +94,25 @@ def test_some_variants_can_be_run_alone(config):
 
 def test_columns_are_those_that_the_corpus_has(config):
     one = figures(50.0)
-    del one["figures"][COLUMNS["binding"].format(view="picture")]
+    del one["figures"][COLUMNS["binding"].format(view="picture", scorer="match")]
     found = {(name, seed): one for name in ("none", "ape") for seed in (0, 1, 2)}
     (table,) = tables(config, found)
     assert "relation" in table.head
     assert "binding" not in table.head
     assert {len(row) for row in table.rows} == {len(table.head)}
+
+
+def test_the_judge_may_be_the_head_of_masked_words(config):
+    found = {(name, seed): figures(50.0) for name in ("none", "ape") for seed in (0, 1, 2)}
+    for seed in (0, 1, 2):
+        found["ape", seed]["figures"][JUDGED.format(view="picture", scorer="words")] = 70.0 + seed
+    assert compare(found, "ape", "none", "match").mean == 0
+    assert compare(found, "ape", "none", "words").mean == 21
+    (table,) = tables(config, found)
+    assert "ITM" not in table.head
+    (table,) = tables(config.model_copy(update={"scorer": "words"}), found)
+    assert "ITM" in table.head
+    assert "71.0 ± 1.0" in table.rows[1]
 
 
 def test_finished_runs_are_read_and_others_refused(config):
@@ -152,7 +171,7 @@ def test_tables_show_means_tests_and_the_paper(config):
     assert line.startswith("The split separates ape from none")
     assert "Table 1" in report(config, found)
     assert "does NOT separate" in gates(config, found | {("ape", 2): figures(10)})[0]
-    assert compare(found, "ape", "none").seeds == 3
+    assert compare(found, "ape", "none", "match").seeds == 3
     assert "–" in report(config, {})
 
 

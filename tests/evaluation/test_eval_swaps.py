@@ -10,7 +10,15 @@ import torch
 import vlp
 from data_tools.scenes import make_sample
 from evaluation.samples import EvaluationError
-from evaluation.swaps import CHANCE, SCORES, _view, evaluate_swaps, swap_scores
+from evaluation.swaps import (
+    CHANCE,
+    SCORES,
+    _view,
+    differing_words,
+    evaluate_swaps,
+    swap_scores,
+    word_head,
+)
 from vlp.data.pictures import decode_picture
 from vlp.data.shards import ShardIndex, ShardWriter
 from vlp.models.config import ImageConfig
@@ -73,11 +81,56 @@ def test_figures_equal_pair_by_pair_scoring(model_folder, swap_shards):
     assert one_by_one.figures == result.figures
 
 
+def test_words_are_scored_by_their_likelihood_when_masked(model_folder, swap_shards):
+    loaded = vlp.load(model_folder)
+    head = word_head(loaded)
+    raw = ShardIndex.open(swap_shards).read(0, 0)
+    captions = [raw.annotation.caption, raw.annotation.scene["swap"]["foil"]]
+    scores = np.zeros((2, 2))
+    for column, caption in enumerate(captions):
+        own, other = (loaded.text.words(text)[1:-1] for text in (caption, captions[1 - column]))
+        same_start = next(n for n, (a, b) in enumerate(zip(own, other)) if a != b)
+        same_end = next(n for n, (a, b) in enumerate(zip(own[::-1], other[::-1])) if a != b)
+        asked = range(1 + same_start, 1 + len(own) - same_end)
+        tokens = loaded.text([caption])
+        ids = tokens.text_ids.clone()
+        for place in asked:
+            ids[0, place] = loaded.text.mask_id
+        for row, content in enumerate((raw.image, raw.second_image)):
+            pixels = loaded.preprocess(decode_picture(content, ""))[None]
+            with torch.no_grad():
+                image = loaded.model.encode_image(pixels)
+                text = loaded.model.encode_text(ids, *tokens[1:])
+                states = loaded.model.cross(image, text).text
+                words = loaded.model.text_encoder.embedding.word.weight
+                logits = head(states, words)[0].log_softmax(-1)
+            scores[row, column] = sum(
+                float(logits[place, tokens.text_ids[0, place]]) for place in asked
+            )
+    result = evaluate_swaps(loaded, [swap_shards], limit=1)
+    assert result.scorers == ("dual", "match", "words")
+    assert result.scores[0, 2].tolist() == swap_scores(scores).tolist()
+    headless = evaluate_swaps(loaded._replace(heads={}), [swap_shards], limit=1)
+    assert headless.scorers == ("dual", "match")
+    assert "words, all" not in headless.table().text()
+
+
+def test_what_captions_do_not_share_is_between_start_and_end():
+    ids = torch.tensor([[1, 5, 6, 7, 9, 2, 0], [1, 5, 8, 9, 2, 0, 0]])
+    words = torch.tensor([[0, 1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 0, 0, 0]]).bool()
+    found = differing_words(ids, words)
+    assert found.int().tolist() == [[0, 0, 1, 1, 0, 0, 0], [0, 0, 1, 0, 0, 0, 0]]
+    longer = torch.tensor([[1, 5, 5, 2], [1, 5, 2, 0]])
+    words = torch.tensor([[0, 1, 1, 0], [0, 1, 0, 0]]).bool()
+    assert differing_words(longer, words).int().tolist() == [[0, 0, 1, 0], [0, 0, 0, 0]]
+    assert not differing_words(ids[:1].expand(2, -1), torch.ones(2, 7).bool()).any()
+
+
 def test_without_pictures_nothing_can_be_told(model_folder, swap_shards):
     loaded = vlp.load(model_folder)
     torch.nn.init.normal_(loaded.model.match_head.weight)
     blank = evaluate_swaps(loaded, [swap_shards], view="blank")
-    for scorer in ("dual", "match"):
+    for scorer in blank.scorers:
         # One of the two captions wins at both pictures, and every caption's pictures tie.
         assert blank.figures[scorer, "all", "pair"].value == pytest.approx(0.25)
         assert blank.figures[scorer, "all", "group"].value == 0

@@ -81,8 +81,8 @@ class CrossEncoder(nn.Module):
         """
         both = self.config.layout == "ace"
         words = (1, text.shape[1] - 1)
-        text_asks = PositionContext(words, 1, anchors, text_queries=True)
-        image_asks = PositionContext(self.grid, 1, anchors, text_queries=False)
+        text_asks = PositionContext(words, 1, anchors=anchors, text_queries=True)
+        image_asks = PositionContext(self.grid, 1, anchors=anchors, text_queries=False)
         for encoding in self.positions:
             text = encoding("tokens", text, text_asks)
             image = encoding("tokens", image, image_asks)

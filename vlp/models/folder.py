@@ -1,13 +1,16 @@
 """The public model folder: weights, configuration, tokenizer and preprocessing.
 
-A folder holds `model.safetensors`, `config.json`, the tokenizer's files and `preprocessing.json`.
+A folder holds `model.safetensors`, `config.json`, the tokenizer's files and `preprocessing.json`;
+one that pretraining wrote also `heads.safetensors`, the prediction heads of its objectives.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from pydantic import ValidationError
@@ -24,19 +27,21 @@ from vlp.models.weights import LoadReport, copy_weights, resample_positions
 # What one model may have and another may lack: encodings and token projections.
 _OPTIONAL = r"(text|image)_tokens\.|cross_encoder\.(layers\.\d+\.(cross_)?attention\.)?positions\."
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
+WEIGHTS, HEADS, CONFIG = "model.safetensors", "heads.safetensors", "config.json"
 
 
 class Loaded(NamedTuple):
     """A model with what prepares its inputs.
 
     text: captions -> ids and masks, as `encode_text` takes them; preprocess: PIL picture ->
-    (3, size, size) float32.
+    (3, size, size) float32; heads: weights of pretraining's heads by name, such as
+    `mlm_head.bias`, empty where the folder has none.
     """
 
     model: VLPModel
     text: TextProcessor
     preprocess: Preprocessing
+    heads: Mapping[str, Tensor] = MappingProxyType({})
 
 
 def save_pretrained(
@@ -45,6 +50,7 @@ def save_pretrained(
     state: dict[str, Tensor],
     text: TextProcessor,
     preprocess: Preprocessing,
+    heads: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> None:
     """Write a model folder that `from_pretrained` reads.
 
@@ -54,6 +60,7 @@ def save_pretrained(
         state: full weights and buffers of a `VLPModel`, by name.
         text: tokenizer.
         preprocess: evaluation transform.
+        heads: weights of pretraining's heads, by name.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -65,8 +72,10 @@ def save_pretrained(
     (folder / CONFIG).write_text(
         json.dumps({"model_type": "vlp", **plain}, indent=2) + "\n", encoding="utf-8"
     )
-    weights = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
-    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    for file, tensors in ((WEIGHTS, state), (HEADS, heads)):
+        own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+        if own:
+            save_file(own, folder / file, metadata={"format": "pt"})
 
 
 def from_pretrained(folder_or_name: str | Path) -> Loaded:
@@ -96,7 +105,8 @@ def from_pretrained(folder_or_name: str | Path) -> Loaded:
     except RuntimeError as error:
         raise ValueError(f"{weights_file} does not fit {config_file}: {error}") from error
     text = TextProcessor.load(folder, config.text.max_tokens)
-    return Loaded(model.eval(), text, Preprocessing.load(folder))
+    heads = _read_weights(folder / HEADS) if (folder / HEADS).is_file() else {}
+    return Loaded(model.eval(), text, Preprocessing.load(folder), heads)
 
 
 def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:

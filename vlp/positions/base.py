@@ -15,12 +15,17 @@ class PositionContext:
     """What a hook may know about the tokens it acts on.
 
     `grid` is (rows, columns) of the image patches, which follow `prefix_tokens` tokens without a
-    place ([CLS]). In cross-attention `anchors` holds the paths of the pairs, and `text_queries`
-    says which side asks: True is text-to-image, False image-to-text.
+    place ([CLS]). Tokens that lie on no grid have `coordinates` (B or 1, tokens after the prefix,
+    C) instead, shares of the picture's width and height: x, y where C = 2, boxes x0, y0, x1, y1
+    where C = 4. `boxes` (B, K, 4) are those of objects on the grid: x, y, width, height in cells;
+    a row of width or height 0 is padding. In cross-attention `anchors` holds the paths of the
+    pairs, and `text_queries` says which side asks: True is text-to-image, False image-to-text.
     """
 
     grid: tuple[int, int] | None = None
     prefix_tokens: int = 0
+    coordinates: Tensor | None = None
+    boxes: Tensor | None = None
     anchors: AnchorField | None = None
     text_queries: bool = True
 

@@ -39,6 +39,8 @@ from vlp.objectives.token_term import token_losses
 from vlp.positions.anchor_field import AnchorField
 from vlp.tasks.task import StepOutput
 
+HEADS = ("mlm_head.", "mim_head.")
+
 
 class Keys(NamedTuple):
     """Contrastive keys of all ranks: image and text (K, d), image_ids (K,), valid (K,) bool."""
@@ -434,6 +436,7 @@ class Pretraining(nn.Module):
             _part(state, "model."),
             TextProcessor.load(self.vocabulary, self.config.text.max_tokens),
             Preprocessing(self.config.image.image_size),
+            {name: value for name, value in state.items() if name.startswith(HEADS)},
         )
 
 
