@@ -2,13 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from vlp.positions.base import PositionContext, PositionEncoding
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    encodings: Iterable[nn.Module] = (),
+    context: PositionContext | None = None,
+    bias: Tensor | None = None,
+    fused: bool | None = None,
+    dropout: float = 0.0,
+    probabilities: nn.Module | None = None,
+) -> Tensor:
+    """softmax(q k^T / sqrt(head width) + biases) v, with the hooks that follow the projections.
+
+    Args:
+        query: (B, heads, Q, head width), projected; scaled here.
+        key: (B, heads, K, head width).
+        value: (B, heads, K, head width).
+        encodings: position encodings, whose `rotate`, `bias` and `value` hooks are called.
+        context: what the hooks need.
+        bias: added to the scaled logits, broadcasts to (B, heads, Q, K), such as `mask_bias`.
+        fused: use scaled_dot_product_attention where no `value` hook needs the probabilities; None
+            chooses by device: fused on accelerators, explicit on CPU, where the backward of the
+            fused kernel is slow in bf16.
+        dropout: share of the probabilities that is dropped.
+        probabilities: what the probabilities pass through on the explicit path, so that hooks may
+            read or replace them; it stands in place of the dropout there. The fused path never has
+            them.
+
+    Returns:
+        (B, heads, Q, head width).
+    """
+    hooked = [encoding for encoding in encodings if isinstance(encoding, PositionEncoding)]
+    for encoding in _using(hooked, "rotate"):
+        query, key = encoding("rotate", query, key, context)
+    for encoding in _using(hooked, "bias"):
+        addition = encoding("bias", query, key, context)
+        if addition is not None:
+            bias = addition if bias is None else bias + addition
+    bias = None if bias is None else bias.to(query.dtype)
+
+    at_value = _using(hooked, "value")
+    fused = query.device.type != "cpu" if fused is None else fused
+    if fused and not at_value:
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=bias, dropout_p=dropout
+        )
+    logits = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
+    if bias is not None:
+        logits = logits + bias
+    attention = logits.softmax(-1).to(value.dtype)
+    if probabilities is not None:
+        attention = probabilities(attention)
+    elif dropout:
+        attention = functional.dropout(attention, dropout)
+    out = attention @ value
+    for encoding in at_value:
+        addition = encoding("value", attention, context)
+        out = out if addition is None else out + addition
+    return out
+
+
+def mask_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A boolean mask, True = may be attended to, as a bias of the same shape.
+
+    The lowest finite number hides a key: a row without keys gives a mean, not NaN.
+    """
+    bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return bias.masked_fill(~mask, torch.finfo(dtype).min)
+
+
+def _using(encodings: Iterable[PositionEncoding], hook: str) -> list[PositionEncoding]:
+    return [encoding for encoding in encodings if hook in encoding.hooks]
 
 
 class Attention(nn.Module):
@@ -19,9 +93,7 @@ class Attention(nn.Module):
         heads: attention heads; divide the width.
         output: whether an output projection follows (the cross-attention of layout `ace` has none).
         positions: encodings whose `inputs`, `rotate`, `bias` and `value` hooks are called.
-        fused: use scaled_dot_product_attention where no `value` hook needs the weights; None
-            chooses by device: fused on accelerators, explicit on CPU, where the backward of the
-            fused kernel is slow in bf16.
+        fused: see `attend`.
 
     On the explicit path the probabilities (batch, heads, queries, keys) pass through the submodule
     `probabilities`, where a forward hook may read or replace them; the fused path never has them.
@@ -64,49 +136,21 @@ class Attention(nn.Module):
         """
         source = states if context_states is None else context_states
         query, key, value = states, source, source
-        for encoding in self._using("inputs"):
-            query, key, value = encoding("inputs", query, key, value, context)
+        for encoding in self.positions:
+            if isinstance(encoding, PositionEncoding) and "inputs" in encoding.hooks:
+                query, key, value = encoding("inputs", query, key, value, context)
         query = self.query(query).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         key = self.key(key).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         value = self.value(value).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        for encoding in self._using("rotate"):
-            query, key = encoding("rotate", query, key, context)
-
-        logit_bias = self._logit_bias(query, key, mask, context)
-        fused = states.device.type != "cpu" if self.fused is None else self.fused
-        if fused and not self._using("value"):
-            out = functional.scaled_dot_product_attention(query, key, value, attn_mask=logit_bias)
-        else:
-            logits = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
-            if logit_bias is not None:
-                logits = logits + logit_bias
-            attention = self.probabilities(logits.softmax(-1).to(value.dtype))
-            out = attention @ value
-            for encoding in self._using("value"):
-                addition = encoding("value", attention, context)
-                out = out if addition is None else out + addition
+        out = attend(
+            query,
+            key,
+            value,
+            self.positions,
+            context,
+            None if mask is None else mask_bias(mask, query.dtype)[:, None, None, :],
+            self.fused,
+            probabilities=self.probabilities,
+        )
         out = out.transpose(1, 2).flatten(-2)
         return out if self.output is None else self.output(out)
-
-    def _using(self, hook: str) -> list[PositionEncoding]:
-        return [
-            encoding
-            for encoding in self.positions
-            if isinstance(encoding, PositionEncoding) and hook in encoding.hooks
-        ]
-
-    def _logit_bias(
-        self, query: Tensor, key: Tensor, mask: Tensor | None, context: PositionContext | None
-    ) -> Tensor | None:
-        """Mask and biases as one additive tensor that broadcasts to (B, heads, Q, K)."""
-        total = None
-        if mask is not None:
-            # A finite lowest value: a row without keys gives a mean, not NaN.
-            lowest = torch.finfo(query.dtype).min
-            total = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device)
-            total = total.masked_fill(~mask, lowest)[:, None, None, :]
-        for encoding in self._using("bias"):
-            bias = encoding("bias", query, key, context)
-            if bias is not None:
-                total = bias if total is None else total + bias
-        return total if total is None else total.to(query.dtype)

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from vlp.positions.base import PositionContext, PositionEncoding
 from vlp.positions.buckets import IndexFunction, Method, Universe, Variant, bucket_ids, table_size
+from vlp.positions.grid_tokens import require_grid_tokens
+from vlp.positions.lookup import attended_rows, pair_products, pair_scalars
 
 ROLES = ("query", "key", "value")
 
@@ -136,7 +138,7 @@ class RelativePosition(PositionEncoding):
             # Keys take the place of queries: row j of the product, read at [i, j].
             pairs = ids if self.q_ids_transposed else ids.transpose(-2, -1)
             terms.append(self._spread(key, self.tables["query"], pairs).transpose(-2, -1))
-        return _sum(terms).to(query.dtype)
+        return functools.reduce(torch.add, terms).to(query.dtype)
 
     def value(self, attention: Tensor, context: PositionContext) -> Tensor:
         """sum_j a_ij r^V_ij: attention summed per bucket, then times the table (Eq. 17).
@@ -148,50 +150,30 @@ class RelativePosition(PositionEncoding):
             ValueError: as in `bias`.
         """
         ids = self._ids(context, attention.shape[-2], attention.shape[-1], attention.device)
-        table = self.tables["value"]
-        weights = _at_least_float32(attention)  # on GPUs bf16 sums of many small weights stall
-        per_bucket = weights.new_zeros(*weights.shape[:-1], table.shape[1])
-        for pairs in ids.unbind():
-            per_bucket = per_bucket.scatter_add(-1, pairs.expand_as(weights), weights)
-        return per_bucket.to(attention.dtype) @ table.to(attention.dtype)
+        return attended_rows(attention, self.tables["value"], ids)
 
     def _spread(self, states: Tensor, table: Tensor, ids: Tensor) -> Tensor:
         """states_i . r[ids_ij], in bias mode r[ids_ij], times the scale (Eqs 27, 28)."""
         if self.mode == "bias":
-            return _sum([table[None, :, pairs] for pairs in ids.unbind()]) * self.scale
-        per_bucket = states @ table.to(states.dtype).transpose(-2, -1)
-        # The gradient of the gather adds up many pairs of a bucket, which bf16 would round away.
-        per_bucket = _at_least_float32(per_bucket) * self.scale
-        shape = (*per_bucket.shape[:-1], ids.shape[-1])
-        return _sum([per_bucket.gather(-1, pairs.expand(shape)) for pairs in ids.unbind()])
+            return pair_scalars(table, ids, self.scale)
+        return pair_products(states, table, ids, self.scale)
 
     def _ids(
         self, context: PositionContext, queries: int, keys: int, device: torch.device
     ) -> Tensor:
         """Rows of the table for every pair, (tables, T, T)."""
-        grid, prefix = context.grid or self.grid, context.prefix_tokens
-        if grid is None:
-            raise ValueError(f"{self.name} needs a grid, in its options or in the context")
-        grid = (grid[0], grid[1])
+        grid = require_grid_tokens(self.name, context, self.grid, queries, keys, self.prefix_bucket)
         if self.fixed_grid and self.grid is not None and grid != self.grid:
             raise ValueError(
                 f"{self.name} ranks the distances of a {_size(self.grid)} grid and does not carry "
                 f"over to {_size(grid)}"
-            )
-        if prefix and not self.prefix_bucket:
-            raise ValueError(f"{self.name}: {prefix} prefix tokens, but prefix_bucket is False")
-        tokens = prefix + grid[0] * grid[1]
-        if (queries, keys) != (tokens, tokens):
-            raise ValueError(
-                f"{self.name}: {prefix} prefix tokens and a {_size(grid)} grid are {tokens} tokens "
-                f"that attend to themselves, not {queries} queries and {keys} keys"
             )
         return _cached_ids(
             device,
             self.size,
             height=grid[0],
             width=grid[1],
-            prefix_tokens=prefix,
+            prefix_tokens=context.prefix_tokens,
             **self.buckets,
         )
 
@@ -207,14 +189,6 @@ def _cached_ids(device: torch.device, size: int, **buckets: Any) -> Tensor:
         if ids.ndim == 2:
             return ids[None].to(device)
         return torch.stack([ids[0], ids[1] + size]).to(device)
-
-
-def _sum(terms: list[Tensor]) -> Tensor:
-    return functools.reduce(torch.add, terms)
-
-
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _size(grid: tuple[int, int]) -> str:

@@ -1,15 +1,20 @@
-"""Learned absolute positions, added to the tokens: one vector per place, or rows and columns."""
+"""Learned absolute positions, added to the tokens: one vector per place, or per coordinate."""
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from vlp.positions.base import PositionContext, PositionEncoding
+from vlp.positions.base import PositionContext
+from vlp.positions.coordinates import require_grid, token_coordinates, vertical_first
+from vlp.positions.mixer import TokenEncoding
+
+COMBINATIONS = ("concat", "sum")
 
 
-class LearnedPosition(PositionEncoding):
+class LearnedPosition(TokenEncoding):
     """`learned-1d`: one vector per place of a sequence, as in BERT, and in ViT over raster order.
 
     Prefix tokens of the context get no position; text that numbers its [CLS] too passes a context
@@ -21,6 +26,7 @@ class LearnedPosition(PositionEncoding):
         length: places; rows * columns where only `grid` is given.
         grid: (rows, columns) of the patches that the table stands for.
         deviation: standard deviation of the start; 0 starts with no position at all.
+        mixer: see `TokenEncoding`.
 
     Raises:
         ValueError: neither length nor grid, both and they differ, or a negative deviation.
@@ -32,8 +38,9 @@ class LearnedPosition(PositionEncoding):
         length: int | None = None,
         grid: tuple[int, int] | None = None,
         deviation: float = 0.02,
+        mixer: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__("learned-1d", width, mixer)
         places = None if grid is None else grid[0] * grid[1]
         length = places if length is None else length
         if length is None or length < 1 or (places is not None and places != length):
@@ -41,10 +48,10 @@ class LearnedPosition(PositionEncoding):
                 f"learned-1d needs a positive length or a grid, not length {length} and grid {grid}"
             )
         self.grid = None if grid is None else (grid[0], grid[1])
-        self.table = _table(length, width, deviation, "learned-1d")
+        self.table = _table(length, width, deviation, self.name)
 
-    def tokens(self, x: Tensor, context: PositionContext) -> Tensor:
-        """Add a vector to every token after the prefix: (B, T, width), same shape.
+    def places(self, x: Tensor, context: PositionContext) -> Tensor:
+        """Vectors of the first places: (1, T - prefix, width).
 
         Raises:
             ValueError: more tokens than places, fewer than the prefix, or another grid than the
@@ -60,10 +67,10 @@ class LearnedPosition(PositionEncoding):
             raise ValueError(
                 f"learned-1d was made for a {_size(self.grid)} grid, not {_size(context.grid)}"
             )
-        return _add(x, self.table[:length], context.prefix_tokens)
+        return self.table[None, :length]
 
 
-class LearnedGridPosition(PositionEncoding):
+class LearnedGridPosition(TokenEncoding):
     """`learned-2d`: one vector per row and one per column (Embed-2D of Li et al. 2021).
 
     The paper concatenates them, rows ("vertical") in the first half of the channels; its 64 x 64
@@ -75,6 +82,7 @@ class LearnedGridPosition(PositionEncoding):
         grid: (rows, columns), the largest grid.
         combine: "concat" or "sum", where rows and columns both have the full width.
         deviation: standard deviation of the start; 0 starts with no position at all.
+        mixer: see `TokenEncoding`.
 
     Raises:
         ValueError: an odd width with "concat", an unknown `combine`, an empty grid, a negative
@@ -87,41 +95,97 @@ class LearnedGridPosition(PositionEncoding):
         grid: tuple[int, int],
         combine: str = "concat",
         deviation: float = 0.02,
+        mixer: bool = False,
     ) -> None:
-        super().__init__()
-        if combine not in ("concat", "sum"):
-            raise ValueError(f"learned-2d: unknown combine {combine!r}; one of concat, sum")
+        super().__init__("learned-2d", width, mixer)
+        _require_combination(self.name, combine)
         if combine == "concat" and width % 2:
             raise ValueError(f"learned-2d: width {width} has no halves for rows and columns")
         if min(grid) < 1:
             raise ValueError(f"learned-2d: a grid of {_size(grid)} has no patches")
         self.combine = combine
         channels = width // 2 if combine == "concat" else width
-        self.table_rows = _table(grid[0], channels, deviation, "learned-2d")
-        self.table_columns = _table(grid[1], channels, deviation, "learned-2d")
+        self.table_rows = _table(grid[0], channels, deviation, self.name)
+        self.table_columns = _table(grid[1], channels, deviation, self.name)
 
-    def tokens(self, x: Tensor, context: PositionContext) -> Tensor:
-        """Add row and column vectors to the patches: (B, prefix + rows * columns, width), same.
+    def places(self, x: Tensor, context: PositionContext) -> Tensor:
+        """Row and column vectors of the patches: (1, rows * columns, width).
 
         Raises:
             ValueError: a larger grid than the tables', or tokens that are not prefix and grid.
         """
         largest = (len(self.table_rows), len(self.table_columns))
-        rows, columns = context.grid or largest
+        rows, columns = grid = context.grid or largest
         if rows > largest[0] or columns > largest[1]:
             raise ValueError(
-                f"learned-2d has vectors for a {_size(largest)} grid, not for {rows} x {columns}"
+                f"learned-2d has vectors for a {_size(largest)} grid, not for {_size(grid)}"
             )
-        if x.shape[-2] != context.prefix_tokens + rows * columns:
-            expected = context.prefix_tokens + rows * columns
-            raise ValueError(
-                f"learned-2d: {context.prefix_tokens} prefix tokens and a {rows} x {columns} grid "
-                f"are {expected} tokens, not {x.shape[-2]}"
-            )
+        require_grid(self.name, grid, x, context)
         down = self.table_rows[:rows, None].expand(-1, columns, -1)
         right = self.table_columns[None, :columns].expand(rows, -1, -1)
-        places = down + right if self.combine == "sum" else torch.cat([down, right], -1)
-        return _add(x, places.flatten(0, 1), context.prefix_tokens)
+        return _combine([down, right], self.combine).flatten(0, 1)[None]
+
+
+class LearnedBoxPosition(TokenEncoding):
+    """`learned-4d`: one vector per place of each of a box's four edges (Embed-4D of Li et al.).
+
+    Each edge is rounded to the nearest of `places` evenly spaced lines from 0 to 1 of the picture,
+    both ends included, and has a table of its own; the four vectors, top, left, bottom, right in
+    the paper's order, are concatenated, a quarter of the channels each, or summed, as the code of
+    the widget captioning model does that the paper builds on (100 places there, too).
+
+    Boxes are the context's coordinates. On a plain grid each patch is its own box: places = n + 1
+    gives every edge of an n x n grid a vector, more places leave some unused, fewer let neighbours
+    share. Lines are shares of the picture, so every size and shape of grid works; only edges near
+    those seen in training have trained vectors. Prefix tokens get no position.
+
+    Args:
+        width: channels of the tokens; a multiple of 4 where they are concatenated.
+        grid: (rows, columns) where the context names none.
+        places: lines, and rows of each table.
+        combine: "concat" or "sum", where all four have the full width.
+        deviation: standard deviation of the start; 0 starts with no position at all.
+        mixer: see `TokenEncoding`.
+
+    Raises:
+        ValueError: a width without quarters with "concat", an unknown `combine`, fewer than two
+            places, a negative deviation.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        grid: tuple[int, int] | None = None,
+        places: int = 100,
+        combine: str = "concat",
+        deviation: float = 0.02,
+        mixer: bool = False,
+    ) -> None:
+        super().__init__("learned-4d", width, mixer)
+        _require_combination(self.name, combine)
+        if combine == "concat" and width % 4:
+            raise ValueError(f"learned-4d: width {width} has no quarters for four edges")
+        if places < 2:
+            raise ValueError(f"learned-4d needs two places at least, not {places}")
+        self.combine = combine
+        self.grid = None if grid is None else (grid[0], grid[1])
+        channels = width // 4 if combine == "concat" else width
+        self.table_top = _table(places, channels, deviation, self.name)
+        self.table_left = _table(places, channels, deviation, self.name)
+        self.table_bottom = _table(places, channels, deviation, self.name)
+        self.table_right = _table(places, channels, deviation, self.name)
+
+    def places(self, x: Tensor, context: PositionContext) -> Tensor:
+        """Vectors of the four edges: (B or 1, T - prefix, width).
+
+        Raises:
+            ValueError: see `token_coordinates`.
+        """
+        last = len(self.table_top) - 1
+        lines = token_coordinates(self.name, 4, x, context, self.grid, extent=last)
+        edges = vertical_first(lines).round().clamp(0, last).long().unbind(-1)
+        tables = (self.table_top, self.table_left, self.table_bottom, self.table_right)
+        return _combine([table[edge] for table, edge in zip(tables, edges)], self.combine)
 
 
 def _table(places: int, width: int, deviation: float, name: str) -> nn.Parameter:
@@ -130,8 +194,13 @@ def _table(places: int, width: int, deviation: float, name: str) -> nn.Parameter
     return nn.Parameter(torch.randn(places, width) * deviation)
 
 
-def _add(x: Tensor, places: Tensor, prefix: int) -> Tensor:
-    return x + functional.pad(places, (0, 0, prefix, 0)).to(x.dtype)
+def _require_combination(name: str, combine: str) -> None:
+    if combine not in COMBINATIONS:
+        raise ValueError(f"{name}: unknown combine {combine!r}; one of {', '.join(COMBINATIONS)}")
+
+
+def _combine(vectors: list[Tensor], combine: str) -> Tensor:
+    return torch.cat(vectors, -1) if combine == "concat" else functools.reduce(torch.add, vectors)
 
 
 def _size(grid: tuple[int, int]) -> str:

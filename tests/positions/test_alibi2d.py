@@ -1,0 +1,209 @@
+"""ViTARC's 2D-RPE against loops over pairs of patches."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+
+from vlp.layers.attention import Attention
+from vlp.positions.alibi2d import DirectionalDistance, bias, slopes
+from vlp.positions.base import PositionContext
+
+WIDTH, HEADS = 12, 3
+
+
+def code_slopes(heads, start):
+    """The recursion of ALiBi for any number of heads, with ratio 1/2."""
+    if math.log2(heads).is_integer():
+        return [2**-start / 2**head for head in range(heads)]
+    whole = 2 ** math.floor(math.log2(heads))
+    return code_slopes(whole, start) + code_slopes(2 * whole, start)[0::2][: heads - whole]
+
+
+def by_loop(height, width, slope, diagonals=1.0):
+    """Minus slope times distance; `diagonals` is what keys to the right in other rows get."""
+    heads = len(slope[0])
+    out = torch.zeros(heads, height * width, height * width).double()
+    for i in range(height * width):
+        for j in range(height * width):
+            (row, column), (key_row, key_column) = divmod(i, width), divmod(j, width)
+            distance = abs(row - key_row) + abs(column - key_column)
+            if key_column > column and key_row != row:
+                distance *= diagonals
+            side = 0 if j <= i else 1
+            for head in range(heads):
+                out[head, i, j] = -slope[side][head] * distance
+    return out
+
+
+def states(tokens, batch=2):
+    return [torch.randn(batch, HEADS, tokens, WIDTH // HEADS).double() for _ in range(2)]
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 6, 8, 12])
+def test_slopes_are_the_printed_geometric_sequences(heads):
+    expected = [
+        [2**-start * 2 ** (-8 / heads * head) for head in range(heads)] for start in (1, 0.5)
+    ]
+    assert slopes(heads).shape == (2, heads)
+    for row, line in zip(slopes(heads).tolist(), expected, strict=True):
+        assert row == pytest.approx(line, rel=1e-14)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 5, 6, 7, 8, 12, 16, 20])
+def test_slopes_of_the_authors_code(heads):
+    for row, start in zip(slopes(heads, "code").tolist(), (1, 0.5), strict=True):
+        assert row == pytest.approx(code_slopes(heads, start), rel=1e-14)
+
+
+def test_both_ratios_agree_for_eight_heads_alone():
+    assert torch.equal(slopes(8), slopes(8, "code"))
+    assert not torch.equal(slopes(4), slopes(4, "code"))
+
+
+@pytest.mark.parametrize("ratio", ["paper", "code"])
+@pytest.mark.parametrize("grid", [(3, 4), (4, 2), (1, 5), (5, 1), (1, 1)])
+def test_bias_is_equation_12(grid, ratio):
+    expected = by_loop(*grid, slopes(HEADS, ratio).tolist())
+    torch.testing.assert_close(bias(*grid, HEADS, ratio), expected, rtol=0, atol=1e-14)
+    if ratio == "paper":
+        assert torch.equal(bias(*grid, HEADS), bias(*grid, HEADS, "paper"))
+
+
+def test_the_side_is_raster_order_not_the_direction_of_the_offset():
+    left, right = slopes(1)[:, 0].tolist()
+    of = bias(3, 3, 1)[0]
+    centre, above_right, below_left = 4, 2, 6
+    assert of[centre, above_right].item() == pytest.approx(-2 * left)
+    assert of[centre, below_left].item() == pytest.approx(-2 * right)
+    assert of[centre, 3].item() == pytest.approx(-left)
+    assert of[centre, 5].item() == pytest.approx(-right)
+    assert of[centre, centre].item() == 0
+    assert (of[~torch.eye(9).bool()] < 0).all()
+
+
+@pytest.mark.parametrize("grid", [(3, 4), (4, 2), (1, 5)])
+def test_the_variant_with_four_slopes(grid):
+    """2^-1, 2^-0.75, 2^-0.5 and 2^-0.25 to the four diagonals; rows and columns stay."""
+    expected = by_loop(*grid, slopes(HEADS).tolist(), diagonals=2**0.25)
+    found = bias(*grid, HEADS, variant="four-diagonal")
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+    of = bias(3, 3, 1, variant="four-diagonal")[0, 4] / -2
+    exponents = [-math.log2(of[key].item()) for key in (0, 2, 6, 8)]
+    assert exponents == pytest.approx([1, 0.75, 0.5, 0.25])
+
+
+def test_bias_depends_on_offsets_and_carries_over_to_a_larger_grid():
+    inside = (torch.arange(2)[:, None] * 5 + torch.arange(3)).flatten() + 6
+    for variant in ("two-slope", "four-diagonal"):
+        large, small = (bias(*grid, HEADS, variant=variant) for grid in ((6, 5), (2, 3)))
+        assert torch.equal(large[:, inside][..., inside], small)
+
+
+def test_swapping_query_and_key_swaps_the_slopes():
+    of = bias(3, 4, HEADS)
+    left, right = slopes(HEADS)[..., None, None]
+    upper = torch.ones(12, 12).triu(1).bool()
+    torch.testing.assert_close((of / right)[:, upper], (of / left).transpose(-2, -1)[:, upper])
+
+
+def test_number_types():
+    for kind in (torch.bfloat16, torch.float32, torch.float64):
+        found = bias(3, 4, 12, dtype=kind)
+        assert found.dtype == slopes(12, dtype=kind).dtype == kind
+        assert torch.equal(found, bias(3, 4, 12).to(kind))  # rounded once, at the end
+    assert bias(2, 2, 1).dtype == slopes(1).dtype == torch.float64
+
+
+@pytest.mark.parametrize("variant", ["two-slope", "four-diagonal"])
+@pytest.mark.parametrize("prefix", [0, 2])
+def test_a_prefix_has_no_bias(prefix, variant):
+    grid = (3, 4)
+    position = DirectionalDistance(heads=HEADS, ratio="code", variant=variant)
+    assert position.hooks == {"bias"}
+    found = position("bias", *states(prefix + 12), PositionContext(grid, prefix))
+    assert found.shape == (1, HEADS, prefix + 12, prefix + 12)
+    assert torch.equal(found[0, :, prefix:, prefix:], bias(*grid, HEADS, "code", variant))
+    assert (found[:, :, :prefix] == 0).all()
+    assert (found[..., :prefix] == 0).all()
+
+
+def test_the_bias_is_made_once_for_all_layers():
+    one, other = DirectionalDistance(HEADS), DirectionalDistance(HEADS)
+    query, key = states(13)
+    first = one("bias", query, key, PositionContext((3, 4), 1))
+    assert other("bias", query, key, PositionContext((3, 4), 1)) is first
+    assert one("bias", query, key, PositionContext((4, 3), 1)) is not first
+    assert one("bias", query[:, :, 1:], key[:, :, 1:], PositionContext((3, 4))).shape[-1] == 12
+    assert (
+        one("bias", query.float(), key.float(), PositionContext((3, 4), 1)).dtype == torch.float32
+    )
+    assert not list(one.parameters())
+
+
+def test_inside_attention():
+    position = DirectionalDistance(HEADS, grid=(2, 3))
+    layer = Attention(WIDTH, HEADS, positions=[position]).double()
+    x = torch.randn(2, 7, WIDTH).double()
+    query, key, value = (
+        part(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        for part in (layer.query, layer.key, layer.value)
+    )
+    logits = query @ key.transpose(-2, -1) / (WIDTH // HEADS) ** 0.5
+    logits[..., 1:, 1:] += by_loop(2, 3, slopes(HEADS).tolist())
+    expected = layer.output((logits.softmax(-1) @ value).transpose(1, 2).flatten(-2))
+    for fused in (False, True):
+        layer.fused = fused
+        for context in (PositionContext((2, 3), 1), PositionContext(None, 1)):
+            torch.testing.assert_close(layer(x, context=context), expected)
+
+
+def test_bfloat16_autocast_stays_near_float64():
+    layer = Attention(WIDTH, HEADS, positions=[DirectionalDistance(HEADS)]).double()
+    x, context = torch.randn(2, 13, WIDTH).double(), PositionContext((3, 4), 1)
+    expected = layer(x, context=context)
+    low = copy.deepcopy(layer).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = low(x.float(), context=context)
+    torch.testing.assert_close(out.double(), expected, rtol=0.05, atol=0.05)
+    out.float().sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in low.parameters())
+
+
+def test_training_works_after_inference_mode_saw_the_same_grid():
+    layer = Attention(WIDTH, HEADS, positions=[DirectionalDistance(HEADS)], fused=True).double()
+    x, context = torch.randn(2, 21, WIDTH).double(), PositionContext((3, 7))
+    with torch.inference_mode():
+        layer(x, context=context)
+    layer(x, context=context).square().sum().backward()  # fused attention keeps the bias
+    assert layer.query.weight.grad.abs().sum() > 0
+
+
+def test_tokens_that_are_not_the_grid_are_an_error():
+    position = DirectionalDistance(HEADS)
+    query, key = states(7)
+    with pytest.raises(ValueError, match="alibi-2d needs a grid"):
+        position("bias", query, key, PositionContext(None, 1))
+    with pytest.raises(
+        ValueError, match=r"1 prefix tokens and a 3 x 3 grid are 10 .* not 7 queries"
+    ):
+        position("bias", query, key, PositionContext((3, 3), 1))
+    with pytest.raises(ValueError, match=r"are 7 tokens .* not 7 queries and 6 keys"):
+        position("bias", query, key[:, :, 1:], PositionContext((2, 3), 1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"heads": 0}, "at least one head, not 0"),
+        ({"ratio": "half"}, "ratio 'half'; one of paper, code"),
+        ({"variant": "one"}, "variant 'one'; one of two-slope, four-diagonal"),
+        ({"grid": (0, 3)}, "0 x 3 has no patches"),
+    ],
+)
+def test_impossible_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        DirectionalDistance(**{"heads": 2} | options)

@@ -1,0 +1,639 @@
+"""`attach` on small timm models: what it adds, and that all else goes on working."""
+
+from __future__ import annotations
+
+import copy
+import io
+import subprocess
+import sys
+
+import pytest
+import timm
+import torch
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.swin_transformer import SwinTransformer
+from timm.models.vision_transformer import ParallelScalingBlock, VisionTransformer
+from timm.optim import param_groups_layer_decay
+from torch import nn
+
+from vlp.positions import PositionEncoding, attach, create_position, list_positions
+
+WIDTH = 16
+SIZES = {
+    "img_size": (16, 24),
+    "patch_size": 4,
+    "embed_dim": WIDTH,
+    "depth": 2,
+    "num_heads": 2,
+    "mlp_ratio": 1,
+    "num_classes": 5,
+}
+GRID = (4, 6)
+SWIN = {
+    "img_size": (16, 32),
+    "patch_size": 2,
+    "embed_dim": WIDTH,
+    "depths": (2, 2),
+    "num_heads": (2, 4),
+    "window_size": 4,
+    "mlp_ratio": 1,
+    "num_classes": 5,
+}
+
+
+def explicit(model):
+    for module in model.modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = False
+    return model.double().eval()
+
+
+def vit(**options):
+    return explicit(VisionTransformer(**{**SIZES, **options}))
+
+
+def distilled(**options):
+    return explicit(VisionTransformerDistilled(**{**SIZES, **options}))
+
+
+def swin(**options):
+    return explicit(SwinTransformer(**{**SWIN, **options}))
+
+
+MODELS = {"vit": vit, "distilled": distilled, "swin": swin}
+every_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+
+
+def pictures(height=16, width=None, batch=2):
+    return torch.randn(batch, 3, height, width or 2 * height).double()
+
+
+def pictures_of(model, **options):
+    return pictures(*model.patch_embed.img_size, **options)
+
+
+def fill(model):
+    """Tables begin at zero; from here on they matter."""
+    for module in model.modules():
+        if isinstance(module, PositionEncoding):
+            for parameter in module.parameters():
+                nn.init.normal_(parameter)
+    return model
+
+
+def encoded(make, **options):
+    model = fill(attach(make(**options), "irpe-product", on="qkv"))
+    return model
+
+
+class Recorder(PositionEncoding):
+    """A bias of zero that remembers its contexts."""
+
+    def __init__(self):
+        super().__init__()
+        self.contexts = []
+
+    def bias(self, query, key, context):
+        self.contexts.append(context)
+
+
+class TokenRecorder(PositionEncoding):
+    """Leaves tokens as they are and remembers shapes and contexts."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def tokens(self, x, context):
+        self.seen.append((tuple(x.shape), context.grid, context.prefix_tokens))
+        return x
+
+
+@every_model
+@pytest.mark.parametrize("name", ["irpe-product", "irpe-cross", "irpe-quantization"])
+@pytest.mark.parametrize("on", ["k", "qk", "qkv"])
+def test_irpe_leaves_the_function_exactly_as_it_was(make, name, on):
+    model = make()
+    x = pictures_of(model)
+    before = model(x)
+    assert attach(model, name, on) is model
+    assert torch.equal(model(x), before)
+    assert not torch.allclose(fill(model)(x), before)
+
+
+@every_model
+def test_weights_and_their_names_are_kept(make):
+    model = make()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    attach(attach(model, "irpe-product", on="qk"), "learned-2d")
+    after = model.state_dict()
+    assert all(torch.equal(after.pop(name), weight) for name, weight in before.items())
+    layers = (
+        [f"layers.{stage}.blocks.{block}.attn" for stage in range(2) for block in range(2)]
+        if make is swin
+        else [f"blocks.{block}.attn" for block in range(2)]
+    )
+    tokens = "patch_embed.positions.0" if make is swin else "positions.0"
+    assert set(after) == {
+        *(f"{layer}.positions.0.tables.{role}" for layer in layers for role in ("query", "key")),
+        *(f"{tokens}.table_{axis}" for axis in ("rows", "columns")),
+    }
+
+
+@every_model
+def test_models_keep_their_hooks_and_kinds(make):
+    model = make()
+    kinds = [(module, type(module)) for module in model.modules()]
+    names = ("attn", "attn_drop", "patch_embed")
+    parts = [part for name, part in model.named_modules() if name.split(".")[-1] in names]
+    calls = []
+    for part in parts:
+        part.register_forward_hook(lambda module, *_: calls.append(module))
+    attach(attach(model, "irpe-product", on="qkv"), "learned-2d")
+    model(pictures_of(model))
+    assert len(calls) == len(parts) == (9 if make is swin else 5)
+    assert all(isinstance(module, kind) for module, kind in kinds)
+
+
+def test_on_is_what_encodings_call_roles_and_options_are_theirs():
+    model = attach(vit(), "irpe-product", on="vk", ratio=0.6, shared_heads=False)
+    position = model.blocks[1].attn.positions[0]
+    assert position.roles == ("key", "value")
+    assert position.tables["key"].shape == (2, 3 * 3 + 1, WIDTH // 2)
+    assert position.grid == GRID
+    assert attach(vit(), "irpe-product").blocks[0].attn.positions[0].roles == ("key",)
+
+
+def test_sape_calls_it_mode(monkeypatch):
+    class Sape(PositionEncoding):
+        def __init__(self, width, mode="key"):
+            super().__init__()
+            self.mode = mode
+
+        def bias(self, query, key, context):
+            return None
+
+    monkeypatch.setitem(vars(sys.modules["vlp.positions"])["_ENCODINGS"], "sape", Sape)
+    for on, mode in (("q", "query"), ("k", "key"), ("qk", "both"), ("kq", "both"), (None, "key")):
+        assert attach(vit(), "sape", on).blocks[0].attn.positions[0].mode == mode
+    with pytest.raises(ValueError, match="sape acts on queries and keys, not on='qv'"):
+        attach(vit(), "sape", "qv")
+    with pytest.raises(ValueError, match="on='q' and mode='key' at once"):
+        attach(vit(), "sape", "q", mode="key")
+
+
+def test_encodings_are_combined():
+    model, x = vit(), pictures(16, 24)
+    attach(model, "irpe-product", on="k")
+    attach(model, "irpe-product", on="v", ratio=0.6)
+    attach(model, "irpe-cross", on="q")
+    fill(model)
+    together = model(x)
+    for index in range(3):  # each has its part
+        less = copy.deepcopy(model)
+        for block in less.blocks:
+            nn.init.zeros_(next(block.attn.positions[index].parameters()))
+        assert not torch.allclose(less(x), together)
+    assert [len(block.attn.positions) for block in model.blocks] == [3, 3]
+    assert len({id(part) for part in model.modules() if isinstance(part, PositionEncoding)}) == 6
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "prefix"),
+    [
+        (vit, {}, 1),
+        (vit, {"reg_tokens": 3}, 4),
+        (vit, {"class_token": False, "global_pool": "avg"}, 0),
+        (distilled, {}, 2),
+    ],
+)
+def test_the_context_of_every_layer(make, options, prefix):
+    model = attach(make(**options), Recorder)
+    model(pictures(16, 24))
+    for block in model.blocks:
+        (context,) = block.attn.positions[0].contexts
+        assert (context.grid, context.prefix_tokens) == (GRID, prefix)
+
+
+def test_windows_are_grids_of_their_own():
+    model = attach(swin(window_size=(4, 2)), Recorder)
+    model(pictures())
+    for stage in model.layers:
+        for block in stage.blocks:
+            (context,) = block.attn.positions[0].contexts
+            assert (context.grid, context.prefix_tokens) == ((4, 2), 0)
+
+
+@pytest.mark.parametrize("make", [vit, distilled])
+@pytest.mark.parametrize("options", [{}, {"patch_drop_rate": 0.5}, {"pos_drop_rate": 0.5}])
+def test_tokens_are_encoded_once_after_the_absolute_positions(make, options):
+    """learned-1d is what pos_embed already is."""
+    model = make(**options)
+    prefix = model.num_prefix_tokens
+    x, by_hand = pictures(16, 24), copy.deepcopy(model)
+    attach(model, "learned-1d")
+    with torch.no_grad():
+        by_hand.pos_embed[:, prefix:] += model.positions[0].table
+    torch.testing.assert_close(model(x), by_hand(x))
+    if not options.get("pos_drop_rate"):
+        results = []
+        for one in (model, by_hand):
+            torch.manual_seed(0)
+            results.append(one.train().forward_features(x))
+        torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("make", [vit, distilled])
+@pytest.mark.parametrize("absolute", ["keep", "drop"])
+def test_dropout_of_positions_acts_once(make, absolute):
+    model = attach(make(pos_drop_rate=0.5), "learned-1d", absolute=absolute).train()
+    seen = []
+    model.pos_drop.register_forward_hook(lambda _, given, out: seen.append(out))
+    model(pictures(16, 24))
+    assert len(seen) == 1
+    assert 0.3 < seen[0].eq(0).double().mean() < 0.7
+
+
+@pytest.mark.parametrize("make", [vit, distilled])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_absolute_positions_dropped(make, dynamic):
+    model = make(dynamic_img_size=dynamic)
+    x, by_hand = pictures(16, 24), copy.deepcopy(model)
+    nn.init.zeros_(by_hand.pos_embed)
+    nn.init.normal_(model.pos_embed)
+    attach(model, "irpe-product", absolute="drop")
+    torch.testing.assert_close(model(x), by_hand(x))
+    assert model.pos_embed is None
+    assert "pos_embed" not in model.state_dict()
+    attach(model, "learned-2d", absolute="drop", deviation=1.0)  # gone already
+    assert not torch.allclose(model(x), by_hand(x))
+
+
+def test_tokens_of_a_vision_transformer_come_with_their_prefix():
+    model = attach(distilled(), TokenRecorder)
+    model(pictures(16, 24))
+    assert model.positions[0].seen == [((2, 26, WIDTH), GRID, 2)]
+
+
+def test_tokens_of_a_swin_are_its_embedded_patches():
+    model, x = swin(), pictures()
+    patches = model.patch_embed(x)
+    position = create_position("learned-2d", width=WIDTH, grid=(8, 16), deviation=1.0).double()
+    attach(model, lambda: position)
+    rows, columns = position.table_rows, position.table_columns
+    half = WIDTH // 2
+    expected = patches.clone()
+    expected[..., :half] += rows[None, :, None]
+    expected[..., half:] += columns[None, None]
+    torch.testing.assert_close(model.patch_embed(x), expected)
+    attach(model, TokenRecorder)
+    model(x)
+    assert model.patch_embed.positions[1].seen == [((2, 128, WIDTH), (8, 16), 0)]
+
+
+def test_dynamic_picture_sizes():
+    """A model made for another size, with the same weights, is what the dynamic one computes."""
+    options = {"pos_embed": "none"}
+    dynamic = encoded(vit, dynamic_img_size=True, **options)
+    for size in ((16, 24), (32, 12), (8, 48)):
+        fixed = attach(vit(img_size=size, **options), "irpe-product", on="qkv")
+        fixed.load_state_dict(dynamic.state_dict())
+        x = pictures(*size)
+        torch.testing.assert_close(dynamic(x), fixed(x))
+
+
+def test_dynamic_padding():
+    model = attach(vit(dynamic_img_size=True, dynamic_img_pad=True), Recorder)
+    model(pictures(15, 17))
+    assert model.blocks[0].attn.positions[0].contexts[0].grid == (4, 5)
+
+
+def test_absolute_positions_are_resampled_as_before():
+    model = vit(dynamic_img_size=True)
+    x = pictures(32, 16)
+    before = model(x)
+    assert torch.equal(attach(model, "irpe-product", on="qkv")(x), before)
+
+
+def test_set_input_size_of_a_vision_transformer():
+    plain, model = vit(), vit()
+    model.load_state_dict(plain.state_dict())
+    attach(model, "irpe-product", on="qkv")
+    for changes in ({"img_size": (32, 16)}, {"patch_size": 2}):
+        for one in (plain, model):
+            one.set_input_size(**changes)
+        x = pictures(32, 16)
+        assert torch.equal(model(x), plain(x))
+    recorder = attach(model, Recorder).blocks[0].attn.positions[1]
+    fill(model)(x)
+    assert recorder.contexts[0].grid == (16, 8)
+
+
+def test_set_input_size_of_a_swin():
+    plain, model = swin(), swin()
+    model.load_state_dict(plain.state_dict())
+    attach(model, "irpe-product", on="qkv")
+    for one in (plain, model):
+        one.set_input_size(img_size=(32, 32), window_size=(8, 4))
+    x = pictures(32, 32)
+    assert torch.equal(model(x), plain(x))
+    recorder = attach(model, Recorder).layers[0].blocks[1].attn.positions[1]
+    fill(model)(x)
+    assert recorder.contexts[0].grid == (8, 4)
+
+
+def test_dynamic_swin():
+    plain = swin(strict_img_size=False)
+    model = attach(copy.deepcopy(plain), "irpe-product", on="qkv")
+    for size in ((16, 16), (16, 40), (24, 20)):
+        x = pictures(*size)
+        assert torch.equal(model(x), plain(x))
+
+
+def test_an_encoding_bound_to_its_grid_says_so():
+    model = attach(vit(dynamic_img_size=True), "irpe-quantization")
+    with pytest.raises(ValueError, match=r"irpe-quantization .* 4 x 6 grid .* over to 4 x 4"):
+        model(pictures(16, 16))
+
+
+@every_model
+def test_features_are_those_of_the_model(make):
+    model = encoded(make)
+    x = pictures_of(model)
+    features = model.forward_features(x)
+    torch.testing.assert_close(model.forward_head(features), model(x))
+    last, intermediates = model.forward_intermediates(x)
+    torch.testing.assert_close(last, features)
+    taken = []
+    parts = model.layers if make is swin else model.blocks
+    for part in parts:
+        part.register_forward_hook(lambda _, __, out: taken.append(out))
+    model(x)
+    for one, out in zip(intermediates, taken, strict=True):
+        if make is not swin:
+            out = out[:, model.num_prefix_tokens :].unflatten(1, GRID)
+        torch.testing.assert_close(one, out.permute(0, 3, 1, 2))
+
+
+@every_model
+def test_a_copy_is_independent(make):
+    model = fill(attach(encoded(make), "learned-2d"))
+    x = pictures_of(model)
+    before = model(x)
+    other = copy.deepcopy(model)
+    assert torch.equal(other(x), before)
+    fill(other)
+    assert not torch.allclose(other(x), before)
+    assert torch.equal(model(x), before)
+
+
+def test_a_copy_writes_its_own_places():
+    model = encoded(vit, dynamic_img_size=True)
+    other = copy.deepcopy(model)
+    other(pictures(16, 32))
+    with pytest.raises(ValueError, match="33 tokens"):
+        model.places.read(33)
+    assert all(block.attn.places is other.places for block in other.blocks)
+    assert other.places.read(33).grid == (4, 8)
+
+
+@every_model
+def test_a_pickled_model_is_the_same(make):
+    model = fill(attach(encoded(make), "learned-2d"))
+    x = pictures_of(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert type(loaded) is type(model)
+    assert torch.equal(loaded(x), model(x))
+
+
+@every_model
+def test_states_go_from_model_to_model(make):
+    model = fill(attach(encoded(make), "learned-2d"))
+    other = attach(attach(make(), "irpe-product", on="qkv"), "learned-2d")
+    other.load_state_dict(model.state_dict())
+    x = pictures_of(model)
+    assert torch.equal(other(x), model(x))
+    with pytest.raises(RuntimeError, match=r"Missing key.*positions\.0\.tables\.key"):
+        other.load_state_dict(make().state_dict())
+
+
+@every_model
+def test_gradients_reach_every_table(make):
+    model = attach(attach(make(), "irpe-product", on="qkv"), "learned-2d", deviation=0.0).train()
+    # Not the logits: the last layer's [CLS] has all pairs in one bucket, which softmax ignores.
+    model.forward_features(pictures_of(model)).pow(3).sum().backward()
+    tables = {name: x.grad for name, x in model.named_parameters() if "positions." in name}
+    assert len(tables) == (14 if make is swin else 8)
+    for name, gradient in tables.items():
+        assert gradient.isfinite().all()
+        assert gradient.abs().max() > 1e-6, name
+
+
+NEEDED = {"learned-4d": {"places": 30}}
+names = pytest.mark.parametrize("name", sorted({*list_positions()} - {"anchor", "uniform"}))
+
+
+@names
+def test_every_encoding_trains_in_a_vision_transformer(name):
+    """Ten steps on four pictures; every parameter moves, and the loss falls.
+
+    Patches are pooled: what an encoding gives the last layer's patches is lost on its [CLS].
+    """
+    model = attach(vit(global_pool="avg"), name, **NEEDED.get(name, {})).train()
+    start = {name: x.clone() for name, x in model.state_dict().items() if "positions." in name}
+    x, labels = pictures(16, 24, batch=4), torch.arange(4)
+    optimiser, losses = torch.optim.Adam(model.parameters(), 1e-2), []
+    for _ in range(10):
+        loss = nn.functional.cross_entropy(model(x), labels)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    for key, table in start.items():
+        assert not torch.equal(model.state_dict()[key], table), key
+
+
+@names
+def test_every_encoding_runs_in_a_swin(name):
+    model = attach(swin(), name, **NEEDED.get(name, {})).train()
+    x = pictures()
+    model.forward_features(x).pow(3).mean().backward()
+    for parameter in model.parameters():
+        assert parameter.grad is None or parameter.grad.isfinite().all()
+    model.eval()
+    assert torch.equal(copy.deepcopy(model)(x), model(x))
+
+
+@every_model
+def test_bfloat16_autocast(make):
+    model = encoded(make).float()
+    x = pictures_of(model).float()
+    expected = model(x)
+    for fused in (False, True):
+        for module in model.modules():
+            if hasattr(module, "positions"):
+                module.fused = fused
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(x)
+        torch.testing.assert_close(out.float(), expected, atol=0.3, rtol=0.1)
+        out.float().sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+@every_model
+@pytest.mark.parametrize("on", ["qk", "qkv"])
+def test_fused_and_explicit_attention_agree(make, on):
+    model = fill(attach(make(), "irpe-product", on=on))
+    x, results = pictures_of(model), []
+    for fused in (False, True):
+        for module in model.modules():
+            if hasattr(module, "positions"):
+                module.fused = fused
+        results.append(model(x))
+    torch.testing.assert_close(*results)
+
+
+def test_activation_checkpointing_with_pictures_of_two_sizes():
+    """Layers run again in the backward pass, when the other size was the last to be seen."""
+    model = encoded(vit, dynamic_img_size=True).train()
+    sizes = pictures(16, 24), pictures(8, 8)
+    gradients = []
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        model.zero_grad()
+        sum(model(x).square().sum() for x in sizes).backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    torch.testing.assert_close(*gradients)
+
+
+def test_masks_of_the_caller_reach_attention():
+    plain, x = vit(), pictures(16, 24)
+    model = attach(copy.deepcopy(plain), "irpe-product", on="qkv")
+    mask = torch.zeros(25, 25).double().masked_fill(torch.arange(25) > 19, -1e9)
+    assert torch.equal(model(x, attn_mask=mask), plain(x, attn_mask=mask))
+    assert not torch.allclose(model(x, attn_mask=mask), model(x))
+
+
+@pytest.mark.parametrize("block", ["ResPostBlock", "ParallelThingsBlock"])
+def test_other_blocks_with_timms_attention(block):
+    module = sys.modules[VisionTransformer.__module__]
+    model = vit(block_fn=getattr(module, block), qk_norm=True)
+    x = pictures(16, 24)
+    before = model(x)
+    attach(model, "irpe-product", on="qkv")
+    torch.testing.assert_close(model(x), before)
+    assert not torch.allclose(fill(model)(x), before)
+
+
+def test_layer_wise_learning_rates_count_token_encodings_to_the_stem():
+    model = attach(attach(vit(), "learned-2d"), "irpe-product")
+    scales = {
+        id(parameter): group["lr_scale"]
+        for group in param_groups_layer_decay(model, layer_decay=0.5)
+        for parameter in group["params"]
+    }
+    stem = scales[id(model.patch_embed.proj.weight)]
+    assert scales[id(model.positions[0].table_rows)] == stem
+    for block in model.blocks:
+        (table,) = block.attn.positions.parameters()
+        assert scales[id(table)] == scales[id(block.attn.qkv.weight)] > stem
+
+
+def test_type_device_and_mode_are_the_models():
+    model = attach(vit().to(torch.bfloat16), "irpe-product")
+    (position,) = model.blocks[0].attn.positions
+    assert position.tables["key"].dtype == torch.bfloat16
+    assert not position.training
+    model = VisionTransformer(**SIZES).to("meta")
+    with torch.device("meta"):
+        attach(attach(model, "irpe-product"), "learned-2d")
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert model.blocks[0].attn.positions[0].training
+
+
+class OnInputs(PositionEncoding):
+    def inputs(self, query, key, value, context):
+        return query, key, value
+
+
+class OnBoth(PositionEncoding):
+    def tokens(self, x, context):
+        return x
+
+    def bias(self, query, key, context):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "options", "message"),
+    [
+        (vit, ("irpe",), {}, "unknown position encoding 'irpe'; known: .*irpe-product"),
+        (vit, ("anchor",), {}, "anchor lies between a picture and a text"),
+        (swin, ("uniform",), {}, "uniform lies between a picture and a text"),
+        (vit, (OnInputs,), {}, "OnInputs acts on inputs; timm models"),
+        (swin, (OnBoth,), {}, "OnBoth acts on bias, tokens; timm models"),
+        (vit, ("irpe-product", "x"), {}, "irpe-product: on='x' is not made of letters of 'qkv'"),
+        (vit, ("irpe-product", ""), {}, "on='' is not"),
+        (vit, ("irpe-product", "kk"), {}, "on='kk' is not"),
+        (vit, ("learned-2d", "k"), {}, "learned-2d has no choice of .*: on='k'"),
+        (vit, ("irpe-product", "k"), {"roles": ("query",)}, r"on='k' and roles=.* at once"),
+        (vit, ("irpe-product", "v"), {"mode": "bias"}, "bias mode has no encoding on values"),
+        (vit, ("irpe-product",), {"groups": 2}, "'irpe-product': .*'groups'"),
+        (vit, ("irpe-product", "k", "lose"), {}, "absolute is 'keep' or 'drop', not 'lose'"),
+        (swin, ("irpe-product", "k", "drop"), {}, "SwinTransformer has no pos_embed to drop"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_leaves_the_model(make, arguments, options, message):
+    model = make()
+    kinds = [type(module) for module in model.modules()]
+    with pytest.raises(ValueError, match=message):
+        attach(model, *arguments, **options)
+    assert [type(module) for module in model.modules()] == kinds
+
+
+def test_dropped_patches_have_no_grid():
+    model = vit(patch_drop_rate=0.25)
+    with pytest.raises(ValueError, match=r"irpe-product .*patch_drop_rate 0\.25"):
+        attach(model, "irpe-product")
+    assert type(model) is VisionTransformer
+
+
+def test_other_models_are_refused_by_name():
+    with pytest.raises(ValueError, match="Linear is no timm VisionTransformer"):
+        attach(nn.Linear(2, 2), "irpe-product")
+    wrapped = timm.create_model("vit_tiny_patch16_224", depth=1, features_only=True, out_indices=1)
+    with pytest.raises(ValueError, match=r"FeatureGetterNet is no timm .* before anything wraps"):
+        attach(wrapped, "irpe-product")
+
+
+def test_other_attention_is_refused_by_name():
+    with pytest.raises(ValueError, match="ParallelScalingBlock has no layer of Attention"):
+        attach(vit(block_fn=ParallelScalingBlock), "irpe-product")
+
+    class OtherAttention(type(vit().blocks[0].attn)):
+        pass
+
+    model = vit()
+    model.blocks[1].attn.__class__ = OtherAttention
+    with pytest.raises(ValueError, match="Block has OtherAttention"):
+        attach(model, "irpe-product")
+
+
+def test_swins_of_another_patch_embedding_are_refused_for_tokens():
+    class OtherEmbed(type(swin().patch_embed)):
+        pass
+
+    model = swin(embed_layer=OtherEmbed)
+    with pytest.raises(ValueError, match=r"learned-2d acts on .* not OtherEmbed"):
+        attach(model, "learned-2d")
+    attach(model, "irpe-product")(pictures())
+
+
+def test_positions_are_imported_without_timm():
+    probe = "import sys, vlp.positions; print('timm' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "False"

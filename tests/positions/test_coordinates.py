@@ -1,0 +1,143 @@
+"""Where tokens lie: raster order, units, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vlp.positions import PositionContext
+from vlp.positions.coordinates import (
+    patch_boxes,
+    patch_centres,
+    places_after_prefix,
+    token_coordinates,
+    vertical_first,
+)
+
+
+def tokens(count, batch=2, kind=torch.float64):
+    return torch.zeros(batch, count, 8, dtype=kind)
+
+
+def test_patches_in_raster_order():
+    grid = (3, 4)
+    centres = patch_centres(grid, torch.float64)
+    boxes = patch_boxes(grid, torch.float64)
+    for row in range(3):
+        for column in range(4):
+            patch = row * 4 + column
+            assert centres[patch].tolist() == [column + 0.5, row + 0.5]
+            assert boxes[patch].tolist() == [column, row, column + 1, row + 1]
+
+
+def test_vertical_before_horizontal():
+    assert vertical_first(torch.tensor([1, 2])).tolist() == [2, 1]
+    assert vertical_first(torch.tensor([[1, 2, 3, 4]])).tolist() == [[2, 1, 4, 3]]
+
+
+@pytest.mark.parametrize("prefix", [0, 2])
+@pytest.mark.parametrize("extent", [None, 1.0, 100.0])
+@pytest.mark.parametrize("dimensions", [2, 4])
+def test_units_on_a_grid(dimensions, extent, prefix):
+    rows, columns = grid = (2, 5)
+    x, context = tokens(prefix + 10), PositionContext(grid, prefix)
+    found = token_coordinates("test", dimensions, x, context, extent=extent)
+    assert found.shape == (1, 10, dimensions)
+    for row in range(rows):
+        for column in range(columns):
+            if extent is None:
+                point = [column, row]
+                box = [column, row, column + 1, row + 1]
+            else:
+                point = [(column + 0.5) / columns * extent, (row + 0.5) / rows * extent]
+                box = [
+                    column / columns * extent,
+                    row / rows * extent,
+                    (column + 1) / columns * extent,
+                    (row + 1) / rows * extent,
+                ]
+            expected = torch.tensor(point if dimensions == 2 else box, dtype=torch.float64)
+            patch = row * columns + column
+            torch.testing.assert_close(found[0, patch], expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("extent", [None, 7.0])
+@pytest.mark.parametrize("dimensions", [2, 4])
+def test_given_places_at_the_patches_are_the_patches(dimensions, extent):
+    rows, columns = grid = (3, 5)
+    make = patch_centres if dimensions == 2 else patch_boxes
+    shares = make(grid, torch.float64)
+    shares = shares / torch.tensor([columns, rows] * (dimensions // 2))
+    order = torch.randperm(15)
+    x = tokens(16)
+    on_grid = token_coordinates("test", dimensions, x, PositionContext(grid, 1), extent=extent)
+    context = PositionContext(grid, 1, coordinates=shares[order].expand(2, -1, -1))
+    given = token_coordinates("test", dimensions, x, context, extent=extent)
+    torch.testing.assert_close(given, on_grid[:, order].expand(2, -1, -1), rtol=0, atol=1e-12)
+    # the grid may come from the options, too, and with an extent there need be none
+    context = PositionContext(None, 1, coordinates=shares[None, order])
+    own = None if extent is not None else grid
+    again = token_coordinates("test", dimensions, x, context, own, extent)
+    assert torch.equal(again, given[:1])
+
+
+def test_the_context_names_the_grid_before_the_options():
+    x = tokens(6)
+    found = token_coordinates("test", 2, x, PositionContext((2, 3)), (3, 2))
+    assert found[0, -1].tolist() == [2, 1]
+    found = token_coordinates("test", 2, x, PositionContext(), (3, 2))
+    assert found[0, -1].tolist() == [1, 2]
+
+
+def test_kind_and_gradient():
+    for kind, expected in [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ]:
+        x = tokens(6, kind=kind)
+        assert token_coordinates("test", 2, x, PositionContext((2, 3))).dtype == expected
+        shares = torch.rand(1, 6, 2, dtype=torch.bfloat16, requires_grad=True)
+        context = PositionContext((2, 3), coordinates=shares)
+        found = token_coordinates("test", 2, x, context)
+        assert found.dtype == expected
+        found.sum().backward()
+        assert shares.grad.unique().tolist() == [2, 3]
+
+
+def test_places_after_the_prefix():
+    assert places_after_prefix("test", tokens(6), PositionContext(prefix_tokens=2)) == 4
+    with pytest.raises(ValueError, match="test: 3 prefix tokens are more than the 2 tokens"):
+        places_after_prefix("test", tokens(2), PositionContext(prefix_tokens=3))
+    with pytest.raises(ValueError, match=r"test: .* 2 x 3 grid are 8 tokens, not 6"):
+        places_after_prefix("test", tokens(6), PositionContext((2, 3), 2))
+
+
+@pytest.mark.parametrize(
+    ("context", "message"),
+    [
+        (PositionContext(), "test needs a grid"),
+        (PositionContext((2, 3), 1), "1 prefix tokens and a 2 x 3 grid are 7 tokens, not 6"),
+        (PositionContext((0, 3), 6), "a grid of 0 x 3 has no patches"),
+        (PositionContext(coordinates=torch.rand(1, 6, 2)), "test counts in patches"),
+        (PositionContext((2, 3), coordinates=torch.rand(3, 6, 2)), r"\(2 or 1, 6, 2\).*\(3, 6, 2"),
+        (PositionContext((2, 3), coordinates=torch.rand(1, 6, 4)), r"\(2 or 1, 6, 2\).*\(1, 6, 4"),
+        (PositionContext((2, 3), 1, torch.rand(1, 6, 2)), r"\(2 or 1, 5, 2\).*\(1, 6, 2"),
+        (PositionContext((2, 3), coordinates=torch.rand(6, 2)), r"not \(6, 2\)"),
+        (
+            PositionContext((2, 3), coordinates=torch.linspace(0, 224, 12).view(1, 6, 2)),
+            r"shares of the picture in \[0, 1\], not 0 to 224",
+        ),
+        (PositionContext((2, 3), coordinates=torch.full((1, 6, 2), -0.1)), "not -0.1 to -0.1"),
+        (PositionContext((2, 3), coordinates=torch.full((1, 6, 2), float("nan"))), "not nan"),
+    ],
+)
+def test_places_that_cannot_be_used_are_named(context, message):
+    with pytest.raises(ValueError, match=message):
+        token_coordinates("test", 2, tokens(6), context)
+
+
+def test_rounding_errors_of_shares_are_no_error():
+    shares = torch.tensor([[[0.0, 0.7], [1.0000001, -1e-6]]])
+    token_coordinates("test", 2, tokens(2), PositionContext(coordinates=shares), extent=1.0)

@@ -1,0 +1,335 @@
+"""Fourier features, their kernel, the regulariser and the encoder against Algorithm 1."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from vlp.positions import PositionContext
+from vlp.positions.coordinates import patch_boxes
+from vlp.positions.fourier import FourierPosition, MLPPosition, fourier_features, kl_regulariser
+
+
+def slow_features(coords, weight):
+    size = 2 * len(weight)
+    angles = [sum(w * x for w, x in zip(row, coords)) for row in weight]
+    waves = [math.cos(angle) for angle in angles] + [math.sin(angle) for angle in angles]
+    return torch.tensor(waves, dtype=torch.float64) / math.sqrt(size)
+
+
+def added(encoding, context, tokens, batch=1):
+    x = torch.zeros(batch, tokens, encoding.width).double()
+    return encoding("tokens", x, context)
+
+
+@pytest.mark.parametrize("dimensions", [1, 2, 4])
+def test_equation_2(dimensions):
+    coords, weight = torch.randn(2, 3, dimensions).double(), torch.randn(5, dimensions).double()
+    features = fourier_features(coords, weight)
+    assert features.shape == (2, 3, 10)
+    for i in range(2):
+        for j in range(3):
+            expected = slow_features(coords[i, j].tolist(), weight.tolist())
+            torch.testing.assert_close(features[i, j], expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(features.square().sum(-1), torch.full((2, 3), 0.5).double())
+
+
+def test_products_do_not_move_with_the_origin():
+    """Eq. 3."""
+    coords, weight = torch.randn(7, 2).double(), torch.randn(5, 2).double()
+    first = fourier_features(coords, weight)
+    moved = fourier_features(coords + torch.tensor([3.0, -8.0]), weight)
+    torch.testing.assert_close(first @ first.T, moved @ moved.T)
+    angles = (coords[:, None] - coords) @ weight.T
+    torch.testing.assert_close(first @ first.T, angles.cos().sum(-1) / 10)
+
+
+@pytest.mark.parametrize("gamma", [0.5, 3.0])
+def test_the_start_approximates_the_gaussian_kernel(gamma):
+    """Eq. 5 as readings F1 to F3 have it; std = gamma^-2 would miss by far at both gammas."""
+    torch.manual_seed(0)
+    encoding = FourierPosition(40_000, gamma=gamma, mlp=False).double()
+    spread = encoding.frequencies.std().item()
+    assert spread == pytest.approx(1 / gamma, rel=0.02)
+    coords = torch.tensor([[0.0, 0.0], [0.5, 0.0], [0.0, 0.5], [1.0, 2.0]]).double() * gamma
+    features = fourier_features(coords, encoding.frequencies)
+    distance = torch.cdist(coords, coords)
+    expected = (-distance.square() / (2 * gamma**2)).exp() / 2
+    torch.testing.assert_close(features @ features.T, expected, rtol=0, atol=0.01)
+
+
+def test_uniform_start():
+    torch.manual_seed(0)
+    weight = FourierPosition(4000, gamma=7.0, mlp=False, initialisation="uniform").frequencies
+    assert 0 <= weight.min().item() < 0.01 < 0.99 < weight.max().item() <= 1
+
+
+def test_feature_gradients_and_kinds():
+    coords, weight = torch.randn(3, 2).double(), torch.randn(4, 2).double()
+    inputs = (coords.requires_grad_(), weight.requires_grad_())
+    assert torch.autograd.gradcheck(fourier_features, inputs)
+    zero = torch.zeros(1, 2, requires_grad=True)
+    fourier_features(zero, torch.zeros(4, 2)).sum().backward()
+    assert torch.equal(zero.grad, torch.zeros(1, 2))
+    for kind in (torch.float32, torch.float64, torch.bfloat16):
+        assert fourier_features(coords.to(kind), weight.to(kind)).dtype == kind
+    assert fourier_features(torch.ones(3, 2).long(), weight.float()).dtype == torch.float32
+
+
+def test_angles_are_exact_in_half_precision_and_under_autocast():
+    """bfloat16 angles of 200 patches are off by half a radian."""
+    coords, weight = torch.tensor([[200.0, 131.0]]), torch.randn(4, 2).bfloat16().float()
+    exact = fourier_features(coords.double(), weight.double())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = fourier_features(coords, weight)
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-4)
+    half = fourier_features(coords.bfloat16(), weight.bfloat16())
+    torch.testing.assert_close(half.double(), exact, rtol=0, atol=0.002)
+
+
+def test_a_weight_of_other_coordinates_is_an_error():
+    with pytest.raises(ValueError, match=r"\(features / 2, 2\) .* not \(4, 3\)"):
+        fourier_features(torch.zeros(1, 2), torch.zeros(4, 3))
+    with pytest.raises(ValueError, match=r"not \(0, 2\)"):
+        fourier_features(torch.zeros(1, 2), torch.zeros(0, 2))
+    with pytest.raises(ValueError, match=r"not \(2,\)"):
+        fourier_features(torch.zeros(1, 2), torch.zeros(2))
+
+
+def normal_divergence(mean, variance, target, points=200_001, reach=60.0):
+    """KL(N(mean, variance) || N(0, target)) by the trapezoid rule on its integral."""
+    x = torch.linspace(-reach, reach, points, dtype=torch.float64)
+    zero = torch.zeros((), dtype=torch.float64)
+    here = torch.distributions.Normal(zero + mean, variance**0.5).log_prob(x)
+    there = torch.distributions.Normal(zero, target**0.5).log_prob(x)
+    return torch.trapezoid(here.exp() * (here - there), x).item()
+
+
+@pytest.mark.parametrize("target", [0.5, 1.0, 4.0])
+def test_the_regulariser_is_the_divergence_of_both_normals(target):
+    """Reading F8, direction and moments."""
+    weight = torch.randn(6, 2).double() * 1.5 + 0.3
+    log_target = torch.tensor(math.log(target), dtype=torch.float64)
+    entries = weight.flatten().tolist()
+    mean = sum(entries) / 12
+    variance = sum((entry - mean) ** 2 for entry in entries) / 12
+    pooled = kl_regulariser(weight, log_target)
+    assert pooled.item() == pytest.approx(normal_divergence(mean, variance, target), abs=1e-9)
+
+    each = []
+    for column in weight.T.tolist():
+        mean = sum(column) / 6
+        variance = sum((entry - mean) ** 2 for entry in column) / 6
+        each.append(normal_divergence(mean, variance, target))
+    found = kl_regulariser(weight, log_target, per_dim=True)
+    assert found.item() == pytest.approx(sum(each) / 2, abs=1e-9)
+
+
+def test_only_moments_of_every_coordinate_see_a_skewed_direction():
+    torch.manual_seed(0)
+    noise = torch.randn(500, 2).double()
+    noise = (noise - noise.mean(0)) / noise.std(0, correction=0)
+    skewed = noise * torch.tensor([1.3, math.sqrt(2 - 1.3**2)]).double()
+    one = torch.zeros(()).double()
+    assert kl_regulariser(skewed, one).item() == pytest.approx(0, abs=1e-12)
+    assert kl_regulariser(skewed, one, per_dim=True).item() > 0.1
+    assert kl_regulariser(noise, one, per_dim=True).item() == pytest.approx(0, abs=1e-12)
+
+
+def test_regulariser_gradients():
+    weight, log_variance = torch.randn(5, 2).double(), torch.randn(()).double()
+    inputs = (weight.requires_grad_(), log_variance.requires_grad_())
+    for per_dim in (False, True):
+        assert torch.autograd.gradcheck(lambda *x, p=per_dim: kl_regulariser(*x, p), inputs)
+    for kind in (torch.float32, torch.float64, torch.bfloat16):
+        equal = torch.full((5, 2), 0.5, dtype=kind, requires_grad=True)
+        log_variance = torch.zeros((), dtype=kind, requires_grad=True)
+        loss = kl_regulariser(equal, log_variance)
+        assert loss.dtype == kind
+        loss.backward()
+        assert loss.isfinite()
+        assert equal.grad.isfinite().all()
+        assert log_variance.grad.isfinite()
+    with pytest.raises(ValueError, match=r"\(1, 2\) has no spread"):
+        kl_regulariser(torch.zeros(1, 2), torch.zeros(()), per_dim=True)
+
+
+def test_the_regulariser_of_the_module():
+    """Readings F9 and F10: the target starts at gamma^-2, is learned and never negative."""
+    encoding = FourierPosition(16, gamma=4.0, regularised=True)
+    assert encoding.log_variance.exp().item() == pytest.approx(1 / 16)
+    plain = encoding.regulariser()
+    torch.testing.assert_close(encoding("regulariser", 3.0), 3 * plain)
+    per_dim = kl_regulariser(encoding.frequencies, encoding.log_variance, per_dim=True)
+    assert torch.equal(encoding.regulariser(per_dim=True), per_dim)
+    with torch.no_grad():
+        encoding.frequencies.mul_(3).add_(0.2)
+    before = encoding.regulariser()
+    before.backward()
+    for parameter in (encoding.frequencies, encoding.log_variance):
+        assert parameter.grad.abs().max() > 0
+        with torch.no_grad():
+            parameter.sub_(parameter.grad, alpha=1e-3)
+    assert encoding.regulariser() < before
+    with pytest.raises(ValueError, match="needs the option regularised=True"):
+        FourierPosition(16).regulariser()
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_algorithm_1_on_boxes(groups):
+    """1/4, 2/2 and 4/1: W_r and MLP shared by all groups, outputs concatenated (reading F7)."""
+    encoding = FourierPosition(
+        16, dimensions=4, groups=groups, features=6, hidden=5, gamma=0.3, extent=1.0
+    ).double()
+    assert encoding.frequencies.shape == (3, 4 // groups)
+    boxes = torch.rand(2, 5, 4).double()
+    out = added(encoding, PositionContext(prefix_tokens=1, coordinates=boxes), 6, batch=2)
+    assert not out[:, 0].any()
+    for picture in range(2):
+        for token in range(5):
+            parts = []
+            for group in boxes[picture, token].chunk(groups):
+                features = slow_features(group.tolist(), encoding.frequencies.tolist())
+                parts.append(encoding.modulator(features))
+            expected = torch.cat(parts)
+            torch.testing.assert_close(out[picture, 1 + token], expected, rtol=0, atol=1e-12)
+
+
+def test_patches_of_a_grid():
+    encoding = FourierPosition(8, (2, 3), features=6, hidden=5).double()
+    out = added(encoding, PositionContext(prefix_tokens=2), 8)
+    assert not out[:, :2].any()
+    for row in range(2):
+        for column in range(3):
+            features = slow_features([column, row], encoding.frequencies.tolist())
+            expected = encoding.modulator(features)
+            torch.testing.assert_close(out[0, 2 + row * 3 + column], expected)
+
+
+def test_patches_are_their_own_boxes():
+    encoding = FourierPosition(8, dimensions=4, groups=2, extent=2.0).double()
+    boxes = patch_boxes((2, 3), torch.float64) / torch.tensor([3, 2, 3, 2])
+    given = added(encoding, PositionContext(coordinates=boxes[None]), 6)
+    torch.testing.assert_close(given, added(encoding, PositionContext((2, 3)), 6))
+
+
+def test_in_patches_a_larger_grid_holds_the_smaller_one():
+    encoding = FourierPosition(8, (2, 3)).double()
+    small = added(encoding, PositionContext((2, 3)), 6).view(2, 3, 8)
+    large = added(encoding, PositionContext((5, 7)), 35).view(5, 7, 8)
+    torch.testing.assert_close(large[:2, :3], small)
+    assert not torch.allclose(large[0, 0], large[4, 6])
+
+
+def test_as_shares_the_grid_only_samples_more_finely():
+    """Three patches' middle one has its centre where one patch has it."""
+    for encoding in (FourierPosition(8, extent=1.0).double(), MLPPosition(8).double()):
+        coarse = added(encoding, PositionContext((1, 1)), 1)
+        fine = added(encoding, PositionContext((3, 3)), 9)
+        torch.testing.assert_close(fine[0, 4], coarse[0, 0])
+        assert not torch.allclose(fine[0, 0], coarse[0, 0])
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_without_an_mlp_the_features_are_the_position(groups):
+    encoding = FourierPosition(8, groups=groups, mlp=False).double()
+    assert [name for name, _ in encoding.named_parameters()] == ["frequencies"]
+    out = added(encoding, PositionContext((2, 3)), 6)
+    for row in range(2):
+        for column in range(3):
+            parts = [
+                slow_features(group, encoding.frequencies.tolist())
+                for group in ([[column, row]] if groups == 1 else [[column], [row]])
+            ]
+            torch.testing.assert_close(out[0, row * 3 + column], torch.cat(parts))
+
+
+def test_a_projection_in_place_of_the_mlp():
+    encoding = FourierPosition(8, features=6, mlp=False, projection=True).double()
+    out = added(encoding, PositionContext((2, 3)), 6)
+    for row in range(2):
+        for column in range(3):
+            features = slow_features([column, row], encoding.frequencies.tolist())
+            expected = encoding.modulator.weight @ features + encoding.modulator.bias
+            torch.testing.assert_close(out[0, row * 3 + column], expected)
+
+
+def test_fixed_features_are_kept_but_not_learned():
+    encoding = FourierPosition(8, learnable=False)
+    assert "frequencies" not in dict(encoding.named_parameters())
+    other = FourierPosition(8, learnable=False)
+    other.load_state_dict(encoding.state_dict())
+    assert torch.equal(other.frequencies, encoding.frequencies)
+    learnable = FourierPosition(8)
+    learnable.load_state_dict(encoding.state_dict())
+    added(learnable.double(), PositionContext((2, 3)), 6).square().sum().backward()
+    assert learnable.frequencies.grad.abs().sum() > 0
+
+
+def test_parameter_counts_of_reading_f13():
+    def count(**options):
+        return sum(p.numel() for p in FourierPosition(768, **options).parameters())
+
+    assert count(features=384, hidden=32) == 38_048
+    assert count() == 38_048  # the paper's Reformer is the default
+    assert count(regularised=True) == 38_049
+    assert count(learnable=False) == 38_048 - 384
+    assert count(mlp=False) == 768
+    assert count(norm=True) == 38_048 + 2 * 384 + 2 * 32
+
+
+def test_the_mlp_alone():
+    encoding = MLPPosition(8, hidden=5).double()
+    out = added(encoding, PositionContext((2, 3), 1), 7)
+    assert not out[:, 0].any()
+    for row in range(2):
+        for column in range(3):
+            share = torch.tensor([(column + 0.5) / 3, (row + 0.5) / 2], dtype=torch.float64)
+            expected = encoding.modulator(share)
+            torch.testing.assert_close(out[0, 1 + row * 3 + column], expected, rtol=0, atol=1e-12)
+    in_patches = MLPPosition(8, extent=None).double()
+    out = added(in_patches, PositionContext((2, 3)), 6)
+    torch.testing.assert_close(out[0, 5], in_patches.modulator(torch.tensor([2.0, 1.0]).double()))
+    boxes = torch.rand(2, 3, 4).double()
+    encoding = MLPPosition(8, dimensions=4).double()
+    out = added(encoding, PositionContext(coordinates=boxes), 3, batch=2)
+    torch.testing.assert_close(out, encoding.modulator(boxes))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dimensions": 3}, "2 or 4 dimensions, not 3"),
+        ({"groups": 3}, "3 groups do not divide 2 coordinates"),
+        ({"groups": 0}, "0 groups do not divide"),
+        ({"width": 6, "dimensions": 4, "groups": 4}, "4 groups .* width 6"),
+        ({"features": 5}, "5 features are no pairs"),
+        ({"mlp": False, "features": 4}, "width 8, 8 for each of 1 groups, not 4"),
+        ({"projection": True}, "projection is for features without an MLP"),
+        ({"mlp": False, "norm": True}, "options of the MLP"),
+        ({"mlp": False, "dropout": 0.1}, "options of the MLP"),
+        ({"learnable": False, "regularised": True}, "nothing to regularise"),
+        ({"gamma": 0.0}, "gamma must be positive, not 0.0"),
+        ({"extent": -1.0}, "fourier: the extent .* not -1.0"),
+        ({"initialisation": "zeros"}, "initialisation 'zeros'; one of normal, uniform"),
+        ({"approximate": "erf"}, "GELU 'erf'"),
+    ],
+)
+def test_impossible_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        FourierPosition(**{"width": 8} | options)
+
+
+def test_places_that_do_not_fit_are_an_error():
+    for encoding in (FourierPosition(8), MLPPosition(8)):
+        with pytest.raises(ValueError, match=f"{encoding.name} needs a grid"):
+            added(encoding, PositionContext(), 6)
+        context = PositionContext((2, 3), coordinates=torch.rand(1, 6, 4))
+        with pytest.raises(ValueError, match=rf"{encoding.name} needs coordinates .* 6, 2\)"):
+            added(encoding, context, 6)
+    with pytest.raises(ValueError, match="mlp places have 2 or 4 dimensions, not 1"):
+        MLPPosition(8, dimensions=1)
+    with pytest.raises(ValueError, match=r"mlp: the extent .* not 0"):
+        MLPPosition(8, extent=0)

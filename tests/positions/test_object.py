@@ -1,0 +1,183 @@
+"""Object ids against a painter's loop, and ViTARC's Eq. 13 channel by channel."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vlp.positions import PositionContext
+from vlp.positions.object import ObjectPosition, object_ids
+
+
+def painted(boxes, grid):
+    """One cell after the other, one box after the other."""
+    cells = [[0] * grid[1] for _ in range(grid[0])]
+    for number, (x, y, width, height) in enumerate(boxes, start=1):
+        for row in range(grid[0]):
+            for column in range(grid[1]):
+                across = min(x + width, column + 1) - max(x, column)
+                down = min(y + height, row + 1) - max(y, row)
+                if across > 0 and down > 0:
+                    cells[row][column] = number
+    return cells
+
+
+@st.composite
+def pictures(draw):
+    grid = draw(st.tuples(st.integers(1, 5), st.integers(1, 5)))
+    boxes = []
+    for _ in range(draw(st.integers(0, 4))):
+        # quarters of a cell, exact in binary
+        left, right = sorted(draw(st.tuples(*[st.integers(0, 4 * grid[1])] * 2)))
+        top, bottom = sorted(draw(st.tuples(*[st.integers(0, 4 * grid[0])] * 2)))
+        boxes.append([left / 4, top / 4, (right - left) / 4, (bottom - top) / 4])
+    return grid, boxes
+
+
+@settings(deadline=None, max_examples=80)
+@given(pictures())
+def test_painting_covers_every_touched_cell_and_later_boxes_win(picture):
+    grid, boxes = picture
+    found = object_ids(torch.tensor(boxes).reshape(1, -1, 4), grid)
+    assert found.dtype == torch.int64
+    assert found[0].tolist() == painted(boxes, grid)
+
+
+def test_overlap_padding_and_order():
+    boxes = torch.tensor([[0, 0, 2, 2], [9, 9, 0, 3], [1, 1, 2, 1], [-5, 0, 1, 0]])
+    found = object_ids(boxes, (3, 4))
+    assert found.tolist() == [[1, 1, 0, 0], [1, 3, 3, 0], [0, 0, 0, 0]]
+    swapped = object_ids(boxes[[2, 1, 0, 3]], (3, 4))
+    assert swapped.tolist() == [[3, 3, 0, 0], [3, 3, 1, 0], [0, 0, 0, 0]]
+    assert object_ids(torch.zeros(2, 0, 4), (3, 4)).tolist() == torch.zeros(2, 3, 4).tolist()
+    several = object_ids(boxes.expand(2, 3, -1, -1), (3, 4))
+    assert torch.equal(several, found.expand(2, 3, -1, -1))
+
+
+def test_rounding_errors_neither_spill_over_nor_refuse():
+    third = torch.tensor([[0.1 * 3 * 10, 0.0, 1.0000001, 2.0000002]])
+    assert object_ids(third, (2, 4)).tolist() == [[0, 0, 0, 1]] * 2
+    half = torch.tensor([[0.1, 0.1, 0.2, 0.2]], dtype=torch.bfloat16)
+    assert object_ids(half, (1, 2)).tolist() == [[1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("box", "values"),
+    [
+        ([3, 0, 2, 1], "3, 0, 2, 1"),
+        ([0, 2, 1, 2], "0, 2, 1, 2"),
+        ([-1, 0, 2, 1], "-1, 0, 2, 1"),
+        ([0, -1, 1, 2], "0, -1, 1, 2"),
+        ([2, 1, -1, 1], "2, 1, -1, 1"),
+        ([2, 1, 1, -1], "2, 1, 1, -1"),
+        ([float("nan"), 0, 1, 1], "nan, 0, 1, 1"),
+        ([0, 0, float("nan"), 1], "0, 0, nan, 1"),
+        ([0, 0, float("inf"), 1], "0, 0, inf, 1"),
+    ],
+)
+def test_boxes_outside_the_grid_are_named(box, values):
+    boxes = torch.tensor([[[0.0, 0, 1, 1], [0, 0, 0, 0]], [[0, 0, 1, 1], box]])
+    message = rf"object box 1 of picture 1 \(.*: {values}\) does not lie inside the 3 x 4 grid"
+    with pytest.raises(ValueError, match=message):
+        object_ids(boxes, (3, 4))
+
+
+def test_boxes_of_another_shape_are_an_error():
+    with pytest.raises(ValueError, match=r"\(\.\.\., K, 4\), not \(2, 5\)"):
+        object_ids(torch.zeros(2, 5), (3, 4))
+    with pytest.raises(ValueError, match=r"\(batch, K, 4\), not \(2, 4\)"):
+        encode(ObjectPosition(8), PositionContext((3, 4), boxes=torch.zeros(2, 4)), 12)
+
+
+def slow_sinusoid(position, channels, layout):
+    out = [0.0] * channels
+    for k in range(channels // 2):
+        angle = position / 10_000 ** (2 * k / channels)
+        sine, cosine = (k, channels // 2 + k) if layout == "halves" else (2 * k, 2 * k + 1)
+        out[sine], out[cosine] = math.sin(angle), math.cos(angle)
+    return out
+
+
+def encode(encoding, context, tokens, batch=1):
+    return encoding("tokens", torch.zeros(batch, tokens, encoding.width).double(), context)
+
+
+@pytest.mark.parametrize("layout", ["halves", "interleaved"])
+@pytest.mark.parametrize("prefix", [0, 1])
+def test_equation_13(prefix, layout):
+    """Readings V9, V10, V11: object in half of the channels, then column, then row."""
+    rows, columns = grid = (3, 4)
+    boxes = [[[0, 0, 2, 2], [1, 1, 3, 1]], [[2, 0, 2, 3], [0, 0, 0, 0]]]
+    encoding = ObjectPosition(16, layout=layout)
+    context = PositionContext(grid, prefix, boxes=torch.tensor(boxes))
+    out = encode(encoding, context, prefix + 12, batch=2)
+    assert not out[:, :prefix].any()
+    for picture in range(2):
+        ids = painted(boxes[picture], grid)
+        for row in range(rows):
+            for column in range(columns):
+                expected = slow_sinusoid(ids[row][column], 8, layout)
+                expected += slow_sinusoid(column, 4, layout) + slow_sinusoid(row, 4, layout)
+                torch.testing.assert_close(
+                    out[picture, prefix + row * columns + column],
+                    torch.tensor(expected, dtype=torch.float64),
+                    rtol=0,
+                    atol=1e-12,
+                )
+
+
+def test_without_boxes_it_is_the_plain_sinusoid():
+    """Reading V13: half of the channels for the column, half for the row."""
+    out = encode(ObjectPosition(16, (2, 3)), PositionContext(prefix_tokens=1), 7)
+    assert not out[:, 0].any()
+    for row in range(2):
+        for column in range(3):
+            expected = slow_sinusoid(column, 8, "halves") + slow_sinusoid(row, 8, "halves")
+            torch.testing.assert_close(
+                out[0, 1 + row * 3 + column],
+                torch.tensor(expected, dtype=torch.float64),
+                rtol=0,
+                atol=1e-12,
+            )
+
+
+def test_one_picture_of_boxes_serves_the_batch_and_other_grids_work():
+    encoding = ObjectPosition(16, (2, 2))
+    boxes = torch.tensor([[[1, 0, 2, 2]]])
+    one = encode(encoding, PositionContext((3, 5), boxes=boxes), 15, batch=2)
+    both = encode(encoding, PositionContext((3, 5), boxes=boxes.expand(2, -1, -1)), 15, batch=2)
+    assert torch.equal(one, both)
+    large = encode(encoding, PositionContext((6, 7), boxes=boxes), 42).view(6, 7, 16)
+    torch.testing.assert_close(large[:3, :5], one[0].view(3, 5, 16), rtol=0, atol=1e-12)
+
+
+def test_patches_of_one_object_share_half_of_their_channels():
+    boxes = torch.tensor([[[0, 0, 2, 2], [2, 0, 1, 3]]])
+    out = encode(ObjectPosition(16), PositionContext((3, 3), boxes=boxes), 9)[0].view(3, 3, 16)
+    assert torch.equal(out[0, 0, :8], out[1, 1, :8])
+    assert not torch.equal(out[0, 0, :8], out[0, 2, :8])
+    assert not torch.equal(out[0, 0, 8:], out[1, 1, 8:])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"width": 12}, "width 12 is not a multiple of 8"),
+        ({"layout": "thirds"}, "layout 'thirds'"),
+        ({"temperature": 0}, "temperature must be positive, not 0"),
+    ],
+)
+def test_impossible_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        ObjectPosition(**{"width": 8} | options)
+
+
+def test_a_grid_that_does_not_fit_is_an_error():
+    with pytest.raises(ValueError, match="object needs a grid"):
+        encode(ObjectPosition(8), PositionContext(), 6)
+    with pytest.raises(ValueError, match=r"object: .* 2 x 3 grid are 7 tokens, not 6"):
+        encode(ObjectPosition(8, (2, 3)), PositionContext(prefix_tokens=1), 6)

@@ -1,0 +1,432 @@
+"""RoPE against loops over tokens and pairs, and what rotation must leave as it was."""
+
+from __future__ import annotations
+
+import cmath
+import copy
+import math
+
+import pytest
+import torch
+
+from vlp.layers.attention import Attention
+from vlp.positions.base import PositionContext
+from vlp.positions.rotary import (
+    axial_angles,
+    grid_places,
+    mixed_angles,
+    pair_frequencies,
+    rotate,
+    sequence_angles,
+)
+from vlp.positions.rotary_encoding import RotaryAxial, RotaryMixed, RotarySequence
+from vlp.training.optimiser import has_decay
+
+WIDTH, HEADS = 16, 2
+FORMS = [RotarySequence, RotaryAxial, RotaryMixed]
+GRID_FORMS = [RotaryAxial, RotaryMixed]
+
+
+def states(tokens, batch=2, width=WIDTH):
+    return [torch.randn(batch, HEADS, tokens, width // HEADS).double() for _ in range(2)]
+
+
+def made(form, **options):
+    return form(width=WIDTH, heads=HEADS, **options).double()
+
+
+def turned(x, angles, layout):
+    """One complex number at a time; angles (T, d/2), x (T, d)."""
+    out = x.clone()
+    half = x.shape[-1] // 2
+    for token in range(x.shape[0]):
+        for pair in range(half):
+            channels = (2 * pair, 2 * pair + 1) if layout == "interleaved" else (pair, pair + half)
+            number = complex(*(x[token, channel] for channel in channels))
+            number *= cmath.exp(1j * angles[token, pair].item())
+            for channel, part in zip(channels, (number.real, number.imag), strict=True):
+                out[token, channel] = part
+    return out
+
+
+@pytest.mark.parametrize("theta", [100.0, 10.0])
+@pytest.mark.parametrize(("height", "width", "dim"), [(3, 2, 8), (1, 5, 4), (2, 4, 12), (1, 1, 4)])
+def test_axial_angles(height, width, dim, theta):
+    expected = torch.zeros(height * width, dim // 2).double()
+    for row in range(height):
+        for column in range(width):
+            for k in range(dim // 4):
+                pace = theta ** (-4 * k / dim)
+                expected[row * width + column, k] = column * pace
+                expected[row * width + column, dim // 4 + k] = row * pace
+    angles = axial_angles(height, width, dim, theta)
+    torch.testing.assert_close(angles, expected, rtol=0, atol=1e-14)
+
+
+def test_theta_of_pictures_is_100_and_of_sequences_10000():
+    assert torch.equal(axial_angles(3, 2, 8), axial_angles(3, 2, 8, 100.0))
+    assert axial_angles(2, 3, 8)[4].tolist() == pytest.approx([1, 0.1, 1, 0.1])
+    for place in range(3):
+        expected = [place * 10000 ** (-2 * k / 8) for k in range(4)]
+        assert sequence_angles(3, 8)[place].tolist() == pytest.approx(expected, abs=1e-14)
+
+
+def test_the_type_of_angles_can_be_chosen():
+    assert axial_angles(2, 2, 4).dtype == sequence_angles(2, 4).dtype == torch.float64
+    for angles in (
+        axial_angles(30, 2, 8, dtype=torch.float32),
+        sequence_angles(30, 8, dtype=torch.float32),
+    ):
+        assert angles.dtype == torch.float32
+    assert torch.equal(axial_angles(30, 2, 8).float(), axial_angles(30, 2, 8, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "half"])
+def test_rotate_multiplies_complex_numbers(layout):
+    x, angles = torch.randn(5, 8).double(), torch.randn(5, 4).double() * 10
+    torch.testing.assert_close(
+        rotate(x, angles, layout), turned(x, angles, layout), rtol=0, atol=1e-13
+    )
+
+
+def test_pairs_are_interleaved_unless_said_otherwise():
+    x, angles = torch.randn(2, 3, 5, 8).double(), torch.randn(5, 4).double()
+    assert torch.equal(rotate(x, angles), rotate(x, angles, "interleaved"))
+    quarter = torch.full((1, 2), math.pi / 2).double()
+    turn = torch.tensor([[1.0, 2.0, 3.0, 4.0]]).double()
+    torch.testing.assert_close(rotate(turn, quarter), torch.tensor([[-2.0, 1, -4, 3]]).double())
+    torch.testing.assert_close(
+        rotate(turn, quarter, "half"), torch.tensor([[-3.0, -4, 1, 2]]).double()
+    )
+
+
+def test_layouts_differ_by_an_order_of_channels():
+    x, angles = torch.randn(5, 8).double(), torch.randn(5, 4).double()
+    order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+    torch.testing.assert_close(
+        rotate(x, angles)[:, order], rotate(x[:, order], angles, "half"), rtol=0, atol=1e-14
+    )
+
+
+def test_rotation_keeps_lengths_and_zero_angles_change_nothing():
+    x = torch.randn(2, 3, 6, 8).double()
+    angles = axial_angles(2, 3, 8)
+    torch.testing.assert_close(rotate(x, angles).norm(dim=-1), x.norm(dim=-1))
+    assert torch.equal(rotate(x, angles)[..., 0, :], x[..., 0, :])
+    assert not torch.equal(rotate(x, angles), x)
+    torch.testing.assert_close(rotate(rotate(x, angles), -angles), x)
+
+
+def test_angles_may_differ_by_head_and_sample():
+    x, angles = torch.randn(2, 3, 5, 8).double(), torch.randn(2, 3, 5, 4).double()
+    out = rotate(x, angles)
+    for sample in range(2):
+        for head in range(3):
+            torch.testing.assert_close(
+                out[sample, head], rotate(x[sample, head], angles[sample, head])
+            )
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_half_precision_is_rotated_in_float32(kind):
+    x = torch.randn(64, 8).to(kind)
+    angles = axial_angles(8, 8, 8)
+    out = rotate(x, angles)
+    assert out.dtype == kind
+    # the rounding of the result is the only one to half precision; float32 seldom changes it
+    assert (out != rotate(x.double(), angles).to(kind)).double().mean() < 0.01
+
+
+def test_float32_and_float64_keep_their_type():
+    x, angles = torch.randn(64, 8), axial_angles(8, 8, 8)
+    exact = rotate(x.double(), angles)
+    assert exact.dtype == torch.float64
+    for kind in (torch.float32, torch.float64):
+        out = rotate(x, angles.to(kind))
+        assert out.dtype == torch.float32
+        torch.testing.assert_close(out.double(), exact, rtol=0, atol=2e-6)
+
+
+def test_large_angles_are_rounded_after_their_cosine():
+    x, angles = torch.randn(2000, 8), axial_angles(1, 2000, 8)
+    exact = rotate(x.double(), angles)
+    torch.testing.assert_close(rotate(x, angles).double(), exact, rtol=0, atol=1e-6)
+
+
+def test_mixed_angles():
+    places, frequencies = torch.randn(5, 2).double(), torch.randn(2, 3, 4).double()
+    angles = mixed_angles(places, frequencies)
+    assert angles.shape == (3, 5, 4)
+    for head in range(3):
+        for token in range(5):
+            x, y = places[token]
+            expected = x * frequencies[0, head] + y * frequencies[1, head]
+            torch.testing.assert_close(angles[head, token], expected, rtol=0, atol=1e-14)
+    assert mixed_angles(places[None], frequencies).shape == (1, 3, 5, 4)
+
+
+def test_gradients():
+    x = torch.randn(6, 8).double().requires_grad_()
+    frequencies = torch.randn(2, 3, 4).double().requires_grad_()
+    places = grid_places(2, 3)
+
+    def run(x, frequencies):
+        angles = mixed_angles(places, frequencies)
+        return rotate(x, angles), rotate(x, angles, "half")
+
+    assert torch.autograd.gradcheck(run, (x, frequencies))
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "half"])
+@pytest.mark.parametrize("prefix", [0, 2])
+@pytest.mark.parametrize("form", FORMS)
+def test_encodings_rotate_every_head_and_leave_the_prefix(form, prefix, layout):
+    grid = (2, 3)
+    position = made(form, layout=layout)
+    query, key = states(prefix + 6)
+    new = position("rotate", query, key, PositionContext(grid, prefix))
+    assert position.hooks == {"rotate"}
+    for old, out in zip((query, key), new, strict=True):
+        assert torch.equal(out[:, :, :prefix], old[:, :, :prefix])
+        for head in range(HEADS):
+            if form is RotarySequence:
+                angles = sequence_angles(6, 8)
+            elif form is RotaryAxial:
+                angles = axial_angles(*grid, 8)
+            else:
+                angles = mixed_angles(grid_places(*grid), position.frequency_table)[head]
+            for sample in range(len(old)):
+                torch.testing.assert_close(
+                    out[sample, head, prefix:],
+                    turned(old[sample, head, prefix:], angles, layout),
+                    rtol=0,
+                    atol=1e-12,
+                )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_logits_depend_on_offsets_alone(form):
+    """The same states at another place, and on a larger grid than before, meet the same logits."""
+    position = made(form)
+    query, key = states(6)
+    small, large = PositionContext((2, 3)), PositionContext((7, 3))
+    if form is not RotarySequence:
+        large = PositionContext((7, 5))
+    columns = large.grid[1]
+    inside = (torch.arange(2)[:, None] * columns + torch.arange(3)).flatten() + 3 * columns
+    inside += columns - 3
+    wide = [torch.zeros(2, HEADS, 7 * columns, 8).double() for _ in range(2)]
+    for old, new in zip((query, key), wide, strict=True):
+        new[:, :, inside] = old
+    near, far = position("rotate", query, key, small), position("rotate", *wide, large)
+    expected = near[0] @ near[1].transpose(-2, -1)
+    logits = (far[0] @ far[1].transpose(-2, -1))[:, :, inside][..., inside]
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12)
+    assert (logits - query @ key.transpose(-2, -1)).abs().max() > 0.1
+
+
+def test_a_sequence_is_as_long_as_its_tokens():
+    position = made(RotarySequence)
+    query, key = states(9)
+    whole, _ = position("rotate", query, key, PositionContext(prefix_tokens=1))
+    part, _ = position("rotate", query[:, :, :4], key[:, :, :4], PositionContext(prefix_tokens=1))
+    assert torch.equal(part, whole[:, :, :4])
+
+
+def test_axial_is_mixed_with_frequencies_along_the_axes():
+    axial, mixed = made(RotaryAxial), made(RotaryMixed)
+    pace, none = pair_frequencies(8, 100.0, axes=2), torch.zeros(2).double()
+    along_x, along_y = torch.cat([pace, none]), torch.cat([none, pace])
+    with torch.no_grad():
+        mixed.frequency_table.copy_(torch.stack([along_x, along_y])[:, None].expand(-1, HEADS, -1))
+    query, key = states(13)
+    context = PositionContext((3, 4), 1)
+    for one, other in zip(
+        axial("rotate", query, key, context), mixed("rotate", query, key, context), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def test_the_start_of_mixed_is_one_direction_per_head_and_its_perpendicular():
+    position = RotaryMixed(width=48, heads=4)
+    assert position.frequency_table.shape == (2, 4, 6)
+    x, y = position.frequency_table.detach()
+    pace = torch.tensor([10 ** (-4 * k / 12) for k in range(3)])
+    torch.testing.assert_close(torch.hypot(x, y), pace.repeat(2).expand(4, -1))
+    direction = torch.atan2(y, x)
+    torch.testing.assert_close(direction[:, 0], direction[:, 2])
+    turn = (direction[:, 3] - direction[:, 0]).remainder(2 * math.pi)
+    torch.testing.assert_close(turn, torch.full((4,), math.pi / 2))
+    assert direction[:, 0].unique().numel() == 4  # heads look elsewhere
+    assert not torch.equal(RotaryMixed(width=48, heads=4).frequency_table[0], x)  # layers too
+    assert not has_decay("positions.0.frequency_table", position.frequency_table)
+
+
+@pytest.mark.parametrize("form", GRID_FORMS)
+def test_the_middle_of_a_patch_is_that_patch(form):
+    trained, prefix = (4, 3), 1
+    plain, spread = made(form, grid=trained), made(form, grid=trained, rescale=True)
+    spread.load_state_dict(plain.state_dict())
+    for grid, position in (((4, 3), plain), ((4, 3), spread), ((2, 6), spread), ((7, 5), spread)):
+        query, key = states(prefix + grid[0] * grid[1])
+        place = grid_places(*grid)
+        middle = (place + 0.5) / torch.tensor([grid[1], grid[0]])
+        box = torch.cat([middle - 0.1, middle + 0.1], -1)
+        expected, _ = position("rotate", query, key, PositionContext(grid, prefix))
+        for coordinates in (middle[None], box.expand(2, -1, -1)):
+            context = PositionContext(None, prefix, coordinates)
+            for model in (plain, spread):  # coordinates mean the same with and without rescaling
+                out, _ = model("rotate", query, key, context)
+                torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    other = PositionContext((2, 6), prefix)
+    query, key = states(13)
+    assert not torch.allclose(
+        plain("rotate", query, key, other)[0], spread("rotate", query, key, other)[0]
+    )
+
+
+def test_coordinates_of_a_batch_differ():
+    position = made(RotaryAxial, grid=(4, 4))
+    query, key = states(4)
+    coordinates = torch.rand(2, 3, 2).double()
+    out, _ = position("rotate", query, key, PositionContext(None, 1, coordinates))
+    for sample in range(2):
+        alone = PositionContext(None, 1, coordinates[sample : sample + 1])
+        expected, _ = position(
+            "rotate", query[sample : sample + 1], key[sample : sample + 1], alone
+        )
+        assert torch.equal(out[sample : sample + 1], expected)
+
+
+@pytest.mark.parametrize("form", GRID_FORMS)
+def test_the_grid_of_the_options_stands_in_for_a_missing_one(form):
+    position = made(form, grid=(2, 3))
+    query, key = states(6)
+    named, _ = position("rotate", query, key, PositionContext((2, 3)))
+    assert torch.equal(position("rotate", query, key, PositionContext())[0], named)
+    other, _ = position("rotate", query, key, PositionContext((3, 2)))
+    assert not torch.equal(other, named)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_inside_attention(form):
+    position = made(form)
+    layer = Attention(WIDTH, HEADS, positions=[position]).double()
+    x, context = torch.randn(2, 7, WIDTH).double(), PositionContext((2, 3), 1)
+    query, key, value = (
+        part(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        for part in (layer.query, layer.key, layer.value)
+    )
+    query, key = position("rotate", query, key, context)
+    weights = (query @ key.transpose(-2, -1) / 8**0.5).softmax(-1)
+    expected = layer.output((weights @ value).transpose(1, 2).flatten(-2))
+    for fused in (False, True):
+        layer.fused = fused
+        torch.testing.assert_close(layer(x, context=context), expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_bfloat16_autocast_stays_near_float64(form):
+    layer = Attention(WIDTH, HEADS, positions=[made(form)]).double()
+    x, context = torch.randn(2, 13, WIDTH).double(), PositionContext((3, 4), 1)
+    expected = layer(x, context=context)
+    low = copy.deepcopy(layer).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        query, key = (torch.randn(2, HEADS, 13, 8).bfloat16() for _ in range(2))
+        out = low.positions[0]("rotate", query, key, context)
+        exact = layer.positions[0]("rotate", query.double(), key.double(), context)
+        for one, other in zip(out, exact, strict=True):
+            assert one.dtype == torch.bfloat16
+            # float32 angles: a result next to the middle of two bfloat16 may fall to either
+            torch.testing.assert_close(one.double(), other, rtol=2**-8, atol=1e-5)
+        low_out = low(x.float(), context=context)
+        torch.testing.assert_close(low_out.double(), expected, rtol=0.05, atol=0.05)
+    low_out.float().sum().backward()
+    for parameter in low.parameters():
+        assert parameter.grad.isfinite().all()
+    for parameter in low.positions.parameters():
+        assert parameter.grad.dtype == torch.float32
+        assert parameter.grad.abs().sum() > 0
+
+
+def test_bfloat16_weights_of_mixed_are_multiplied_in_float32():
+    position = RotaryMixed(WIDTH, HEADS).bfloat16()
+    query, key = (x.bfloat16() for x in states(40 * 40, batch=1))
+    out, _ = position("rotate", query, key, PositionContext((40, 40)))
+    exact = copy.deepcopy(position).double()
+    expected, _ = exact("rotate", query.double(), key.double(), PositionContext((40, 40)))
+    torch.testing.assert_close(out.double(), expected, rtol=2**-8, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_training_works_after_inference_mode_saw_the_same_grid(form):
+    position = made(form, theta=77.0)
+    query, key = states(6)
+    with torch.inference_mode():
+        position("rotate", query, key, PositionContext((2, 3)))
+    query.requires_grad_()
+    out, _ = position("rotate", query, key, PositionContext((2, 3)))
+    out.square().sum().backward()
+    torch.testing.assert_close(query.grad, 2 * query.detach())  # lengths are kept
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_impossible_options_are_named(form):
+    name = {RotarySequence: "1d", RotaryAxial: "axial", RotaryMixed: "mixed"}[form]
+    divisor = 2 if form is RotarySequence else 4
+    with pytest.raises(ValueError, match=f"rope-{name}: 3 heads do not divide width 16"):
+        form(16, 3)
+    message = f"rope-{name} needs a head width that {divisor} divides, not {divisor + 1} "
+    with pytest.raises(ValueError, match=message):
+        form(2 * (divisor + 1), 2)
+    with pytest.raises(ValueError, match="theta must be positive, not 0"):
+        form(16, 2, theta=0)
+    with pytest.raises(ValueError, match="layout 'quarter'; one of interleaved, half"):
+        form(16, 2, layout="quarter")
+    if form is not RotarySequence:
+        with pytest.raises(ValueError, match=f"rope-{name}: rescale needs the trained grid"):
+            form(16, 2, rescale=True)
+        with pytest.raises(ValueError, match=f"rope-{name}: a grid of 0 x 3"):
+            form(16, 2, grid=(0, 3))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_tokens_of_another_kind_are_an_error(form):
+    position, context = made(form), PositionContext((2, 3), 1)
+    query, key = states(7)
+    with pytest.raises(ValueError, match=r"head width 8, not \(7, 8\) and \(6, 8\)"):
+        position("rotate", query, key[:, :, 1:], context)
+    with pytest.raises(ValueError, match=r"head width 8, not \(7, 4\) and \(7, 4\)"):
+        position("rotate", query[..., :4], key[..., :4], context)
+    if form is RotarySequence:
+        with pytest.raises(ValueError, match="rope-1d: 7 tokens of which 8 are prefix"):
+            position("rotate", query, key, PositionContext(prefix_tokens=8))
+        return
+    with pytest.raises(ValueError, match="1 prefix tokens and a 3 x 3 grid are 10 tokens, not 7"):
+        position("rotate", query, key, PositionContext((3, 3), 1))
+    with pytest.raises(ValueError, match="needs a grid, in its options or in the context"):
+        position("rotate", query, key, PositionContext(None, 1))
+    with pytest.raises(ValueError, match="coordinates need a grid in the options"):
+        position("rotate", query, key, PositionContext(None, 1, torch.rand(1, 6, 2)))
+    position = made(form, grid=(2, 3))
+    for shape in ((1, 7, 2), (1, 6, 3), (6, 2)):
+        with pytest.raises(ValueError, match=r"need coordinates \(batch, 6, 2 or 4\), not "):
+            position("rotate", query, key, PositionContext(None, 1, torch.rand(shape)))
+
+
+def test_impossible_angles_are_named():
+    with pytest.raises(ValueError, match="head width that 4 divides, not 6"):
+        axial_angles(2, 3, 6)
+    with pytest.raises(ValueError, match="head width that 2 divides, not 5"):
+        sequence_angles(3, 5)
+    with pytest.raises(ValueError, match="grid of 0 x 3"):
+        axial_angles(0, 3, 8)
+    with pytest.raises(ValueError, match="sequence of -1 tokens"):
+        sequence_angles(-1, 8)
+    with pytest.raises(ValueError, match="theta must be positive, not -1"):
+        axial_angles(2, 3, 8, -1)
+    for shape in ((6, 3), (5, 4)):
+        with pytest.raises(ValueError, match=rf"\({shape[0]}, {shape[1]}\) does not fit \(6, 8\)"):
+            rotate(torch.zeros(6, 8), torch.zeros(shape))
+    with pytest.raises(ValueError, match="layout 'whole'"):
+        rotate(torch.zeros(6, 8), torch.zeros(6, 4), "whole")

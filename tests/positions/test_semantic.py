@@ -1,0 +1,651 @@
+"""CoPE and SaPE against loops that build every place, vector and distance one by one."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vlp.layers.attention import Attention
+from vlp.positions.base import PositionContext
+from vlp.positions.cope import ContextualPosition
+from vlp.positions.semantic import (
+    SemanticPosition,
+    _distance_by_entry,
+    cope_bias,
+    pair_distance,
+    sape_bias,
+)
+from vlp.training.optimiser import has_decay
+
+WIDTH, HEADS, DIM = 8, 2, 4
+GRIDS = [(3, 4), (4, 2), (1, 5), (5, 1), (1, 1)]
+
+
+def states(tokens, batch=2):
+    return [torch.randn(batch, HEADS, tokens, DIM).double() for _ in range(2)]
+
+
+def filled(position):
+    for parameter in position.parameters():
+        torch.nn.init.normal_(parameter)
+    return position.double()
+
+
+def vector_at(table, place):
+    """e(p), between the two rows of the table next to p; the last row beyond the table."""
+    place = place.clamp(max=len(table) - 1)
+    low, high = math.floor(place.item()), math.ceil(place.item())
+    share = place - low
+    return (1 - share) * table[low] + share * table[high]
+
+
+def gated_sum(query, keys, scale):
+    return sum((torch.sigmoid(scale * (query @ key)) for key in keys), torch.zeros(()).double())
+
+
+def cope_by_loop(query, key, table, causal, gate_scale=1.0, bias_scale=1.0):
+    """(T, d), (T, d), (P, d) -> (T, T)."""
+    tokens = len(query)
+    rows = []
+    for i in range(tokens):
+        for j in range(tokens):
+            if causal and j > i:
+                rows.append(torch.zeros(()).double())
+                continue
+            counted = key[j : i + 1] if causal else key[j:]
+            place = gated_sum(query[i], counted, gate_scale)
+            rows.append(bias_scale * query[i] @ vector_at(table, place))
+    return torch.stack(rows).unflatten(0, (tokens, tokens))
+
+
+def sape_by_loop(
+    query, key, grid, table_x, table_y, mode, summation, gate_scale=1.0, bias_scale=1.0
+):
+    """(T, d), (T, d), (P, d), (P, d) -> (T, T)."""
+    height, width = grid
+    source = {"key": key, "query": query}[mode]
+
+    def vector(i, members, own, table):
+        """The entries of z_i along one line: `members` are its patches, i is number `own`."""
+        entries = []
+        for t in range(len(members)):
+            if summation == "between":
+                counted = members[min(own, t) : max(own, t) + 1]
+            else:
+                counted = members[t:]
+            place = gated_sum(query[i], [key[s] for s in counted], gate_scale)
+            entries.append(source[i] @ vector_at(table, place))
+        return torch.stack(entries)
+
+    along, upright = [], []
+    for i in range(height * width):
+        row, column = divmod(i, width)
+        along.append(vector(i, [row * width + t for t in range(width)], column, table_x))
+        upright.append(vector(i, [t * width + column for t in range(height)], row, table_y))
+    out = torch.zeros(height * width, height * width).double()
+    for i, j in itertools.permutations(range(height * width), 2):
+        for vectors in (along, upright):
+            squares = (vectors[i] - vectors[j]).square().sum()
+            if squares > 0:
+                out[i, j] = out[i, j] - bias_scale * squares.sqrt()
+    return out
+
+
+def each(function, query, key, *tables):
+    """Apply to every sample and head; tables (heads or 1, P, d)."""
+    return torch.stack(
+        [
+            torch.stack(
+                [
+                    function(
+                        query[sample, head],
+                        key[sample, head],
+                        *(table.expand(HEADS, -1, -1)[head] for table in tables),
+                    )
+                    for head in range(HEADS)
+                ]
+            )
+            for sample in range(len(query))
+        ]
+    )
+
+
+# CoPE
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 9])
+@pytest.mark.parametrize("causal", [True, False])
+def test_cope_is_the_loop(causal, rows):
+    query, key = states(6)
+    for table in (torch.randn(1, rows, DIM).double(), torch.randn(HEADS, rows, DIM).double()):
+        expected = each(lambda q, k, e: cope_by_loop(q, k, e, causal), query, key, table)
+        found = cope_bias(query, key, table, causal)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    single = cope_bias(query[0, 1], key[0, 1], table[1], causal)
+    torch.testing.assert_close(single, expected[0, 1], rtol=0, atol=1e-12)
+
+
+def test_cope_is_causal_and_unscaled_unless_said_otherwise():
+    query, key = states(5)
+    table = torch.randn(6, DIM).double()
+    plain = cope_bias(query, key, table)
+    assert torch.equal(plain, cope_bias(query, key, table, True, gate_scale=1.0, bias_scale=1.0))
+    assert (plain.triu(1) == 0).all()
+    assert plain.tril().ne(0).sum() == 2 * HEADS * 15
+    for causal in (True, False):
+        by_loop = functools.partial(cope_by_loop, causal=causal, gate_scale=0.3, bias_scale=-2.5)
+        expected = each(by_loop, query, key, table[None])
+        found = cope_bias(query, key, table, causal, gate_scale=0.3, bias_scale=-2.5)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_open_gates_count_tokens_and_closed_gates_none():
+    """Reading S2: gates of one give i - j + 1, the row after the last token's distance."""
+    tokens = 5
+    query = torch.ones(tokens, DIM).double() + torch.randn(tokens, DIM).double() / 9
+    table = torch.randn(tokens + 1, DIM).double()
+    opened = cope_bias(query, torch.full_like(query, 100), table)
+    closed = cope_bias(query, torch.full_like(query, -1000), table)
+    to_the_end = cope_bias(query, torch.full_like(query, 100), table, causal=False)
+    for i in range(tokens):
+        for j in range(tokens):
+            torch.testing.assert_close(to_the_end[i, j], query[i] @ table[tokens - j])
+            if j <= i:
+                torch.testing.assert_close(opened[i, j], query[i] @ table[i - j + 1])
+                torch.testing.assert_close(closed[i, j], query[i] @ table[0])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_of_cope(causal):
+    query, key = (x[0].requires_grad_() for x in states(4))
+    table = torch.randn(HEADS, 3, DIM).double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda *x: cope_bias(*x, causal), (query, key, table))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("prefix", [0, 2])
+def test_the_encoding_counts_tokens_after_the_prefix(prefix, causal, shared):
+    options = {"gate_scale": 0.5, "bias_scale": 2.0}
+    position = filled(
+        ContextualPosition(WIDTH, HEADS, 4, causal=causal, shared_heads=shared, **options)
+    )
+    assert position.hooks == {"bias"}
+    assert position.table.shape == (1 if shared else HEADS, 5, DIM)
+    query, key = states(prefix + 6)
+    found = position("bias", query, key, PositionContext((2, 3), prefix))
+    expected = each(
+        lambda q, k, e: cope_by_loop(q, k, e, causal, 0.5, 2.0),
+        query[:, :, prefix:],
+        key[:, :, prefix:],
+        position.table,
+    )
+    torch.testing.assert_close(found[:, :, prefix:, prefix:], expected, rtol=0, atol=1e-12)
+    assert (found[:, :, :prefix] == 0).all()
+    assert (found[..., :prefix] == 0).all()
+
+
+def test_cope_takes_any_length_and_shares_the_last_row_beyond_its_table():
+    position = filled(ContextualPosition(WIDTH, HEADS, grid=(1, 2)))
+    open_keys = torch.full((1, HEADS, 9, DIM), 100.0).double()
+    query = open_keys / 100
+    found = position("bias", query, open_keys, PositionContext())
+    last = query[0, 0, 0] @ position.table[0, -1]
+    torch.testing.assert_close(found[..., :8], last.expand(1, HEADS, 9, 8))
+    assert not torch.allclose(found[..., 8], last)
+    assert position("bias", query[:, :, :0], open_keys[:, :, :0], PositionContext()).numel() == 0
+
+
+def test_cope_starts_without_effect_and_learns():
+    position = ContextualPosition(WIDTH, HEADS, grid=(2, 3))
+    plain, layer = Attention(WIDTH, HEADS), Attention(WIDTH, HEADS, positions=[position])
+    layer.load_state_dict(plain.state_dict() | position.state_dict(prefix="positions.0."))
+    x = torch.randn(2, 7, WIDTH)
+    out = layer(x, context=PositionContext((2, 3), 1))
+    assert torch.equal(out, plain(x))
+    out.square().sum().backward()
+    # gates are above 0, so some place is next to every row but those that no sum of six reaches
+    assert (position.table.grad[:, :4].abs().sum(-1) > 0).all()
+    assert not has_decay("positions.0.table", position.table)
+
+
+# SaPE
+
+
+@pytest.mark.parametrize("summation", ["between", "suffix"])
+@pytest.mark.parametrize("mode", ["key", "query"])
+@pytest.mark.parametrize("grid", GRIDS)
+def test_sape_is_the_loop(grid, mode, summation):
+    query, key = states(grid[0] * grid[1])
+    for heads, places_x, places_y in ((1, 2, 3), (HEADS, 6, 6), (HEADS, 1, 3)):
+        table_x = torch.randn(heads, places_x, DIM).double()
+        table_y = torch.randn(heads, places_y, DIM).double()
+        expected = each(
+            lambda q, k, x, y: sape_by_loop(q, k, grid, x, y, mode, summation),
+            query,
+            key,
+            table_x,
+            table_y,
+        )
+        found = sape_bias(query, key, grid, table_x, table_y, mode, summation=summation)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    single = sape_bias(
+        query[0, 1], key[0, 1], grid, table_x[1], table_y[1], mode, summation=summation
+    )
+    torch.testing.assert_close(single, expected[0, 1], rtol=0, atol=1e-12)
+
+
+def sape_inputs(grid, rows=None):
+    tables = [torch.randn(rows or size + 1, DIM).double() for size in (grid[1], grid[0])]
+    return *states(grid[0] * grid[1]), grid, *tables
+
+
+def test_sape_takes_keys_and_sums_between_unless_said_otherwise():
+    inputs = sape_inputs((3, 4))
+    plain = sape_bias(*inputs)
+    said = sape_bias(*inputs, "key", gate_scale=1.0, bias_scale=1.0, summation="between")
+    assert torch.equal(plain, said)
+    query, key, grid, table_x, table_y = inputs
+    expected = each(
+        lambda q, k, x, y: sape_by_loop(q, k, grid, x, y, "key", "between", 0.4, 3.0),
+        query,
+        key,
+        table_x[None],
+        table_y[None],
+    )
+    found = sape_bias(*inputs, gate_scale=0.4, bias_scale=3.0)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["key", "query"])
+def test_gradients_of_sape_are_those_of_the_loop(mode):
+    grid = (2, 3)
+    query, key = (x[0, 0].requires_grad_() for x in states(6))
+    tables = [torch.randn(3, DIM).double().requires_grad_() for _ in range(2)]
+    weights = torch.randn(6, 6).double()
+    inputs = (query, key, *tables)
+    for summation in ("between", "suffix"):
+        fast = sape_bias(query, key, grid, *tables, mode, summation=summation)
+        slow = sape_by_loop(query, key, grid, *tables, mode, summation)
+        for one, other in zip(
+            torch.autograd.grad((fast * weights).sum(), inputs),
+            torch.autograd.grad((slow * weights).sum(), inputs),
+            strict=True,
+        ):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("mode", ["key", "query"])
+def test_sape_is_a_distance(mode):
+    found = sape_bias(*sape_inputs((3, 4)), mode)
+    assert torch.equal(found, found.transpose(-2, -1))
+    assert (found.diagonal(dim1=-2, dim2=-1) == 0).all()
+    off = found[..., ~torch.eye(12).bool()]
+    assert (off < 0).all()
+    path = found[..., :, :, None] + found[..., None, :, :]
+    assert (found[..., :, None, :] >= path - 1e-12).all()  # the triangle, upside down
+
+
+@pytest.mark.parametrize("mode", ["key", "query"])
+def test_open_gates_give_the_number_of_patches_from_one_to_the_other(mode):
+    """Reading S5: |i - j| + 1, whatever the content."""
+    grid = (3, 4)
+    query = 1 + torch.randn(12, DIM).double() / 9
+    key = 100 + torch.randn(12, DIM).double()
+    table_x, table_y = torch.randn(5, DIM).double(), torch.randn(4, DIM).double()
+    source = {"query": query, "key": key}[mode]
+    found = sape_bias(query, key, grid, table_x, table_y, mode)
+    for i, j in itertools.product(range(12), repeat=2):
+        expected = 0.0
+        for axis, table in ((1, table_x), (0, table_y)):
+            places = [divmod(patch, 4)[axis] for patch in (i, j)]
+            one, other = (
+                torch.stack([source[patch] @ table[abs(place - t) + 1] for t in range(grid[axis])])
+                for patch, place in zip((i, j), places, strict=True)
+            )
+            expected = expected - (one - other).norm()
+        torch.testing.assert_close(found[i, j], torch.as_tensor(expected))
+
+
+def test_equal_content():
+    """Summed between, it tells rows and columns apart; summed to the end, it tells nothing."""
+    table_x, table_y = torch.randn(5, DIM).double(), torch.randn(4, DIM).double()
+    query, key = (torch.randn(1, DIM).double().expand(12, -1) for _ in range(2))
+    assert (sape_bias(query, key, (3, 4), table_x, table_y, summation="suffix") == 0).all()
+    found = sape_bias(query, key, (3, 4), table_x, table_y).unflatten(0, (3, 4))
+    found = found.unflatten(2, (3, 4))
+    along, upright = found[0, :, 0], found[:, 0, :, 0]
+    for row, other in itertools.product(range(3), repeat=2):
+        expected = along + upright[row, other]
+        torch.testing.assert_close(found[row, :, other], expected, rtol=0, atol=1e-12)
+    assert (along[~torch.eye(4).bool()] < -1e-3).all()
+    assert (upright[~torch.eye(3).bool()] < -1e-3).all()
+
+
+def test_a_mirrored_picture_has_the_mirrored_bias():
+    query, key, grid, table_x, table_y = sape_inputs((3, 4))
+    order = torch.arange(12).view(3, 4)
+    for mirrored in (order.flip(0), order.flip(1)):
+        mirrored = mirrored.flatten()
+        found = sape_bias(query[:, :, mirrored], key[:, :, mirrored], grid, table_x, table_y)
+        expected = sape_bias(query, key, grid, table_x, table_y)[:, :, mirrored][..., mirrored]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    transposed = order.t().flatten()
+    found = sape_bias(query[:, :, transposed], key[:, :, transposed], (4, 3), table_y, table_x)
+    expected = sape_bias(query, key, grid, table_x, table_y)[:, :, transposed][..., transposed]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_only_the_own_row_and_column_enter_a_vector():
+    query, key, grid, table_x, table_y = sape_inputs((3, 4))
+    before = sape_bias(query, key, grid, table_x, table_y)
+    key[:, :, 0] += 1  # row 0, column 0
+    change = (sape_bias(query, key, grid, table_x, table_y) - before).abs().amax((0, 1))
+    outside = torch.tensor([5, 6, 7, 9, 10, 11])
+    assert (change[outside][:, outside] == 0).all()
+    assert (change[1:4, outside] > 0).all()
+
+
+# the distance
+
+
+def test_distances_near_zero_are_exact():
+    for spread in (1.0, 1e-3, 1e-6, 1e-9):
+        vectors = torch.randn(1, 5).double() + spread * torch.randn(30, 5).double()
+        expected = torch.zeros(30, 30).double()
+        for i, j in itertools.product(range(30), repeat=2):
+            expected[i, j] = math.dist(vectors[i].tolist(), vectors[j].tolist())
+        for distance in (pair_distance, _distance_by_entry):
+            torch.testing.assert_close(distance(vectors), expected, rtol=1e-12, atol=0)
+            low = distance(vectors.float())
+            exact = pair_distance(vectors.float().double())  # of the numbers that float32 has
+            torch.testing.assert_close(low.double(), exact, rtol=1e-6, atol=0)
+
+
+def test_gradients_of_the_distance():
+    vectors = torch.randn(2, 5, 3).double().requires_grad_()
+    assert torch.autograd.gradcheck(pair_distance, (vectors,))
+    assert torch.autograd.gradgradcheck(lambda x: pair_distance(x).square().sum(), (vectors,))
+
+    def total(x):
+        return (pair_distance(x) * weights).sum()
+
+    weights = torch.randn(5, 5).double()
+    expected = torch.autograd.grad(total(vectors), vectors)[0]
+    assert torch.equal(torch.func.vmap(torch.func.grad(total))(vectors.detach()), expected)
+
+
+@pytest.mark.parametrize("spread", [1.0, 1e-2, 1e-4])
+def test_gradients_of_near_vectors_keep_the_digits_of_float32(spread):
+    vectors = (torch.randn(1, 5) + spread * torch.randn(30, 5)).requires_grad_()
+    weights = torch.randn(30, 30)
+    for autocast in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            found = torch.autograd.grad((pair_distance(vectors) * weights).sum(), vectors)[0]
+        wide = vectors.detach().double().requires_grad_()
+        differences = wide[:, None] - wide
+        apart = ~torch.eye(30).bool()
+        total = (differences[apart].norm(dim=-1) * weights[apart].double()).sum()
+        expected = torch.autograd.grad(total, wide)[0]
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4)
+
+
+def test_equal_vectors_have_distance_and_gradient_zero():
+    vectors = torch.randn(4, 3).double()
+    vectors[2] = vectors[0]
+    vectors.requires_grad_()
+    distance = pair_distance(vectors)
+    assert distance[0, 2] == distance[2, 0] == 0
+    distance[0, 2].backward()
+    assert (vectors.grad == 0).all()
+    vectors.grad = None
+    pair_distance(torch.zeros_like(vectors) * vectors).sum().backward()
+    assert (vectors.grad == 0).all()
+
+
+class Largest(TorchDispatchMode):
+    """Entries of the largest tensor that any operation makes, forward and backward."""
+
+    entries = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        out = function(*arguments, **(named or {}))
+        if isinstance(out, torch.Tensor):
+            self.entries = max(self.entries, out.numel())
+        return out
+
+
+def test_nothing_larger_than_the_bias_is_made():
+    query, key, grid, table_x, table_y = sape_inputs((6, 6))
+    query.requires_grad_()
+    for distance in (None, _distance_by_entry):
+        with Largest() as largest:
+            if distance is None:
+                sape_bias(query, key, grid, table_x, table_y).sum().backward()
+            else:
+                distance(torch.randn(2, HEADS, 36, 6).double())
+        assert largest.entries == 2 * HEADS * 36 * 36
+    with Largest() as largest:
+        cope_bias(query, key, table_x).sum().backward()
+    assert largest.entries == 2 * HEADS * 36 * 36
+
+
+# the encoding
+
+
+@pytest.mark.parametrize("mode", ["key", "query", "both"])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("prefix", [0, 2])
+def test_the_encoding_leaves_the_prefix_out_of_its_lines(prefix, shared, mode):
+    options = {"gate_scale": 0.5, "bias_scale": 2.0, "summation": "suffix"}
+    position = filled(
+        SemanticPosition(WIDTH, HEADS, (2, 3), mode=mode, shared_heads=shared, **options)
+    )
+    assert position.hooks == {"bias"}
+    modes = ("key", "query") if mode == "both" else (mode,)
+    assert set(position.tables_x) == set(position.tables_y) == set(modes)
+    query, key = states(prefix + 6)
+    found = position("bias", query, key, PositionContext((2, 3), prefix))
+    expected = 0
+    for one in modes:
+        assert position.tables_x[one].shape == (1 if shared else HEADS, 4, DIM)
+        assert position.tables_y[one].shape == (1 if shared else HEADS, 3, DIM)
+        expected = expected + each(
+            lambda q, k, x, y, one=one: sape_by_loop(q, k, (2, 3), x, y, one, "suffix", 0.5, 2.0),
+            query[:, :, prefix:],
+            key[:, :, prefix:],
+            position.tables_x[one],
+            position.tables_y[one],
+        )
+    torch.testing.assert_close(found[:, :, prefix:, prefix:], expected, rtol=0, atol=1e-12)
+    assert (found[:, :, :prefix] == 0).all()
+    assert (found[..., :prefix] == 0).all()
+
+
+def test_another_grid_uses_the_same_tables():
+    position = filled(SemanticPosition(WIDTH, HEADS, (2, 3)))
+    query, key = states(20)
+    tables = position.tables_x["key"], position.tables_y["key"]
+    for grid in ((4, 5), (5, 4), (20, 1)):
+        found = position("bias", query, key, PositionContext(grid))
+        assert torch.equal(found, sape_bias(query, key, grid, *tables))
+    query, key = (x[:, :, :6] for x in (query, key))
+    named = position("bias", query, key, PositionContext((2, 3)))
+    assert torch.equal(position("bias", query, key, PositionContext()), named)
+
+
+def test_tables_of_zero_would_never_move_and_small_ones_do():
+    """At zero all distances are zero; above, the gradient does not feel how small the start is."""
+    inputs = sape_inputs((3, 4))
+    weights = torch.randn(12, 12).double()
+
+    def gradients(scale):
+        query, key, grid, *tables = inputs
+        tables = [(scale * table).requires_grad_() for table in tables]
+        bias = sape_bias(query, key, grid, *tables)
+        return torch.autograd.grad((bias * weights).sum(), tables)
+
+    large = gradients(1.0)
+    for one, other, none in zip(large, gradients(1e-4), gradients(0.0), strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-9)
+        assert one.abs().max() > 1
+        assert (none == 0).all()
+    with pytest.raises(ValueError, match="deviation must be positive, not 0: equal tables never"):
+        SemanticPosition(WIDTH, HEADS, (3, 4), deviation=0)
+
+
+def test_the_start_has_the_asked_deviation_and_no_decay():
+    for deviation in (0.02, 0.3):
+        position = SemanticPosition(384, 6, (14, 14), "both", deviation=deviation)
+        for name, table in position.named_parameters():
+            assert table.std().item() == pytest.approx(deviation, rel=0.1)
+            assert not has_decay(f"positions.0.{name}", table)
+    default = SemanticPosition(384, 6, (14, 14))
+    assert default.tables_x["key"].std().item() == pytest.approx(0.02, rel=0.1)
+
+
+# both
+
+
+def layers(position):
+    return Attention(WIDTH, HEADS, positions=[position]).double()
+
+
+POSITIONS = [
+    lambda: filled(ContextualPosition(WIDTH, HEADS, grid=(3, 4))),
+    lambda: filled(SemanticPosition(WIDTH, HEADS, (3, 4), "both")),
+]
+
+
+@pytest.mark.parametrize("make", POSITIONS, ids=["cope", "sape"])
+def test_inside_attention(make):
+    position = make()
+    layer = layers(position)
+    x, context = torch.randn(2, 13, WIDTH).double(), PositionContext((3, 4), 1)
+    query, key, value = (
+        part(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        for part in (layer.query, layer.key, layer.value)
+    )
+    logits = query @ key.transpose(-2, -1) / DIM**0.5 + position("bias", query, key, context)
+    expected = layer.output((logits.softmax(-1) @ value).transpose(1, 2).flatten(-2))
+    for fused in (False, True):
+        layer.fused = fused
+        torch.testing.assert_close(layer(x, context=context), expected)
+
+
+@pytest.mark.parametrize("make", POSITIONS, ids=["cope", "sape"])
+def test_bfloat16_autocast_stays_near_float64(make):
+    layer = layers(make())
+    x, context = torch.randn(2, 13, WIDTH).double(), PositionContext((3, 4), 1)
+    expected = layer(x, context=context)
+    low = copy.deepcopy(layer).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        query, key = (torch.randn(2, HEADS, 13, DIM).bfloat16() for _ in range(2))
+        bias = low.positions[0]("bias", query, key, context)
+        exact = layer.positions[0]("bias", query.double(), key.double(), context)
+        assert bias.dtype == torch.bfloat16
+        # inside it is float32: what is left is the rounding of the result
+        torch.testing.assert_close(bias.double(), exact, rtol=2**-8, atol=1e-4)
+        out = low(x.float(), context=context)
+    torch.testing.assert_close(out.double(), expected, rtol=0.1, atol=0.1)
+    out.float().sum().backward()
+    for parameter in low.positions.parameters():
+        assert parameter.grad.dtype == torch.float32
+        assert parameter.grad.isfinite().all()
+        assert parameter.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("make", POSITIONS, ids=["cope", "sape"])
+def test_gradients_are_finite_for_equal_zero_and_single_patches(make, kind):
+    position = make().to(kind)
+    for query in (
+        torch.zeros(1, HEADS, 12, DIM),
+        torch.ones(1, HEADS, 12, DIM),
+        torch.full((1, HEADS, 12, DIM), 100.0),
+        torch.randn(1, HEADS, 1, DIM),
+    ):
+        query = query.to(kind).requires_grad_()
+        context = PositionContext((3, 4) if query.shape[2] == 12 else (1, 1))
+        bias = position("bias", query, query, context)
+        assert bias.dtype == kind
+        assert bias.isfinite().all()
+        bias.float().sum().backward()
+        for tensor in (query, *position.parameters()):
+            assert tensor.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("make", POSITIONS, ids=["cope", "sape"])
+def test_states_that_are_no_numbers_give_no_numbers(make):
+    """A diverged run must fail as a loss that is NaN, not as an index outside the table."""
+    query, key = states(12)
+    query[0, 0, 0, 0] = math.nan
+    bias = make()("bias", query, key, PositionContext((3, 4)))
+    assert bias[0, 0].isnan().any()
+    assert bias[1].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mode": "value"}, "SaPE mode 'value'; one of key, query"),
+        ({"summation": "prefix"}, "SaPE summation 'prefix'; one of between, suffix"),
+        ({"grid": (3, 3)}, "a grid of 3 x 3 patches does not fit 12 tokens"),
+        ({"grid": (-3, -4)}, "a grid of -3 x -4 patches"),
+        ({"key": torch.zeros(2, HEADS, 11, DIM)}, r"\(2, 2, 12, 4\), \(2, 2, 11, 4\) and \(5, 4\)"),
+        ({"table_y": torch.zeros(5, 3)}, r"SaPE takes .* and \(5, 4\), \(5, 3\)"),
+        ({"table_x": torch.zeros(0, 4)}, r"tables \(rows, d\), not .* and \(0, 4\)"),
+    ],
+)
+def test_impossible_inputs_of_sape_are_named(change, message):
+    query, key, grid, table_x, table_y = sape_inputs((3, 4), rows=5)
+    inputs = {"query": query, "key": key, "grid": grid, "table_x": table_x, "table_y": table_y}
+    with pytest.raises(ValueError, match=message):
+        sape_bias(**inputs | change)
+
+
+def test_impossible_inputs_of_cope_are_named():
+    query, key = states(5)
+    with pytest.raises(ValueError, match=r"CoPE takes .* \(2, 2, 5, 4\) and \(3, 5\)"):
+        cope_bias(query, key, torch.zeros(3, 5).double())
+    position = ContextualPosition(WIDTH, HEADS, 6)
+    with pytest.raises(ValueError, match="cope: 5 queries and 4 keys, 1 of them prefix"):
+        position("bias", query, key[:, :, 1:], PositionContext(None, 1))
+    with pytest.raises(ValueError, match="cope: 5 queries and 5 keys, 6 of them prefix"):
+        position("bias", query, key, PositionContext(None, 6))
+
+
+def test_tokens_that_are_not_the_grid_are_an_error():
+    position = SemanticPosition(WIDTH, HEADS, (2, 3))
+    query, key = states(7)
+    with pytest.raises(
+        ValueError, match=r"sape: 1 prefix tokens and a 3 x 3 grid are 10 .* not 7 q"
+    ):
+        position("bias", query, key, PositionContext((3, 3), 1))
+    with pytest.raises(ValueError, match=r"2 x 3 grid are 7 tokens .* not 7 queries and 6 keys"):
+        position("bias", query, key[:, :, 1:], PositionContext((2, 3), 1))
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (ContextualPosition, {"heads": 3, "length": 4}, "cope: 3 heads do not divide width 8"),
+        (ContextualPosition, {}, "not length None and grid None"),
+        (ContextualPosition, {"length": 0}, "not length 0"),
+        (ContextualPosition, {"length": 5, "grid": (2, 3)}, r"not length 5 and grid \(2, 3\)"),
+        (SemanticPosition, {"heads": 3, "grid": (2, 3)}, "sape: 3 heads do not divide width 8"),
+        (SemanticPosition, {"grid": (2, 0)}, "sape: a grid of 2 x 0 has no patches"),
+        (SemanticPosition, {"grid": (2, 3), "mode": "value"}, "'value'; one of key, query, both"),
+        (SemanticPosition, {"grid": (2, 3), "summation": "all"}, "summation 'all'"),
+        (SemanticPosition, {"grid": (2, 3), "deviation": -1}, "must be positive, not -1"),
+    ],
+)
+def test_impossible_options_are_named(make, options, message):
+    with pytest.raises(ValueError, match=message):
+        make(**{"width": WIDTH, "heads": HEADS} | options)

@@ -1,0 +1,257 @@
+"""Sinusoids against Eq. 1 written out, token by token and channel by channel."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from vlp.positions import PositionContext
+from vlp.positions.coordinates import patch_boxes
+from vlp.positions.sine import (
+    MDSinePosition,
+    SinePosition,
+    frequencies,
+    md_sinusoid,
+    sinusoid,
+)
+
+
+def slow_sinusoid(position, channels, temperature=10_000.0, layout="halves"):
+    out = [0.0] * channels
+    for k in range(channels // 2):
+        angle = position / temperature ** (2 * k / channels)
+        sine, cosine = (k, channels // 2 + k) if layout == "halves" else (2 * k, 2 * k + 1)
+        out[sine], out[cosine] = math.sin(angle), math.cos(angle)
+    return out
+
+
+def close(found, expected):
+    expected = torch.tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
+
+
+def added(encoding, context, tokens, batch=1):
+    x = torch.zeros(batch, tokens, encoding.width).double()
+    return encoding("tokens", x, context)
+
+
+@pytest.mark.parametrize("layout", ["halves", "interleaved"])
+@pytest.mark.parametrize("temperature", [10_000.0, 10.0])
+def test_equation_1(layout, temperature):
+    positions = torch.tensor([[0.0, 1.0, 2.5], [-3.0, 100.0, 7.0]]).double()
+    out = sinusoid(positions, 6, temperature, layout)
+    assert out.shape == (2, 3, 6)
+    for i in range(2):
+        for j in range(3):
+            close(out[i, j], slow_sinusoid(positions[i, j].item(), 6, temperature, layout))
+
+
+def test_the_product_depends_on_the_difference_alone():
+    positions = torch.arange(9).double()
+    encoded = sinusoid(positions, 8)
+    products = encoded @ encoded.T
+    for offset in range(9):
+        diagonal = products.diagonal(offset)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
+    assert products[0, 1] != products[0, 2]
+
+
+def test_kinds():
+    positions = torch.arange(4)
+    assert sinusoid(positions, 4).dtype == torch.float32
+    half = sinusoid(positions.bfloat16() * 60, 6)
+    assert half.dtype == torch.bfloat16
+    exact = sinusoid(positions.double() * 60, 6)
+    torch.testing.assert_close(half.double(), exact, rtol=0, atol=0.005)
+    assert torch.autograd.gradcheck(
+        lambda x: sinusoid(x, 6), torch.rand(3).double().requires_grad_()
+    )
+
+
+@pytest.mark.parametrize("layout", ["halves", "interleaved"])
+@pytest.mark.parametrize("prefix", [0, 1])
+@pytest.mark.parametrize("grid", [(3, 4), (1, 5), (4, 2)])
+def test_sine_2d_gives_rows_the_first_half(grid, prefix, layout):
+    encoding = SinePosition(2, 8, (3, 4), layout=layout)
+    out = added(encoding, PositionContext(grid, prefix), prefix + grid[0] * grid[1])
+    assert not out[0, :prefix].any()
+    for row in range(grid[0]):
+        for column in range(grid[1]):
+            down = slow_sinusoid(row, 4, layout=layout)
+            right = slow_sinusoid(column, 4, layout=layout)
+            close(out[0, prefix + row * grid[1] + column], down + right)
+
+
+@pytest.mark.parametrize("extent", [None, 100.0])
+def test_sine_4d_gives_quarters_to_top_left_bottom_right(extent):
+    rows, columns = grid = (2, 3)
+    encoding = SinePosition(4, 16, temperature=100.0, extent=extent)
+    out = added(encoding, PositionContext(grid), 6)
+    down, right = (1, 1) if extent is None else (extent / rows, extent / columns)
+    for row in range(rows):
+        for column in range(columns):
+            edges = [row * down, column * right, (row + 1) * down, (column + 1) * right]
+            expected = [value for edge in edges for value in slow_sinusoid(edge, 4, 100.0)]
+            close(out[0, row * columns + column], expected)
+
+
+def test_sine_1d_numbers_the_tokens():
+    encoding = SinePosition(1, 6)
+    for context, tokens in [
+        (PositionContext((2, 3), 2), 8),
+        (PositionContext((3, 2), 2), 8),
+        (PositionContext(prefix_tokens=2), 8),
+        (PositionContext(prefix_tokens=2, coordinates=torch.rand(1, 6, 4)), 8),
+    ]:
+        out = added(encoding, context, tokens)
+        assert not out[0, :2].any()
+        for token in range(tokens - 2):
+            close(out[0, 2 + token], slow_sinusoid(token, 6))
+    assert added(encoding, PositionContext(prefix_tokens=2), 2).eq(0).all()
+
+
+def test_extent_normalises():
+    """Every grid spans the whole range; patches stand at their centres."""
+    encoding = SinePosition(2, 8, extent=2 * math.pi)
+    out = added(encoding, PositionContext((2, 4)), 8)
+    for row in range(2):
+        for column in range(4):
+            down = slow_sinusoid((row + 0.5) / 2 * 2 * math.pi, 4)
+            right = slow_sinusoid((column + 0.5) / 4 * 2 * math.pi, 4)
+            close(out[0, row * 4 + column], down + right)
+    sequence = added(SinePosition(1, 4, extent=10.0), PositionContext(), 4)
+    for token in range(4):
+        close(sequence[0, token], slow_sinusoid((token + 0.5) * 2.5, 4))
+
+
+def test_in_patches_a_larger_grid_holds_the_smaller_one():
+    for encoding in (SinePosition(2, 8), SinePosition(4, 8), MDSinePosition(8)):
+        small = added(encoding, PositionContext((2, 3)), 6).view(2, 3, 8)
+        large = added(encoding, PositionContext((5, 7)), 35).view(5, 7, 8)
+        torch.testing.assert_close(large[:2, :3], small, rtol=0, atol=1e-12)
+
+
+def test_given_boxes_in_any_order():
+    encoding = SinePosition(4, 16, (3, 3))
+    boxes = torch.rand(2, 5, 4).double()
+    context = PositionContext(prefix_tokens=1, coordinates=boxes)
+    out = added(encoding, context, 6, batch=2)
+    for picture in range(2):
+        for token in range(5):
+            left, top, right, bottom = (3 * boxes[picture, token]).tolist()
+            expected = [v for edge in (top, left, bottom, right) for v in slow_sinusoid(edge, 4)]
+            close(out[picture, 1 + token], expected)
+    order = torch.randperm(5)
+    turned = PositionContext(prefix_tokens=1, coordinates=boxes[:, order])
+    assert torch.equal(added(encoding, turned, 6, batch=2)[:, 1:], out[:, 1:][:, order])
+
+
+def test_patches_are_their_own_boxes():
+    encoding = SinePosition(4, 16, extent=10.0)
+    boxes = patch_boxes((2, 3), torch.float64) / torch.tensor([3, 2, 3, 2])
+    given = added(encoding, PositionContext(coordinates=boxes[None]), 6)
+    torch.testing.assert_close(given, added(encoding, PositionContext((2, 3)), 6))
+
+
+@pytest.mark.parametrize(("dimensions", "groups"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
+def test_an_mlp_serves_every_group(dimensions, groups):
+    encoding = SinePosition(dimensions, 16, mlp=5, groups=groups).double()
+    plain = SinePosition(dimensions, 16)
+    context = PositionContext((2, 3))
+    waves = added(plain, context, 6)
+    share = 16 // groups
+    parts = [encoding.mlp(waves[..., i * share : (i + 1) * share]) for i in range(groups)]
+    torch.testing.assert_close(added(encoding, context, 6), torch.cat(parts, -1))
+    assert not list(plain.parameters())
+    count = sum(parameter.numel() for parameter in encoding.parameters())
+    assert count == share * 5 + 5 + 5 * share + share
+
+
+def test_md_sine_with_shared_frequencies_knows_only_the_sum():
+    """Reading F11."""
+    encoding = MDSinePosition(8)
+    out = added(encoding, PositionContext((4, 5)), 20).view(4, 5, 8)
+    for row in range(4):
+        for column in range(5):
+            close(out[row, column], slow_sinusoid(row + column, 8))
+    assert torch.equal(out[1, 3], out[3, 1])
+
+
+def test_md_sine_with_frequencies_of_its_own():
+    freqs = [[0.5, 1.0], [2.0, -0.25], [0.0, 3.0]]
+    encoding = MDSinePosition(6, freqs=freqs, layout="interleaved")
+    out = added(encoding, PositionContext((2, 3)), 6)
+    for row in range(2):
+        for column in range(3):
+            angles = [fx * column + fy * row for fx, fy in freqs]
+            expected = [wave(angle) for angle in angles for wave in (math.sin, math.cos)]
+            close(out[0, row * 3 + column], expected)
+    assert encoding.double().to(torch.bfloat16).freqs == freqs  # never rounded with the module
+
+
+def test_md_sine_on_boxes_and_with_an_mlp():
+    boxes = torch.rand(2, 3, 4).double()
+    context = PositionContext(coordinates=boxes)
+    plain = MDSinePosition(8, dimensions=4, extent=10.0)
+    out = added(plain, context, 3, batch=2)
+    for picture in range(2):
+        for token in range(3):
+            close(out[picture, token], slow_sinusoid(10 * boxes[picture, token].sum().item(), 8))
+    encoding = MDSinePosition(8, dimensions=4, extent=10.0, mlp=5).double()
+    torch.testing.assert_close(added(encoding, context, 3, batch=2), encoding.mlp(out))
+
+
+def test_angles_are_exact_under_autocast():
+    """bfloat16 angles of 200 patches are off by half a radian."""
+    coords = torch.tensor([[200.0, 131.0]])
+    freqs = torch.tensor([[1.0, 0.7], [0.3, -1.0]])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = [md_sinusoid(coords, freqs), sinusoid(coords, 4)]
+    exact = [md_sinusoid(coords.double(), freqs.double()), sinusoid(coords.double(), 4)]
+    for low, high in zip(found, exact):
+        torch.testing.assert_close(low.double(), high, rtol=0, atol=1e-4)
+
+
+def test_frequencies_fall_geometrically():
+    steps = frequencies(8, 10_000.0, torch.float64)
+    torch.testing.assert_close(steps, torch.tensor([1, 0.1, 0.01, 0.001]).double())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SinePosition(3, 12), "1, 2 or 4 dimensions, not 3"),
+        (lambda: SinePosition(2, 6), "sine-2d: width 6 is not a multiple of 4"),
+        (lambda: SinePosition(4, 12), "sine-4d: width 12 is not a multiple of 8"),
+        (lambda: SinePosition(1, 5), "sine-1d: width 5 is not a multiple of 2"),
+        (lambda: SinePosition(4, 16, groups=2), "sine-4d: 2 groups, where an MLP"),
+        (lambda: SinePosition(4, 16, mlp=4, groups=3), "sine-4d: 3 groups"),
+        (lambda: SinePosition(2, 8, mlp=4, groups=0), "sine-2d: 0 groups"),
+        (lambda: SinePosition(2, 8, extent=0), "sine-2d: the extent .* not 0"),
+        (lambda: SinePosition(2, 8, temperature=-1), "temperature must be positive, not -1"),
+        (lambda: SinePosition(2, 8, layout="thirds"), "layout 'thirds'; one of halves, inter"),
+        (lambda: SinePosition(2, 8, mlp=4, approximate="relu"), "GELU 'relu'"),
+        (lambda: MDSinePosition(5), "5 channels are no pairs"),
+        (lambda: MDSinePosition(6, dimensions=3), "2 or 4 dimensions, not 3"),
+        (lambda: MDSinePosition(6, freqs=[1.0, 2.0]), "width 6 takes 3 freqs, not 2"),
+        (lambda: MDSinePosition(4, freqs=[[1.0], [2.0]]), r"\(2, 1\) are neither"),
+        (lambda: MDSinePosition(6, layout="thirds"), "layout 'thirds'"),
+        (lambda: MDSinePosition(6, extent=-1), "md-sine: the extent .* not -1"),
+    ],
+)
+def test_impossible_options_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_places_that_do_not_fit_are_an_error():
+    with pytest.raises(ValueError, match="sine-2d needs a grid"):
+        added(SinePosition(2, 8), PositionContext(), 6)
+    with pytest.raises(ValueError, match=r"sine-2d needs coordinates .*, 2\)"):
+        added(SinePosition(2, 8), PositionContext(coordinates=torch.rand(1, 6, 4)), 6)
+    with pytest.raises(ValueError, match="sine-1d: 3 prefix tokens are more than the 2"):
+        added(SinePosition(1, 8), PositionContext(prefix_tokens=3), 2)
+    with pytest.raises(ValueError, match=r"sine-1d: .* 2 x 3 grid are 6 tokens, not 5"):
+        added(SinePosition(1, 8), PositionContext((2, 3)), 5)

@@ -1,0 +1,109 @@
+"""Self-attention that sees only what came before, for models that write one token after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from vlp.layers.attention import attend, mask_bias
+from vlp.positions.base import PositionContext, PositionEncoding
+
+
+class Past:
+    """Keys and values of the tokens that one layer has seen, while tokens are added.
+
+    Args:
+        key: (B, heads, seen, head width); None has seen nothing.
+        value: likewise.
+    """
+
+    def __init__(self, key: Tensor | None = None, value: Tensor | None = None) -> None:
+        self.key, self.value = key, value
+
+    def extended(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Remember those of new tokens; returns all of them."""
+        self.key = key if self.key is None else torch.cat([self.key, key], -2)
+        self.value = value if self.value is None else torch.cat([self.value, value], -2)
+        return self.key, self.value
+
+
+class CausalAttention(nn.Module):
+    """Self-attention of every token to itself and to those before it.
+
+    Without encodings that add to the logits or the output it runs in the fused causal kernel, which
+    never makes the (tokens, tokens) matrix; on CPU only in float32, as the kernel's backward pass
+    is slow in bf16 there.
+
+    Args:
+        width: channels.
+        heads: attention heads; divide the width.
+        positions: encodings whose `rotate`, `bias` and `value` hooks are called. What a pair of
+            tokens gets from them must not depend on later tokens.
+
+    Raises:
+        ValueError: heads that do not divide the width, or encodings of other hooks.
+    """
+
+    def __init__(self, width: int, heads: int, positions: Sequence[PositionEncoding] = ()) -> None:
+        super().__init__()
+        if width % heads:
+            raise ValueError(f"{heads} heads do not divide width {width}")
+        for encoding in positions:
+            if other := sorted(encoding.hooks - {"rotate", "bias", "value"}):
+                raise ValueError(
+                    f"{type(encoding).__name__} acts on {', '.join(other)}, for which causal "
+                    "self-attention has no place"
+                )
+        self.heads = heads
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.output = nn.Linear(width, width)
+        self.positions = nn.ModuleList(positions)
+
+    def forward(
+        self, states: Tensor, context: PositionContext | None = None, past: Past | None = None
+    ) -> Tensor:
+        """(B, T, width) -> (B, T, width).
+
+        Args:
+            states: the whole sequence, or with `past` the one token that comes next.
+            context: what the position hooks need.
+            past: what came before; gets the new token. Only without encodings, whose hooks need the
+                whole sequence.
+
+        Raises:
+            ValueError: a past together with encodings, or with several new tokens.
+        """
+        query, key, value = (
+            project(states).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )
+        if past is None:
+            out = self._attend(query, key, value, context)
+        else:
+            if self.positions or states.shape[-2] != 1:
+                raise ValueError(
+                    "a past is continued by one token at a time, without position encodings in "
+                    f"attention; there are {states.shape[-2]} tokens and "
+                    f"{len(self.positions)} encodings"
+                )
+            out = attend(query, *past.extended(key, value))
+        return self.output(out.transpose(1, 2).flatten(-2))
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, context: PositionContext | None
+    ) -> Tensor:
+        encodings = [one for one in self.positions if isinstance(one, PositionEncoding)]
+        slow = query.device.type == "cpu" and query.dtype not in (torch.float32, torch.float64)
+        if slow or any(encoding.hooks - {"rotate"} for encoding in encodings):
+            tokens = query.shape[-2]
+            earlier = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril()
+            bias = mask_bias(earlier, query.dtype)
+            return attend(query, key, value, encodings, context, bias)
+        for encoding in encodings:
+            query, key = encoding("rotate", query, key, context)
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=True)

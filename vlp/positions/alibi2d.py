@@ -1,0 +1,179 @@
+"""ViTARC's 2D-RPE: a fixed penalty per patch of Manhattan distance, one slope to either side."""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from vlp.positions.base import PositionContext, PositionEncoding
+
+Ratio = Literal["paper", "code"]
+Variant = Literal["two-slope", "four-diagonal"]
+
+
+def slopes(
+    heads: int,
+    ratio: Ratio = "paper",
+    *,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Slopes r_left and r_right of every head (ViTARC, text below Eq. 12, reading V2).
+
+    Geometric sequences that start at 2^-1 (left) and 2^-0.5 (right). Their ratio is 2^(-8/heads),
+    as printed; with `code` it is 1/2 for any number of heads, and heads beyond a power of two take
+    every second slope again, as in the authors' code. Both agree for eight heads, the only number
+    that the authors use.
+
+    Args:
+        heads: attention heads.
+        ratio: "paper" or "code".
+        dtype: of the result, which is computed in float64.
+        device: of the result.
+
+    Returns:
+        (2, heads), positive; row 0 left, row 1 right.
+
+    Raises:
+        ValueError: no heads, or an unknown ratio.
+    """
+    if heads < 1:
+        raise ValueError(f"alibi-2d needs at least one head, not {heads}")
+    _require("ratio", ratio, get_args(Ratio))
+    if ratio == "paper":
+        exponents = [8 * head / heads for head in range(heads)]
+    else:
+        whole = 2 ** (heads.bit_length() - 1)
+        exponents = [*range(whole), *range(0, 2 * (heads - whole), 2)]
+    falling = torch.tensor(exponents, dtype=torch.float64, device="cpu")
+    starts = torch.tensor([1.0, 0.5], dtype=torch.float64, device="cpu")
+    return torch.exp2(-starts[:, None] - falling).to(device=device, dtype=dtype)
+
+
+def bias(
+    height: int,
+    width: int,
+    heads: int,
+    ratio: Ratio = "paper",
+    variant: Variant = "two-slope",
+    *,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Minus slope times Manhattan distance, for all pairs of patches (ViTARC Eqs 11, 12).
+
+    Eq. 11 prints plus; the slope is said to penalise, so distance counts against a key (reading
+    V1). Left is what does not come after the query in raster order: a key below and to the left
+    takes the right slope, one above and to the right the left slope (V3). The diagonal is 0 (V5).
+    The bias is added after 1/sqrt(head width) (V6).
+
+    Args:
+        height: rows of the grid.
+        width: columns of the grid.
+        heads: attention heads.
+        ratio: see `slopes`.
+        variant: "two-slope", Eq. 12, or "four-diagonal", where keys to the right in another row
+            than the query's are 2^0.25 times as far, so that each of the four diagonals has its own
+            slope (V4; the authors' training script has this one).
+        dtype: of the result, which is computed in float64.
+        device: of the result.
+
+    Returns:
+        (heads, height * width, height * width), queries then keys, not positive.
+
+    Raises:
+        ValueError: an empty grid, no heads, an unknown ratio or variant.
+    """
+    if height < 1 or width < 1:
+        raise ValueError(f"a grid of {height} x {width} has no patches")
+    _require("variant", variant, get_args(Variant))
+    left, right = slopes(heads, ratio)[..., None, None]
+    place = torch.arange(height * width, device=left.device)
+    down = (place // width)[None, :] - (place // width)[:, None]
+    along = (place % width)[None, :] - (place % width)[:, None]
+    closeness = -(down.abs() + along.abs()).double()
+    if variant == "four-diagonal":
+        closeness = torch.where((along > 0) & (down != 0), closeness * 2**0.25, closeness)
+    slope = torch.where(place[None, :] <= place[:, None], left, right)
+    return (slope * closeness).to(device=device, dtype=dtype)
+
+
+class DirectionalDistance(PositionEncoding):
+    """`alibi-2d`: the 2D-RPE of ViTARC (Eq. 12), a bias without parameters.
+
+    Any grid works, square or not, also one larger than any seen in training. Prefix tokens are not
+    on the grid: every pair that touches one has bias 0 (reading V7). The bias is made once per
+    size, device and number type and then shared by all layers. It is a fixed penalty, so attached
+    to trained weights it changes the layer.
+
+    Args:
+        heads: attention heads.
+        grid: (rows, columns) where the context names none.
+        ratio: see `slopes`.
+        variant: see `bias`.
+
+    Raises:
+        ValueError: no heads, an empty grid, an unknown ratio or variant.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        grid: tuple[int, int] | None = None,
+        ratio: Ratio = "paper",
+        variant: Variant = "two-slope",
+    ) -> None:
+        super().__init__()
+        self.grid = None if grid is None else (grid[0], grid[1])
+        bias(*(self.grid or (1, 1)), heads, ratio, variant)  # refuses impossible options
+        self.heads, self.ratio, self.variant = heads, ratio, variant
+
+    def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
+        """The penalty of every pair, in the type of the queries.
+
+        Returns:
+            (1, heads, T, T), shared: not to be written to.
+
+        Raises:
+            ValueError: the tokens are not prefix and grid, or no grid is known.
+        """
+        grid, prefix = context.grid or self.grid, context.prefix_tokens
+        if grid is None:
+            raise ValueError("alibi-2d needs a grid, in its options or in the context")
+        tokens = prefix + grid[0] * grid[1]
+        if (query.shape[-2], key.shape[-2]) != (tokens, tokens):
+            raise ValueError(
+                f"alibi-2d: {prefix} prefix tokens and a {grid[0]} x {grid[1]} grid are {tokens} "
+                f"tokens that attend to themselves, not {query.shape[-2]} queries and "
+                f"{key.shape[-2]} keys"
+            )
+        options = self.heads, self.ratio, self.variant
+        return _cached_bias((grid[0], grid[1]), prefix, *options, query.dtype, query.device)
+
+
+@functools.lru_cache(maxsize=8)
+def _cached_bias(
+    grid: tuple[int, int],
+    prefix: int,
+    heads: int,
+    ratio: Ratio,
+    variant: Variant,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """(1, heads, T, T), made outside inference mode: one born in it could serve no backward pass.
+
+    Only the latest few are kept, as one of a large grid takes hundreds of megabytes.
+    """
+    with torch.inference_mode(False):
+        patches = bias(*grid, heads, ratio, variant, dtype=dtype, device=device)
+        return functional.pad(patches, (prefix, 0, prefix, 0))[None]
+
+
+def _require(what: str, name: str, known: tuple[str, ...]) -> None:
+    if name not in known:
+        raise ValueError(f"unknown alibi-2d {what} {name!r}; one of {', '.join(known)}")

@@ -1,0 +1,255 @@
+"""Position encodings for timm models that exist: any ViT, DeiT or Swin, with its weights kept."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from vlp.positions.base import PositionEncoding
+
+ROLES = {"q": "query", "k": "key", "v": "value"}
+CROSS_MODAL = ("anchor", "uniform")
+
+Factory = Callable[..., PositionEncoding]
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def attach(
+    model: Model,
+    name: str | Factory,
+    on: str | None = None,
+    absolute: str = "keep",
+    **options: Any,
+) -> Model:
+    """Add a position encoding to a timm model.
+
+    The model is changed in place, and left as it was where an error is raised. Several calls add
+    several encodings, also the same one again. An encoding of attention gets one module, with its
+    own tables, in every layer (`blocks.0.attn.positions.0`); one of tokens acts once, after the
+    model's own absolute positions (`positions.0`, in Swin on the embedded patches as
+    `patch_embed.positions.0`). In Swin, attention encodings act within a window, beside Swin's own
+    bias. Encodings whose tables start at zero, as iRPE's do, leave the model's function as it was.
+
+    Feature extraction, dynamic picture sizes, `set_input_size`, activation checkpointing, copies
+    and pickles work as before. Encodings that are bound to one grid raise on another.
+
+    Args:
+        model: a timm VisionTransformer, VisionTransformerDistilled or SwinTransformer.
+        name: one of `list_positions()`, or a callable that makes a PositionEncoding.
+        on: where the encoding acts, letters of "qkv": what other encodings call roles, and `sape`
+            calls mode; None is the encoding's default.
+        absolute: "keep" or "drop" the model's own `pos_embed`.
+        options: of the encoding. `width`, `heads` and `grid` are known here and not needed.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: another model, layers of attention that are not timm's, encodings of
+            cross-modal attention, options that the encoding lacks, dropped patches (which lie on
+            no grid) under an encoding of attention, or nothing to drop in a Swin.
+    """
+    from timm.models.swin_transformer import SwinTransformer
+
+    if absolute not in ("keep", "drop"):
+        raise ValueError(f"absolute is 'keep' or 'drop', not {absolute!r}")
+    if isinstance(model, SwinTransformer):
+        if absolute == "drop":
+            raise ValueError(
+                f"{type(model).__name__} has no pos_embed to drop; its relative position bias stays"
+            )
+        _attach_to_swin(model, _Encoding(name, on, options))
+    else:
+        _attach_to_vit(model, _Encoding(name, on, options), absolute == "drop")
+    return model
+
+
+class _Encoding:
+    """An encoding to be made, as often as a model needs it."""
+
+    def __init__(self, name: str | Factory, on: str | None, options: Mapping[str, Any]) -> None:
+        self.name = name if isinstance(name, str) else getattr(name, "__name__", repr(name))
+        self.make: Factory = partial(_create, name) if isinstance(name, str) else name
+        self.parameters = frozenset(_parameters(name))
+        self.options = {**options, **self._place(on, options)}
+
+    def __call__(self, like: Tensor, training: bool, **sizes: Any) -> PositionEncoding:
+        """One module with those sizes that it has, on a weight's device and in its type."""
+        known = {size: value for size, value in sizes.items() if size in self.parameters}
+        with torch.device("cpu"):  # constructors check numbers, which the device `meta` lacks
+            encoding = self.make(**{**known, **self.options})
+        return encoding.to(device=like.device, dtype=like.dtype).train(training)
+
+    def acts_on_tokens(self, made: PositionEncoding) -> bool:
+        """Whether it acts once on the tokens, or else in every layer of attention.
+
+        Raises:
+            ValueError: it does both, or something that these models have no place for.
+        """
+        if "inputs" in made.hooks or ("tokens" in made.hooks and len(made.hooks) > 1):
+            raise ValueError(
+                f"{self.name} acts on {', '.join(sorted(made.hooks))}; timm models have places for "
+                "encodings of tokens alone, or of rotate, bias and value"
+            )
+        return "tokens" in made.hooks
+
+    def _place(self, on: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+        """What the encoding calls the letters of `on`."""
+        if on is None:
+            return {}
+        if not on or set(on) - set(ROLES) or len(set(on)) < len(on):
+            raise ValueError(f"{self.name}: on={on!r} is not made of letters of 'qkv', each once")
+        roles = [role for letter, role in ROLES.items() if letter in on]
+        option: str
+        value: Any
+        if "roles" in self.parameters:
+            option, value = "roles", tuple(roles)
+        elif self.name == "sape":
+            if "value" in roles:
+                raise ValueError(f"sape acts on queries and keys, not on={on!r}")
+            option, value = "mode", roles[0] if len(roles) == 1 else "both"
+        else:
+            raise ValueError(f"{self.name} has no choice of queries, keys and values: on={on!r}")
+        if option in options:
+            raise ValueError(f"{self.name}: on={on!r} and {option}={options[option]!r} at once")
+        return {option: value}
+
+
+def _attach_to_vit(model: Any, encoding: _Encoding, drop: bool) -> None:
+    from timm.models.deit import VisionTransformerDistilled
+    from timm.models.vision_transformer import Attention, VisionTransformer
+
+    from vlp.layers.timm_attention import PositionedAttention
+    from vlp.layers.timm_tokens import (
+        Places,
+        PositionedVisionTransformer,
+        PositionedVisionTransformerDistilled,
+    )
+
+    classes: dict[type, Any] = {
+        VisionTransformer: PositionedVisionTransformer,
+        VisionTransformerDistilled: PositionedVisionTransformerDistilled,
+    }
+    if type(model) not in {*classes, *classes.values()}:
+        raise ValueError(
+            f"{type(model).__name__} is no timm VisionTransformer, VisionTransformerDistilled or "
+            "SwinTransformer; encodings are attached to those before anything wraps them"
+        )
+    layers = _attention_layers(model.blocks, Attention, PositionedAttention)
+    grid = _pair(model.patch_embed.grid_size)
+    heads, like = layers[0].num_heads, layers[0].qkv.weight
+    made = encoding(like, model.training, width=model.embed_dim, heads=heads, grid=grid)
+    on_tokens = encoding.acts_on_tokens(made)
+    dropped = float(getattr(model.patch_drop, "prob", 0.0))
+    if dropped and not on_tokens:
+        raise ValueError(
+            f"{encoding.name} needs whole grids, but patch_drop_rate {dropped} drops patches; make "
+            "the model without it"
+        )
+    per_layer = [] if on_tokens else [_for_layer(encoding, layer, grid) for layer in layers]
+
+    # Nothing was changed so far; from here on nothing fails.
+    if type(model) in classes:
+        model.__class__ = classes[type(model)]
+        model.positions = nn.ModuleList().train(model.training)
+        model.places = Places(model.num_prefix_tokens)
+    if on_tokens:
+        model.positions.append(made)
+    for layer, one in zip(layers, per_layer, strict=False):
+        if type(layer) is Attention:
+            layer.places = model.places
+        _append(layer, PositionedAttention, one)
+    if drop:
+        model.pos_embed = None
+
+
+def _attach_to_swin(model: Any, encoding: _Encoding) -> None:
+    from timm.layers import PatchEmbed
+    from timm.models.swin_transformer import WindowAttention
+
+    from vlp.layers.timm_attention import PositionedWindowAttention
+    from vlp.layers.timm_tokens import PositionedPatchEmbed
+
+    blocks = [block for stage in model.layers for block in stage.blocks]
+    layers = _attention_layers(blocks, WindowAttention, PositionedWindowAttention)
+    grid = _pair(model.patch_embed.grid_size)
+    width, heads, like = layers[0].dim, layers[0].num_heads, layers[0].qkv.weight
+    made = encoding(like, model.training, width=width, heads=heads, grid=grid)
+    if not encoding.acts_on_tokens(made):
+        per_layer = [_for_layer(encoding, layer, _pair(layer.window_size)) for layer in layers]
+        for layer, one in zip(layers, per_layer, strict=True):
+            _append(layer, PositionedWindowAttention, one)
+        return
+    embed = model.patch_embed
+    if type(embed) not in (PatchEmbed, PositionedPatchEmbed):
+        raise ValueError(
+            f"{encoding.name} acts on the patches of timm's PatchEmbed, not {type(embed).__name__}"
+        )
+    _append(embed, PositionedPatchEmbed, made)
+
+
+def _attention_layers(blocks: Iterable[nn.Module], *classes: type) -> list[Any]:
+    """Layers of exactly these classes: what a subclass does otherwise would be lost.
+
+    Raises:
+        ValueError: a block without them, or with other attention.
+    """
+    layers = []
+    for block in blocks:
+        parts = [part for part in block.modules() if not isinstance(part, PositionEncoding)]
+        found = [part for part in parts if type(part) in classes]
+        names = [type(part).__name__ for part in parts[1:] if type(part) not in classes]
+        other = [name for name in names if "Attention" in name]
+        if other or not found:
+            what = f"has {other[0]}" if other else f"has no layer of {classes[0].__name__}"
+            raise ValueError(
+                f"{type(block).__name__} {what}; encodings are attached to timm's "
+                f"{classes[0].__name__} alone"
+            )
+        layers += found
+    return layers
+
+
+def _for_layer(encoding: _Encoding, layer: Any, grid: tuple[int, int]) -> PositionEncoding:
+    width = layer.qkv.out_features // 3
+    sizes = {"width": width, "heads": layer.num_heads, "grid": grid}
+    return encoding(layer.qkv.weight, layer.training, **sizes)
+
+
+def _append(module: Any, positioned: type, encoding: PositionEncoding) -> None:
+    if type(module) is not positioned:
+        module.__class__ = positioned
+        module.positions = nn.ModuleList().train(module.training)
+    module.positions.append(encoding)
+
+
+def _pair(size: Sequence[int]) -> tuple[int, int]:
+    return int(size[0]), int(size[1])
+
+
+def _create(name: str, **options: Any) -> PositionEncoding:
+    from vlp.positions import create_position
+
+    return create_position(name, **options)
+
+
+def _parameters(name: str | Factory) -> Iterable[str]:
+    """Options of an encoding.
+
+    Raises:
+        ValueError: it is not known, or has no place in a model without text.
+    """
+    from vlp import positions
+
+    if not isinstance(name, str):
+        return inspect.signature(name).parameters
+    if name in CROSS_MODAL:
+        raise ValueError(f"{name} lies between a picture and a text; a timm model has no text")
+    if name not in positions.list_positions():
+        positions.create_position(name)  # raises, and lists the known ones
+    return inspect.signature(positions._ENCODINGS[name]).parameters

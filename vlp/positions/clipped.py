@@ -1,0 +1,154 @@
+"""Clipped offsets: the row of a table for every pair, as encodings before iRPE number them."""
+
+from __future__ import annotations
+
+import functools
+from typing import ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from vlp.positions.base import PositionContext, PositionEncoding
+from vlp.positions.buckets import Method, bucket_ids, table_size
+from vlp.positions.grid_tokens import require_grid_tokens
+
+Offsets = Literal["product", "axes", "raster"]
+
+_METHODS: dict[Offsets, Method] = {"product": "product", "axes": "cross", "raster": "cross"}
+
+
+def clipped_ids(
+    offsets: Offsets, height: int, width: int, reach: int, prefix_tokens: int = 0
+) -> tuple[Tensor, int]:
+    """The row of every pair of tokens, offsets clipped to [-reach, reach] (iRPE Eq. 9).
+
+    `product` is how iRPE's supplement 4 brings 1D encodings to images: both axes are clipped by
+    h(x) and every pair of clipped offsets is a row, row * (2 reach + 1) + column (readings I9,
+    I15). `axes` gives each axis its own id. `raster` takes the patches as one sequence in raster
+    order, as the encodings were made for text. Offsets are query minus key.
+
+    Args:
+        offsets: product, axes or raster.
+        height: rows of the grid.
+        width: columns of the grid.
+        reach: k of Eq. 9, in patches, for raster in places of the sequence.
+        prefix_tokens: tokens without a place before the patches; every pair that touches one has
+            the last id, size - 1 (reading I10).
+
+    Returns:
+        ids, int64 (tables, T, T) with T = prefix + height * width, each table's from 0 on: one
+        table, for axes two, rows then columns; and the size of one table.
+
+    Raises:
+        ValueError: an unknown name, a reach below 1, an empty grid, a negative prefix.
+    """
+    size = clipped_size(offsets, reach, prefix_tokens)
+    if offsets == "raster":  # a sequence is a grid of one row, and its ids are those of columns
+        if height < 1 or width < 1:
+            raise ValueError(f"a grid of {height} x {width} has no patches")
+        height, width = 1, height * width
+    ids, _ = bucket_ids(_METHODS[offsets], height, width, reach / 2, "clip", prefix_tokens)
+    if offsets == "product":
+        return ids[None], size
+    return (ids if offsets == "axes" else ids[1:]), size
+
+
+def clipped_size(offsets: Offsets, reach: int, prefix_tokens: int = 0) -> int:
+    """Rows of one table: 2 reach + 1, squared for product, and one for a prefix.
+
+    Raises:
+        ValueError: an unknown name, a reach below 1, a negative prefix.
+    """
+    if offsets not in get_args(Offsets):
+        raise ValueError(f"unknown offsets {offsets!r}; one of {', '.join(get_args(Offsets))}")
+    if reach < 1 or reach != int(reach):
+        raise ValueError(f"the reach of clipped offsets must be a whole number from 1 on: {reach}")
+    return table_size(_METHODS[offsets], reach / 2, prefix_tokens)
+
+
+def longest_offset(offsets: Offsets, grid: tuple[int, int]) -> int:
+    """The reach at which nothing on a grid is clipped: its longer side, or the raster's length.
+
+    At least 1, which a single patch does not use.
+    """
+    return max((grid[0] * grid[1] if offsets == "raster" else max(grid)) - 1, 1)
+
+
+class ClippedPosition(PositionEncoding):
+    """Base of encodings with one row per clipped offset: their options, and ids of all pairs.
+
+    Offsets beyond the reach share the row of the furthest one in their direction, so one table
+    serves every grid, and those larger than the trained one read rows that were trained.
+
+    Args:
+        name: what errors call the encoding.
+        width: channels of the layer.
+        heads: attention heads.
+        grid: (rows, columns) where the context names none; also what `reach` None goes by.
+        offsets: one of the class's OFFSETS, see `clipped_ids`.
+        reach: the longest offset that has a row of its own; None: the longest one of `grid`.
+        shared_heads: one table for all heads.
+        prefix_bucket: whether pairs with prefix tokens have a row (reading I10).
+
+    Raises:
+        ValueError: unknown offsets, a reach below 1, no reach and no grid, an empty grid, or heads
+            that do not divide the width.
+    """
+
+    OFFSETS: ClassVar[tuple[Offsets, ...]] = ("product", "raster")
+
+    def __init__(
+        self,
+        name: str,
+        width: int,
+        heads: int,
+        grid: tuple[int, int] | None,
+        offsets: Offsets,
+        reach: int | None,
+        shared_heads: bool,
+        prefix_bucket: bool,
+    ) -> None:
+        super().__init__()
+        if offsets not in self.OFFSETS:
+            known = ", ".join(self.OFFSETS)
+            raise ValueError(f"{name}: unknown offsets {offsets!r}; one of {known}")
+        if width % heads:
+            raise ValueError(f"{name}: {heads} heads do not divide width {width}")
+        if grid is not None and min(grid) < 1:
+            raise ValueError(f"{name}: a grid of {grid[0]} x {grid[1]} has no patches")
+        if reach is None:
+            if grid is None:
+                raise ValueError(f"{name} needs a reach, or a grid to take it from")
+            reach = longest_offset(offsets, grid)
+        self.name, self.offsets, self.reach = name, offsets, reach
+        self.grid = None if grid is None else (grid[0], grid[1])
+        self.head_width = width // heads
+        self.table_heads = 1 if shared_heads else heads
+        self.prefix_bucket = prefix_bucket
+        try:
+            self.size = clipped_size(offsets, reach, int(prefix_bucket))
+        except ValueError as problem:
+            raise ValueError(f"{name}: {problem}") from None
+
+    def _table(self, channels: int) -> nn.Parameter:
+        """Zeros (1 or heads, rows, channels): the layer starts as it was without the encoding."""
+        return nn.Parameter(torch.zeros(self.table_heads, self.size, channels))
+
+    def _ids(
+        self, context: PositionContext, queries: int, keys: int, device: torch.device
+    ) -> Tensor:
+        """Ids of all pairs, (tables, T, T); ValueError where the tokens are no prefix and grid."""
+        grid = require_grid_tokens(self.name, context, self.grid, queries, keys, self.prefix_bucket)
+        return ids_on(device, self.offsets, *grid, self.reach, context.prefix_tokens)
+
+
+@functools.lru_cache(maxsize=32)
+def ids_on(
+    device: torch.device, offsets: Offsets, height: int, width: int, reach: int, prefix_tokens: int
+) -> Tensor:
+    """`clipped_ids` on a device, shared by all layers.
+
+    They are made outside inference mode: a tensor born in it could serve no backward pass later.
+    """
+    with torch.inference_mode(False):
+        return clipped_ids(offsets, height, width, reach, prefix_tokens)[0].to(device)

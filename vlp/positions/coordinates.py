@@ -1,0 +1,166 @@
+"""Where the tokens lie: patches of a grid, or places that the context gives, as plain numbers."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from vlp.positions.base import PositionContext
+
+# Shares that were computed in half precision, or as x + width in float32, miss 0 and 1 by a little.
+_TOLERANCE = 1e-3
+
+
+def patch_centres(
+    grid: tuple[int, int],
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> Tensor:
+    """x, y of the patches' centres in raster order: (rows * columns, 2).
+
+    In patches from the picture's upper left corner, so the first is 0.5, 0.5.
+    """
+    rows, columns = grid
+    y = torch.arange(rows, dtype=dtype, device=device) + 0.5
+    x = torch.arange(columns, dtype=dtype, device=device) + 0.5
+    return torch.stack([x.expand(rows, -1), y[:, None].expand(-1, columns)], -1).flatten(0, 1)
+
+
+def patch_boxes(
+    grid: tuple[int, int],
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> Tensor:
+    """x0, y0, x1, y1 of the patches in raster order: (rows * columns, 4), in patches."""
+    centres = patch_centres(grid, dtype, device)
+    return torch.cat([centres - 0.5, centres + 0.5], -1)
+
+
+def vertical_first(coordinates: Tensor) -> Tensor:
+    """(..., x, y) as (..., y, x), and boxes as top, left, bottom, right: Li et al.'s order."""
+    return coordinates.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+
+
+def places_after_prefix(name: str, x: Tensor, context: PositionContext) -> int:
+    """Tokens of x (B, T, width) that have a place.
+
+    Raises:
+        ValueError: fewer tokens than the prefix, or than the context's grid has patches, or more.
+    """
+    if context.grid is not None:
+        require_grid(name, context.grid, x, context)
+    places = x.shape[-2] - context.prefix_tokens
+    if places < 0:
+        raise ValueError(
+            f"{name}: {context.prefix_tokens} prefix tokens are more than the {x.shape[-2]} tokens"
+        )
+    return places
+
+
+def require_grid(name: str, grid: tuple[int, int], x: Tensor, context: PositionContext) -> None:
+    """The tokens of x (B, T, width) are the prefix and this grid.
+
+    Raises:
+        ValueError: they are not, or the grid is empty.
+    """
+    rows, columns = grid
+    if rows < 1 or columns < 1:
+        raise ValueError(f"{name}: a grid of {rows} x {columns} has no patches")
+    tokens = context.prefix_tokens + rows * columns
+    if x.shape[-2] != tokens:
+        raise ValueError(
+            f"{name}: {context.prefix_tokens} prefix tokens and a {rows} x {columns} grid "
+            f"are {tokens} tokens, not {x.shape[-2]}"
+        )
+
+
+def require_extent(name: str, extent: float | None) -> None:
+    """Raises ValueError where an extent is given and not positive."""
+    if extent is not None and not 0 < extent < math.inf:
+        raise ValueError(f"{name}: the extent must be positive, not {extent}")
+
+
+def token_coordinates(
+    name: str,
+    dimensions: int,
+    x: Tensor,
+    context: PositionContext,
+    grid: tuple[int, int] | None = None,
+    extent: float | None = None,
+) -> Tensor:
+    """Coordinates of the tokens after the prefix: x, y, or boxes x0, y0, x1, y1.
+
+    The context's coordinates come first; without them patches lie on the context's grid, else on
+    `grid`, and where boxes are asked for each patch is its own box. The unit is a patch, whatever
+    the grid's size, or with `extent` that share of the picture: width and height, alike, measure
+    `extent`. Points in patches count from the centre of the first patch, so patch (row, column) of
+    a grid is at x = column, y = row; all other numbers count from the picture's corner. A given
+    point at the centre of a patch has that patch's coordinates.
+
+    Args:
+        name: of the encoding, for errors.
+        dimensions: 2 for points, 4 for boxes.
+        x: (B, T, width), whose shape, device and number type count.
+        context: see `PositionContext`.
+        grid: (rows, columns) where the context has none.
+        extent: width and height of the picture in the wanted unit; None counts patches.
+
+    Returns:
+        (B or 1, T - prefix, dimensions); x's number type, float32 for half precision.
+
+    Raises:
+        ValueError: no grid, tokens that are not prefix and grid, coordinates of another shape or
+            outside the picture.
+    """
+    kind = torch.promote_types(x.dtype, torch.float32)
+    size = context.grid or grid
+    if context.coordinates is None:
+        if size is None:
+            raise ValueError(
+                f"{name} needs a grid, in its options or in the context, or coordinates"
+            )
+        require_grid(name, size, x, context)
+        make = patch_boxes if dimensions == 4 else patch_centres
+        coordinates = make(size, kind, x.device)[None]
+        if extent is not None:
+            return coordinates * _along_axes(extent / size[1], extent / size[0], coordinates)
+    else:
+        coordinates = _given(name, dimensions, x, context, context.coordinates).to(x.device, kind)
+        if extent is not None:
+            return coordinates * extent
+        if size is None:
+            raise ValueError(
+                f"{name} counts in patches: for coordinates it needs a grid, in its options or "
+                "in the context, or the option extent"
+            )
+        coordinates = coordinates * _along_axes(size[1], size[0], coordinates)
+    return coordinates if dimensions == 4 else coordinates - 0.5
+
+
+def _along_axes(horizontal: float, vertical: float, like: Tensor) -> Tensor:
+    """A factor for every coordinate: (dimensions,)."""
+    factors = [horizontal, vertical] * (like.shape[-1] // 2)
+    return torch.tensor(factors, dtype=like.dtype, device=like.device)
+
+
+def _given(
+    name: str, dimensions: int, x: Tensor, context: PositionContext, coordinates: Tensor
+) -> Tensor:
+    """The context's coordinates, once they are what this encoding can use."""
+    wanted = (x.shape[-2] - context.prefix_tokens, dimensions)
+    batch = (1, x.shape[0])
+    shape = tuple(coordinates.shape)
+    if len(shape) != 3 or shape[0] not in batch or shape[1:] != wanted:
+        raise ValueError(
+            f"{name} needs coordinates ({x.shape[0]} or 1, {wanted[0]}, {wanted[1]}) for "
+            f"{x.shape[-2]} tokens of which {context.prefix_tokens} are prefix, not {shape}"
+        )
+    # One comparison that NaN fails, too.
+    if not bool(((coordinates >= -_TOLERANCE) & (coordinates <= 1 + _TOLERANCE)).all()):
+        low, high = coordinates.min().item(), coordinates.max().item()
+        raise ValueError(
+            f"{name}: coordinates are shares of the picture in [0, 1], not {low:g} to {high:g}"
+        )
+    return coordinates

@@ -1,0 +1,189 @@
+"""CoPE: places counted by gates of the content (Golovneva et al. 2024), and the bias they make.
+
+A query decides by a gate how much each key counts, the gates between both are its place, and a
+table row interpolated at that place adds to the logit. Equation numbers are those of the paper on
+SaPE, which repeats CoPE as its Eqs 7, 8 and 11.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from vlp.positions.base import PositionContext, PositionEncoding
+
+
+def cope_bias(
+    query: Tensor,
+    key: Tensor,
+    table: Tensor,
+    causal: bool = True,
+    *,
+    gate_scale: float = 1.0,
+    bias_scale: float = 1.0,
+) -> Tensor:
+    """q_i . e(p_ij), to be added to the scaled logits (Eqs 7, 8, 11; readings S1-S4, S11).
+
+    The place of key j for query i is p_ij = sum over t = j..i of sigmoid(q_i . k_t), both ends
+    included, so that gates of one give i - j + 1 (S2). Without a causal mask it is the sum to the
+    end of the row, t = j..T-1 (S4). Half precision is computed in float32, also under autocast.
+
+    Args:
+        query: (..., T, d).
+        key: (..., T, d).
+        table: (P, d), the vectors e of the places 0 .. P-1, or (heads, P, d); the last row serves
+            all places beyond (S11). T + 1 rows tell all places apart.
+        causal: whether keys after the query exist; it does not mask them, the caller does.
+        gate_scale: factor of q . k inside the gate; 1 as printed, d^-0.5 as in the authors'
+            training code (S1).
+        bias_scale: factor of the bias; 1 as in the paper's listing, d^-0.5 as in the authors'
+            training code (S3).
+
+    Returns:
+        (..., T, T) in the query's type; with `causal` 0 above the diagonal.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    require_shapes("CoPE", query, key, table)
+    with torch.autocast(query.device.type, enabled=False):
+        wide_query, wide_key, table = full_precision(query, key, table)
+        gates = gate(wide_query, wide_key, gate_scale)
+        if causal:
+            gates = gates.tril()
+        places = count_from_end(gates)
+        out = bias_scale * interpolate(wide_query @ table.transpose(-2, -1), places)
+        return (out.tril() if causal else out).to(query.dtype)
+
+
+class ContextualPosition(PositionEncoding):
+    """`cope`: contextual position encoding of one self-attention layer (Golovneva et al. 2024).
+
+    Tokens after the prefix are a sequence, a picture's patches in raster order, as in the CoPE
+    baseline of SaPE. Prefix tokens are not on it: they are not counted and every pair that touches
+    one has bias 0. So any grid and any length works; places beyond the table share its last row
+    (reading S11). Padding at the end of a text counts like words where `causal` is False.
+
+    The table starts at zero, as in the authors' code: the layer then computes exactly what it
+    would without the encoding, and the table's gradient, a sum of queries, is not zero.
+
+    Args:
+        width: channels of the layer.
+        heads: attention heads.
+        length: the longest sequence whose places are told apart; the table has length + 1 rows
+            (reading S2). rows * columns where only `grid` is given.
+        grid: (rows, columns) of the patches.
+        causal: see `cope_bias`; False, as pictures and BERT attend to both sides.
+        shared_heads: one table for all heads, as in the authors' code (reading S10).
+        gate_scale: see `cope_bias`.
+        bias_scale: see `cope_bias`.
+
+    Raises:
+        ValueError: heads that do not divide the width, neither length nor grid, both and they
+            differ, or a length below one.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        length: int | None = None,
+        grid: tuple[int, int] | None = None,
+        causal: bool = False,
+        shared_heads: bool = True,
+        gate_scale: float = 1.0,
+        bias_scale: float = 1.0,
+    ) -> None:
+        super().__init__()
+        if width % heads:
+            raise ValueError(f"cope: {heads} heads do not divide width {width}")
+        places = None if grid is None else grid[0] * grid[1]
+        length = places if length is None else length
+        if length is None or length < 1 or (places is not None and places != length):
+            raise ValueError(
+                f"cope needs a positive length or a grid, not length {length} and grid {grid}"
+            )
+        self.causal, self.gate_scale, self.bias_scale = causal, gate_scale, bias_scale
+        rows = 1 if shared_heads else heads
+        self.table = nn.Parameter(torch.zeros(rows, length + 1, width // heads))
+
+    def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
+        """q_i . e(p_ij) for tokens after the prefix.
+
+        Returns:
+            (B, heads, T, T) in the query's type.
+
+        Raises:
+            ValueError: queries and keys of different number, or fewer than the prefix.
+        """
+        prefix, tokens = context.prefix_tokens, query.shape[-2]
+        if key.shape[-2] != tokens or tokens < prefix:
+            raise ValueError(
+                f"cope: {tokens} queries and {key.shape[-2]} keys, {prefix} of them prefix, are "
+                "not the same tokens"
+            )
+        out = cope_bias(
+            query[..., prefix:, :],
+            key[..., prefix:, :],
+            self.table,
+            self.causal,
+            gate_scale=self.gate_scale,
+            bias_scale=self.bias_scale,
+        )
+        return functional.pad(out, (prefix, 0, prefix, 0))
+
+
+def gate(query: Tensor, key: Tensor, scale: float = 1.0) -> Tensor:
+    """How much each key counts for each query, sigmoid(scale q . k) (Eqs 7, 9; reading S1).
+
+    (..., T, d) twice -> (..., T, T), in [0, 1].
+    """
+    return torch.sigmoid((scale * query) @ key.transpose(-2, -1))
+
+
+def count_from_end(gates: Tensor) -> Tensor:
+    """Sum of the gates from each key to the end of the row, the key's own included; same shape."""
+    return gates.flip(-1).cumsum(-1).flip(-1)
+
+
+def interpolate(values: Tensor, places: Tensor) -> Tensor:
+    """Values between whole places, linearly from the two next to them (Eqs 11, 14; reading S11).
+
+    Args:
+        values: (..., T, P) at the places 0 .. P-1.
+        places: (..., T, N), not negative; those beyond P - 1 take the last value.
+
+    Returns:
+        (..., T, N).
+    """
+    last = values.shape[-1] - 1
+    lead = torch.broadcast_shapes(values.shape[:-1], places.shape[:-1])
+    values = values.expand(*lead, -1)
+    places = places.expand(*lead, -1)
+    # from below too, as NaN has no whole part and must not become an index outside the table
+    below = places.long().clamp(0, last)
+    steps = functional.pad(values.diff(dim=-1), (0, 1))  # no step leads beyond the last place
+    return values.gather(-1, below) + (places - below) * steps.gather(-1, below)
+
+
+def full_precision(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Bring tensors to one type, float32 at least."""
+    dtype = functools.reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
+    return tuple(x.to(dtype) for x in tensors)
+
+
+def require_shapes(name: str, query: Tensor, key: Tensor, *tables: Tensor) -> None:
+    """Raise ValueError unless queries and keys are alike and tables have rows of their width."""
+    alike = query.shape == key.shape and query.ndim >= 2
+    if not alike or any(
+        table.ndim < 2 or table.shape[-2] < 1 or table.shape[-1] != query.shape[-1]
+        for table in tables
+    ):
+        shapes = ", ".join(str(tuple(table.shape)) for table in tables)
+        raise ValueError(
+            f"{name} takes queries and keys (..., tokens, d) and tables (rows, d), not "
+            f"{tuple(query.shape)}, {tuple(key.shape)} and {shapes}"
+        )

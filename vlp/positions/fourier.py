@@ -1,0 +1,277 @@
+"""Learnable Fourier features of a place, modulated by an MLP (Li et al. 2021, Eqs 2-7, 10)."""
+
+from __future__ import annotations
+
+import math
+from functools import reduce
+
+import torch
+from torch import Tensor, nn
+
+from vlp.positions.base import PositionContext
+from vlp.positions.coordinates import require_extent, token_coordinates
+from vlp.positions.mixer import TokenEncoding
+from vlp.positions.modulator import Modulator
+
+
+def fourier_features(coords: Tensor, weight: Tensor) -> Tensor:
+    """r_x = 1 / sqrt(F) [cos x W_r^T, sin x W_r^T]  (Eq. 2, readings F1 and F4).
+
+    **Reconstruction (reading F1)**: our copy of the paper lost the formula; its prefactor is taken
+    from Algorithm 1, with F the number of features, so r . r = 1/2 for every place. r_x . r_y is a
+    function of x - y alone (Eq. 3); where the rows of W_r are drawn from N(0, gamma^-2), it tends
+    to exp(-|x - y|^2 / (2 gamma^2)) / 2 as F grows (Eq. 5, reading F3).
+
+    Args:
+        coords: (..., M), in the unit whose distances gamma measures.
+        weight: W_r (F / 2, M), radians a unit.
+
+    Returns:
+        (..., F), cosines and then sines; half precision is computed in float32.
+
+    Raises:
+        ValueError: a weight that is not for these coordinates.
+    """
+    if weight.ndim != 2 or not len(weight) or weight.shape[1] != coords.shape[-1]:
+        raise ValueError(
+            f"a weight (features / 2, {coords.shape[-1]}) belongs to coordinates "
+            f"{tuple(coords.shape)}, not {tuple(weight.shape)}"
+        )
+    out = torch.promote_types(coords.dtype, weight.dtype)
+    kind = torch.promote_types(out, torch.float32)
+    # Not a matrix product: autocast and TF32 would round the angles, which grow with the picture.
+    terms = [
+        coordinate.unsqueeze(-1) * column
+        for coordinate, column in zip(coords.to(kind).unbind(-1), weight.to(kind).unbind(-1))
+    ]
+    angles = reduce(torch.add, terms)
+    features = torch.cat([angles.cos(), angles.sin()], -1) * (2 * len(weight)) ** -0.5
+    return features.to(out)
+
+
+def kl_regulariser(weight: Tensor, log_variance: Tensor, per_dim: bool = False) -> Tensor:
+    """KL(N(mu, s^2) || N(0, s_t^2)) for mean mu and variance s^2 of W_r  (Eq. 10).
+
+    **Reconstruction (reading F8)**: our copy of the paper lost the formula. The direction is from
+    the weights to the target, whose mean is 0; mu and s^2 (population variance) are pooled over all
+    entries. Pooled moments cannot see that one direction has higher frequencies than another,
+    though the paper wants symmetry along all of them: `per_dim` takes the moments of every
+    coordinate by itself and averages the divergences, so that it stays on the scale of the pooled
+    one.
+
+    Args:
+        weight: W_r (F / 2, M).
+        log_variance: ln s_t^2, a scalar; the logarithm is what is learned, so that the variance
+            stays positive (reading F9).
+        per_dim: moments of every coordinate instead of all entries.
+
+    Returns:
+        A scalar, never negative. Weights that are all equal count as of the smallest spread above
+        0, which keeps the value and its gradient finite.
+
+    Raises:
+        ValueError: fewer than two numbers, which have no spread.
+    """
+    kind = torch.promote_types(weight.dtype, torch.float32)
+    columns = weight.to(kind) if per_dim else weight.to(kind).reshape(-1, 1)
+    if weight.ndim != 2 or len(columns) < 2:
+        raise ValueError(f"a weight of shape {tuple(weight.shape)} has no spread to regularise")
+    mean = columns.mean(0)
+    variance = columns.var(0, correction=0).clamp(min=torch.finfo(kind).tiny)
+    log_variance = log_variance.to(kind)
+    ratio = (variance + mean.square()) * (-log_variance).exp()
+    divergence = (log_variance - variance.log() + ratio - 1) / 2
+    return divergence.mean().to(weight.dtype)
+
+
+class FourierPosition(TokenEncoding):
+    """`fourier`: learnable Fourier features and an MLP, in place of a table (Algorithm 1).
+
+    Coordinates are split into `groups` in their order (x, y; x0, y0, x1, y1); all groups share W_r
+    and the MLP, give width / groups channels each, and are concatenated (reading F7). With boxes
+    (`dimensions` 4) 1, 2 and 4 groups are the paper's 1/4, 2/2 and 4/1. With 768 channels, 384
+    features and 32 hidden the parameters are 38,048 (reading F13).
+
+    Coordinates count patches unless `extent` says otherwise: gamma is then the distance, in
+    patches, over which similarity falls, on every grid. With `extent` 1 they are the shares of the
+    picture that DETR normalises to, and gamma is a share. Coordinates of the context are shares and
+    need either `extent` or a grid that says how many patches they span. Grids of every size and
+    shape work, also others than the trained one, as does every real coordinate. Prefix tokens get
+    no position.
+
+    **Reconstruction (reading F2)**: W_r starts from N(0, gamma^-2), gamma^-2 the variance, so the
+    standard deviation is 1 / gamma. A widely copied port takes gamma^-2 for the deviation.
+
+    Args:
+        width: channels of the tokens.
+        grid: (rows, columns) where the context names none.
+        dimensions: 2 for points x, y, 4 for boxes; on a plain grid each patch is its own box.
+        groups: parts of the coordinates that are encoded alike.
+        features: F of a group, even; None takes half the width, as the paper's Reformer does, and
+            without an MLP the width of a group.
+        hidden: H of the MLP.
+        gamma: distance scale of the start.
+        extent: the picture's width and height in the unit of gamma; None counts patches.
+        learnable: train W_r; else it is the paper's fixed Fourier features.
+        mlp: modulate by an MLP (Eq. 6); else the features are the position ('Learnable-Fourier').
+        projection: without an MLP, one dense layer from features to channels.
+        initialisation: "normal", or "uniform" in [0, 1] as in Table 6, where gamma plays no part.
+        approximate: GELU of the MLP, "none" or "tanh" (reading F5).
+        dropout: in the MLP, after the activation (reading F6).
+        norm: LayerNorm before each dense layer of the MLP (reading F6).
+        regularised: learn the target variance of `regulariser`, which starts at gamma^-2.
+        mixer: see `TokenEncoding`.
+
+    Raises:
+        ValueError: sizes that do not divide, features without MLP or projection that are not the
+            group's width, options of an MLP without one, a regulariser of fixed features, unknown
+            names, gamma or extent not positive.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        grid: tuple[int, int] | None = None,
+        dimensions: int = 2,
+        groups: int = 1,
+        features: int | None = None,
+        hidden: int = 32,
+        gamma: float = 1.0,
+        extent: float | None = None,
+        learnable: bool = True,
+        mlp: bool = True,
+        projection: bool = False,
+        initialisation: str = "normal",
+        approximate: str = "none",
+        dropout: float = 0.0,
+        norm: bool = False,
+        regularised: bool = False,
+        mixer: bool = False,
+    ) -> None:
+        super().__init__("fourier", width, mixer)
+        if dimensions not in (2, 4):
+            raise ValueError(f"fourier places have 2 or 4 dimensions, not {dimensions}")
+        if groups < 1 or dimensions % groups or width % groups:
+            raise ValueError(
+                f"fourier: {groups} groups do not divide {dimensions} coordinates and width {width}"
+            )
+        share = width // groups
+        if features is None:
+            features = width // 2 if mlp or projection else share
+        if features < 2 or features % 2:
+            raise ValueError(f"fourier: {features} features are no pairs of cosine and sine")
+        if not (mlp or projection) and features != share:
+            raise ValueError(
+                f"fourier: without MLP and projection the features are the position of width "
+                f"{width}, {share} for each of {groups} groups, not {features}"
+            )
+        if mlp and projection:
+            raise ValueError("fourier: the projection is for features without an MLP")
+        if not mlp and (dropout or norm):
+            raise ValueError("fourier: dropout and norm are options of the MLP, which is left out")
+        if regularised and not learnable:
+            raise ValueError("fourier: fixed features have nothing to regularise")
+        if not 0 < gamma < math.inf:
+            raise ValueError(f"fourier: gamma must be positive, not {gamma}")
+        require_extent("fourier", extent)
+        self.dimensions, self.groups, self.extent = dimensions, groups, extent
+        self.grid = None if grid is None else (grid[0], grid[1])
+
+        start = _start((features // 2, dimensions // groups), initialisation, gamma)
+        self.frequencies: Tensor
+        if learnable:
+            self.frequencies = nn.Parameter(start)
+        else:
+            self.register_buffer("frequencies", start)
+        target = torch.tensor(-2 * math.log(gamma))
+        self.log_variance = nn.Parameter(target) if regularised else None
+        self.modulator: nn.Module | None = None
+        if mlp:
+            self.modulator = Modulator(features, hidden, share, approximate, dropout, norm)
+        elif projection:
+            self.modulator = nn.Linear(features, share)
+
+    def places(self, x: Tensor, context: PositionContext) -> Tensor:
+        """Positions of the tokens after the prefix: (B or 1, T - prefix, width).
+
+        Raises:
+            ValueError: see `token_coordinates`.
+        """
+        coords = token_coordinates(self.name, self.dimensions, x, context, self.grid, self.extent)
+        features = fourier_features(coords.unflatten(-1, (self.groups, -1)), self.frequencies)
+        if self.modulator is not None:
+            features = self.modulator(features.to(self.frequencies.dtype))
+        return features.flatten(-2)
+
+    def regulariser(self, strength: float = 1.0, per_dim: bool = False) -> Tensor:
+        """strength * KL of the weights against the learned target, to be added to the loss.
+
+        The value of the strength, lambda in Eq. 11, is lost in our copy of the paper (reading F10).
+        Under wrappers that gather weights call it as `encoding("regulariser", strength)`.
+
+        Raises:
+            ValueError: the encoding was made without `regularised`.
+        """
+        if self.log_variance is None:
+            raise ValueError("fourier: the regulariser needs the option regularised=True")
+        return strength * kl_regulariser(self.frequencies, self.log_variance, per_dim)
+
+
+class MLPPosition(TokenEncoding):
+    """`mlp`: the MLP of the Fourier encoder on raw coordinates, the paper's 'MLP' ablation.
+
+    Coordinates are shares of the picture by default (`extent` 1), as where the paper does well with
+    it (DETR): counted in patches they would drive the first layer far out of its start's range.
+    `extent` None counts patches all the same. Other grids are other samples of the same picture, so
+    they work at every size and shape. Prefix tokens get no position.
+
+    Args:
+        width: channels of the tokens.
+        grid: (rows, columns) where the context names none.
+        dimensions: 2 for points x, y, 4 for boxes; on a plain grid each patch is its own box.
+        hidden: channels between both layers.
+        extent: the picture's width and height in the unit of the coordinates; None counts patches.
+        approximate: GELU, "none" or "tanh".
+        dropout: see `Modulator`.
+        mixer: see `TokenEncoding`.
+
+    Raises:
+        ValueError: unknown dimensions, no hidden channels, an unknown GELU, an extent not positive.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        grid: tuple[int, int] | None = None,
+        dimensions: int = 2,
+        hidden: int = 32,
+        extent: float | None = 1.0,
+        approximate: str = "none",
+        dropout: float = 0.0,
+        mixer: bool = False,
+    ) -> None:
+        super().__init__("mlp", width, mixer)
+        if dimensions not in (2, 4):
+            raise ValueError(f"mlp places have 2 or 4 dimensions, not {dimensions}")
+        require_extent("mlp", extent)
+        self.dimensions, self.extent = dimensions, extent
+        self.grid = None if grid is None else (grid[0], grid[1])
+        self.modulator = Modulator(dimensions, hidden, width, approximate, dropout)
+
+    def places(self, x: Tensor, context: PositionContext) -> Tensor:
+        """Positions of the tokens after the prefix: (B or 1, T - prefix, width).
+
+        Raises:
+            ValueError: see `token_coordinates`.
+        """
+        return self.modulator(
+            token_coordinates(self.name, self.dimensions, x, context, self.grid, self.extent)
+        )
+
+
+def _start(shape: tuple[int, int], initialisation: str, gamma: float) -> Tensor:
+    if initialisation == "normal":
+        return torch.randn(shape) / gamma
+    if initialisation == "uniform":
+        return torch.rand(shape)
+    raise ValueError(f"fourier: unknown initialisation {initialisation!r}; one of normal, uniform")

@@ -1,0 +1,81 @@
+"""`huang`: one vector of a clipped offset that meets queries and keys (Huang et al. 2020)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from vlp.positions.base import PositionContext
+from vlp.positions.clipped import ClippedPosition, Offsets
+from vlp.positions.lookup import pair_products
+
+
+def huang_bias(query: Tensor, key: Tensor, table: Tensor, ids: Tensor) -> Tensor:
+    """What Eq. 11 of iRPE adds to the logits: (q_i . p_ij + k_j . p_ij) / sqrt(channels).
+
+    The printed numerator (q_i + p_ij)(k_j + p_ij) - p_ij p_ij is q_i k_j plus these two products:
+    the square of p_ij, which knows no content, cancels.
+
+    Args:
+        query: (batch, heads, T, channels).
+        key: the same.
+        table: (1 or heads, rows, channels), the same for queries and keys.
+        ids: int64 (tables, T, T), rows of the table, query before key.
+
+    Returns:
+        (batch, heads, T, T), of the query's dtype.
+    """
+    scale = query.shape[-1] ** -0.5
+    on_query = pair_products(query, table, ids, scale)
+    on_key = pair_products(key, table, ids.transpose(-2, -1), scale).transpose(-2, -1)
+    return (on_query + on_key).to(query.dtype)
+
+
+class HuangPosition(ClippedPosition):
+    """Relative positions of Huang et al. 2020, on images as iRPE compares them (Eq. 11).
+
+    On images p_ij is a row of iRPE's product method with the clip function, shared by all heads
+    (supplement 4, reading I15): this is `irpe-product` with function "clip" on queries and keys,
+    where both read one table. The default reach has the 7 x 7 + 1 = 50 rows that the costs in
+    Table 5 speak of.
+
+    Non-square grids are grids like any other. On a grid larger than the trained one, offsets
+    beyond the reach share the row of the furthest one, axis by axis. Pairs with prefix tokens have
+    one row of their own (reading I10). The table starts at zero, which leaves the layer as it was.
+
+    Args:
+        width: channels of the layer.
+        heads: attention heads.
+        grid: (rows, columns) where the context names none; also what `reach` None goes by.
+        offsets: "product", or "raster" for the 1D encoding as it is, over patches in raster order
+            or over a sentence.
+        reach: the longest offset that has its own row, per axis, in patches; None: the longest one
+            of `grid`.
+        shared_heads: one table for all heads.
+        prefix_bucket: whether the table has a row for pairs with prefix tokens.
+
+    Raises:
+        ValueError: unknown offsets, a reach below 1, no reach and no grid, or heads that do not
+            divide the width.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        grid: tuple[int, int] | None = None,
+        offsets: Offsets = "product",
+        reach: int | None = 3,
+        shared_heads: bool = True,
+        prefix_bucket: bool = True,
+    ) -> None:
+        super().__init__("huang", width, heads, grid, offsets, reach, shared_heads, prefix_bucket)
+        self.table = self._table(self.head_width)
+
+    def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
+        """`huang_bias` of one layer: (B, heads, T, T).
+
+        Raises:
+            ValueError: the tokens are not prefix and grid.
+        """
+        ids = self._ids(context, query.shape[-2], key.shape[-2], query.device)
+        return huang_bias(query, key, self.table, ids)

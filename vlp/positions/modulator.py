@@ -1,0 +1,57 @@
+"""The small MLP that fits features of a place to the tokens (Li et al. 2021, Eq. 6)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from torch import Tensor, nn
+
+
+class Modulator(nn.Sequential):
+    """GELU(r W1 + B1) W2 + B2, line 2 of the paper's Algorithm 1.
+
+    Args:
+        inputs: features of a group of coordinates.
+        hidden: channels between both layers.
+        outputs: channels of the group's position.
+        approximate: of the GELU: "none", or "tanh" as JAX has it by default (reading F5).
+        dropout: share that is dropped after the activation; the paper's widget captioning has 0.2
+            (reading F6).
+        norm: LayerNorm before each dense layer, as in the paper's Reformer (reading F6).
+
+    Raises:
+        ValueError: no channels, an unknown GELU, a dropout outside [0, 1).
+    """
+
+    dense_in: nn.Linear
+
+    def __init__(
+        self,
+        inputs: int,
+        hidden: int,
+        outputs: int,
+        approximate: str = "none",
+        dropout: float = 0.0,
+        norm: bool = False,
+    ) -> None:
+        if min(inputs, hidden, outputs) < 1:
+            raise ValueError(f"an MLP of {inputs}, {hidden} and {outputs} channels has no channels")
+        if approximate not in ("none", "tanh"):
+            raise ValueError(f"unknown GELU {approximate!r}; one of none, tanh")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"the dropout must lie in [0, 1), not {dropout}")
+        layers: OrderedDict[str, nn.Module] = OrderedDict()
+        if norm:
+            layers["norm_in"] = nn.LayerNorm(inputs)
+        layers["dense_in"] = nn.Linear(inputs, hidden)
+        layers["activation"] = nn.GELU(approximate)
+        if dropout:
+            layers["dropout"] = nn.Dropout(dropout)
+        if norm:
+            layers["norm_hidden"] = nn.LayerNorm(hidden)
+        layers["dense_out"] = nn.Linear(hidden, outputs)
+        super().__init__(layers)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """(..., inputs) -> (..., outputs), in the number type of the weights or of autocast."""
+        return super().forward(features.to(self.dense_in.weight.dtype))

@@ -1,0 +1,136 @@
+"""ViTARC's object-based positional encoding: which object a patch belongs to, and where it is."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vlp.positions.base import PositionContext
+from vlp.positions.coordinates import patch_centres, require_grid
+from vlp.positions.mixer import TokenEncoding
+from vlp.positions.sine import sinusoid
+
+# In cells: an edge that misses a cell's border by a rounding error is on the border.
+_TOLERANCE = 1e-3
+
+
+def object_ids(boxes: Tensor, grid: tuple[int, int]) -> Tensor:
+    """The object of every patch, painted from boxes (ViTARC section 4, reading V12).
+
+    Row k of the boxes paints the number k + 1 on every cell that it covers, also in part; later
+    rows paint over earlier ones, and 0 is the background. Padding rows keep their number unused.
+
+    Args:
+        boxes: (..., K, 4) x, y, width, height in grid cells, x and y the upper left corner; rows of
+            width or height 0 are padding.
+        grid: (rows, columns).
+
+    Returns:
+        int64 (..., rows, columns), from 0 to K.
+
+    Raises:
+        ValueError: a box that is not inside the grid, or of negative size.
+    """
+    rows, columns = grid
+    if boxes.shape[-1] != 4 or boxes.ndim < 2:
+        raise ValueError(f"object boxes are (..., K, 4), not {tuple(boxes.shape)}")
+    x, y, width, height = boxes.to(torch.promote_types(boxes.dtype, torch.float32)).unbind(-1)
+    right, bottom = x + width, y + height
+    real = (width != 0) & (height != 0)
+    inside = (
+        (width > 0)
+        & (height > 0)
+        & (x >= -_TOLERANCE)
+        & (y >= -_TOLERANCE)
+        & (right <= columns + _TOLERANCE)
+        & (bottom <= rows + _TOLERANCE)
+    )
+    refused = real & ~inside  # NaN is neither inside nor padding
+    if bool(refused.any()):
+        place = refused.nonzero()[0].tolist()
+        box = ", ".join(f"{value:g}" for value in boxes[tuple(place)].tolist())
+        raise ValueError(
+            f"object box {place[-1]}{_picture(place)} (x, y, width, height: {box}) does not lie "
+            f"inside the {rows} x {columns} grid"
+        )
+    numbers = torch.arange(1, boxes.shape[-2] + 1, device=boxes.device) * real
+    covered = _covers(y, bottom, rows).unsqueeze(-1) & _covers(x, right, columns).unsqueeze(-2)
+    # The last painter has the highest number; the background joins so that K may be 0.
+    painted = numbers[..., None, None] * covered
+    background = painted.new_zeros(*painted.shape[:-3], 1, rows, columns)
+    return torch.cat([background, painted], -3).amax(-3)
+
+
+class ObjectPosition(TokenEncoding):
+    """`object`: concat(sinusoid(object), sinusoid(x), sinusoid(y)) (ViTARC Eq. 13).
+
+    Half of the channels tell the object, a quarter each x, the column, and y, the row, in that
+    order (readings V9, V11). Objects are numbered by `object_ids` from the context's boxes. A
+    context without boxes, such as a decoder's, gets the plain 2D sinusoid of Eq. 9, half of the
+    channels for x and half for y (reading V13). x and y count patches from 0.
+
+    Sinusoids have no largest number, so grids of every size and shape work, also others than the
+    trained one, and any number of objects. Prefix tokens get no position. There are no parameters
+    without `mixer`; ViTARC's PEmixer is what lets a model turn the objects down.
+
+    Args:
+        width: channels of the tokens; a multiple of 8.
+        grid: (rows, columns) where the context names none.
+        temperature: see `sinusoid`.
+        layout: see `sinusoid`; within each part (reading V10).
+        mixer: see `TokenEncoding`.
+
+    Raises:
+        ValueError: a width that is not a multiple of 8, a temperature not positive, an unknown
+            layout.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        grid: tuple[int, int] | None = None,
+        temperature: float = 10_000.0,
+        layout: str = "halves",
+        mixer: bool = False,
+    ) -> None:
+        super().__init__("object", width, mixer)
+        if width % 8:
+            raise ValueError(f"object: width {width} is not a multiple of 8")
+        sinusoid(torch.zeros(1), width // 4, temperature, layout)  # refuses bad options
+        self.grid = None if grid is None else (grid[0], grid[1])
+        self.temperature, self.layout = temperature, layout
+
+    def places(self, x: Tensor, context: PositionContext) -> Tensor:
+        """Sinusoids of object, column and row: (B or 1, T - prefix, width).
+
+        Raises:
+            ValueError: no grid, tokens that are not prefix and grid, or boxes outside of it.
+        """
+        grid = context.grid or self.grid
+        if grid is None:
+            raise ValueError("object needs a grid, in its options or in the context")
+        require_grid(self.name, grid, x, context)
+        kind = torch.promote_types(x.dtype, torch.float32)
+        where = patch_centres(grid, kind, x.device)[None] - 0.5
+        if context.boxes is None:
+            return self._sinusoid(where, self.width // 2).flatten(-2)
+        if context.boxes.ndim != 3:
+            raise ValueError(f"object boxes are (batch, K, 4), not {tuple(context.boxes.shape)}")
+        ids = object_ids(context.boxes.to(x.device), grid).flatten(-2).to(kind)
+        objects = self._sinusoid(ids, self.width // 2)
+        patches = self._sinusoid(where, self.width // 4).flatten(-2)
+        return torch.cat([objects, patches.expand(len(ids), -1, -1)], -1)
+
+    def _sinusoid(self, positions: Tensor, channels: int) -> Tensor:
+        return sinusoid(positions, channels, self.temperature, self.layout)
+
+
+def _covers(start: Tensor, end: Tensor, cells: int) -> Tensor:
+    """Which cells of an axis lie between start and end (...): (..., cells)."""
+    cell = torch.arange(cells, dtype=start.dtype, device=start.device)
+    begins, ends = start.unsqueeze(-1) + _TOLERANCE, end.unsqueeze(-1) - _TOLERANCE
+    return (cell + 1 > begins) & (cell < ends)
+
+
+def _picture(place: list[int]) -> str:
+    return f" of picture {', '.join(map(str, place[:-1]))}" if len(place) > 1 else ""

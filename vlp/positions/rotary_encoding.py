@@ -1,0 +1,288 @@
+"""RoPE as position encodings: over a sequence, axial over a grid, and mixed with learned angles."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from vlp.positions.base import PositionContext, PositionEncoding
+from vlp.positions.rotary import (
+    Layout,
+    cosine_and_sine,
+    grid_places,
+    mixed_angles,
+    pair_frequencies,
+    require_layout,
+    sequence_angles,
+    split_angles,
+    turn,
+)
+
+
+class _Rotary(PositionEncoding):
+    """What all forms share. Queries and keys turn alike; the prefix turns by 0, which is exact."""
+
+    def __init__(
+        self, name: str, width: int, heads: int, theta: float, layout: Layout, axes: int
+    ) -> None:
+        super().__init__()
+        if width % heads:
+            raise ValueError(f"{name}: {heads} heads do not divide width {width}")
+        self.head_width = width // heads
+        if self.head_width % (2 * axes):
+            raise ValueError(
+                f"{name} needs a head width that {2 * axes} divides, not {self.head_width} "
+                f"(width {width}, {heads} heads)"
+            )
+        pair_frequencies(self.head_width, theta, axes)  # refuses a theta that is not positive
+        require_layout(layout)
+        self.name, self.theta, self.layout = name, theta, layout
+
+    def rotate(self, query: Tensor, key: Tensor, context: PositionContext) -> tuple[Tensor, Tensor]:
+        """Turn queries and keys (B, heads, T, head width); prefix tokens stay as they are.
+
+        Raises:
+            ValueError: other head widths, queries and keys that differ in number, or tokens that
+                are not those of the context.
+        """
+        shapes = tuple(query.shape[-2:]), tuple(key.shape[-2:])
+        if shapes[0] != shapes[1] or shapes[0][1] != self.head_width:
+            raise ValueError(
+                f"{self.name} rotates queries and keys of the same tokens with head width "
+                f"{self.head_width}, not {shapes[0]} and {shapes[1]}"
+            )
+        cosine, sine = self._cosine_and_sine(query, context)
+        return turn(query, cosine, sine, self.layout), turn(key, cosine, sine, self.layout)
+
+    def _cosine_and_sine(self, query: Tensor, context: PositionContext) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+
+class RotarySequence(_Rotary):
+    """`rope-1d`: RoPE over the order of the tokens (Su et al. 2021), text or a grid's raster order.
+
+    Places count from 0 after the prefix, whose tokens are not rotated; text that numbers its [CLS]
+    too passes a context without prefix. Sequences of any length and grids of any shape work, but a
+    grid is only its raster order: the patch above is a whole row away. Nothing is learned and
+    there is no neutral start: attached to trained weights it changes the layer.
+
+    Args:
+        width: channels of the layer.
+        heads: attention heads; their width must be even.
+        theta: base of the wavelengths.
+        layout: "interleaved" pairs (2k, 2k + 1) or "half" (k, k + head width / 2).
+
+    Raises:
+        ValueError: heads that do not divide the width, an odd head width, theta not positive, an
+            unknown layout.
+    """
+
+    def __init__(
+        self, width: int, heads: int, theta: float = 10000.0, layout: Layout = "interleaved"
+    ) -> None:
+        super().__init__("rope-1d", width, heads, theta, layout, axes=1)
+
+    def _cosine_and_sine(self, query: Tensor, context: PositionContext) -> tuple[Tensor, Tensor]:
+        tokens, prefix = query.shape[-2], context.prefix_tokens
+        if tokens < prefix:
+            raise ValueError(f"{self.name}: {tokens} tokens of which {prefix} are prefix")
+        return _sequence(
+            tokens - prefix, prefix, self.head_width, self.theta, query.dtype, query.device
+        )
+
+
+class _GridRotary(_Rotary):
+    """Patches of a grid, or tokens with coordinates."""
+
+    def __init__(
+        self,
+        name: str,
+        width: int,
+        heads: int,
+        grid: tuple[int, int] | None,
+        theta: float,
+        rescale: bool,
+        layout: Layout,
+    ) -> None:
+        super().__init__(name, width, heads, theta, layout, axes=2)
+        if grid is not None and min(grid) < 1:
+            raise ValueError(f"{name}: a grid of {_size(grid)} has no patches")
+        if rescale and grid is None:
+            raise ValueError(f"{name}: rescale needs the trained grid, but grid is None")
+        self.grid = None if grid is None else (grid[0], grid[1])
+        self.spread = self.grid if rescale else None
+
+    def _grid(self, query: Tensor, context: PositionContext) -> tuple[int, int]:
+        grid, prefix = context.grid or self.grid, context.prefix_tokens
+        if grid is None:
+            raise ValueError(f"{self.name} needs a grid, in its options or in the context")
+        expected = prefix + grid[0] * grid[1]
+        if query.shape[-2] != expected:
+            raise ValueError(
+                f"{self.name}: {prefix} prefix tokens and a {_size(grid)} grid are {expected} "
+                f"tokens, not {query.shape[-2]}"
+            )
+        return grid[0], grid[1]
+
+    def _coordinates(self, query: Tensor, context: PositionContext) -> Tensor | None:
+        """Columns and rows (B, T, 2) of tokens that lie on no grid, in patches of the options'."""
+        if context.coordinates is None:
+            return None
+        if self.grid is None:
+            raise ValueError(f"{self.name}: coordinates need a grid in the options, as their unit")
+        shape = tuple(context.coordinates.shape)
+        prefix, tokens = context.prefix_tokens, query.shape[-2]
+        if len(shape) != 3 or shape[-1] not in (2, 4) or prefix + shape[1] != tokens:
+            raise ValueError(
+                f"{self.name}: {tokens} tokens of which {prefix} are prefix need coordinates "
+                f"(batch, {tokens - prefix}, 2 or 4), not {shape}"
+            )
+        # float32 at least: patches are told apart by steps that bfloat16 lacks
+        kind = torch.promote_types(query.dtype, torch.float32)
+        shares = context.coordinates.to(query.device, kind)
+        if shape[-1] == 4:
+            shares = (shares[..., :2] + shares[..., 2:]) / 2
+        places = shares * shares.new_tensor([self.grid[1], self.grid[0]]) - 0.5
+        return functional.pad(places, (0, 0, prefix, 0))
+
+
+class RotaryAxial(_GridRotary):
+    """`rope-axial`: half of the pairs turn with the column, half with the row, fixed frequencies.
+
+    (Heo et al. 2024.) Any grid works, square or not, also one larger than any seen in
+    training: places are counted in patches and only offsets matter. `rescale` instead spreads the
+    places of another grid over the picture as the trained grid spreads its own. Prefix tokens are
+    not rotated. Tokens with coordinates get places between those of the patches, the middle of a
+    patch being that patch; a box stands where its centre is. Nothing is learned and there is no
+    neutral start: attached to trained weights it changes the layer.
+
+    Args:
+        width: channels of the layer.
+        heads: attention heads; four must divide their width.
+        grid: (rows, columns) of the trained grid: for contexts that name none, for coordinates, and
+            for `rescale`.
+        theta: base of the wavelengths, lower than for texts as pictures have fewer places.
+        rescale: whether the places of another grid are spread as the trained grid's.
+        layout: "interleaved" pairs (2k, 2k + 1) or "half" (k, k + head width / 2).
+
+    Raises:
+        ValueError: heads that do not divide the width, a head width that four does not divide,
+            theta not positive, an empty grid, rescale without a grid, an unknown layout.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        grid: tuple[int, int] | None = None,
+        theta: float = 100.0,
+        rescale: bool = False,
+        layout: Layout = "interleaved",
+    ) -> None:
+        super().__init__("rope-axial", width, heads, grid, theta, rescale, layout)
+
+    def _cosine_and_sine(self, query: Tensor, context: PositionContext) -> tuple[Tensor, Tensor]:
+        places = self._coordinates(query, context)
+        if places is not None:
+            angles = split_angles(places[:, None], self.head_width, self.theta)
+            return cosine_and_sine(angles, query.dtype)
+        grid = self._grid(query, context)
+        options = self.spread, context.prefix_tokens, self.head_width, self.theta
+        return _axial(grid, *options, query.dtype, query.device)
+
+
+class RotaryMixed(_GridRotary):
+    """`rope-mixed`: pairs turn by x f_x + y f_y, with frequencies learned per head and layer.
+
+    (Heo et al. 2024.) At the start each head has one random direction: half of its
+    pairs turn with the place along it, the others along its perpendicular, by theta^(-4k/dim)
+    radians a patch. This start is the paper's and no neutral one: attached to trained weights it
+    changes the layer. Grids, prefix tokens, coordinates and `rescale` are as in `rope-axial`.
+
+    Args:
+        width: channels of the layer.
+        heads: attention heads; four must divide their width.
+        grid: (rows, columns) of the trained grid; see `RotaryAxial`.
+        theta: base of the wavelengths at the start.
+        rescale: whether the places of another grid are spread as the trained grid's.
+        layout: "interleaved" pairs (2k, 2k + 1) or "half" (k, k + head width / 2).
+
+    Raises:
+        ValueError: as for `RotaryAxial`.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        grid: tuple[int, int] | None = None,
+        theta: float = 10.0,
+        rescale: bool = False,
+        layout: Layout = "interleaved",
+    ) -> None:
+        super().__init__("rope-mixed", width, heads, grid, theta, rescale, layout)
+        direction = torch.rand(heads, 1, 1) * (2 * math.pi)
+        pace = pair_frequencies(self.head_width, theta, axes=2).to(direction)
+        along_and_across = torch.cat([direction, direction + math.pi / 2], 1)
+        start = torch.stack([along_and_across.cos() * pace, along_and_across.sin() * pace])
+        # The authors exempt the frequencies from weight decay; here the name "table" does it.
+        self.frequency_table = nn.Parameter(start.flatten(-2))
+
+    def _cosine_and_sine(self, query: Tensor, context: PositionContext) -> tuple[Tensor, Tensor]:
+        places = self._coordinates(query, context)
+        if places is None:
+            kind = torch.promote_types(query.dtype, torch.float32)
+            grid = self._grid(query, context)
+            places = _places(grid, self.spread, context.prefix_tokens, kind, query.device)
+        return cosine_and_sine(mixed_angles(places, self.frequency_table), query.dtype)
+
+
+# What depends on sizes alone is made once and shared by all layers. It is made outside inference
+# mode: a tensor born in it could serve no backward pass later.
+
+
+@functools.lru_cache(maxsize=32)
+def _sequence(
+    length: int, prefix: int, dim: int, theta: float, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False):
+        angles = functional.pad(sequence_angles(length, dim, theta), (0, 0, prefix, 0))
+        cosine, sine = cosine_and_sine(angles, dtype)
+        return cosine.to(device), sine.to(device)
+
+
+@functools.lru_cache(maxsize=32)
+def _axial(
+    grid: tuple[int, int],
+    spread: tuple[int, int] | None,
+    prefix: int,
+    dim: int,
+    theta: float,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False):
+        places = _places(grid, spread, prefix, torch.float64, torch.device("cpu"))
+        cosine, sine = cosine_and_sine(split_angles(places, dim, theta), dtype)
+        return cosine.to(device), sine.to(device)
+
+
+@functools.lru_cache(maxsize=32)
+def _places(
+    grid: tuple[int, int],
+    spread: tuple[int, int] | None,
+    prefix: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    with torch.inference_mode(False):
+        places = functional.pad(grid_places(*grid, spread), (0, 0, prefix, 0))
+        return places.to(device, dtype)
+
+
+def _size(grid: tuple[int, int]) -> str:
+    return f"{grid[0]} x {grid[1]}"

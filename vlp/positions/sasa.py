@@ -1,0 +1,87 @@
+"""`sasa`: vectors of the horizontal and the vertical offset side by side (Ramachandran 2019)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from vlp.positions.base import PositionContext
+from vlp.positions.clipped import ClippedPosition, Offsets
+from vlp.positions.lookup import pair_products
+
+
+def sasa_bias(query: Tensor, table_x: Tensor, table_y: Tensor, ids: Tensor) -> Tensor:
+    """q_i . concat(p_dx, p_dy) / sqrt(channels) (iRPE Eq. 12), x = column first (reading I16).
+
+    Each half of the query meets its own table, so that nothing is concatenated per pair.
+
+    Args:
+        query: (batch, heads, T, channels).
+        table_x: (1 or heads, rows of the table, channels / 2), of horizontal offsets.
+        table_y: the same of vertical offsets.
+        ids: int64 (2, T, T), ids of vertical, then of horizontal offsets, as everywhere in
+            `buckets` and `clipped`.
+
+    Returns:
+        (batch, heads, T, T), of the query's dtype.
+    """
+    scale = query.shape[-1] ** -0.5
+    horizontal, vertical = query.chunk(2, -1)
+    along_x = pair_products(horizontal, table_x, ids[1:], scale)
+    along_y = pair_products(vertical, table_y, ids[:1], scale)
+    return (along_x + along_y).to(query.dtype)
+
+
+class SasaPosition(ClippedPosition):
+    """Relative positions of stand-alone self-attention, on keys as iRPE compares them (Eq. 12).
+
+    Made for images, it needs no product: offsets along x and along y read a table each, of half
+    the head width, and their vectors stand side by side. By default nothing is clipped on the
+    trained grid: iRPE takes the encoding as it is (supplement 4), and its cost in Table 5 (4,639M)
+    is that of all 27 offsets per axis on 14 x 14 patches.
+
+    Both axes reach equally far, by the longer side of the grid, so that a trained landscape serves
+    a portrait. On a larger grid, offsets beyond the reach share the row of the furthest one, axis
+    by axis. Pairs with prefix tokens have one row of their own in each table (reading I10). The
+    paper does not say whether heads share the tables here; they do by default, as in the encodings
+    beside it. Tables start at zero, which leaves the layer as it was.
+
+    Args:
+        width: channels of the layer.
+        heads: attention heads.
+        grid: (rows, columns) of training; also where the context names none.
+        reach: the longest offset that has its own row, in patches; None: the longest one of `grid`.
+        shared_heads: the same two tables for all heads.
+        prefix_bucket: whether the tables have a row for pairs with prefix tokens.
+
+    Raises:
+        ValueError: an odd head width, a reach below 1, no reach and no grid, or heads that do not
+            divide the width.
+    """
+
+    OFFSETS: ClassVar[tuple[Offsets, ...]] = ("axes",)
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        grid: tuple[int, int] | None = None,
+        reach: int | None = None,
+        shared_heads: bool = True,
+        prefix_bucket: bool = True,
+    ) -> None:
+        super().__init__("sasa", width, heads, grid, "axes", reach, shared_heads, prefix_bucket)
+        if self.head_width % 2:
+            raise ValueError(f"sasa: head width {self.head_width} has no halves for x and y")
+        self.table_x = self._table(self.head_width // 2)
+        self.table_y = self._table(self.head_width // 2)
+
+    def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
+        """`sasa_bias` of one layer: (B, heads, T, T).
+
+        Raises:
+            ValueError: the tokens are not prefix and grid.
+        """
+        ids = self._ids(context, query.shape[-2], key.shape[-2], query.device)
+        return sasa_bias(query, self.table_x, self.table_y, ids)

@@ -1,0 +1,281 @@
+"""SaPE, the 2D semantic-aware position encoding, whose equations are lost in every source at hand.
+
+What stands here is a reconstruction (readings S5-S9, S12, S13) on top of CoPE (`cope.py`): each
+patch gets two vectors, one of the places of its row's patches and one of its column's, and pairs
+of patches whose vectors differ attend less to each other.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from vlp.positions.base import PositionContext, PositionEncoding
+from vlp.positions.cope import (
+    cope_bias,
+    count_from_end,
+    full_precision,
+    gate,
+    interpolate,
+    require_shapes,
+)
+
+Mode = Literal["key", "query"]
+Summation = Literal["between", "suffix"]
+
+__all__ = ["SemanticPosition", "cope_bias", "pair_distance", "sape_bias"]
+
+
+def sape_bias(
+    query: Tensor,
+    key: Tensor,
+    grid: tuple[int, int],
+    table_x: Tensor,
+    table_y: Tensor,
+    mode: Mode = "key",
+    *,
+    gate_scale: float = 1.0,
+    bias_scale: float = 1.0,
+    summation: Summation = "between",
+) -> Tensor:
+    """b^x_ij + b^y_ij, to be added to the scaled logits (SaPE Eqs 9-16).
+
+    Reconstructed; every row says what was chosen (S: number in the table of readings):
+
+    - gate g_ij = sigmoid(q_i . k_j) for patches of one row, then of one column (Eq. 9), in both
+      modes (S7), without scale (S1);
+    - place p_ij (Eq. 10): the sum of the gates from i to j, both included, so that gates of one
+      give |i - j| + 1; `suffix` sums from j to the end of the row, as CoPE's listing does (S5);
+    - vector z_i (Eqs 12-14): b^x_i has an entry q_i . e(p_it) for every place t of the patch's own
+      row, b^y_i for every place of its own column; e interpolates `table_x` and `table_y` (S6).
+      Mode `key` takes k_i in place of q_i there and nowhere else (S7);
+    - bias of any pair (Eq. 15): minus the Euclidean distance of z_i and z_j (S8), so that alike
+      patches attend to each other wherever they are;
+    - Eq. 16 adds both axes outside 1/sqrt(d) (S9).
+
+    Nothing larger than the result is made but (..., T, row) and (..., T, P). Half precision is
+    computed in float32, also under autocast. Where two patches have the same vector, the bias is
+    exactly 0 and its gradient is 0.
+
+    Args:
+        query: (..., rows * columns, d), patches only: a prefix lies on no line (S12).
+        key: as the query.
+        grid: (rows, columns).
+        table_x: (P, d), vectors of the places 0 .. P-1 along rows, or (heads, P, d); the last
+            serves all places beyond (S11). columns + 1 rows tell all places apart.
+        table_y: the same along columns, of any number of rows.
+        mode: "key" or "query". For both, add both biases (S13).
+        gate_scale: factor of q . k inside the gate.
+        bias_scale: factor of the bias.
+        summation: "between" or "suffix".
+
+    Returns:
+        (..., T, T) in the query's type, not positive, symmetric, 0 on the diagonal.
+
+    Raises:
+        ValueError: unknown mode or summation, tokens that are not the grid, shapes that do not
+            fit.
+    """
+    _require("mode", mode, get_args(Mode))
+    _require("summation", summation, get_args(Summation))
+    require_shapes("SaPE", query, key, table_x, table_y)
+    rows, columns = grid
+    if min(rows, columns) < 1 or query.shape[-2] != rows * columns:
+        raise ValueError(
+            f"SaPE: a grid of {rows} x {columns} patches does not fit {query.shape[-2]} tokens"
+        )
+    with torch.autocast(query.device.type, enabled=False):
+        wide_query, wide_key, table_x, table_y = full_precision(query, key, table_x, table_y)
+        source = wide_key if mode == "key" else wide_query
+        distances = []
+        for table, upright in ((table_x, False), (table_y, True)):
+            line_queries = _lines(wide_query, rows, columns, upright)
+            line_keys = _lines(wide_key, rows, columns, upright)
+            places = _places(gate(line_queries, line_keys, gate_scale), summation)
+            products = source @ table.transpose(-2, -1)  # Eq. 13, at the whole places
+            vectors = interpolate(_lines(products, rows, columns, upright), places)
+            distances.append(pair_distance(_tokens(vectors, upright)))
+        return (-bias_scale * (distances[0] + distances[1])).to(query.dtype)
+
+
+class SemanticPosition(PositionEncoding):
+    """`sape`: semantic-aware position encoding of one self-attention layer, as read in `sape_bias`.
+
+    Any grid works, square or not: a line of another length gives vectors of that length, and
+    places beyond the table share its last row (reading S11). Distances grow with the root of a
+    line's length. Prefix tokens lie on no line: they are not counted and every pair that touches
+    one has bias 0 (S12), the largest there is.
+
+    Tables start small and random. At zero all distances are 0, where their gradient is 0 too, so
+    that zero tables would never move; once there is any distance, the size of the table's gradient
+    does not depend on the size of the table. Attached to trained weights the default start of 0.02
+    changes the layer; a smaller `deviation` changes it less.
+
+    Args:
+        width: channels of the layer.
+        heads: attention heads.
+        grid: (rows, columns), the trained grid: tables have columns + 1 and rows + 1 rows, for
+            contexts that name no grid it is the grid.
+        mode: "key", best in the paper's Table 2, "query", or "both", whose biases are added; each
+            mode then has its own tables, as they meet different vectors (S13, named only in
+            section 5.3).
+        shared_heads: one table for all heads of the layer, x and y apart (S10).
+        deviation: standard deviation of the start.
+        gate_scale: see `sape_bias`.
+        bias_scale: see `sape_bias`.
+        summation: see `sape_bias`.
+
+    Raises:
+        ValueError: heads that do not divide the width, an empty grid, unknown names, or a
+            deviation that is not positive.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        grid: tuple[int, int],
+        mode: Literal["key", "query", "both"] = "key",
+        shared_heads: bool = True,
+        deviation: float = 0.02,
+        gate_scale: float = 1.0,
+        bias_scale: float = 1.0,
+        summation: Summation = "between",
+    ) -> None:
+        super().__init__()
+        if width % heads:
+            raise ValueError(f"sape: {heads} heads do not divide width {width}")
+        if min(grid) < 1:
+            raise ValueError(f"sape: a grid of {grid[0]} x {grid[1]} has no patches")
+        if not deviation > 0:
+            raise ValueError(
+                f"sape: the deviation must be positive, not {deviation}: equal tables never move"
+            )
+        _require("mode", mode, (*get_args(Mode), "both"))
+        _require("summation", summation, get_args(Summation))
+        self.grid = (grid[0], grid[1])
+        self.gate_scale, self.bias_scale, self.summation = gate_scale, bias_scale, summation
+        modes: tuple[Mode, ...] = ("key", "query") if mode == "both" else (mode,)
+        self.modes = modes
+
+        def tables(places: int) -> nn.ParameterDict:
+            shape = 1 if shared_heads else heads, places + 1, width // heads
+            start = {mode: nn.Parameter(torch.randn(shape) * deviation) for mode in modes}
+            return nn.ParameterDict(start)
+
+        self.tables_x, self.tables_y = tables(grid[1]), tables(grid[0])
+
+    def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
+        """Minus the distances of Eq. 15, over both axes and all modes.
+
+        Returns:
+            (B, heads, T, T) in the query's type.
+
+        Raises:
+            ValueError: the tokens are not prefix and grid.
+        """
+        grid, prefix = context.grid or self.grid, context.prefix_tokens
+        tokens = prefix + grid[0] * grid[1]
+        if (query.shape[-2], key.shape[-2]) != (tokens, tokens):
+            raise ValueError(
+                f"sape: {prefix} prefix tokens and a {grid[0]} x {grid[1]} grid are {tokens} "
+                f"tokens that attend to themselves, not {query.shape[-2]} queries and "
+                f"{key.shape[-2]} keys"
+            )
+        queries, keys = full_precision(query[..., prefix:, :], key[..., prefix:, :])
+        total = None
+        for mode in self.modes:
+            term = sape_bias(
+                queries,
+                keys,
+                (grid[0], grid[1]),
+                self.tables_x[mode],
+                self.tables_y[mode],
+                mode,
+                gate_scale=self.gate_scale,
+                bias_scale=self.bias_scale,
+                summation=self.summation,
+            )
+            total = term if total is None else total + term
+        assert total is not None
+        return functional.pad(total.to(query.dtype), (prefix, 0, prefix, 0))
+
+
+def pair_distance(vectors: Tensor) -> Tensor:
+    """Euclidean distance of every pair (SaPE Eq. 15): (..., T, n) -> (..., T, T).
+
+    Differences are taken first and squared then. The cheaper |a|^2 + |b|^2 - 2 a.b is off by
+    |a| sqrt(epsilon) near 0, 2e-3 in float32 and 8e-8 in float64, and does not see that two vectors
+    are equal. The gradient of a distance of 0 is 0.
+    """
+    return _PairDistance.apply(vectors)
+
+
+class _PairDistance(torch.autograd.Function):
+    """Saves the vectors and the distances alone, where autograd would keep all (T, T, n).
+
+    With pull = gradient / distance, which both ends of a pair feel, the gradient at i is
+    sum_j pull_ij (z_i - z_j). Written as a matrix product it cancels where distances are small, so
+    it is formed in float64, which TF32 and autocast leave alone.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(vectors: Tensor) -> Tensor:
+        if vectors.device.type == "cpu":
+            return torch.cdist(vectors, vectors, compute_mode="donot_use_mm_for_euclid_dist")
+        return _distance_by_entry(vectors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        vectors, distance = ctx.saved_tensors
+        apart = distance > 0
+        pull = torch.where(apart, gradient / torch.where(apart, distance, 1), 0)
+        # no float64 there, and no TF32 either
+        wide = vectors.float() if vectors.device.type == "mps" else vectors.double()
+        pull = pull.to(wide.dtype)
+        pull = pull + pull.transpose(-2, -1)
+        return (pull.sum(-1, keepdim=True) * wide - pull @ wide).to(vectors.dtype)
+
+
+def _distance_by_entry(vectors: Tensor) -> Tensor:
+    """One pass per entry: on GPUs cdist gives every pair a block of threads for its few entries."""
+    squared = vectors.new_zeros(*vectors.shape[:-1], vectors.shape[-2])
+    for entry in vectors.unbind(-1):
+        step = entry[..., :, None] - entry[..., None, :]
+        squared = torch.addcmul(squared, step, step)
+    return squared.sqrt()
+
+
+def _places(gates: Tensor, summation: Summation) -> Tensor:
+    """p_ij along a line from its gates, (..., n, n) (Eq. 10, reading S5)."""
+    if summation == "suffix":
+        return count_from_end(gates)
+    # One sum to either side, as a difference of two running sums would lose digits.
+    ahead = gates.triu().cumsum(-1)
+    behind = count_from_end(gates.tril())
+    return ahead + behind.tril(-1)
+
+
+def _lines(x: Tensor, rows: int, columns: int, upright: bool) -> Tensor:
+    """Patches in raster order by line: (..., rows, columns, d), or columns first if upright."""
+    lines = x.unflatten(-2, (rows, columns))
+    return lines.transpose(-3, -2) if upright else lines
+
+
+def _tokens(lines: Tensor, upright: bool) -> Tensor:
+    """The inverse of `_lines`."""
+    return (lines.transpose(-3, -2) if upright else lines).flatten(-3, -2)
+
+
+def _require(what: str, name: str, known: tuple[str, ...]) -> None:
+    if name not in known:
+        raise ValueError(f"unknown SaPE {what} {name!r}; one of {', '.join(known)}")

@@ -1,0 +1,91 @@
+"""`shaw`: learned vectors of clipped offsets on keys and values (Shaw et al. 2018)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from vlp.positions.base import PositionContext
+from vlp.positions.clipped import ClippedPosition, Offsets
+from vlp.positions.lookup import attended_rows, pair_products
+
+ROLES = ("key", "value")
+
+
+class ShawPosition(ClippedPosition):
+    """Relative positions of Shaw et al. 2018, on images as iRPE compares them (Eqs 7-9).
+
+    Logits gain q_i p^K_ij over the root of the head width (Eq. 8), outputs sum_j a_ij p^V_ij
+    (Eq. 7). On images p_ij is a row of iRPE's product method with the clip function, shared by all
+    heads (supplement 4, reading I15): this is `irpe-product` with function "clip" on keys and
+    values. The default reach has the 7 x 7 + 1 = 50 rows of the paper's own product method. The
+    costs in its Table 5 (4,659M) are those of keys alone: `roles=("key",)`.
+
+    Non-square grids are grids like any other. On a grid larger than the trained one, offsets
+    beyond the reach share the row of the furthest one, axis by axis. Pairs with prefix tokens have
+    one row of their own (reading I10). Tables start at zero, which leaves the layer as it was.
+
+    Args:
+        width: channels of the layer.
+        heads: attention heads.
+        grid: (rows, columns) where the context names none; also what `reach` None goes by.
+        roles: which of key, value carry the position.
+        offsets: "product", or "raster" for the 1D encoding as it is, over patches in raster order
+            or over a sentence.
+        reach: k of Eq. 9: the longest offset that has its own row, per axis, in patches; None: the
+            longest one of `grid`.
+        shared_heads: one table for all heads.
+        prefix_bucket: whether the tables have a row for pairs with prefix tokens.
+
+    Raises:
+        ValueError: unknown names, no roles, a reach below 1, no reach and no grid, or heads that
+            do not divide the width.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        grid: tuple[int, int] | None = None,
+        roles: Sequence[str] = ROLES,
+        offsets: Offsets = "product",
+        reach: int | None = 3,
+        shared_heads: bool = True,
+        prefix_bucket: bool = True,
+    ) -> None:
+        super().__init__("shaw", width, heads, grid, offsets, reach, shared_heads, prefix_bucket)
+        if not roles or set(roles) - set(ROLES):
+            raise ValueError(f"shaw: roles {tuple(roles)} are not some of {ROLES}")
+        self.roles = tuple(role for role in ROLES if role in roles)
+        self.tables = nn.ParameterDict({role: self._table(self.head_width) for role in self.roles})
+
+    @property
+    def hooks(self) -> frozenset[str]:
+        """Only what the roles need, so that fused attention stays possible without values."""
+        return frozenset({"key": "bias", "value": "value"}[role] for role in self.roles)
+
+    def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
+        """q_i p^K_ij over the root of the head width (Eq. 8).
+
+        Returns:
+            (B, heads, T, T).
+
+        Raises:
+            ValueError: the tokens are not prefix and grid.
+        """
+        ids = self._ids(context, query.shape[-2], key.shape[-2], query.device)
+        table = self.tables["key"]
+        return pair_products(query, table, ids, self.head_width**-0.5).to(query.dtype)
+
+    def value(self, attention: Tensor, context: PositionContext) -> Tensor:
+        """sum_j a_ij p^V_ij, attention summed per row and then times the table (Eq. 7).
+
+        Returns:
+            (B, heads, T, head width).
+
+        Raises:
+            ValueError: as in `bias`.
+        """
+        ids = self._ids(context, attention.shape[-2], attention.shape[-1], attention.device)
+        return attended_rows(attention, self.tables["value"], ids)

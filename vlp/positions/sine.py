@@ -1,0 +1,280 @@
+"""Fixed sinusoids of a place: along raster order, along each axis, or of several axes at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vlp.positions.base import PositionContext
+from vlp.positions.coordinates import (
+    places_after_prefix,
+    require_extent,
+    token_coordinates,
+    vertical_first,
+)
+from vlp.positions.mixer import TokenEncoding
+from vlp.positions.modulator import Modulator
+
+LAYOUTS = ("halves", "interleaved")
+
+
+def frequencies(
+    channels: int,
+    temperature: float = 10_000.0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> Tensor:
+    """temperature ^ (-2k / channels), k = 0, 1, ...: (channels / 2,), radians a unit.
+
+    Raises:
+        ValueError: channels that are no pairs, or a temperature not positive.
+    """
+    if channels < 2 or channels % 2:
+        raise ValueError(f"{channels} channels are no pairs of sine and cosine")
+    if not temperature > 0:
+        raise ValueError(f"the temperature must be positive, not {temperature}")
+    steps = torch.arange(0, channels, 2, dtype=dtype, device=device)
+    return torch.pow(temperature, steps / -channels)
+
+
+def sinusoid(
+    positions: Tensor,
+    channels: int,
+    temperature: float = 10_000.0,
+    layout: str = "halves",
+) -> Tensor:
+    """Sinusoids of scalar positions (Vaswani et al.; Eq. 1 of Li et al., inside Eq. 13 of ViTARC).
+
+    Frequencies fall from 1 to almost 1 / temperature, so that the dot product of two encodings
+    depends on the difference of their positions alone.
+
+    Args:
+        positions: (...), any number type.
+        channels: of the encoding; even.
+        temperature: ratio of the slowest to the fastest frequency, nearly.
+        layout: "halves", all sines and then all cosines (reading V10), or "interleaved", sine and
+            cosine of each frequency side by side as Vaswani et al. print it.
+
+    Returns:
+        (..., channels), the positions' number type (integers: float32); half precision is computed
+        in float32.
+
+    Raises:
+        ValueError: an odd number of channels, a temperature not positive, an unknown layout.
+    """
+    kind = torch.promote_types(positions.dtype, torch.float32)
+    steps = frequencies(channels, temperature, kind, positions.device)
+    out = _waves(positions.to(kind).unsqueeze(-1) * steps, layout)
+    return out.to(positions.dtype) if positions.is_floating_point() else out
+
+
+def md_sinusoid(coords: Tensor, freqs: Tensor, layout: str = "halves") -> Tensor:
+    """Sinusoids of several coordinates at once, sin(w . x) and cos(w . x): MD-Sine.
+
+    **Reconstruction (reading F11).** Appendix C of Li et al. lost its formula; its prose 'adapts
+    the original frequencies for each dimension' of a linear combination. One set of frequencies
+    serves all coordinates here; only their sum then counts, which fits the poor result that the
+    paper reports. A row of frequencies per channel gives every other combination.
+
+    Args:
+        coords: (..., M).
+        freqs: (channels / 2,), shared by the coordinates, or (channels / 2, M).
+        layout: see `sinusoid`.
+
+    Returns:
+        (..., channels), number type as for `sinusoid`.
+
+    Raises:
+        ValueError: frequencies of another shape, or an unknown layout.
+    """
+    if freqs.ndim not in (1, 2) or (freqs.ndim == 2 and freqs.shape[1] != coords.shape[-1]):
+        raise ValueError(
+            f"frequencies {tuple(freqs.shape)} are neither (pairs,) nor "
+            f"(pairs, {coords.shape[-1]} coordinates)"
+        )
+    kind = torch.promote_types(coords.dtype, torch.float32)
+    exact, freqs = coords.to(kind), freqs.to(coords.device, kind)
+    if freqs.ndim == 1:
+        angles = exact.sum(-1, keepdim=True) * freqs
+    else:
+        # Not a matrix product: autocast and TF32 would round the angles.
+        angles = (exact.unsqueeze(-2) * freqs).sum(-1)
+    out = _waves(angles, layout)
+    return out.to(coords.dtype) if coords.is_floating_point() else out
+
+
+class SinePosition(TokenEncoding):
+    """`sine-1d`, `sine-2d`, `sine-4d`: sinusoids of each coordinate, concatenated (reading F12).
+
+    `sine-1d` numbers the tokens after the prefix, which on a grid is raster order; it serves text
+    and tokens without a grid alike. `sine-2d` gives half of the channels to the row and half to the
+    column; `sine-4d` a quarter each to top, left, bottom and right of a box, in Li et al.'s order,
+    vertical before horizontal. On a plain grid each patch is its own box. With `mlp` the sinusoids
+    pass the MLP of the Fourier encoder ('Sine + MLP'), all at once or in groups of coordinates that
+    share it ('Sine-4D+MLP-2/2').
+
+    Coordinates count patches by default, as Eq. 1 counts tokens and as Reformer and ViTARC count
+    pixels: neighbours differ by the same amount on every grid. `extent` normalises them: 2 pi
+    spreads every picture over DETR's range, 100 is the paper's widget captioning. Coordinates of
+    the context are shares of the picture and need either `extent` or a grid that says how many
+    patches they span.
+
+    Grids of every size and shape work, also others than the trained one. Prefix tokens get no
+    position. There are no parameters without `mlp` and `mixer`.
+
+    Args:
+        dimensions: 1, 2 or 4.
+        width: channels of the tokens; a multiple of twice the dimensions.
+        grid: (rows, columns) where the context names none; sine-1d needs none.
+        temperature: see `sinusoid`.
+        layout: see `sinusoid`; within each coordinate's part.
+        extent: the picture's width and height (sine-1d: the sequence's length) in the unit of the
+            sinusoids; None counts patches.
+        mlp: hidden channels of an MLP on top, or None.
+        groups: parts of the coordinates to which the MLP is applied separately.
+        approximate: GELU of the MLP, "none" or "tanh".
+        mixer: see `TokenEncoding`.
+
+    Raises:
+        ValueError: unknown dimensions, a width that they do not divide in pairs, groups that do not
+            divide them, groups without an MLP, an extent or temperature not positive, an unknown
+            layout or GELU.
+    """
+
+    def __init__(
+        self,
+        dimensions: int,
+        width: int,
+        grid: tuple[int, int] | None = None,
+        temperature: float = 10_000.0,
+        layout: str = "halves",
+        extent: float | None = None,
+        mlp: int | None = None,
+        groups: int = 1,
+        approximate: str = "none",
+        mixer: bool = False,
+    ) -> None:
+        super().__init__(f"sine-{dimensions}d", width, mixer)
+        if dimensions not in (1, 2, 4):
+            raise ValueError(f"sine encodings have 1, 2 or 4 dimensions, not {dimensions}")
+        if width % (2 * dimensions):
+            raise ValueError(
+                f"{self.name}: width {width} is not a multiple of {2 * dimensions}, pairs of "
+                f"channels for {dimensions} coordinates"
+            )
+        if groups < 1 or dimensions % groups or (groups > 1 and mlp is None):
+            raise ValueError(
+                f"{self.name}: {groups} groups, where an MLP serves groups that divide the "
+                f"{dimensions} coordinates"
+            )
+        require_extent(self.name, extent)
+        sinusoid(torch.zeros(1), width // dimensions, temperature, layout)  # refuses bad options
+        self.dimensions, self.groups = dimensions, groups
+        self.grid = None if grid is None else (grid[0], grid[1])
+        self.temperature, self.layout, self.extent = temperature, layout, extent
+        share = width // groups
+        self.mlp = None if mlp is None else Modulator(share, mlp, share, approximate)
+
+    def places(self, x: Tensor, context: PositionContext) -> Tensor:
+        """Sinusoids of the tokens' places: (B or 1, T - prefix, width).
+
+        Raises:
+            ValueError: see `token_coordinates`.
+        """
+        if self.dimensions == 1:
+            coords = self._order(x, context)
+        else:
+            coords = vertical_first(
+                token_coordinates(self.name, self.dimensions, x, context, self.grid, self.extent)
+            )
+        channels = self.width // self.dimensions
+        waves = sinusoid(coords, channels, self.temperature, self.layout)
+        if self.mlp is None:
+            return waves.flatten(-2)
+        return self.mlp(waves.unflatten(-2, (self.groups, -1)).flatten(-2)).flatten(-2)
+
+    def _order(self, x: Tensor, context: PositionContext) -> Tensor:
+        """Numbers of the tokens after the prefix: (1, T - prefix, 1)."""
+        kind = torch.promote_types(x.dtype, torch.float32)
+        length = places_after_prefix(self.name, x, context)
+        order = torch.arange(length, dtype=kind, device=x.device)
+        if self.extent is not None:
+            order = (order + 0.5) * (self.extent / max(length, 1))
+        return order[None, :, None]
+
+
+class MDSinePosition(TokenEncoding):
+    """`md-sine`: fixed sinusoids of the whole coordinate, one linear combination per frequency.
+
+    **Reconstruction (reading F11)**: see `md_sinusoid`. The default frequencies are those of a
+    scalar position, the same for every coordinate. Units, grids, prefix tokens and the MLP are
+    those of `SinePosition`; there are no groups, since every channel sees all coordinates.
+
+    Args:
+        width: channels of the tokens; even.
+        grid: (rows, columns) where the context names none.
+        dimensions: 2 for points x, y, 4 for boxes x0, y0, x1, y1.
+        freqs: width / 2 numbers, or as many rows with one number per coordinate (x first), in
+            radians a unit; None takes `frequencies`.
+        temperature: of the default frequencies.
+        layout: see `sinusoid`.
+        extent: the picture's width and height in the unit of the sinusoids; None counts patches.
+        mlp: hidden channels of an MLP on top, or None.
+        approximate: GELU of the MLP, "none" or "tanh".
+        mixer: see `TokenEncoding`.
+
+    Raises:
+        ValueError: unknown dimensions, an odd width, frequencies of another shape, an extent or
+            temperature not positive, an unknown layout or GELU.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        grid: tuple[int, int] | None = None,
+        dimensions: int = 2,
+        freqs: Sequence[float] | Sequence[Sequence[float]] | None = None,
+        temperature: float = 10_000.0,
+        layout: str = "halves",
+        extent: float | None = None,
+        mlp: int | None = None,
+        approximate: str = "none",
+        mixer: bool = False,
+    ) -> None:
+        super().__init__("md-sine", width, mixer)
+        if dimensions not in (2, 4):
+            raise ValueError(f"md-sine places have 2 or 4 dimensions, not {dimensions}")
+        require_extent(self.name, extent)
+        shared = frequencies(width, temperature, torch.float64)
+        steps = shared if freqs is None else torch.as_tensor(freqs, dtype=torch.float64)
+        md_sinusoid(torch.zeros(1, dimensions), steps, layout)  # refuses other shapes and layouts
+        if len(steps) != width // 2:
+            raise ValueError(f"md-sine: width {width} takes {width // 2} freqs, not {len(steps)}")
+        # No buffer: `module.to(bfloat16)` would round it, and angles grow with it.
+        self.freqs = steps.tolist()
+        self.dimensions = dimensions
+        self.grid = None if grid is None else (grid[0], grid[1])
+        self.layout, self.extent = layout, extent
+        self.mlp = None if mlp is None else Modulator(width, mlp, width, approximate)
+
+    def places(self, x: Tensor, context: PositionContext) -> Tensor:
+        """Sinusoids of the tokens' places: (B or 1, T - prefix, width).
+
+        Raises:
+            ValueError: see `token_coordinates`.
+        """
+        coords = token_coordinates(self.name, self.dimensions, x, context, self.grid, self.extent)
+        freqs = torch.tensor(self.freqs, dtype=coords.dtype, device=coords.device)
+        waves = md_sinusoid(coords, freqs, self.layout)
+        return waves if self.mlp is None else self.mlp(waves)
+
+
+def _waves(angles: Tensor, layout: str) -> Tensor:
+    """(..., pairs) -> (..., 2 pairs)."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"unknown layout {layout!r}; one of {', '.join(LAYOUTS)}")
+    if layout == "halves":
+        return torch.cat([angles.sin(), angles.cos()], -1)
+    return torch.stack([angles.sin(), angles.cos()], -1).flatten(-2)

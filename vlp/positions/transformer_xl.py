@@ -1,0 +1,174 @@
+"""`transformer-xl`: sinusoids of the offset, projected, and two global biases of queries."""
+
+from __future__ import annotations
+
+import functools
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from vlp.positions.base import PositionContext
+from vlp.positions.clipped import ClippedPosition, Offsets, ids_on, longest_offset
+from vlp.positions.grid_tokens import require_grid_tokens
+from vlp.positions.lookup import pair_products
+from vlp.positions.sine import sinusoid
+
+
+def transformer_xl_bias(
+    query: Tensor, key: Tensor, relative: Tensor, ids: Tensor, u: Tensor, v: Tensor
+) -> Tensor:
+    """What iRPE Eq. 10 adds to the logits: (u . k_j + (q_i + v) . r_ij) / sqrt(channels).
+
+    Args:
+        query: (batch, heads, T, channels).
+        key: the same.
+        relative: (1 or heads, rows, channels), r = s W^R.
+        ids: int64 (tables, T, T), rows of `relative`.
+        u: (1 or heads, 1, channels), the global interest in what a key holds.
+        v: the same, the global interest in where it stands.
+
+    Returns:
+        (batch, heads, T, T), of the query's dtype.
+    """
+    scale = query.shape[-1] ** -0.5
+    content = u.to(key.dtype) @ key.transpose(-2, -1) * scale
+    place = pair_products(query + v.to(query.dtype), relative, ids, scale)
+    return (content + place).to(query.dtype)
+
+
+class TransformerXLPosition(ClippedPosition):
+    """Relative positions of Transformer-XL (Dai et al. 2019), on images as iRPE compares them.
+
+    On images s is the sinusoid of the number that iRPE's product method with the clip function
+    gives a pair of offsets, h(dy) * (2 reach + 1) + h(dx), counted from the centre (supplement 4,
+    reading I15); where counting begins is a rotation of the sinusoids, which W^R absorbs. So is
+    their layout (reading I17). W^R, u and v are shared by all heads by default, as the paper says
+    of the encodings it adapts; with `shared_heads=False` each head has its own, as in
+    Transformer-XL. The printed square W^R does not say how wide s is beside narrower heads: as
+    wide as the layer by default, as in Transformer-XL. The paper's text is followed where its Table
+    5 disagrees: 4,828M operations speak for all 27 x 27 offsets of 14 x 14 patches (`reach=13`),
+    and 23M parameters fit neither shared nor separate heads.
+
+    Non-square grids are grids like any other. Beyond the reach, offsets are clipped, axis by axis.
+    As sinusoids need no rows of their own, a reach as long as the largest grid to come costs no
+    parameters, and nothing is clipped. Prefix tokens have no offset: in place of s W^R, pairs
+    with them have one learned vector, the extra row of the product method (reading I10). W^R, u, v
+    and that vector start at zero, which leaves the layer as it was.
+
+    Args:
+        width: channels of the layer.
+        heads: attention heads.
+        grid: (rows, columns) where the context names none; also what `reach` None goes by.
+        offsets: "product"; "axes" for a sinusoid of dx beside one of dy, each half as wide; or
+            "raster" for the 1D encoding as it is, over patches in raster order or over a sentence.
+        reach: the longest offset that is told from longer ones, per axis, in patches; None: the
+            longest one of `grid`.
+        shared_heads: the same W^R, u and v for all heads.
+        prefix_bucket: whether there is a vector for pairs with prefix tokens.
+        sinusoid_width: channels of s, even, for axes a multiple of 4; None: `width`.
+        temperature: of the sinusoids, see `vlp.positions.sine.sinusoid`.
+        layout: "halves" or "interleaved", see the same.
+
+    Raises:
+        ValueError: unknown names, a reach below 1, no reach and no grid, sinusoids that cannot be
+            halved, a temperature not positive, or heads that do not divide the width.
+    """
+
+    OFFSETS: ClassVar[tuple[Offsets, ...]] = ("product", "axes", "raster")
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        grid: tuple[int, int] | None = None,
+        offsets: Offsets = "product",
+        reach: int | None = 3,
+        shared_heads: bool = True,
+        prefix_bucket: bool = True,
+        sinusoid_width: int | None = None,
+        temperature: float = 10_000.0,
+        layout: str = "halves",
+    ) -> None:
+        super().__init__(
+            "transformer-xl", width, heads, grid, offsets, reach, shared_heads, prefix_bucket
+        )
+        channels = width if sinusoid_width is None else sinusoid_width
+        parts = 4 if offsets == "axes" else 2
+        if channels < 1 or channels % parts:
+            raise ValueError(
+                f"transformer-xl: sinusoids of {offsets} need a multiple of {parts} channels, not "
+                f"{channels}"
+            )
+        sinusoid(torch.zeros(1), channels, temperature, layout)  # refuses impossible options
+        self.temperature, self.layout = temperature, layout
+        first, head_width = self.table_heads, self.head_width
+        self.projection = nn.Parameter(torch.zeros(first, channels, head_width))
+        self.u = nn.Parameter(torch.zeros(first, 1, head_width))
+        self.v = nn.Parameter(torch.zeros(first, 1, head_width))
+        self.prefix = nn.Parameter(torch.zeros(first, 1, head_width)) if prefix_bucket else None
+
+    def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
+        """`transformer_xl_bias` of one layer: (B, heads, T, T).
+
+        Raises:
+            ValueError: the tokens are not prefix and grid.
+        """
+        grid = require_grid_tokens(
+            self.name, context, self.grid, query.shape[-2], key.shape[-2], self.prefix_bucket
+        )
+        # Rows beyond the grid at hand would be projected and never read.
+        reach = min(self.reach, longest_offset(self.offsets, grid))
+        ids = ids_on(query.device, self.offsets, *grid, reach, context.prefix_tokens)
+        relative = self._relative(reach)
+        if self.offsets == "axes":
+            ids = torch.stack([ids[0], ids[1] + relative.shape[1] // 2])
+        return transformer_xl_bias(query, key, relative, ids, self.u, self.v)
+
+    def _relative(self, reach: int) -> Tensor:
+        """s W^R of every offset on a grid, (1 or heads, rows, head width).
+
+        The prefix has the row after the offsets. With axes, rows come before columns, and of the
+        two rows of the prefix that are added up one is zero.
+        """
+        sines = functools.partial(
+            _sinusoids_on,
+            self.projection.device,
+            self.projection.dtype,
+            reach,
+            temperature=self.temperature,
+            layout=self.layout,
+        )
+        channels = self.projection.shape[1]
+        prefix = [] if self.prefix is None else [self.prefix]
+        if self.offsets != "axes":
+            stride = 2 * self.reach + 1 if self.offsets == "product" else 0
+            places = sines(channels, stride) @ self.projection
+            return torch.cat([places.to(self.u.dtype), *prefix], 1)
+        along_x, along_y = self.projection.chunk(2, 1)  # dx first, as SASA has it (reading I16)
+        places = sines(channels // 2, 0)
+        zero = [torch.zeros_like(row) for row in prefix]
+        parts = [places @ along_y, *zero, places @ along_x, *prefix]
+        return torch.cat([part.to(self.u.dtype) for part in parts], 1)
+
+
+@functools.lru_cache(maxsize=32)
+def _sinusoids_on(
+    device: torch.device,
+    dtype: torch.dtype,
+    reach: int,
+    width: int,
+    stride: int,
+    temperature: float,
+    layout: str,
+) -> Tensor:
+    """Sinusoids of -reach..reach, with a stride of all pairs dy * stride + dx; for all layers.
+
+    They are made outside inference mode, as `ids_on` does, and in float64 on the CPU, so that they
+    do not depend on the device.
+    """
+    with torch.inference_mode(False):
+        offsets = torch.arange(-reach, reach + 1, device="cpu")
+        if stride:
+            offsets = (offsets[:, None] * stride + offsets).flatten()
+        return sinusoid(offsets.double(), width, temperature, layout).to(device, dtype)
