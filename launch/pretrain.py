@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
+from vlp.config import ConfigError
 from vlp.training import distributed
-from vlp.training.command import run_pretraining
+from vlp.training.command import run_training
 from vlp.training.config import PretrainConfig
 
 
@@ -29,6 +30,7 @@ def build(config: PretrainConfig) -> tuple[Any, Any]:
     from vlp.tasks.pretraining import Pretraining
 
     training = config.training
+    require_whole_groups(config, distributed.world_size())
     data = PretrainData(config.data, config.inputs, training.batch, training.seed)
     # Every rank, and every start of the same configuration, begins with the same weights.
     torch.manual_seed(training.seed)
@@ -46,6 +48,26 @@ def build(config: PretrainConfig) -> tuple[Any, Any]:
     return task, data
 
 
+def require_whole_groups(config: PretrainConfig, world_size: int) -> None:
+    """Each rank's share of a batch must hold whole sample groups (or be a part of one).
+
+    Raises:
+        ConfigError: it does not; the key and the numbers are named.
+    """
+    objectives, share = config.objectives, config.training.batch // world_size
+    groups = {}
+    if objectives.itm:
+        groups["objectives.itm.group"] = objectives.itm.group
+    if objectives.contrastive and objectives.contrastive.kind == "anchor":
+        groups["objectives.contrastive.token.group"] = objectives.contrastive.token.group
+    for key, group in groups.items():
+        if share > group and share % group:
+            raise ConfigError(
+                f"{key} {group} does not divide a rank's {share} samples (training.batch "
+                f"{config.training.batch} on {world_size} ranks)"
+            )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run one rank; returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -56,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--local_rank", type=int, help="set by the launcher")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
     chosen = parser.parse_args(arguments)
-    return run_pretraining(chosen.config, chosen.overrides, chosen.resume, build)
+    return run_training(chosen.config, PretrainConfig, chosen.overrides, chosen.resume, build)
 
 
 if __name__ == "__main__":

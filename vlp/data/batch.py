@@ -1,11 +1,13 @@
-"""The tensors of one rank's share of a global batch."""
+"""The tensors of one rank's share of a global batch: any batch's, and pretraining's."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+AnyBatch = TypeVar("AnyBatch", bound=tuple)
 
 
 class Skip(NamedTuple):
@@ -13,6 +15,37 @@ class Skip(NamedTuple):
 
     kind: str
     where: str
+
+
+class Slots(Protocol):
+    """What the training loop asks of any batch: slots, some of which may be empty.
+
+    valid: (B,) bool; skipped: this share's bad samples.
+    """
+
+    @property
+    def valid(self) -> Tensor:
+        """(B,) bool, False where the slot is empty."""
+
+    @property
+    def skipped(self) -> tuple[Skip, ...]:
+        """This share's bad samples."""
+
+    def to(self, device: torch.device | str) -> Slots:
+        """Move every tensor to `device`."""
+
+
+def moved(batch: AnyBatch, device: torch.device | str) -> AnyBatch:
+    """A named tuple with every tensor in it, also in tuples of tensors, on `device`."""
+
+    def move(field: Any) -> Any:
+        if isinstance(field, Tensor):
+            return field.to(device, non_blocking=True)
+        if isinstance(field, tuple) and field and isinstance(field[0], Tensor):
+            return tuple(move(part) for part in field)
+        return field
+
+    return type(batch)(*map(move, batch))
 
 
 class Batch(NamedTuple):
@@ -47,8 +80,4 @@ class Batch(NamedTuple):
 
     def to(self, device: torch.device | str) -> Batch:
         """Move every tensor to `device`."""
-        moved = (
-            field.to(device, non_blocking=True) if isinstance(field, Tensor) else field
-            for field in self
-        )
-        return Batch(*moved)  # type: ignore[arg-type]
+        return moved(self, device)

@@ -1,18 +1,18 @@
-"""Pretraining batches: the training order, read by worker processes."""
+"""Batches in the training order, read by worker processes; pretraining's among them."""
 
 from __future__ import annotations
 
 import atexit
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from vlp.config import ConfigError
-from vlp.data.batch import Batch, Skip
+from vlp.data.batch import Skip, Slots
 from vlp.data.config import DataConfig
 from vlp.data.inputs import Inputs
 from vlp.data.order import Pool, TrainingOrder
@@ -26,7 +26,100 @@ class DataError(RuntimeError):
     """The data cannot carry the run any further; the message is meant for the person."""
 
 
-class PretrainData:
+class OrderedData:
+    """Batches in a training order, the same for any number of ranks and workers.
+
+    Args:
+        order: which sample stands where.
+        samples: maps a `Request` to what `collate` takes.
+        collate: makes a batch (see `vlp.data.batch.Slots`) of a rank's samples.
+        batch: slots of a global batch (all ranks).
+        workers: loader processes of each rank.
+        max_skipped_share: more bad samples than this share of an epoch end the run.
+
+    Raises:
+        ConfigError: the batch does not fit the order.
+    """
+
+    def __init__(
+        self,
+        order: TrainingOrder,
+        samples: Dataset[Any],
+        collate: Callable[[list[Any]], Slots],
+        batch: int,
+        workers: int = 0,
+        max_skipped_share: float = 0.5,
+    ) -> None:
+        self.order, self.samples, self.collate = order, samples, collate
+        self.batch, self.workers, self.max_skipped_share = batch, workers, max_skipped_share
+        order.batches_in_epoch(0, batch)  # complains now when the batch does not fit
+
+    def samples_in_epoch(self, epoch: int) -> int:
+        """Samples of one epoch over all ranks (pairs with `captions: all`)."""
+        return self.order.samples_in_epoch(epoch)
+
+    def batches_in_epoch(self, epoch: int) -> int:
+        """Global batches of one epoch."""
+        return self.order.batches_in_epoch(epoch, self.batch)
+
+    def batches(
+        self,
+        samples_consumed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        stop_after: int | None = None,
+    ) -> Iterator[tuple[Any, int]]:
+        """One rank's share of the global batches, epoch after epoch without end.
+
+        Args:
+            samples_consumed: where to go on; the number that came with the last batch used, by any
+                number of ranks.
+            rank: whose share.
+            world_size: number of ranks; it divides `canonical_streams`.
+            stop_after: number of batches after which to end; None is never.
+
+        Yields:
+            The batch, and the samples consumed by all ranks after it.
+
+        Raises:
+            ConfigError: the ranks cannot share the streams, or no batch ends at samples_consumed.
+            DataError: more than `max_skipped_share` of this rank's epoch, or all of it, is bad.
+        """
+        self.order.locate(samples_consumed)
+        self.order.share(0, rank, world_size)
+        requests = _Requests(self.order, self.batch, samples_consumed, rank, world_size, stop_after)
+        workers = self.workers
+        loader = DataLoader(
+            self.samples,
+            batch_sampler=requests,
+            collate_fn=self.collate,
+            num_workers=workers,
+            prefetch_factor=4 if workers else None,
+            worker_init_fn=_prepare_worker if workers else None,
+            pin_memory=torch.cuda.is_available(),
+        )
+        return self._watched(loader, samples_consumed, rank, world_size)
+
+    def _watched(
+        self, loader: DataLoader[Any], samples_consumed: int, rank: int, world_size: int
+    ) -> Iterator[tuple[Any, int]]:
+        batches = iter(loader)
+        # A generator that is never closed, as after an exception, must not leave workers behind.
+        stop = getattr(batches, "_shutdown_workers", None)
+        if stop is not None:
+            atexit.register(stop)
+        try:
+            watch = _SkipWatch(self.order, self.max_skipped_share, rank, world_size)
+            for step, batch in zip(self.order.steps(samples_consumed, self.batch), batches):
+                watch.see(step.epoch, batch)
+                yield batch, step.consumed
+        finally:
+            if stop is not None:
+                atexit.unregister(stop)
+                stop()
+
+
+class PretrainData(OrderedData):
     """The batches of one pretraining run, the same for any number of ranks and workers.
 
     Args:
@@ -47,7 +140,6 @@ class PretrainData:
         seed: int,
     ) -> None:
         self.config = config
-        self.batch = batch
         self.text = TextProcessor.load(config.vocabulary, inputs.max_tokens)
         _require_fit(config, inputs, self.text)
         self.preprocessing = Preprocessing(inputs.image_size)
@@ -63,80 +155,21 @@ class PretrainData:
                 else [int(shard.sum()) for shard in counts[number]]
             )
             pools.append(Pool(sizes, source.weight))
-        self.order = TrainingOrder(pools, config.canonical_streams, config.shuffle_window, seed)
-        self.order.batches_in_epoch(0, batch)  # complains now when the batch does not fit
-        self.samples = CaptionedSamples(
-            self.sources,
-            counts,
-            self.text,
-            TrainTransform(config.augment, self.preprocessing),
-            inputs,
-            seed,
+        super().__init__(
+            TrainingOrder(pools, config.canonical_streams, config.shuffle_window, seed),
+            CaptionedSamples(
+                self.sources,
+                counts,
+                self.text,
+                TrainTransform(config.augment, self.preprocessing),
+                inputs,
+                seed,
+            ),
+            collate,
+            batch,
+            config.workers,
+            config.max_skipped_share,
         )
-
-    def samples_in_epoch(self, epoch: int) -> int:
-        """Samples of one epoch over all ranks (pairs with `captions: all`)."""
-        return self.order.samples_in_epoch(epoch)
-
-    def batches_in_epoch(self, epoch: int) -> int:
-        """Global batches of one epoch."""
-        return self.order.batches_in_epoch(epoch, self.batch)
-
-    def batches(
-        self,
-        samples_consumed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-        stop_after: int | None = None,
-    ) -> Iterator[tuple[Batch, int]]:
-        """One rank's share of the global batches, epoch after epoch without end.
-
-        Args:
-            samples_consumed: where to go on; the number that came with the last batch used, by any
-                number of ranks.
-            rank: whose share.
-            world_size: number of ranks; it divides `canonical_streams`.
-            stop_after: number of batches after which to end; None is never.
-
-        Yields:
-            The batch, and the samples consumed by all ranks after it.
-
-        Raises:
-            ConfigError: the ranks cannot share the streams, or no batch ends at samples_consumed.
-            DataError: more than `max_skipped_share` of this rank's epoch, or all of it, is bad.
-        """
-        self.order.locate(samples_consumed)
-        self.order.share(0, rank, world_size)
-        requests = _Requests(self.order, self.batch, samples_consumed, rank, world_size, stop_after)
-        workers = self.config.workers
-        loader = DataLoader(
-            self.samples,
-            batch_sampler=requests,
-            collate_fn=collate,
-            num_workers=workers,
-            prefetch_factor=4 if workers else None,
-            worker_init_fn=_prepare_worker if workers else None,
-            pin_memory=torch.cuda.is_available(),
-        )
-        return self._watched(loader, samples_consumed, rank, world_size)
-
-    def _watched(
-        self, loader: DataLoader[Any], samples_consumed: int, rank: int, world_size: int
-    ) -> Iterator[tuple[Batch, int]]:
-        batches = iter(loader)
-        # A generator that is never closed, as after an exception, must not leave workers behind.
-        stop = getattr(batches, "_shutdown_workers", None)
-        if stop is not None:
-            atexit.register(stop)
-        try:
-            watch = _SkipWatch(self.order, self.config.max_skipped_share, rank, world_size)
-            for step, batch in zip(self.order.steps(samples_consumed, self.batch), batches):
-                watch.see(step.epoch, batch)
-                yield batch, step.consumed
-        finally:
-            if stop is not None:
-                atexit.unregister(stop)
-                stop()
 
 
 class _Requests:
@@ -180,7 +213,7 @@ class _SkipWatch:
         self._good = 0
         self._skipped: list[Skip] = []
 
-    def see(self, epoch: int, batch: Batch) -> None:
+    def see(self, epoch: int, batch: Slots) -> None:
         if epoch != self._epoch:
             self._end_epoch()
             self._epoch = epoch

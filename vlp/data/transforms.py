@@ -116,7 +116,7 @@ class TrainTransform:
     def __call__(self, image: Image.Image, rng: np.random.Generator, caption: str) -> Tensor:
         """A picture to (3, image_size, image_size) float32; `caption` decides about mirroring."""
         size = self.preprocessing.image_size
-        box = _crop(*image.size, self.config.crop_scale, rng)
+        box = random_crop(*image.size, self.config.crop_scale, rng)
         image = image.convert("RGB")
         if image.size != (size, size) or box != (0, 0, size, size):
             image = image.resize((size, size), _BICUBIC, box=box)
@@ -132,7 +132,7 @@ class TrainTransform:
         return self.preprocessing.normalise(image)
 
 
-def _crop(
+def random_crop(
     width: int, height: int, scale: tuple[float, float], rng: np.random.Generator
 ) -> tuple[int, int, int, int]:
     """torchvision's random resized crop: area in `scale`, aspect in 3/4..4/3; (l, u, r, d) px."""

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
-
-from vlp.data.batch import Batch
 
 
 class StepOutput(NamedTuple):
@@ -32,8 +30,8 @@ class Task(Protocol):
     (momentum teacher, key queue) is the extra state: the same tensors on every rank.
     """
 
-    def __call__(self, batch: Batch, step: int) -> StepOutput:
-        """Losses of one batch; `step` counts optimiser steps from 0. Autocasts itself."""
+    def __call__(self, batch: Any, step: int) -> StepOutput:
+        """Losses of a batch of its own kind; `step` counts optimiser steps from 0. Autocasts."""
 
     def after_step(self, parameters: Callable[[], dict[str, Tensor]]) -> None:
         """Runs after every applied optimiser step, on every rank.

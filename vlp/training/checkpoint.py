@@ -20,7 +20,7 @@ from typing import Any
 
 from vlp.tasks.task import Task
 from vlp.training import distributed
-from vlp.training.config import PretrainConfig
+from vlp.training.config import RunConfig
 from vlp.training.differences import compare
 from vlp.training.engine import Engine
 from vlp.training.progress import Progress
@@ -41,7 +41,7 @@ class CheckpointError(RuntimeError):
 class Checkpoints:
     """The `checkpoints/` folder of a run; its methods are collective, rank 0 alone touches it."""
 
-    def __init__(self, folder: Path, config: PretrainConfig) -> None:
+    def __init__(self, folder: Path, config: RunConfig) -> None:
         self.folder = folder
         self._keep = config.training.keep
         self._config = config.model_dump(mode="json")

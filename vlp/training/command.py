@@ -13,28 +13,35 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from vlp.config import ConfigError, load_config
 from vlp.training import distributed
-from vlp.training.config import PretrainConfig
+from vlp.training.config import RunConfig
 
-# Builds the task (an `nn.Module`) and its data; raises ConfigError where they do not fit.
-Build = Callable[[PretrainConfig], tuple[Any, Any]]
+AnyRun = TypeVar("AnyRun", bound=RunConfig)
 
 
-def run_pretraining(path: str | Path, overrides: Sequence[str], resume: bool, build: Build) -> int:
-    """Run one rank of a pretraining; returns its exit code.
+def run_training(
+    path: str | Path,
+    kind: type[AnyRun],
+    overrides: Sequence[str],
+    resume: bool,
+    build: Callable[[AnyRun], tuple[Any, Any]],
+) -> int:
+    """Run one rank of a training; returns its exit code.
 
     Args:
         path: the configuration file.
+        kind: its type.
         overrides: `key.sub=value` of the command line.
         resume: go on from the newest good checkpoint in `output`, or start if there is none.
-        build: makes task and data from the configuration.
+        build: makes the task (an `nn.Module`) and its data; raises ConfigError where they do not
+            fit.
     """
     distributed.prepare_environment()
     try:
-        config = load_config(path, PretrainConfig, overrides)
+        config = load_config(path, kind, overrides)
     except ConfigError as error:
         return _refuse(str(error))
     try:
@@ -51,27 +58,7 @@ def run_pretraining(path: str | Path, overrides: Sequence[str], resume: bool, bu
         os._exit(1)
 
 
-def require_whole_groups(config: PretrainConfig, world_size: int) -> None:
-    """Each rank's share of a batch must hold whole sample groups (or be a part of one).
-
-    Raises:
-        ConfigError: it does not; the key and the numbers are named.
-    """
-    objectives, share = config.objectives, config.training.batch // world_size
-    groups = {}
-    if objectives.itm:
-        groups["objectives.itm.group"] = objectives.itm.group
-    if objectives.contrastive and objectives.contrastive.kind == "anchor":
-        groups["objectives.contrastive.token.group"] = objectives.contrastive.token.group
-    for key, group in groups.items():
-        if share > group and share % group:
-            raise ConfigError(
-                f"{key} {group} does not divide a rank's {share} samples (training.batch "
-                f"{config.training.batch} on {world_size} ranks)"
-            )
-
-
-def _run(config: PretrainConfig, resume: bool, build: Build) -> int:
+def _run(config: AnyRun, resume: bool, build: Callable[[AnyRun], tuple[Any, Any]]) -> int:
     from vlp.training.deepspeed_engine import DeepSpeedEngine
     from vlp.training.loop import train
     from vlp.training.run_folder import RunFolder
@@ -81,7 +68,6 @@ def _run(config: PretrainConfig, resume: bool, build: Build) -> int:
     try:
         # Other ranks may come when rank 0 has already written to the folder.
         folder = RunFolder(config.output, resume or distributed.rank() > 0)
-        require_whole_groups(config, distributed.world_size())
         deepspeed_config(config.training, distributed.world_size())
         task, data = build(config)
     except ConfigError as error:

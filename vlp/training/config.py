@@ -1,4 +1,4 @@
-"""One pretraining run: model, data, objectives, and how they are optimised."""
+"""A training run and how it is optimised; of pretraining also model, data and objectives."""
 
 from __future__ import annotations
 
@@ -59,8 +59,15 @@ class TrainingConfig(Config):
         return self
 
 
-class PretrainConfig(Config):
-    """Everything `launch/pretrain.py` needs; saved resolved as `config.yaml` in `output`."""
+class RunConfig(Config):
+    """What every training run has; saved resolved as `config.yaml` in `output`."""
+
+    output: str = Field("runs/run", description="folder of this run")
+    training: TrainingConfig = TrainingConfig()
+
+
+class PretrainConfig(RunConfig):
+    """Everything `launch/pretrain.py` needs."""
 
     output: str = Field("runs/pretrain", description="folder of this run")
     start: str | None = Field(
@@ -71,7 +78,6 @@ class PretrainConfig(Config):
     model: ModelConfig = ModelConfig()
     data: DataConfig
     objectives: ObjectivesConfig = ObjectivesConfig()
-    training: TrainingConfig = TrainingConfig()
 
     @property
     def inputs(self) -> Inputs:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlp.data.batch import Batch
+from vlp.data.batch import Slots
 from vlp.tasks.task import StepOutput
 from vlp.training import distributed
 from vlp.training.config import TrainingConfig
@@ -87,7 +87,7 @@ class DeepSpeedEngine:
         self._zero: Any = self._deepspeed.optimizer
         self._create_moments()
 
-    def forward(self, batch: Batch, step: int) -> StepOutput:
+    def forward(self, batch: Slots, step: int) -> StepOutput:
         """Run the task on this rank's share of a global batch."""
         return self._deepspeed(batch, step)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from vlp.data.batch import Batch
+from vlp.data.batch import Slots
 from vlp.tasks.task import StepOutput
 
 
@@ -38,7 +38,7 @@ class Engine(Protocol):
     device: torch.device
     module: nn.Module
 
-    def forward(self, batch: Batch, step: int) -> StepOutput:
+    def forward(self, batch: Slots, step: int) -> StepOutput:
         """Run the task on this rank's share of a global batch."""
 
     def backward(self, loss: Tensor) -> None:

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from vlp.config import save_config
-from vlp.data.batch import Batch
+from vlp.data.batch import Slots
 from vlp.objectives.collapse import CollapseWatch
 from vlp.tasks.task import StepOutput, Task
 from vlp.training import distributed
 from vlp.training.checkpoint import Checkpoints
-from vlp.training.config import PretrainConfig
+from vlp.training.config import RunConfig
 from vlp.training.engine import Engine
 from vlp.training.log import RunLog
 from vlp.training.meter import Meter
@@ -45,7 +45,7 @@ class StreamedData(Protocol):
 
     def batches(
         self, samples_consumed: int = 0, rank: int = 0, world_size: int = 1
-    ) -> Iterator[tuple[Batch, int]]:
+    ) -> Iterator[tuple[Slots, int]]:
         """Endless batches of one rank, each with the samples consumed by all ranks after it."""
 
 
@@ -54,7 +54,7 @@ class NonFiniteError(RuntimeError):
 
 
 def train(
-    config: PretrainConfig,
+    config: RunConfig,
     task: Task,
     data: StreamedData,
     engine: Engine,
@@ -136,7 +136,7 @@ def train(
     return report
 
 
-def total_steps(config: PretrainConfig, data: StreamedData) -> int:
+def total_steps(config: RunConfig, data: StreamedData) -> int:
     """Optimiser steps of the whole run; batches at its end that do not fill a step are left out."""
     training = config.training
     if training.steps is not None:
@@ -148,11 +148,11 @@ def total_steps(config: PretrainConfig, data: StreamedData) -> int:
 
 def _stream(
     data: StreamedData, progress: Progress, engine: Engine
-) -> Generator[tuple[Batch, int], None, None]:
+) -> Generator[tuple[Slots, int], None, None]:
     yield from data.batches(progress.samples, engine.rank, engine.world_size)
 
 
-def _rate(config: PretrainConfig, step: int, total: int) -> float:
+def _rate(config: RunConfig, step: int, total: int) -> float:
     optimiser = config.training.optimiser
     return learning_rate(
         step,
@@ -163,7 +163,7 @@ def _rate(config: PretrainConfig, step: int, total: int) -> float:
     )
 
 
-def _micro_step(engine: Engine, batch: Batch, step: int) -> StepOutput:
+def _micro_step(engine: Engine, batch: Slots, step: int) -> StepOutput:
     output = engine.forward(batch.to(engine.device), step)
     engine.backward(poisoned(output.loss))
     return StepOutput(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlp.data.batch import Batch
+from vlp.data.batch import Slots
 from vlp.tasks.task import StepOutput
 from vlp.training import distributed
 from vlp.training.progress import Progress
@@ -37,7 +37,7 @@ class Meter:
         self._counts: Counter[str] = Counter()
         self._norms: list[float] = []
 
-    def batch(self, batch: Batch, waited: float) -> None:
+    def batch(self, batch: Slots, waited: float) -> None:
         """Count a batch that took `waited` seconds to arrive."""
         self._waited += waited
         self._pairs += int(batch.valid.sum())

@@ -1,0 +1,19 @@
+"""A training run of a vision-only model."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from vlp.tasks.vision.classification import ClassificationConfig
+from vlp.training.config import RunConfig
+
+AnyTask = ClassificationConfig
+
+
+class VisionConfig(RunConfig):
+    """Everything `launch/train_vision.py` needs; `task.kind` says what is trained."""
+
+    output: str = Field("runs/vision", description="folder of this run")
+    task: Annotated[AnyTask, Field()]
