@@ -1,4 +1,4 @@
-"""`python -m evaluation retrieval | pointing | swaps | anchors | ablation`."""
+"""`python -m evaluation retrieval | pointing | swaps | anchors | ablation | positions | vision`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,15 @@ def _parser() -> argparse.ArgumentParser:
         description="Evaluate a model folder; torchrun shares the work.",
     )
     tasks = parser.add_subparsers(required=True, metavar="TASK")
-    for add_task in (_add_retrieval, _add_pointing, _add_swaps, _add_anchors, _add_ablation):
+    for add_task in (
+        _add_retrieval,
+        _add_pointing,
+        _add_swaps,
+        _add_anchors,
+        _add_ablation,
+        _add_positions,
+        _add_vision,
+    ):
         add_task(tasks)
     return parser
 
@@ -108,6 +116,12 @@ def _swaps(options: argparse.Namespace, ranks: Ranks) -> None:
 
 def _add_ablation(tasks: Tasks) -> None:
     parser = tasks.add_parser("ablation", help="train variants with several seeds, print tables")
+    _add_compared(parser)
+    parser.set_defaults(run=_ablation)
+
+
+def _add_compared(parser: argparse.ArgumentParser) -> None:
+    """Options of what trains variants itself."""
     parser.add_argument("--config", required=True, type=Path, metavar="FILE")
     parser.add_argument(
         "--report", action="store_true", help="only the tables of what is there; train nothing"
@@ -120,7 +134,6 @@ def _add_ablation(tasks: Tasks) -> None:
         help="train these variants now; the tables show all that are there",
     )
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
-    parser.set_defaults(run=_ablation)
 
 
 def _ablation(options: argparse.Namespace, ranks: Ranks) -> None:
@@ -136,6 +149,53 @@ def _ablation(options: argparse.Namespace, ranks: Ranks) -> None:
     if not options.report:
         run_ablation(config, options.config, options.only)
     print(report(config, results(config, options.config)))
+
+
+def _add_positions(tasks: Tasks) -> None:
+    parser = tasks.add_parser(
+        "positions", help="train vision models with other position encodings, print tables"
+    )
+    _add_compared(parser)
+    parser.set_defaults(run=_positions)
+
+
+def _positions(options: argparse.Namespace, ranks: Ranks) -> None:
+    from evaluation.positions import PositionsConfig, results, run_comparison
+    from evaluation.positions_tables import report, smallest_difference
+    from vlp.config import load_config
+
+    if ranks.world_size > 1:
+        raise EvaluationError("a comparison runs side by side by itself: `jobs`, not torchrun")
+    config = load_config(options.config, PositionsConfig, options.overrides)
+    print(smallest_difference(config))
+    if not options.report:
+        run_comparison(config, options.config, options.only)
+    print(report(config, results(config, options.config), Path(config.output)))
+
+
+def _add_vision(tasks: Tasks) -> None:
+    parser = tasks.add_parser("vision", help="a model of launch/train_vision.py on its test data")
+    parser.add_argument("--model", required=True, metavar="DIR", help="the run's folder `model`")
+    parser.add_argument("--device", help="default: this rank's GPU, or the CPU")
+    parser.add_argument("--limit", type=int, metavar="N", help="only so many test samples")
+    parser.set_defaults(run=_vision)
+
+
+def _vision(options: argparse.Namespace, ranks: Ranks) -> None:
+    from evaluation.report import Table, write_report
+    from evaluation.vision import evaluate_folder
+
+    if ranks.world_size > 1:
+        raise EvaluationError("vision models are evaluated in one process")
+    try:
+        figures = evaluate_folder(options.model, options.limit, options.device)
+    except ValueError as error:
+        raise EvaluationError(" ".join(str(error).split())) from error
+    rows = [[name, f"{value:.2f}"] for name, value in figures.items()]
+    table = Table(str(options.model), ["", "value"], rows)
+    print(table.text())
+    folder = write_report(Path(options.model) / "evaluation", "vision", table, figures)
+    print(f"\nwritten to {folder}")
 
 
 def _add_anchors(tasks: Tasks) -> None:

@@ -9,23 +9,18 @@ was cut off goes on.
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from evaluation.runs import Results, Run, do_runs, finished, plain
 from vlp.config import Config, ConfigError
 from vlp.data.scenes.sample import FULL, Variety
-
-LAUNCH = Path(__file__).resolve().parents[1] / "launch" / "pretrain.py"
-RESULT = "result.json"
 
 
 class CorpusConfig(Config):
@@ -125,18 +120,6 @@ class AblationConfig(Config):
         return self
 
 
-class Run(NamedTuple):
-    """One training: where it lies, what it is made of, and how it is judged."""
-
-    name: str
-    folder: Path
-    settings: dict[str, Any]
-    judged: bool
-
-
-Results = dict[tuple[str, int], dict[str, Any]]
-
-
 def plan(
     config: AblationConfig, source: Path, only: Sequence[str] = ()
 ) -> tuple[list[Run], list[Run]]:
@@ -150,14 +133,14 @@ def plan(
     chosen = {name: v for name, v in config.variants.items() if not only or name in only}
     used = {variant.backbone for variant in chosen.values()}
     backbones = [
-        _run(config, source, config.pretraining, "backbone", name, backbone, seed, judged=False)
+        _run(config, source, config.pretraining, "backbone", name, backbone, seed)
         for name, backbone in config.backbones.items()
         if name in used and config.pretraining is not None
         for seed in config.seeds
     ]
     # Seed by seed, so that an interrupted ablation has whole seeds to compare.
     variants = [
-        _run(config, source, config.training, "variant", name, variant, seed, judged=True)
+        _run(config, source, config.training, "variant", name, variant, seed)
         for seed in config.seeds
         for name, variant in chosen.items()
     ]
@@ -185,14 +168,11 @@ def run_ablation(
     if unknown := sorted(set(only) - set(config.variants)):
         known = ", ".join(config.variants)
         raise ConfigError(f"unknown variants {', '.join(unknown)}; there are {known}")
-    if not LAUNCH.is_file():
-        raise ConfigError(f"an ablation trains with {LAUNCH}, which only a checkout has")
     _make_corpus(config.corpus, say)
-    for stage in plan(config, source, only):
-        todo = [run for run in stage if _result(run) is None]
-        say(f"{len(stage)} runs, {len(stage) - len(todo)} of them done")
-        for number, (run, seconds) in enumerate(_executed(todo, config), 1):
-            say(f"  {number}/{len(todo)} {run.name}: {seconds:.0f} s")
+    backbones, variants = plan(config, source, only)
+    if backbones:
+        do_runs(backbones, config.jobs, None, say)
+    do_runs(variants, config.jobs, partial(judge, corpus=Path(config.corpus.folder)), say)
     return results(config, source)
 
 
@@ -200,7 +180,7 @@ def results(config: AblationConfig, source: Path) -> Results:
     """Results of the variants' finished runs."""
     found: Results = {}
     for run in plan(config, source)[1]:
-        result = _result(run)
+        result = finished(run)
         if result is not None:
             name, _, seed = run.name.rpartition("/")
             found[name.removeprefix("variant/"), int(seed)] = result
@@ -215,7 +195,6 @@ def _run(
     name: str,
     variant: VariantConfig,
     seed: int,
-    judged: bool,
 ) -> Run:
     folder = Path(config.output) / kind / name / str(seed)
     corpus = Path(config.corpus.folder)
@@ -234,77 +213,11 @@ def _run(
         "config": str((source.parent / stage.config).resolve()),
         "overrides": overrides,
         "corpus": config.corpus.model_dump(),
-        # JSON knows no tuples: what is compared must have gone through it.
     }
-    return Run(f"{kind}/{name}/{seed}", folder, json.loads(json.dumps(settings)), judged)
+    return Run(f"{kind}/{name}/{seed}", folder, plain(settings))
 
 
-def _result(run: Run) -> dict[str, Any] | None:
-    file = run.folder / RESULT
-    if not file.is_file():
-        return None
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    if found["settings"] != run.settings:
-        raise ConfigError(
-            f"{run.folder} holds a run of other settings: delete it, or change output"
-        )
-    return found
-
-
-def _executed(runs: Sequence[Run], config: AblationConfig) -> Iterator[tuple[Run, float]]:
-    threads = max(1, (os.cpu_count() or 1) // config.jobs)
-    # Spawned, not forked: a process that holds threads of torch must not be copied.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(config.jobs, context) as pool:
-        futures = {pool.submit(execute, run, config.corpus.folder, threads): run for run in runs}
-        try:
-            for future in as_completed(futures):
-                yield futures[future], future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
-def execute(run: Run, corpus: str, threads: int) -> float:
-    """Train and judge one run with so many threads; returns the seconds it took."""
-    started = time.monotonic()
-    if not (run.folder / "model").is_dir():
-        _train(run, threads)
-    result: dict[str, Any] = {"settings": run.settings, "figures": {}}
-    if run.judged:
-        result["figures"] = judge(run.folder / "model", Path(corpus), threads)
-    result["seconds"] = time.monotonic() - started
-    partial = run.folder / (RESULT + ".tmp")
-    partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    partial.rename(run.folder / RESULT)
-    return time.monotonic() - started
-
-
-def _train(run: Run, threads: int) -> None:
-    from vlp.training.distributed import free_port
-
-    log = run.folder.with_suffix(".log")
-    log.parent.mkdir(parents=True, exist_ok=True)
-    overrides = [f"{key}={json.dumps(value)}" for key, value in run.settings["overrides"].items()]
-    command = [sys.executable, str(LAUNCH), "--config", run.settings["config"], "--resume"]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": str(threads),
-        "MASTER_PORT": str(free_port()),
-        "PYTHONPATH": os.pathsep.join(
-            filter(None, [str(LAUNCH.parents[1]), os.environ.get("PYTHONPATH")])
-        ),
-    }
-    with log.open("ab") as file:
-        done = subprocess.run(
-            [*command, f"output={run.folder}", *overrides],
-            env=environment, stdout=file, stderr=subprocess.STDOUT, check=False,
-        )  # fmt: skip
-    if done.returncode or not (run.folder / "model").is_dir():
-        raise ConfigError(f"{run.name} ended with code {done.returncode}; see {log}")
-
-
-def judge(model: Path, corpus: Path, threads: int) -> dict[str, float]:
+def judge(model: Path, threads: int, corpus: Path) -> dict[str, float]:
     """Figures in percent: swaps in three views, recall at 1 and pointing on held-out scenes."""
     import torch
 

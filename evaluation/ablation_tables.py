@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy import stats
 
-from evaluation.ablation import AblationConfig, Results, RowConfig, TableConfig
+from evaluation.ablation import AblationConfig, RowConfig, TableConfig
+from evaluation.paired import Difference, detectable, difference, mean_and_deviation
 from evaluation.report import Table
+from evaluation.runs import Results
 
 JUDGED = "swaps/{view}/{scorer}/all/pair"
 """The figure that gates and tests look at: right comparisons of the cross-modal encoder."""
@@ -28,53 +25,10 @@ COLUMNS = {
     "R@1 t→i": "rerank/text_to_image/R@1",
     "R@1 i→t": "rerank/image_to_text/R@1",
 }
-POWER, LEVEL = 0.8, 0.05
 _JUDGES = {
     "match": "image-text matching",
     "words": "the likelihood of the masked words (ITM: by image-text matching)",
 }
-
-
-class Difference(NamedTuple):
-    """Of a variant from its reference over paired seeds, in points: mean, deviation, p, seeds."""
-
-    mean: float
-    deviation: float
-    p: float
-    seeds: int
-
-    def __str__(self) -> str:
-        """`+3.1 ± 1.2, p .04`."""
-        if self.seeds < 2:
-            return "–"
-        return f"{self.mean:+.1f} ± {self.deviation:.1f}, p {self.p:.3f}"
-
-
-def detectable(deviation: float, seeds: int) -> float:
-    """Smallest mean difference that a paired, two-sided t-test finds at 5 % with 80 % power.
-
-    The usual approximation by the quantiles of t; `deviation` is that of one seed's difference.
-
-    Raises:
-        ValueError: fewer than two seeds.
-    """
-    if seeds < 2:
-        raise ValueError(f"a paired test needs two seeds, not {seeds}")
-    quantiles = stats.t.ppf(1 - LEVEL / 2, seeds - 1) + stats.t.ppf(POWER, seeds - 1)
-    return float(quantiles * deviation / math.sqrt(seeds))
-
-
-def difference(values: Sequence[float], reference: Sequence[float]) -> Difference:
-    """Paired t-test (two-sided); values of equal seeds stand at equal places."""
-    gap = np.asarray(values, dtype=float) - np.asarray(reference, dtype=float)
-    if len(gap) < 2:
-        return Difference(float(gap.mean()) if len(gap) else math.nan, math.nan, math.nan, len(gap))
-    deviation = float(gap.std(ddof=1))
-    if deviation == 0:
-        p = 1.0 if gap[0] == 0 else 0.0
-    else:
-        p = float(stats.ttest_rel(values, reference).pvalue)
-    return Difference(float(gap.mean()), deviation, p, len(gap))
 
 
 def report(config: AblationConfig, results: Results) -> str:
@@ -172,7 +126,9 @@ def _row(
             continue
         figure = name.format(view=row.view)
         cells.append(
-            _mean(np.array([results[row.variant, seed]["figures"][figure] for seed in seeds]))
+            mean_and_deviation(
+                np.array([results[row.variant, seed]["figures"][figure] for seed in seeds])
+            )
         )
     if row.variant == table.reference and row.view == "picture":
         cells.append("")
@@ -180,10 +136,3 @@ def _row(
         cells.append(str(compare(results, row.variant, table.reference, scorer, row.view)))
     figures = [f"{figure:g}" for figure in row.paper] or [""] * len(table.paper)
     return [*cells, *figures]
-
-
-def _mean(values: NDArray[np.float64]) -> str:
-    if not len(values):
-        return "–"
-    spread = f" ± {values.std(ddof=1):.1f}" if len(values) > 1 else ""
-    return f"{values.mean():.1f}{spread}"

@@ -28,9 +28,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.profiler import ProfilerActivity, profile
 
 from evaluation.benchmarks.figures import Figure, print_figures
+from evaluation.benchmarks.memory import peak_memory
 from vlp.positions.anchor import Metric, anchor_distance, anchor_path
 
 _CPU_SIZES = ("14x14x30x8x4", "24x24x30x8x4", "24x24x64x8x4")
@@ -131,26 +131,6 @@ def triton_path(distance: Tensor, grid: tuple[int, int]) -> Tensor:
 def unbounded_path(distance: Tensor, grid: tuple[int, int], metric: Metric) -> Tensor:
     """`anchor_path` with both windows None: distance transforms."""
     return anchor_path(distance, grid, None, None, None, metric)[0]
-
-
-def peak_memory(work: Callable[[], object], device: torch.device) -> int:
-    """Bytes that `work` holds at most beyond what was there before."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        work()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        work()
-    events = profiler.profiler.kineto_results.events()
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    held = peak = 0
-    for _, size in changes:
-        held += size
-        peak = max(peak, held)
-    return peak
 
 
 def measure(

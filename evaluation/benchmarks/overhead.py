@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from evaluation.benchmarks.anchor_path import peak_memory
 from evaluation.benchmarks.figures import Figure, print_figures
+from evaluation.benchmarks.memory import peak_memory
 from evaluation.benchmarks.pretrain_step import random_batch
 from vlp.config import ConfigError, load_config
 from vlp.data.batch import Batch

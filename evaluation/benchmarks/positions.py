@@ -1,0 +1,326 @@
+"""Speed and memory of a vision transformer with each position encoding, beside timm's own.
+
+    python -m evaluation.benchmarks.positions
+    python -m evaluation.benchmarks.positions --sizes 224,384 --rows 64      (on a GPU)
+
+The model is DeiT-S without encodings but its learned absolute ones, `plain`: timm's with fused
+attention on a GPU; on a CPU with explicit attention, which trains faster there, and `sdpa` is the
+fused one. Variants take turns, so that a slow moment of the machine hits all of them; a ratio is the
+median over rounds of plain's time through the variant's. Multiply-accumulates (MACs) are counted by
+PyTorch's counter of matrix products, one picture, as a convolution and linear layers and attention
+products; the paper prints 4,613 M for DeiT-S, 4,659 for contextual iRPE on keys, 4,706 on queries
+and keys, 4,885 on all three.
+
+`--published FILE` also times the published iRPE code: its module `irpe.py` (repository
+microsoft/Cream, folder iRPE/DeiT-with-iRPE), in the same layers, beside ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import timm
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from evaluation.benchmarks.figures import Figure, print_figures
+from evaluation.benchmarks.memory import peak_memory
+from vlp.positions import PositionContext, PositionEncoding, attach
+
+MODEL = "deit_small_patch16_224"
+WARM_UP = 1
+
+
+class Variant(NamedTuple):
+    """An encoding on top of `plain`; `target` and `stretch` are shares of its throughput."""
+
+    name: str | Callable[..., PositionEncoding] | None
+    options: dict[str, Any]
+    target: float | None = None
+    stretch: float | None = None
+
+
+VARIANTS: dict[str, Variant] = {
+    "plain": Variant(None, {}),
+    "sdpa": Variant(None, {}),
+    "irpe-product bias": Variant("irpe-product", {"mode": "bias", "on": "k"}, 95, 97),
+    "irpe-product k": Variant("irpe-product", {"on": "k"}, 90, 97),
+    "irpe-product qk": Variant("irpe-product", {"on": "qk"}, 80, 96),
+    "irpe-product qkv": Variant("irpe-product", {"on": "qkv"}, 70, 95),
+    "alibi-2d": Variant("alibi-2d", {}, 95, 97),
+    "rope-axial": Variant("rope-axial", {}),
+    "rope-mixed": Variant("rope-mixed", {}),
+    "sine-2d": Variant("sine-2d", {}),
+    "fourier": Variant("fourier", {}),
+    "shaw": Variant("shaw", {"on": "k"}),
+    "huang": Variant("huang", {}),
+    "sasa": Variant("sasa", {}),
+    "transformer-xl": Variant("transformer-xl", {}),
+    "cope": Variant("cope", {}),
+    "sape": Variant("sape", {"on": "k"}),
+}
+
+
+class PublishedIRPE(PositionEncoding):
+    """The published modules in our hooks, called as their `RPEAttention` calls them.
+
+    Args:
+        width: channels of the layer.
+        heads: attention heads.
+        module: their `irpe.py`.
+        on: letters of q, k, v.
+    """
+
+    def __init__(self, width: int, heads: int, module: Any, on: str) -> None:
+        super().__init__()
+        config = module.get_rpe_config(
+            ratio=1.9, method="product", mode="ctx", shared_head=True, skip=1, rpe_on=on
+        )
+        self.on, self.scale = on, (width // heads) ** -0.5
+        self.query, self.key, self.value_table = module.build_rpe(config, width // heads, heads)
+
+    @property
+    def hooks(self) -> frozenset[str]:
+        """As the letters say."""
+        return frozenset({"value" if letter == "v" else "bias" for letter in self.on})
+
+    def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor | None:
+        """Terms of the logits, on queries that are scaled already."""
+        found = None
+        if self.key is not None:
+            found = self.key(query * self.scale)
+        if self.query is not None:
+            own = self.query(key * self.scale).transpose(2, 3)
+            found = own if found is None else found + own
+        return found
+
+    def value(self, attention: Tensor, context: PositionContext) -> Tensor:
+        """The term of the output."""
+        added: Tensor = self.value_table(attention)
+        return added
+
+
+def published_variants(file: Path) -> dict[str, Variant]:
+    """Variants of the published code.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    # Their only dependency beyond PyTorch is a dictionary with attributes.
+    sys.modules.setdefault("easydict", _easydict())
+    specification = importlib.util.spec_from_file_location("irpe", file)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return {
+        f"published {on}": Variant(partial(PublishedIRPE, module=module, on=on), {})
+        for on in ("k", "qk", "qkv")
+    }
+
+
+def _easydict() -> ModuleType:
+    class EasyDict(dict[str, Any]):
+        __getattr__ = dict.__getitem__
+        __setattr__ = dict.__setitem__
+
+    module = ModuleType("easydict")
+    module.EasyDict = EasyDict  # type: ignore[attr-defined]
+    return module
+
+
+class Measured(NamedTuple):
+    """Of one variant: MACs of one picture, peak bytes, and seconds of each round by part."""
+
+    macs: float
+    parameters: int
+    peak: int
+    seconds: dict[str, list[float]]
+
+
+def make(name: str, size: int, device: torch.device) -> nn.Module:
+    """One variant, with its tables filled, as they are after training."""
+    torch.manual_seed(0)
+    model: nn.Module = timm.create_model(MODEL, img_size=size)
+    variant = VARIANTS[name]
+    if variant.name is not None:
+        attach(model, variant.name, **variant.options)
+        for part, parameter in model.named_parameters():
+            if "positions" in part:
+                nn.init.normal_(parameter, std=0.02)
+    for module in model.modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = name == "sdpa" or device.type != "cpu"  # type: ignore[assignment]
+    return model.to(device)
+
+
+class _Runner:
+    """Trains and runs one variant on random pictures."""
+
+    def __init__(self, name: str, size: int, rows: int, device: torch.device) -> None:
+        self.device = device
+        self.model = make(name, size, device)
+        self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.pixels = torch.randn(rows, 3, size, size, device=device)
+
+    def __call__(self, part: str) -> float:
+        """Seconds of one training step or one forward pass."""
+        self._wait()
+        start = time.perf_counter()
+        training = part == "training"
+        self.model.train(training)
+        with (
+            torch.set_grad_enabled(training),
+            torch.autocast(self.device.type, torch.bfloat16),
+        ):
+            out = self.model(self.pixels)
+        if training:
+            out.float().square().mean().backward()
+            self.optimiser.step()
+            self.optimiser.zero_grad()
+        self._wait()
+        return time.perf_counter() - start
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def macs(name: str, size: int) -> float:
+    """Multiply-accumulates of one picture's forward pass."""
+    model = make(name, size, torch.device("cpu")).eval()
+    for module in model.modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = False  # type: ignore[assignment]  # the counter misses the CPU's
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros(1, 3, size, size))
+    return counter.get_total_flops() / 2
+
+
+def measure(
+    names: Sequence[str], size: int, rows: int, rounds: int, device: torch.device
+) -> dict[str, Measured]:
+    """All variants at one picture size, taking turns.
+
+    Args:
+        names: of `VARIANTS`; `plain` is always among them.
+        size: pixels.
+        rows: pictures of a batch.
+        rounds: timed steps of each variant.
+        device: where.
+    """
+    names = list(dict.fromkeys(["plain", *names]))
+    peaks, runners = {}, {}
+    for name in names:
+        gc.collect()
+        peaks[name] = peak_memory(partial(_two_steps, name, size, rows, device), device)
+    for name in names:
+        runners[name] = _Runner(name, size, rows, device)
+    seconds: dict[str, dict[str, list[float]]] = {
+        name: {"training": [], "inference": []} for name in names
+    }
+    for number in range(WARM_UP + rounds):
+        for name in names[:: 1 if number % 2 else -1]:
+            for part, taken in seconds[name].items():
+                taken.append(runners[name](part))
+    return {
+        name: Measured(
+            macs(name, size),
+            sum(parameter.numel() for parameter in runners[name].model.parameters()),
+            peaks[name],
+            {part: taken[WARM_UP:] for part, taken in seconds[name].items()},
+        )
+        for name in names
+    }
+
+
+def _two_steps(name: str, size: int, rows: int, device: torch.device) -> None:
+    runner = _Runner(name, size, rows, device)
+    for _ in range(2):
+        runner("training")
+
+
+def ratio(found: dict[str, Measured], name: str, part: str) -> float:
+    """Throughput of a variant as a share of plain's: the median over rounds."""
+    pairs = zip(found["plain"].seconds[part], found[name].seconds[part])
+    return statistics.median(plain / own for plain, own in pairs)
+
+
+def table(found: dict[str, Measured], rows: int) -> str:
+    """One row for each variant."""
+    lines = [
+        f"{'':<20}{'parameters':>12}{'MACs (M)':>10}{'train img/s':>13}{'of plain':>10}"
+        f"{'infer img/s':>13}{'of plain':>10}{'peak MiB':>10}"
+    ]
+    for name, own in found.items():
+        speeds = "".join(
+            f"{rows / statistics.median(taken):>13.1f}{ratio(found, name, part):>10.1%}"
+            for part, taken in own.seconds.items()
+        )
+        lines.append(
+            f"{name:<20}{own.parameters / 1e6:>11.2f}M{own.macs / 1e6:>10.0f}{speeds}"
+            f"{own.peak / 2**20:>10.0f}"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the tables; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sizes", default="224", metavar="PX,…")
+    parser.add_argument("--rows", type=int, help="pictures; default: 4 on a CPU, 64 on a GPU")
+    parser.add_argument("--rounds", type=int, default=7, help="timed steps of each variant")
+    parser.add_argument("--only", metavar="NAME,…", help=f"of {', '.join(VARIANTS)}")
+    parser.add_argument("--published", type=Path, metavar="FILE", help="their irpe.py")
+    chosen = parser.parse_args(arguments)
+    if chosen.published is not None:
+        try:
+            VARIANTS.update(published_variants(chosen.published))
+        except OSError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows = chosen.rows or (64 if device.type == "cuda" else 4)
+    names = chosen.only.split(",") if chosen.only else list(VARIANTS)
+    if unknown := sorted(set(names) - set(VARIANTS)):
+        print(f"error: unknown variants {', '.join(unknown)}", file=sys.stderr)
+        return 2
+    figures = []
+    for size in map(int, chosen.sizes.split(",")):
+        found = measure(names, size, rows, chosen.rounds, device)
+        print(f"DeiT-S, {size} px, {rows} pictures, bf16\n{table(found, rows)}\n")
+        for name in found:
+            if name == "plain":
+                continue
+            # What was promised holds for training on a GPU.
+            promised = VARIANTS[name] if device.type == "cuda" else VARIANTS["plain"]
+            for part in ("training", "inference"):
+                goal = promised if part == "training" else VARIANTS["plain"]
+                figures.append(
+                    Figure(
+                        f"positions/{size}/{name}/{part}",
+                        100 * ratio(found, name, part),
+                        "%",
+                        goal.target,
+                        goal.stretch,
+                    )
+                )
+    print_figures(figures, device)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""Tables, CSV and plot of a comparison of position encodings, the paper's figures beside ours."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import numpy as np
+
+from evaluation.paired import detectable, difference, mean_and_deviation
+from evaluation.positions import PositionsConfig, TableConfig
+from evaluation.report import Table
+from evaluation.runs import Results
+
+
+def smallest_difference(config: PositionsConfig) -> str:
+    """What this budget can find, said before anything is run."""
+    seeds, deviation = len(config.seeds), config.expected_deviation
+    return (
+        f"{len(config.variants)} variants with {seeds} seeds each. If differences vary by "
+        f"{deviation:g} points from seed to seed, {detectable(deviation, seeds):.1f} points are "
+        "the smallest that a paired t-test (5 %, two-sided) finds in 80 of 100 such comparisons."
+    )
+
+
+def report(config: PositionsConfig, results: Results, folder: Path) -> str:
+    """Every table as text; `report.md`, `figures.csv` and `figures.png` are written to `folder`."""
+    drawn = [_table(table, results) for table in config.tables]
+    folder.mkdir(parents=True, exist_ok=True)
+    text = "\n\n".join(table.markdown() for table in drawn)
+    (folder / "report.md").write_text(text, encoding="utf-8")
+    _write_csv(folder / "figures.csv", results)
+    if results:
+        _plot(folder / "figures.png", config.tables[0], results)
+    return "\n\n".join(table.text() for table in drawn)
+
+
+def _table(table: TableConfig, results: Results) -> Table:
+    first = next(iter(table.figures.values()))
+    head = ["", *table.figures, f"− {table.reference}", "seeds"]
+    rows, deviations = [], []
+    for row in table.rows:
+        seeds = sorted(seed for name, seed in results if name == row.variant)
+        values = {
+            figure: [results[row.variant, seed]["figures"][figure] for seed in seeds]
+            for figure in table.figures.values()
+        }
+        cells = [mean_and_deviation(np.array(own)) for own in values.values()]
+        both = [seed for seed in seeds if (table.reference, seed) in results]
+        found = difference(
+            [results[row.variant, seed]["figures"][first] for seed in both],
+            [results[table.reference, seed]["figures"][first] for seed in both],
+        )
+        own = row.variant == table.reference
+        if not own and found.seeds > 1:
+            deviations.append((found.deviation, found.seeds))
+        paper = [f"{figure:g}" for figure in row.paper] or [""] * len(table.paper)
+        rows.append([row.label, *cells, "" if own else str(found), str(len(seeds)), *paper])
+    notes = [
+        "Ours: mean ± standard deviation over seeds; the difference is that of the first column, "
+        "paired by seed, with a two-sided t-test."
+    ]
+    if deviations:
+        typical = float(np.sqrt(np.mean([deviation**2 for deviation, _ in deviations])))
+        fewest = min(count for _, count in deviations)
+        notes.append(
+            f"Differences varied by {typical:.1f} between seeds: {detectable(typical, fewest):.1f} "
+            f"is what {fewest} seeds can detect."
+        )
+    return Table(table.title, [*head, *(f"paper: {name}" for name in table.paper)], rows, notes)
+
+
+def _write_csv(file: Path, results: Results) -> None:
+    names = sorted({name for result in results.values() for name in result["figures"]})
+    with file.open("w", encoding="utf-8", newline="") as lines:
+        writer = csv.writer(lines)
+        writer.writerow(["variant", "seed", *names])
+        for (variant, seed), result in sorted(results.items()):
+            cells = [result["figures"].get(name, "") for name in names]
+            writer.writerow([variant, seed, *cells])
+
+
+def _plot(file: Path, table: TableConfig, results: Results) -> None:
+    """A dot for each seed and a bar at the mean, one line for each row of the table."""
+    from matplotlib.figure import Figure
+
+    title, figure = next(iter(table.figures.items()))
+    drawing = Figure(figsize=(7, 0.4 * len(table.rows) + 1.2), layout="constrained")
+    axes = drawing.add_subplot()
+    for place, row in enumerate(table.rows):
+        values = [
+            result["figures"][figure]
+            for (name, _), result in sorted(results.items())
+            if name == row.variant
+        ]
+        axes.plot(values, [place] * len(values), "o", color="tab:blue", alpha=0.6)
+        if values:
+            axes.plot(np.mean(values), place, "|", color="black", markersize=16)
+    axes.set_yticks(range(len(table.rows)), [row.label for row in table.rows])
+    axes.invert_yaxis()
+    axes.set_xlabel(title)
+    axes.set_title(table.title, fontsize="medium")
+    axes.grid(axis="x", alpha=0.3)
+    drawing.savefig(file, dpi=120)

@@ -1,0 +1,46 @@
+"""Accuracy of a classifier."""
+
+from __future__ import annotations
+
+import torch
+
+from evaluation.mode import evaluating
+from vlp.data.vision.labelled import open_labelled
+from vlp.tasks.vision.classification import Classification
+
+BATCH = 256
+
+
+def evaluate(
+    task: Classification, limit: int | None = None, device: str | None = None
+) -> dict[str, float]:
+    """Top-1 and top-5 accuracy in percent, and the mean cross-entropy in nats.
+
+    Args:
+        task: what `load_task` gave.
+        limit: only so many pictures, spread evenly over `data.test`.
+        device: where to compute; None is this rank's GPU, or the CPU.
+
+    Raises:
+        ConfigError: `data.test` cannot be opened.
+        BadSample: one of its pictures cannot be read.
+    """
+    config = task.config.data
+    pictures = open_labelled(config.test, task.classes)
+    preprocess = config.preprocessing
+    count = len(pictures) if limit is None else min(limit, len(pictures))
+    numbers = torch.linspace(0, len(pictures) - 1, count, dtype=torch.float64).round().long()
+    hits = torch.zeros(2)
+    loss = 0.0
+    top = min(5, len(task.classes))
+    with evaluating(task, device) as where, torch.no_grad():
+        for chosen in numbers.split(BATCH):
+            read = [pictures.read(int(number)) for number in chosen]
+            pixels = torch.stack([preprocess(one.picture) for one in read]).to(where)
+            labels = torch.tensor([one.label for one in read], device=where)
+            logits = task.model(pixels).float()
+            best = logits.topk(top).indices == labels[:, None]
+            hits += torch.stack([best[:, 0].sum(), best.any(-1).sum()]).cpu()
+            loss += float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
+    top1, top5 = (100 * hits / count).tolist()
+    return {"top1": top1, "top5": top5, "loss": loss / count}

@@ -1,0 +1,138 @@
+"""The classification task: its loss, mixing, learning, and the folder it leaves."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from evaluation.vision import evaluate_folder
+from vlp.config import ConfigError
+from vlp.data.vision.classification import LabelledBatch
+from vlp.data.vision.classification import _collate as labelled_collate
+from vlp.tasks.vision import build_task, load_task
+from vlp.tasks.vision.classification import Classification, ClassificationConfig
+
+SMALL = {"patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
+
+
+def config(data="unused", positions=(), **options):
+    plain = {
+        "model": {
+            "name": "vit_small_patch16_224",
+            "options": SMALL,
+            "absolute": "drop",
+            "positions": list(positions),
+        },
+        "data": {"train": str(data), "test": str(data), "image_size": 16, "canonical_streams": 2},
+    }
+    return ClassificationConfig.model_validate(plain | options)
+
+
+@pytest.fixture
+def corners(tmp_path):
+    """Two classes that only a position tells apart: a bright patch above or below."""
+    rng = np.random.default_rng(0)
+    for name, row in (("above", 0), ("below", 12)):
+        (tmp_path / name).mkdir()
+        for number in range(24):
+            pixels = rng.integers(0, 60, (16, 16, 3), dtype=np.uint8)
+            column = 4 * int(rng.integers(4))
+            pixels[row : row + 4, column : column + 4] = 255
+            Image.fromarray(pixels).save(tmp_path / name / f"{number}.png")
+    return tmp_path
+
+
+def batch(rows=6, classes=3):
+    labels = torch.arange(rows) % classes
+    return LabelledBatch(torch.randn(rows, 3, 16, 16), labels, torch.ones(rows, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_the_loss_is_torchs_cross_entropy(smoothing):
+    task = Classification(config(label_smoothing=smoothing), ["a", "b", "c"]).eval()
+    given = batch()
+    out = task(given, 0)
+    logits = task.model(given.pixels)
+    expected = F.cross_entropy(logits, given.labels, label_smoothing=smoothing)
+    torch.testing.assert_close(out.loss, expected)
+    right = (logits.argmax(-1) == given.labels).float().mean()
+    assert out.statistics["accuracy"] == right
+
+
+@pytest.mark.parametrize("mixing", [{"mixup": 0.8}, {"cutmix": 1.0}])
+def test_mixing_mixes_targets_as_pixels(mixing):
+    task = Classification(config(**mixing), ["a", "b", "c"])
+    constant = torch.arange(6.0)[:, None, None, None].expand(-1, 3, 16, 16)
+    targets = F.one_hot(torch.arange(6), 6).float()
+    shares = set()
+    for step in range(20):
+        pixels, mixed, done = task._mix(constant, targets, step)
+        assert done
+        assert torch.allclose(mixed.sum(-1), torch.ones(6))
+        # A target is the share of pixels that come from each picture.
+        mean = (mixed * torch.arange(6.0)).sum(-1)
+        torch.testing.assert_close(pixels.mean((1, 2, 3)), mean, atol=1e-5, rtol=0)
+        again, _, _ = task._mix(constant, targets, step)
+        assert torch.equal(again, pixels)
+        shares.add(round(float(mixed[0, 0]), 4))
+    assert len(shares) > 5
+    unmixed, _, done = task.eval()._mix(constant, targets, 0)
+    assert not done
+    assert unmixed is constant
+
+
+def test_an_empty_batch_gives_a_loss_of_zero():
+    task = Classification(config(), ["a", "b"])
+    none = labelled_collate([], (), 16)
+    out = task(none, 0)
+    assert out.loss == 0
+    out.loss.backward()
+
+
+def test_it_learns_what_only_positions_tell_and_is_evaluated_from_its_folder(corners, tmp_path):
+    encoding = {"name": "learned-2d", "options": {"deviation": 0.5}}
+    task, data = build_task(config(corners, [encoding]), 16, 0, "float32")
+    optimiser = torch.optim.AdamW(task.parameters(), lr=3e-3)
+    for step, (given, _) in enumerate(data.batches(stop_after=60)):
+        task(given, step).loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    folder = tmp_path / "model"
+    task.save_model(folder, dict(task.state_dict()))
+    loaded = load_task(folder)
+    assert loaded.classes == ("above", "below")
+    given = batch(classes=2)
+    assert torch.equal(loaded.model(given.pixels), task.eval().model(given.pixels))
+    figures = evaluate_folder(folder)
+    assert figures["top1"] > 90
+    assert figures["loss"] < 0.4
+    assert evaluate_folder(folder, limit=2)["top1"] in (0, 50, 100)
+
+
+def test_without_positions_it_cannot(corners):
+    task, data = build_task(config(corners), 16, 0, "float32")
+    optimiser = torch.optim.AdamW(task.parameters(), lr=3e-3)
+    losses = []
+    for step, (given, _) in enumerate(data.batches(stop_after=60)):
+        out = task(given, step)
+        out.loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        losses.append(float(out.loss.detach()))
+    assert np.mean(losses[-5:]) > 0.5
+
+
+def test_what_does_not_fit_is_named(corners):
+    def build(**model):
+        wrong = {"name": "vit_small_patch16_224", "options": SMALL, **model}
+        return build_task(config(corners, model=wrong), 16, 0, "float32")
+
+    with pytest.raises(ConfigError, match="model no_such_vit"):
+        build(name="no_such_vit")
+    with pytest.raises(ConfigError, match="unknown position encoding 'nonsense'; known: "):
+        build(positions=[{"name": "nonsense"}])
+    with pytest.raises(ConfigError, match="wrong_option"):
+        build(options={**SMALL, "wrong_option": 3})

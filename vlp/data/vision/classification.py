@@ -1,0 +1,194 @@
+"""Pictures and classes as batches, with the augmentation of the papers' recipes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from pydantic import Field
+from torch import Tensor
+
+from vlp.config import Config, ConfigError
+from vlp.data.batch import Skip, moved
+from vlp.data.loader import OrderedData
+from vlp.data.transforms import Preprocessing, random_crop
+from vlp.data.vision.indexed import Draws, OrderConfig, indexed_data
+from vlp.data.vision.labelled import LabelledPictures
+
+
+class PictureAugmentConfig(Config):
+    """What happens to a training picture, in this order."""
+
+    crop_scale: tuple[float, float] = Field(
+        (1.0, 1.0), description="share of the area of a random crop, resized; 1 is the whole"
+    )
+    shift: int = Field(0, ge=0, description="pixels that it is moved by at most, black around it")
+    mirror: bool = Field(True, description="left and right, every other time")
+    policy: str | None = Field(
+        None, description="timm's AutoAugment policy, such as rand-m9-mstd0.5-inc1"
+    )
+    erasing: float = Field(0.0, ge=0, le=1, description="probability of a random erased box")
+
+
+class LabelledDataConfig(OrderConfig):
+    """Pictures of classes: a tar file, a folder of class folders, or shards with labels."""
+
+    train: str
+    test: str
+    classes: tuple[str, ...] | None = Field(None, description="only shards need them")
+    limit: int | None = Field(None, ge=1, description="pictures of `train`, drawn once")
+    image_size: int = Field(224, ge=1, description="pixels")
+    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
+    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+    augment: PictureAugmentConfig = PictureAugmentConfig()
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """Of evaluation."""
+        return Preprocessing(self.image_size, self.mean, self.std)
+
+
+class LabelledBatch(NamedTuple):
+    """pixels (B, 3, size, size) float32, normalised; labels (B,) int64; valid (B,) bool.
+
+    A batch without a good sample is one grey picture that is not valid.
+    """
+
+    pixels: Tensor
+    labels: Tensor
+    valid: Tensor
+    skipped: tuple[Skip, ...] = ()
+
+    def to(self, device: torch.device | str) -> LabelledBatch:
+        """Move every tensor to `device`."""
+        return moved(self, device)
+
+
+class LabelledSamples:
+    """Reads and augments one training picture.
+
+    Args:
+        pictures: where they come from.
+        config: size and augmentation.
+        numbers: which of the pictures are used; None is all.
+    """
+
+    def __init__(
+        self,
+        pictures: LabelledPictures,
+        config: LabelledDataConfig,
+        numbers: Sequence[int] | None = None,
+    ) -> None:
+        self.pictures, self.config, self.numbers = pictures, config, numbers
+        self._preprocessing = config.preprocessing
+        self._policy = None
+        if config.augment.policy is not None:
+            from timm.data.auto_augment import auto_augment_transform, rand_augment_transform
+
+            grey = tuple(round(255 * value) for value in config.mean)
+            make = (
+                rand_augment_transform
+                if config.augment.policy.startswith("rand")
+                else auto_augment_transform
+            )
+            try:
+                self._policy = make(config.augment.policy, {"img_mean": grey})
+            except (AssertionError, KeyError, ValueError) as error:
+                raise ConfigError(f"augment.policy {config.augment.policy!r}: {error}") from error
+
+    def __len__(self) -> int:
+        return len(self.pictures if self.numbers is None else self.numbers)
+
+    def __call__(self, number: int, draws: Draws) -> tuple[Tensor, int]:
+        """Pixels (3, size, size) and class."""
+        place = number if self.numbers is None else self.numbers[number]
+        picture, label, _ = self.pictures.read(place)
+        return self.pixels(picture, draws), label
+
+    def pixels(self, picture: Image.Image, draws: Draws) -> Tensor:
+        """Augment one picture: (3, size, size) float32, normalised."""
+        augment, size = self.config.augment, self.config.image_size
+        rng = draws("augment")
+        box = random_crop(picture.width, picture.height, augment.crop_scale, rng)
+        if picture.size != (size, size) or box != (0, 0, size, size):
+            picture = picture.resize((size, size), Image.Resampling.BICUBIC, box=box)
+        if augment.shift:
+            right, down = rng.integers(-augment.shift, augment.shift + 1, 2).tolist()
+            moved_box = (-right, -down, size - right, size - down)
+            picture = picture.crop(moved_box)  # what lies outside is black
+        if augment.mirror and rng.random() < 0.5:
+            picture = ImageOps.mirror(picture)
+        if self._policy is not None:
+            with _seeded(draws("policy")):
+                picture = self._policy(picture)
+        pixels = self._preprocessing.normalise(picture)
+        if rng.random() < augment.erasing:
+            _erase(pixels, draws("erasing"))
+        return pixels
+
+
+def labelled_data(
+    pictures: LabelledPictures, config: LabelledDataConfig, batch: int, seed: int
+) -> OrderedData:
+    """Training batches of `pictures`, those of `config.train`.
+
+    Raises:
+        ConfigError: `limit` or the batch does not fit.
+    """
+    numbers = None
+    if config.limit is not None:
+        if config.limit > len(pictures):
+            raise ConfigError(
+                f"data.limit {config.limit} is more than the {len(pictures)} pictures of "
+                f"{config.train}"
+            )
+        # The same few for every seed of a comparison.
+        numbers = np.random.default_rng(0).permutation(len(pictures))[: config.limit].tolist()
+    samples = LabelledSamples(pictures, config, numbers)
+    collate = partial(_collate, size=config.image_size)
+    return indexed_data(len(samples), samples, collate, config, batch, seed)
+
+
+def _collate(
+    samples: list[tuple[Tensor, int]], skipped: tuple[Skip, ...], size: int
+) -> LabelledBatch:
+    valid = torch.ones(len(samples), dtype=torch.bool)
+    if not samples:  # models want a row; it counts nowhere
+        samples, valid = [(torch.zeros(3, size, size), 0)], torch.zeros(1, dtype=torch.bool)
+    pixels = torch.stack([one for one, _ in samples])
+    labels = torch.tensor([label for _, label in samples], dtype=torch.int64)
+    return LabelledBatch(pixels, labels, valid, skipped)
+
+
+@contextmanager
+def _seeded(rng: np.random.Generator) -> Iterator[None]:
+    """Seed the global generators that timm's policies draw from, and put them back."""
+    before = random.getstate(), np.random.get_state()
+    seed = int(rng.integers(2**32))
+    random.seed(seed)
+    np.random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+
+
+def _erase(pixels: Tensor, rng: np.random.Generator) -> None:
+    """Noise in a random box, 2 to 33 % of the area (Zhong et al. 2017, DeiT's `pixel` mode)."""
+    _, height, width = pixels.shape
+    for _ in range(10):
+        area = rng.uniform(0.02, 1 / 3) * height * width
+        ratio = np.exp(rng.uniform(np.log(0.3), np.log(1 / 0.3)))
+        rows, columns = round((area * ratio) ** 0.5), round((area / ratio) ** 0.5)
+        if rows < height and columns < width:
+            top, left = int(rng.integers(height - rows)), int(rng.integers(width - columns))
+            noise = torch.from_numpy(rng.standard_normal((3, rows, columns)).astype(np.float32))
+            pixels[:, top : top + rows, left : left + columns] = noise
+            return

@@ -1,0 +1,148 @@
+"""Pictures with a class each: folders, tar files of such folders, and shards."""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple, Protocol
+
+from PIL import Image
+
+from vlp.config import ConfigError
+from vlp.data.pictures import decode_picture
+from vlp.data.shards import INDEX_NAME, ShardIndex
+from vlp.data.stored import BadSample
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+
+
+class Labelled(NamedTuple):
+    """A picture (RGB), the number of its class, and where it lies."""
+
+    picture: Image.Image
+    label: int
+    where: str
+
+
+class LabelledPictures(Protocol):
+    """A picture and its class by number, 0 to len - 1."""
+
+    classes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        """Pictures."""
+
+    def read(self, number: int) -> Labelled:
+        """One of them.
+
+        Raises:
+            BadSample: it cannot be decoded, or has no known class.
+        """
+
+
+def open_labelled(path: str, classes: Sequence[str] | None = None) -> LabelledPictures:
+    """Open what `path` is: a folder of class folders, a tar file of one, or a folder of shards.
+
+    Args:
+        path: a tar file (compressed or not, read into memory: for small sets), a folder that holds
+            `CLASS/PICTURE`, or one that `data_tools index` has indexed, whose samples name their
+            class as `label`.
+        classes: class names in order, as training had them; None finds them, sorted. For shards
+            they must be given: an index does not know them.
+
+    Raises:
+        ConfigError: there is nothing usable, a class of `path` is none of `classes`, or shards
+            come without classes.
+    """
+    place = Path(path)
+    if place.is_file():
+        return _FromTar(place, classes)
+    if not place.is_dir():
+        raise ConfigError(f"{path}: there is neither a folder nor a tar file")
+    if (place / INDEX_NAME).is_file():
+        if classes is None:
+            raise ConfigError(f"{path}: shards need `classes`, the names of their labels in order")
+        return _FromShards(place, classes)
+    return _FromFolder(place, classes)
+
+
+class _FromFolder:
+    def __init__(self, folder: Path, classes: Sequence[str] | None) -> None:
+        self._files = sorted(file for file in folder.glob("*/*") if file.suffix.lower() in SUFFIXES)
+        self.classes = _classes((file.parent.name for file in self._files), classes, folder)
+        self._number = {name: number for number, name in enumerate(self.classes)}
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def read(self, number: int) -> Labelled:
+        file = self._files[number]
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            raise BadSample("unreadable picture", f"{file} ({error.strerror})") from error
+        picture = decode_picture(content, str(file))
+        return Labelled(picture, self._number[file.parent.name], str(file))
+
+
+class _FromTar:
+    def __init__(self, file: Path, classes: Sequence[str] | None) -> None:
+        self._file = file
+        found: list[tuple[str, str, bytes]] = []
+        try:
+            with tarfile.open(file) as archive:
+                for member in archive:
+                    name = PurePosixPath(member.name)
+                    if member.isfile() and name.suffix.lower() in SUFFIXES and name.parent.name:
+                        content = archive.extractfile(member)
+                        assert content is not None  # it is a file
+                        found.append((name.parent.name, member.name, content.read()))
+        except (tarfile.TarError, OSError, EOFError) as error:
+            raise ConfigError(f"{file}: not a tar file that can be read ({error})") from error
+        self._found = found
+        self.classes = _classes((name for name, _, _ in found), classes, file)
+        self._number = {name: number for number, name in enumerate(self.classes)}
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def read(self, number: int) -> Labelled:
+        name, member, content = self._found[number]
+        where = f"{self._file}, {member}"
+        return Labelled(decode_picture(content, where), self._number[name], where)
+
+
+class _FromShards:
+    def __init__(self, folder: Path, classes: Sequence[str]) -> None:
+        self._index = ShardIndex.open(folder)
+        self.classes = tuple(classes)
+        self._number = {name: number for number, name in enumerate(self.classes)}
+        self._places = [
+            (shard, sample)
+            for shard, entry in enumerate(self._index.shards)
+            for sample in range(entry.samples)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def read(self, number: int) -> Labelled:
+        shard, sample = self._places[number]
+        raw = self._index.read(shard, sample)
+        where = f"{self._index.folder / self._index.shards[shard].name}, {raw.key}"
+        label = raw.annotation.label
+        if label not in self._number:
+            raise BadSample("unknown class", f"{where} (label {label!r})")
+        return Labelled(decode_picture(raw.image, where), self._number[str(label)], where)
+
+
+def _classes(found: Iterable[str], wanted: Sequence[str] | None, where: Path) -> tuple[str, ...]:
+    names = sorted(set(found))
+    if not names:
+        raise ConfigError(f"{where}: holds no pictures in class folders ({', '.join(SUFFIXES)})")
+    if wanted is None:
+        return tuple(names)
+    if unknown := sorted(set(names) - set(wanted)):
+        raise ConfigError(f"{where}: unknown classes {', '.join(unknown[:5])}")
+    return tuple(wanted)

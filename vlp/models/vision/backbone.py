@@ -1,0 +1,37 @@
+"""timm models as a configuration names them."""
+
+from __future__ import annotations
+
+import timm
+from torch import nn
+
+from vlp.config import ConfigError
+from vlp.models.vision.config import BackboneConfig
+from vlp.positions import attach
+
+
+def create_backbone(config: BackboneConfig, **options: object) -> nn.Module:
+    """A timm model with its encodings.
+
+    Args:
+        config: name, options and encodings.
+        options: of `timm.create_model`, such as num_classes; those of the configuration win.
+
+    Raises:
+        ConfigError: timm does not know the name or an option, or an encoding does not fit.
+    """
+    import vlp.models.vision  # noqa: F401  # registers our names with timm
+
+    try:
+        model: nn.Module = timm.create_model(
+            config.name, pretrained=config.pretrained, **{**options, **config.options}
+        )
+        absolute = config.absolute
+        for position in config.positions:
+            attach(model, position.name, position.roles, absolute, **position.options)
+            absolute = "keep"  # it is gone already
+        if config.absolute == "drop" and not config.positions:
+            model.register_parameter("pos_embed", None)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(f"model {config.name}: {error}") from error
+    return model

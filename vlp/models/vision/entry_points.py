@@ -1,0 +1,220 @@
+"""Models with position encodings under names of timm: `timm.create_model("vlp_deit_small_...")`.
+
+They are timm's own classes with `vlp.positions.attach` called on them, and take every option of
+`timm.create_model`. Two options are added: `absolute`, "keep" or "drop" the learned absolute
+positions, and `position_options` of the encoding, such as `{"shared_heads": False}`.
+
+- `vlp_deit_{tiny,small,base}_patch16_irpe_{k,qk,qkv}_224`: iRPE's final models (section 4.3):
+  product, contextual, 50 buckets, one table for all heads, absolute positions kept. Without them
+  (rows 3-7 of Table 4): `absolute="drop"`.
+- `vlp_swin_tiny_patch4_window7_irpe_{k,qk,qkv}_224`: the same within windows, beside Swin's own
+  bias.
+- `vlp_vit_small_patch4_<variant>_32`: models of the SaPE paper (section 5.1), ViT-S with patches of
+  4 on pictures of 32 pixels. The encoding replaces the learned absolute positions, as the names in
+  the paper's Table 1 mean; `absolute="keep"` is its "+ APE". `learned` has these alone, `none` no
+  positions.
+
+The public weights of DeiT and Swin are the pretrained weights of the first two families: encodings,
+which those lack, begin at zero, so that the model computes what timm's does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.models import (
+    build_model_with_cfg,
+    generate_default_cfgs,
+    get_pretrained_cfg,
+    register_model,
+    swin_transformer,
+    vision_transformer,
+)
+from timm.models.swin_transformer import SwinTransformer
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from vlp.positions import attach
+
+Convert = Callable[..., dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What stands behind one name.
+
+    Attributes:
+        of: timm's class.
+        options: of that class.
+        position: name of the encoding, None for no more than the absolute positions.
+        on: where it acts, see `attach`.
+        position_options: of the encoding.
+        absolute: what becomes of the absolute positions by default.
+        weights: timm's model whose public weights fit, None for none.
+    """
+
+    of: type[VisionTransformer] | type[SwinTransformer]
+    options: Mapping[str, Any]
+    position: str | None = None
+    on: str | None = None
+    position_options: Mapping[str, Any] = field(default_factory=dict)
+    absolute: str = "keep"
+    weights: str | None = None
+
+
+def _irpe(on: str) -> dict[str, Any]:
+    options = {"mode": "contextual", "shared_heads": True, "ratio": 1.9}
+    return {"position": "irpe-product", "on": on, "position_options": options}
+
+
+def _models() -> dict[str, _Model]:
+    models = {}
+    for on in ("k", "qk", "qkv"):
+        for size, width, heads in (("tiny", 192, 3), ("small", 384, 6), ("base", 768, 12)):
+            models[f"vlp_deit_{size}_patch16_irpe_{on}_224"] = _Model(
+                VisionTransformer,
+                {"patch_size": 16, "embed_dim": width, "depth": 12, "num_heads": heads},
+                weights=f"deit_{size}_patch16_224",
+                **_irpe(on),
+            )
+        models[f"vlp_swin_tiny_patch4_window7_irpe_{on}_224"] = _Model(
+            SwinTransformer,
+            {
+                "patch_size": 4,
+                "window_size": 7,
+                "embed_dim": 96,
+                "depths": (2, 2, 6, 2),
+                "num_heads": (3, 6, 12, 24),
+            },
+            weights="swin_tiny_patch4_window7_224",
+            **_irpe(on),
+        )
+    small = {"patch_size": 4, "embed_dim": 384, "depth": 12, "num_heads": 6}
+    variants: dict[str, dict[str, Any]] = {
+        "none": {},
+        "learned": {"absolute": "keep"},
+        "sine": {"position": "sine-2d"},
+        "rope_axial": {"position": "rope-axial"},
+        "rope_mixed": {"position": "rope-mixed"},
+        "cope": {"position": "cope"},
+        "sape_q": {"position": "sape", "on": "q"},
+        "sape_k": {"position": "sape", "on": "k"},
+        "irpe_k": _irpe("k"),
+    }
+    for variant, position in variants.items():
+        options = {"absolute": "drop", **position}
+        models[f"vlp_vit_small_patch4_{variant}_32"] = _Model(VisionTransformer, small, **options)
+    return models
+
+
+def _build(
+    model: _Model, absolute: str, position_options: Mapping[str, Any], **options: Any
+) -> nn.Module:
+    """timm's class with its encoding."""
+    if absolute not in ("keep", "drop"):
+        raise ValueError(f"absolute is 'keep' or 'drop', not {absolute!r}")
+    if model.of is VisionTransformer:
+        options.setdefault("pos_embed", "learn" if absolute == "keep" else "none")
+        absolute = "keep"  # what there is
+    built: nn.Module = model.of(**options)
+    if model.position is None:
+        if position_options:
+            raise ValueError(f"no encoding to take position_options {dict(position_options)}")
+        return built
+    named = {**model.position_options, **position_options}
+    return attach(built, model.position, model.on, absolute, **named)
+
+
+def _weights(convert: Convert, state: dict[str, Any], model: nn.Module) -> dict[str, Tensor]:
+    """A checkpoint as the model loads it; one without any encoding gets their start.
+
+    Raises:
+        ValueError: the checkpoint's encodings are others than the model's. timm would pass over
+            that where the number of classes differs, too.
+    """
+    state = state.get("state_dict", state.get("model", state))
+    if getattr(model, "pos_embed", None) is None:
+        state = {name: weight for name, weight in state.items() if name != "pos_embed"}
+    state = convert(state, model)
+    own = {name: weight for name, weight in model.state_dict().items() if _is_position(name)}
+    given = {name for name in state if _is_position(name)}
+    if given and given != own.keys():
+        different = ", ".join(sorted(given ^ own.keys())[:3])
+        raise ValueError(f"encodings of checkpoint and model differ, for example in {different}")
+    return {**own, **state}
+
+
+def _is_position(name: str) -> bool:
+    return "positions." in name
+
+
+def _create(
+    name: str,
+    pretrained: bool = False,
+    absolute: str | None = None,
+    position_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> nn.Module:
+    model = _MODELS[name]
+    convert: Convert
+    features: dict[str, Any]
+    if model.of is VisionTransformer:
+        convert = vision_transformer.checkpoint_filter_fn
+        features = {"out_indices": options.pop("out_indices", 3), "feature_cls": "getter"}
+    else:
+        convert = swin_transformer.checkpoint_filter_fn
+        stages = tuple(range(len(options.get("depths", model.options["depths"]))))
+        features = {"out_indices": options.pop("out_indices", stages), "flatten_sequential": True}
+    return build_model_with_cfg(
+        partial(_build, model, absolute or model.absolute, position_options or {}),
+        name,
+        pretrained,
+        pretrained_filter_fn=partial(_weights, convert),
+        feature_cfg=features,
+        **{**model.options, **options},
+    )
+
+
+def _configurations() -> Mapping[str, Any]:
+    """timm's record of every model: its picture size, its public weights."""
+    records: dict[str, Any] = {}
+    for name, model in _MODELS.items():
+        if model.weights is None:
+            records[name] = {
+                "num_classes": 10,
+                "input_size": (3, 32, 32),
+                "crop_pct": 1.0,
+                "interpolation": "bicubic",
+                "fixed_input_size": True,
+                "mean": IMAGENET_DEFAULT_MEAN,
+                "std": IMAGENET_DEFAULT_STD,
+                "first_conv": "patch_embed.proj",
+                "classifier": "head",
+            }
+        else:
+            public = get_pretrained_cfg(model.weights)
+            assert public is not None
+            records[f"{name}.{public.tag}"] = replace(public)
+    return generate_default_cfgs(records)
+
+
+def _entry_point(name: str) -> Callable[..., nn.Module]:
+    def create(pretrained: bool = False, **options: Any) -> nn.Module:
+        return _create(name, pretrained, **options)
+
+    model = _MODELS[name]
+    create.__name__ = create.__qualname__ = name
+    create.__doc__ = f"{model.of.__name__} with {model.position or 'no encoding attached'}."
+    return create
+
+
+_MODELS = _models()
+default_cfgs = _configurations()  # the name by which timm finds it
+__all__: list[str] = []  # register_model fills it
+
+for _name in _MODELS:
+    globals()[_name] = register_model(_entry_point(_name))

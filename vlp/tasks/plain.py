@@ -1,0 +1,66 @@
+"""A task without anything beside its parameters: no teacher, no queue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from vlp.objectives.loss import Loss, normalise
+from vlp.tasks.task import StepOutput
+
+Precision = Literal["bf16", "float32"]
+
+
+class PlainTask(nn.Module):
+    """Base of tasks whose state is their parameters and buffers; see `vlp.tasks.task.Task`.
+
+    A subclass has `forward(batch, step)` and `save_model(folder, state)`.
+
+    Args:
+        precision: "bf16" runs `autocast()` in bfloat16, "float32" does not.
+    """
+
+    config: Any
+
+    def __init__(self, precision: Precision = "float32") -> None:
+        super().__init__()
+        self.precision = precision
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[object]:
+        """What the forward pass runs in."""
+        return torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "bf16")
+
+    def step_output(
+        self,
+        losses: Mapping[str, Loss],
+        weights: Mapping[str, float] | None = None,
+        statistics: Mapping[str, Tensor] | None = None,
+    ) -> StepOutput:
+        """The weighted sum of losses (weight 1 unless named) normalised by their global counts."""
+        normalised = normalise(losses)
+        weights = weights or {}
+        total = torch.stack([weights.get(n, 1.0) * loss for n, loss in normalised.items()]).sum()
+        return StepOutput(total, normalised, dict(statistics or {}))
+
+    def after_step(self, parameters: Callable[[], dict[str, Tensor]]) -> None:
+        """Nothing is kept beside the parameters."""
+
+    def after_skip(self) -> None:
+        """Nothing was collected."""
+
+    def extra_state(self) -> dict[str, Tensor]:
+        """Nothing."""
+        return {}
+
+    def load_extra_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take back what `extra_state` gave.
+
+        Raises:
+            ValueError: it is not nothing.
+        """
+        if state:
+            raise ValueError(f"unknown state {', '.join(sorted(state))}")

@@ -1,0 +1,122 @@
+"""Classification of pictures: a timm model, cross-entropy, and DeiT's mixing of pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from vlp.config import Config
+from vlp.data.draws import draw
+from vlp.data.loader import OrderedData
+from vlp.data.vision.classification import LabelledBatch, LabelledDataConfig, labelled_data
+from vlp.data.vision.labelled import open_labelled
+from vlp.models.vision.backbone import create_backbone
+from vlp.models.vision.config import BackboneConfig
+from vlp.objectives.loss import Loss
+from vlp.objectives.precision import full_precision
+from vlp.tasks.plain import PlainTask, Precision
+from vlp.tasks.task import StepOutput
+from vlp.tasks.vision.folder import save_task
+
+
+class ClassificationConfig(Config):
+    """Model, pictures and loss. Mixing is drawn per step and rank, so it depends on the ranks."""
+
+    kind: Literal["classification"] = "classification"
+    model: BackboneConfig
+    data: LabelledDataConfig
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    mixup: float = Field(0.0, ge=0, description="alpha of Beta(alpha, alpha); 0 is off")
+    cutmix: float = Field(0.0, ge=0, description="likewise; with both, either half of the steps")
+
+
+class Classification(PlainTask):
+    """Cross-entropy of one label a picture.
+
+    Args:
+        config: model and loss.
+        classes: names in order.
+        precision: see `PlainTask`.
+        seed: of the mixing.
+    """
+
+    def __init__(
+        self,
+        config: ClassificationConfig,
+        classes: Sequence[str],
+        precision: Precision = "float32",
+        seed: int = 0,
+    ) -> None:
+        super().__init__(precision)
+        self.config, self.classes, self.seed = config, tuple(classes), seed
+        self.model = create_backbone(
+            config.model, num_classes=len(self.classes), img_size=config.data.image_size
+        )
+
+    def forward(self, batch: LabelledBatch, step: int) -> StepOutput:
+        """Loss, and the share of right answers where pictures are not mixed."""
+        targets = F.one_hot(batch.labels, len(self.classes)).to(batch.pixels.dtype)
+        pixels, targets, mixed = self._mix(batch.pixels, targets, step)
+        with self.autocast(pixels.device):
+            logits = self.model(pixels)
+        (logits,) = full_precision(logits)
+        smoothing = self.config.label_smoothing
+        targets = targets * (1 - smoothing) + smoothing / len(self.classes)
+        each = -(targets * logits.log_softmax(-1)).sum(-1)
+        losses = {"classes": Loss(torch.where(batch.valid, each, 0).sum(), batch.valid.sum())}
+        statistics = {}
+        if not mixed:
+            statistics["accuracy"] = (logits.argmax(-1) == batch.labels).float().mean()
+        return self.step_output(losses, statistics=statistics)
+
+    def save_model(self, folder: Path, state: dict[str, Tensor]) -> None:
+        """Write the model folder."""
+        save_task(folder, self.config, state, {"classes": self.classes})
+
+    def _mix(self, pixels: Tensor, targets: Tensor, step: int) -> tuple[Tensor, Tensor, bool]:
+        """Every picture with the one at the mirrored place of the batch."""
+        mixup, cutmix = self.config.mixup, self.config.cutmix
+        if not (self.training and (mixup or cutmix)) or len(pixels) < 2:
+            return pixels, targets, False
+        rng = draw(self.seed, step, 0, "mix")
+        cut = bool(cutmix) and (not mixup or rng.random() < 0.5)
+        alpha = cutmix if cut else mixup
+        share = float(rng.beta(alpha, alpha))
+        if cut:
+            height, width = pixels.shape[-2:]
+            rows, columns = (round(side * (1 - share) ** 0.5) for side in (height, width))
+            top = int(rng.integers(height - rows + 1))
+            left = int(rng.integers(width - columns + 1))
+            box = (..., slice(top, top + rows), slice(left, left + columns))
+            mixed = pixels.clone()
+            mixed[box] = pixels.flip(0)[box]
+            pixels, share = mixed, 1 - rows * columns / (height * width)
+        else:
+            pixels = share * pixels + (1 - share) * pixels.flip(0)
+        return pixels, share * targets + (1 - share) * targets.flip(0), True
+
+
+def build(
+    config: ClassificationConfig, batch: int, seed: int, precision: Precision
+) -> tuple[Classification, OrderedData]:
+    """The task and its training data.
+
+    Raises:
+        ConfigError: model, pictures and batch do not fit.
+    """
+    pictures = open_labelled(config.data.train, config.data.classes)
+    data = labelled_data(pictures, config.data, batch, seed)
+    return Classification(config, pictures.classes, precision, seed), data
+
+
+def load(config: dict[str, Any], known: dict[str, Any]) -> Classification:
+    """The task that a model folder describes, with fresh weights."""
+    parsed = ClassificationConfig.model_validate(config)
+    model = parsed.model.model_copy(update={"pretrained": False})
+    return Classification(parsed.model_copy(update={"model": model}), known["classes"])
