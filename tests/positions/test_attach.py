@@ -164,18 +164,11 @@ def test_on_is_what_encodings_call_roles_and_options_are_theirs():
     assert attach(vit(), "irpe-product").blocks[0].attn.positions[0].roles == ("key",)
 
 
-def test_sape_calls_it_mode(monkeypatch):
-    class Sape(PositionEncoding):
-        def __init__(self, width, mode="key"):
-            super().__init__()
-            self.mode = mode
-
-        def bias(self, query, key, context):
-            return None
-
-    monkeypatch.setitem(vars(sys.modules["vlp.positions"])["_ENCODINGS"], "sape", Sape)
-    for on, mode in (("q", "query"), ("k", "key"), ("qk", "both"), ("kq", "both"), (None, "key")):
-        assert attach(vit(), "sape", on).blocks[0].attn.positions[0].mode == mode
+def test_sape_calls_it_mode():
+    both = ("key", "query")
+    for on, modes in (("q", ("query",)), ("k", ("key",)), ("qk", both), ("kq", both)):
+        assert attach(vit(), "sape", on).blocks[0].attn.positions[0].modes == modes
+    assert attach(vit(), "sape").blocks[0].attn.positions[0].modes == ("key",)
     with pytest.raises(ValueError, match="sape acts on queries and keys, not on='qv'"):
         attach(vit(), "sape", "qv")
     with pytest.raises(ValueError, match="on='q' and mode='key' at once"):
@@ -543,6 +536,17 @@ def test_layer_wise_learning_rates_count_token_encodings_to_the_stem():
         assert scales[id(table)] == scales[id(block.attn.qkv.weight)] > stem
 
 
+class Numbers(PositionEncoding):
+    """Reads a number in its constructor, which tensors on `meta` do not have."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.full((2,), torch.ones(3).sum().item()))
+
+    def bias(self, query, key, context):
+        return None
+
+
 def test_type_device_and_mode_are_the_models():
     model = attach(vit().to(torch.bfloat16), "irpe-product")
     (position,) = model.blocks[0].attn.positions
@@ -550,7 +554,7 @@ def test_type_device_and_mode_are_the_models():
     assert not position.training
     model = VisionTransformer(**SIZES).to("meta")
     with torch.device("meta"):
-        attach(attach(model, "irpe-product"), "learned-2d")
+        attach(attach(attach(model, "irpe-product"), "learned-2d"), Numbers)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     assert model.blocks[0].attn.positions[0].training
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from vlp.config import Config
+from vlp.positions import CROSS_MODAL, acts_on_tokens, list_positions
 from vlp.positions.windows import patch_reach, text_reach
 
 Role = Literal["query", "key", "value"]
-CrossPosition = Literal["anchor", "uniform", "ape", "rpe"]
+SHORTHANDS = ("ape", "rpe")
 
 
 class TextConfig(Config):
@@ -105,13 +107,19 @@ class CrossConfig(Config):
     `position` lists the encodings, none or several (paper, Tables 1 and 2): `anchor` is ACE-RPE,
     `uniform` its baseline with all paths 1, `ape` a learned position for every token of either
     stream, `rpe` contextual iRPE-product on queries and keys in the self-attention of each stream.
+    Every other name of `vlp.positions.list_positions()` acts on each stream by itself, with
+    `options` of its own: on the tokens before the first layer, or in the self-attention of every
+    layer. A text is a grid of one row.
     """
 
     layers: int = 6
     heads: int = 12
     intermediate: int = 3072
     layout: Literal["ace", "text", "albef"] = "ace"
-    position: tuple[CrossPosition, ...] = ("anchor",)
+    position: tuple[str, ...] = ("anchor",)
+    options: Mapping[str, Mapping[str, Any]] = Field(
+        {}, description="of encodings by name, such as rope-axial: {theta: 10}"
+    )
     anchor: AnchorConfig = AnchorConfig()
 
     @model_validator(mode="after")
@@ -120,11 +128,19 @@ class CrossConfig(Config):
             raise ValueError(f"position names an encoding twice: {', '.join(self.position)}")
         if {"anchor", "uniform"} <= set(self.position):
             raise ValueError("position: `anchor` and `uniform` exclude each other")
-        if "rpe" in self.position and self.layout != "ace":
-            raise ValueError(
-                f"position `rpe` needs layout `ace`; in `{self.layout}` patches have no "
-                "self-attention that could carry it"
-            )
+        known = (*SHORTHANDS, *list_positions())
+        if unknown := [name for name in self.position if name not in known]:
+            raise ValueError(f"position {unknown[0]!r} is unknown; there are {', '.join(known)}")
+        own = [name for name in self.position if name not in (*SHORTHANDS, *CROSS_MODAL)]
+        if unused := sorted(set(self.options) - set(own)):
+            raise ValueError(f"options of {', '.join(unused)}, which position does not list")
+        for name in self.position:
+            in_attention = name == "rpe" or (name in own and not acts_on_tokens(name))
+            if in_attention and self.layout != "ace":
+                raise ValueError(
+                    f"position `{name}` needs layout `ace`; in `{self.layout}` patches have no "
+                    "self-attention that could carry it"
+                )
         return self
 
 

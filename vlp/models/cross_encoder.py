@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from vlp.layers.post_norm import CrossLayer
-from vlp.models.config import CrossConfig
-from vlp.positions import PositionContext, PositionEncoding, create_position
+from vlp.models.config import SHORTHANDS, CrossConfig
+from vlp.positions import (
+    CROSS_MODAL,
+    PositionContext,
+    PositionEncoding,
+    acts_on_tokens,
+    create_fitting_position,
+    create_position,
+)
 from vlp.positions.anchor_field import AnchorField
 from vlp.positions.by_modality import ByModality
 
@@ -36,12 +44,8 @@ class CrossEncoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.grid = config, grid
-        places = {"text": max_tokens - 1, "image": grid[0] * grid[1]}
-        self.positions = nn.ModuleList(
-            [_of_each_stream("learned-1d", width=width, length=places)]
-            if "ape" in config.position
-            else []
-        )
+        streams = _Streams(config, width, max_tokens, grid)
+        self.positions = nn.ModuleList(streams.on_tokens())
         self.layers = nn.ModuleList(
             CrossLayer(
                 width,
@@ -49,7 +53,7 @@ class CrossEncoder(nn.Module):
                 config.intermediate,
                 cross_output=config.layout == "albef",
                 positions=_between_streams(config, width),
-                self_positions=_within_streams(config, width),
+                self_positions=streams.within(),
             )
             for _ in range(config.layers)
         )
@@ -116,20 +120,40 @@ def _between_streams(config: CrossConfig, width: int) -> list[PositionEncoding]:
             scale=anchor.scale,
         )
         for name in config.position
-        if name in ("anchor", "uniform")
+        if name in CROSS_MODAL
     ]
 
 
-def _within_streams(config: CrossConfig, width: int) -> list[PositionEncoding]:
-    """Encodings of the self-attention: iRPE-product over patches, and over the words as one row."""
-    if "rpe" not in config.position:
-        return []
-    options = {"width": width, "heads": config.heads, "roles": ("query", "key")}
-    return [ByModality(*(create_position("irpe-product", **options) for _ in ("text", "image")))]
+class _Streams:
+    """Makes the encodings that act on each stream by itself."""
 
+    def __init__(
+        self, config: CrossConfig, width: int, max_tokens: int, grid: tuple[int, int]
+    ) -> None:
+        self._config = config
+        sizes = {"width": width, "heads": config.heads}
+        grids = {"text": (1, max_tokens - 1), "image": grid}
+        self._sizes = {stream: sizes | {"grid": own} for stream, own in grids.items()}
+        self._own = [name for name in config.position if name not in (*SHORTHANDS, *CROSS_MODAL)]
 
-def _of_each_stream(name: str, width: int, length: dict[str, int]) -> ByModality:
-    return ByModality(
-        create_position(name, width=width, length=length["text"], deviation=APE_DEVIATION),
-        create_position(name, width=width, length=length["image"], deviation=APE_DEVIATION),
-    )
+    def on_tokens(self) -> Sequence[PositionEncoding]:
+        """Those before the first layer."""
+        named = [self._make(name) for name in self._own if acts_on_tokens(name)]
+        if "ape" in self._config.position:
+            named.append(self._make("learned-1d", deviation=APE_DEVIATION))
+        return named
+
+    def within(self) -> Sequence[PositionEncoding]:
+        """Those of the self-attention of one layer."""
+        named = [self._make(name) for name in self._own if not acts_on_tokens(name)]
+        if "rpe" in self._config.position:
+            named.append(self._make("irpe-product", roles=("query", "key")))
+        return named
+
+    def _make(self, name: str, **options: Any) -> ByModality:
+        options = {**self._config.options.get(name, {}), **options}
+        made = [
+            create_fitting_position(name, self._sizes[stream], **options)
+            for stream in ("text", "image")
+        ]
+        return ByModality(*made)

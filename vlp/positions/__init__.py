@@ -2,90 +2,27 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
-
-from vlp.positions.alibi2d import DirectionalDistance
-from vlp.positions.anchor_encoding import AnchorPosition
 from vlp.positions.attach import attach
 from vlp.positions.base import PositionContext, PositionEncoding
 from vlp.positions.by_modality import ByModality
-from vlp.positions.cope import ContextualPosition
-from vlp.positions.fourier import FourierPosition, MLPPosition
-from vlp.positions.huang import HuangPosition
-from vlp.positions.irpe import RelativePosition
-from vlp.positions.learned import LearnedBoxPosition, LearnedGridPosition, LearnedPosition
-from vlp.positions.object import ObjectPosition
-from vlp.positions.rotary_encoding import RotaryAxial, RotaryMixed, RotarySequence
-from vlp.positions.sasa import SasaPosition
-from vlp.positions.semantic import SemanticPosition
-from vlp.positions.shaw import ShawPosition
-from vlp.positions.sine import MDSinePosition, SinePosition
-from vlp.positions.transformer_xl import TransformerXLPosition
-
-_ENCODINGS: dict[str, Callable[..., PositionEncoding]] = {
-    "alibi-2d": DirectionalDistance,
-    "anchor": AnchorPosition,
-    "cope": ContextualPosition,
-    "fourier": FourierPosition,
-    "huang": HuangPosition,
-    "irpe-cross": partial(RelativePosition, "cross"),
-    "irpe-euclidean": partial(RelativePosition, "euclidean"),
-    "irpe-product": partial(RelativePosition, "product"),
-    "irpe-quantization": partial(RelativePosition, "quantization"),
-    "learned-1d": LearnedPosition,
-    "learned-2d": LearnedGridPosition,
-    "learned-4d": LearnedBoxPosition,
-    "md-sine": MDSinePosition,
-    "mlp": MLPPosition,
-    "object": ObjectPosition,
-    "rope-1d": RotarySequence,
-    "rope-axial": RotaryAxial,
-    "rope-mixed": RotaryMixed,
-    "sape": SemanticPosition,
-    "sasa": SasaPosition,
-    "shaw": ShawPosition,
-    "sine-1d": partial(SinePosition, 1),
-    "sine-2d": partial(SinePosition, 2),
-    "sine-4d": partial(SinePosition, 4),
-    "transformer-xl": TransformerXLPosition,
-    # Uniform is ACE-RPE fed with constant paths (reading A26): the same module, another field.
-    "uniform": AnchorPosition,
-}
+from vlp.positions.registry import (
+    CROSS_MODAL,
+    acts_on_tokens,
+    create_fitting_position,
+    create_position,
+    list_positions,
+    position_options,
+)
 
 __all__ = [
+    "CROSS_MODAL",
     "ByModality",
     "PositionContext",
     "PositionEncoding",
+    "acts_on_tokens",
     "attach",
+    "create_fitting_position",
     "create_position",
     "list_positions",
+    "position_options",
 ]
-
-
-def list_positions() -> Sequence[str]:
-    """Names that `create_position` knows."""
-    return tuple(sorted(_ENCODINGS))
-
-
-def create_position(name: str, **options: Any) -> PositionEncoding:
-    """Make a position encoding by name.
-
-    Raises:
-        ValueError: unknown name, or options that this encoding lacks or misses; the message lists
-            the known ones.
-    """
-    if name not in _ENCODINGS:
-        raise ValueError(
-            f"unknown position encoding {name!r}; known: {', '.join(list_positions())}"
-        )
-    make = _ENCODINGS[name]
-    signature = inspect.signature(make)
-    try:
-        signature.bind(**options)
-    except TypeError as problem:
-        known = ", ".join(signature.parameters)
-        raise ValueError(f"position encoding {name!r}: {problem}; options: {known}") from None
-    return make(**options)

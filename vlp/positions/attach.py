@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from vlp.positions.base import PositionEncoding
+from vlp.positions.registry import CROSS_MODAL, create_position, position_options
 
 ROLES = {"q": "query", "k": "key", "v": "value"}
-CROSS_MODAL = ("anchor", "uniform")
 
 Factory = Callable[..., PositionEncoding]
 Model = TypeVar("Model", bound=nn.Module)
@@ -74,7 +74,7 @@ class _Encoding:
 
     def __init__(self, name: str | Factory, on: str | None, options: Mapping[str, Any]) -> None:
         self.name = name if isinstance(name, str) else getattr(name, "__name__", repr(name))
-        self.make: Factory = partial(_create, name) if isinstance(name, str) else name
+        self.make: Factory = partial(create_position, name) if isinstance(name, str) else name
         self.parameters = frozenset(_parameters(name))
         self.options = {**options, **self._place(on, options)}
 
@@ -232,24 +232,14 @@ def _pair(size: Sequence[int]) -> tuple[int, int]:
     return int(size[0]), int(size[1])
 
 
-def _create(name: str, **options: Any) -> PositionEncoding:
-    from vlp.positions import create_position
-
-    return create_position(name, **options)
-
-
 def _parameters(name: str | Factory) -> Iterable[str]:
     """Options of an encoding.
 
     Raises:
         ValueError: it is not known, or has no place in a model without text.
     """
-    from vlp import positions
-
     if not isinstance(name, str):
         return inspect.signature(name).parameters
     if name in CROSS_MODAL:
         raise ValueError(f"{name} lies between a picture and a text; a timm model has no text")
-    if name not in positions.list_positions():
-        positions.create_position(name)  # raises, and lists the known ones
-    return inspect.signature(positions._ENCODINGS[name]).parameters
+    return position_options(name)

@@ -1,0 +1,165 @@
+"""What must hold for every name: it trains in a ViT and in the cross-modal encoder."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+import timm
+import torch
+from pydantic import ValidationError
+from tests_support import TINY_MODEL
+
+from vlp.models.config import ModelConfig
+from vlp.models.vlp import VLPModel
+from vlp.positions import (
+    CROSS_MODAL,
+    PositionEncoding,
+    acts_on_tokens,
+    attach,
+    create_fitting_position,
+    create_position,
+    list_positions,
+    position_options,
+)
+
+NAMES = list_positions()
+WITHIN = [name for name in NAMES if name not in CROSS_MODAL]
+STEPS = 10
+DESIGN = (
+    *("learned-1d", "learned-2d", "learned-4d", "sine-1d", "sine-2d", "sine-4d", "md-sine"),
+    *("mlp", "fourier", "object", "rope-1d", "rope-axial", "rope-mixed", "alibi-2d"),
+    *("irpe-euclidean", "irpe-quantization", "irpe-cross", "irpe-product", "shaw"),
+    *("transformer-xl", "huang", "sasa", "cope", "sape", "anchor", "uniform"),
+)
+
+
+def vit(image_size=16, **options):
+    sizes = {"img_size": image_size, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
+    return timm.create_model("vit_tiny_patch16_224", num_classes=3, **sizes, **options)
+
+
+def train(model, loss, steps=STEPS):
+    """Losses of so many steps; every gradient must be finite."""
+    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(steps):
+        value = loss()
+        value.backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is None or torch.isfinite(parameter.grad).all(), name
+        optimiser.step()
+        optimiser.zero_grad()
+        losses.append(value.item())
+    return losses
+
+
+def test_the_names_are_those_of_the_design():
+    assert sorted(NAMES) == sorted(DESIGN)
+    with pytest.raises(ValueError, match=r"unknown position encoding 'rope'; known: alibi-2d"):
+        create_position("rope")
+    with pytest.raises(ValueError, match="options: "):
+        create_position("rope-axial", width=8, heads=2, wrong=1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sources_are_named(name):
+    sizes = {"width": 16, "heads": 2, "grid": (4, 4)}
+    options = {"groups": 2, "roles": ("key",)} if name in CROSS_MODAL else {}
+    made = create_fitting_position(name, sizes, **options)
+    text = inspect.getdoc(type(made)) + inspect.getdoc(inspect.getmodule(type(made)))
+    assert re.search(r"\b20[12]\d\b|Eqs?\.? \d|\bet al\.|ViTARC|the paper", text), text
+    assert acts_on_tokens(name) == ("tokens" in made.hooks)
+    assert position_options(name) >= {"width"} or name == "alibi-2d"
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", WITHIN)
+def test_it_trains_in_a_vit(name, precision):
+    torch.manual_seed(0)
+    model = attach(vit(), name, absolute="drop")
+    pixels, labels = torch.randn(6, 3, 16, 16), torch.arange(6) % 3
+    own = [(n, p.clone()) for n, p in model.named_parameters() if "positions" in n]
+
+    def loss():
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
+            logits = model(pixels)
+        return torch.nn.functional.cross_entropy(logits.float(), labels)
+
+    losses = train(model, loss)
+    assert losses[-1] < losses[0]
+    after = dict(model.named_parameters())
+    # Its tables are trained: of each kind of them at least some move.
+    assert not own or any(not torch.equal(after[n], before) for n, before in own)
+
+
+@pytest.mark.parametrize("name", WITHIN)
+def test_it_trains_in_the_cross_modal_encoder(name):
+    torch.manual_seed(0)
+    cross = TINY_MODEL["cross"] | {"position": [name, "anchor"]}
+    model = VLPModel(ModelConfig.model_validate(TINY_MODEL | {"cross": cross}))
+    model.anchor_threshold.fill_(0.2)
+    pixels = torch.randn(4, 3, 16, 16)
+    ids = torch.randint(5, 40, (4, 12))
+    attention = torch.arange(12) < torch.tensor([6, 8, 4, 12])[:, None]
+    words = attention & (torch.arange(12) > 0)
+    labels = torch.tensor([0, 1, 0, 1])
+
+    def loss():
+        crossed = model.cross(model.encode_image(pixels), model.encode_text(ids, attention, words))
+        return torch.nn.functional.cross_entropy(model.match_logits(crossed), labels)
+
+    losses = train(model, loss)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("name", CROSS_MODAL)
+def test_cross_modal_encodings_are_refused_within_a_picture(name):
+    with pytest.raises(ValueError, match=f"{name} lies between a picture and a text"):
+        attach(vit(), name)
+
+
+@pytest.mark.parametrize(
+    ("cross", "message"),
+    [
+        ({"position": ["rope"]}, "position 'rope' is unknown; there are ape, rpe, alibi-2d"),
+        ({"position": ["sape"], "layout": "text"}, "position `sape` needs layout `ace`"),
+        ({"position": ["anchor"], "options": {"sape": {}}}, "options of sape, which position does"),
+        ({"position": ["anchor"], "options": {"anchor": {}}}, "options of anchor"),
+    ],
+)
+def test_what_cannot_be_in_the_cross_modal_encoder_is_named(cross, message):
+    with pytest.raises(ValidationError, match=message):
+        ModelConfig.model_validate(TINY_MODEL | {"cross": TINY_MODEL["cross"] | cross})
+
+
+@pytest.mark.parametrize("name", WITHIN)
+def test_trained_at_one_size_it_runs_at_another_or_names_both(name):
+    """32 px and 48 px, as patches of 4: encodings bound to a grid say so."""
+    torch.manual_seed(0)
+    model = attach(vit(32, dynamic_img_size=True), name, absolute="drop").eval()
+    assert model(torch.randn(1, 3, 32, 32)).isfinite().all()
+    bound = {"learned-1d", "learned-2d", "irpe-quantization"}
+    if name in bound:
+        with pytest.raises(ValueError, match=r"8 x 8|12 x 12|64|145"):
+            model(torch.randn(1, 3, 48, 48))
+    else:
+        assert model(torch.randn(1, 3, 48, 48)).isfinite().all()
+        assert model(torch.randn(1, 3, 32, 48)).isfinite().all()
+
+
+def test_all_of_them_work_together():
+    """Every pair would be many; a ViT with all hooks in use at once stands for them."""
+    torch.manual_seed(0)
+    model = vit()
+    for name in ("sine-2d", "fourier", "rope-axial", "irpe-product", "sape", "alibi-2d", "shaw"):
+        attach(model, name)
+    hooks = set()
+    for module in model.modules():
+        if isinstance(module, PositionEncoding):
+            hooks |= module.hooks
+    assert hooks == {"tokens", "rotate", "bias", "value"}
+    pixels, labels = torch.randn(6, 3, 16, 16), torch.arange(6) % 3
+    losses = train(model, lambda: torch.nn.functional.cross_entropy(model(pixels), labels))
+    assert losses[-1] < losses[0]
