@@ -1,4 +1,4 @@
-"""`python -m evaluation retrieval | pointing | swaps | anchors | ablation | positions | vision`."""
+"""`python -m evaluation TASK`: see `--help` for the tasks."""
 
 from __future__ import annotations
 
@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         _add_ablation,
         _add_positions,
         _add_vision,
+        _add_encodings,
     ):
         add_task(tasks)
     return parser
@@ -196,6 +197,21 @@ def _vision(options: argparse.Namespace, ranks: Ranks) -> None:
     print(table.text())
     folder = write_report(Path(options.model) / "evaluation", "vision", table, figures)
     print(f"\nwritten to {folder}")
+
+
+def _add_encodings(tasks: Tasks) -> None:
+    parser = tasks.add_parser("encodings", help="draw what each position encoding tells of patches")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.png")
+    parser.set_defaults(run=_encodings)
+
+
+def _encodings(options: argparse.Namespace, ranks: Ranks) -> None:
+    from evaluation.position_maps import draw_position_maps
+
+    if options.out.suffix.lower() != ".png":
+        raise EvaluationError(f"--out {options.out}: the picture is a .png file")
+    if ranks.first:
+        print(draw_position_maps(options.out))
 
 
 def _add_anchors(tasks: Tasks) -> None:

@@ -3,13 +3,12 @@
     python -m evaluation.benchmarks.positions
     python -m evaluation.benchmarks.positions --sizes 224,384 --rows 64      (on a GPU)
 
-The model is DeiT-S without encodings but its learned absolute ones, `plain`: timm's with fused
-attention on a GPU; on a CPU with explicit attention, which trains faster there, and `sdpa` is the
-fused one. Variants take turns, so that a slow moment of the machine hits all of them; a ratio is the
-median over rounds of plain's time through the variant's. Multiply-accumulates (MACs) are counted by
-PyTorch's counter of matrix products, one picture, as a convolution and linear layers and attention
-products; the paper prints 4,613 M for DeiT-S, 4,659 for contextual iRPE on keys, 4,706 on queries
-and keys, 4,885 on all three.
+`plain` is DeiT-S with its learned absolute positions alone: timm's, on a GPU with fused attention,
+on a CPU with explicit attention, which trains faster there (`sdpa` is the fused one). Variants take
+turns, so that a slow moment of the machine hits all of them; a ratio is the median over rounds of
+plain's time through the variant's. Multiply-accumulates (MACs) of one picture are those of matrix
+products and convolutions. The paper prints 4,613 M for DeiT-S, 4,659 M for contextual iRPE on keys,
+4,706 M on queries and keys, 4,885 M on all three.
 
 `--published FILE` also times the published iRPE code: its module `irpe.py` (repository
 microsoft/Cream, folder iRPE/DeiT-with-iRPE), in the same layers, beside ours.

@@ -207,10 +207,18 @@ def test_timms_switch_off_is_heeded(monkeypatch):
         raise RuntimeError("fused")
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", fused)
-    x = states()
-    positioned(timm_layer())(x)
-    with pytest.raises(RuntimeError, match="fused"):
-        positioned(timm_layer(), fused=True)(x)
+    for device in ("cpu", "meta"):  # meta stands for accelerators
+        layer, x = positioned(timm_layer()).to(device), states().to(device)
+        layer(x)
+        layer.fused = True
+        with pytest.raises(RuntimeError, match="fused"):
+            layer(x)
+        layer.fused, layer.fused_attn = None, True
+        if device == "cpu":
+            layer(x)
+        else:
+            with pytest.raises(RuntimeError, match="fused"):
+                layer(x)
 
 
 def test_tokens_without_a_place_are_an_error():

@@ -15,7 +15,7 @@ COMBINATIONS = ("concat", "sum")
 
 
 class LearnedPosition(TokenEncoding):
-    """`learned-1d`: one vector per place of a sequence, as in BERT, and in ViT over raster order.
+    """`learned-1d`: one vector per place of a sequence (BERT; in ViT, raster order; Devlin et al.).
 
     Prefix tokens of the context get no position; text that numbers its [CLS] too passes a context
     without prefix. A sequence may be shorter than the table. Where `grid` is given, a context that

@@ -208,6 +208,8 @@ class SinePosition(TokenEncoding):
 class MDSinePosition(TokenEncoding):
     """`md-sine`: fixed sinusoids of the whole coordinate, one linear combination per frequency.
 
+    The baseline MD-Sine of Li et al. 2021 (reading F11).
+
     **Reconstruction (reading F11)**: see `md_sinusoid`. The default frequencies are those of a
     scalar position, the same for every coordinate. Units, grids, prefix tokens and the MLP are
     those of `SinePosition`; there are no groups, since every channel sees all coordinates.
