@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from vlp.training.memory import keep_freed_memory
+
 _control: Any = None
 
 
@@ -25,7 +27,7 @@ def prepare_environment() -> None:
     """Fill in what the launcher would have set, so that a plain `python` is rank 0 of 1.
 
     Without a GPU, DeepSpeed is told to use the CPU, and each rank of this machine gets its share
-    of the cores unless OMP_NUM_THREADS says otherwise.
+    of the cores unless OMP_NUM_THREADS says otherwise, and keeps the memory it has freed.
     """
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")
@@ -34,6 +36,7 @@ def prepare_environment() -> None:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", str(free_port()))
     if not torch.cuda.is_available():
+        keep_freed_memory()
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         if "OMP_NUM_THREADS" not in os.environ:
             local = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
