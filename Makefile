@@ -32,7 +32,7 @@ resume-check: $(READY)
 $(READY): pyproject.toml
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "vlp needs Python 3.11 or newer; set PYTHON=..."'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,evaluation,test]'
 	touch $(READY)
 
 clean:

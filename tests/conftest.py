@@ -7,6 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
+
+# How long an example takes says more of what else the machine does than of the code.
+settings.register_profile("vlp", deadline=None)
+settings.load_profile("vlp")
 
 ROOT = Path(__file__).resolve().parents[1]
 
