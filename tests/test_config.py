@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated, Literal
 
 import pytest
+from pydantic import Field
 
-from vlp.config import ConfigError, load_config, save_config
+from vlp.config import Config, ConfigError, load_config, save_config
 from vlp.training.config import PretrainConfig
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs" / "pretrain"
@@ -91,3 +93,29 @@ def test_a_required_key_is_named(tmp_path):
 def test_no_such_file():
     with pytest.raises(ConfigError, match="cannot read this configuration"):
         load_config("/nowhere.yaml", PretrainConfig)
+
+
+class Circle(Config):
+    kind: Literal["circle"] = "circle"
+    radius: float = 1.0
+
+
+class Square(Config):
+    kind: Literal["square"] = "square"
+    side: float = 1.0
+
+
+class Drawing(Config):
+    shape: Annotated[Circle | Square, Field(discriminator="kind")]
+
+
+def test_a_choice_by_kind_is_named_as_it_is_written(tmp_path):
+    file = tmp_path / "drawing.yaml"
+    file.write_text("shape: {kind: circle, radius: 2}\n")
+    assert load_config(file, Drawing).shape == Circle(radius=2)
+    with pytest.raises(ConfigError, match=r"unknown key 'shape\.radios'; did you mean 'shape.rad"):
+        load_config(file, Drawing, ["shape.radios=3"])
+    with pytest.raises(ConfigError, match=r"the command line: 'shape\.radius': Input should be"):
+        load_config(file, Drawing, ["shape.radius=wide"])
+    with pytest.raises(ConfigError, match="expected tags: 'circle', 'square'"):
+        load_config(file, Drawing, ["shape.kind=triangle"])

@@ -148,7 +148,7 @@ def _explain(
 ) -> str:
     lines = []
     for problem in error.errors():
-        location = [str(part) for part in problem["loc"]]
+        location = _location(problem["loc"], schema)
         key = ".".join(location)
         named = next(
             (
@@ -165,6 +165,26 @@ def _explain(
         else:
             lines.append(f"{named}: '{key}': {problem['msg']} (given: {problem['input']!r})")
     return "\n".join(lines)
+
+
+def _location(parts: Sequence[str | int], schema: type[Config]) -> list[str]:
+    """The key as it is written: of a choice by `kind`, the chosen kind is no part of it."""
+    types, location = [schema], []
+    for part in parts:
+        fields = [kind.model_fields[part] for kind in types if part in kind.model_fields]
+        if not fields and len(types) > 1:
+            chosen = [kind for kind in types if _tag(kind) == part]
+            if chosen:
+                types = chosen
+                continue
+        types = [inner for field in fields for inner in _config_types(field.annotation)]
+        location.append(str(part))
+    return location
+
+
+def _tag(schema: type[Config]) -> Any:
+    field = schema.model_fields.get("kind")
+    return None if field is None else field.default
 
 
 def _nearest(key: str, schema: type[Config]) -> str:

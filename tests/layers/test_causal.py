@@ -9,6 +9,7 @@ import torch
 
 from vlp.layers.causal import CausalAttention, Past
 from vlp.positions import create_position
+from vlp.positions.alibi2d import bias
 from vlp.positions.base import PositionContext
 
 WIDTH, HEADS, GRID = 8, 2, (2, 3)
@@ -25,7 +26,7 @@ def states(tokens=6, rows=2):
 
 
 @torch.no_grad()
-def by_loops(attention, x, bias=None):
+def by_loops(attention, x, addition=None):
     size = WIDTH // HEADS
     query, key, value = attention.query(x), attention.key(x), attention.value(x)
     out = torch.zeros_like(x)
@@ -35,7 +36,7 @@ def by_loops(attention, x, bias=None):
             for q in range(x.shape[1]):
                 logits = [
                     float(query[row, q, part] @ key[row, k, part]) / math.sqrt(size)
-                    + (0.0 if bias is None else float(bias[head, q, k]))
+                    + (0.0 if addition is None else float(addition[head, q, k]))
                     for k in range(q + 1)
                 ]
                 share = torch.tensor(logits, dtype=torch.float64).softmax(0)
@@ -44,8 +45,6 @@ def by_loops(attention, x, bias=None):
 
 
 def test_plain_and_biased_attention_equal_loops():
-    from vlp.positions.alibi2d import bias
-
     x = states()
     plain, biased = layer(), layer("alibi-2d", heads=HEADS)
     torch.testing.assert_close(plain(x), by_loops(plain, x))

@@ -64,6 +64,11 @@ class TextProcessor:
         self._tokenizer.enable_padding(length=max_tokens, pad_id=self.pad_id, pad_token=PAD)
 
     @property
+    def tokenizer(self) -> Tokenizer:
+        """A copy, which neither cuts nor pads."""
+        return Tokenizer.from_str(self._plain.to_str())
+
+    @property
     def special_ids(self) -> tuple[int, ...]:
         """Ids of [PAD], [UNK], [CLS], [SEP], [MASK]: never a random word of masking."""
         return self.pad_id, self.unk_id, self.cls_id, self.sep_id, self.mask_id

@@ -11,6 +11,7 @@ from vlp.positions.registry import (
     create_fitting_position,
     create_position,
     list_positions,
+    place_roles,
     position_options,
 )
 
@@ -24,5 +25,6 @@ __all__ = [
     "create_fitting_position",
     "create_position",
     "list_positions",
+    "place_roles",
     "position_options",
 ]

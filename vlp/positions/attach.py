@@ -11,9 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from vlp.positions.base import PositionEncoding
-from vlp.positions.registry import CROSS_MODAL, create_position, position_options
-
-ROLES = {"q": "query", "k": "key", "v": "value"}
+from vlp.positions.registry import (
+    CROSS_MODAL,
+    create_position,
+    place_roles,
+    position_options,
+)
 
 Factory = Callable[..., PositionEncoding]
 Model = TypeVar("Model", bound=nn.Module)
@@ -76,7 +79,7 @@ class _Encoding:
         self.name = name if isinstance(name, str) else getattr(name, "__name__", repr(name))
         self.make: Factory = partial(create_position, name) if isinstance(name, str) else name
         self.parameters = frozenset(_parameters(name))
-        self.options = {**options, **self._place(on, options)}
+        self.options = place_roles(self.name, on, options, self.parameters)
 
     def __call__(self, like: Tensor, training: bool, **sizes: Any) -> PositionEncoding:
         """One module with those sizes that it has, on a weight's device and in its type."""
@@ -97,27 +100,6 @@ class _Encoding:
                 "encodings of tokens alone, or of rotate, bias and value"
             )
         return "tokens" in made.hooks
-
-    def _place(self, on: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
-        """What the encoding calls the letters of `on`."""
-        if on is None:
-            return {}
-        if not on or set(on) - set(ROLES) or len(set(on)) < len(on):
-            raise ValueError(f"{self.name}: on={on!r} is not made of letters of 'qkv', each once")
-        roles = [role for letter, role in ROLES.items() if letter in on]
-        option: str
-        value: Any
-        if "roles" in self.parameters:
-            option, value = "roles", tuple(roles)
-        elif self.name == "sape":
-            if "value" in roles:
-                raise ValueError(f"sape acts on queries and keys, not on={on!r}")
-            option, value = "mode", roles[0] if len(roles) == 1 else "both"
-        else:
-            raise ValueError(f"{self.name} has no choice of queries, keys and values: on={on!r}")
-        if option in options:
-            raise ValueError(f"{self.name}: on={on!r} and {option}={options[option]!r} at once")
-        return {option: value}
 
 
 def _attach_to_vit(model: Any, encoding: _Encoding, drop: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from vlp.positions.shaw import ShawPosition
 from vlp.positions.sine import MDSinePosition, SinePosition
 from vlp.positions.transformer_xl import TransformerXLPosition
 
+ROLES = {"q": "query", "k": "key", "v": "value"}
 CROSS_MODAL = ("anchor", "uniform")
 """Encodings between a picture and a text, of no use within either."""
 
@@ -99,6 +100,42 @@ def create_fitting_position(
     takes = position_options(name)
     fitting = {size: value for size, value in sizes.items() if size in takes}
     return create_position(name, **{**fitting, **options})
+
+
+def place_roles(
+    name: str, on: str | None, options: Mapping[str, Any], takes: Collection[str] | None = None
+) -> dict[str, Any]:
+    """Options with the letters of `on` as the encoding calls them.
+
+    Args:
+        name: of the encoding.
+        on: letters of "qkv": what encodings call `roles`, and `sape` calls `mode`; None leaves the
+            encoding's default.
+        options: the others.
+        takes: what the encoding takes; None looks the name up.
+
+    Raises:
+        ValueError: other letters, an encoding without the choice, or options that say it, too.
+    """
+    if on is None:
+        return dict(options)
+    takes = position_options(name) if takes is None else takes
+    if not on or set(on) - set(ROLES) or len(set(on)) < len(on):
+        raise ValueError(f"{name}: on={on!r} is not made of letters of 'qkv', each once")
+    roles = [role for letter, role in ROLES.items() if letter in on]
+    option: str
+    value: Any
+    if "roles" in takes:
+        option, value = "roles", tuple(roles)
+    elif name == "sape":
+        if "value" in roles:
+            raise ValueError(f"sape acts on queries and keys, not on={on!r}")
+        option, value = "mode", roles[0] if len(roles) == 1 else "both"
+    else:
+        raise ValueError(f"{name} has no choice of queries, keys and values: on={on!r}")
+    if option in options:
+        raise ValueError(f"{name}: on={on!r} and {option}={options[option]!r} at once")
+    return {**options, option: value}
 
 
 def acts_on_tokens(name: str) -> bool:

@@ -7,13 +7,17 @@ from typing import Annotated
 from pydantic import Field
 
 from vlp.tasks.vision.classification import ClassificationConfig
+from vlp.tasks.vision.detection import DetectionConfig
+from vlp.tasks.vision.grids import GridsConfig
+from vlp.tasks.vision.pixels import PixelsConfig
+from vlp.tasks.vision.widgets import WidgetsConfig
 from vlp.training.config import RunConfig
 
-AnyTask = ClassificationConfig
+AnyTask = ClassificationConfig | DetectionConfig | GridsConfig | PixelsConfig | WidgetsConfig
 
 
 class VisionConfig(RunConfig):
     """Everything `launch/train_vision.py` needs; `task.kind` says what is trained."""
 
     output: str = Field("runs/vision", description="folder of this run")
-    task: Annotated[AnyTask, Field()]
+    task: Annotated[AnyTask, Field(discriminator="kind")]

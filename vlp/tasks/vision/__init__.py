@@ -13,7 +13,7 @@ from typing import Any
 from vlp.tasks.plain import PlainTask, Precision
 from vlp.tasks.vision.folder import read_task
 
-KINDS = ("classification",)
+KINDS = ("classification", "detection", "grids", "pixels", "widgets")
 
 
 def build_task(config: Any, batch: int, seed: int, precision: Precision) -> tuple[PlainTask, Any]:

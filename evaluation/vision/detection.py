@@ -1,0 +1,99 @@
+"""Average precision of a detector, at every size that its configuration names."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchvision.ops import box_convert
+
+from evaluation.mode import evaluating
+from vlp.config import ConfigError
+from vlp.data.vision.detection import judged_pixels, open_objects
+from vlp.data.vision.objects import ObjectPictures
+from vlp.metrics.detection import PictureFound, PictureTruth, coco_figures
+from vlp.tasks.vision.detection import Detection
+
+BATCH = 16
+
+
+def evaluate(
+    task: Detection, limit: int | None = None, device: str | None = None
+) -> dict[str, float]:
+    """COCO's figures in percent on `data.test`; see `vlp.metrics.detection.FIGURES`.
+
+    The first size of `data.test_sizes` gives `AP`, `AP50`, ...; further ones `AP@160`, ... .
+    Objects are small, medium or large by the pixels of the annotation, of scenes by those of the
+    size they are drawn at.
+
+    Args:
+        task: what `load_task` gave.
+        limit: only so many pictures, spread evenly.
+        device: where to compute; None is this rank's GPU, or the CPU.
+
+    Raises:
+        ConfigError: `data.test` cannot be used, or a position encoding cannot serve a size; it is
+            named.
+        BadSample: a picture cannot be read, or has boxes outside of it.
+    """
+    figures: dict[str, float] = {}
+    config = task.config.data
+    with evaluating(task, device) as where, torch.no_grad():
+        for size in config.judged_sizes:
+            pictures = open_objects(config.test, size, task.classes)
+            try:
+                found = _at_size(task, pictures, size, limit, where)
+            except ValueError as error:
+                raise ConfigError(f"pictures of size {size}: {error}") from error
+            suffix = f"@{size}" if figures else ""
+            figures |= {f"{name}{suffix}": value for name, value in found.items()}
+    return figures
+
+
+def _at_size(
+    task: Detection, pictures: ObjectPictures, size: int, limit: int | None, where: torch.device
+) -> dict[str, float]:
+    count = len(pictures) if limit is None else min(limit, len(pictures))
+    truth: list[PictureTruth] = []
+    found: dict[int, PictureFound] = {}
+    waiting: dict[torch.Size, list[tuple[int, Tensor]]] = defaultdict(list)
+    for place, number in enumerate(np.linspace(0, len(pictures) - 1, count).round().astype(int)):
+        read = pictures.read(int(number))
+        sides = read.boxes[:, 2:] - read.boxes[:, :2]
+        boxes = np.concatenate([read.boxes[:, :2], sides], -1)
+        truth.append(
+            PictureTruth(read.width, read.height, boxes, read.labels, read.areas, read.crowds)
+        )
+        pixels = judged_pixels(read, size, task.config.data)
+        same = waiting[pixels.shape]
+        same.append((place, pixels))
+        if len(same) == BATCH:
+            found |= _detected(task, same, truth, where)
+            same.clear()
+    for same in waiting.values():
+        found |= _detected(task, same, truth, where)
+    return coco_figures(truth, [found[place] for place in range(count)], task.classes)
+
+
+def _detected(
+    task: Detection,
+    pictures: list[tuple[int, Tensor]],
+    truth: list[PictureTruth],
+    where: torch.device,
+) -> dict[int, PictureFound]:
+    """One detection for each query: its best class, and that one's probability (DETR)."""
+    if not pictures:
+        return {}
+    logits, boxes = task.model([pixels.to(where) for _, pixels in pictures])
+    scores, labels = logits[-1].softmax(-1)[..., :-1].max(-1)
+    corners = box_convert(boxes[-1].double(), "cxcywh", "xywh").cpu().numpy()
+    return {
+        place: PictureFound(
+            corners[row] * np.array([truth[place].width, truth[place].height] * 2),
+            labels[row].cpu().numpy(),
+            scores[row].cpu().numpy(),
+        )
+        for row, (place, _) in enumerate(pictures)
+    }

@@ -1,0 +1,83 @@
+"""Exact matches on the test pairs of ARC tasks, as they are and in held-out variants."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from evaluation.mode import evaluating
+from vlp.data.vision.arc import Pair
+from vlp.data.vision.grid_variants import Variant, held_out_variants
+from vlp.data.vision.grids import GridDataConfig, GridSample, collate_grids, grid_sample, open_grids
+from vlp.tasks.vision.grids import Grids, question_of
+
+TOKENS = 2**14  # of one batch
+
+
+class _Asked(NamedTuple):
+    """One question: its task, whether it is a variant, and the pair as tensors."""
+
+    name: str
+    varied: bool
+    sample: GridSample
+
+
+def evaluate(task: Grids, limit: int | None = None, device: str | None = None) -> dict[str, float]:
+    """Percent of templates that greedy writing gets wholly right, border and padding too.
+
+    `original/TASK` is of the task's test pairs as they are, `exact/TASK` of `data.variants`
+    variants of each that training never draws; `original` and `exact` are the means over tasks.
+    Tasks whose symmetry has no held-out variants have no `exact`. Training has no test pair in any
+    variant.
+
+    Args:
+        task: what `load_task` gave.
+        limit: only so many questions, spread evenly over all tasks, pairs and variants.
+        device: where to compute; None is this rank's GPU, or the CPU.
+
+    Raises:
+        ConfigError: `data.path` cannot be opened, or its tasks do not fit.
+    """
+    config = task.config.data
+    asked = _questions(config)
+    count = len(asked) if limit is None else min(limit, len(asked))
+    numbers = np.linspace(0, len(asked) - 1, count).round().astype(int)
+    chosen = [asked[number] for number in numbers]
+    batch = max(1, TOKENS // (config.size + 1) ** 2)
+    right: dict[str, dict[str, list[bool]]] = {
+        "exact": defaultdict(list),
+        "original": defaultdict(list),
+    }
+    with evaluating(task, device) as where, torch.no_grad():
+        for first in range(0, count, batch):
+            part = chosen[first : first + batch]
+            given = collate_grids(config.size, [one.sample for one in part]).to(where)
+            # Greedy writing gives a template where all its tokens are the likeliest ones after
+            # those before them, which one pass over the template itself tells.
+            likeliest = task.model(question_of(given), given.outputs).argmax(-1)
+            for one, hit in zip(part, (likeliest == given.outputs).all(-1).tolist(), strict=True):
+                right["exact" if one.varied else "original"][one.name].append(hit)
+    figures = {}
+    for kind, tasks in right.items():
+        shares = {name: 100 * sum(hits) / len(hits) for name, hits in tasks.items()}
+        if shares:
+            figures[kind] = sum(shares.values()) / len(shares)
+        figures |= {f"{kind}/{name}": share for name, share in shares.items()}
+    return figures
+
+
+def _questions(config: GridDataConfig) -> list[_Asked]:
+    """The same for every model of one configuration."""
+    tasks = open_grids(config)
+    asked = []
+    for number, chosen in enumerate(config.tasks):
+        variants = held_out_variants(chosen.allowed, config.variants, np.random.default_rng(0))
+        for pair in tasks[chosen.name].test:
+            for variant in (Variant(), *variants):
+                changed = Pair(variant(pair.input), variant(pair.output))
+                sample = grid_sample(changed, number, config.size)
+                asked.append(_Asked(chosen.name, variant != Variant(), sample))
+    return asked

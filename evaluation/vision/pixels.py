@@ -1,0 +1,48 @@
+"""Bits per dimension of a model of pixels."""
+
+from __future__ import annotations
+
+import torch
+
+from evaluation.mode import evaluating
+from vlp.data.vision.labelled import open_labelled
+from vlp.data.vision.pixels import pixel_values
+from vlp.metrics.likelihood import bits_per_dimension
+from vlp.tasks.vision.pixels import Pixels
+
+COLOURS = ("red", "green", "blue")
+TOKENS = 2**14  # of one batch
+
+
+def evaluate(task: Pixels, limit: int | None = None, device: str | None = None) -> dict[str, float]:
+    """Exact bits per dimension of test pictures: `bits_per_dim`, and `bits_red` and so on.
+
+    Those of the three colours have the first as their mean.
+
+    Args:
+        task: what `load_task` gave.
+        limit: only so many pictures, spread evenly over `data.test`.
+        device: where to compute; None is this rank's GPU, or the CPU.
+
+    Raises:
+        ConfigError: `data.test` cannot be opened.
+        BadSample: one of its pictures cannot be read, or is too small.
+    """
+    config = task.config.data
+    pictures = open_labelled(config.test, config.classes)
+    size = config.image_size
+    count = len(pictures) if limit is None else min(limit, len(pictures))
+    numbers = torch.linspace(0, len(pictures) - 1, count, dtype=torch.float64).round().long()
+    batch = max(1, TOKENS // (len(COLOURS) * size**2))
+    nats = torch.zeros(len(COLOURS), dtype=torch.float64)
+    with evaluating(task, device) as where, torch.no_grad():
+        for chosen in numbers.split(batch):
+            read = [pictures.read(int(number)) for number in chosen]
+            values = torch.stack([pixel_values(one.picture, size, one.where) for one in read])
+            found = task.model.nats(values.to(where).long())
+            nats += found.double().sum((0, 1, 2)).cpu()
+    pixels = count * size**2
+    figures = {"bits_per_dim": bits_per_dimension(float(nats.sum()), len(COLOURS) * pixels)}
+    for colour, found_nats in zip(COLOURS, nats.tolist(), strict=True):
+        figures[f"bits_{colour}"] = bits_per_dimension(found_nats, pixels)
+    return figures

@@ -1,0 +1,104 @@
+"""Captions of widgets against what people called them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from evaluation.mode import evaluating
+from vlp.data.stored import BadSample
+from vlp.data.vision.hierarchy import Screen
+from vlp.data.vision.screen_sets import Screens, open_screens
+from vlp.data.vision.widgets import Collate, encode_screen
+from vlp.metrics.captions import TokenizerName, caption_scores, require_caption_tools
+from vlp.tasks.vision.widgets import Widgets
+
+BATCH = 32
+LINES = 100
+"""Lines per side of the screen; boxes are told apart as the tables of `learned-4d` tell them."""
+
+
+def evaluate(
+    task: Widgets, limit: int | None = None, device: str | None = None
+) -> dict[str, float]:
+    """BLEU-1 to 4, ROUGE-L, CIDEr, METEOR, all times 100 as the paper prints them, and more.
+
+    `exact` is the share of captions that are one of the references, word for word. `cider_seen` and
+    `cider_unseen` (Table 4) are the means over widgets whose box, to the nearest of 100 lines, some
+    widget of the training screens has, and over the others; `seen` is their share. The paper does
+    not say when a position is seen; that its overall CIDEr is the weighted mean of both, to the
+    printed digit, says that it averaged single captions, as here. All training screens are read
+    for it.
+
+    Args:
+        task: what `load_task` gave.
+        limit: only so many screens, spread evenly over the test part.
+        device: where to compute; None is this rank's GPU, or the CPU.
+
+    Raises:
+        CaptionToolError: pycocoevalcap or, with `java`, a Java runtime is missing.
+        ConfigError: the screens cannot be opened.
+        BadSample: one of them cannot be read.
+    """
+    config = task.config
+    require_caption_tools(config.java)
+    screens = open_screens(config.data.screens, "test")
+    count = len(screens) if limit is None else min(limit, len(screens))
+    numbers = np.linspace(0, len(screens) - 1, count).round().astype(int).tolist()
+    candidates: list[str] = []
+    references: list[Sequence[str]] = []
+    boxes: list[tuple[int, ...]] = []
+    with evaluating(task, device) as where:
+        for start in range(0, count, BATCH):
+            read = [screens.read(number) for number in numbers[start : start + BATCH]]
+            candidates += _said(task, read, where)
+            for screen in read:
+                references += screen.captions.values()
+                boxes += [_lines(screen.widgets[number].box) for number in screen.captions]
+    tokenizer: TokenizerName = "ptb" if config.java else "plain"
+    scores = caption_scores(candidates, references, tokenizer, meteor=config.java)
+    figures = {name: 100 * value for name, value in scores.corpus.items()}
+    exact = [
+        one in {" ".join(r.lower().split()) for r in said}
+        for one, said in zip(candidates, references)
+    ]
+    figures["exact"] = 100 * float(np.mean(exact))
+    known = set(_boxes(open_screens(config.data.screens, "train")))
+    seen = np.array([box in known for box in boxes])
+    figures["seen"] = 100 * float(seen.mean())
+    for name, chosen in (("cider_seen", seen), ("cider_unseen", ~seen)):
+        if chosen.any():
+            figures[name] = 100 * float(scores.each["cider"][chosen].mean())
+    return figures
+
+
+def _said(task: Widgets, screens: Sequence[Screen], device: torch.device) -> list[str]:
+    """One caption for every captioned widget, in the order of the screens."""
+    data, text = task.config.data, task.text
+    encoded = [
+        encode_screen(screen, text, [(number, "") for number in screen.captions], data.max_widgets)
+        for screen in screens
+        if screen.captions
+    ]
+    if not encoded:
+        return []
+    batch = Collate(text)(encoded).to(device)
+    with task.autocast(device):
+        ids = task.model.generate(batch, data.max_caption + 1, task.config.beams)
+    return [text.sentence(row) for row in ids.tolist()]
+
+
+def _boxes(screens: Screens) -> Iterator[tuple[int, ...]]:
+    for number in range(len(screens)):
+        try:
+            screen = screens.read(number)
+        except BadSample:  # it was not trained on, either
+            continue
+        for widget in screen.widgets:
+            yield _lines(widget.box)
+
+
+def _lines(box: Sequence[float]) -> tuple[int, ...]:
+    return tuple(round(edge * (LINES - 1)) for edge in box)

@@ -1,0 +1,443 @@
+"""View hierarchies, generated screens, and batches of both."""
+
+from __future__ import annotations
+
+import csv
+import json
+import tarfile
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vlp.config import ConfigError
+from vlp.data.draws import draw
+from vlp.data.stored import BadSample
+from vlp.data.vision.hierarchy import KINDS, read_screen
+from vlp.data.vision.screen_sets import GeneratedScreensConfig, RicoScreensConfig, open_screens
+from vlp.data.vision.screens import ORDINALS, generate_screen
+from vlp.data.vision.widget_text import read_tokenizer, widget_text
+from vlp.data.vision.widgets import Collate, WidgetDataConfig, encode_screen, widget_data
+
+FIELDS = (
+    "boxes",
+    "kinds",
+    "clickable",
+    "words",
+    "resources",
+    "trees",
+    "real",
+    "targets",
+    "captions",
+)
+
+
+def node(bounds=(0, 0, 100, 100), children=(), **more):
+    return {"bounds": list(bounds), "class": "a.b.View", "children": list(children), **more}
+
+
+def tree():
+    return node(
+        (0, 0, 1440, 2560),
+        [
+            node((0, 0, 720, 256), [node((0, 0, 144, 256), text=" Ok\nnow "), None, node()]),
+            node((-100, 2000, 1600, 2700), **{"content-desc": [None, "down there"]}),
+            node((9, 9, 9, 50)),
+            node(**{"visible-to-user": False}),
+        ],
+    )
+
+
+def screen_text(config=None, **options):
+    config = config or WidgetDataConfig.model_validate({"vocabulary_size": 300, **options})
+    screens = open_screens(config.screens, "train")
+    text = widget_text(
+        screens, config.vocabulary, config.vocabulary_size, config.max_words, config.max_caption
+    )
+    return screens, text, config
+
+
+def small(**options):
+    chosen = {"screens": {"kind": "generated", "train": 24, "test": 6}, "canonical_streams": 2}
+    return screen_text(max_caption=8, **{**chosen, **options})
+
+
+class TestHierarchy:
+    def test_widgets_of_a_small_tree(self) -> None:
+        screen = read_screen({"activity": {"root": tree()}}, "one", {})
+        assert [widget.path for widget in screen.widgets] == ["0", "0.0", "0.0.0", "0.0.2", "0.1"]
+        boxes = {widget.path: widget.box for widget in screen.widgets}
+        assert boxes["0.0"] == (0, 0, 0.5, 0.1)
+        assert boxes["0.1"] == (0, 2000 / 2560, 1, 1)  # clipped
+        texts = {widget.path: widget.text for widget in screen.widgets if widget.text}
+        assert texts == {"0.0.0": "Ok now", "0.1": "down there"}
+        # Hidden nodes keep their place in both orders.
+        orders = {widget.path: widget.tree for widget in screen.widgets}
+        assert orders == {
+            "0": (1, 1, 7), "0.0": (2, 2, 3), "0.0.0": (3, 3, 1), "0.0.2": (3, 4, 2),
+            "0.1": (2, 5, 4),
+        }  # fmt: skip
+        leaves = read_screen(tree(), "one", {}, "leaves")
+        assert [widget.path for widget in leaves.widgets] == ["0.0.0", "0.0.2", "0.1"]
+
+    def test_captions_keep_their_widgets(self) -> None:
+        captions = {"0.3": ["hidden ", " "], "0.0": ["inner"], "0.2": ["flat"], "0.1": [""]}
+        screen = read_screen(tree(), "one", captions, "leaves")
+        said = {screen.widgets[number].path: said for number, said in screen.captions.items()}
+        assert said == {"0.3": ("hidden",), "0.0": ("inner",), "0.2": ("flat",)}
+        with pytest.raises(BadSample, match=r"captions without their widget: one \(nodes 0.0.1\)"):
+            read_screen(tree(), "one", {"0.0.1": ["a null child"]})
+
+    def test_kind_and_resource(self) -> None:
+        root = node((0, 0, 1440, 2560), [
+            node(**{"class": "x.MyButton", "ancestors": ["a.TextView", "android.widget.Button"]}),
+            node(**{"class": None, "resource-id": "com.app:id/btnShareURL_2go"}),
+            node(**{"class": "android.widget.ImageButton", "clickable": True}),
+        ])  # fmt: skip
+        _, first, second, third = read_screen(root, "one", {}).widgets
+        assert KINDS[first.kind] == "button"
+        assert (KINDS[second.kind], second.resource) == ("unknown", "btn share url 2 go")
+        assert (KINDS[third.kind], third.clickable) == ("imagebutton", True)
+
+    def test_a_wide_screen_swaps_its_sides(self) -> None:
+        root = node((0, 0, 2560, 1440), [node((1280, 720, 2560, 1440))])
+        assert read_screen(root, "one", {}).widgets[1].box == (0.5, 0.5, 1, 1)
+
+    @pytest.mark.parametrize(
+        ("hierarchy", "message"),
+        [
+            (None, "no view hierarchy: one"),
+            ({"activity": None}, "no view hierarchy"),
+            ({"activity": {"root": []}}, "no view hierarchy"),
+            (node((0, 0, 1)), r"bad bounds: one, node 0 \(bounds \[0, 0, 1\]\)"),
+            (node(children=[node((0, "a", 1, 1))]), r"node 0.0 \(bounds \[0, 'a', 1, 1\]\)"),
+            (node((0, 0, float("nan"), 1)), "bad bounds"),
+            ({"class": "no bounds"}, "bounds None"),
+            ({**node(), "children": 5}, r"bad children: one, node 0 \(5\)"),
+        ],
+    )
+    def test_bad_hierarchies(self, hierarchy, message) -> None:
+        with pytest.raises(BadSample, match=message):
+            read_screen(hierarchy, "one", {})
+
+    def test_leaves_of_rico_as_they_were_derived(self, shared, tmp_path) -> None:
+        """The derived table was made from the same files by other code."""
+        folder = shared / "data_tasks/rico_widget"
+        with tarfile.open(folder / "rico_view_hierarchies.tar.xz") as archive:
+            archive.extractall(tmp_path, filter="data")
+        rows = [
+            json.loads(row) for row in (folder / "rico_leaf_boxes.jsonl").read_text().splitlines()
+        ]
+        assert len(rows) == 98
+        count = 0
+        for row in rows:
+            file = tmp_path / "view_hierarchies" / f"{row['screen']}.json"
+            screen = read_screen(json.loads(file.read_text()), row["screen"], {}, "leaves")
+            found = {widget.path: widget for widget in screen.widgets}
+            left, top, right, bottom = row["root_bounds"]
+            sides = (2560, 1440) if right - left > bottom - top else (1440, 2560)
+            for leaf in row["widgets"]:
+                box = [min(max(b / s, 0), 1) for b, s in zip(leaf["bounds"], sides * 2)]
+                if box[2] <= box[0] or box[3] <= box[1]:
+                    assert leaf["path"] not in found
+                    continue
+                widget = found.pop(leaf["path"])
+                assert widget.box == pytest.approx(box)
+                assert widget.clickable == leaf["clickable"]
+                assert widget.text == " ".join((leaf["text"] or widget.text).split())
+                count += 1
+            assert not found  # nor any that is not in the table
+        assert count > 1000
+
+
+class TestGenerated:
+    def screen(self, number):
+        hierarchy, captions = generate_screen(np.random.default_rng(number))
+        return read_screen(hierarchy, str(number), captions)
+
+    def test_equal_draws_give_equal_screens(self) -> None:
+        assert self.screen(3) == self.screen(3)
+        assert self.screen(3) != self.screen(4)
+
+    @settings(max_examples=30, deadline=None)
+    @given(st.integers(0, 2**31))
+    def test_every_screen_is_sound(self, number) -> None:
+        hierarchy, captions = generate_screen(np.random.default_rng(number))
+        screen = read_screen(hierarchy, str(number), captions)
+        assert len(screen.captions) == len(captions) >= 2
+        assert all(len(said) == 2 for said in screen.captions.values())
+        said = Counter(one for both in screen.captions.values() for one in both)
+        assert max(said.values()) == 1  # a caption means one widget
+        for widget in screen.widgets:
+            x0, y0, x1, y1 = widget.box
+            assert 0 <= x0 < x1 <= 1
+            assert 0 <= y0 < y1 <= 1
+        assert not any(screen.widgets[place].text for place in screen.captions)
+
+    def test_order_says_nothing(self) -> None:
+        """Rows count from the top, wherever they stand in the tree."""
+        straight = seen = 0
+        for number in range(100):
+            screen = self.screen(number)
+            rows = [
+                (ORDINALS.index(both[0].split()[2]), screen.widgets[place])
+                for place, both in screen.captions.items()
+                if both[0].startswith("delete") and both[0].endswith("message")
+            ]
+            if rows:
+                by_place = [row for row, _ in sorted(rows, key=lambda one: one[1].box[1])]
+                assert by_place == list(range(len(rows)))
+                seen += 1
+                straight += [row for row, _ in rows] == by_place
+        assert seen > 5
+        assert straight < seen / 2
+
+    def test_names_stand_in_the_same_row(self) -> None:
+        """An independent reading of a caption: the text that overlaps the button vertically."""
+        seen = 0
+        for number in range(100):
+            screen = self.screen(number)
+            for place, both in screen.captions.items():
+                if not both[0].startswith("delete the message from"):
+                    continue
+                _, y0, _, y1 = screen.widgets[place].box
+                middle = (y0 + y1) / 2
+                texts = [w.text for w in screen.widgets if w.text and w.box[1] < middle < w.box[3]]
+                assert both[0].split()[-1] in texts
+                seen += 1
+        assert seen > 20
+
+    def test_parts_are_different_and_repeatable(self) -> None:
+        config = GeneratedScreensConfig(train=5, test=4)
+        train, test = (open_screens(config, part) for part in ("train", "test"))
+        assert (len(train), len(test)) == (5, 4)
+        assert train.read(1) == open_screens(config, "train").read(1)
+        assert train.read(1).widgets != test.read(1).widgets
+        other = open_screens(config.model_copy(update={"seed": 1}), "train")
+        assert train.read(1).widgets != other.read(1).widgets
+
+
+class TestRico:
+    def folder(self, tmp_path, count=6):
+        """Generated screens in the files that RICO and the captions come in."""
+        place = tmp_path / "rico"
+        place.mkdir()
+        rows = []
+        for number in range(count):
+            hierarchy, captions = generate_screen(np.random.default_rng(number))
+            (place / f"{number}.json").write_text(json.dumps(hierarchy))
+            rows += [(number, path, "|".join(said)) for path, said in captions.items()]
+        with (tmp_path / "widget_captions.csv").open("w", newline="") as file:
+            csv.writer(file).writerows([("screenId", "nodeId", "captions"), *rows])
+        (tmp_path / "train.txt").write_text("0\n1\n2\n3\n99\n")
+        (tmp_path / "test.txt").write_text("4\n5\n")
+        names = ("captions", "widget_captions.csv"), ("train", "train.txt"), ("test", "test.txt")
+        files = {key: str(tmp_path / name) for key, name in names}
+        return RicoScreensConfig(hierarchies=str(place), **files)
+
+    def test_written_screens_come_back(self, tmp_path) -> None:
+        config = self.folder(tmp_path)
+        train, test = open_screens(config, "train"), open_screens(config, "test")
+        assert (len(train), len(test)) == (4, 2)
+        hierarchy, captions = generate_screen(np.random.default_rng(5))
+        wanted = read_screen(hierarchy, "", captions)
+        assert test.read(1)._replace(name="") == wanted
+
+    def test_a_tar_gives_the_same(self, tmp_path) -> None:
+        config = self.folder(tmp_path)
+        with tarfile.open(tmp_path / "rico.tar.xz", "w:xz") as archive:
+            archive.add(config.hierarchies, "combined")
+        packed = config.model_copy(update={"hierarchies": str(tmp_path / "rico.tar.xz")})
+        here, there = open_screens(packed, "test"), open_screens(config, "test")
+        assert here.read(0)._replace(name="") == there.read(0)._replace(name="")
+
+    def test_bad_screens_are_named(self, tmp_path) -> None:
+        config = self.folder(tmp_path)
+        (tmp_path / "rico/1.json").write_text("{")
+        (tmp_path / "rico/2.json").unlink()
+        train = open_screens(config, "train")
+        with pytest.raises(BadSample, match=r"damaged view hierarchy: .*rico, 1"):
+            train.read(1)
+        with pytest.raises(BadSample, match=r"missing view hierarchy: .*rico, 2"):
+            train.read(2)
+
+    @pytest.mark.parametrize(
+        ("spoil", "message"),
+        [
+            (lambda f: (f / "train.txt").unlink(), "train.txt: cannot be read"),
+            (lambda f: (f / "train.txt").write_text("98\n99\n"), "none of the 2 screens of"),
+            (lambda f: (f / "widget_captions.csv").write_text("a,nodeId\n"), "captions, screenId"),
+            (
+                lambda f: (f / "widget_captions.csv").write_text("screenId,nodeId,captions\n1,0\n"),
+                "line 2: too few columns",
+            ),
+            (lambda f: (f / "rico").rename(f / "gone"), "neither a folder nor a tar file"),
+        ],
+    )
+    def test_files_that_do_not_fit(self, tmp_path, spoil, message) -> None:
+        config = self.folder(tmp_path)
+        spoil(tmp_path)
+        with pytest.raises(ConfigError, match=message):
+            open_screens(config, "train")
+
+    def test_real_screens_with_captions_of_our_own(self, shared, tmp_path) -> None:
+        """The captions of the data set are not at hand: every visible text is one."""
+        folder = shared / "data_tasks/rico_widget"
+        rows, names = [("screenId", "nodeId", "captions")], []
+        for line in (folder / "rico_leaf_boxes.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            said = [
+                (row["screen"], w["path"], w["text"].replace("|", " "))
+                for w in row["widgets"]
+                if (w["text"] or "").strip()
+            ]
+            rows += said
+            names += [row["screen"]] if said else []
+        with (tmp_path / "captions.csv").open("w", newline="") as file:
+            csv.writer(file).writerows(rows)
+        (tmp_path / "all.txt").write_text("\n".join(names))
+        split = str(tmp_path / "all.txt")
+        screens = {
+            "kind": "rico",
+            "hierarchies": str(folder / "rico_view_hierarchies.tar.xz"),
+            "captions": str(tmp_path / "captions.csv"),
+            "train": split,
+            "test": split,
+        }  # fmt: skip
+        config = WidgetDataConfig.model_validate(
+            {"screens": screens, "vocabulary_size": 1000, "canonical_streams": 1, "max_widgets": 80}
+        )
+        opened, text, _ = screen_text(config)
+        data = widget_data(opened, text, config, 8, 0)
+        count = 0
+        for batch, consumed in data.batches():
+            assert not batch.skipped
+            assert batch.real.shape[1] <= 80
+            assert (batch.boxes >= 0).all()
+            assert (batch.boxes <= 1).all()
+            count += int(batch.valid.sum())
+            if consumed >= len(names):
+                break
+        assert count == len(names) > 50
+
+
+class TestBatches:
+    def test_what_a_screen_becomes(self) -> None:
+        screens, text, config = small()
+        screen = screens.read(0)
+        place = next(iter(screen.captions))
+        encoded = encode_screen(screen, text, [(place, screen.captions[place][1])], 99)
+        assert encoded.boxes.shape == (len(screen.widgets), 4)
+        assert encoded.targets.tolist() == [place]
+        assert text.sentence(encoded.captions[0].tolist()) == screen.captions[place][1]
+        for row, widget in zip(encoded.words, screen.widgets):
+            assert text.sentence(row.tolist()) == widget.text
+        assert encoded.captions[0, 0] == text.cls_id
+        assert text.sep_id in encoded.captions[0]
+        assert config.max_caption + 2 == encoded.captions.shape[1]
+
+    def test_spoken_widgets_stay_where_a_screen_is_cut(self) -> None:
+        screens, text, _ = small()
+        screen = screens.read(0)
+        last = len(screen.widgets) - 1
+        encoded = encode_screen(screen, text, [(last, "a")], 3)
+        assert encoded.targets.tolist() == [2]
+        boxes = [screen.widgets[number].box for number in (0, 1, last)]
+        torch.testing.assert_close(encoded.boxes, torch.tensor(boxes))
+        with pytest.raises(BadSample, match="too many widgets"):
+            encode_screen(screen, text, [(0, "a"), (1, "b"), (2, "c"), (3, "d")], 3)
+        with pytest.raises(BadSample, match="no widgets"):
+            encode_screen(screen._replace(widgets=()), text, [], 3)
+
+    def test_padding_is_marked(self) -> None:
+        screens, text, _ = small()
+        several = [screens.read(number) for number in range(3)]
+        encoded = [
+            encode_screen(one, text, [(n, "x") for n in one.captions], 99) for one in several
+        ]
+        batch = Collate(text)(encoded)
+        assert batch.real.sum(1).tolist() == [len(one.widgets) for one in several]
+        assert (batch.boxes[~batch.real] == 0).all()
+        assert (batch.words[~batch.real] == text.pad_id).all()
+        rows, widgets = batch.targets.unbind(-1)
+        assert rows.bincount().tolist() == [len(one.captions) for one in several]
+        assert batch.real[rows, widgets].all()
+        assert widgets.tolist() == [n for one in several for n in one.captions]
+
+    def test_a_batch_without_screens_still_has_a_row(self) -> None:
+        _, text, _ = small()
+        batch = Collate(text)([])
+        assert batch.valid.tolist() == [False]
+        assert (batch.captions == text.pad_id).all()
+
+    def test_training_batches_repeat_and_change_with_the_epoch(self) -> None:
+        screens, text, config = small(max_targets=2)
+
+        def epochs(number):
+            data = widget_data(screens, text, config, 8, 5)
+            return [batch for batch, _ in zip((b for b, _ in data.batches()), range(number))]
+
+        first, again = epochs(6), epochs(6)
+        for one, other in zip(first, again):
+            for name in FIELDS:
+                assert torch.equal(getattr(one, name), getattr(other, name)), name
+        epoch, other = (
+            sorted(tuple(row) for batch in part for row in batch.captions.tolist())
+            for part in (first[:3], first[3:])
+        )
+        assert epoch != other
+        assert all(int(batch.targets[:, 0].bincount().max()) <= 2 for batch in first)
+
+    def test_samples_depend_on_the_draws_alone(self) -> None:
+        screens, text, config = small()
+        from vlp.data.vision.widgets import WidgetSamples
+
+        samples = WidgetSamples(screens, text, config)
+        one, other = (samples(3, lambda purpose: draw(0, 0, "3:0", purpose)) for _ in range(2))
+        assert torch.equal(one.captions, other.captions)
+
+    def test_worker_processes_give_the_same(self) -> None:
+        screens, text, config = small()
+        there = config.model_copy(update={"workers": 2})
+        both = [widget_data(screens, text, one, 8, 5) for one in (config, there)]
+        for (one, _), (other, _), _ in zip(*(data.batches() for data in both), range(2)):
+            for name in FIELDS:
+                assert torch.equal(getattr(one, name), getattr(other, name)), name
+
+    def test_a_screen_without_captions_is_skipped(self) -> None:
+        screens, text, config = small()
+
+        class Bare:
+            def __len__(self):
+                return len(screens)
+
+            def read(self, number):
+                screen = screens.read(number)
+                return screen._replace(captions={}) if number == 7 else screen
+
+        data = widget_data(Bare(), text, config, 24, 0)
+        batch, _ = next(iter(data.batches()))
+        assert [skip.kind for skip in batch.skipped] == ["no captions"]
+        assert int(batch.valid.sum()) == 23
+
+    def test_vocabularies(self, tmp_path) -> None:
+        _, text, _ = small()
+        again = read_tokenizer(text.to_json())
+        assert again.get_vocab() == small()[1]._tokenizer.get_vocab()
+        from vlp.data.text import TextProcessor
+
+        TextProcessor(again, 12).save(tmp_path)
+        stored = small(vocabulary=str(tmp_path))[1]
+        assert stored.words("inbox").tolist() == text.words("inbox").tolist()
+        with pytest.raises(ValueError, match="stored tokenizer"):
+            read_tokenizer("{")
+        with pytest.raises(ConfigError, match="too small"):
+            small(vocabulary_size=7)
+
+    def test_a_batch_that_does_not_fit_is_refused(self) -> None:
+        screens, text, config = small()
+        with pytest.raises(ConfigError, match=r"training.batch 7"):
+            widget_data(screens, text, config, 7, 0)

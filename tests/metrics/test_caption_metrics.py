@@ -1,0 +1,119 @@
+"""Caption scores against published ones, and by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+
+from vlp.metrics import captions
+from vlp.metrics.captions import CaptionToolError, caption_scores, require_caption_tools
+
+
+def plain(candidates, references):
+    return caption_scores(candidates, references, tokenizer="plain", meteor=False)
+
+
+@pytest.mark.slow
+def test_published_scores_of_coco_captions(shared: Path) -> None:
+    folder = shared / "data/caption_metrics/coco_val2014_973"
+    said: dict[int, list[str]] = {}
+    for row in json.loads((folder / "captions_val2014_973.json").read_text())["annotations"]:
+        said.setdefault(row["image_id"], []).append(row["caption"])
+    rows = json.loads((folder / "captions_val2014_973_results.json").read_text())
+    published = json.loads((folder / "published_scores.json").read_text())["scores"]
+    scores = caption_scores(
+        [row["caption"] for row in rows], [said[row["image_id"]] for row in rows]
+    ).corpus
+    names = {"rouge_l": "ROUGE_L", "cider": "CIDEr", "meteor": "METEOR"}
+    names |= {f"bleu{n}": f"Bleu_{n}" for n in range(1, 5)}
+    assert set(scores) == set(names)
+    for ours, theirs in names.items():
+        assert scores[ours] == pytest.approx(published[theirs], abs=5.1e-4), ours
+
+
+def test_printed_example_of_nlg_eval(shared: Path) -> None:
+    folder = shared / "data/caption_metrics/nlg_eval_example"
+    lines = [
+        (folder / name).read_text().splitlines() for name in ("hyp.txt", "ref1.txt", "ref2.txt")
+    ]
+    published = json.loads((folder / "published_scores.json").read_text())["scores"]
+    # It splits at blanks, where COCO drops punctuation; METEOR tokenises by itself.
+    found = {n: [one] for n, one in enumerate(lines[0])}
+    wanted = {n: list(both) for n, both in enumerate(zip(*lines[1:]))}
+    kept = captions._tokenised
+    captions._tokenised = lambda given, _: found if len(given[0]) == 1 else wanted
+    try:
+        scores = caption_scores(lines[0], list(zip(*lines[1:])))
+    finally:
+        captions._tokenised = kept
+    assert scores.corpus["bleu1"] == pytest.approx(published["Bleu_1"], abs=1e-6)
+    assert scores.corpus["bleu4"] == pytest.approx(published["Bleu_4"], abs=1e-6)
+    assert scores.corpus["rouge_l"] == pytest.approx(published["ROUGE_L"], abs=1e-6)
+    assert scores.corpus["cider"] == pytest.approx(published["CIDEr"], abs=1e-6)
+    assert scores.corpus["meteor"] == pytest.approx(published["METEOR"], abs=1e-6)
+
+
+def test_figures_by_hand() -> None:
+    scores = plain(["delete the second row", "go home"], [["Delete the first row!"], ["go home"]])
+    # 5 of 6 words; of word pairs "delete the" and "go home" of 4. Lengths agree: no penalty.
+    assert scores.corpus["bleu1"] == pytest.approx(5 / 6, abs=1e-6)
+    assert scores.corpus["bleu2"] == pytest.approx(math.sqrt(5 / 6 * 2 / 4), abs=1e-6)
+    assert scores.each["rouge_l"] == pytest.approx([0.75, 1.0])
+    assert scores.corpus["rouge_l"] == pytest.approx(0.875)
+    assert scores.corpus["cider"] == pytest.approx(scores.each["cider"].mean())
+    assert "meteor" not in scores.corpus
+
+
+def test_right_captions_are_the_best() -> None:
+    said = [["open the home tab", "go to home"], ["delete it"], ["play the song"]]
+    right = plain([one[0] for one in said], said)
+    assert right.corpus["bleu1"] == pytest.approx(1)
+    for name, value in plain([said[n - 1][0] for n in range(3)], said).corpus.items():
+        assert value < right.corpus[name]
+
+
+def test_empty_captions_score_nothing_and_shift_nobody() -> None:
+    scores = caption_scores(["", "a ||| dog", ""], [["...", "x y"], ["a ||| dog"], ["a cat"]])
+    assert scores.each["rouge_l"].tolist() == [0, 1, 0]
+    assert scores.each["meteor"].tolist() == [0, 1, 0]
+    assert set(plain(["", ""], [["a dog"], ["b"]]).corpus.values()) == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("candidates", "references", "message"),
+    [
+        ([], [], "0 captions"),
+        (["a"], [["a"], ["b"]], "1 captions against references of 2"),
+        (["a", "b"], [["a"], []], "caption 1 \\('b'\\) has no reference"),
+        (["a"], [[" "]], "caption 0"),
+        (["a"], [["..."]], "no reference has a word"),
+    ],
+)
+def test_refusals(candidates, references, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        plain(candidates, references)
+
+
+def test_an_unknown_tokenizer_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown tokenizer 'spacy'"):
+        caption_scores(["a"], [["a"]], tokenizer="spacy", meteor=False)
+
+
+def test_missing_java_is_said_before_anything_is_done(monkeypatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(CaptionToolError, match=r"Java.*openjdk-17"):
+        caption_scores(["a"], [["a"]])
+    assert plain(["a b"], [["a b"]]).corpus["bleu1"] == pytest.approx(1)
+
+
+def test_a_missing_package_is_named(monkeypatch) -> None:
+    def missing(name):
+        raise ImportError(name)
+
+    monkeypatch.setattr(captions.importlib, "import_module", missing)
+    with pytest.raises(CaptionToolError, match="pip install pycocoevalcap"):
+        require_caption_tools()

@@ -1,0 +1,290 @@
+"""DETR against a slow one written out, on grids of several sizes, with every position encoding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from vlp.config import ConfigError
+from vlp.layers.query_key import QueryKeyPlaces
+from vlp.models.vision.detection import Detr, DetrConfig
+from vlp.models.vision.resnet import ResNet, ResNetConfig
+from vlp.positions import list_positions
+from vlp.positions.base import PositionContext
+
+TINY = {
+    "backbone": {"name": "test_resnet", "norm": "group", "stage": 3},
+    "width": 16, "heads": 2, "intermediate": 24, "encoder_layers": 2, "decoder_layers": 2,
+    "queries": 5,
+}  # fmt: skip
+CLASSES = 3
+
+# Options without which they need more than names, sizes and roles.
+OPTIONS = {"irpe-quantization": {"universe": "global"}}
+ON_A_GRID_ALONE = {"learned-1d", "learned-2d"}
+NAMES = [name for name in list_positions() if name not in ("anchor", "uniform")]
+
+
+def detr(*positions, side=64, **options):
+    torch.manual_seed(0)
+    found = [one if isinstance(one, dict) else {"name": one} for one in positions]
+    return Detr(DetrConfig.model_validate(TINY | {"positions": found} | options), CLASSES, side)
+
+
+def with_options(name):
+    return {"name": name, "options": OPTIONS.get(name, {})}
+
+
+def stirred(model):
+    """Tables that start at zero would hide mistakes."""
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model.double().eval()
+
+
+def pictures(*shapes):
+    return [torch.randn(3, *shape, generator=torch.Generator().manual_seed(n)).double()
+            for n, shape in enumerate(shapes)]  # fmt: skip
+
+
+# A slow DETR from the same weights
+
+
+def slow_attention(module, query, key, value):
+    """Head after head and row after row."""
+    q, k, v = module.query(query), module.key(key), module.value(value)
+    width = q.shape[-1] // module.heads
+    rows = torch.zeros_like(q)
+    for picture in range(len(q)):
+        for head in range(module.heads):
+            part = slice(head * width, (head + 1) * width)
+            for row in range(q.shape[1]):
+                logits = k[picture, :, part] @ q[picture, row, part] / width**0.5
+                rows[picture, row, part] = logits.softmax(0) @ v[picture, :, part]
+    return module.output(rows)
+
+
+def slow_feed_forward(layer, x):
+    first, last = layer.feed_forward[0], layer.feed_forward[-1]
+    return layer.feed_forward_norm(x + last(first(x).relu()))
+
+
+def slow_detr(model, pixels, table, at_input=False):
+    """Carion et al.'s Fig. 10; `table` (T, width) is added to queries and keys, or to the input."""
+    features = model.project(model.backbone(pixels))
+    memory = features.flatten(2).mT
+    place = 0 if at_input else table
+    memory = memory + table if at_input else memory
+    for layer in model.encoder:
+        placed = memory + place
+        attended = slow_attention(layer.attention, placed, placed, memory)
+        memory = slow_feed_forward(layer, layer.attention_norm(memory + attended))
+    target = memory.new_zeros(len(memory), *model.queries.weight.shape)
+    states = []
+    for layer in model.decoder:
+        placed = target + model.queries.weight
+        attended = slow_attention(layer.attention, placed, placed, target)
+        target = layer.attention_norm(target + attended)
+        crossed = slow_attention(
+            layer.cross_attention, target + model.queries.weight, memory + place, memory
+        )
+        target = slow_feed_forward(layer, layer.cross_norm(target + crossed))
+        states.append(F.layer_norm(target, target.shape[-1:], model.decoder_norm.weight,
+                                   model.decoder_norm.bias))  # fmt: skip
+    out = torch.stack(states)
+    x = model.locate[0](out).relu()
+    return model.classify(out), model.locate[4](model.locate[2](x).relu()).sigmoid()
+
+
+@pytest.mark.parametrize("place", ["layers", "input"])
+def test_it_is_the_slow_one(place):
+    model = stirred(detr("learned-2d", place=place))
+    pixels = torch.stack(pictures((48, 64), (48, 64)))
+    encoding = model.positions[0]
+    table = torch.cat([encoding.table_rows[:3, None].expand(-1, 4, -1),
+                       encoding.table_columns[None, :4].expand(3, -1, -1)], -1)  # fmt: skip
+    logits, boxes = slow_detr(model, pixels, table.flatten(0, 1), place == "input")
+    found = model(list(pixels))
+    assert found.logits.shape == (2, 2, 5, CLASSES + 1)
+    assert torch.allclose(found.logits, logits, rtol=0, atol=1e-9)
+    assert torch.allclose(found.boxes, boxes, rtol=0, atol=1e-9)
+
+
+def test_without_encodings_it_is_the_slow_one_without_places():
+    model = stirred(detr())
+    pixels = torch.stack(pictures((64, 48)))
+    logits, _ = slow_detr(model, pixels, torch.zeros(16).double())
+    assert torch.allclose(model(list(pixels)).logits, logits, rtol=0, atol=1e-9)
+
+
+# Sizes
+
+
+@pytest.mark.parametrize("name", [None, "learned-2d", "irpe-product"])
+def test_a_picture_does_not_depend_on_the_others_in_its_batch(name):
+    model = stirred(detr(*([name] if name else [])))
+    shapes = [(48, 64), (64, 64), (33, 47), (48, 64), (64, 16), (64, 64)]
+    together = model(pictures(*shapes))
+    for number, picture in enumerate(pictures(*shapes)):
+        alone = model([picture])
+        for one, other in zip(together, alone):
+            assert torch.allclose(one[:, number], other[:, 0], rtol=0, atol=1e-9)
+
+
+def test_grids_are_those_of_the_backbone():
+    for stage, stride in ((2, 8), (3, 16), (4, 32)):
+        body = ResNet(ResNetConfig(name="test_resnet", norm="group", stage=stage))
+        assert body.stride == stride
+        for size in ((64, 64), (65, 31), (1, 96)):
+            assert body(torch.zeros(1, 3, *size)).shape[-2:] == body.grid(*size)
+
+
+# Every encoding
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_encoding_trains_or_is_refused_by_name(name):
+    model = detr(with_options(name))
+    sizes = [(64, 64)] if name in ON_A_GRID_ALONE else [(64, 64), (48, 80)]
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(10):
+        found = model([picture.float() for picture in pictures(*sizes)])
+        logits = found.logits.flatten(0, 2)
+        loss = F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64))
+        loss = loss + (found.boxes - 0.3).abs().mean()
+        optimiser.zero_grad()
+        loss.backward()
+        own = [p for n, p in model.named_parameters() if "positions" in n]
+        assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in own)
+        optimiser.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_other_grids_work_or_are_refused_by_name(name):
+    model = stirred(detr(with_options(name)))
+    if name in ON_A_GRID_ALONE:
+        with pytest.raises(ValueError, match=rf"{name} .*(4 x 4|16 places).*(6 x 5|30 tokens)"):
+            model(pictures((96, 80)))
+        with pytest.raises(ValueError, match=rf"{name} .*(6 x 5|30 tokens)"):
+            model.require_grid(96, 80)
+    else:
+        model.require_grid(96, 80)
+        assert torch.isfinite(model(pictures((96, 80))).boxes).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_nan_under_autocast(name):
+    model = detr(with_options(name))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model([picture.float() for picture in pictures((64, 64))])
+    assert found.logits.dtype == found.boxes.dtype == torch.float32
+    (found.logits.mean() + found.boxes.mean()).backward()
+    for parameter in model.parameters():
+        assert parameter.grad is None or torch.isfinite(parameter.grad).all()
+
+
+def test_quantization_by_rank_is_bound_to_its_grid():
+    model = detr("irpe-quantization")
+    model.require_grid(64, 64)
+    with pytest.raises(ValueError, match=r"irpe-quantization .*4 x 4.*5 x 4"):
+        model.require_grid(80, 64)
+
+
+def test_a_grid_of_the_options_wins():
+    model = detr({"name": "learned-2d", "options": {"grid": [6, 6]}})
+    model.require_grid(96, 96)
+
+
+def test_layers_have_tables_of_their_own_and_share_the_places():
+    model = detr("learned-2d", {"name": "irpe-product", "roles": "qkv"})
+    assert len(model.positions) == 1
+    tables = [n for n, _ in model.named_parameters() if "tables" in n]
+    assert len(tables) == len(set(tables)) == 2 * 3
+    assert not any("decoder" in name for name in tables)
+    assert not list(QueryKeyPlaces().parameters())
+
+
+def test_without_places_the_encoder_knows_no_order():
+    tokens, order = torch.randn(1, 16, 16).double(), torch.randperm(16)
+    context = PositionContext((4, 4))
+    for names, same in (((), True), (("learned-2d",), False), (("irpe-product",), False)):
+        model = stirred(detr(*names))
+        one, other = model.encode(tokens, context)[0], model.encode(tokens[:, order], context)[0]
+        assert torch.allclose(one[:, order], other, atol=1e-9) == same
+
+
+def test_encodings_keep_their_own_start():
+    model = detr({"name": "irpe-product", "roles": "qkv"}, "learned-2d")
+    for name, parameter in model.named_parameters():
+        if "tables" in name:
+            assert not parameter.any()
+        if name.startswith("positions.0.table"):
+            assert parameter.std() < 0.05
+
+
+# Backbones and sizes
+
+
+def test_parameters_of_the_paper():
+    def count(*positions):
+        config = DetrConfig.model_validate({"positions": list(positions)})
+        return sum(p.numel() for p in Detr(config, 91, 1600).parameters())
+
+    # The batch norms of a frozen backbone are buffers; of DETR's 91 class ids some are unused.
+    # torchvision and timm have the same ResNet-50, 23,454,912 weights without norms and classifier.
+    attention, norm = 4 * (256 * 256 + 256), 2 * 256
+    forward = 256 * 2048 + 2048 + 2048 * 256 + 256
+    transformer = 6 * (attention + forward + 2 * norm) + 6 * (2 * attention + forward + 3 * norm)
+    heads = 256 * 92 + 92 + 2 * (256 * 256 + 256) + 256 * 4 + 4
+    rest = 2048 * 256 + 256 + 100 * 256 + norm
+    assert count() == 23_454_912 + transformer + heads + rest
+    assert round(count() / 1e6, 1) == 41.5
+    assert count({"name": "learned-2d"}) - count() == 100 * 128
+
+
+def test_what_is_frozen_is_not_trained():
+    body = ResNet(ResNetConfig(name="resnet18", norm="frozen", frozen_stages=1)).body
+    trained = {name.split(".")[0] for name, p in body.named_parameters() if p.requires_grad}
+    assert trained == {"layer2", "layer3", "layer4"}
+    assert not any("bn" in name for name, _ in body.named_parameters())
+    names = [name for name, _ in body.named_buffers()]
+    assert any("running_mean" in name for name in names)
+    before = {name: b.clone() for name, b in body.named_buffers()}
+    body.train()(torch.randn(2, 3, 64, 64))
+    assert all(torch.equal(before[name], b) for name, b in body.named_buffers())
+
+    batch = ResNet(ResNetConfig(name="test_resnet", norm="batch")).body
+    assert any(isinstance(module, nn.BatchNorm2d) for module in batch.modules())
+    group = ResNet(ResNetConfig(name="test_resnet", norm="group")).body
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in group.modules())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backbone": {"name": "resnet999"}}, "backbone resnet999: Unknown model"),
+        ({"backbone": {"name": "vit_tiny_patch16_224"}}, "backbone vit_tiny_patch16_224: "),
+        ({"backbone": {"name": "resnet18", "options": {"nonsense": 1}}}, "nonsense"),
+        ({"backbone": {"name": "resnet18", "norm": "group", "pretrained": True}},
+         "public weights belong to batch norms"),
+        ({"heads": 3}, "3 heads do not divide width 16"),
+        ({"positions": [{"name": "nonsense"}]}, "nonsense"),
+        ({"positions": [{"name": "anchor"}]}, "anchor lies between a picture and a text"),
+        ({"positions": [{"name": "irpe-product", "roles": "x"}]}, "irpe-product: on='x'"),
+        ({"positions": [{"name": "learned-2d", "options": {"ratio": 2}}]}, "learned-2d"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        Detr(DetrConfig.model_validate(TINY | options), CLASSES, 64)
+
+
+def test_places_need_their_context():
+    x = torch.zeros(1, 1, 4)
+    with pytest.raises(TypeError, match="QueryKeyContext is needed, not PositionContext"):
+        QueryKeyPlaces().inputs(x, x, x, PositionContext())

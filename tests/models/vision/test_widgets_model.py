@@ -1,0 +1,265 @@
+"""Beam search, the screen encoder and the caption decoder."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from vlp.config import ConfigError
+from vlp.data.vision.widgets import WidgetBatch
+from vlp.models.vision.beam_search import beam_search
+from vlp.models.vision.widgets import WidgetCaptioner, WidgetModelConfig
+
+WORDS, PAD, START, END = 12, 0, 2, 3
+SPECIALS = (0, 1, 2, 3, 4)
+
+BOXES = {
+    "learned-4d": {},
+    "sine-4d": {"extent": 100},
+    "md-sine": {"dimensions": 4, "extent": 100},
+    "mlp": {"dimensions": 4},
+    "fourier": {"dimensions": 4, "groups": 2, "extent": 100, "gamma": 10, "features": 8},
+}
+ATTENTION = {"rope-axial": {"grid": [20, 20]}, "rope-mixed": {"grid": [20, 20]}}
+
+
+def model(positions=(), seed=0, **options):
+    torch.manual_seed(seed)
+    sizes = {"width": 16, "heads": 2, "layers": 2, "decoder_layers": 1, "intermediate": 16}
+    config = WidgetModelConfig.model_validate(
+        {**sizes, "dropout": 0.0, "positions": list(positions), **options}
+    )
+    return WidgetCaptioner(config, WORDS, SPECIALS, PAD, START, END)
+
+
+def named(name):
+    return [{"name": name, "options": {**BOXES, **ATTENTION}[name]}]
+
+
+def batch(screens=2, widgets=5, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    low, size = (torch.rand(screens, widgets, 2, generator=rng) / 2 for _ in range(2))
+    words = torch.randint(5, WORDS, (2, screens, widgets, 3), generator=rng)
+    words[:, :, ::2, 1:] = PAD
+    words[:, :, 0] = PAD
+    captions = torch.randint(5, WORDS, (3, 6), generator=rng)
+    captions[:, 0], captions[:, 4], captions[:, 5] = START, END, PAD
+    return WidgetBatch(
+        torch.cat([low, low + size], -1),
+        torch.randint(0, 11, (screens, widgets), generator=rng),
+        torch.randint(0, 2, (screens, widgets), generator=rng),
+        *words,
+        torch.randint(1, 9, (screens, widgets, 3), generator=rng),
+        torch.ones(screens, widgets, dtype=torch.bool),
+        torch.tensor([[0, 1], [1, 0], [1, 4]]),
+        captions,
+        torch.ones(screens, dtype=torch.bool),
+    )
+
+
+class TestBeamSearch:
+    def table(self, rows, words, length, seed):
+        """Log-probabilities of a next word by row and everything said before."""
+        rng = torch.Generator().manual_seed(seed)
+        table = {
+            (row, said): torch.randn(words, generator=rng, dtype=torch.float64).log_softmax(0)
+            for row in range(rows)
+            for many in range(length)
+            for said in itertools.product(range(words), repeat=many)
+        }
+
+        def step(ids):
+            beams = len(ids) // rows
+            said = [(n // beams, tuple(row[1:])) for n, row in enumerate(ids.tolist())]
+            return torch.stack([table[one] for one in said])
+
+        return table, step
+
+    def best(self, table, row, words, length, end, penalty):
+        """The best of all sequences, tried one by one."""
+        best = (-torch.inf, ())
+        for said in itertools.product(range(words), repeat=length):
+            over = said.index(end) + 1 if end in said else length
+            score = sum(float(table[row, said[:n]][said[n]]) for n in range(over))
+            best = max(best, (score / ((5 + over) / 6) ** penalty, said[:over]))
+        return list(best[1])
+
+    @pytest.mark.parametrize("penalty", [0.0, 0.6, 3.0])
+    @pytest.mark.parametrize("seed", range(4))
+    def test_enough_beams_find_the_best(self, seed, penalty) -> None:
+        rows, words, length, end = 3, 3, 4, 1
+        table, step = self.table(rows, words, length, seed)
+        found = beam_search(step, rows, 0, end, length, 200, penalty)
+        for row, said in enumerate(found.tolist()):
+            wanted = self.best(table, row, words, length, end, penalty)
+            assert said[: len(wanted)] == wanted
+            assert set(said[len(wanted) :]) <= {end}
+
+    def test_one_beam_is_greedy(self) -> None:
+        table, step = self.table(2, 4, 5, 7)
+        found = beam_search(step, 2, 0, 1, 5)
+        for row, said in enumerate(found.tolist()):
+            greedy: list[int] = []
+            while len(greedy) < 5 and 1 not in greedy:
+                greedy.append(int(table[row, tuple(greedy)].argmax()))
+            assert said[: len(greedy)] == greedy
+
+    def test_it_stops_when_all_have_ended(self) -> None:
+        def step(ids):
+            return torch.tensor([0.1, 0.9]).log().expand(len(ids), 2)
+
+        assert beam_search(step, 3, 0, 1, 50).tolist() == [[1]] * 3
+
+    @pytest.mark.parametrize("wrong", [{"beams": 0}, {"length": 0}])
+    def test_nothing_to_search(self, wrong) -> None:
+        with pytest.raises(ValueError, match="finds nothing"):
+            beam_search(lambda ids: ids, **{"rows": 1, "start": 0, "end": 1, "length": 2, **wrong})
+
+
+class TestModel:
+    @pytest.mark.parametrize("combine", ["concat", "add"])
+    @pytest.mark.parametrize("name", [*BOXES, *ATTENTION])
+    def test_every_encoding_of_boxes_sees_them(self, name, combine) -> None:
+        net = model(named(name), combine=combine)
+        given = batch()
+        moved = given._replace(boxes=given.boxes * 0.5)
+        logits = net(given)
+        assert logits.shape == (3, 5, WORDS)
+        assert not torch.allclose(logits, net(moved), atol=1e-6)
+        logits.square().sum().backward()
+        for key, parameter in net.named_parameters():
+            assert parameter.grad is not None, key
+            assert parameter.grad.isfinite().all(), key
+
+    def test_without_encodings_boxes_count_nowhere(self) -> None:
+        net, given = model(), batch()
+        assert torch.equal(net(given), net(given._replace(boxes=torch.zeros_like(given.boxes))))
+
+    @pytest.mark.parametrize("name", ["fourier", "rope-axial"])
+    def test_the_order_of_widgets_means_nothing(self, name) -> None:
+        net, given = model(named(name), trees=10).double(), batch()
+        order = torch.tensor([3, 0, 4, 1, 2])
+        fields = ("boxes", "kinds", "clickable", "words", "resources", "trees", "real")
+        other = given._replace(**{field: getattr(given, field)[:, order] for field in fields})
+        places = order.argsort()[given.targets[:, 1]]
+        other = other._replace(targets=torch.stack([given.targets[:, 0], places], -1))
+        torch.testing.assert_close(net(given), net(other), rtol=0, atol=1e-9)
+
+    def test_padding_is_not_seen(self) -> None:
+        net, given = model(named("fourier")), batch()
+        real = torch.tensor([[True, True, True, False, False], [True] * 5])
+        changed = given.boxes.clone()
+        changed[0, 3:] = 0.9
+        torch.testing.assert_close(
+            net(given._replace(real=real)), net(given._replace(real=real, boxes=changed))
+        )
+        assert not torch.allclose(net(given), net(given._replace(boxes=changed)))
+
+    def test_words_are_pooled_by_their_largest(self) -> None:
+        net, given = model(), batch()
+        pooled = net.encoder._spoken(given.words, net.words)
+        for screen, widget in itertools.product(range(2), range(5)):
+            ids = [one for one in given.words[screen, widget].tolist() if one != PAD]
+            wanted = net.words.weight[ids].amax(0) if ids else torch.zeros(16)
+            torch.testing.assert_close(pooled[screen, widget], wanted)
+
+    def test_trees_are_read_and_large_numbers_unknown(self) -> None:
+        net, given = model(trees=5), batch()
+        beyond = given._replace(trees=torch.where(given.trees >= 5, 7, given.trees))
+        unknown = given._replace(trees=torch.where(given.trees >= 5, 0, given.trees))
+        assert torch.equal(net(given), net(beyond))
+        assert torch.equal(net(given), net(unknown))
+        assert not torch.equal(net(given), net(given._replace(trees=given.trees + 1)))
+        assert torch.equal(model()(given), model()(given._replace(trees=given.trees + 1)))
+
+    def test_decoding_looks_back_alone(self) -> None:
+        net, given = model(named("fourier")), batch()
+        captions = given.captions.clone()
+        captions[:, 3:] = 5
+        first, other = net(given), net(given._replace(captions=captions))
+        torch.testing.assert_close(first[:, :3], other[:, :3])
+        assert not torch.allclose(first[:, 3:], other[:, 3:])
+
+    def test_generated_captions_are_the_greedy_ones(self) -> None:
+        net, given = model(named("fourier")).eval(), batch()
+        said = net.generate(given, 6)
+        states = net.widgets(given)
+        ids = torch.full((3, 1), START)
+        over = torch.zeros(3, dtype=torch.bool)
+        for _ in range(said.shape[1]):
+            logits = net.decode(states, ids)[:, -1]
+            logits[:, [0, 1, 2, 4]] = -torch.inf
+            chosen = torch.where(over, END, logits.argmax(-1))
+            over |= chosen == END
+            ids = torch.cat([ids, chosen[:, None]], 1)
+        assert torch.equal(said, ids[:, 1:])
+
+    @pytest.mark.parametrize("beams", [1, 3])
+    def test_specials_are_never_said(self, beams) -> None:
+        net = model(seed=3).eval()
+        with torch.no_grad():
+            net.output.bias[:5] = 50
+            net.output.bias[END] = -50
+        said = net.generate(batch(), 7, beams)
+        assert said.shape == (3, 7)
+        assert (said >= 5).all()
+
+    def test_beams_do_no_worse_than_greed(self) -> None:
+        net, given = model(seed=5).eval(), batch()
+
+        def score(said):
+            ids = torch.cat([torch.full((len(said), 1), START), said], 1)
+            logits = net.decode(net.widgets(given), ids[:, :-1])
+            logits[..., [0, 1, 2, 4]] = -torch.inf
+            each = logits.log_softmax(-1).gather(-1, said[..., None])[..., 0]
+            before = (said == END).long().cumsum(1) - (said == END).long()
+            kept = before == 0
+            length = kept.sum(1)
+            return (each * kept).sum(1) / ((5 + length) / 6) ** 0.6
+
+        assert (score(net.generate(given, 5, 50)) >= score(net.generate(given, 5)) - 1e-6).all()
+
+    def test_layers_have_weights_of_their_own(self) -> None:
+        net = model(named("rope-mixed"), decoder_layers=2)
+        one, other = net.decoder
+        assert not torch.equal(one.linear1.weight, other.linear1.weight)
+        tables = [layer.attention.positions[0] for layer in net.encoder.layers]
+        assert tables[0] is not tables[1]
+
+    def test_bfloat16_has_no_nan(self) -> None:
+        net, given = model(named("fourier")), batch()
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = net(given._replace(real=torch.zeros_like(given.real)))
+        assert logits.isfinite().all()
+        logits.float().sum().backward()
+        assert all(p.grad.isfinite().all() for p in net.parameters())
+
+    def test_dropout_acts_in_training_alone(self) -> None:
+        net, given = model(named("fourier"), dropout=0.5), batch()
+        assert not torch.equal(net(given), net(given))
+        net.eval()
+        assert torch.equal(net(given), net(given))
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"heads": 3}, r"model.heads 3 .* model.width 16"),
+            ({"positions": [{"name": "nope"}]}, "unknown position encoding 'nope'"),
+            ({"positions": [{"name": "fourier", "options": {"rows": 1}}]}, "fourier.*rows"),
+            ({"positions": [{"name": "fourier", "options": {"groups": 3}}]}, "3 groups"),
+        ],
+    )
+    def test_refused_configurations(self, options, message) -> None:
+        with pytest.raises(ConfigError, match=message):
+            model(**options)
+
+    def test_encodings_of_a_grid_are_refused_by_name(self) -> None:
+        net = model([{"name": "learned-2d", "options": {"grid": [2, 2]}}])
+        with pytest.raises(ValueError, match="learned-2d"):
+            net(batch())
+
+    def test_boxes_outside_the_screen_are_refused(self) -> None:
+        with pytest.raises(ValueError, match=r"\[0, 1\]"):
+            model(named("fourier"))(batch()._replace(boxes=torch.full((2, 5, 4), 1.5)))

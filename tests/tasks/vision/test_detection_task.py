@@ -1,0 +1,211 @@
+"""The detection task: its loss, learning, sizes, and the folder it leaves."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from vlp.config import ConfigError, load_config
+from vlp.data.batch import Skip
+from vlp.data.vision.detection import DetectionBatch
+from vlp.objectives.set_prediction import set_losses
+from vlp.tasks.vision.detection import Detection, DetectionConfig, build, load
+from vlp.tasks.vision.folder import read_task
+from vlp.training.config import RunConfig
+
+ROOT = Path(__file__).resolve().parents[3]
+
+CLASSES = ("circle", "square", "triangle", "cross", "star")
+MODEL = {
+    "backbone": {"name": "test_resnet", "norm": "group", "stage": 2},
+    "width": 32, "heads": 4, "intermediate": 64, "encoder_layers": 1, "decoder_layers": 2,
+    "queries": 4,
+}  # fmt: skip
+PLACES = {"name": "learned-2d", "options": {"deviation": 1.0}}
+
+
+class Run(RunConfig):
+    task: DetectionConfig
+
+
+def config(positions=(), data=(), model=(), **options):
+    scenes = {"format": "scenes", "count": 8}
+    plain = {
+        "model": {**MODEL, "positions": list(positions), **dict(model)},
+        "data": {"train": scenes, "test": scenes, "sizes": [48], "multiple": 8, "mirror": False,
+                 **dict(data)},
+    }  # fmt: skip
+    return DetectionConfig.model_validate(plain | options)
+
+
+def batch(*counts, side=32):
+    torch.manual_seed(1)
+    boxes = [0.2 + 0.5 * torch.rand(count, 4) for count in counts]
+    return DetectionBatch(
+        tuple(torch.randn(3, side + 8 * (n % 2), side) for n in range(len(counts))),
+        tuple(boxes),
+        tuple(torch.randint(5, (count,)) for count in counts),
+        torch.ones(len(counts), dtype=torch.bool),
+    )
+
+
+def trained(settings, steps, rate=2e-3):
+    torch.manual_seed(0)
+    task, data = build(settings, 8, 0, "float32")
+    optimiser = torch.optim.AdamW(task.parameters(), lr=rate)
+    outputs = []
+    for step, (given, _) in enumerate(data.batches(stop_after=steps)):
+        out = task(given, step)
+        optimiser.zero_grad()
+        out.loss.backward()
+        torch.nn.utils.clip_grad_norm_(task.parameters(), 1.0)
+        optimiser.step()
+        outputs.append(out)
+    return task, outputs
+
+
+def test_the_loss_is_the_sum_over_layers():
+    torch.manual_seed(0)
+    weights = {"classes": 0.5, "l1": 3.0, "giou": 4.0, "no_object": 0.2}
+    task = Detection(config([PLACES], loss=weights), CLASSES)
+    given = batch(2, 0, 3)
+    out = task(given, 0)
+    layers = set_losses(
+        *task.model(given.pixels), given.labels, given.boxes, (0.5, 3.0, 4.0), no_object=0.2
+    )
+    expected = sum(
+        0.5 * one.classes.total / one.classes.count + (3 * one.l1.total + 4 * one.giou.total) / 5
+        for one in layers
+    )
+    torch.testing.assert_close(out.loss, expected)
+    torch.testing.assert_close(out.losses["l1"], layers[-1].l1.total / 5)
+    torch.testing.assert_close(out.losses["auxiliary_giou"], layers[0].giou.total / 5)
+    assert set(out.losses) == {
+        f"{prefix}{name}" for prefix in ("", "auxiliary_") for name in ("classes", "l1", "giou")
+    }
+    torch.testing.assert_close(out.statistics["overlap"], 1 - layers[-1].giou.total / 5)
+
+
+def test_auxiliary_losses_are_optional():
+    torch.manual_seed(0)
+    both = Detection(config([PLACES]), CLASSES)
+    last = Detection(config([PLACES], loss={"auxiliary": False}), CLASSES)
+    last.load_state_dict(both.state_dict())
+    given = batch(2, 1)
+    one, other = both(given, 0), last(given, 0)
+    assert set(other.losses) == {"classes", "l1", "giou"}
+    for name, value in other.losses.items():
+        torch.testing.assert_close(one.losses[name], value)
+    assert other.loss < one.loss
+
+
+@pytest.mark.parametrize("counts", [(), (0, 0)])
+def test_batches_without_pictures_or_objects_have_finite_gradients(counts):
+    task = Detection(config([PLACES]), CLASSES)
+    given = batch(*counts)._replace(skipped=(Skip("unreadable picture", "a.png"),))
+    out = task(given, 0)
+    out.loss.backward()
+    assert bool(out.loss == 0) == (not counts)
+    for name, parameter in task.named_parameters():
+        assert parameter.grad is not None, name
+        assert torch.isfinite(parameter.grad).all()
+    assert set(out.losses) == set(task(batch(1), 0).losses)  # ranks agree about the names
+    assert set(out.statistics) == set(task(batch(1), 0).statistics)
+
+
+def test_pixels_that_are_not_finite_spoil_the_loss_and_nothing_else():
+    task = Detection(config([PLACES]), CLASSES)
+    given = batch(1, 1)
+    given.pixels[0].fill_(math.inf)
+    assert not torch.isfinite(task(given, 0).loss)
+
+
+def test_bf16_stays_near_float32():
+    torch.manual_seed(0)
+    full = Detection(config([PLACES]), CLASSES)
+    half = Detection(config([PLACES]), CLASSES, "bf16")
+    half.load_state_dict(full.state_dict())
+    given = batch(1, 1)
+    one, other = full(given, 0), half(given, 0)
+    assert other.loss.dtype == torch.float32
+    torch.testing.assert_close(one.loss, other.loss, rtol=0.05, atol=0)
+    other.loss.backward()
+    assert all(torch.isfinite(p.grad).all() for p in half.parameters())
+
+
+def test_it_learns_and_its_folder_is_the_same_model(tmp_path):
+    task, outputs = trained(config([PLACES]), 80)
+    first = sum(float(out.loss.detach()) for out in outputs[:5]) / 5
+    last = sum(float(out.loss.detach()) for out in outputs[-5:]) / 5
+    assert last < 0.3 * first
+    assert outputs[-1].statistics["overlap"] > 0.6
+    assert outputs[-1].statistics["right_class"] > 0.9
+
+    task.save_model(tmp_path / "model", dict(task.state_dict()))
+    plain, known, state = read_task(tmp_path / "model")
+    assert known == {"classes": list(CLASSES)}
+    loaded = load(plain, known)
+    loaded.load_state_dict(state)
+    given = batch(1, 1)
+    for one, other in zip(task.eval().model(given.pixels), loaded.eval().model(given.pixels)):
+        assert torch.equal(one, other)
+
+
+def test_a_loaded_folder_asks_for_no_public_weights():
+    settings = config(model={"backbone": {"name": "test_resnet", "pretrained": True}})
+    task = load(settings.model_dump(mode="json"), {"classes": list(CLASSES)})
+    assert not task.config.model.backbone.pretrained
+
+
+def test_every_rank_starts_with_the_same_weights():
+    tasks = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        tasks.append(build(config([PLACES]), 8, 3, "float32")[0])
+    one, other = (task.state_dict() for task in tasks)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"positions": [PLACES], "data": {"test_sizes": [48, 64]}},
+         r"64 x 64 px \(size 64\): learned-2d has vectors for a 6 x 6 grid, not for 8 x 8"),
+        ({"positions": [{"name": "irpe-quantization"}], "data": {"sizes": [48, 64]}},
+         r"pictures of 48 x 48 px \(size 48\): irpe-quantization .*8 x 8"),
+        ({"positions": [{"name": "learned-1d"}], "data": {"crop": 0.5, "longest": 64}},
+         r"learned-1d"),
+        ({"positions": [{"name": "nonsense"}]}, "nonsense"),
+        ({"data": {"canonical_streams": 3}}, "batch 8 is not a multiple of canonical_streams 3"),
+        ({"data": {"test": {"format": "coco", "annotations": "nowhere", "pictures": "."}}},
+         "nowhere: cannot be read"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_named_before_anything_is_trained(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        build(config(**settings), 8, 0, "float32")
+
+
+def test_tables_may_be_made_for_the_sizes_of_the_evaluation():
+    larger = {"name": "learned-2d", "options": {"grid": [8, 8]}}
+    task, _ = build(config([larger], {"test_sizes": [48, 64]}), 8, 0, "float32")
+    assert task.model([torch.zeros(3, 64, 64)]).boxes.shape == (2, 1, 4, 4)
+
+
+def test_sizes_that_differ_are_trained_together():
+    _, outputs = trained(
+        config([{"name": "irpe-product"}], {"sizes": [32, 48], "crop": 0.5, "longest": 64}), 3
+    )
+    assert all(torch.isfinite(out.loss) for out in outputs)
+
+
+@pytest.mark.parametrize("name", ["coco_detr_resnet50", "scenes_detr_tiny"])
+def test_configurations_are_valid(name):
+    settings = load_config(ROOT / "configs" / "vision" / f"{name}.yaml", Run).task
+    kinds = [position.name for position in settings.model.positions]
+    assert settings.model.place == "layers"
+    assert kinds[0] == "sine-2d"
+    assert settings.data.multiple == 2 ** (settings.model.backbone.stage + 1)

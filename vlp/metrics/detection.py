@@ -1,0 +1,128 @@
+"""Average precision as COCO has it, by pycocotools."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+FIGURES = (
+    "AP", "AP50", "AP75", "AP_small", "AP_medium", "AP_large",
+    "AR1", "AR10", "AR100", "AR_small", "AR_medium", "AR_large",
+)  # fmt: skip
+"""COCO's twelve, in the order of pycocotools. AP averages over IoU 0.50 to 0.95, small is below
+32 x 32 px of area, large above 96 x 96 px, AR100 the recall of 100 detections a picture."""
+
+
+class PictureTruth(NamedTuple):
+    """The objects of a picture, in pixels.
+
+    boxes (objects, 4) x, y, width, height; labels (objects,) from 0; areas (objects,); crowds
+    (objects,) bool, regions in which detections count neither as right nor as wrong.
+    """
+
+    width: int
+    height: int
+    boxes: NDArray[np.floating]
+    labels: NDArray[np.integer]
+    areas: NDArray[np.floating]
+    crowds: NDArray[np.bool_]
+
+
+class PictureFound(NamedTuple):
+    """Detections of a picture: boxes as in `PictureTruth`, labels, and scores (higher is surer)."""
+
+    boxes: NDArray[np.floating]
+    labels: NDArray[np.integer]
+    scores: NDArray[np.floating]
+
+
+def coco_figures(
+    truth: Sequence[PictureTruth], found: Sequence[PictureFound], classes: Sequence[str]
+) -> dict[str, float]:
+    """COCO's figures in percent; those without objects to judge are left out.
+
+    Args:
+        truth: pictures.
+        found: detections in the same pictures.
+        classes: names by label.
+
+    Raises:
+        ValueError: the pictures are not the same, a label is none of the classes, or there is no
+            object but crowds, so that nothing can be judged.
+    """
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    if len(truth) != len(found):
+        raise ValueError(f"{len(truth)} pictures, but detections in {len(found)}")
+    both = [one.labels for one in truth] + [one.labels for one in found]
+    labels = np.concatenate(both or [np.zeros(0, dtype=np.int64)])
+    if labels.size and not 0 <= labels.min() <= labels.max() < len(classes):
+        raise ValueError(f"labels {labels.min()} to {labels.max()}, but {len(classes)} classes")
+    if not any((~one.crowds).any() for one in truth):
+        raise ValueError(f"no object in {len(truth)} pictures; there is nothing to judge")
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints what it does
+        ground = COCO()
+        ground.dataset = _dataset(truth, classes)
+        ground.createIndex()
+        detections = _detections(found)
+        if not detections:
+            return dict.fromkeys(_judged(truth), 0.0)
+        judge = COCOeval(ground, ground.loadRes(detections), "bbox")
+        judge.evaluate()
+        judge.accumulate()
+        judge.summarize()
+    return {name: 100 * float(value) for name, value in zip(FIGURES, judge.stats) if value > -1}
+
+
+def _dataset(truth: Sequence[PictureTruth], classes: Sequence[str]) -> dict[str, Any]:
+    objects = [
+        {
+            "image_id": number,
+            "bbox": [float(value) for value in box],
+            "area": float(area),
+            "iscrowd": int(crowd),
+            "category_id": int(label) + 1,
+        }
+        for number, one in enumerate(truth, 1)
+        for box, label, area, crowd in zip(one.boxes, one.labels, one.areas, one.crowds)
+    ]
+    return {
+        "info": {},
+        "images": [
+            {"id": number, "width": one.width, "height": one.height}
+            for number, one in enumerate(truth, 1)
+        ],
+        # Numbers start at 1: pycocotools takes a match with annotation 0 for none.
+        "annotations": [{"id": number, **one} for number, one in enumerate(objects, 1)],
+        "categories": [{"id": number, "name": name} for number, name in enumerate(classes, 1)],
+    }
+
+
+def _detections(found: Sequence[PictureFound]) -> list[dict[str, Any]]:
+    return [
+        {
+            "image_id": number,
+            "category_id": int(label) + 1,
+            "bbox": [float(value) for value in box],
+            "score": float(score),
+        }
+        for number, one in enumerate(found, 1)
+        for box, label, score in zip(one.boxes, one.labels, one.scores)
+    ]
+
+
+def _judged(truth: Sequence[PictureTruth]) -> list[str]:
+    """Figures that have objects."""
+    areas = np.concatenate([one.areas[~one.crowds] for one in truth])
+    sizes = {
+        "small": areas <= 32**2,
+        "medium": (areas >= 32**2) & (areas <= 96**2),
+        "large": areas >= 96**2,
+    }
+    return [name for name in FIGURES if "_" not in name or sizes[name.partition("_")[2]].any()]

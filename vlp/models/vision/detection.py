@@ -1,0 +1,246 @@
+"""DETR: a ResNet, an encoder with position encodings, and a decoder of object queries."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
+from typing import Literal, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from vlp.config import Config, ConfigError
+from vlp.layers.attention import Attention
+from vlp.layers.query_key import Place, QueryKeyContext, QueryKeyPlaces, unplaced
+from vlp.models.vision.config import PositionConfig
+from vlp.models.vision.encodings import attention_encodings, create_encoding, on_tokens
+from vlp.models.vision.resnet import ResNet, ResNetConfig
+from vlp.positions.base import PositionContext, PositionEncoding
+
+
+class DetrConfig(Config):
+    """Sizes of DETR (Carion et al. 2020), whose own are the defaults, and the encodings."""
+
+    backbone: ResNetConfig = ResNetConfig()
+    width: int = Field(256, ge=1)
+    heads: int = Field(8, ge=1)
+    intermediate: int = Field(2048, ge=1)
+    encoder_layers: int = Field(6, ge=0)
+    decoder_layers: int = Field(6, ge=1)
+    queries: int = Field(100, ge=1, description="objects found at most")
+    dropout: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="of what is added to the states; DETR has 0.1. Drawn by torch, so it depends "
+        "on the ranks and on where a run was resumed",
+    )
+    positions: tuple[PositionConfig, ...] = Field(
+        (), description="of the encoder; those of tokens also place the decoder's keys"
+    )
+    place: Literal["layers", "input"] = Field(
+        "layers",
+        description="where encodings of tokens act: queries and keys of every layer (DETR), or "
+        "once on the encoder's input",
+    )
+
+
+class Detections(NamedTuple):
+    """What every decoder layer says, the last one last.
+
+    logits (layers, B, queries, classes + 1), the last class is 'no object'; boxes (layers, B,
+    queries, 4): centre x, y, width, height as shares of the picture's width and height.
+    """
+
+    logits: Tensor
+    boxes: Tensor
+
+
+class Detr(nn.Module):
+    """Pictures of any sizes to a fixed number of boxes with classes each.
+
+    Pictures of one size are computed together and without padding: every position encoding sees
+    the grid that the picture really has, nothing has to be masked, and what is said of a picture
+    does not depend on the others in its batch. (DETR pads to the largest picture.) ZeRO-3, which
+    gathers weights at every call, therefore needs pictures of as many sizes on every rank; the
+    stages below do not.
+
+    Layers are post-norm with ReLU, linear layers of the transformer start from Xavier, and all
+    decoder layers share the output heads and the norm before them, as in DETR. There is no dropout
+    of attention.
+
+    Args:
+        config: sizes and encodings.
+        classes: without 'no object'.
+        largest_side: pixels of the longest side in training; encodings with a table get one for a
+            square of it, unless their options name a grid.
+
+    Raises:
+        ConfigError: the backbone or an encoding does not fit.
+    """
+
+    def __init__(self, config: DetrConfig, classes: int, largest_side: int) -> None:
+        super().__init__()
+        width = config.width
+        if width % config.heads:
+            raise ConfigError(f"model: {config.heads} heads do not divide width {width}")
+        self.place = config.place
+        self.backbone = ResNet(config.backbone)
+        self.project = nn.Conv2d(self.backbone.channels, width, 1)
+        grid = self.backbone.grid(largest_side, largest_side)
+        self.positions = nn.ModuleList(
+            create_encoding(position, width=width, grid=grid)
+            for position in config.positions
+            if on_tokens(position)
+        )
+        layers = [
+            attention_encodings(config.positions, width, config.heads, grid)
+            for _ in range(config.encoder_layers)
+        ]
+        self.encoder = nn.ModuleList(EncoderLayer(config, positions) for positions in layers)
+        self.decoder = nn.ModuleList(DecoderLayer(config) for _ in range(config.decoder_layers))
+        self.decoder_norm = nn.LayerNorm(width)
+        self.queries = nn.Embedding(config.queries, width)
+        self.classify = nn.Linear(width, classes + 1)
+        self.locate = nn.Sequential(
+            nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(),
+            nn.Linear(width, 4),
+        )  # fmt: skip
+        for layers_of in (self.encoder, self.decoder):
+            _start(layers_of)
+
+    def forward(self, pictures: Sequence[Tensor]) -> Detections:
+        """B pictures (3, height, width), normalised, in any mixture of sizes.
+
+        Raises:
+            ValueError: an encoding cannot serve the grid of a picture; it is named.
+        """
+        groups: dict[torch.Size, list[int]] = defaultdict(list)
+        for number, picture in enumerate(pictures):
+            groups[picture.shape].append(number)
+        found = [self.detect(torch.stack([pictures[n] for n in same])) for same in groups.values()]
+        order = torch.tensor([number for same in groups.values() for number in same]).argsort()
+        return Detections(*(torch.cat(parts, 1)[:, order.to(parts[0].device)]
+                            for parts in zip(*found)))  # fmt: skip
+
+    def detect(self, pixels: Tensor) -> Detections:
+        """Pictures of one size (B, 3, height, width)."""
+        features = self.project(self.backbone(pixels))
+        context = PositionContext((features.shape[-2], features.shape[-1]))
+        memory, place = self.encode(features.flatten(2).transpose(1, 2), context)
+        target = memory.new_zeros(len(memory), self.queries.num_embeddings, memory.shape[-1])
+        place_query = _AddPlaces(self.queries(_numbers(self.queries)))
+        states = []
+        for layer in self.decoder:
+            target = layer(target, memory, place_query, place)
+            states.append(self.decoder_norm(target))
+        out = torch.stack(states)
+        logits, boxes = self.classify(out), self.locate(out)
+        # In half precision neighbouring boxes would be 4 pixels of 1,000 apart.
+        exact = torch.promote_types(boxes.dtype, torch.float32)
+        return Detections(logits.to(exact), boxes.to(exact).sigmoid())
+
+    def encode(self, tokens: Tensor, context: PositionContext) -> tuple[Tensor, Place]:
+        """Tokens of a grid (B, T, width) -> memory (B, T, width), and how its keys are placed.
+
+        Raises:
+            ValueError: an encoding cannot serve the grid; it is named.
+        """
+        place: Place = partial(self._placed, context=context)
+        if self.place == "input":
+            tokens, place = place(tokens), unplaced
+        within = QueryKeyContext(context.grid, place_query=place, place_key=place)
+        for layer in self.encoder:
+            tokens = layer(tokens, within)
+        return tokens, place
+
+    def require_grid(self, height: int, width: int) -> None:
+        """Whether a picture of so many pixels can be encoded.
+
+        Raises:
+            ValueError: an encoding cannot serve its grid; it is named.
+        """
+        rows, columns = self.backbone.grid(height, width)
+        like = self.project.weight
+        tokens = like.new_zeros(1, rows * columns, like.shape[0])
+        with torch.no_grad():
+            _, place = self.encode(tokens, PositionContext((rows, columns)))
+            place(tokens)
+
+    def _placed(self, tokens: Tensor, context: PositionContext) -> Tensor:
+        for encoding in self.positions:
+            tokens = encoding("tokens", tokens, context)
+        return tokens
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention and feed-forward, each added and then normalised."""
+
+    def __init__(self, config: DetrConfig, positions: Sequence[PositionEncoding]) -> None:
+        super().__init__()
+        self.attention = Attention(
+            config.width, config.heads, positions=[QueryKeyPlaces(), *positions]
+        )
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.feed_forward = _feed_forward(config)
+        self.feed_forward_norm = nn.LayerNorm(config.width)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, tokens: Tensor, context: QueryKeyContext) -> Tensor:
+        """(B, T, width) -> (B, T, width)."""
+        attended = self.dropout(self.attention(tokens, context=context))
+        tokens = self.attention_norm(tokens + attended)
+        return self.feed_forward_norm(tokens + self.dropout(self.feed_forward(tokens)))
+
+
+class DecoderLayer(nn.Module):
+    """Queries attend to one another, then to the picture; then the feed-forward."""
+
+    def __init__(self, config: DetrConfig) -> None:
+        super().__init__()
+        width, heads = config.width, config.heads
+        self.attention = Attention(width, heads, positions=[QueryKeyPlaces()])
+        self.attention_norm = nn.LayerNorm(width)
+        self.cross_attention = Attention(width, heads, positions=[QueryKeyPlaces()])
+        self.cross_norm = nn.LayerNorm(width)
+        self.feed_forward = _feed_forward(config)
+        self.feed_forward_norm = nn.LayerNorm(width)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, target: Tensor, memory: Tensor, query: Place, key: Place) -> Tensor:
+        """Target (B, queries, width), memory (B, T, width) -> (B, queries, width)."""
+        within = QueryKeyContext(place_query=query, place_key=query)
+        target = self.attention_norm(target + self.dropout(self.attention(target, context=within)))
+        across = QueryKeyContext(place_query=query, place_key=key)
+        crossed = self.cross_attention(target, memory, context=across)
+        target = self.cross_norm(target + self.dropout(crossed))
+        return self.feed_forward_norm(target + self.dropout(self.feed_forward(target)))
+
+
+class _AddPlaces:
+    def __init__(self, places: Tensor) -> None:
+        self.places = places
+
+    def __call__(self, states: Tensor) -> Tensor:
+        return states + self.places.to(states.dtype)
+
+
+def _feed_forward(config: DetrConfig) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(config.width, config.intermediate), nn.ReLU(), nn.Dropout(config.dropout),
+        nn.Linear(config.intermediate, config.width),
+    )  # fmt: skip
+
+
+def _numbers(embedding: nn.Embedding) -> Tensor:
+    return torch.arange(embedding.num_embeddings, device=embedding.weight.device)
+
+
+def _start(layers: nn.ModuleList) -> None:
+    """Xavier for linear layers; encodings keep their own start."""
+    for name, module in layers.named_modules():
+        if isinstance(module, nn.Linear) and ".positions." not in name:
+            nn.init.xavier_uniform_(module.weight)
+            nn.init.zeros_(module.bias)

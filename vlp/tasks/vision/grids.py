@@ -1,0 +1,85 @@
+"""ARC by ViTARC's way: one grid in, one grid out, for the tasks that the configuration names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from vlp.config import Config
+from vlp.data.loader import OrderedData
+from vlp.data.vision.grid_tokens import TOKENS
+from vlp.data.vision.grids import GridBatch, GridDataConfig, grid_data, open_grids
+from vlp.models.vision.grids import GridModelConfig, GridTransformer, Question
+from vlp.objectives.loss import Loss
+from vlp.tasks.plain import PlainTask, Precision
+from vlp.tasks.task import StepOutput
+from vlp.tasks.vision.folder import save_task
+
+
+class GridsConfig(Config):
+    """Model and tasks."""
+
+    kind: Literal["grids"] = "grids"
+    model: GridModelConfig = GridModelConfig()
+    data: GridDataConfig
+
+
+class Grids(PlainTask):
+    """Cross-entropy of every cell of the output's template, border and padding too.
+
+    Args:
+        config: model and tasks.
+        precision: see `PlainTask`.
+
+    Raises:
+        ConfigError: encodings and sizes do not fit.
+    """
+
+    def __init__(self, config: GridsConfig, precision: Precision = "float32") -> None:
+        super().__init__(precision)
+        self.config = config
+        self.model = GridTransformer(config.model, config.data.size, TOKENS, len(config.data.tasks))
+
+    def forward(self, batch: GridBatch, step: int) -> StepOutput:
+        """The loss in nats a cell, and the shares of right cells and of wholly right templates."""
+        with self.autocast(batch.inputs.device):
+            logits = self.model(question_of(batch), batch.outputs)
+        # In float32 or better, whatever autocast says around it.
+        logits = logits.float().movedim(-1, 1)
+        nats = functional.cross_entropy(logits, batch.outputs, reduction="sum")
+        count = torch.tensor(batch.outputs.numel(), device=nats.device)
+        statistics = {}
+        if len(batch.outputs):
+            right = logits.argmax(1) == batch.outputs
+            statistics = {"cells": right.float().mean(), "exact": right.all(-1).float().mean()}
+        return self.step_output({"cells": Loss(nats, count)}, statistics=statistics)
+
+    def save_model(self, folder: Path, state: dict[str, Tensor]) -> None:
+        """Write the model folder."""
+        save_task(folder, self.config, state)
+
+
+def question_of(batch: GridBatch) -> Question:
+    """What the encoder is given of a batch."""
+    return Question(batch.inputs, batch.boxes, batch.tasks)
+
+
+def build(
+    config: GridsConfig, batch: int, seed: int, precision: Precision
+) -> tuple[Grids, OrderedData]:
+    """The task and its training data.
+
+    Raises:
+        ConfigError: model, tasks and batch do not fit.
+    """
+    data = grid_data(open_grids(config.data), config.data, batch, seed)
+    return Grids(config, precision), data
+
+
+def load(config: dict[str, Any], known: dict[str, Any]) -> Grids:
+    """The task that a model folder describes, with fresh weights."""
+    return Grids(GridsConfig.model_validate(config))

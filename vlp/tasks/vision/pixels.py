@@ -1,0 +1,77 @@
+"""Image generation: the likelihood of pictures, pixel by pixel (Li et al. 2021, section 4.1)."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from vlp.config import Config
+from vlp.data.loader import OrderedData
+from vlp.data.vision.labelled import open_labelled
+from vlp.data.vision.pixels import PixelBatch, PixelDataConfig, pixel_data
+from vlp.models.vision.pixels import PixelModelConfig, PixelTransformer
+from vlp.objectives.loss import Loss
+from vlp.tasks.plain import PlainTask, Precision
+from vlp.tasks.task import StepOutput
+from vlp.tasks.vision.folder import save_task
+
+
+class PixelsConfig(Config):
+    """Model and pictures."""
+
+    kind: Literal["pixels"] = "pixels"
+    model: PixelModelConfig = PixelModelConfig()
+    data: PixelDataConfig
+
+
+class Pixels(PlainTask):
+    """Maximum likelihood of every channel of every pixel given those before it.
+
+    Args:
+        config: model and pictures.
+        precision: see `PlainTask`.
+
+    Raises:
+        ConfigError: encodings and sizes do not fit.
+    """
+
+    def __init__(self, config: PixelsConfig, precision: Precision = "float32") -> None:
+        super().__init__(precision)
+        self.config = config
+        self.model = PixelTransformer(config.model, config.data.image_size)
+
+    def forward(self, batch: PixelBatch, step: int) -> StepOutput:
+        """The loss in nats a channel, and the same in bits (of this rank's pictures)."""
+        with self.autocast(batch.values.device):
+            nats = self.model.nats(batch.values)
+        count = torch.tensor(nats.numel(), device=nats.device)
+        statistics = {}
+        if nats.numel():
+            statistics["bits_per_dim"] = nats.detach().mean() / math.log(2)
+        return self.step_output({"pixels": Loss(nats.sum(), count)}, statistics=statistics)
+
+    def save_model(self, folder: Path, state: dict[str, Tensor]) -> None:
+        """Write the model folder."""
+        save_task(folder, self.config, state)
+
+
+def build(
+    config: PixelsConfig, batch: int, seed: int, precision: Precision
+) -> tuple[Pixels, OrderedData]:
+    """The task and its training data.
+
+    Raises:
+        ConfigError: model, pictures and batch do not fit.
+    """
+    pictures = open_labelled(config.data.train, config.data.classes)
+    data = pixel_data(pictures, config.data, batch, seed)
+    return Pixels(config, precision), data
+
+
+def load(config: dict[str, Any], known: dict[str, Any]) -> Pixels:
+    """The task that a model folder describes, with fresh weights."""
+    return Pixels(PixelsConfig.model_validate(config))
