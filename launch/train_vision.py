@@ -1,4 +1,6 @@
-"""Train a vision-only model: classification, with any position encoding of vlp.positions.
+"""Train a vision-only model with any position encoding of vlp.positions.
+
+`task.kind`: classification, detection, pixels (generation), grids (ARC), widgets (captions).
 
     deepspeed launch/train_vision.py --config configs/vision/cifar10_vit_small.yaml
     python launch/train_vision.py --config FILE training.steps=100            (one process)

@@ -1,0 +1,103 @@
+"""`launch/train_vision.py`: every kind of task through the real loop, on two ranks as on one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ranks
+from PIL import Image
+
+from vlp.config import load_config
+from vlp.tasks.vision import KINDS, load_task
+from vlp.training.vision_config import VisionConfig
+
+COMMAND = ranks.ROOT / "launch" / "train_vision.py"
+CONFIGS = ranks.ROOT / "configs" / "vision"
+TINY = {
+    "classification": "cifar10_vit_tiny",
+    "detection": "scenes_detr_tiny",
+    "grids": "grids_arc_tiny",
+    "pixels": "pixels_cifar10_tiny",
+    "widgets": "widgets_tiny",
+}
+
+
+def data(kind: str, shared: Path) -> list[str]:
+    cifar = shared / "data_tasks" / "cifar10" / "test.tar.xz"
+    if kind in ("classification", "pixels"):
+        return [f"task.data.train={cifar}", f"task.data.test={cifar}"]
+    if kind == "grids":
+        return [f"task.data.path={shared / 'data_tasks' / 'arc_agi1' / 'arc_agi1.tar.gz'}"]
+    if kind == "detection":
+        return ["task.data.train={format: scenes, count: 64}"]
+    return ["task.data.screens={kind: generated, train: 40, test: 10}"]
+
+
+def run(arguments: list[str], world_size: int = 1) -> str:
+    results = ranks.finish(ranks.start([COMMAND, *arguments], world_size), timeout=300)
+    said = "".join(output for _, output in results)
+    assert {code for code, _ in results} == {0}, said
+    return said
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_shipped_configuration_loads(file):
+    assert load_config(file, VisionConfig).task.kind in KINDS
+    assert file.read_text().startswith("# "), "opens with what it is and the command that runs it"
+    assert "launch/train_vision.py --config configs/vision/" in file.read_text()
+
+
+def test_every_kind_has_a_small_configuration():
+    assert sorted(TINY) == sorted(KINDS)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_trains_leaves_a_checkpoint_and_a_folder(kind, shared, tmp_path):
+    length = ["training.steps=2", "training.batch=8", "training.log_every=1"]
+    arguments = ["--config", str(CONFIGS / f"{TINY[kind]}.yaml"), f"output={tmp_path / 'run'}"]
+    run([*arguments, *length, *data(kind, shared)])
+    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log] == [1, 2]
+    assert all(np.isfinite(line["loss/total"]) for line in log)
+    assert (tmp_path / "run" / "checkpoints" / "step_2").is_dir()
+    assert load_task(tmp_path / "run" / "model").config.kind == kind
+
+
+@pytest.mark.distributed
+def test_two_ranks_train_what_one_does_and_go_on_from_its_checkpoint(tmp_path):
+    rng = np.random.default_rng(0)
+    for name, level in (("dark", 40), ("light", 200)):
+        (tmp_path / "pictures" / name).mkdir(parents=True)
+        for number in range(12):
+            pixels = rng.integers(level - 40, level + 40, (16, 16, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "pictures" / name / f"{number}.png")
+    (tmp_path / "pictures" / "dark" / "0.png").write_bytes(b"broken")
+    arguments = [
+        *("--config", str(CONFIGS / "cifar10_vit_tiny.yaml")),
+        "task.model.options={patch_size: 4, embed_dim: 16, depth: 1, num_heads: 2}",
+        *("task.data.image_size=16", "task.data.augment={shift: 2}"),
+        *(f"task.data.{part}={tmp_path / 'pictures'}" for part in ("train", "test")),
+        *("training.batch=8", "training.log_every=1", "training.precision=float32"),
+        *("training.optimiser.warmup_steps=0", "training.checkpoint_every=3"),
+    ]
+
+    def losses(name: str) -> list[float]:
+        lines = (tmp_path / name / "log.jsonl").read_text().splitlines()
+        return [json.loads(line)["loss/total"] for line in lines]
+
+    run([*arguments, f"output={tmp_path / 'one'}", "training.steps=6"])
+    run([*arguments, f"output={tmp_path / 'two'}", "training.steps=6"], world_size=2)
+    assert losses("two") == pytest.approx(losses("one"), rel=1e-5)
+    # Without its second half, the run is continued on another number of ranks.
+    folder = tmp_path / "two"
+    for step in (folder / "checkpoints" / "step_6" / "state.json",):
+        step.write_text("damaged")
+    run([*arguments, f"output={folder}", "training.steps=6", "--resume"])
+    assert losses("two") == pytest.approx(losses("one"), rel=1e-5)
+    report = json.loads((folder / "report.json").read_text())
+    assert report["resumed_at_steps"] == [3]
+    assert report["skipped_samples"] == {"unreadable picture": 2}
