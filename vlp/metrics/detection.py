@@ -54,10 +54,15 @@ def coco_figures(
     Raises:
         ValueError: the pictures are not the same, a label is none of the classes, or there is no
             object but crowds, so that nothing can be judged.
+        ImportError: pycocotools is missing.
     """
-    from pycocotools.coco import COCO
-    from pycocotools.cocoeval import COCOeval
-
+    try:
+        from pycocotools.coco import COCO
+        from pycocotools.cocoeval import COCOeval
+    except ImportError as error:
+        raise ImportError(
+            "average precision needs the package pycocotools: pip install pycocotools"
+        ) from error
     if len(truth) != len(found):
         raise ValueError(f"{len(truth)} pictures, but detections in {len(found)}")
     both = [one.labels for one in truth] + [one.labels for one in found]
