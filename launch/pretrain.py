@@ -11,7 +11,6 @@ number of ranks.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 
 from vlp.config import ConfigError
 from vlp.training import distributed
-from vlp.training.command import run_training
+from vlp.training.command import training_command
 from vlp.training.config import PretrainConfig
 
 
@@ -70,15 +69,7 @@ def require_whole_groups(config: PretrainConfig, world_size: int) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run one rank; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--config", required=True, metavar="FILE")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
-    parser.add_argument("--local_rank", type=int, help="set by the launcher")
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
-    chosen = parser.parse_args(arguments)
-    return run_training(chosen.config, PretrainConfig, chosen.overrides, chosen.resume, build)
+    return training_command(__doc__, PretrainConfig, build, arguments)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,13 @@ on from its newest good checkpoint, on any number of ranks.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from vlp.training.command import run_training
+from vlp.training.command import training_command
 from vlp.training.vision_config import VisionConfig
 
 
@@ -34,15 +33,7 @@ def build(config: VisionConfig) -> tuple[Any, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run one rank; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--config", required=True, metavar="FILE")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
-    parser.add_argument("--local_rank", type=int, help="set by the launcher")
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
-    chosen = parser.parse_args(arguments)
-    return run_training(chosen.config, VisionConfig, chosen.overrides, chosen.resume, build)
+    return training_command(__doc__, VisionConfig, build, arguments)
 
 
 if __name__ == "__main__":

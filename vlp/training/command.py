@@ -6,6 +6,7 @@ configuration or the run folder cannot be used; 1 everything else.
 
 from __future__ import annotations
 
+import argparse
 import errno
 import os
 import sys
@@ -20,6 +21,31 @@ from vlp.training import distributed
 from vlp.training.config import RunConfig
 
 AnyRun = TypeVar("AnyRun", bound=RunConfig)
+
+
+def training_command(
+    description: str | None,
+    kind: type[AnyRun],
+    build: Callable[[AnyRun], tuple[Any, Any]],
+    arguments: Sequence[str] | None = None,
+) -> int:
+    """Parse the command line of a launch script and run one rank; returns the exit code.
+
+    Args:
+        description: the script's docstring, for `--help`.
+        kind: type of its configuration.
+        build: see `run_training`.
+        arguments: the command line; None is the process's own.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", required=True, metavar="FILE")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    parser.add_argument("--local_rank", type=int, help="set by the launcher")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
+    chosen = parser.parse_args(arguments)
+    return run_training(chosen.config, kind, chosen.overrides, chosen.resume, build)
 
 
 def run_training(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from vlp.data.batch import Skip, moved
 from vlp.data.loader import OrderedData
 from vlp.data.transforms import Preprocessing, random_crop
 from vlp.data.vision.indexed import Draws, OrderConfig, indexed_data
-from vlp.data.vision.labelled import LabelledPictures
+from vlp.data.vision.labelled import LabelledPictures, some_of
 
 
 class PictureAugmentConfig(Config):
@@ -76,16 +76,14 @@ class LabelledSamples:
     Args:
         pictures: where they come from.
         config: size and augmentation.
-        numbers: which of the pictures are used; None is all.
     """
 
     def __init__(
         self,
         pictures: LabelledPictures,
         config: LabelledDataConfig,
-        numbers: Sequence[int] | None = None,
     ) -> None:
-        self.pictures, self.config, self.numbers = pictures, config, numbers
+        self.pictures, self.config = pictures, config
         self._preprocessing = config.preprocessing
         self._policy = None
         if config.augment.policy is not None:
@@ -103,12 +101,11 @@ class LabelledSamples:
                 raise ConfigError(f"augment.policy {config.augment.policy!r}: {error}") from error
 
     def __len__(self) -> int:
-        return len(self.pictures if self.numbers is None else self.numbers)
+        return len(self.pictures)
 
     def __call__(self, number: int, draws: Draws) -> tuple[Tensor, int]:
         """Pixels (3, size, size) and class."""
-        place = number if self.numbers is None else self.numbers[number]
-        picture, label, _ = self.pictures.read(place)
+        picture, label, _ = self.pictures.read(number)
         return self.pixels(picture, draws), label
 
     def pixels(self, picture: Image.Image, draws: Draws) -> Tensor:
@@ -141,16 +138,8 @@ def labelled_data(
     Raises:
         ConfigError: `limit` or the batch does not fit.
     """
-    numbers = None
-    if config.limit is not None:
-        if config.limit > len(pictures):
-            raise ConfigError(
-                f"data.limit {config.limit} is more than the {len(pictures)} pictures of "
-                f"{config.train}"
-            )
-        # The same few for every seed of a comparison.
-        numbers = np.random.default_rng(0).permutation(len(pictures))[: config.limit].tolist()
-    samples = LabelledSamples(pictures, config, numbers)
+    pictures = some_of(pictures, config.limit, config.train)
+    samples = LabelledSamples(pictures, config)
     collate = partial(_collate, size=config.image_size)
     return indexed_data(len(samples), samples, collate, config, batch, seed)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, Protocol
 
+import numpy as np
 from PIL import Image
 
 from vlp.config import ConfigError
@@ -65,6 +66,36 @@ def open_labelled(path: str, classes: Sequence[str] | None = None) -> LabelledPi
             raise ConfigError(f"{path}: shards need `classes`, the names of their labels in order")
         return _FromShards(place, classes)
     return _FromFolder(place, classes)
+
+
+def some_of(pictures: LabelledPictures, limit: int | None, path: str) -> LabelledPictures:
+    """So many of the pictures, drawn once: the same few for every seed of a comparison.
+
+    Args:
+        pictures: of `path`.
+        limit: how many; None is all of them.
+        path: for the message.
+
+    Raises:
+        ConfigError: there are not so many.
+    """
+    if limit is None:
+        return pictures
+    if limit > len(pictures):
+        raise ConfigError(f"data.limit {limit} is more than the {len(pictures)} pictures of {path}")
+    return _Some(pictures, np.random.default_rng(0).permutation(len(pictures))[:limit].tolist())
+
+
+class _Some:
+    def __init__(self, pictures: LabelledPictures, numbers: Sequence[int]) -> None:
+        self._pictures, self._numbers = pictures, numbers
+        self.classes = pictures.classes
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def read(self, number: int) -> Labelled:
+        return self._pictures.read(self._numbers[number])
 
 
 class _FromFolder:

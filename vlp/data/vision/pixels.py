@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -12,12 +11,11 @@ from PIL import Image, ImageOps
 from pydantic import Field
 from torch import Tensor
 
-from vlp.config import ConfigError
 from vlp.data.batch import Skip, moved
 from vlp.data.loader import OrderedData
 from vlp.data.stored import BadSample
 from vlp.data.vision.indexed import Draws, OrderConfig, indexed_data
-from vlp.data.vision.labelled import LabelledPictures
+from vlp.data.vision.labelled import LabelledPictures, some_of
 
 CHANNELS = 3
 LEVELS = 256
@@ -74,24 +72,21 @@ class PixelSamples:
     Args:
         pictures: where they come from.
         config: size and mirroring.
-        numbers: which of the pictures are used; None is all.
     """
 
     def __init__(
         self,
         pictures: LabelledPictures,
         config: PixelDataConfig,
-        numbers: Sequence[int] | None = None,
     ) -> None:
-        self.pictures, self.config, self.numbers = pictures, config, numbers
+        self.pictures, self.config = pictures, config
 
     def __len__(self) -> int:
-        return len(self.pictures if self.numbers is None else self.numbers)
+        return len(self.pictures)
 
     def __call__(self, number: int, draws: Draws) -> Tensor:
         """Pixels (size, size, 3) uint8."""
-        place = number if self.numbers is None else self.numbers[number]
-        picture, _, where = self.pictures.read(place)
+        picture, _, where = self.pictures.read(number)
         if self.config.mirror and draws("mirror").random() < 0.5:
             picture = ImageOps.mirror(picture)
         return pixel_values(picture, self.config.image_size, where)
@@ -105,16 +100,8 @@ def pixel_data(
     Raises:
         ConfigError: `limit` or the batch does not fit.
     """
-    numbers = None
-    if config.limit is not None:
-        if config.limit > len(pictures):
-            raise ConfigError(
-                f"data.limit {config.limit} is more than the {len(pictures)} pictures of "
-                f"{config.train}"
-            )
-        # The same few for every seed of a comparison.
-        numbers = np.random.default_rng(0).permutation(len(pictures))[: config.limit].tolist()
-    samples = PixelSamples(pictures, config, numbers)
+    pictures = some_of(pictures, config.limit, config.train)
+    samples = PixelSamples(pictures, config)
     collate = partial(_collate, config.image_size)
     return indexed_data(len(samples), samples, collate, config, batch, seed)
 
