@@ -9,6 +9,7 @@ from timm.layers.pos_embed_sincos import build_sincos2d_pos_embed
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from vlp.layers.fused import fuse_by_device
 from vlp.models.config import ImageConfig
 
 PatchEdit = Callable[[Tensor], Tensor]
@@ -54,11 +55,7 @@ class ImageEncoder(nn.Module):
             (B, 1 + M, width), [CLS] first.
         """
         vit = self.vit
-        # On CPU the backward of fused attention is slow, above all in bf16.
-        fused = pixels.device.type != "cpu"
-        for module in vit.modules():
-            if hasattr(module, "fused_attn"):
-                module.fused_attn = fused  # type: ignore[assignment]
+        fuse_by_device(vit, pixels.device)
         patches = vit.patch_embed(pixels)
         if edit_patches is not None:
             patches = edit_patches(patches)

@@ -16,6 +16,7 @@ from vlp.data.draws import draw
 from vlp.data.loader import OrderedData
 from vlp.data.vision.classification import LabelledBatch, LabelledDataConfig, labelled_data
 from vlp.data.vision.labelled import open_labelled
+from vlp.layers.fused import fuse_by_device
 from vlp.models.vision.backbone import create_backbone
 from vlp.models.vision.config import BackboneConfig
 from vlp.objectives.loss import Loss
@@ -63,6 +64,7 @@ class Classification(PlainTask):
         """Loss, and the share of right answers where pictures are not mixed."""
         targets = F.one_hot(batch.labels, len(self.classes)).to(batch.pixels.dtype)
         pixels, targets, mixed = self._mix(batch.pixels, targets, step)
+        fuse_by_device(self.model, pixels.device)
         with self.autocast(pixels.device):
             logits = self.model(pixels)
         (logits,) = full_precision(logits)
