@@ -21,9 +21,10 @@ import torch
 from vlp.config import ConfigError, load_config, save_config
 from vlp.data.text import TextProcessor
 from vlp.data.transforms import Preprocessing
-from vlp.models.albef import MEAN, STD, albef_config, albef_state, load_albef
+from vlp.models.albef import MEAN, STD, albef_config, load_albef
 from vlp.models.config import ModelConfig
 from vlp.models.folder import CONFIG, save_pretrained
+from vlp.models.pth import read_pth
 from vlp.models.vlp import VLPModel
 
 
@@ -68,7 +69,7 @@ def convert(
     """
     if (out / CONFIG).exists():
         raise FileExistsError(f"{out} already holds a model")
-    state = albef_state(checkpoint)
+    state = read_pth(checkpoint)
     config = _with_overrides(albef_config(state, image_size), overrides)
     text = TextProcessor.load(vocabulary, config.text.max_tokens)
     if text.vocab_size != config.text.vocab_size:

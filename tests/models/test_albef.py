@@ -13,8 +13,9 @@ from torch.nn import functional
 from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertEmbeddings, BertLayer
 
-from vlp.models.albef import albef_config, albef_state, load_albef
+from vlp.models.albef import albef_config, load_albef
 from vlp.models.config import ModelConfig
+from vlp.models.pth import read_pth
 from vlp.models.vlp import VLPModel
 
 
@@ -328,7 +329,7 @@ def test_a_bert_without_fusion_layers_is_no_albef():
 def test_files_are_read_wrapped_and_bare(tmp_path, wrap, zipped):
     state = albef_tensors()
     torch.save(wrap(state), tmp_path / "a.pth", _use_new_zipfile_serialization=zipped)
-    read = albef_state(tmp_path / "a.pth")
+    read = read_pth(tmp_path / "a.pth")
     assert read.keys() == state.keys()
     assert all(torch.equal(read[key], state[key]) for key in state)
 
@@ -336,20 +337,20 @@ def test_files_are_read_wrapped_and_bare(tmp_path, wrap, zipped):
 def test_files_that_cannot_be_read_say_why(tmp_path):
     file = tmp_path / "a.pth"
     with pytest.raises(FileNotFoundError, match=r"there is no checkpoint .*a\.pth"):
-        albef_state(file)
+        read_pth(file)
     state = {"temp": torch.ones(())}
     torch.save({"model": state, "args": argparse.Namespace(lr=1)}, file)
     with pytest.raises(ValueError, match=r"holds a pickled argparse.Namespace .* run code"):
-        albef_state(file)
+        read_pth(file)
     torch.save({"model": state}, file)
     whole = file.read_bytes()
     for damaged in (whole[:-60], b"", b"<html>404</html>", b"hello"):
         file.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"a\.pth: damaged, or not a checkpoint \(.+\)"):
-            albef_state(file)
+            read_pth(file)
     torch.save([1, 2], file)
     with pytest.raises(ValueError, match="holds no state dict"):
-        albef_state(file)
+        read_pth(file)
     torch.save({"model": {"epoch": 1}}, file)
     with pytest.raises(ValueError, match="holds no state dict"):
-        albef_state(file)
+        read_pth(file)

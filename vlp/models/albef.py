@@ -12,11 +12,8 @@ fine-tuning (`text_encoder.*`); both hold momentum copies and queues, which are 
 from __future__ import annotations
 
 import math
-import pickle
 import re
-import zipfile
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -72,39 +69,6 @@ _PARTS = {
 """Which report a name belongs to, by its first part; all others belong to the heads."""
 
 
-def albef_state(file: str | Path) -> dict[str, Tensor]:
-    """State dict of an ALBEF `.pth`, stored under `model` or bare; no code of the file is run.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is damaged, needs pickled objects, or holds no state dict.
-    """
-    path = Path(file)
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no checkpoint {path}")
-    try:
-        # Mapped, the momentum copies and the optimiser are never read from the disk.
-        loaded = torch.load(
-            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
-        )
-    except Exception as error:  # the unpickler lets KeyError, EOFError and others through
-        refused = re.search(r"GLOBAL (\S+)", str(error))
-        if isinstance(error, pickle.UnpicklingError) and refused:
-            raise ValueError(
-                f"{path}: refused, because it holds a pickled {refused[1]} beside its tensors and "
-                "reading that may run code; where you trust the file, save its state dict alone: "
-                "torch.save(torch.load(FILE, weights_only=False)['model'], NEW_FILE)"
-            ) from None
-        reason = str(error).partition("\n")[0].partition(". ")[0] or "it ends too early"
-        raise ValueError(f"{path}: damaged, or not a checkpoint ({reason})") from error
-    state = loaded.get("model", loaded) if isinstance(loaded, Mapping) else None
-    if not isinstance(state, Mapping) or not all(
-        isinstance(value, Tensor) for value in state.values()
-    ):
-        raise ValueError(f"{path}: holds no state dict, neither under 'model' nor as a whole")
-    return dict(state)
-
-
 def albef_config(state: Mapping[str, Tensor], image_size: int | None = None) -> ModelConfig:
     """Sizes read from the shapes of an ALBEF state dict, with ACE-RPE on.
 
@@ -112,7 +76,7 @@ def albef_config(state: Mapping[str, Tensor], image_size: int | None = None) -> 
     (`token_projection` off): new ones would know nothing.
 
     Args:
-        state: as `albef_state` gives it; tensors on the meta device will do.
+        state: as `read_pth` gives it; tensors on the meta device will do.
         image_size: side of the pictures in pixels; None keeps the checkpoint's.
 
     Raises:
@@ -182,7 +146,7 @@ def load_albef(model: VLPModel, state: Mapping[str, Tensor], source: str) -> lis
 
     Args:
         model: of the sizes that `albef_config` reads.
-        state: as `albef_state` gives it.
+        state: as `read_pth` gives it.
         source: what the reports and messages call it.
 
     Returns:
