@@ -41,16 +41,11 @@ def _table(table: TableConfig, results: Results) -> Table:
     rows, deviations = [], []
     for row in table.rows:
         seeds = sorted(seed for name, seed in results if name == row.variant)
-        values = {
-            figure: [results[row.variant, seed]["figures"][figure] for seed in seeds]
-            for figure in table.figures.values()
-        }
-        cells = [mean_and_deviation(np.array(own)) for own in values.values()]
-        both = [seed for seed in seeds if (table.reference, seed) in results]
-        found = difference(
-            [results[row.variant, seed]["figures"][first] for seed in both],
-            [results[table.reference, seed]["figures"][first] for seed in both],
-        )
+        values = [_values(results, row.variant, figure) for figure in table.figures.values()]
+        cells = [mean_and_deviation(np.array(list(each.values()))) for each in values]
+        own_first, reference = values[0], _values(results, table.reference, first)
+        both = sorted(own_first.keys() & reference.keys())
+        found = difference([own_first[seed] for seed in both], [reference[seed] for seed in both])
         own = row.variant == table.reference
         if not own and found.seeds > 1:
             deviations.append((found.deviation, found.seeds))
@@ -68,6 +63,15 @@ def _table(table: TableConfig, results: Results) -> Table:
             f"is what {fewest} seeds can detect."
         )
     return Table(table.title, [*head, *(f"paper: {name}" for name in table.paper)], rows, notes)
+
+
+def _values(results: Results, variant: str, figure: str) -> dict[int, float]:
+    """A figure by seed; some evaluations leave figures out, such as METEOR without Java."""
+    return {
+        seed: result["figures"][figure]
+        for (name, seed), result in sorted(results.items())
+        if name == variant and figure in result["figures"]
+    }
 
 
 def _write_csv(file: Path, results: Results) -> None:
@@ -88,11 +92,7 @@ def _plot(file: Path, table: TableConfig, results: Results) -> None:
     drawing = Figure(figsize=(7, 0.4 * len(table.rows) + 1.2), layout="constrained")
     axes = drawing.add_subplot()
     for place, row in enumerate(table.rows):
-        values = [
-            result["figures"][figure]
-            for (name, _), result in sorted(results.items())
-            if name == row.variant
-        ]
+        values = list(_values(results, row.variant, figure).values())
         axes.plot(values, [place] * len(values), "o", color="tab:blue", alpha=0.6)
         if values:
             axes.plot(np.mean(values), place, "|", color="black", markersize=16)

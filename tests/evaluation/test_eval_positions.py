@@ -76,6 +76,11 @@ def test_tables_have_means_tests_and_the_paper(config, tmp_path):
         assert len(set(picture.convert("L").getdata())) > 10
     assert "2 variants with 3 seeds" in smallest_difference(config)
     assert "–" in report(config, {}, tmp_path / "nothing")
+    without = found(config)
+    del without["ape", 1]["figures"]["top1"], without["none", 0]["figures"]["loss"]
+    (line,) = [x for x in report(config, without, tmp_path / "x").splitlines() if "APE" in x]
+    assert "61.0 ± 1.4" in line
+    assert "+10.0 ± 0.0" in line
 
 
 def test_what_cannot_be_is_named():
