@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from evaluation.runs import Results, Run, do_runs, finished, plain
+from evaluation.runs import Results, Run, do_runs, finished, plain, portable
 from vlp.config import Config, ConfigError
 from vlp.data.scenes.sample import FULL, Variety
 
@@ -210,7 +210,7 @@ def _run(
             Path(config.output) / "backbone" / variant.backbone / str(seed) / "model"
         )
     settings = {
-        "config": str((source.parent / stage.config).resolve()),
+        "config": portable(source.parent / stage.config),
         "overrides": overrides,
         "corpus": config.corpus.model_dump(),
     }

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from evaluation.runs import Results, Run, do_runs, finished, plain
+from evaluation.runs import Results, Run, do_runs, finished, plain, portable
 from vlp.config import Config, ConfigError
 
 
@@ -84,14 +84,14 @@ def plan(config: PositionsConfig, source: Path, only: Sequence[str] = ()) -> lis
         source: its file, which the shared configuration is relative to.
         only: these variants; none means all.
     """
-    shared = (source.parent / config.training.config).resolve()
+    shared = portable(source.parent / config.training.config)
     return [
         Run(
             f"{name}/{seed}",
             Path(config.output) / name / str(seed),
             plain(
                 {
-                    "config": str(shared),
+                    "config": shared,
                     "overrides": {
                         **config.training.overrides,
                         **variant.overrides,

@@ -31,14 +31,20 @@ Results = dict[tuple[str, int], dict[str, Any]]
 class Run(NamedTuple):
     """One training: where it lies, what it is made of, and the script that does it.
 
-    `settings` has `config`, a file, and `overrides` by dotted key; whatever else is in it makes
-    the run another one.
+    `settings` has `config`, a file as `portable` names it, and `overrides` by dotted key; whatever
+    else is in it makes the run another one.
     """
 
     name: str
     folder: Path
     settings: dict[str, Any]
     script: str = "pretrain.py"
+
+
+def portable(file: Path) -> str:
+    """A file of this checkout by its place in it, so that results may move with the checkout."""
+    root, file = LAUNCH.parent, file.resolve()
+    return file.relative_to(root).as_posix() if file.is_relative_to(root) else str(file)
 
 
 def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,7 +123,8 @@ def _train(run: Run, threads: int) -> None:
     log.parent.mkdir(parents=True, exist_ok=True)
     overrides = [f"{key}={json.dumps(value)}" for key, value in run.settings["overrides"].items()]
     script = str(LAUNCH / run.script)
-    command = [sys.executable, script, "--config", run.settings["config"], "--resume"]
+    config = str(LAUNCH.parent / run.settings["config"])
+    command = [sys.executable, script, "--config", config, "--resume"]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(threads),

@@ -208,7 +208,7 @@ def test_the_configurations_in_the_box_are_valid():
             overrides = [
                 f"{key}={json.dumps(value)}" for key, value in run.settings["overrides"].items()
             ]
-            load_config(run.settings["config"], PretrainConfig, overrides)
+            load_config(ROOT / run.settings["config"], PretrainConfig, overrides)
 
 
 @pytest.mark.slow

@@ -11,7 +11,13 @@ import pytest
 import yaml
 from PIL import Image
 
-from evaluation.positions import PositionsConfig, plan, results, run_comparison
+from evaluation.positions import (
+    PositionsConfig,
+    TrainingConfig,
+    plan,
+    results,
+    run_comparison,
+)
 from evaluation.positions_tables import report, smallest_difference
 from evaluation.runs import RESULT
 from vlp.config import ConfigError, load_config
@@ -55,7 +61,9 @@ def test_the_plan_goes_seed_by_seed(config):
     runs = plan(config, SOURCE)
     assert [run.name for run in runs[:3]] == ["none/0", "ape/0", "none/1"]
     assert runs[1].settings["overrides"] == {"task.model.absolute": "keep", "training.seed": 0}
-    assert runs[0].settings["config"] == str(ROOT / "configs/vision/cifar10_vit_tiny.yaml")
+    assert runs[0].settings["config"] == "configs/vision/cifar10_vit_tiny.yaml"
+    elsewhere = config.model_copy(update={"training": TrainingConfig(config="/elsewhere/x.yaml")})
+    assert plan(elsewhere, SOURCE)[0].settings["config"] == "/elsewhere/x.yaml"
     assert [run.name for run in plan(config, SOURCE, ["ape"])] == ["ape/0", "ape/1", "ape/2"]
     with pytest.raises(ConfigError, match="unknown variants rope; there are none, ape"):
         run_comparison(config, SOURCE, ["rope"])
@@ -106,7 +114,7 @@ def test_the_configurations_in_the_box_are_valid():
             overrides = [
                 f"{key}={json.dumps(value)}" for key, value in run.settings["overrides"].items()
             ]
-            load_config(run.settings["config"], VisionConfig, overrides)
+            load_config(ROOT / run.settings["config"], VisionConfig, overrides)
 
 
 @pytest.mark.distributed
