@@ -112,6 +112,11 @@ def test_it_trains_in_the_cross_modal_encoder(name):
 
     losses = train(model, loss)
     assert losses[-1] < losses[0]
+    # Evaluation cuts texts to the longest of a block.
+    if name == "irpe-quantization":  # ranks are of one grid
+        return
+    text = model.encode_text(ids[:, :8], attention[:, :8], words[:, :8])
+    assert model.match(model.encode_image(pixels), text).isfinite().all()
 
 
 @pytest.mark.parametrize("name", CROSS_MODAL)

@@ -16,6 +16,7 @@ from vlp.positions import (
     acts_on_tokens,
     create_fitting_position,
     create_position,
+    position_options,
 )
 from vlp.positions.anchor_field import AnchorField
 from vlp.positions.by_modality import ByModality
@@ -131,7 +132,7 @@ class _Streams:
         self, config: CrossConfig, width: int, max_tokens: int, grid: tuple[int, int]
     ) -> None:
         self._config = config
-        sizes = {"width": width, "heads": config.heads}
+        sizes: dict[str, Any] = {"width": width, "heads": config.heads}
         grids = {"text": (1, max_tokens - 1), "image": grid}
         self._sizes = {stream: sizes | {"grid": own} for stream, own in grids.items()}
         self._own = [name for name in config.position if name not in (*SHORTHANDS, *CROSS_MODAL)]
@@ -152,8 +153,8 @@ class _Streams:
 
     def _make(self, name: str, **options: Any) -> ByModality:
         options = {**self._config.options.get(name, {}), **options}
-        made = [
-            create_fitting_position(name, self._sizes[stream], **options)
-            for stream in ("text", "image")
-        ]
+        text, image = (dict(self._sizes[stream]) for stream in ("text", "image"))
+        if "length" in position_options(name):
+            text["length"] = text.pop("grid")[1]  # a shorter text is no other grid
+        made = [create_fitting_position(name, sizes, **options) for sizes in (text, image)]
         return ByModality(*made)
