@@ -95,7 +95,13 @@ def _executed(runs: Sequence[Run], jobs: int, judge: Judge | None) -> Iterator[t
         futures = {pool.submit(execute, run, judge, threads): run for run in runs}
         try:
             for future in as_completed(futures):
-                yield futures[future], future.result()
+                run = futures[future]
+                try:
+                    seconds = future.result()
+                except Exception as error:
+                    error.add_note(f"This was {run.name}, in {run.folder}.")
+                    raise
+                yield run, seconds
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

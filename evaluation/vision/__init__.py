@@ -5,6 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 from pathlib import Path
 
+from evaluation.samples import EvaluationError
+from vlp.data.stored import BadSample
+from vlp.metrics.captions import CaptionToolError
 from vlp.tasks.vision import load_task
 
 
@@ -20,10 +23,15 @@ def evaluate_folder(
 
     Raises:
         ConfigError: the test data that the folder's configuration names cannot be used.
+        EvaluationError: a test sample cannot be read, what computes the scores is not installed, or
+            a limit below 1.
         FileNotFoundError: a file of the folder is missing.
         ValueError: it is another kind of folder, or damaged.
     """
     task = load_task(folder)
     evaluate = import_module(f"evaluation.vision.{task.config.kind}").evaluate
-    figures: dict[str, float] = evaluate(task, limit, device)
+    try:
+        figures: dict[str, float] = evaluate(task, limit, device)
+    except (BadSample, CaptionToolError, ImportError) as error:
+        raise EvaluationError(str(error)) from error
     return figures

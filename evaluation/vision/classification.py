@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from evaluation.mode import evaluating
+from evaluation.vision.chosen import evenly_spread
 from vlp.data.vision.labelled import open_labelled
 from vlp.tasks.vision.classification import Classification
 
@@ -28,19 +29,18 @@ def evaluate(
     config = task.config.data
     pictures = open_labelled(config.test, task.classes)
     preprocess = config.preprocessing
-    count = len(pictures) if limit is None else min(limit, len(pictures))
-    numbers = torch.linspace(0, len(pictures) - 1, count, dtype=torch.float64).round().long()
+    numbers = evenly_spread(len(pictures), limit)
     hits = torch.zeros(2)
     loss = 0.0
     top = min(5, len(task.classes))
     with evaluating(task, device) as where, torch.no_grad():
-        for chosen in numbers.split(BATCH):
-            read = [pictures.read(int(number)) for number in chosen]
+        for start in range(0, len(numbers), BATCH):
+            read = [pictures.read(number) for number in numbers[start : start + BATCH]]
             pixels = torch.stack([preprocess(one.picture) for one in read]).to(where)
             labels = torch.tensor([one.label for one in read], device=where)
             logits = task.model(pixels).float()
             best = logits.topk(top).indices == labels[:, None]
             hits += torch.stack([best[:, 0].sum(), best.any(-1).sum()]).cpu()
             loss += float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
-    top1, top5 = (100 * hits / count).tolist()
-    return {"top1": top1, "top5": top5, "loss": loss / count}
+    top1, top5 = (100 * hits / len(numbers)).tolist()
+    return {"top1": top1, "top5": top5, "loss": loss / len(numbers)}

@@ -10,6 +10,7 @@ from torch import Tensor
 from torchvision.ops import box_convert
 
 from evaluation.mode import evaluating
+from evaluation.vision.chosen import evenly_spread
 from vlp.config import ConfigError
 from vlp.data.vision.detection import judged_pixels, open_objects
 from vlp.data.vision.objects import ObjectPictures
@@ -55,12 +56,12 @@ def evaluate(
 def _at_size(
     task: Detection, pictures: ObjectPictures, size: int, limit: int | None, where: torch.device
 ) -> dict[str, float]:
-    count = len(pictures) if limit is None else min(limit, len(pictures))
+    numbers = evenly_spread(len(pictures), limit)
     truth: list[PictureTruth] = []
     found: dict[int, PictureFound] = {}
     waiting: dict[torch.Size, list[tuple[int, Tensor]]] = defaultdict(list)
-    for place, number in enumerate(np.linspace(0, len(pictures) - 1, count).round().astype(int)):
-        read = pictures.read(int(number))
+    for place, number in enumerate(numbers):
+        read = pictures.read(number)
         sides = read.boxes[:, 2:] - read.boxes[:, :2]
         boxes = np.concatenate([read.boxes[:, :2], sides], -1)
         truth.append(
@@ -74,7 +75,7 @@ def _at_size(
             same.clear()
     for same in waiting.values():
         found |= _detected(task, same, truth, where)
-    return coco_figures(truth, [found[place] for place in range(count)], task.classes)
+    return coco_figures(truth, [found[place] for place in range(len(numbers))], task.classes)
 
 
 def _detected(

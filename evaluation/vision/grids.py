@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from evaluation.mode import evaluating
+from evaluation.vision.chosen import evenly_spread
 from vlp.data.vision.arc import Pair
 from vlp.data.vision.grid_variants import Variant, held_out_variants
 from vlp.data.vision.grids import GridDataConfig, GridSample, collate_grids, grid_sample, open_grids
@@ -43,16 +44,14 @@ def evaluate(task: Grids, limit: int | None = None, device: str | None = None) -
     """
     config = task.config.data
     asked = _questions(config)
-    count = len(asked) if limit is None else min(limit, len(asked))
-    numbers = np.linspace(0, len(asked) - 1, count).round().astype(int)
-    chosen = [asked[number] for number in numbers]
+    chosen = [asked[number] for number in evenly_spread(len(asked), limit)]
     batch = max(1, TOKENS // (config.size + 1) ** 2)
     right: dict[str, dict[str, list[bool]]] = {
         "exact": defaultdict(list),
         "original": defaultdict(list),
     }
     with evaluating(task, device) as where, torch.no_grad():
-        for first in range(0, count, batch):
+        for first in range(0, len(chosen), batch):
             part = chosen[first : first + batch]
             given = collate_grids(config.size, [one.sample for one in part]).to(where)
             # Greedy writing gives a template where all its tokens are the likeliest ones after

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from evaluation.mode import evaluating
+from evaluation.vision.chosen import evenly_spread
 from vlp.data.vision.labelled import open_labelled
 from vlp.data.vision.pixels import pixel_values
 from vlp.metrics.likelihood import bits_per_dimension
@@ -31,17 +32,16 @@ def evaluate(task: Pixels, limit: int | None = None, device: str | None = None) 
     config = task.config.data
     pictures = open_labelled(config.test, config.classes)
     size = config.image_size
-    count = len(pictures) if limit is None else min(limit, len(pictures))
-    numbers = torch.linspace(0, len(pictures) - 1, count, dtype=torch.float64).round().long()
+    numbers = evenly_spread(len(pictures), limit)
     batch = max(1, TOKENS // (len(COLOURS) * size**2))
     nats = torch.zeros(len(COLOURS), dtype=torch.float64)
     with evaluating(task, device) as where, torch.no_grad():
-        for chosen in numbers.split(batch):
-            read = [pictures.read(int(number)) for number in chosen]
+        for start in range(0, len(numbers), batch):
+            read = [pictures.read(number) for number in numbers[start : start + batch]]
             values = torch.stack([pixel_values(one.picture, size, one.where) for one in read])
             found = task.model.nats(values.to(where).long())
             nats += found.double().sum((0, 1, 2)).cpu()
-    pixels = count * size**2
+    pixels = len(numbers) * size**2
     figures = {"bits_per_dim": bits_per_dimension(float(nats.sum()), len(COLOURS) * pixels)}
     for colour, found_nats in zip(COLOURS, nats.tolist(), strict=True):
         figures[f"bits_{colour}"] = bits_per_dimension(found_nats, pixels)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from evaluation.mode import evaluating
+from evaluation.vision.chosen import evenly_spread
 from vlp.data.stored import BadSample
 from vlp.data.vision.hierarchy import Screen
 from vlp.data.vision.screen_sets import Screens, open_screens
@@ -45,13 +46,12 @@ def evaluate(
     config = task.config
     require_caption_tools(config.java)
     screens = open_screens(config.data.screens, "test")
-    count = len(screens) if limit is None else min(limit, len(screens))
-    numbers = np.linspace(0, len(screens) - 1, count).round().astype(int).tolist()
+    numbers = evenly_spread(len(screens), limit)
     candidates: list[str] = []
     references: list[Sequence[str]] = []
     boxes: list[tuple[int, ...]] = []
     with evaluating(task, device) as where:
-        for start in range(0, count, BATCH):
+        for start in range(0, len(numbers), BATCH):
             read = [screens.read(number) for number in numbers[start : start + BATCH]]
             candidates += _said(task, read, where)
             for screen in read:

@@ -1,10 +1,15 @@
-"""Plain tar files: members appended with reproducible bytes, and found again in damaged files."""
+"""Tar files: members appended with reproducible bytes, and found again in damaged files."""
 
 from __future__ import annotations
 
+import lzma
 import tarfile
-from pathlib import Path
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
 from typing import IO, NamedTuple
+
+from vlp.config import ConfigError
 
 _BLOCK = tarfile.BLOCKSIZE
 
@@ -24,6 +29,30 @@ def append_member(file: IO[bytes], name: str, content: bytes) -> None:
     file.write(header.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape"))
     file.write(content)
     file.write(bytes(-len(content) % _BLOCK))
+
+
+def stored_files(
+    file: Path, wanted: Callable[[PurePosixPath], bool]
+) -> Iterator[tuple[PurePosixPath, bytes]]:
+    """Names and contents of a small tar file, compressed or not, that is read once and whole.
+
+    Args:
+        file: the tar file.
+        wanted: which names are read.
+
+    Raises:
+        ConfigError: it is no tar file, or damaged.
+    """
+    try:
+        with tarfile.open(file) as archive:
+            for member in archive:
+                name = PurePosixPath(member.name)
+                if member.isfile() and wanted(name):
+                    content = archive.extractfile(member)
+                    assert content is not None  # it is a file
+                    yield name, content.read()
+    except (tarfile.TarError, OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+        raise ConfigError(f"{file}: not a tar file that can be read ({error})") from error
 
 
 def close_tar(file: IO[bytes]) -> None:

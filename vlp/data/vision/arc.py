@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import tarfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from vlp.config import ConfigError
+from vlp.data.tar import stored_files
 
 Grid = np.ndarray
 """(rows, columns) int64, colours 0 to 9; at most 30 of either."""
@@ -64,16 +64,8 @@ def _files(path: str) -> Iterator[tuple[str, str, bytes]]:
         return
     if not place.is_file():
         raise ConfigError(f"{path}: there is neither a folder nor a tar file of ARC tasks")
-    try:
-        with tarfile.open(place) as archive:
-            for member in archive:
-                name = PurePosixPath(member.name)
-                if member.isfile() and name.suffix == ".json":
-                    stored = archive.extractfile(member)
-                    assert stored is not None  # it is a file
-                    yield name.stem, f"{path}, {member.name}", stored.read()
-    except (tarfile.TarError, OSError, EOFError) as error:
-        raise ConfigError(f"{path}: not a tar file that can be read ({error})") from error
+    for name, content in stored_files(place, lambda name: name.suffix == ".json"):
+        yield name.stem, f"{path}, {name}", content
 
 
 def _parse(name: str, where: str, content: bytes) -> ArcTask:

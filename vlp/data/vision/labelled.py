@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tarfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, Protocol
@@ -14,6 +13,7 @@ from vlp.config import ConfigError
 from vlp.data.pictures import decode_picture
 from vlp.data.shards import INDEX_NAME, ShardIndex
 from vlp.data.stored import BadSample
+from vlp.data.tar import stored_files
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 
@@ -120,28 +120,17 @@ class _FromFolder:
 class _FromTar:
     def __init__(self, file: Path, classes: Sequence[str] | None) -> None:
         self._file = file
-        found: list[tuple[str, str, bytes]] = []
-        try:
-            with tarfile.open(file) as archive:
-                for member in archive:
-                    name = PurePosixPath(member.name)
-                    if member.isfile() and name.suffix.lower() in SUFFIXES and name.parent.name:
-                        content = archive.extractfile(member)
-                        assert content is not None  # it is a file
-                        found.append((name.parent.name, member.name, content.read()))
-        except (tarfile.TarError, OSError, EOFError) as error:
-            raise ConfigError(f"{file}: not a tar file that can be read ({error})") from error
-        self._found = found
-        self.classes = _classes((name for name, _, _ in found), classes, file)
+        self._found = list(stored_files(file, _in_class_folder))
+        self.classes = _classes((name.parent.name for name, _ in self._found), classes, file)
         self._number = {name: number for number, name in enumerate(self.classes)}
 
     def __len__(self) -> int:
         return len(self._found)
 
     def read(self, number: int) -> Labelled:
-        name, member, content = self._found[number]
-        where = f"{self._file}, {member}"
-        return Labelled(decode_picture(content, where), self._number[name], where)
+        name, content = self._found[number]
+        where = f"{self._file}, {name}"
+        return Labelled(decode_picture(content, where), self._number[name.parent.name], where)
 
 
 class _FromShards:
@@ -166,6 +155,10 @@ class _FromShards:
         if label not in self._number:
             raise BadSample("unknown class", f"{where} (label {label!r})")
         return Labelled(decode_picture(raw.image, where), self._number[str(label)], where)
+
+
+def _in_class_folder(name: PurePosixPath) -> bool:
+    return name.suffix.lower() in SUFFIXES and bool(name.parent.name)
 
 
 def _classes(found: Iterable[str], wanted: Sequence[str] | None, where: Path) -> tuple[str, ...]:

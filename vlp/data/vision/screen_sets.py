@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Literal, Protocol
@@ -15,6 +14,7 @@ from pydantic import Field
 from vlp.config import Config, ConfigError
 from vlp.data.draws import draw
 from vlp.data.stored import BadSample
+from vlp.data.tar import stored_files
 from vlp.data.vision.hierarchy import Nodes, Screen, read_screen
 from vlp.data.vision.screens import generate_screen
 
@@ -153,15 +153,7 @@ def _text(file: Path) -> str:
 
 
 def _from_tar(file: Path, names: set[str]) -> dict[str, bytes]:
-    found: dict[str, bytes] = {}
-    try:
-        with tarfile.open(file) as archive:
-            for member in archive:
-                name = PurePosixPath(member.name)
-                if member.isfile() and name.suffix == ".json" and name.stem in names:
-                    content = archive.extractfile(member)
-                    assert content is not None  # it is a file
-                    found[name.stem] = content.read()
-    except (tarfile.TarError, OSError, EOFError) as error:
-        raise ConfigError(f"{file}: not a tar file that can be read ({error})") from error
-    return found
+    def wanted(name: PurePosixPath) -> bool:
+        return name.suffix == ".json" and name.stem in names
+
+    return {name.stem: content for name, content in stored_files(file, wanted)}
