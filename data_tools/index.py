@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import os
+from functools import partial
 from pathlib import Path
 
+from tqdm import tqdm
+
+from vlp.config import ConfigError
 from vlp.data.shards import ShardIndex, index_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("folder", type=Path, help="folder that holds the *.tar files")
+    parser.add_argument(
+        "--processes", type=int, default=os.cpu_count() or 1, help="default: one per core"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Index the folder and say what was found; damaged shards are named and indexed so far."""
-    problems = index_folder(arguments.folder)
-    index = ShardIndex.open(arguments.folder)
-    captions = sum(sum(entry.captions) for entry in index.shards)
-    print(
-        f"{arguments.folder}: {len(index.shards)} shards, {len(index)} samples, {captions} captions"
-    )
-    without = sum(count == 0 for entry in index.shards for count in entry.captions)
+    if arguments.processes < 1:
+        raise ConfigError(f"--processes {arguments.processes}: at least one is needed")
+    shown = partial(tqdm, unit="shard", disable=None)
+    problems = index_folder(arguments.folder, arguments.processes, shown)
+    shards = ShardIndex.open(arguments.folder).shards
+    captions, without = int(shards.captions.sum()), int(shards.uncaptioned.sum())
+    print(f"{arguments.folder}: {len(shards)} shards, {shards.total} samples, {captions} captions")
     if without:
         print(f"  {without} samples have no caption; training skips and counts them")
     for problem in problems:

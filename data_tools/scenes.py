@@ -50,6 +50,8 @@ PARTS = {
     "twins": (0, "scenes to train on, each followed by the one its caption's swap is true of"),
     "statements": (0, "true or false statements about two pictures"),
     "entailment": (0, "hypotheses about a picture with a curtain"),
+    "statements_val": (0, "statements about pictures of held-out contents"),
+    "entailment_val": (0, "hypotheses about pictures of held-out contents"),
 }
 _SETTINGS = ("seed", "image_size", "samples_per_shard", *Variety._fields)
 _CHUNK = 64
@@ -69,7 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
     for part, (count, what) in PARTS.items():
         parser.add_argument(
-            f"--{part}", type=int, default=count, metavar="N", help=f"{what} (default {count})"
+            f"--{part.replace('_', '-')}",
+            type=int,
+            default=count,
+            metavar="N",
+            help=f"{what} (default {count})",
         )
     parser.add_argument("--image-size", type=int, default=64, help="side in pixels (default 64)")
     for name, least, most in zip(Variety._fields, LEAST, FULL):
@@ -127,13 +133,14 @@ def make_sample(
         pair = sample_swap(seed, number, kind, "train", image_size, variety)
         scene, caption = (pair.twin, pair.foil) if second else (pair.scene, pair.caption)
         return Sample(_key(part, seed, job), _png(scene), annotation(scene, [caption]))
-    if part == "statements":
-        told = sample_statement(seed, job, "train", image_size)
+    held_out: Split = "val" if part.endswith("_val") else "train"
+    if part in ("statements", "statements_val"):
+        told = sample_statement(seed, job, held_out, image_size)
         return Sample(
             _key(part, seed, job), _png(told.left), statement_annotation(told), _png(told.right)
         )
-    if part == "entailment":
-        triple = sample_entailment(seed, job, "train", image_size)
+    if part in ("entailment", "entailment_val"):
+        triple = sample_entailment(seed, job, held_out, image_size)
         return Sample(_key(part, seed, job), _png(triple.scene), entailment_annotation(triple))
     raise ValueError(f"unknown part {part!r}, known are {', '.join(PARTS)}")
 

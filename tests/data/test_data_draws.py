@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import pytest
 
@@ -32,3 +34,12 @@ def test_draws_are_even() -> None:
     counts = np.histogram(values, bins=10, range=(0, 1))[0]
     # Chi-square of 9 degrees: 27.9 is passed once in a thousand; the draws are fixed.
     assert ((counts - 400) ** 2 / 400).sum() < 27.9
+
+
+@pytest.mark.parametrize("sample", range(20))
+def test_the_key_of_philox_is_the_hash(sample: int) -> None:
+    digest = hashlib.blake2b(repr([3, 1, sample, "crop"]).encode(), digest_size=16).digest()
+    plain = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+    drawn = draw(3, 1, sample, "crop")
+    assert np.array_equal(drawn.integers(2**62, size=9), plain.integers(2**62, size=9))
+    assert np.array_equal(drawn.permutation(50), plain.permutation(50))

@@ -4,6 +4,8 @@ import io
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import tarfile
 import time
 from collections import Counter
@@ -14,6 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from vlp.config import ConfigError
@@ -161,6 +165,121 @@ def test_resume_at_any_batch_on_any_number_of_ranks(
         for number, (batch, after) in enumerate(whole[stopped:]):
             assert_same(joined(rank[number][0] for rank in ranks), batch)
             assert {rank[number][1] for rank in ranks} == {after}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ranks_workers_accumulation_and_stops_change_nothing(
+    make_shards: MakeShards, make_data: MakeData, workers: int
+) -> None:
+    """The same global batches, value by value, before a stop and after it, each sample once."""
+    folders = make_shards("a", 13, per_shard=4), (make_shards("b", 6), 0.5)
+    data = make_data(*folders)
+    per_epoch = data.batches_in_epoch(0)
+    whole = list(data.batches(stop_after=2 * per_epoch))
+
+    def run(world_size: int, consumed: int, batches: int) -> list[tuple[Batch, int]]:
+        data = make_data(*folders, workers=workers)
+        shares = [list(data.batches(consumed, r, world_size, batches)) for r in range(world_size)]
+        found = []
+        for together in zip(*shares, strict=True):
+            (after,) = {after for _, after in together}
+            found.append((joined(batch for batch, _ in together), after))
+        return found
+
+    @settings(max_examples=8 if workers == 0 else 2, deadline=None)
+    @given(
+        st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(0, 3)
+    )
+    def check(ranks: int, later: int, accumulation: int, steps: int) -> None:
+        stopped = min(steps * accumulation, len(whole) - 1)
+        found = run(ranks, 0, stopped)
+        found += run(later, found[-1][1] if found else 0, len(whole) - stopped)
+        for (batch, after), (expected, expected_after) in zip(found, whole, strict=True):
+            assert_same(batch, expected)
+            assert after == expected_after
+        once = joined(batch for batch, _ in found[:per_epoch])
+        ids = once.sample_ids[once.valid].tolist()
+        assert len(ids) == len(set(ids)) == 13 + 3
+
+    check()
+
+
+@pytest.mark.parametrize(
+    "sizes", [[1], [30], [3, 40], [0, 9, 0], [1, 1, 25, 2, 0, 7], [2] * 9], ids=str
+)
+def test_shards_of_any_number_and_size(
+    tmp_path: Path, make_shards: MakeShards, make_data: MakeData, sizes: list[int]
+) -> None:
+    """Fewer shards than ranks, a single one, empty ones, large beside small: nothing is lost."""
+    given = ShardIndex.open(make_shards("given", sum(sizes), per_shard=sum(sizes)))
+    number = 0
+    for shard, size in enumerate(sizes):
+        with ShardWriter(tmp_path / "sized", max(size, 1), prefix=f"part{shard}") as writer:
+            for _ in range(size):
+                raw = given.read(0, number)
+                writer.write(raw.key, raw.image, raw.extension, raw.annotation)
+                number += 1
+        if not size:
+            with tarfile.open(tmp_path / "sized" / f"empty{shard}.tar", "w"):
+                pass
+    index_folder(tmp_path / "sized")
+    data = make_data(tmp_path / "sized")
+    per_epoch = data.batches_in_epoch(0)
+    ranks = [
+        list(data.batches(rank=rank, world_size=4, stop_after=2 * per_epoch)) for rank in range(4)
+    ]
+    assert {len(rank) for rank in ranks} == {2 * per_epoch}
+    assert len({tuple(after for _, after in rank) for rank in ranks}) == 1
+    for epoch in range(2):
+        part = slice(epoch * per_epoch, (epoch + 1) * per_epoch)
+        batch = joined(batch for rank in ranks for batch, _ in rank[part])
+        ids = batch.sample_ids[batch.valid].tolist()
+        assert len(ids) == len(set(ids)) == sum(sizes)
+        assert batch.skipped == ()
+    assert ranks[0][-1][1] == 2 * sum(sizes)
+
+
+TEN_EPOCHS = """
+import os, sys
+from pathlib import Path
+from vlp.data.config import DataConfig
+from vlp.data.inputs import Inputs
+from vlp.data.loader import PretrainData
+
+def resident():
+    found = {}
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            fields = dict(line.split(":\t", 1) for line in status.read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        kilobytes = int(fields.get("RssAnon", "0 kB").split()[0])
+        found[int(fields["Pid"])] = int(fields["PPid"]), kilobytes
+    own = [size for pid, (parent, size) in found.items() if os.getpid() in (pid, parent)]
+    return len(own), sum(own)
+
+folder, vocabulary = sys.argv[1:]
+config = DataConfig(sources=[{"path": folder}], vocabulary=vocabulary, canonical_streams=4,
+                    shuffle_window=50, workers=1, captions="all")
+data = PretrainData(config, Inputs(16, (4, 4), 10, 90, word_masking=0.15), 20, 0)
+per_epoch = data.batches_in_epoch(0)
+for number, _ in enumerate(data.batches(stop_after=10 * per_epoch + 8), 1):
+    if number == 2 * per_epoch or number == 10 * per_epoch:
+        print(*resident())
+"""
+
+
+def test_memory_does_not_grow_with_epochs(make_shards: MakeShards, vocabulary: Path) -> None:
+    folder = make_shards(count=100, per_shard=2, captions=1)
+    command = [sys.executable, "-c", TEN_EPOCHS, str(folder), str(vocabulary)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (count, early), (count_too, late) = (
+        map(int, line.split()) for line in done.stdout.splitlines()
+    )
+    assert count == count_too == 2
+    # A sample of 16 pixels is 3 kB of a batch: 800 of them that stayed would be seen.
+    assert late - early < 2_000, f"kB after 2 epochs {early}, after 10 {late}"
 
 
 def test_each_sample_once_an_epoch_with_fresh_draws(

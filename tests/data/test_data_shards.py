@@ -13,8 +13,10 @@ import pytest
 import webdataset
 
 from vlp.config import ConfigError
+from vlp.data.index import ShardTable
+from vlp.data.places import LocalFolder
 from vlp.data.schema import Annotation, captions_of
-from vlp.data.shards import BadSample, ShardIndex, ShardWriter, index_folder
+from vlp.data.shards import BadSample, ShardEntry, ShardIndex, ShardWriter, index_folder
 
 MakeShards = Callable[..., Path]
 
@@ -47,13 +49,12 @@ def test_what_is_written_is_read_at_random(tmp_path: Path) -> None:
         writer.write("z", b"Z", "webp", Annotation(caption="c"))
     index = ShardIndex.open(tmp_path)
     assert len(index) == 3
-    assert [(entry.name, entry.captions) for entry in index.shards] == [
-        ("shard-000000.tar", [2, 0]),
-        ("shard-000001.tar", [1]),
+    sizes = [(tmp_path / f"shard-00000{number}.tar").stat().st_size for number in range(2)]
+    assert list(index.shards) == [
+        ShardEntry("shard-000000.tar", 2, sizes[0], captions=2, uncaptioned=1),
+        ShardEntry("shard-000001.tar", 1, sizes[1], captions=1, uncaptioned=0),
     ]
-    assert [entry.bytes for entry in index.shards] == [
-        (tmp_path / entry.name).stat().st_size for entry in index.shards
-    ]
+    assert [index.caption_ends(shard).tolist() for shard in range(2)] == [[2, 3], [1]]
     assert index.read(1, 0)[:3] == ("z", b"Z", "webp")
     second = index.read(0, 1)
     assert (second.image, second.second_image, second.annotation.label) == (b"", b"second", True)
@@ -91,7 +92,7 @@ def test_we_read_what_webdataset_writes(tmp_path: Path) -> None:
     ]
     assert [captions_of(s.annotation) for s in read] == [["first"], ["second"], ["third"]]
     assert read[0].annotation.model_extra == {"url": "u"}
-    assert index.shards[0].captions == [1, 1, 1]
+    assert index.caption_ends(0).tolist() == [1, 2, 3]
 
 
 def test_equal_content_gives_equal_bytes_and_a_tar_that_tarfile_accepts(tmp_path: Path) -> None:
@@ -119,7 +120,8 @@ def test_a_shard_is_on_disk_before_it_has_its_name(
     monkeypatch.setattr(os, "fsync", note)
     monkeypatch.setattr(Path, "rename", check)
     write(tmp_path, range(9))
-    names = ["shard-000000.tar", "shard-000001.tar", "shard-000002.tar", "index.json"]
+    [rows] = tmp_path.glob("samples-*.npy")
+    names = [*(f"shard-00000{number}.tar" for number in range(3)), rows.name, "index.json"]
     expected = [path for name in names for path in (f"{tmp_path}/{name}.tmp", str(tmp_path))]
     assert synced == expected
 
@@ -178,27 +180,113 @@ def test_missing_folder_no_shards_no_index(tmp_path: Path) -> None:
     assert str(tmp_path) in str(error.value)
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"version": 2, "shards": []}', "[1, 2]"])
-def test_an_index_that_cannot_be_used(tmp_path: Path, content: str) -> None:
+ROW = '{"name": "a.tar", "samples": 1, "bytes": 9, "captions": 1, "uncaptioned": 0}'
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("", "not an index"),
+        ("{}", "not an index"),
+        ("[1, 2]", "not an index"),
+        ("[" * 100_000, "not an index"),
+        ('{"version": 2, "shards": []}', "table: "),
+        ('{"version": 2, "table": "../x.npy", "shards": []}', "table: "),
+        ('{"version": 1, "shards": [{"name": "a.tar", "captions": [1, 1]}]}', "an older version"),
+        ('{"version": 3, "rows": []}', "a newer version"),
+        (ROW.replace("a.tar", "../a.tar"), "name: "),
+        (ROW.replace('"a.tar"', '""'), "name: "),
+        (ROW.replace("9", "-9"), "bytes: "),
+        (ROW.replace("9", "1e99"), "bytes: "),
+    ],
+)
+def test_an_index_that_cannot_be_used(tmp_path: Path, content: str, reason: str) -> None:
+    if content.startswith('{"name"'):
+        content = f'{{"version": 2, "table": "samples-0.npy", "shards": [{content}]}}'
     (tmp_path / "index.json").write_text(content)
-    with pytest.raises(ConfigError, match=r"index\.json.*data_tools index"):
+    with pytest.raises(ConfigError, match=rf"index\.json: .*{reason}.*data_tools index"):
         ShardIndex.open(tmp_path)
 
 
-def test_an_index_older_than_its_shards(make_shards: MakeShards) -> None:
+def test_without_its_rows_an_index_reads_headers(make_shards: MakeShards, tmp_path: Path) -> None:
     folder = make_shards()
-    foreign(folder / "more.tar", {"a.jpg": b"1"})
-    with pytest.raises(ConfigError, match=r"does not know more\.tar"):
-        ShardIndex.open(folder)
+    places = [(shard, n) for shard, entry in enumerate(ShardIndex.open(folder).shards)
+              for n in range(entry.samples)]  # fmt: skip
+    expected = [ShardIndex.open(folder).read(*place) for place in places]
+    [rows] = folder.glob("samples-*.npy")
+    content = rows.read_bytes()
+    rows.unlink()
+    index = ShardIndex.open(folder)
+    assert [index.read(*place) for place in places] == expected
+    with pytest.raises(ConfigError, match=r"samples-\w+\.npy is missing.*captions: all.*index"):
+        index.caption_ends(0)
+    for damaged in (content[:-1], content[:40], b"", content + b"x"):
+        rows.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"samples-\w+\.npy.*index the folder again"):
+            ShardIndex.open(folder).read(0, 0)
     index_folder(folder)
-    assert len(ShardIndex.open(folder)) == 24
+    assert ShardIndex.open(folder).read(*places[7]) == expected[7]
 
 
-def test_indexing_finds_what_the_writer_wrote(make_shards: MakeShards) -> None:
+def test_rows_spare_the_headers(make_shards: MakeShards, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = ShardIndex.open(make_shards(count=30, per_shard=30, kind="jpg"))
+    read, asked = os.pread, []
+
+    def note(file: int, size: int, offset: int) -> bytes:
+        asked.append(size)
+        return read(file, size, offset)
+
+    monkeypatch.setattr(os, "pread", note)
+    index.read(0, 29)
+    [size] = asked
+    assert size < index.shards[0].bytes / 20
+
+
+def test_a_shard_that_was_replaced_is_read_anew_or_named(tmp_path: Path) -> None:
+    foreign(tmp_path / "0.tar", {f"a{n}.jpg": bytes([n]) * 600 for n in range(4)})
+    index_folder(tmp_path)
+    foreign(tmp_path / "0.tar", {f"b{n}.png": bytes([n]) * 9000 for n in range(3)})
+    expected = ["b0", "b1", "b2", "corrupt shard"]
+    assert read_all(ShardIndex.open(tmp_path)) == expected
+    # Of the same length, what does not fit the index is seen, sample by sample.
+    foreign(tmp_path / "0.tar", {f"a{n}.jpg": bytes([n]) * 600 for n in range(4)})
+    data = (tmp_path / "0.tar").read_bytes()
+    (tmp_path / "0.tar").write_bytes(data[512:] + data[:512])
+    assert set(read_all(ShardIndex.open(tmp_path))) == {"corrupt shard"}
+
+
+def test_an_index_goes_to_workers_small(tmp_path: Path) -> None:
+    name = "a-shard-of-some-corpus-{:06d}.tar"
+    entries = [ShardEntry(name.format(n), 10_000, 3 * 10**8, 10_000, 0) for n in range(20_000)]
+    table = ShardTable(dict(zip(ShardEntry._fields, zip(*entries))), "samples-0.npy")
+    index = ShardIndex(LocalFolder(tmp_path), table)
+    assert len(pickle.dumps(index)) < 80 * len(entries)
+    again = pickle.loads(pickle.dumps(index))
+    assert len(again) == 200_000_000
+    assert again.shards[19_999] == entries[19_999]
+    assert list(again.shards) == entries
+    with pytest.raises(IndexError):
+        again.shards[20_000]
+
+
+def test_old_rows_go_with_the_old_index(make_shards: MakeShards) -> None:
     folder = make_shards()
-    written = (folder / "index.json").read_bytes()
-    assert index_folder(folder) == []
-    assert (folder / "index.json").read_bytes() == written
+    [old] = folder.glob("samples-*.npy")
+    foreign(folder / "more.tar", {"a.jpg": b"1"})
+    index_folder(folder)
+    [new] = folder.glob("samples-*.npy")
+    assert new.name != old.name
+    assert ShardIndex.open(folder).caption_ends(0).tolist() == [1]  # more.tar comes first
+
+
+def test_several_processes_index_as_one(make_shards: MakeShards) -> None:
+    folder = make_shards(per_shard=1)
+    (folder / "zero.tar").write_bytes(b"")
+    assert index_folder(folder) == ["zero.tar: empty"]
+    written = files(folder)
+    (folder / "index.json").unlink()
+    assert index_folder(folder, processes=2) == ["zero.tar: empty"]
+    assert files(folder) == written
 
 
 def test_empty_shards_are_named_and_hold_nothing(tmp_path: Path) -> None:
@@ -245,7 +333,7 @@ def test_cut_between_the_files_of_a_sample(tmp_path: Path) -> None:
     [problem] = index_folder(tmp_path)
     assert "cut off" in problem
     index = ShardIndex.open(tmp_path)
-    assert index.shards[0].captions == [1, 1, 1, 0]
+    assert index.shards[0][3:] == (3, 1)  # captions, and samples without one
     assert captions_of(index.read(0, 3).annotation) == []
 
 
@@ -257,10 +345,12 @@ def test_a_damaged_header_in_the_middle(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[offset : offset + 512] = b"\xff" * 512
     path.write_bytes(data)
-    expected = ["k0", "k1", "corrupt shard", "corrupt shard", "k4", "k5", "k6", "k7"]
+    # The index knows where the next sample lies.
+    expected = ["k0", "k1", "corrupt shard", "k3", "k4", "k5", "k6", "k7"]
     assert read_all(ShardIndex.open(tmp_path)) == expected
     [problem] = index_folder(tmp_path)
     assert "damaged header" in problem
+    assert read_all(ShardIndex.open(tmp_path)) == ["k0", "k1", "k4", "k5", "k6", "k7"]
 
 
 def test_not_a_tar_at_all_and_a_shard_that_is_gone(tmp_path: Path) -> None:
@@ -289,7 +379,7 @@ def test_a_sample_without_picture_or_with_a_bad_annotation(tmp_path: Path) -> No
     index = ShardIndex.open(tmp_path)
     bad = "bad annotation"
     assert read_all(index) == ["missing picture", bad, bad, bad, "e"]
-    assert index.shards[0].captions == [1, 0, 0, 0, 0]
+    assert index.shards[0][3:] == (1, 4)
     assert captions_of(index.read(0, 4).annotation) == []
 
 
@@ -324,4 +414,4 @@ def test_few_files_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(2):
         assert [index.read(number, 0).key for number in range(20)] == [f"k{n}" for n in range(20)]
-    assert len(os.listdir("/proc/self/fd")) - before <= 3
+    assert len(os.listdir("/proc/self/fd")) - before <= 3 + 1  # and the rows of samples

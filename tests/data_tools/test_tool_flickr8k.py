@@ -4,10 +4,12 @@ import io
 import json
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 
+from data_tools import shard_job
 from data_tools.__main__ import main
 from vlp.data.pictures import decode_picture
 from vlp.data.schema import captions_of
@@ -62,16 +64,11 @@ def raw(tmp_path: Path) -> list[str]:
     return ["flickr8k", *annotations, *pictures, "--samples-per-shard", "2"]
 
 
-REPORT = {
-    "written": {"train": 4, "val": 1},
-    "skipped": {
-        "listed twice": ["train/a.jpg"],
-        "missing picture": ["train/gone.jpg"],
-        "no caption": ["train/mute.jpg"],
-        "unreadable picture": ["train/cut.jpg", "train/text.jpg"],
-    },
-    "duplicates": [["train/b.jpg", "train/twin.jpg"]],
-    "problems": [],
+FAILURES = {
+    "duplicate key": {"count": 1, "ids": ["a"]},
+    "missing picture": {"count": 1, "ids": ["gone"]},
+    "no text": {"count": 1, "ids": ["mute"]},
+    "unreadable picture": {"count": 2, "ids": ["cut", "text"]},
 }
 
 
@@ -89,22 +86,27 @@ def test_pictures_and_captions_arrive(
     out = tmp_path / "out"
     assert main([*raw, "--out", str(out)]) == 0
     index = ShardIndex.open(out / "train")
-    assert [entry.captions for entry in index.shards] == [[2, 1], [1, 1]]
+    # Two of a shard are there; cut and text are, until they are read.
+    assert [entry.samples for entry in index.shards] == [2, 1, 1]
     first = index.read(0, 0)
     assert (first.key, first.image, first.extension) == ("a", jpeg(0), "jpg")
     assert captions_of(first.annotation) == ["A dog .", "Two dogs ."]
     assert (first.annotation.source, first.annotation.image_id) == ("toy", "a")
-    dotted = index.read(1, 1)
+    dotted = index.read(2, 0)
     assert (dotted.key, dotted.annotation.image_id) == ("c_d", "c.d")
-    assert ShardIndex.open(out / "val").read(0, 0).extension == "png"
-    assert json.loads((out / "report.json").read_text()) == REPORT
+    # By its bytes, whatever it was called.
+    assert ShardIndex.open(out / "val").read(0, 0).extension == "jpg"
+    manifest = json.loads((out / "train" / "manifest.json").read_text())
+    assert manifest["failures"] == FAILURES
+    assert manifest["title"] == "Flickr8k, train"
+    assert "Flickr" in manifest["licence"]
     printed = capsys.readouterr().out
     for line in (
         "train: 4 samples",
-        "skipped, missing picture: 1 (first: train/gone.jpg)",
-        "skipped, unreadable picture: 2",
-        "same bytes: 1 groups",
-        "report.json",
+        "val: 1 samples",
+        "missing picture: 1 (first: gone)",
+        "unreadable picture: 2",
+        "manifest.json",
     ):
         assert line in printed
 
@@ -119,17 +121,19 @@ def test_interrupted_and_run_again(
 ) -> None:
     assert main([*raw, "--out", str(tmp_path / "whole")]) == 0
     calls = 0
+    prepare = shard_job.prepare_picture
 
-    def interrupt(data: bytes, where: str) -> object:
+    def interrupt(*arguments: Any) -> object:
         nonlocal calls
         calls += 1
         if calls > stop:
             raise KeyboardInterrupt
-        return decode_picture(data, where)
+        return prepare(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr("data_tools.flickr8k.decode_picture", interrupt)
-        assert main([*raw, "--out", str(tmp_path / "twice")]) == 130
+        patch.setattr(shard_job, "prepare_picture", interrupt)
+        processes = ["--processes", "1"]
+        assert main([*raw, *processes, "--out", str(tmp_path / "twice")]) == 130
     assert "run the same command again" in capsys.readouterr().err
     assert not list((tmp_path / "twice").rglob("index.json"))
     assert not list((tmp_path / "twice").rglob("*.tmp"))
@@ -139,7 +143,7 @@ def test_interrupted_and_run_again(
 
 def test_splits(raw: list[str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main([*raw, "--out", str(tmp_path / "out"), "--splits", "val"]) == 0
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["report.json", "val"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["val"]
     assert main([*raw, "--out", str(tmp_path / "out"), "--splits", "test"]) == 2
     assert "there is no 'test', only train, val" in capsys.readouterr().err
 
@@ -148,7 +152,7 @@ def test_splits(raw: list[str], tmp_path: Path, capsys: pytest.CaptureFixture) -
     ("content", "message"),
     [
         (None, "cannot be read"),
-        ("{", "not JSON"),
+        ("{", "not a JSON file"),
         ("[]", "not a Karpathy-style JSON"),
         ('{"images": [{"filename": "a.jpg"}]}', "not a Karpathy-style JSON"),
     ],
@@ -171,14 +175,14 @@ def test_pictures_that_are_nowhere_or_damaged(
     raw: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     assert main([*raw, "--images", str(tmp_path / "no"), "--out", str(tmp_path / "out")]) == 2
-    assert "no such folder or tar" in capsys.readouterr().err
+    assert "no such folder, tar or zip" in capsys.readouterr().err
     tar = tmp_path / "raw" / "more.tar"
     tar.write_bytes(tar.read_bytes()[:1200])
     assert main([*raw, "--out", str(tmp_path / "out")]) == 0
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert len(report["problems"]) == 1
-    assert "more.tar: not a readable tar from here on (unex" in report["problems"][0]
-    assert "val/v.png" in report["skipped"]["missing picture"]
+    manifest = json.loads((tmp_path / "out" / "val" / "manifest.json").read_text())
+    assert len(manifest["problems"]) == 1
+    assert "more.tar: " in manifest["problems"][0]
+    assert manifest["failures"]["missing picture"]["ids"] == ["v"]
 
 
 def test_real_flickr8k(shared: Path, tmp_path: Path) -> None:
@@ -186,14 +190,12 @@ def test_real_flickr8k(shared: Path, tmp_path: Path) -> None:
     arguments = ["flickr8k", "--annotations", str(data / "dataset_flickr8k.json")]
     arguments += ["--images", str(data / "images_sq160"), "--out", str(tmp_path)]
     assert main([*arguments, "--splits", "train", "val"]) == 0
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["written"] == {"train": 6000, "val": 1000}
-    assert report["skipped"] == {}
-    [twins] = report["duplicates"]
-    assert sorted(twins) == ["train/2851198725_37b6027625.jpg", "train/3050606344_af711c726c.jpg"]
+    for split, count in (("train", 6000), ("val", 1000)):
+        manifest = json.loads((tmp_path / split / "manifest.json").read_text())
+        assert (manifest["samples"], manifest["captions"]) == (count, 5 * count)
+        assert manifest["failures"] == {}
     index = ShardIndex.open(tmp_path / "train")
     assert len(index.shards) == 6
-    assert {count for entry in index.shards for count in entry.captions} == {5}
     raw = index.read(5, 999)
     assert decode_picture(raw.image, raw.key).size == (160, 160)
     assert raw.annotation.source == "flickr8k"

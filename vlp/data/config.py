@@ -4,16 +4,27 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import ByteSize, Field, model_validator
 
 from vlp.config import Config
+from vlp.data.schema import TextKind
 
 
 class SourceConfig(Config):
     """One folder of shards; `weight` is how often its samples come in one epoch."""
 
-    path: str
+    path: str = Field(
+        description="a folder or a URL (https://, s3://, gs://, ...); with order: resampled also "
+        "shards themselves, as in https://host/cc/{00000..00331}.tar"
+    )
     weight: float = Field(1.0, gt=0)
+
+
+class CacheConfig(Config):
+    """Where shards of URLs are kept on each node, and how many."""
+
+    folder: str = Field(description="on a local disk; shared by all processes of the node")
+    limit: ByteSize = Field(description='bytes, as in "200GB"; the unused for longest go first')
 
 
 class AugmentConfig(Config):
@@ -24,6 +35,10 @@ class AugmentConfig(Config):
     magnitude: int = 7
     crop_scale: tuple[float, float] = (0.5, 1.0)
     mirror: bool = True
+    reduced_decode: bool = Field(
+        False,
+        description="decode a JPEG at half its size or less where a crop keeps image_size pixels",
+    )
 
 
 class DataConfig(Config):
@@ -34,10 +49,32 @@ class DataConfig(Config):
         "bert-base-uncased", description="folder with tokenizer.json, or a name on the hub"
     )
     captions: Literal["one", "all"] = "one"
+    texts: TextKind = Field(
+        "captions", description="expressions: referring expressions take the place of captions"
+    )
+    order: Literal["indexed", "resampled"] = Field(
+        "indexed", description="resampled: shards without an index, drawn again and again"
+    )
+    epoch_samples: int | None = Field(
+        None, ge=1, description="with order: resampled, what counts as an epoch"
+    )
     canonical_streams: int = Field(64, ge=1)
     shuffle_window: int = Field(4096, ge=1, description="samples")
     workers: int = Field(1, ge=0, description="loader processes of each rank")
+    cache: CacheConfig | None = None
     augment: AugmentConfig = AugmentConfig()
     max_skipped_share: float = Field(
         0.5, gt=0, le=1, description="more bad samples than this share of an epoch end the run"
     )
+
+    @model_validator(mode="after")
+    def _says_what_resampling_needs(self) -> DataConfig:
+        if self.order == "resampled" and self.epoch_samples is None:
+            raise ValueError("order: resampled needs epoch_samples, for nothing says how many are")
+        if self.order == "resampled" and self.captions == "all":
+            raise ValueError("order: resampled takes one caption of a sample, not captions: all")
+        if self.texts == "expressions" and self.captions == "all":
+            raise ValueError("texts: expressions gives one text a visit; captions: one, not all")
+        if self.order == "indexed" and self.epoch_samples is not None:
+            raise ValueError("epoch_samples is for order: resampled; an index says how many are")
+        return self

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import atexit
 import signal
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any, cast
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from vlp.config import ConfigError
-from vlp.data.batch import Skip, Slots
-from vlp.data.config import DataConfig
+from vlp.data.batch import Slots
+from vlp.data.cache import ShardCache
+from vlp.data.config import DataConfig, SourceConfig
 from vlp.data.inputs import Inputs
 from vlp.data.order import Pool, TrainingOrder
-from vlp.data.samples import CaptionedSamples, Request, collate
+from vlp.data.requests import Answers, Prefetch, Requests, read_at_once
+from vlp.data.resampled import EndlessOrder, ListedShards, ResampledSamples
+from vlp.data.samples import CaptionedSamples
 from vlp.data.shards import ShardIndex
+from vlp.data.skips import DataError, SkipWatch
 from vlp.data.text import TextProcessor
 from vlp.data.transforms import Preprocessing, TrainTransform
 
-
-class DataError(RuntimeError):
-    """The data cannot carry the run any further; the message is meant for the person."""
+__all__ = ["DataError", "OrderedData", "PretrainData"]
 
 
 class OrderedData:
@@ -36,6 +39,7 @@ class OrderedData:
         batch: slots of a global batch (all ranks).
         workers: loader processes of each rank.
         max_skipped_share: more bad samples than this share of an epoch end the run.
+        prefetch: has a shard fetched that is needed soon; None where every shard is at hand.
 
     Raises:
         ConfigError: the batch does not fit the order.
@@ -43,14 +47,16 @@ class OrderedData:
 
     def __init__(
         self,
-        order: TrainingOrder,
+        order: TrainingOrder | EndlessOrder,
         samples: Dataset[Any],
         collate: Callable[[list[Any]], Slots],
         batch: int,
         workers: int = 0,
         max_skipped_share: float = 0.5,
+        prefetch: Prefetch | None = None,
     ) -> None:
         self.order, self.samples, self.collate = order, samples, collate
+        self.prefetch = prefetch
         self.batch, self.workers, self.max_skipped_share = batch, workers, max_skipped_share
         order.batches_in_epoch(0, batch)  # complains now when the batch does not fit
 
@@ -87,21 +93,39 @@ class OrderedData:
         """
         self.order.locate(samples_consumed)
         self.order.share(0, rank, world_size)
-        requests = _Requests(self.order, self.batch, samples_consumed, rank, world_size, stop_after)
-        workers = self.workers
-        loader = DataLoader(
-            self.samples,
-            batch_sampler=requests,
-            collate_fn=self.collate,
-            num_workers=workers,
-            prefetch_factor=4 if workers else None,
-            worker_init_fn=_prepare_worker if workers else None,
-            pin_memory=torch.cuda.is_available(),
+        loader = self._loader(samples_consumed, rank, world_size, stop_after)
+        return self._watched(loader, samples_consumed, rank, world_size, stop_after)
+
+    def _loader(
+        self, consumed: int, rank: int, world_size: int, stop_after: int | None
+    ) -> DataLoader[Any]:
+        assert isinstance(self.order, TrainingOrder)
+        fetchers = 0 if self.prefetch is None else max(self.workers, 1)
+        requests = Requests(
+            self.order, self.batch, consumed, rank, world_size, stop_after, fetchers
         )
-        return self._watched(loader, samples_consumed, rank, world_size)
+        return DataLoader(
+            Answers(self.samples, self.prefetch),
+            batch_sampler=requests,  # type: ignore[arg-type]  # what `Answers` takes, no list
+            **self._settings(),
+        )
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "collate_fn": self.collate,
+            "num_workers": self.workers,
+            "prefetch_factor": 4 if self.workers else None,
+            "worker_init_fn": _prepare_worker if self.workers else None,
+            "pin_memory": torch.cuda.is_available(),
+        }
 
     def _watched(
-        self, loader: DataLoader[Any], samples_consumed: int, rank: int, world_size: int
+        self,
+        loader: DataLoader[Any],
+        samples_consumed: int,
+        rank: int,
+        world_size: int,
+        stop_after: int | None,
     ) -> Iterator[tuple[Any, int]]:
         batches = iter(loader)
         # A generator that is never closed, as after an exception, must not leave workers behind.
@@ -109,10 +133,14 @@ class OrderedData:
         if stop is not None:
             atexit.register(stop)
         try:
-            watch = _SkipWatch(self.order, self.max_skipped_share, rank, world_size)
-            for step, batch in zip(self.order.steps(samples_consumed, self.batch), batches):
+            watch = SkipWatch(self.order, self.max_skipped_share, rank, world_size)
+            steps = islice(self.order.steps(samples_consumed, self.batch), stop_after)
+            for step, batch in zip(steps, batches):
                 watch.see(step.epoch, batch)
                 yield batch, step.consumed
+        except DataError as error:
+            # PyTorch puts a worker's traceback into the message, before what the worker said.
+            raise DataError(str(error).rpartition("DataError: ")[2].strip()) from error
         finally:
             if stop is not None:
                 atexit.unregister(stop)
@@ -127,6 +155,7 @@ class PretrainData(OrderedData):
         inputs: sizes of text and picture, and which masks are drawn.
         batch: slots of a global batch (all ranks).
         seed: of the run.
+        text: tokenizer; None is the one that the configuration names.
 
     Raises:
         ConfigError: a folder, its index or the vocabulary is missing or does not fit.
@@ -138,113 +167,98 @@ class PretrainData(OrderedData):
         inputs: Inputs,
         batch: int,
         seed: int,
+        text: TextProcessor | None = None,
     ) -> None:
-        self.config = config
-        self.text = TextProcessor.load(config.vocabulary, inputs.max_tokens)
+        self.config, self.seed = config, seed
+        self.text = text or TextProcessor.load(config.vocabulary, inputs.max_tokens)
         _require_fit(config, inputs, self.text)
         self.preprocessing = Preprocessing(inputs.image_size)
-        self.sources = [ShardIndex.open(source.path) for source in config.sources]
-        counts = _elements(self.sources) if config.captions == "all" else None
-        pools = []
-        for number, (source, index) in enumerate(zip(config.sources, self.sources)):
-            if not len(index):
-                raise ConfigError(f"{source.path}: its shards hold no samples")
-            sizes = (
-                [entry.samples for entry in index.shards]
-                if counts is None
-                else [int(shard.sum()) for shard in counts[number]]
-            )
-            pools.append(Pool(sizes, source.weight))
-        super().__init__(
-            TrainingOrder(pools, config.canonical_streams, config.shuffle_window, seed),
-            CaptionedSamples(
-                self.sources,
-                counts,
-                self.text,
-                TrainTransform(config.augment, self.preprocessing),
-                inputs,
+        self.cache = None
+        if config.cache is not None:
+            self.cache = ShardCache(config.cache.folder, config.cache.limit)
+        self.sources: list[ShardIndex] = []
+        self.listed: list[ListedShards] = []
+        order: TrainingOrder | EndlessOrder
+        if config.order == "resampled":
+            self.listed = [ListedShards(source.path) for source in config.sources]
+            assert config.epoch_samples is not None  # the configuration sees to it
+            order = EndlessOrder(config.epoch_samples, batch)
+        else:
+            self.sources = [ShardIndex.open(source.path, self.cache) for source in config.sources]
+            order = TrainingOrder(
+                [_pool(config, *both) for both in zip(config.sources, self.sources)],
+                config.canonical_streams,
+                config.shuffle_window,
                 seed,
-            ),
-            collate,
+            )
+        self.captioned = CaptionedSamples(
+            self.sources or cast("Sequence[ShardIndex]", self.listed),
+            config.captions == "all",
+            self.text,
+            TrainTransform(config.augment, self.preprocessing),
+            inputs,
+            seed,
+            config.texts,
+        )
+        remote = any(index.is_remote for index in self.sources)
+        super().__init__(
+            order,
+            self.captioned,
+            self.captioned.collate,
             batch,
             config.workers,
             config.max_skipped_share,
+            partial(_prefetch, self.sources) if remote else None,
         )
 
+    def _loader(
+        self, consumed: int, rank: int, world_size: int, stop_after: int | None
+    ) -> DataLoader[Any]:
+        if self.config.order == "indexed":
+            self._require_room(consumed, rank, world_size)
+            return super()._loader(consumed, rank, world_size, stop_after)
+        config = self.config
+        samples = ResampledSamples(
+            self.listed,
+            [source.weight for source in config.sources],
+            self.captioned,
+            config.shuffle_window,
+            self.seed,
+            consumed,
+            rank,
+            world_size,
+            None if config.cache is None else config.cache.folder,
+        )
+        return DataLoader(samples, batch_size=self.batch // world_size, **self._settings())
 
-class _Requests:
-    """What the workers are asked for: one list of requests per batch."""
-
-    def __init__(
-        self,
-        order: TrainingOrder,
-        batch: int,
-        consumed: int,
-        rank: int,
-        world_size: int,
-        stop_after: int | None,
-    ) -> None:
-        self._order = order
-        self._batch = batch
-        self._consumed = consumed
-        self._share = rank, world_size
-        self._stop_after = stop_after
-
-    def __iter__(self) -> Iterator[list[Request]]:
-        for number, step in enumerate(self._order.steps(self._consumed, self._batch)):
-            if number == self._stop_after:
-                return
-            slots = self._order.slots(step.epoch, step.start, self._batch, *self._share)
-            yield [Request(step.epoch, element) for element in slots]
-
-
-class _SkipWatch:
-    """Ends a run whose data is mostly bad, epoch by epoch.
-
-    It sees one rank's samples, from where the run started or resumed.
-    """
-
-    def __init__(self, order: TrainingOrder, max_share: float, rank: int, world_size: int) -> None:
-        self._order = order
-        self._max_share = max_share
-        self._ranks = rank, world_size
-        self._epoch = -1
-        self._expected = 0
-        self._good = 0
-        self._skipped: list[Skip] = []
-
-    def see(self, epoch: int, batch: Slots) -> None:
-        if epoch != self._epoch:
-            self._end_epoch()
-            self._epoch = epoch
-            self._expected = self._order.share(epoch, *self._ranks)
-            self._good, self._skipped = 0, []
-        self._good += int(batch.valid.sum())
-        self._skipped.extend(batch.skipped)
-        if len(self._skipped) > self._max_share * self._expected:
-            raise DataError(
-                f"{len(self._skipped)} of {self._expected} samples of epoch {epoch} are bad, more "
-                f"than data.max_skipped_share {self._max_share}; {self._last()}"
+    def _require_room(self, consumed: int, rank: int, world_size: int) -> None:
+        """Complain now if the cache cannot hold what one rank reads at a time."""
+        if self.cache is None:
+            return
+        assert isinstance(self.order, TrainingOrder)
+        needed = 0
+        for source, shard in read_at_once(self.order, self.batch, consumed, rank, world_size):
+            index = self.sources[source]
+            needed += int(index.shards.bytes[shard]) if index.is_remote else 0
+        if needed > self.cache.limit:
+            raise ConfigError(
+                f"data.cache.limit {self.cache.limit:,} bytes is too small: one rank alone reads "
+                f"from {needed:,} bytes of shards at a time (two windows of each of its streams); "
+                "raise it, or lower data.shuffle_window or data.canonical_streams"
             )
 
-    def _end_epoch(self) -> None:
-        if self._skipped and not self._good:
-            raise DataError(
-                f"nothing is left of epoch {self._epoch}: all of its {len(self._skipped)} samples "
-                f"are bad; {self._last()}"
-            )
 
-    def _last(self) -> str:
-        last = self._skipped[-1]
-        return f"the last one: {last.kind}, {last.where}"
+def _pool(config: DataConfig, source: SourceConfig, index: ShardIndex) -> Pool:
+    if not len(index):
+        raise ConfigError(f"{source.path}: its shards hold no samples")
+    if config.captions == "one":
+        return Pool(index.shards.samples, source.weight)
+    index.require_captions()
+    return Pool(index.shards.pairs, source.weight)
 
 
-def _elements(sources: list[ShardIndex]) -> list[list[np.ndarray]]:
-    """Elements of each sample when every caption is one; a sample without text is one bad one."""
-    return [
-        [np.maximum(np.asarray(entry.captions, dtype=np.int64), 1) for entry in index.shards]
-        for index in sources
-    ]
+def _prefetch(sources: Sequence[ShardIndex], source: int, shard: int) -> None:
+    sources[source].prefetch(shard)
 
 
 def _require_fit(config: DataConfig, inputs: Inputs, text: TextProcessor) -> None:

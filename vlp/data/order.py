@@ -22,7 +22,7 @@ from vlp.data.recent import Recent
 class Pool(NamedTuple):
     """One source: the number of elements in each of its shards, and its weight."""
 
-    sizes: Sequence[int]
+    sizes: Sequence[int] | np.ndarray
     weight: float = 1.0
 
 
@@ -68,7 +68,9 @@ class TrainingOrder:
         if not any(total * weight for total, weight in zip(self._totals, self._weights)):
             raise ConfigError("the sources hold no samples")
         self._epochs: Recent[_Epoch] = Recent(2)
-        self._windows: Recent[np.ndarray] = Recent(2 * streams)
+        # Each stream's window of the moment, by (epoch, number): streams go forward.
+        self._windows: dict[int, tuple[tuple[int, int], np.ndarray]] = {}
+        self._place_type = np.min_scalar_type(window)
 
     def samples_before(self, epoch: int) -> int:
         """Elements of all epochs before `epoch`."""
@@ -87,8 +89,8 @@ class TrainingOrder:
 
     def share(self, epoch: int, rank: int, world_size: int) -> int:
         """Elements of one epoch that fall to one rank."""
-        lengths = np.diff(self._bounds(epoch))
-        return int(sum(lengths[number] for number in self._own(rank, world_size)))
+        bounds = self._bounds(epoch, self._own(rank, world_size))
+        return int(bounds[-1] - bounds[0])
 
     def locate(self, consumed: int) -> tuple[int, int]:
         """The epoch, and each stream's position in it, after `consumed` elements.
@@ -136,17 +138,37 @@ class TrainingOrder:
         The ranks' slots one after another are the slots of the whole batch.
         """
         taken = self._per_stream(size)
-        bounds = self._bounds(epoch)
-        slots: list[Element | None] = []
-        for stream in self._own(rank, world_size):
-            length = int(bounds[stream + 1] - bounds[stream])
-            places = [
-                int(bounds[stream]) + self._shuffled(epoch, stream, position, length)
-                for position in range(start, min(start + taken, length))
-            ]
-            slots.extend(self._epoch(epoch).elements(places))
-            slots.extend([None] * (taken - len(places)))
-        return slots
+        own = self._own(rank, world_size)
+        bounds = self._bounds(epoch, own)
+        places = np.full((len(own), taken), -1)
+        for row, stream, first, length in zip(places, own, bounds, np.diff(bounds).tolist()):
+            stop = min(start + taken, length)
+            row[: max(0, stop - start)] = first + self._shuffled(epoch, stream, start, stop, length)
+        filled = places >= 0
+        elements = iter(self._epoch(epoch).elements(places[filled]))
+        return [next(elements) if full else None for full in filled.ravel()]
+
+    def shards_of_window(
+        self, epoch: int, number: int, rank: int = 0, world_size: int = 1
+    ) -> list[tuple[int, int]]:
+        """What one rank reads while its streams go through their window `number`.
+
+        Returns:
+            (source, shard) pairs, each once, stream by stream; none where the epoch has ended.
+        """
+        bounds = self._bounds(epoch, self._own(rank, world_size))
+        first = bounds[:-1] + number * self.window
+        last = np.minimum(first + self.window, bounds[1:])
+        layout = self._epoch(epoch)
+        found: dict[tuple[int, int], None] = {}
+        for start, stop in zip(first.tolist(), last.tolist()):
+            found.update(dict.fromkeys(layout.shards(start, stop)))
+        return list(found)
+
+    def windows_in_epoch(self, epoch: int) -> int:
+        """Windows of the longest stream."""
+        longest = -(-self.samples_in_epoch(epoch) // self.streams)
+        return -(-longest // self.window)
 
     def _per_stream(self, size: int) -> int:
         if size % self.streams:
@@ -164,18 +186,30 @@ class TrainingOrder:
         each = self.streams // world_size
         return range(rank * each, (rank + 1) * each)
 
-    def _bounds(self, epoch: int) -> np.ndarray:
-        return np.arange(self.streams + 1) * self.samples_in_epoch(epoch) // self.streams
+    def _bounds(self, epoch: int, streams: range) -> np.ndarray:
+        """Where neighbouring streams start in the epoch's row, and where the last one ends."""
+        numbers = np.arange(streams.start, streams.stop + 1)
+        return numbers * self.samples_in_epoch(epoch) // self.streams
 
-    def _shuffled(self, epoch: int, stream: int, position: int, length: int) -> int:
-        number, inside = divmod(position, self.window)
-        first = number * self.window
+    def _shuffled(self, epoch: int, stream: int, start: int, stop: int, length: int) -> np.ndarray:
+        """Places in a stream of `length` elements of those that come at `start` to `stop`."""
+        parts = [np.empty(0, dtype=np.int64)]
+        while start < stop:
+            number, inside = divmod(start, self.window)
+            first = number * self.window
+            taken = min(self.window, stop - first) - inside
+            permutation = self._permutation(epoch, stream, number, min(self.window, length - first))
+            parts.append(first + permutation[inside : inside + taken].astype(np.int64))
+            start += taken
+        return np.concatenate(parts)
 
-        def permutation() -> np.ndarray:
+    def _permutation(self, epoch: int, stream: int, number: int, size: int) -> np.ndarray:
+        key, permutation = self._windows.get(stream, (None, None))
+        if key != (epoch, number) or permutation is None:
             rng = draw(self.seed, epoch, stream, f"window {number}")
-            return rng.permutation(min(self.window, length - first))
-
-        return first + int(self._windows.get((epoch, stream, number), permutation)[inside])
+            permutation = rng.permutation(size).astype(self._place_type)
+            self._windows[stream] = (epoch, number), permutation
+        return permutation
 
     def _epoch(self, epoch: int) -> _Epoch:
         return self._epochs.get(epoch, lambda: self._lay_out(epoch))
@@ -216,9 +250,17 @@ class _Epoch:
         self._chunks = chunks
         self._ends = np.cumsum(chunks[4])
 
-    def elements(self, places: Sequence[int]) -> list[Element]:
+    def shards(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Source and shard of the chunks that lie between two places of the row."""
+        if start >= stop:
+            return []
+        first, last = np.searchsorted(self._ends, [start, stop - 1], side="right")
+        return list(zip(*self._chunks[:2, first : last + 1].tolist()))
+
+    def elements(self, places: np.ndarray) -> list[Element]:
         """The elements at places of the row that the chunks form one after another."""
         numbers = np.searchsorted(self._ends, places, side="right")
         source, shard, first, visit, length = self._chunks[:, numbers]
-        position = first + np.asarray(places, dtype=np.int64) - (self._ends[numbers] - length)
-        return [Element(*map(int, row)) for row in zip(source, shard, position, visit)]
+        position = first + places - (self._ends[numbers] - length)
+        columns = np.stack([source, shard, position, visit], axis=1)
+        return [Element(*row) for row in columns.tolist()]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,12 +13,12 @@ from torch.utils.data import Dataset, get_worker_info
 
 from vlp.data.batch import Batch, Skip
 from vlp.data.draws import draw, identity
+from vlp.data.encoded import EncodedPicture
 from vlp.data.inputs import Inputs
 from vlp.data.masking import IGNORED, mask_patches, mask_words
 from vlp.data.named_words import named_patches
 from vlp.data.order import Element
-from vlp.data.pictures import decode_picture
-from vlp.data.schema import captions_of
+from vlp.data.schema import TextKind, texts_of
 from vlp.data.shards import ShardIndex
 from vlp.data.stored import BadSample, RawSample
 from vlp.data.text import TextProcessor
@@ -27,9 +28,12 @@ NO_ID = -1
 
 
 class Slot(NamedTuple):
-    """One row of a `Batch`, and the slot's element in one epoch as asked for."""
+    """One row of a `Batch`, and the slot's element in one epoch as asked for.
 
-    pixels: Tensor
+    levels: pixels before they are normalised, (3, height, width); None in an empty slot.
+    """
+
+    levels: Tensor | None
     text_ids: Tensor
     attention_mask: Tensor
     word_mask: Tensor
@@ -56,32 +60,32 @@ class CaptionedSamples(Dataset[Slot]):
 
     Args:
         sources: the folders of shards, in the order of the configuration.
-        caption_counts: with `captions: all`, for each source and shard the number of elements of
-            each sample; None when a caption is drawn on each visit.
+        every_caption: whether each caption makes an element; else one is drawn on each visit.
         text: captions to ids.
         transform: pictures to pixels.
         inputs: patch grid and masking.
         seed: of the run.
+        texts: which texts of a sample are its captions.
     """
 
     def __init__(
         self,
         sources: Sequence[ShardIndex],
-        caption_counts: Sequence[Sequence[np.ndarray]] | None,
+        every_caption: bool,
         text: TextProcessor,
         transform: TrainTransform,
         inputs: Inputs,
         seed: int,
+        texts: TextKind = "captions",
     ) -> None:
         self.sources = sources
+        self.texts = texts
         self.text = text
         self.transform = transform
         self.grid = inputs.grid
         self.inputs = inputs
         self.seed = seed
-        self._ends = caption_counts and [
-            [np.cumsum(counts) for counts in shards] for shards in caption_counts
-        ]
+        self.every_caption = every_caption
 
     def __getitem__(self, request: Request) -> Slot:
         """The slot of a request; a bad sample gives an empty one that says why."""
@@ -104,36 +108,36 @@ class CaptionedSamples(Dataset[Slot]):
         def rng(purpose: str) -> np.random.Generator:
             return draw(self.seed, epoch, name, purpose)
 
-        captions = captions_of(raw.annotation)
+        captions = texts_of(raw.annotation, self.texts)
         if caption_number is None and captions:
             caption_number = int(rng("caption").integers(len(captions)))
         if caption_number is None or caption_number >= len(captions):
             raise BadSample("no text", where)
         caption = captions[caption_number]
-        image = decode_picture(raw.image, where)
+        picture = EncodedPicture(raw.image, where)
         tokens = self.text([caption])
         ids, words = tokens.text_ids[0], tokens.word_mask[0]
-        masked, labels = self._mask_words(ids, words, rng("mlm"))
+        masked, labels = self._mask_words(ids, words, rng)
         return Slot(
-            pixels=self.transform(image, rng("augment"), caption),
+            levels=self.transform.levels(picture, rng("augment"), caption),
             text_ids=ids,
             attention_mask=tokens.attention_mask[0],
             word_mask=words,
             mlm_ids=masked,
             mlm_labels=labels,
-            mim_mask=self._mask_patches(rng("mim")),
+            mim_mask=self._mask_patches(rng),
             image_id=self._image_id(source, shard, raw),
             draws=torch.from_numpy(rng("itm").random(2)),
             valid=True,
             sample_id=identity("sample", source, shard, sample, self._sample(element)[1] or 0),
-            word_patches=self._word_patches(raw, caption_number, caption, image.size),
+            word_patches=self._word_patches(raw, caption_number, caption, picture.size),
         )
 
     def _sample(self, element: Element) -> tuple[int, int | None]:
         """The sample's number in its shard, and the caption's where each pair is an element."""
-        if self._ends is None:
+        if not self.every_caption:
             return element.position, None
-        ends = self._ends[element.source][element.shard]
+        ends = self.sources[element.source].caption_ends(element.shard)
         sample = int(np.searchsorted(ends, element.position, side="right"))
         return sample, element.position - (int(ends[sample - 1]) if sample else 0)
 
@@ -147,7 +151,7 @@ class CaptionedSamples(Dataset[Slot]):
         return identity("picture", annotation.source or source, annotation.image_id)
 
     def _mask_words(
-        self, ids: Tensor, words: Tensor, rng: np.random.Generator
+        self, ids: Tensor, words: Tensor, rng: Callable[[str], np.random.Generator]
     ) -> tuple[Tensor, Tensor]:
         if self.inputs.word_masking is None:
             return ids.clone(), torch.full_like(ids, IGNORED)
@@ -158,7 +162,7 @@ class CaptionedSamples(Dataset[Slot]):
             self.text.vocab_size,
             self.text.mask_id,
             self.text.special_ids,
-            rng,
+            rng("mlm"),
         )
         return torch.from_numpy(masked), torch.from_numpy(labels)
 
@@ -167,14 +171,17 @@ class CaptionedSamples(Dataset[Slot]):
     ) -> Tensor | None:
         if not self.transform.keeps_places:
             return None
+        if self.texts != "captions":
+            return self._no_words()
         pieces = self.text.words(caption)
         shown = named_patches(raw.annotation, number, pieces, self.text.max_tokens, self.grid, size)
         return torch.from_numpy(shown)
 
-    def _mask_patches(self, rng: np.random.Generator) -> Tensor:
+    def _mask_patches(self, rng: Callable[[str], np.random.Generator]) -> Tensor:
         if self.inputs.patch_masking is None:
             return torch.zeros(self.grid, dtype=torch.bool)
-        return torch.from_numpy(mask_patches(self.grid, *self.inputs.patch_masking, rng))
+        masked = mask_patches(self.grid, *self.inputs.patch_masking, rng("mim"))
+        return torch.from_numpy(masked)
 
     def _no_words(self) -> Tensor:
         patches = self.grid[0] * self.grid[1]
@@ -183,9 +190,8 @@ class CaptionedSamples(Dataset[Slot]):
     def _empty(self, skip: Skip | None) -> Slot:
         tokens = self.text([""])
         ids = tokens.text_ids[0]
-        size = self.transform.preprocessing.image_size
         return Slot(
-            pixels=torch.zeros(3, size, size),
+            levels=None,
             text_ids=ids,
             attention_mask=tokens.attention_mask[0],
             word_mask=tokens.word_mask[0],
@@ -200,24 +206,34 @@ class CaptionedSamples(Dataset[Slot]):
             skip=skip,
         )
 
+    def collate(self, slots: Sequence[Slot]) -> Batch:
+        """Stack slots into a batch."""
+        return Batch(
+            pixels=self._pixels(slots),
+            text_ids=torch.stack([slot.text_ids for slot in slots]),
+            attention_mask=torch.stack([slot.attention_mask for slot in slots]),
+            word_mask=torch.stack([slot.word_mask for slot in slots]),
+            mlm_ids=torch.stack([slot.mlm_ids for slot in slots]),
+            mlm_labels=torch.stack([slot.mlm_labels for slot in slots]),
+            mim_mask=torch.stack([slot.mim_mask for slot in slots]),
+            image_ids=torch.tensor([slot.image_id for slot in slots], dtype=torch.int64),
+            draws=torch.stack([slot.draws for slot in slots]),
+            valid=torch.tensor([slot.valid for slot in slots], dtype=torch.bool),
+            sample_ids=torch.tensor([slot.sample_id for slot in slots], dtype=torch.int64),
+            word_patches=_optional([slot.word_patches for slot in slots]),
+            skipped=tuple(slot.skip for slot in slots if slot.skip is not None),
+        )
 
-def collate(slots: Sequence[Slot]) -> Batch:
-    """Stack slots into a batch."""
-    return Batch(
-        pixels=_stack([slot.pixels for slot in slots]),
-        text_ids=torch.stack([slot.text_ids for slot in slots]),
-        attention_mask=torch.stack([slot.attention_mask for slot in slots]),
-        word_mask=torch.stack([slot.word_mask for slot in slots]),
-        mlm_ids=torch.stack([slot.mlm_ids for slot in slots]),
-        mlm_labels=torch.stack([slot.mlm_labels for slot in slots]),
-        mim_mask=torch.stack([slot.mim_mask for slot in slots]),
-        image_ids=torch.tensor([slot.image_id for slot in slots], dtype=torch.int64),
-        draws=torch.stack([slot.draws for slot in slots]),
-        valid=torch.tensor([slot.valid for slot in slots], dtype=torch.bool),
-        sample_ids=torch.tensor([slot.sample_id for slot in slots], dtype=torch.int64),
-        word_patches=_optional([slot.word_patches for slot in slots]),
-        skipped=tuple(slot.skip for slot in slots if slot.skip is not None),
-    )
+    def _pixels(self, slots: Sequence[Slot]) -> Tensor:
+        preprocessing = self.transform.preprocessing
+        side = preprocessing.image_size
+        pixels = _empty((len(slots), 3, side, side))
+        for slot, row in zip(slots, pixels):
+            if slot.levels is None:
+                row.zero_()
+            else:
+                preprocessing.normalise(slot.levels, out=row)
+        return pixels
 
 
 def _optional(fields: Sequence[Tensor | None]) -> Tensor | None:
@@ -225,12 +241,11 @@ def _optional(fields: Sequence[Tensor | None]) -> Tensor | None:
     return torch.stack(there) if there else None
 
 
-def _stack(pixels: list[Tensor]) -> Tensor:
+def _empty(shape: tuple[int, ...]) -> Tensor:
     if get_worker_info() is None:
-        return torch.stack(pixels)
-    # Straight into the memory that the main process will read: a batch of pictures is tens of
-    # megabytes, and a worker would otherwise write it twice.
-    first = pixels[0]
-    storage = first.untyped_storage()._new_shared(len(pixels) * first.nbytes)
-    shared = torch.empty(0, dtype=first.dtype).set_(storage).view(len(pixels), *first.shape)
-    return torch.stack(pixels, out=shared)
+        return torch.empty(shape)
+    # The memory that the main process will read: a batch of pictures is tens of megabytes, and a
+    # worker would otherwise write it twice.
+    size = math.prod(shape) * torch.float32.itemsize
+    storage = torch.empty(0).untyped_storage()._new_shared(size)
+    return torch.empty(0).set_(storage).view(shape)

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 SCHEMA_VERSION = 1
 
-Box = Annotated[list[float], Field(min_length=4, max_length=4)]
+TextKind = Literal["captions", "expressions"]
+
+# Characters of a caption that are read. A model takes some dozens of words; a tokenizer given a
+# megabyte takes seconds and hundreds of megabytes.
+MAX_CAPTION = 10_000
+
+
+def _has_no_negative_side(box: list[float]) -> list[float]:
+    if box[2] < 0 or box[3] < 0:
+        raise ValueError(f"a box is [x, y, width, height], but {box} has a negative side")
+    return box
+
+
+# A corner may lie outside of the picture, as it does in some published annotations.
+Box = Annotated[
+    list[Annotated[float, Field(allow_inf_nan=False)]],
+    Field(min_length=4, max_length=4),
+    AfterValidator(_has_no_negative_side),
+]
 
 
 class _Part(BaseModel):
@@ -40,11 +58,36 @@ class Expression(_Part):
     box: Box
 
 
+class _SceneWord(_Part):
+    # Strict, for the scene is kept as it came: what would have to be converted is refused.
+    model_config = ConfigDict(strict=True, coerce_numbers_to_str=False)
+
+    caption: int = Field(ge=0)
+    index: int = Field(ge=0)
+    word: str
+    kind: str
+    box: Annotated[Box, Field(strict=False)]
+
+
+_SCENE_WORDS = TypeAdapter(list[_SceneWord])
+
+
+def _has_usable_words(scene: dict[str, Any]) -> dict[str, Any]:
+    try:
+        _SCENE_WORDS.validate_python(scene.get("words", []))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        place = ".".join(map(str, ("words", *problem["loc"])))
+        raise ValueError(f"{place}: {problem['msg']}") from error
+    return scene
+
+
 class Annotation(_Part):
     """What is known about one picture (or pair of pictures); every field is optional.
 
-    Boxes are [x, y, width, height] in pixels of the stored picture. `source` and `image_id` name
-    the picture: two samples with the same pair show the same picture.
+    Boxes are [x, y, width, height] in pixels of the stored picture as a viewer shows it, turned by
+    its EXIF orientation if it has one; the numbers are finite and no side is negative. `source` and
+    `image_id` name the picture: two samples with the same pair show the same picture.
     """
 
     version: int = Field(default=SCHEMA_VERSION, ge=1, le=SCHEMA_VERSION)
@@ -60,17 +103,25 @@ class Annotation(_Part):
     expressions: list[Expression] | None = None
     boxes: list[Box] | None = None
     proposals: list[Box] | None = None
-    scene: dict[str, Any] | None = None
+    scene: Annotated[dict[str, Any], AfterValidator(_has_usable_words)] | None = None
 
     def to_json(self) -> bytes:
         """UTF-8 JSON without the fields that are not set; equal annotations give equal bytes."""
         return self.model_dump_json(exclude_none=True).encode()
 
 
+def texts_of(annotation: Annotation, kind: TextKind = "captions") -> list[str]:
+    """What is said of a whole picture, or the referring expressions of what is in it."""
+    if kind == "captions":
+        return captions_of(annotation)
+    return [one.text.strip() for one in annotation.expressions or () if one.text.strip()]
+
+
 def captions_of(annotation: Annotation) -> list[str]:
     """The captions to train and evaluate on: `captions`, else `caption`, else none.
 
-    White space around a caption is dropped, and a caption of nothing else does not count.
+    White space around a caption is dropped, and a caption of nothing else does not count. Of a
+    caption longer than MAX_CAPTION, its start is taken.
     """
     texts = annotation.captions or ([annotation.caption] if annotation.caption else [])
-    return [stripped for text in texts if (stripped := text.strip())]
+    return [stripped for text in texts if (stripped := text.strip()[:MAX_CAPTION])]

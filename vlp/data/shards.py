@@ -1,37 +1,52 @@
-"""Shards: plain WebDataset tars, how they are written, indexed and read at random.
+"""Shards: plain WebDataset tars, read at random through their index.
 
 A sample is `KEY.jpg|jpeg|png|webp` with `KEY.txt` and/or `KEY.json` beside it, and perhaps a second
-picture `KEY.1.jpg`. `index.json` beside the tars says how many samples each one holds, which is all
-the training order needs; where a sample lies in its tar is read from the tar's own headers, once.
+picture `KEY.1.jpg`. The index says how many samples each shard holds, which is all the training
+order needs, and where each one lies; where it does not, the tar's own headers are read once.
 """
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
+from io import BytesIO
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+import numpy as np
 
 from vlp.config import ConfigError
+from vlp.data.cache import ShardCache
+from vlp.data.headers import plain_members
+from vlp.data.index import (
+    BLOCK,
+    INDEX_NAME,
+    ShardEntry,
+    ShardTable,
+    read_table,
+    sample_rows,
+)
+from vlp.data.places import CachedFolder, LocalFolder, OpenShard, Place
 from vlp.data.recent import Recent
-from vlp.data.schema import Annotation, captions_of
+from vlp.data.remote import RemoteFolder, is_url
+from vlp.data.schema import Annotation
+from vlp.data.section import section
+from vlp.data.shard_writer import ShardWriter
 from vlp.data.stored import (
     PICTURES,
     BadSample,
-    Contents,
     RawSample,
     SampleFiles,
-    contents,
+    grouped,
     parse,
     parse_annotation,
 )
-from vlp.data.tar import Member, append_member, close_tar
+from vlp.data.survey import index_folder
+from vlp.data.tar import Member, members_in
 
 __all__ = [
+    "INDEX_NAME",
     "PICTURES",
     "BadSample",
     "RawSample",
@@ -41,137 +56,24 @@ __all__ = [
     "index_folder",
 ]
 
-INDEX_NAME = "index.json"
-INDEX_VERSION = 1
-
-# A list of contents is small (a name and two numbers per file); open files are a scarce resource.
-_CONTENTS_KEPT = 4096
+# Rows of samples take 10 bytes each; open files are a scarce resource.
+_SCANS_KEPT = 1024
 _FILES_KEPT = 128
+# An open file of the cache is one that no process may remove.
+_CACHED_FILES_KEPT = 2
+
+# A longer sample is read file by file, as far as `vlp.data.stored` wants it.
+_BYTES_AT_ONCE = 2**20
+
+Found = tuple[SampleFiles, Callable[[Member], bytes], str]
+"""A sample's files, what reads them, and where they lie, for messages."""
 
 
-class ShardEntry(BaseModel):
-    """One shard of an index; `captions` holds the number of captions of each sample."""
+class _Scan(NamedTuple):
+    """What a shard's own headers say: rows of its samples, up to `problem` (None: all)."""
 
-    model_config = ConfigDict(frozen=True)
-
-    name: str
-    samples: int
-    bytes: int
-    captions: list[int]
-
-
-class _IndexFile(BaseModel):
-    version: int
-    shards: list[ShardEntry]
-
-
-class ShardWriter:
-    """Writes samples into numbered shards; `with ShardWriter(folder) as writer: writer.write(...)`.
-
-    A shard appears under its name only when it is whole and on disk, so an interrupted run leaves
-    finished shards alone. Run again, `done` holds the keys of those; a producer that skips them
-    gets the same bytes as without the interruption. The index is written on a clean exit.
-    """
-
-    def __init__(
-        self, folder: str | Path, samples_per_shard: int = 1000, prefix: str = "shard"
-    ) -> None:
-        if samples_per_shard < 1:
-            raise ValueError(f"samples_per_shard is {samples_per_shard}, it must be at least 1")
-        self.folder = Path(folder)
-        self.samples_per_shard = samples_per_shard
-        self.prefix = prefix
-        self.done: set[str] = set()
-        self._entries: list[ShardEntry] = []
-        self._captions: list[int] = []
-        self._file: Any = None
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for leftover in self.folder.glob(f"{prefix}-*.tar.tmp"):
-            leftover.unlink()
-        for path in sorted(self.folder.glob(f"{prefix}-*.tar")):
-            found, captions = _survey(path)
-            if found.problem:
-                raise ConfigError(f"{path}: {found.problem}; delete this shard and run again")
-            self.done.update(sample.key for sample in found.samples)
-            self._entries.append(_entry(path, captions))
-
-    def write(
-        self,
-        key: str,
-        image: bytes,
-        extension: str,
-        annotation: Annotation,
-        second_image: bytes | None = None,
-    ) -> None:
-        """Append one sample.
-
-        Args:
-            key: name of the sample, unique in the folder, without dots or slashes.
-            image: the encoded picture.
-            extension: `jpg`, `jpeg`, `png` or `webp`; of both pictures.
-            annotation: written as `KEY.json`.
-            second_image: the other picture of a paired sample, written as `KEY.1.EXTENSION`.
-
-        Raises:
-            ValueError: the key is not usable or was written before, or the extension is unknown.
-        """
-        if not key or "." in key or "/" in key:
-            raise ValueError(f"{key!r} cannot be a key: it may hold neither dots nor slashes")
-        if key in self.done:
-            raise ValueError(f"the key {key!r} is already in {self.folder}")
-        if extension not in PICTURES:
-            raise ValueError(f"{key}: extension {extension!r} is not one of {', '.join(PICTURES)}")
-        if self._file is None:
-            self._file = open(self._path().with_suffix(".tar.tmp"), "wb")  # noqa: SIM115
-        append_member(self._file, f"{key}.{extension}", image)
-        if second_image is not None:
-            append_member(self._file, f"{key}.1.{extension}", second_image)
-        append_member(self._file, f"{key}.json", annotation.to_json())
-        self.done.add(key)
-        self._captions.append(len(captions_of(annotation)))
-        if len(self._captions) == self.samples_per_shard:
-            self._finish_shard()
-
-    def close(self) -> None:
-        """Finish the last shard and write the index."""
-        if self._file is not None:
-            self._finish_shard()
-        _write_index(self.folder, self._entries)
-
-    def abandon(self) -> None:
-        """Drop the unfinished shard; finished ones stay, and the next run goes on from them."""
-        if self._file is not None:
-            self._file.close()
-            self._path().with_suffix(".tar.tmp").unlink(missing_ok=True)
-            self._file = None
-
-    def __enter__(self) -> ShardWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abandon()
-
-    def _path(self) -> Path:
-        return self.folder / f"{self.prefix}-{len(self._entries):06d}.tar"
-
-    def _finish_shard(self) -> None:
-        path = self._path()
-        close_tar(self._file)
-        _sync(self._file)
-        self._file.close()
-        self._file = None
-        path.with_suffix(".tar.tmp").rename(path)
-        _sync_folder(self.folder)
-        self._entries.append(_entry(path, self._captions))
-        self._captions = []
+    rows: np.ndarray
+    problem: str | None
 
 
 class ShardIndex:
@@ -181,174 +83,219 @@ class ShardIndex:
     carry their own offset.
     """
 
-    def __init__(self, folder: Path, shards: Sequence[ShardEntry]) -> None:
-        self.folder = folder
-        self.shards = tuple(shards)
-        self._contents: Recent[Contents] = Recent(_CONTENTS_KEPT)
-        self._files: Recent[int] = Recent(_FILES_KEPT, dispose=os.close)
+    def __init__(self, place: Place, shards: ShardTable) -> None:
+        self._place = place
+        self.folder = place.folder
+        self.shards = shards
+        # Where each shard's samples start among the rows of all.
+        self._first = np.concatenate([[0], np.cumsum(shards.samples)])
+        self._rows: np.ndarray | None = None
+        self._rows_sought = False
+        self._scans: Recent[_Scan] = Recent(_SCANS_KEPT)
+        self._ends: Recent[np.ndarray] = Recent(_SCANS_KEPT)
+        kept = _CACHED_FILES_KEPT if isinstance(place, CachedFolder) else _FILES_KEPT
+        self._files: Recent[OpenShard] = Recent(kept, dispose=_close)
+        place.when_full(self._files.clear)
 
     @classmethod
-    def open(cls, folder: str | Path) -> ShardIndex:
-        """Read `folder/index.json`.
+    def open(cls, folder: str | Path, cache: ShardCache | None = None) -> ShardIndex:
+        """Read the index of a folder, or of a URL whose shards are then kept in `cache`.
 
         Raises:
             ConfigError: there is no such folder, no shard in it, no index, an index that cannot be
-                read, or one that does not know every shard of the folder.
+                read or is of another version, or one that does not know every shard of the folder;
+                or a URL comes without a cache or cannot be read.
         """
+        if is_url(folder):
+            return cls._open_remote(str(folder), cache)
         folder = Path(folder)
         if not folder.is_dir():
             raise ConfigError(f"{folder}: there is no such folder of shards")
-        make_it = f"make one with: python -m data_tools index {folder}"
+        remedy = f"make one with: python -m data_tools index {folder}"
         path = folder / INDEX_NAME
+        names = [name for name in os.listdir(folder) if name.endswith(".tar")]
         if not path.exists():
-            if not any(folder.glob("*.tar")):
+            if not names:
                 raise ConfigError(f"{folder}: holds no shards (*.tar)")
-            raise ConfigError(f"{folder}: the shards have no {INDEX_NAME}; {make_it}")
+            raise ConfigError(f"{folder}: the shards have no {INDEX_NAME}; {remedy}")
         try:
-            content = _IndexFile.model_validate_json(path.read_bytes())
-        except ValidationError as error:
-            reason = error.errors()[0]["msg"]
-            raise ConfigError(f"{path}: not an index of shards ({reason}); {make_it}") from error
-        if content.version != INDEX_VERSION:
-            raise ConfigError(f"{path}: version {content.version} is unknown here; {make_it}")
-        known = {entry.name for entry in content.shards}
-        unknown = sorted(path.name for path in folder.glob("*.tar") if path.name not in known)
+            content = path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+        shards = read_table(content, str(path), remedy)
+        unknown = sorted(set(map(os.fsencode, names)).difference(shards.names.tolist()))
         if unknown:
-            raise ConfigError(f"{path}: does not know {unknown[0]}, it is too old; {make_it}")
-        return cls(folder, content.shards)
+            raise ConfigError(
+                f"{path}: does not know {os.fsdecode(unknown[0])}, it is too old; {remedy}"
+            )
+        index = cls(LocalFolder(folder), shards)
+        index._all_rows(wait=True)  # damaged rows are found here, not by a worker later on
+        return index
+
+    @classmethod
+    def _open_remote(cls, url: str, cache: ShardCache | None) -> ShardIndex:
+        if cache is None:
+            raise ConfigError(
+                f"{url}: shards of a URL are kept on a local disk; say where and how many: "
+                "data.cache={folder: /scratch/shards, limit: 200GB}"
+            )
+        folder = RemoteFolder(url)
+        content = folder.read(INDEX_NAME)
+        remedy = "make one where the shards lie with: python -m data_tools index FOLDER"
+        if content is None:
+            raise ConfigError(
+                f"{url}: has no {INDEX_NAME}; {remedy}; or name the shards themselves and set "
+                "data.order=resampled"
+            )
+        shards = read_table(content, f"{folder / INDEX_NAME}", remedy)
+        return cls(CachedFolder(folder, cache, folder.digests(shards.names)), shards)
 
     def __len__(self) -> int:
-        return sum(entry.samples for entry in self.shards)
+        return self.shards.total
 
     def read(self, shard_number: int, sample_number: int) -> RawSample:
         """The sample at a place of the index.
 
         Raises:
-            BadSample: the shard is missing or damaged there, the sample has no picture, or its JSON
-                or text cannot be read.
+            BadSample: the shard is missing or damaged there, or the sample itself cannot be used
+                (`vlp.data.stored.KINDS`).
             IndexError: the index has no such place.
         """
-        sample, read, where = self._find(shard_number, sample_number)
-        # The files of a sample lie side by side: one read instead of one for each.
-        start = min(member.offset for member in sample.files.values())
-        end = max(member.offset + member.size for member in sample.files.values())
-        data = read(Member(sample.key, start, end - start))
-
-        def part(member: Member) -> bytes:
-            return data[member.offset - start : member.offset - start + member.size]
-
-        return parse(sample, part, where)
+        return parse(*self._find(shard_number, sample_number))
 
     def read_annotation(self, shard_number: int, sample_number: int) -> Annotation:
-        """The annotation alone, its pictures left unread; raises as `read` does."""
+        """The annotation alone, its pictures left unparsed; raises as `read` does."""
         return parse_annotation(*self._find(shard_number, sample_number))
 
-    def _find(
-        self, shard_number: int, sample_number: int
-    ) -> tuple[SampleFiles, Callable[[Member], bytes], str]:
+    def caption_ends(self, shard_number: int) -> np.ndarray:
+        """(samples,) int64: pairs of a shard's samples up to and with each one.
+
+        Every caption makes a pair; a sample without text counts as one.
+
+        Raises:
+            ConfigError: the index has lost its file of samples.
+        """
+
+        def ends() -> np.ndarray:
+            rows = self.require_captions()
+            counts = rows["captions"][self._first[shard_number] : self._first[shard_number + 1]]
+            return np.cumsum(np.maximum(counts, 1), dtype=np.int64)
+
+        return self._ends.get(shard_number, ends)
+
+    def require_captions(self) -> np.ndarray:
+        """The rows of all samples (`vlp.data.index.ROW`), which say how many captions each has.
+
+        Raises:
+            ConfigError: the index has lost them.
+        """
+        rows = self._all_rows(wait=True)
+        if rows is None:
+            raise ConfigError(
+                f"{self.folder}: {self.shards.file} is missing, which `captions: all` needs; "
+                "index the folder again: python -m data_tools index FOLDER"
+            )
+        return rows
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the shards lie behind a URL."""
+        return self._place.is_remote
+
+    def prefetch(self, shard_number: int) -> None:
+        """Ask for a shard that will be read soon; does nothing for a local folder."""
+        self._place.prefetch(self.shards[shard_number])
+
+    def _find(self, shard_number: int, sample_number: int) -> Found:
         entry = self.shards[shard_number]
         if not 0 <= sample_number < entry.samples:
             raise IndexError(f"{entry.name} has {entry.samples} samples, none at {sample_number}")
         path = self.folder / entry.name
-        found = self._contents.get(entry.name, lambda: contents(path))
-        if sample_number >= len(found.samples):
-            kind = "missing shard" if found.missing else "corrupt shard"
-            reason = found.problem or "it holds fewer samples than its index says"
-            raise BadSample(kind, f"{path}, sample {sample_number} ({reason})")
-        sample = found.samples[sample_number]
-        return sample, lambda member: self._read(entry.name, member), f"{path}, {sample.key}"
+        try:
+            file = self._file(shard_number, entry)
+            rows, problem = self._sample_rows(shard_number, entry, file)
+            if sample_number >= len(rows):
+                reason = problem or "it holds fewer samples than its index says"
+                raise BadSample("corrupt shard", f"{path}, sample {sample_number} ({reason})")
+            start, blocks, _ = (int(part) for part in rows[sample_number])
+            if not blocks:
+                return self._find_by_headers(file, sample_number, str(path))
+            samples, read, problem = _part(file, start * BLOCK, blocks * BLOCK, path)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise BadSample(
+                "missing shard", f"{path}, sample {sample_number} ({reason})"
+            ) from error
+        if problem or len(samples) != 1:
+            reason = problem or "its index is of another shard; index the folder again"
+            raise BadSample("corrupt shard", f"{path}, sample {sample_number} ({reason})")
+        return samples[0], read, f"{path}, {samples[0].key}"
+
+    def _find_by_headers(self, file: OpenShard, sample_number: int, path: str) -> Found:
+        """A sample that its own bytes do not tell all about, such as that its key came before."""
+        members, problem = members_in(section(file.handle, 0, file.bytes), file.bytes)
+        samples = grouped(members)
+        if sample_number >= len(samples):
+            reason = problem or "it holds fewer samples than its index says"
+            raise BadSample("corrupt shard", f"{path}, sample {sample_number} ({reason})")
+        sample = samples[sample_number]
+        return sample, partial(_read, file.handle, path, 0), f"{path}, {sample.key}"
+
+    def _file(self, shard_number: int, entry: ShardEntry) -> OpenShard:
+        return self._files.get(shard_number, lambda: self._place.open(entry))
+
+    def _sample_rows(self, number: int, entry: ShardEntry, file: OpenShard) -> _Scan:
+        def scan() -> _Scan:
+            members, problem = members_in(section(file.handle, 0, file.bytes), file.bytes)
+            samples = grouped(members)
+            return _Scan(sample_rows(samples, [0] * len(samples)), problem)
+
+        # A file of another length than its index says is another file.
+        rows = self._all_rows(wait=False) if file.bytes == entry.bytes else None
+        if rows is None:
+            return self._scans.get(number, scan)
+        return _Scan(rows[self._first[number] : self._first[number + 1]], None)
+
+    def _all_rows(self, wait: bool) -> np.ndarray | None:
+        if self._rows is None and (self.is_remote or not self._rows_sought):
+            self._rows = self._place.rows(self.shards, wait)
+            self._rows_sought = True
+        return self._rows
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder, "shards": self.shards}
+        return {"place": self._place, "shards": self.shards}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["folder"], state["shards"])  # type: ignore[misc]
-
-    def _read(self, shard: str, member: Member) -> bytes:
-        path = self.folder / shard
-        try:
-            file = self._files.get(shard, lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-            data = os.pread(file, member.size, member.offset)
-        except OSError as error:
-            raise BadSample("missing shard", f"{path} ({error.strerror})") from error
-        if len(data) != member.size:
-            raise BadSample("corrupt shard", f"{path}: cut off inside {member.name}")
-        return data
+        self.__init__(state["place"], state["shards"])  # type: ignore[misc]
 
 
-def index_folder(folder: str | Path) -> list[str]:
-    """Write `index.json` for the shards of a folder, whoever wrote them.
-
-    Returns:
-        One line for each shard that is empty or damaged; what can be reached in it is indexed.
-
-    Raises:
-        ConfigError: there is no such folder, or no shard in it.
-    """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise ConfigError(f"{folder}: there is no such folder of shards")
-    paths = sorted(folder.glob("*.tar"))
-    if not paths:
-        raise ConfigError(f"{folder}: holds no shards (*.tar)")
-    problems = []
-    entries = []
-    for path in paths:
-        found, captions = _survey(path)
-        if found.problem:
-            problems.append(f"{path.name}: {found.problem}, {len(found.samples)} samples before it")
-        elif not found.samples:
-            problems.append(f"{path.name}: empty")
-        entries.append(_entry(path, captions))
-    _write_index(folder, entries)
-    return problems
+def _part(
+    file: OpenShard, start: int, size: int, path: object
+) -> tuple[list[SampleFiles], Callable[[Member], bytes], str | None]:
+    """The samples in a part of a shard (there should be one), what reads them, what is wrong."""
+    # A tar ends in an empty block: with one behind it, the part is a tar like any other.
+    if size > _BYTES_AT_ONCE:
+        headers = section(file.handle, start, start + size, zeros=BLOCK)
+        members, problem = members_in(headers, size + BLOCK)
+        return grouped(members), partial(_read, file.handle, path, start), problem
+    data = os.pread(file.handle, size, start)
+    plain = plain_members(data) if len(data) == size else None
+    if plain is None:
+        members, problem = members_in(BytesIO(data + bytes(BLOCK)), len(data) + BLOCK)
+    else:
+        members, problem = plain, None
+    return grouped(members), lambda m: data[m.offset : m.offset + m.size], problem
 
 
-def _survey(path: Path) -> tuple[Contents, list[int]]:
-    """What a shard holds, and each sample's number of captions (0 where it cannot be read)."""
-    found = contents(path)
-    if found.missing:
-        raise ConfigError(f"{path}: cannot read this shard ({found.problem})")
-    captions = []
-    with open(path, "rb") as file:
-
-        def read(member: Member) -> bytes:
-            file.seek(member.offset)
-            return file.read(member.size)
-
-        for sample in found.samples:
-            try:
-                captions.append(len(captions_of(parse_annotation(sample, read, sample.key))))
-            except BadSample:
-                captions.append(0)
-    return found, captions
-
-
-def _entry(path: Path, captions: list[int]) -> ShardEntry:
-    return ShardEntry(
-        name=path.name, samples=len(captions), bytes=path.stat().st_size, captions=captions
-    )
-
-
-def _write_index(folder: Path, entries: Sequence[ShardEntry]) -> None:
-    content = _IndexFile(version=INDEX_VERSION, shards=list(entries))
-    temporary = folder / f"{INDEX_NAME}.tmp"
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(content.model_dump(), file, separators=(",", ":"))
-        file.write("\n")
-        _sync(file)
-    temporary.rename(folder / INDEX_NAME)
-    _sync_folder(folder)
-
-
-def _sync(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def _read(handle: int, path: object, start: int, member: Member) -> bytes:
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        data = os.pread(handle, member.size, start + member.offset)
+    except OSError as error:
+        raise BadSample("missing shard", f"{path} ({error.strerror})") from error
+    if len(data) != member.size:
+        raise BadSample("corrupt shard", f"{path}: cut off inside {member.name}")
+    return data
+
+
+def _close(file: OpenShard) -> None:
+    os.close(file.handle)

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-import lzma
 import tarfile
-import zlib
 from collections.abc import Callable, Iterator
+from errno import EINVAL
 from pathlib import Path, PurePosixPath
+from stat import S_ISREG
 from typing import IO, NamedTuple
 
 from vlp.config import ConfigError
 
 _BLOCK = tarfile.BLOCKSIZE
+
+# What comes before one file's content: its header, and perhaps a long name and a few attributes.
+# Damaged or hostile sizes are refused here, before memory is spent on them.
+_MAX_HEADERS = 2**15
+
+# A file that is held in memory whole.
+_MAX_HELD = 2**28
+
+_AT_ONCE = 2**20
+
+# Half of a character pair, as tarfile makes of bytes that are no UTF-8, and control characters.
+# Names go into messages and reports, which cannot hold the former and must not hold the latter.
+_UNREADABLE = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))} | {
+    code: f"\\x{code & 0xFF:02x}" for code in range(0xDC80, 0xDD00)
+}
 
 
 class Member(NamedTuple):
@@ -36,22 +51,26 @@ def stored_files(
 ) -> Iterator[tuple[PurePosixPath, bytes]]:
     """Names and contents of a small tar file, compressed or not, that is read once and whole.
 
+    Links are not followed.
+
     Args:
         file: the tar file.
         wanted: which names are read.
 
     Raises:
-        ConfigError: it is no tar file, or damaged.
+        ConfigError: it is no tar file, or damaged, or a wanted file is larger than 256 MiB.
     """
     try:
         with tarfile.open(file) as archive:
-            for member in archive:
-                name = PurePosixPath(member.name)
-                if member.isfile() and wanted(name):
-                    content = archive.extractfile(member)
+            for info in _headers(archive):
+                name = PurePosixPath(_readable(info.name))
+                if info.isreg() and wanted(name):
+                    if info.size > _MAX_HELD:
+                        raise tarfile.ReadError(f"{name} is said to hold {info.size} bytes")
+                    content = archive.extractfile(info)
                     assert content is not None  # it is a file
                     yield name, content.read()
-    except (tarfile.TarError, OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+    except Exception as error:  # decompressors and header fields fail in a dozen ways
         raise ConfigError(f"{file}: not a tar file that can be read ({error})") from error
 
 
@@ -64,37 +83,111 @@ def close_tar(file: IO[bytes]) -> None:
 def read_members(path: Path) -> tuple[list[Member], str | None]:
     """List the regular files of a tar up to its end, or up to where it is damaged.
 
+    Links, devices, folders and sparse files (whose bytes do not lie there as they are) are left
+    out. Bytes of a name that are no UTF-8, and control characters, are written as \\xNN.
+
     Returns:
         The members whose content is wholly there, and what is wrong behind them (None: nothing).
-        `tarfile` itself takes a damaged header for the end of the file, hence the check of what it
-        left unread.
 
     Raises:
-        OSError: the file cannot be opened or read.
+        OSError: the file cannot be opened or read, or is none.
     """
-    size = path.stat().st_size
-    if size == 0:
+    status = path.stat()
+    if not S_ISREG(status.st_mode):
+        raise OSError(EINVAL, "it is no file")  # opening a pipe would wait for a writer for ever
+    if status.st_size == 0:
         return [], None
-    members: list[Member] = []
     with open(path, "rb") as file:
-        try:
-            with tarfile.open(fileobj=file, mode="r:") as archive:
-                while True:
-                    info = archive.next()
-                    if info is None:
-                        break
-                    # tarfile keeps every header it has seen; a shard is read once, front to back.
-                    archive.members = []  # type: ignore[attr-defined]
-                    if info.isreg():
-                        if info.offset_data + info.size > size:
-                            return members, f"cut off inside {info.name}"
-                        members.append(Member(info.name, info.offset_data, info.size))
-                end = archive.offset
-        except (tarfile.TarError, EOFError, ValueError) as error:
-            return members, f"not a readable tar from here on ({error})"
-        file.seek(end)
-        block = file.read(_BLOCK)
-    if block != bytes(_BLOCK):
-        reason = "cut off" if len(block) < _BLOCK else "a damaged header"
-        return members, f"{reason} at byte {end}"
-    return members, None
+        return members_in(file, status.st_size)
+
+
+def members_in(file: IO[bytes], size: int) -> tuple[list[Member], str | None]:
+    """What `read_members` says of a path, of an open file or a part of one: `size` bytes of it.
+
+    `tarfile` itself takes a damaged header for the end of the file, hence the check of what it
+    left unread.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    members: list[Member] = []
+    headers = _HeaderReader(file, size)
+    try:
+        with tarfile.open(
+            fileobj=headers,  # type: ignore[call-overload]
+            mode="r:",
+            encoding="utf-8",
+            errors="surrogateescape",
+        ) as archive:
+            for info in _headers(archive, headers):
+                if not info.isreg() or info.issparse():
+                    continue
+                name = _readable(info.name)
+                if info.offset_data + info.size > size:
+                    return members, f"cut off inside {name}"
+                members.append(Member(name, info.offset_data, info.size))
+            end = archive.offset
+    except OSError:
+        raise
+    except Exception as error:  # fields that are no numbers fail in a dozen ways
+        return members, f"not a readable tar from here on ({error})"
+    return members, _behind(file, end)
+
+
+class _HeaderReader:
+    """The part of a file that `tarfile` needs to list it, of which it may read only so much."""
+
+    def __init__(self, file: IO[bytes], size: int) -> None:
+        self._file = file
+        self._size = size
+        self._left = _MAX_HEADERS
+
+    def next_member(self) -> None:
+        self._left = _MAX_HEADERS
+
+    def read(self, size: int) -> bytes:
+        if not 0 <= size <= self._left:
+            raise tarfile.ReadError(f"a file with more than {_MAX_HEADERS} bytes of headers")
+        self._left -= size
+        return self._file.read(size)
+
+    def seek(self, position: int) -> int:
+        if position > self._size:
+            raise tarfile.ReadError("unexpected end of data")
+        return self._file.seek(position)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+
+def _headers(
+    archive: tarfile.TarFile, reader: _HeaderReader | None = None
+) -> Iterator[tarfile.TarInfo]:
+    """The members of an archive; a size that leads backwards, or in a circle, is an error."""
+    while (info := archive.next()) is not None:
+        if info.size < 0 or archive.offset < info.offset_data:
+            raise tarfile.ReadError(f"{_readable(info.name)} is said to hold {info.size} bytes")
+        # tarfile keeps every header it has seen; a shard is read once, front to back.
+        archive.members = []  # type: ignore[attr-defined]
+        if reader is not None:
+            reader.next_member()
+        yield info
+
+
+def _behind(file: IO[bytes], end: int) -> str | None:
+    """What is wrong behind the last member: nothing if empty blocks and nothing else follow."""
+    file.seek(end)
+    block = file.read(_BLOCK)
+    if len(block) < _BLOCK:
+        return f"cut off at byte {end}"
+    if any(block):
+        return f"a damaged header at byte {end}"
+    while rest := file.read(_AT_ONCE):
+        # Tars written one behind the other, or a hole where a crash lost some of the content.
+        if rest.count(0) < len(rest):
+            return f"more content behind its end at byte {end}"
+    return None
+
+
+def _readable(name: str) -> str:
+    return name.translate(_UNREADABLE)

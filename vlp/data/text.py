@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
@@ -56,6 +57,9 @@ class TextProcessor:
         self.cls_id: int = ids[CLS]
         self.sep_id: int = ids[SEP]
         self.mask_id: int = ids[MASK]
+        # By id, not by the tokenizer's own mask: a caption may hold the text "[SEP]".
+        self._is_word = np.ones(self.vocab_size, dtype=np.bool_)
+        self._is_word[[self.pad_id, self.cls_id, self.sep_id, self.mask_id]] = False
         self._plain = Tokenizer.from_str(tokenizer.to_str())
         self._plain.no_truncation()
         self._plain.no_padding()
@@ -82,14 +86,13 @@ class TextProcessor:
             if len(texts) == 1
             else self._tokenizer.encode_batch(texts)
         )
-        ids = torch.tensor([encoding.ids for encoding in encodings], dtype=torch.int64)
-        ids = ids.view(len(texts), self.max_tokens)
-        attention = torch.tensor(
-            [encoding.attention_mask for encoding in encodings], dtype=torch.bool
-        ).view(len(texts), self.max_tokens)
-        # By id, not by the tokenizer's own mask: a caption may hold the text "[SEP]".
-        marks = torch.tensor([self.pad_id, self.cls_id, self.sep_id, self.mask_id])
-        return TextTokens(ids, attention, attention & ~torch.isin(ids, marks))
+        shape = len(texts), self.max_tokens
+        ids = np.array([encoding.ids for encoding in encodings], dtype=np.int64).reshape(shape)
+        attention = np.array(
+            [encoding.attention_mask for encoding in encodings], dtype=np.bool_
+        ).reshape(shape)
+        words = attention & self._is_word[ids]
+        return TextTokens(*map(torch.from_numpy, (ids, attention, words)))
 
     def words(self, text: str) -> list[str]:
         """The word pieces of one caption as in its ids, special tokens included, padding not."""

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 # A run may be moved, sped up or prolonged; what it trains, on what, and in which order may not
 # change. Batch and rank count are free: the data position is a number of samples.
-_FREE = re.compile(r"output|data\.workers|data\.max_skipped_share|training\.(log_every|keep)")
+_FREE = re.compile(
+    r"output|data\.workers|data\.cache(\..*)?|data\.max_skipped_share|training\.(log_every|keep)"
+)
 _TOLERATED = re.compile(r"data\.sources\.\d+\.path|data\.vocabulary|training\.(?!seed$).*")
 
 

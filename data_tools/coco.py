@@ -1,0 +1,110 @@
+"""Turn COCO's captions and pictures into shards, a folder a split.
+
+    python -m data_tools coco --annotations dataset_coco.json --images coco/ --out shards/coco
+
+--annotations takes Karpathy's dataset_coco.json (train, val, test; `restval` goes to train), or the
+official captions_train2017.json, captions_val2014.json ... (a folder each, named train2017 ...).
+--images takes the official zips as they are, or the folders. Of the test sets COCO gives no
+captions away, so there is nothing to convert.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from data_tools.captions import clean_captions
+from data_tools.corpus import Part, make_corpus
+from data_tools.karpathy import add_split_arguments, key_of_picture, read_karpathy, split_parts
+from data_tools.options import add_build_arguments
+from data_tools.rows import Faults, Row, json_list, parsed, read_json
+from data_tools.wanted import Refused, Wanted
+from vlp.config import ConfigError
+from vlp.data.schema import Annotation
+
+SOURCE = "coco"
+LICENCE = "annotations CC BY 4.0 (COCO Consortium); pictures under Flickr's terms of use"
+
+
+class _Image(Row):
+    id: int
+    file_name: str
+    coco_url: str | None = None
+    flickr_url: str | None = None
+
+
+class _Caption(Row):
+    id: int
+    image_id: int
+    caption: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument(
+        "--annotations",
+        type=Path,
+        nargs="+",
+        required=True,
+        help="Karpathy's dataset_coco.json, or official captions_*.json files (gzipped or not)",
+    )
+    add_split_arguments(parser)
+    add_build_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Convert every split; what was left out is printed and named in the manifests."""
+    entries, parts, names = [], [], []
+    for path in arguments.annotations:
+        content = read_json(path)
+        if isinstance(content, dict) and "annotations" in content:
+            names.append(path.name.split(".")[0].removeprefix("captions_"))
+            parts.append(official_part(path, names[-1], arguments.max_words))
+        else:
+            entries += read_karpathy(path)
+    if entries and parts:
+        raise ConfigError("--annotations: Karpathy's JSON or official files, not both at once")
+    if entries:
+        parts = split_parts(entries, arguments.splits, arguments.max_words)
+    elif arguments.splits:
+        unknown = sorted(set(arguments.splits) - set(names))
+        if unknown:
+            raise ConfigError(f"--splits: there is no {unknown[0]!r}, only {', '.join(names)}")
+        parts = [part for part in parts if part.name in arguments.splits]
+    settings = {"max_words": arguments.max_words}
+    return make_corpus(arguments, parts, title="COCO captions", licence=LICENCE, settings=settings)
+
+
+def official_part(path: Path, name: str, max_words: int) -> Part:
+    """The shards of one official file.
+
+    Raises:
+        ConfigError: the file is missing or has another layout.
+    """
+    faults: Faults = []
+    captions: dict[int, list[str]] = {}
+    for row in parsed(json_list(path, "annotations"), _Caption, faults):
+        captions.setdefault(row.image_id, []).append(row.caption)
+    images = list(parsed(json_list(path, "images"), _Image, faults))
+    return Part(name, _wanted(images, captions, faults, max_words), len(images))
+
+
+def _wanted(
+    images: list[_Image], captions: dict[int, list[str]], faults: Faults, max_words: int
+) -> Iterator[Wanted | Refused]:
+    for image in images:
+        key = key_of_picture(image.file_name)
+        texts, dropped = clean_captions(captions.get(image.id, ()), key, max_words)
+        yield from dropped
+        annotation = Annotation(
+            captions=texts,
+            source=SOURCE,
+            image_id=str(image.id),
+            url=image.coco_url,
+            flickr_url=image.flickr_url,
+        )
+        yield Wanted(key, (image.file_name,), annotation)
+    for number in captions.keys() - {image.id for image in images}:
+        yield Refused("captions of an unknown picture", str(number))
+    yield from faults

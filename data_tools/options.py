@@ -1,0 +1,97 @@
+"""The options that every converter has."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from vlp.config import ConfigError
+
+
+class BuildOptions(NamedTuple):
+    """How shards are made.
+
+    Args:
+        samples_per_shard: at most so many samples whose pictures are there.
+        processes: that read, check and write.
+        max_side: pixels; larger pictures are reduced and their boxes scaled. None: no limit.
+        quality: of JPEG that must be written anew.
+        licence: for the manifest.
+        take_down: a text file, one key, image id or URL a line: samples to leave out.
+        retry: try pictures again that failed before.
+    """
+
+    samples_per_shard: int = 1000
+    processes: int = os.cpu_count() or 1
+    max_side: int | None = None
+    quality: int = 90
+    licence: str | None = None
+    take_down: Path | None = None
+    retry: bool = False
+
+
+def add_build_arguments(parser: argparse.ArgumentParser, *, images: bool = True) -> None:
+    """Declare the options that every converter has; `images` False leaves `--images` out."""
+    group = parser.add_argument_group("the shards")
+    group.add_argument("--out", type=Path, required=True, help="folder to write into")
+    if images:
+        group.add_argument(
+            "--images",
+            type=Path,
+            nargs="+",
+            required=True,
+            metavar="PLACE",
+            help="where the pictures lie: folders (two levels deep), tars (also .tar.xz, .tar.gz, "
+            ".tar.bz2) or zips",
+        )
+    group.add_argument(
+        "--samples-per-shard",
+        type=int,
+        default=1000,
+        metavar="N",
+        help="at most so many samples in one tar (default 1000)",
+    )
+    group.add_argument(
+        "--max-side",
+        type=int,
+        metavar="PIXELS",
+        help="reduce larger pictures to this longest side (default: pictures stay as they are)",
+    )
+    group.add_argument(
+        "--quality",
+        type=int,
+        default=90,
+        help="of JPEG that must be written anew: turned, reduced or of another kind (default 90)",
+    )
+    group.add_argument("--licence", help="said in manifest.json (default: the data set's own)")
+    group.add_argument(
+        "--take-down",
+        type=Path,
+        metavar="FILE",
+        help="leave these samples out: one key, image id or URL a line; run again with a longer "
+        "list, only the shards that held one are written anew",
+    )
+    group.add_argument(
+        "--retry", action="store_true", help="try pictures again that failed in an earlier run"
+    )
+    group.add_argument(
+        "--processes", type=int, default=os.cpu_count() or 1, help="default: one for each core"
+    )
+
+
+def build_options(arguments: argparse.Namespace) -> BuildOptions:
+    """The options from the command line.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+    least = {"samples_per_shard": 1, "processes": 1, "quality": 1, "max_side": 1}
+    for name, smallest in least.items():
+        value = getattr(arguments, name)
+        if value is not None and value < smallest:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}, at least {smallest}")
+    if arguments.quality > 100:
+        raise ConfigError(f"--quality is {arguments.quality}, at most 100")
+    return BuildOptions(*(getattr(arguments, name) for name in BuildOptions._fields))

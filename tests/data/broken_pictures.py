@@ -1,0 +1,87 @@
+"""Encoded pictures, good ones and such as are broken on purpose."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+
+def picture(
+    kind: str = "png",
+    size: tuple[int, int] = (20, 16),
+    seed: int = 0,
+    mode: str = "RGB",
+    **how: Any,
+) -> bytes:
+    """An encoded picture of smooth noise."""
+    rng = np.random.default_rng(seed)
+    small = Image.fromarray(rng.integers(0, 256, (4, 4, 3), dtype=np.uint8))
+    stream = io.BytesIO()
+    small.resize(size, Image.Resampling.BILINEAR).convert(mode).save(stream, kind, **how)
+    return stream.getvalue()
+
+
+def chunk(kind: bytes, content: bytes) -> bytes:
+    """A PNG chunk with the right checksum."""
+    check = zlib.crc32(kind + content)
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", check)
+
+
+def packed_zeros(count: int) -> bytes:
+    """So many zeros, compressed as PNG does, without holding them."""
+    packer = zlib.compressobj(1)
+    parts = [packer.compress(bytes(min(2**20, count - done))) for done in range(0, count, 2**20)]
+    return b"".join(parts) + packer.flush()
+
+
+def png_of(width: int, height: int, *chunks: bytes, zeros: int = 1000) -> bytes:
+    """A PNG of any size in its header, and so many bytes of black in it."""
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+        + b"".join(chunks)
+        + chunk(b"IDAT", packed_zeros(zeros))
+        + chunk(b"IEND", b"")
+    )
+
+
+def bombs() -> dict[str, bytes]:
+    """Small files of every format whose headers announce more pixels than memory holds."""
+    jpeg = bytearray(picture("jpeg"))
+    place = jpeg.index(b"\xff\xc0")
+    jpeg[place + 5 : place + 9] = struct.pack(">HH", 65500, 65500)
+    progressive = bytearray(picture("jpeg", progressive=True))
+    place = progressive.index(b"\xff\xc2")
+    progressive[place + 5 : place + 9] = struct.pack(">HH", 60000, 60000)
+    gif = bytearray(picture("gif"))
+    gif[6:10] = struct.pack("<HH", 65535, 65535)
+    bmp = bytearray(picture("bmp"))
+    bmp[18:26] = struct.pack("<ii", 100_000, 100_000)
+    return {
+        "png": png_of(100_000, 100_000),
+        "png just too large": png_of(8193, 8192),
+        "png below the limit of Pillow": png_of(9400, 9400),
+        "jpeg": bytes(jpeg),
+        "progressive jpeg": bytes(progressive),
+        "gif": bytes(gif),
+        "bmp": bytes(bmp),
+        "webp": _webp_of(16383, 16383),
+        "webp below the limit of Pillow": _webp_of(9400, 9400),
+    }
+
+
+def _webp_of(width: int, height: int) -> bytes:
+    """An animation: a still picture that is smaller than its canvas is refused as damaged."""
+    frame = picture("webp", lossless=True)[12:]
+    extent = struct.pack("<I", width - 1)[:3] + struct.pack("<I", height - 1)[:3]
+    canvas = b"VP8X" + struct.pack("<I", 10) + b"\x02\0\0\0" + extent
+    control = b"ANIM" + struct.pack("<I", 6) + bytes(6)
+    sides = struct.pack("<I", 19)[:3] + struct.pack("<I", 15)[:3]
+    placed = bytes(6) + sides + bytes(4) + frame
+    body = b"WEBP" + canvas + control + b"ANMF" + struct.pack("<I", len(placed)) + placed
+    return b"RIFF" + struct.pack("<I", len(body)) + body

@@ -1,0 +1,127 @@
+"""Pictures with captions, for a model that writes them."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from vlp.data.batch import Skip, moved
+from vlp.data.downstream.config import DownstreamDataConfig
+from vlp.data.downstream.items import Item, Items
+from vlp.data.downstream.pictures import PicturePreparation, decoded
+from vlp.data.loader import OrderedData
+from vlp.data.schema import Annotation, captions_of
+from vlp.data.stored import BadSample
+from vlp.data.text import TextProcessor
+from vlp.data.vision.indexed import Draws, indexed_data
+
+
+class CaptionDataConfig(DownstreamDataConfig):
+    """Captioned shards."""
+
+    max_caption: int = Field(
+        32, ge=3, description="tokens of a padded caption, [CLS] and [SEP] in; longer ones are cut"
+    )
+    captions: Literal["one", "all"] = Field(
+        "all", description="every caption once an epoch, or one drawn per picture"
+    )
+
+
+class Captioned(NamedTuple):
+    """pixels (3, size, size); the caption to write, "" in evaluation; all captions there are."""
+
+    pixels: Tensor
+    caption: str
+    captions: tuple[str, ...]
+
+
+class CaptionBatch(NamedTuple):
+    """pixels (B, 3, size, size) float32; caption_ids (B, L) int64, [CLS] ... [SEP] and padding.
+
+    valid (B,) bool. A batch without a good sample has one that is not valid.
+    """
+
+    pixels: Tensor
+    caption_ids: Tensor
+    valid: Tensor
+    skipped: tuple[Skip, ...] = ()
+
+    def to(self, device: torch.device | str) -> CaptionBatch:
+        """Move every tensor to `device`."""
+        return moved(self, device)
+
+
+class CaptionSet:
+    """The pictures of some shard folders, or each of their captions.
+
+    Args:
+        items: samples, or with `captions_in` their captions.
+        text: tokenizer.
+        prepare: pictures to pixels.
+        config: see there.
+    """
+
+    def __init__(
+        self,
+        items: Items,
+        text: TextProcessor,
+        prepare: PicturePreparation,
+        config: CaptionDataConfig,
+    ) -> None:
+        self.items, self.prepare, self.config = items, prepare, config
+        self.text = TextProcessor(text.tokenizer, config.max_caption)
+
+    def make(self, item: Item, number: int, draws: Draws | None = None) -> Captioned:
+        """The picture of an item of that number; with `draws`, those of training, and a caption.
+
+        Raises:
+            BadSample: the picture cannot be used, or there is no caption to train on.
+        """
+        captions = captions_of(item.raw.annotation)
+        caption = ""
+        if draws is not None:
+            if not captions:
+                raise BadSample("no text", f"{item.where}: it has no caption")
+            part = item.part
+            if self.config.captions == "one":
+                part = int(draws("caption").integers(len(captions)))
+            caption = captions[part]
+        picture = decoded(item.raw, 1, item.where)
+        pixels = self.prepare(picture, caption, number, draws)[0]
+        return Captioned(pixels, caption, tuple(captions))
+
+    def train(self, number: int, draws: Draws) -> Captioned:
+        """A picture with a caption to train on."""
+        return self.make(self.items.read(number), number, draws)
+
+    def collate(self, samples: list[Captioned], skipped: tuple[Skip, ...] = ()) -> CaptionBatch:
+        """A batch of pictures with one caption each."""
+        valid = torch.ones(len(samples), dtype=torch.bool)
+        if not samples:  # models want a row; it counts nowhere
+            size = self.prepare.evaluate.image_size
+            samples = [Captioned(torch.zeros(3, size, size), "", ())]
+            valid = torch.zeros(1, dtype=torch.bool)
+        tokens = self.text([sample.caption for sample in samples])
+        longest = int(tokens.attention_mask.sum(1).max())
+        return CaptionBatch(
+            torch.stack([sample.pixels for sample in samples]),
+            tokens.text_ids[:, :longest],
+            valid,
+            skipped,
+        )
+
+    def batches(self, batch: int, seed: int) -> OrderedData:
+        """Training batches.
+
+        Raises:
+            ConfigError: the streams do not divide the batch.
+        """
+        return indexed_data(len(self.items), self.train, self.collate, self.config, batch, seed)
+
+
+def captions_in(annotation: Annotation) -> int:
+    """How many captions a sample holds; at least one item, so that a sample without is counted."""
+    return max(1, len(captions_of(annotation)))

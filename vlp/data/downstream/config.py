@@ -1,0 +1,24 @@
+"""Where the data of a downstream task lies and how its pictures are prepared."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from vlp.data.config import AugmentConfig
+from vlp.data.views import View
+from vlp.data.vision.indexed import OrderConfig
+
+
+class DownstreamDataConfig(OrderConfig):
+    """Shard folders to train on and to choose the best model by."""
+
+    train: tuple[str, ...] = Field(min_length=1)
+    validation: tuple[str, ...] = Field((), description="none: no model is chosen")
+    limit: int | None = Field(None, ge=1, description="only the first so many items of `train`")
+    validation_limit: int | None = Field(None, ge=1, description="likewise of `validation`")
+    augment: AugmentConfig = AugmentConfig()
+    view: View = Field(
+        "picture",
+        description="what the model is shown: `shuffled` (patches in random order) and `blank` "
+        "tell what it owes to places and to the picture",
+    )

@@ -1,0 +1,94 @@
+"""A flat list of what some shard folders hold: samples, or the questions or expressions in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from vlp.config import ConfigError
+from vlp.data.schema import Annotation
+from vlp.data.shards import ShardIndex
+from vlp.data.stored import BadSample, RawSample
+
+Parts = Callable[[Annotation], int]
+"""How many items a sample holds."""
+
+
+class Item(NamedTuple):
+    """One item: its sample, its number within the sample, and words that say where it lies."""
+
+    raw: RawSample
+    part: int
+    where: str
+
+
+class Items:
+    """Items of shard folders, in their order, by number.
+
+    Args:
+        folders: shard folders.
+        parts: items of a sample; every annotation is read once to count them. A sample whose
+            annotation cannot be read is one (bad) item. None: a sample is an item, nothing is read.
+        limit: only the first so many items.
+
+    Raises:
+        ConfigError: a folder or its index cannot be read, there is no item, or a limit below 1.
+    """
+
+    def __init__(
+        self,
+        folders: Sequence[str | Path],
+        parts: Parts | None = None,
+        limit: int | None = None,
+    ) -> None:
+        if limit is not None and limit < 1:
+            raise ConfigError(f"limit {limit}: at least one item is needed")
+        self.folders = tuple(str(folder) for folder in folders)
+        self._indices = [ShardIndex.open(folder) for folder in folders]
+        self._shards = [
+            (index, number) for index in self._indices for number in range(len(index.shards))
+        ]
+        samples = [index.shards[number].samples for index, number in self._shards]
+        self._first = np.concatenate([[0], np.cumsum(samples, dtype=np.int64)])
+        # Where each sample's items end; without parts a sample's number is its item's.
+        self._ends = None if parts is None else self._count(parts)
+        total = int(self._first[-1]) if self._ends is None else int(self._ends[-1])
+        if not total:
+            raise ConfigError(
+                f"{', '.join(self.folders)}: there is nothing to read in these shards"
+            )
+        self._length = total if limit is None else min(limit, total)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, number: int) -> Item:
+        """One item.
+
+        Raises:
+            BadSample: its sample cannot be read.
+            IndexError: there is no item of that number.
+        """
+        if not 0 <= number < self._length:
+            raise IndexError(f"there are {self._length} items, none at {number}")
+        sample, part = number, 0
+        if self._ends is not None:
+            sample = int(np.searchsorted(self._ends, number, side="right"))
+            part = number - (int(self._ends[sample - 1]) if sample else 0)
+        shard = int(np.searchsorted(self._first, sample, side="right")) - 1
+        index, place = self._shards[shard]
+        raw = index.read(place, sample - int(self._first[shard]))
+        return Item(raw, part, f"{index.folder / index.shards[place].name}, {raw.key}")
+
+    def _count(self, parts: Parts) -> np.ndarray:
+        counts = np.zeros(int(self._first[-1]), dtype=np.int64)
+        for (index, place), first in zip(self._shards, self._first):
+            for sample in range(index.shards[place].samples):
+                try:
+                    counts[first + sample] = parts(index.read_annotation(place, sample))
+                except BadSample:
+                    counts[first + sample] = 1
+        return np.cumsum(counts)

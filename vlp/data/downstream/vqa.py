@@ -1,0 +1,173 @@
+"""Questions about pictures, each with the answers that several people gave."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from vlp.data.batch import Skip, moved
+from vlp.data.downstream.answers import answers_of
+from vlp.data.downstream.config import DownstreamDataConfig
+from vlp.data.downstream.items import Item, Items
+from vlp.data.downstream.pictures import PicturePreparation, decoded
+from vlp.data.loader import OrderedData
+from vlp.data.scenes.annotation import SOURCE
+from vlp.data.schema import Annotation, Question
+from vlp.data.stored import BadSample
+from vlp.data.text import TextProcessor, TextTokens
+from vlp.data.vision.indexed import Draws, indexed_data
+
+
+class VqaDataConfig(DownstreamDataConfig):
+    """Shards with `questions`, and what may be answered."""
+
+    max_answer: int = Field(
+        12, ge=3, description="tokens of a padded answer, [CLS] and [SEP] in; longer ones are cut"
+    )
+    answers: str | None = Field(
+        None,
+        description="file of the answers to choose from, a JSON list or a text a line; null: the "
+        "most frequent ones of `train`",
+    )
+    most_answers: int = Field(3129, ge=1, description="of those that are taken from `train`")
+
+
+class Asked(NamedTuple):
+    """pixels (3, size, size); tokens of one row; answers with the number of people, none in a test
+    set; types of the question by division, as far as the sample tells."""
+
+    pixels: Tensor
+    tokens: TextTokens
+    question: Question
+    answers: Mapping[str, int]
+    types: Mapping[str, str]
+
+
+class VqaBatch(NamedTuple):
+    """B questions and T answers of at most L tokens.
+
+    pixels (B, 3, size, size) float32; text_ids, attention_mask, word_mask (B, N); answer_ids (T, L)
+    int64, [CLS] ... [SEP] and padding; owners (T,) int64, the question of each; shares (T,) float32
+    of its people, 1 a question in all; valid (B,) bool. A batch without a good question has one
+    that is not valid.
+    """
+
+    pixels: Tensor
+    text_ids: Tensor
+    attention_mask: Tensor
+    word_mask: Tensor
+    answer_ids: Tensor
+    owners: Tensor
+    shares: Tensor
+    valid: Tensor
+    skipped: tuple[Skip, ...] = ()
+
+    def to(self, device: torch.device | str) -> VqaBatch:
+        """Move every tensor to `device`."""
+        return moved(self, device)
+
+
+class QuestionSet:
+    """The questions of some shard folders.
+
+    Args:
+        items: the questions, `questions_in` of each sample.
+        text: tokenizer of questions.
+        prepare: pictures to pixels.
+        max_answer: see `VqaDataConfig`.
+    """
+
+    def __init__(
+        self, items: Items, text: TextProcessor, prepare: PicturePreparation, max_answer: int
+    ) -> None:
+        self.items, self.text, self.prepare = items, text, prepare
+        self.answer_text = TextProcessor(text.tokenizer, max_answer)
+
+    def make(self, item: Item, number: int, draws: Draws | None = None) -> Asked:
+        """The question of an item of that number; `draws` are those of training.
+
+        Raises:
+            BadSample: its picture or its text cannot be used.
+        """
+        annotation = item.raw.annotation
+        question = (annotation.questions or [])[item.part]
+        if not question.question.strip():
+            raise BadSample("no text", f"{item.where}: question {question.id} is blank")
+        picture = decoded(item.raw, 1, item.where)
+        answers = answers_of(question)
+        # A mirrored picture would make "left" false in an answer, too.
+        said = " ".join([question.question, *answers])
+        return Asked(
+            self.prepare(picture, said, number, draws)[0],
+            self.text([question.question]),
+            question,
+            answers,
+            question_types(annotation, question),
+        )
+
+    def train(self, number: int, draws: Draws) -> Asked:
+        """A question to train on; one without answers is a bad sample."""
+        item = self.items.read(number)
+        asked = self.make(item, number, draws)
+        if not asked.answers:
+            raise BadSample("no answers", f"{item.where}: nobody answered {asked.question.id}")
+        return asked
+
+    def collate(self, asked: list[Asked], skipped: tuple[Skip, ...] = ()) -> VqaBatch:
+        """A batch of questions with all their answers."""
+        valid = torch.ones(len(asked), dtype=torch.bool)
+        if not asked:  # models want a row; it counts nowhere
+            size = self.prepare.evaluate.image_size
+            nothing = Question(id="", question="")
+            blank = torch.zeros(3, size, size)
+            asked = [Asked(blank, self.text([""]), nothing, {"": 1}, {})]
+            valid = torch.zeros(1, dtype=torch.bool)
+        said = [
+            (answer, row, count / sum(one.answers.values()))
+            for row, one in enumerate(asked)
+            for answer, count in one.answers.items()
+        ]
+        answers = self.answer_text([answer for answer, _, _ in said])
+        longest = int(answers.attention_mask.sum(1).max()) if said else 0
+        ids, attention, words = (torch.cat(rows) for rows in zip(*(one.tokens for one in asked)))
+        return VqaBatch(
+            torch.stack([one.pixels for one in asked]),
+            ids,
+            attention,
+            words,
+            answer_ids=answers.text_ids[:, :longest],
+            owners=torch.tensor([row for _, row, _ in said], dtype=torch.int64),
+            shares=torch.tensor([share for _, _, share in said]),
+            valid=valid,
+            skipped=skipped,
+        )
+
+    def batches(self, config: DownstreamDataConfig, batch: int, seed: int) -> OrderedData:
+        """Training batches.
+
+        Raises:
+            ConfigError: the streams do not divide the batch.
+        """
+        return indexed_data(len(self.items), self.train, self.collate, config, batch, seed)
+
+
+def questions_in(annotation: Annotation) -> int:
+    """How many questions a sample holds."""
+    return len(annotation.questions or ())
+
+
+def question_types(annotation: Annotation, question: Question) -> dict[str, str]:
+    """Divisions of a question: `answer` and `question`, from `answer_type` and `question_type`.
+
+    The generated corpus says what a question asks for in its id.
+    """
+    extra = question.model_extra or {}
+    named = {part: extra.get(f"{part}_type") for part in ("answer", "question")}
+    found = {part: kind for part, kind in named.items() if isinstance(kind, str) and kind}
+    if annotation.source == SOURCE and "question" not in found and "-" in question.id:
+        found["question"] = question.id.rpartition("-")[2]
+    return found

@@ -1,0 +1,33 @@
+"""What a model is shown in place of a picture, to learn what it owes to the picture."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import fold, unfold
+
+View = Literal["picture", "shuffled", "blank"]
+"""The picture; its patches in random order, so that nothing is where it was; a plain grey."""
+
+
+def viewed(pixels: Tensor, view: View, patch_size: int, seed: int) -> Tensor:
+    """Pictures as the view wants them; each one's patches have an order of their own.
+
+    Args:
+        pixels: (pictures, 3, height, width).
+        view: what is shown.
+        patch_size: side of a patch in pixels.
+        seed: of the orders.
+    """
+    if view == "blank":
+        return torch.zeros_like(pixels)
+    if view == "picture":
+        return pixels
+    generator = torch.Generator().manual_seed(seed)
+    patches = unfold(pixels, patch_size, stride=patch_size)  # (pictures, values, patches)
+    count = patches.shape[-1]
+    orders = [torch.randperm(count, generator=generator) for _ in patches]
+    mixed = torch.stack([patch[:, order] for patch, order in zip(patches, orders)])
+    return fold(mixed, pixels.shape[-2:], patch_size, stride=patch_size)
