@@ -74,7 +74,7 @@ def load_config(
         nested: Any = _numbers(value)
         for part in reversed(key.split(".")):
             nested = {part: nested}
-        values = _merge(values, nested)
+        values = merged(values, nested)
         for leaf in (key, *(f"{key}.{inner}" for inner in _paths(value))):
             origins[leaf] = COMMAND_LINE
         for depth in range(1, key.count(".") + 1):
@@ -110,16 +110,17 @@ def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str,
     if parent is None:
         return values, origins
     base, base_origins = _read(path.parent / parent, (*seen, path))
-    return _merge(base, values), base_origins | origins
+    return merged(base, values), base_origins | origins
 
 
-def _merge(base: Mapping[str, Any], update: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
+def merged(base: Mapping[str, Any], update: Mapping[str, Any]) -> dict[str, Any]:
+    """Values with others over them: a mapping merges into a mapping, everything else replaces."""
+    result = dict(base)
     for key, value in update.items():
-        old = merged.get(key)
+        old = result.get(key)
         both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        merged[key] = _merge(old, value) if both else value  # type: ignore[arg-type]
-    return merged
+        result[key] = merged(old, value) if both else value  # type: ignore[arg-type]
+    return result
 
 
 def _paths(values: Any, prefix: str = "") -> Iterator[str]:

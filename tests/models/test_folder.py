@@ -11,6 +11,7 @@ from vlp.data.transforms import Preprocessing
 from vlp.models.config import ModelConfig
 from vlp.models.folder import save_pretrained, start_from
 from vlp.models.vlp import VLPModel
+from vlp.positions import list_positions
 
 
 @pytest.fixture
@@ -107,6 +108,115 @@ def test_a_start_resamples_positions(saved):
     assert report.resized == ["image_encoder.vit.pos_embed"]
     table = larger.image_encoder.vit.pos_embed
     assert torch.equal(table[:, 0], model.image_encoder.vit.pos_embed[:, 0])
+
+
+def sized(image_size, *position, layout="ace", **cross):
+    changes = {"position": position, "layout": layout} | cross
+    return ModelConfig.model_validate(
+        TINY_MODEL
+        | {"image": TINY_MODEL["image"] | {"image_size": image_size}}
+        | {"cross": TINY_MODEL["cross"] | changes}
+    )
+
+
+def trained_folder(folder, config):
+    """A model whose every encoding has learned something."""
+    torch.manual_seed(0)
+    model = VLPModel(config).eval()
+    for parameter in model.cross_encoder.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    size = config.image.image_size
+    save_pretrained(folder, config, model.state_dict(), tiny_text(), Preprocessing(size))
+    return model
+
+
+@pytest.mark.parametrize("name", [*list_positions(), "ape", "rpe"])
+def test_a_start_carries_every_encoding_to_another_picture_size(tmp_path, name):
+    """A start at 24 px from a folder of 16 px, patches of 4, or the encoding's name and sizes."""
+    model = trained_folder(tmp_path, sized(16, name))
+    larger = VLPModel(sized(24, name)).eval()
+    if name == "irpe-quantization":
+        with pytest.raises(ValueError, match=f"{tmp_path}: {name} of the image .*4 x 4 .*6 x 6"):
+            start_from(larger, tmp_path)
+        return
+    report = start_from(larger, tmp_path)
+    assert not report.unused
+    assert not report.missing
+    assert sorted(report.matched + report.resized) == sorted(larger.state_dict())
+    assert {part.rpartition("image.")[2] for part in report.resized[1:]} == {
+        "ape": {"table"}, "learned-1d": {"table"}, "cope": {"table"},
+        "learned-2d": {"table_rows", "table_columns"}, "sasa": {"table_x", "table_y"},
+        "sape": {"tables_x.key", "tables_y.key"},
+    }.get(name, set())  # fmt: skip
+    pixels, tokens = torch.randn(2, 3, 24, 24), tiny_text()(["a red circle", "a blue square"])
+    with torch.no_grad():
+        odds = larger.match(larger.encode_image(pixels), larger.encode_text(*tokens))
+        assert odds.isfinite().all()
+        if name in ("ape", "learned-1d", "learned-2d"):
+            return
+        # The trained cross-modal encoder on the larger grid, were it ever shown one.
+        model.image_encoder, model.config = larger.image_encoder, larger.config
+        model.cross_encoder.grid = larger.cross_encoder.grid
+        expected = model.match(model.encode_image(pixels), model.encode_text(*tokens))
+    torch.testing.assert_close(odds, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_encodings_are_found_by_their_names_and_not_by_their_numbers(tmp_path):
+    trained = ("shaw", "rpe", "anchor", "learned-1d", "ape")
+    model = trained_folder(tmp_path, sized(16, *trained))
+    other = VLPModel(sized(16, "irpe-product", "rpe", "uniform", "ape"))
+    report = start_from(other, tmp_path)
+    there, here = model.state_dict(), other.state_dict()
+    for kept, before in (
+        ("attention.positions.1", "attention.positions.1"),
+        ("positions.0", "positions.1"),
+    ):
+        lead = "cross_encoder." if kept == "positions.0" else "cross_encoder.layers.0."
+        mine = {n: t for n, t in here.items() if n.startswith(f"{lead}{kept}.")}
+        assert mine
+        for name, tensor in mine.items():
+            assert torch.equal(tensor, there[name.replace(f"{lead}{kept}", f"{lead}{before}")]), (
+                name
+            )
+    # As many rows as Shaw's table, and ACE-RPE's, and yet not theirs.
+    for name in (
+        "attention.positions.0.image.tables.key",
+        "cross_attention.positions.0.tables.key",
+    ):
+        assert not here[f"cross_encoder.layers.0.{name}"].any()
+    assert report.missing == [
+        "cross_encoder.layers.*.attention.positions",
+        "cross_encoder.layers.*.cross_attention.positions",
+    ]
+    lost = {name.split(".positions.")[0] for name in report.unused}
+    assert len(lost) == 5  # of both layers' two attentions, and of the tokens
+
+
+@pytest.mark.parametrize("layout", ["text", "albef"])
+def test_positions_of_tokens_are_carried_in_every_layout(tmp_path, layout):
+    trained_folder(tmp_path, sized(16, "learned-2d", "anchor", layout=layout))
+    larger = VLPModel(sized(24, "learned-2d", "anchor", layout=layout))
+    report = start_from(larger, tmp_path)
+    assert len(report.resized) == 3
+
+
+def test_options_that_bind_an_encoding_to_its_grid_are_named(tmp_path):
+    options = {"rope-axial": {"rescale": True}}
+    trained_folder(tmp_path, sized(16, "rope-axial", options=options))
+    with pytest.raises(
+        ValueError, match=r"rope-axial of the image stream .*4 x 4.* 6 x 6: .*rescale"
+    ):
+        start_from(VLPModel(sized(24, "rope-axial", options=options)), tmp_path)
+
+
+def test_a_damaged_configuration_is_named(saved):
+    folder, _ = saved
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json: "):
+        start_from(other_cross(folder), folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
+        start_from(other_cross(folder), folder)
 
 
 def test_a_start_that_does_not_fit_is_an_error(saved):

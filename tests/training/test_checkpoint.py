@@ -1,4 +1,4 @@
-"""Checkpoints with a one-process engine; ranks and ZeRO stages are in test_deepspeed_engine.py."""
+"""Checkpoints with a one-process engine; ranks and ZeRO stages are in test_engines.py."""
 
 import errno
 import hashlib

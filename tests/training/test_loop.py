@@ -11,11 +11,13 @@ import pytest
 import torch
 from training_toy import PlainEngine, ToyData, ToyTask, toy_config
 
-from vlp.config import load_config
+from vlp.config import ConfigError, load_config
 from vlp.training.config import PretrainConfig
 from vlp.training.loop import NonFiniteError, poisoned, total_steps, train
+from vlp.training.progress import Progress
 from vlp.training.run_folder import RunFolder
 from vlp.training.schedule import learning_rate
+from vlp.training.selection import Selection
 from vlp.training.tensor_file import broadcast_tensors
 
 
@@ -299,3 +301,43 @@ def test_dead_features_are_warned_about(
     warned = [record.getMessage() for record in caplog.records]
     assert len(warned) == 1
     assert "image_token_cosine is 0.990" in warned[0]
+
+
+def judged_run(
+    folder: Path, figures: list[float], patience: int | None = None, resume: bool = False
+) -> dict[str, Any]:
+    """A run of 8 steps that is judged every second step, and finds these figures."""
+    torch.manual_seed(0)
+    config, task = toy_config(folder), ToyTask()
+    found = iter(figures)
+    selection = Selection(lambda: {"accuracy": next(found), "other": 0.5}, "accuracy", 2, patience)
+    engine = PlainEngine(task, config.training)
+    data, place = ToyData(), RunFolder(folder, resume)
+    return train(config, task, data, engine, place, resume, selection)
+
+
+def test_the_best_model_on_the_validation_data_is_kept(tmp_path: Path) -> None:
+    report = judged_run(tmp_path / "run", [0.4, 0.7, math.nan, 0.6])
+    assert report["best"] == {"step": 4, "accuracy": 0.7, "other": 0.5}
+    best = dict(broadcast_tensors(tmp_path / "run" / "best" / "model.safetensors"))
+    last = dict(broadcast_tensors(tmp_path / "run" / "model" / "model.safetensors"))
+    assert not same(best, last)
+    looks = [line for line in lines(tmp_path / "run") if "validation/accuracy" in line]
+    assert [(line["step"], line["validation/accuracy"]) for line in looks] == [
+        (2, 0.4), (4, 0.7), (6, None), (8, 0.6)
+    ]  # fmt: skip
+
+
+def test_a_run_ends_when_it_no_longer_gets_better(tmp_path: Path) -> None:
+    report = judged_run(tmp_path / "run", [0.4, 0.3, 0.2, 0.9], patience=2)
+    assert (report["ended"], report["step"], report["best"]["step"]) == ("finished", 6, 2)
+    assert (tmp_path / "run" / "checkpoints" / "step_6").is_dir()
+    # Started again it knows that it has seen enough.
+    again = judged_run(tmp_path / "run", [], patience=2, resume=True)
+    assert (again["ended"], again["step"]) == ("finished", 6)
+
+
+def test_an_unknown_figure_is_named(tmp_path: Path) -> None:
+    selection = Selection(lambda: {"accuracy": 1.0}, "recall", 1)
+    with pytest.raises(ConfigError, match="no figure 'recall'; there are accuracy"):
+        selection.look(Progress())

@@ -91,6 +91,11 @@ class CrossLayer(nn.Module):
         self, states: Tensor, other: Tensor, mask: Tensor | None, context: PositionContext
     ) -> Tensor:
         """Second and third step: (B, Q, width) attends to `other` (B, K, width)."""
-        crossed = self.cross_attention(states, other, mask=mask, context=context)
+        return self.add_crossed(
+            states, self.cross_attention(states, other, mask=mask, context=context)
+        )
+
+    def add_crossed(self, states: Tensor, crossed: Tensor) -> Tensor:
+        """What follows a cross-attention: its output is added, then the third step."""
         states = self.cross_norm(states + crossed)
         return self.feed_forward_norm(states + self.feed_forward(states))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -45,19 +44,25 @@ class CrossEncoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.grid = config, grid
-        streams = _Streams(config, width, max_tokens, grid)
-        self.positions = nn.ModuleList(streams.on_tokens())
+        streams = StreamEncodings(config, width, max_tokens, grid)
+        names = encodings_by_place(config)
+        self.positions = nn.ModuleList(streams.make(name) for name in names["tokens"])
         self.layers = nn.ModuleList(
             CrossLayer(
                 width,
                 config.heads,
                 config.intermediate,
                 cross_output=config.layout == "albef",
-                positions=_between_streams(config, width),
-                self_positions=streams.within(),
+                positions=[_between(name, config, width) for name in names["cross_attention"]],
+                self_positions=[streams.make(name) for name in names["attention"]],
             )
             for _ in range(config.layers)
         )
+
+    @property
+    def stream_encodings(self) -> tuple[str, ...]:
+        """Names of the encodings that act on each stream by itself."""
+        return tuple(name for name in self.config.position if name not in CROSS_MODAL)
 
     def forward(
         self,
@@ -106,26 +111,35 @@ class CrossEncoder(nn.Module):
         return text, image if both and need_image else None
 
 
-def _between_streams(config: CrossConfig, width: int) -> list[PositionEncoding]:
-    """Encodings of the cross-attention: ACE-RPE, or the same module fed with constant paths."""
+def encodings_by_place(config: CrossConfig) -> dict[str, tuple[str, ...]]:
+    """Names in the order of their modules: on the `tokens`, and in a layer's two attentions."""
+    own = [name for name in config.position if name not in (*SHORTHANDS, *CROSS_MODAL)]
+    on_tokens = [name for name in own if acts_on_tokens(name)]
+    within = [name for name in own if not acts_on_tokens(name)]
+    shorthands = {name for name in SHORTHANDS if name in config.position}
+    return {
+        "tokens": (*on_tokens, *({"ape"} & shorthands)),
+        "attention": (*within, *({"rpe"} & shorthands)),
+        "cross_attention": tuple(name for name in config.position if name in CROSS_MODAL),
+    }
+
+
+def _between(name: str, config: CrossConfig, width: int) -> PositionEncoding:
+    """ACE-RPE, or the same module fed with constant paths."""
     anchor = config.anchor
-    return [
-        create_position(
-            name,
-            width=width,
-            heads=config.heads,
-            groups=anchor.groups,
-            roles=anchor.roles,
-            mode=anchor.mode,
-            shared_heads=anchor.shared_heads,
-            scale=anchor.scale,
-        )
-        for name in config.position
-        if name in CROSS_MODAL
-    ]
+    return create_position(
+        name,
+        width=width,
+        heads=config.heads,
+        groups=anchor.groups,
+        roles=anchor.roles,
+        mode=anchor.mode,
+        shared_heads=anchor.shared_heads,
+        scale=anchor.scale,
+    )
 
 
-class _Streams:
+class StreamEncodings:
     """Makes the encodings that act on each stream by itself."""
 
     def __init__(
@@ -135,21 +149,14 @@ class _Streams:
         sizes: dict[str, Any] = {"width": width, "heads": config.heads}
         grids = {"text": (1, max_tokens - 1), "image": grid}
         self._sizes = {stream: sizes | {"grid": own} for stream, own in grids.items()}
-        self._own = [name for name in config.position if name not in (*SHORTHANDS, *CROSS_MODAL)]
 
-    def on_tokens(self) -> Sequence[PositionEncoding]:
-        """Those before the first layer."""
-        named = [self._make(name) for name in self._own if acts_on_tokens(name)]
-        if "ape" in self._config.position:
-            named.append(self._make("learned-1d", deviation=APE_DEVIATION))
-        return named
-
-    def within(self) -> Sequence[PositionEncoding]:
-        """Those of the self-attention of one layer."""
-        named = [self._make(name) for name in self._own if not acts_on_tokens(name)]
-        if "rpe" in self._config.position:
-            named.append(self._make("irpe-product", roles=("query", "key")))
-        return named
+    def make(self, name: str) -> ByModality:
+        """One of the configuration's, by the name it has there."""
+        if name == "ape":
+            return self._make("learned-1d", deviation=APE_DEVIATION)
+        if name == "rpe":
+            return self._make("irpe-product", roles=("query", "key"))
+        return self._make(name)
 
     def _make(self, name: str, **options: Any) -> ByModality:
         options = {**self._config.options.get(name, {}), **options}

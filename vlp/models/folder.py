@@ -20,6 +20,7 @@ from torch import Tensor
 
 from vlp.data.text import TextProcessor
 from vlp.data.transforms import Preprocessing
+from vlp.models.carried_encodings import carry_encodings
 from vlp.models.config import ModelConfig
 from vlp.models.vlp import VLPModel
 from vlp.models.weights import LoadReport, copy_weights, resample_positions
@@ -35,13 +36,14 @@ class Loaded(NamedTuple):
 
     text: captions -> ids and masks, as `encode_text` takes them; preprocess: PIL picture ->
     (3, size, size) float32; heads: weights of pretraining's heads by name, such as
-    `mlm_head.bias`, empty where the folder has none.
+    `mlm_head.bias`, empty where the folder has none; folder: where it was all read.
     """
 
     model: VLPModel
     text: TextProcessor
     preprocess: Preprocessing
     heads: Mapping[str, Tensor] = MappingProxyType({})
+    folder: Path | None = None
 
 
 def save_pretrained(
@@ -87,17 +89,12 @@ def from_pretrained(folder_or_name: str | Path) -> Loaded:
         FileNotFoundError: neither a folder nor a hub name, or a file is missing in it.
         ValueError: the weights do not fit the configuration, or a file is damaged.
     """
-    folder = _local(folder_or_name)
+    folder = local_folder(folder_or_name)
     config_file, weights_file = folder / CONFIG, folder / WEIGHTS
     for file in (config_file, weights_file):
         if not file.is_file():
             raise FileNotFoundError(f"{folder} is not a model folder: {file.name} is missing")
-    try:
-        plain = json.loads(config_file.read_text(encoding="utf-8"))
-        plain.pop("model_type", None)
-        config = ModelConfig.model_validate(plain)
-    except (json.JSONDecodeError, ValidationError) as error:
-        raise ValueError(f"{config_file}: {error}") from error
+    config = _read_config(config_file)
     model = VLPModel(config)
     state = _read_weights(weights_file)
     try:
@@ -105,8 +102,7 @@ def from_pretrained(folder_or_name: str | Path) -> Loaded:
     except RuntimeError as error:
         raise ValueError(f"{weights_file} does not fit {config_file}: {error}") from error
     text = TextProcessor.load(folder, config.text.max_tokens)
-    heads = _read_weights(folder / HEADS) if (folder / HEADS).is_file() else {}
-    return Loaded(model.eval(), text, Preprocessing.load(folder), heads)
+    return Loaded(model.eval(), text, Preprocessing.load(folder), read_heads(folder), folder)
 
 
 def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
@@ -114,27 +110,55 @@ def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
 
     Encodings and token projections that the folder lacks keep their own start (zero for ACE-RPE, so
     that the model computes at first what the folder's does); those it has and the model has not are
-    left out. Image positions of another grid are resampled.
+    left out. Where pictures have another size, the image encoder's positions are resampled, and
+    tables of the cross-modal encoder carried over (`vlp.positions.carry_over`).
 
     Raises:
-        FileNotFoundError: neither a folder nor a hub name, or it holds no weights.
-        ValueError: anything else is missing, left over, or of another shape.
+        FileNotFoundError: neither a folder nor a hub name, or a file is missing in it.
+        ValueError: anything else is missing, left over, or of another shape; an encoding is bound
+            to the grid it was trained on.
     """
-    weights_file = _local(folder_or_name) / WEIGHTS
-    if not weights_file.is_file():
-        raise FileNotFoundError(f"{folder_or_name} is not a model folder: {WEIGHTS} is missing")
-    state = _read_weights(weights_file)
+    folder = local_folder(folder_or_name)
+    for file in (CONFIG, WEIGHTS):
+        if not (folder / file).is_file():
+            raise FileNotFoundError(f"{folder_or_name} is not a model folder: {file} is missing")
+    state, trained = _read_weights(folder / WEIGHTS), _read_config(folder / CONFIG)
+    try:
+        found, resized, unused = carry_encodings(model, trained, state)
+    except ValueError as error:
+        raise ValueError(f"{folder_or_name}: {error}") from error
     here = model.state_dict()
-    unused = [name for name in state if name not in here and re.match(_OPTIONAL, name)]
-    found = {name: tensor for name, tensor in state.items() if name not in unused}
+    # By this model's names; those of `unused` are the folder's.
+    extra = [name for name in found if name not in here and re.match(_OPTIONAL, name)]
+    found = {name: tensor for name, tensor in found.items() if name not in extra}
     positions = "image_encoder.vit.pos_embed"
-    resized = positions in found and found[positions].shape != here[positions].shape
-    if resized:
+    if positions in found and found[positions].shape != here[positions].shape:
         found[positions] = resample_positions(
             found[positions], model.config.image.grid, str(folder_or_name)
         )
-    report = copy_weights(model, found, str(folder_or_name), unused, (_OPTIONAL,))
-    return report._replace(resized=[positions] if resized else [])
+        resized = [positions, *resized]
+    report = copy_weights(model, found, str(folder_or_name), [*unused, *extra], (_OPTIONAL,))
+    matched = [name for name in report.matched if name not in resized]
+    return report._replace(matched=matched, resized=resized)
+
+
+def read_heads(folder: Path) -> dict[str, Tensor]:
+    """Weights of the heads that a folder has beside its model, by name.
+
+    Raises:
+        ValueError: they are damaged.
+    """
+    file = folder / HEADS
+    return _read_weights(file) if file.is_file() else {}
+
+
+def _read_config(file: Path) -> ModelConfig:
+    try:
+        plain = json.loads(file.read_text(encoding="utf-8"))
+        plain.pop("model_type", None)
+        return ModelConfig.model_validate(plain)
+    except (json.JSONDecodeError, ValidationError) as error:
+        raise ValueError(f"{file}: {error}") from error
 
 
 def _read_weights(file: Path) -> dict[str, Tensor]:
@@ -145,15 +169,30 @@ def _read_weights(file: Path) -> dict[str, Tensor]:
 
 
 def push_to_hub(folder: str | Path, repository: str, private: bool = False) -> str:
-    """Upload a model folder to the hub and return its address."""
+    """Upload a model folder with its model card to the hub and return its address.
+
+    A card that was written by hand is kept, any other made anew.
+
+    Raises:
+        FileNotFoundError: it is no model folder.
+        ValueError: a file of it is damaged.
+    """
     from huggingface_hub import HfApi
 
+    from vlp.models.model_card import write_model_card
+
+    write_model_card(folder)
     api = HfApi()
     api.create_repo(repository, private=private, exist_ok=True)
     return str(api.upload_folder(folder_path=str(folder), repo_id=repository))
 
 
-def _local(folder_or_name: str | Path) -> Path:
+def local_folder(folder_or_name: str | Path) -> Path:
+    """A folder itself, or a name on the hub as its local copy.
+
+    Raises:
+        FileNotFoundError: neither.
+    """
     folder = Path(folder_or_name)
     if folder.is_dir():
         return folder

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -12,7 +14,7 @@ from vlp.models.cross_encoder import CrossEncoder, Pairs
 from vlp.models.features import CrossFeatures, ImageFeatures, TextFeatures
 from vlp.models.image_encoder import ImageEncoder
 from vlp.models.text_encoder import TextEncoder
-from vlp.positions.anchor_field import AnchorField, anchor_field, uniform_field
+from vlp.positions.anchor_field import AnchorField, anchor_field, joined_fields, uniform_field
 
 # BERT's and ViT's start at 768 channels. A narrower image or cross-modal encoder starts with more,
 # so that its layers pass on as much as those of 768 channels do: with 0.02 at width 128 a model
@@ -139,6 +141,37 @@ class VLPModel(nn.Module):
             text.states, image.states, text.attention_mask, anchors, pairs, need_image
         )
         return CrossFeatures(text=text_states, image=image_states, anchors=anchors)
+
+    def cross_several(
+        self, images: Sequence[ImageFeatures], text: TextFeatures, tags: Tensor
+    ) -> CrossFeatures:
+        """Cross-modal states of texts that are each about several pictures, read in one pass.
+
+        The tokens of all pictures stand side by side; paths lie within each picture.
+
+        Args:
+            images: features of the first, second, ... picture of every row.
+            text: B texts.
+            tags: (pictures, width), added to every token of its picture.
+
+        Raises:
+            ValueError: the cross-modal encoder has an encoding of its image stream, which knows
+                one grid of patches alone.
+        """
+        own = self.cross_encoder.stream_encodings
+        if own:
+            raise ValueError(
+                f"cross.position {', '.join(own)}: knows one picture's grid and cannot read "
+                f"{len(images)} pictures in one pass"
+            )
+        states = torch.cat([image.states + tag for image, tag in zip(images, tags)], dim=1)
+        fields = [self.anchors(image, text) for image in images]
+        found = [field for field in fields if field is not None]
+        anchors = joined_fields(found) if found else None
+        text_states, _ = self.cross_encoder(
+            text.states, states, text.attention_mask, anchors, need_image=False
+        )
+        return CrossFeatures(text=text_states, image=None, anchors=anchors)
 
     def match(self, image: ImageFeatures, text: TextFeatures) -> Tensor:
         """Log-odds that row i's text describes row i's picture: (B,) float32."""

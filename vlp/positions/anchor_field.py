@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -82,6 +83,26 @@ def anchor_field(
                 metric,
             )
         return with_prefix(path, similarity, word_mask)
+
+
+def joined_fields(fields: Sequence[AnchorField]) -> AnchorField:
+    """The fields of several pictures with one text as that of one row of tokens.
+
+    Each picture keeps its own prefix token and its own paths: no path leads from one to another.
+    The average of a word's paths (Eq. 10) is over the patches of all pictures.
+    """
+
+    def joined(tensors: Sequence[Tensor]) -> Tensor:
+        # Side by side in memory as `with_prefix` leaves them.
+        return torch.cat([tensor.transpose(2, 3) for tensor in tensors], dim=-1).transpose(2, 3)
+
+    return AnchorField(
+        path=torch.cat([field.path.transpose(2, 3) for field in fields], dim=1).transpose(2, 3),
+        text_path=joined([field.text_path for field in fields]),
+        image_mean=torch.cat([field.image_mean for field in fields], dim=1),
+        text_mean=torch.stack([field.text_mean for field in fields]).mean(0),
+        similarity=torch.cat([field.similarity for field in fields], dim=1),
+    )
 
 
 def uniform_field(word_mask: Tensor, patches: int, groups: int) -> AnchorField:

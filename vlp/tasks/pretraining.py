@@ -75,6 +75,7 @@ class Pretraining(nn.Module):
         precision: "bf16" runs the passes under autocast, "float32" does not.
         log_every: steps between the statistics that cost time.
         start: model folder whose weights come last, over public ones.
+        model: of this configuration, taken as it is in place of a new one.
 
     Raises:
         ConfigError: weights that the configuration names are missing or do not fit.
@@ -88,13 +89,14 @@ class Pretraining(nn.Module):
         precision: str = "float32",
         log_every: int = 50,
         start: str | None = None,
+        model: VLPModel | None = None,
     ) -> None:
         super().__init__()
         self.config, self.objectives, self.vocabulary = config, objectives, vocabulary
         self.precision, self.log_every = precision, log_every
-        self.model = VLPModel(config)
+        self.model = VLPModel(config) if model is None else model
         try:
-            self.weight_reports = load_public_weights(self.model)
+            self.weight_reports = [] if model else load_public_weights(self.model)
             if start is not None:
                 self.weight_reports.append(start_from(self.model, start))
         except (FileNotFoundError, ValueError) as error:

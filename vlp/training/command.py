@@ -14,19 +14,24 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from vlp.config import ConfigError, load_config
 from vlp.training import distributed
 from vlp.training.config import RunConfig
+from vlp.training.engine import Engine
+from vlp.training.selection import Selection
 
 AnyRun = TypeVar("AnyRun", bound=RunConfig)
+EngineName = Literal["deepspeed", "accelerate"]
+Build = Callable[[AnyRun], tuple[Any, Any]]
+Select = Callable[[AnyRun, Any, Any], Selection | None]
 
 
 def training_command(
     description: str | None,
     kind: type[AnyRun],
-    build: Callable[[AnyRun], tuple[Any, Any]],
+    build: Build[AnyRun],
     arguments: Sequence[str] | None = None,
 ) -> int:
     """Parse the command line of a launch script and run one rank; returns the exit code.
@@ -44,7 +49,7 @@ def training_command(
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     parser.add_argument("--local_rank", type=int, help="set by the launcher")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
-    chosen = parser.parse_args(arguments)
+    chosen = parser.parse_intermixed_args(arguments)
     return run_training(chosen.config, kind, chosen.overrides, chosen.resume, build)
 
 
@@ -53,7 +58,9 @@ def run_training(
     kind: type[AnyRun],
     overrides: Sequence[str],
     resume: bool,
-    build: Callable[[AnyRun], tuple[Any, Any]],
+    build: Build[AnyRun],
+    engine: EngineName = "deepspeed",
+    select: Select[AnyRun] | None = None,
 ) -> int:
     """Run one rank of a training; returns its exit code.
 
@@ -64,6 +71,8 @@ def run_training(
         resume: go on from the newest good checkpoint in `output`, or start if there is none.
         build: makes the task (an `nn.Module`) and its data; raises ConfigError where they do not
             fit.
+        engine: what holds the parameters.
+        select: how the model is judged while it is trained, from configuration, task and data.
     """
     distributed.prepare_environment()
     try:
@@ -71,8 +80,8 @@ def run_training(
     except ConfigError as error:
         return _refuse(str(error))
     try:
-        distributed.start()
-        code = _run(config, resume, build)
+        distributed.start(with_deepspeed=engine == "deepspeed")
+        code = _run(config, resume, build, engine, select)
         distributed.end()
         return code
     except BaseException as error:
@@ -84,26 +93,44 @@ def run_training(
         os._exit(1)
 
 
-def _run(config: AnyRun, resume: bool, build: Callable[[AnyRun], tuple[Any, Any]]) -> int:
-    from vlp.training.deepspeed_engine import DeepSpeedEngine
+def _run(
+    config: AnyRun,
+    resume: bool,
+    build: Build[AnyRun],
+    name: EngineName,
+    select: Select[AnyRun] | None,
+) -> int:
     from vlp.training.loop import train
     from vlp.training.run_folder import RunFolder
-    from vlp.training.zero import deepspeed_config
 
     problem: str | None = None
     try:
         # Other ranks may come when rank 0 has already written to the folder.
         folder = RunFolder(config.output, resume or distributed.rank() > 0)
-        deepspeed_config(config.training, distributed.world_size())
+        make_engine = _engine(name, config)
         task, data = build(config)
+        selection = None if select is None else select(config, task, data)
     except ConfigError as error:
         problem = str(error)
     problems = [found for found in distributed.gather_to_all(problem) if found is not None]
     if problems:
         return _refuse("\n".join(dict.fromkeys(problems)))
-    engine = DeepSpeedEngine(task, config.training)
-    train(config, task, data, engine, folder, resume)
+    train(config, task, data, make_engine(task), folder, resume, selection)
     return 0
+
+
+def _engine(name: EngineName, config: Any) -> Callable[[Any], Engine]:
+    """Makes the engine, once the configuration is known to fit it."""
+    if name == "accelerate":
+        from vlp.training.accelerate_engine import AccelerateEngine
+
+        config.training.require_equal_shares(distributed.world_size())
+        return lambda task: AccelerateEngine(task, config.training)
+    from vlp.training.deepspeed_engine import DeepSpeedEngine
+    from vlp.training.zero import deepspeed_config
+
+    deepspeed_config(config.training, distributed.world_size())
+    return lambda task: DeepSpeedEngine(task, config.training)
 
 
 def _refuse(message: str) -> int:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from vlp.config import Config
+from vlp.config import Config, ConfigError
 from vlp.data.config import DataConfig
 from vlp.data.inputs import Inputs, PatchMasking
 from vlp.models.config import ModelConfig
@@ -30,8 +30,8 @@ class OptimiserConfig(Config):
     )
 
 
-class TrainingConfig(Config):
-    """Length, batch, precision, checkpoints and logs of a run."""
+class LoopConfig(Config):
+    """Length, batch, precision, checkpoints and logs of any run."""
 
     batch: int = Field(
         512, ge=1, description="samples of one global batch (all ranks, one micro-step)"
@@ -40,9 +40,6 @@ class TrainingConfig(Config):
     epochs: int | None = Field(30, ge=1)
     steps: int | None = Field(None, ge=1, description="optimiser steps; wins over epochs")
     precision: Literal["bf16", "float32"] = "bf16"
-    deepspeed: str = Field(
-        "zero1", description="a file of configs/deepspeed without its suffix, or a path"
-    )
     optimiser: OptimiserConfig = OptimiserConfig()
     seed: int = 0
     log_every: int = Field(50, ge=1, description="steps")
@@ -53,20 +50,45 @@ class TrainingConfig(Config):
     )
 
     @model_validator(mode="after")
-    def _ends(self) -> TrainingConfig:
+    def _ends(self) -> LoopConfig:
         if self.epochs is None and self.steps is None:
             raise ValueError("one of epochs and steps must be a number")
         return self
 
+    def require_equal_shares(self, world_size: int) -> None:
+        """Every rank takes as many samples of a batch.
+
+        Raises:
+            ConfigError: the ranks do not divide the batch.
+        """
+        if self.batch % world_size:
+            raise ConfigError(
+                f"training.batch {self.batch} cannot be shared equally by {world_size} ranks"
+            )
+
+
+class TrainingConfig(LoopConfig):
+    """Training on DeepSpeed."""
+
+    deepspeed: str = Field(
+        "zero1", description="a file of configs/deepspeed without its suffix, or a path"
+    )
+
 
 class RunConfig(Config):
-    """What every training run has; saved resolved as `config.yaml` in `output`."""
+    """What every run has; saved resolved as `config.yaml` in `output`."""
 
     output: str = Field("runs/run", description="folder of this run")
+    training: LoopConfig
+
+
+class DeepSpeedRunConfig(RunConfig):
+    """A run of `launch/pretrain.py` or `launch/train_vision.py`."""
+
     training: TrainingConfig = TrainingConfig()
 
 
-class PretrainConfig(RunConfig):
+class PretrainConfig(DeepSpeedRunConfig):
     """Everything `launch/pretrain.py` needs."""
 
     output: str = Field("runs/pretrain", description="folder of this run")

@@ -20,15 +20,10 @@ from vlp.data.batch import Slots
 from vlp.tasks.task import StepOutput
 from vlp.training import distributed
 from vlp.training.config import TrainingConfig
-from vlp.training.engine import Update
-from vlp.training.optimiser import build_adamw, set_learning_rate
+from vlp.training.engine import MOMENTS, OPTIMISER, STEP, WEIGHTS, Update, saved_buffers
+from vlp.training.optimiser import build_adamw, create_moments, set_learning_rate
 from vlp.training.tensor_file import broadcast_tensors, write_tensors
 from vlp.training.zero import deepspeed_config
-
-WEIGHTS = "weights.safetensors"
-OPTIMISER = "optimiser.safetensors"
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-_STEP = "step"
 
 
 @contextmanager
@@ -127,7 +122,9 @@ class DeepSpeedEngine:
             if self.rank == 0:
                 state[name] = value.cpu()
         if self.rank == 0:
-            state |= {name: buffer.cpu().clone() for name, buffer in self._buffers().items()}
+            state |= {
+                name: buffer.cpu().clone() for name, buffer in saved_buffers(self.module).items()
+            }
         return state
 
     def save(self, folder: Path | None) -> None:
@@ -137,8 +134,8 @@ class DeepSpeedEngine:
             OSError: on rank 0 alone, after all ranks have given what they hold.
         """
         weights = self.state_dict()
-        moments: dict[str, Tensor] = {_STEP: self._applied_steps()}
-        for moment in _MOMENTS:
+        moments: dict[str, Tensor] = {STEP: self._applied_steps()}
+        for moment in MOMENTS:
             for name, parameter in self._named.items():
                 value = self._read_moment(parameter, moment)  # collective
                 if self.rank == 0:
@@ -154,7 +151,7 @@ class DeepSpeedEngine:
         Raises:
             KeyError: a tensor is missing or unknown: the checkpoint is of another model.
         """
-        parameters, buffers = self._frozen | self._named, self._buffers()
+        parameters, buffers = self._frozen | self._named, saved_buffers(self.module)
         missing = parameters.keys() | buffers.keys()
         for name, value in broadcast_tensors(None if folder is None else folder / WEIGHTS):
             missing.remove(name)
@@ -162,12 +159,12 @@ class DeepSpeedEngine:
                 buffers[name].copy_(value)
             else:
                 self._write_parameter(parameters[name], value.to(self.device))
-        missing |= {f"{moment}.{name}" for moment in _MOMENTS for name in self._named} | {_STEP}
+        missing |= {f"{moment}.{name}" for moment in MOMENTS for name in self._named} | {STEP}
         for name, value in broadcast_tensors(None if folder is None else folder / OPTIMISER):
             missing.remove(name)
-            if name == _STEP:
+            if name == STEP:
                 for state in self._adamw.state.values():
-                    state[_STEP].copy_(value)
+                    state[STEP].copy_(value)
                 continue
             moment, _, parameter = name.partition(".")
             self._write_moment(self._named[parameter], moment, value.to(self.device))
@@ -178,16 +175,7 @@ class DeepSpeedEngine:
 
     def _create_moments(self) -> None:
         """Zero moments from the start, so that loading need not wait for a first step."""
-        for flat in self._flat_parameters():
-            self._adamw.state[flat] = {
-                # PyTorch keeps the count beside the weights when AdamW is fused, else on the CPU.
-                _STEP: torch.zeros(
-                    (),
-                    dtype=torch.float32,
-                    device=flat.device if self._adamw.defaults.get("fused") else "cpu",
-                ),
-                **{moment: torch.zeros_like(flat) for moment in _MOMENTS},
-            }
+        create_moments(self._adamw, self._flat_parameters())
         if self.stage in (1, 2):
             self._zero._lazy_init_hp_params_optimizer_state()
 
@@ -199,13 +187,7 @@ class DeepSpeedEngine:
         return list(self._zero.single_partition_of_fp32_groups)
 
     def _applied_steps(self) -> Tensor:
-        return next(iter(self._adamw.state.values()))[_STEP].detach().cpu().clone()
-
-    def _buffers(self) -> dict[str, Tensor]:
-        """Persistent buffers by name: what of the `state_dict` is no parameter."""
-        parameters = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
-        state = self.module.state_dict()
-        return {name: tensor for name, tensor in state.items() if name not in parameters}
+        return next(iter(self._adamw.state.values()))[STEP].detach().cpu().clone()
 
     def _read_parameter(self, parameter: nn.Parameter) -> Tensor:
         if self.stage < 3:

@@ -54,9 +54,21 @@ def _compiling_nothing() -> Iterator[None]:
         torch.compile = compile_
 
 
-def start(timeout: timedelta = timedelta(minutes=30)) -> None:
+def start(timeout: timedelta = timedelta(minutes=30), with_deepspeed: bool = True) -> None:
     """Join the other ranks; the launcher's environment says who they are."""
     global _control
+    if with_deepspeed:
+        _start_deepspeed(timeout)
+    else:
+        on_gpu = torch.cuda.is_available()
+        if on_gpu:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
+    # Agreements go through the CPU, so that they never wait for the GPU's queue.
+    _control = dist.new_group(backend="gloo", timeout=timeout)
+
+
+def _start_deepspeed(timeout: timedelta) -> None:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
@@ -71,8 +83,6 @@ def start(timeout: timedelta = timedelta(minutes=30)) -> None:
     # inference calls it, and a machine that trains may have no compiler.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
-    # Agreements go through the CPU, so that they never wait for the GPU's queue.
-    _control = dist.new_group(backend="gloo", timeout=timeout)
 
 
 def end() -> None:

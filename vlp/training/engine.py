@@ -1,7 +1,7 @@
 """What the training loop needs of the machinery that holds the parameters.
 
-The loop (`vlp/training/loop.py`) sees only this; `deepspeed_engine.py` fulfils it for one process
-and for many, whatever the ZeRO stage.
+The loop (`vlp/training/loop.py`) sees only this; `deepspeed_engine.py` fulfils it whatever the
+ZeRO stage, `accelerate_engine.py` with a whole copy on every rank.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ from torch import Tensor, nn
 
 from vlp.data.batch import Slots
 from vlp.tasks.task import StepOutput
+
+# A checkpoint's files and the names in them, the same for every engine.
+WEIGHTS, OPTIMISER = "weights.safetensors", "optimiser.safetensors"
+MOMENTS, STEP = ("exp_avg", "exp_avg_sq"), "step"
 
 
 class Update(NamedTuple):
@@ -58,3 +62,10 @@ class Engine(Protocol):
 
     def load(self, folder: Path | None) -> None:
         """Take back what `save` wrote, on any number of ranks; only rank 0 reads the folder."""
+
+
+def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Persistent buffers by name: what of the `state_dict` is no parameter."""
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    state = module.state_dict()
+    return {name: tensor for name, tensor in state.items() if name not in parameters}

@@ -65,6 +65,18 @@ class RunLog:
             refresh=False,
         )
 
+    def judged(self, step: int, figures: Mapping[str, float]) -> None:
+        """Log and say the figures of the validation data after a step."""
+        if self._folder is None:
+            return
+        named = {f"validation/{name}": value for name, value in figures.items()}
+        self._file.write(json.dumps(flatten({"step": step, **named})) + "\n")
+        self._file.flush()
+        for name, value in named.items():
+            self._board.add_scalar(name, value, step)
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+        self.say(f"step {step}, validation: {shown}")
+
     def say(self, message: str) -> None:
         """A line for the person, above the bar."""
         if self._folder is not None:

@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Generator, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +32,7 @@ from vlp.training.progress import Progress
 from vlp.training.report import write_report
 from vlp.training.run_folder import RunFolder
 from vlp.training.schedule import learning_rate
+from vlp.training.selection import Selection
 from vlp.training.stop import StopSignals
 
 
@@ -60,10 +62,15 @@ def train(
     engine: Engine,
     folder: RunFolder,
     resume: bool = False,
+    selection: Selection | None = None,
 ) -> dict[str, Any]:
     """Train to the end, or to a stop signal; returns what `report.json` says.
 
+    With a selection the run also ends when that has seen enough, and the model that did best on
+    the validation data is kept in `best/`.
+
     Raises:
+        ConfigError: the selection knows no such figure.
         CheckpointError: a checkpoint cannot be written, or none can be resumed.
         NonFiniteError: more than `training.max_non_finite` steps in a row were not finite.
     """
@@ -91,7 +98,8 @@ def train(
             if resume and not found:
                 log.say(f"{folder.checkpoints} holds no checkpoint; starting from the beginning")
             meter, watch = Meter(progress), CollapseWatch()
-            while progress.step < total and not distributed.any_rank(stop.received):
+            enough = selection is not None and selection.exhausted(progress)
+            while not enough and progress.step < total and not distributed.any_rank(stop.received):
                 rate = _rate(config, progress.step, total)
                 buffers = {name: b.clone() for name, b in engine.module.named_buffers()}
                 outputs = []
@@ -117,6 +125,14 @@ def train(
                     log.write(record)
                     if main:
                         watch.check(progress.step, _representation(record))
+                if selection is not None and selection.due(progress.step, total):
+                    began = time.perf_counter()
+                    figures, better = selection.look(progress)
+                    log.judged(progress.step, figures)
+                    if better:
+                        _save_model(task, engine, folder.best)
+                    enough = selection.exhausted(progress)
+                    meter.exclude(time.perf_counter() - began)
                 if progress.step % training.checkpoint_every == 0 or progress.step == total:
                     meter.settle()
                     checkpoints.save(engine, task, progress)
@@ -124,13 +140,17 @@ def train(
             if saved != progress.step:
                 meter.settle()
                 checkpoints.save(engine, task, progress)
-            if progress.step < total:
+            if progress.step < total and not enough:
                 ended = "stopped"
                 log.say(f"stopped by a signal after step {progress.step}; go on with --resume")
             else:
-                _save_model(task, engine, folder)
+                _save_model(task, engine, folder.model)
                 ended = "finished"
                 log.say(f"finished after {progress.step} steps: {folder.model}")
+                if progress.best_step is not None:
+                    log.say(
+                        f"best on the validation data, step {progress.best_step}: {folder.best}"
+                    )
     finally:
         report = write_report(folder if main else None, ended, progress, record, engine, total)
     return report
@@ -234,11 +254,11 @@ def _representation(record: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in named.items() if not name.startswith("anchor")}
 
 
-def _save_model(task: Task, engine: Engine, folder: RunFolder) -> None:
+def _save_model(task: Task, engine: Engine, folder: Path) -> None:
     state = engine.state_dict()
     if engine.rank == 0:
-        partial = folder.model.with_suffix(".tmp")
+        partial = folder.with_suffix(".tmp")
         shutil.rmtree(partial, ignore_errors=True)
         task.save_model(partial, state)
-        shutil.rmtree(folder.model, ignore_errors=True)
-        partial.rename(folder.model)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)

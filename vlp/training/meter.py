@@ -45,6 +45,11 @@ class Meter:
             self._skipped[skip.kind] += 1
             self._examples.setdefault(skip.kind, []).append(skip.where)
 
+    def exclude(self, seconds: float) -> None:
+        """Leave out time in which nothing was trained."""
+        self._start += seconds
+        self._settled += seconds
+
     def applied(self, outputs: list[StepOutput], gradient_norm: float) -> None:
         """Add the losses and statistics of an optimiser step that was applied."""
         self._norms.append(gradient_norm)

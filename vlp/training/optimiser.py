@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vlp.config import ConfigError
 from vlp.training.config import OptimiserConfig
+from vlp.training.engine import MOMENTS, STEP
 
 # Position tables of every kind carry one of these names; matrices of the three encoders do not.
 POSITION_TABLES = re.compile(
@@ -82,6 +83,17 @@ def build_adamw(
     return torch.optim.AdamW(
         groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon, fused=on_gpu
     )
+
+
+def create_moments(optimiser: torch.optim.AdamW, parameters: Iterable[Tensor]) -> None:
+    """Zero moments from the start, so that loading a checkpoint need not wait for a first step."""
+    for parameter in parameters:
+        # PyTorch keeps the count beside the weights when AdamW is fused, else on the CPU.
+        place = parameter.device if optimiser.defaults.get("fused") else "cpu"
+        optimiser.state[parameter] = {
+            STEP: torch.zeros((), dtype=torch.float32, device=place),
+            **{moment: torch.zeros_like(parameter) for moment in MOMENTS},
+        }
 
 
 def set_learning_rate(optimiser: torch.optim.Optimizer, learning_rate: float) -> None:

@@ -49,6 +49,9 @@ def write_report(
         "non_finite_steps": progress.non_finite,
         "skipped_samples": progress.skipped,
         "skipped_examples": progress.examples,
+        "best": None
+        if progress.best_step is None
+        else {"step": progress.best_step, **progress.best_figures},
         "last_log": flatten(record),
         "ranks": engine.world_size,
         "device": _device(engine.device),

@@ -10,6 +10,8 @@ from vlp.config import ConfigError
 class RunFolder:
     """`config.yaml`, `log.jsonl`, `tensorboard/`, `checkpoints/step_N/`, `model/`, `report.json`.
 
+    A run that is judged while it trains has `best/` too.
+
     Raises:
         ConfigError: the folder holds something and the run is not resumed, or it cannot be used.
     """
@@ -50,6 +52,11 @@ class RunFolder:
     def model(self) -> Path:
         """The public model folder of a finished run."""
         return self.path / "model"
+
+    @property
+    def best(self) -> Path:
+        """The public model folder of the step that did best on the validation data."""
+        return self.path / "best"
 
     @property
     def report(self) -> Path:

@@ -11,12 +11,12 @@ from vlp.tasks.vision.detection import DetectionConfig
 from vlp.tasks.vision.grids import GridsConfig
 from vlp.tasks.vision.pixels import PixelsConfig
 from vlp.tasks.vision.widgets import WidgetsConfig
-from vlp.training.config import RunConfig
+from vlp.training.config import DeepSpeedRunConfig
 
 AnyTask = ClassificationConfig | DetectionConfig | GridsConfig | PixelsConfig | WidgetsConfig
 
 
-class VisionConfig(RunConfig):
+class VisionConfig(DeepSpeedRunConfig):
     """Everything `launch/train_vision.py` needs; `task.kind` says what is trained."""
 
     output: str = Field("runs/vision", description="folder of this run")

@@ -71,10 +71,7 @@ def deepspeed_config(config: TrainingConfig, world_size: int) -> dict[str, Any]:
     for key, value in zero.items():
         if key.startswith("offload_") and value:
             raise ConfigError(f"{path}: {key} is not supported; the state stays on the device")
-    if config.batch % world_size:
-        raise ConfigError(
-            f"training.batch {config.batch} cannot be shared equally by {world_size} ranks"
-        )
+    config.require_equal_shares(world_size)
     clip = config.optimiser.clip
     return values | {
         "train_batch_size": config.batch * config.accumulation,

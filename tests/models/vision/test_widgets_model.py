@@ -1,4 +1,4 @@
-"""Beam search, the screen encoder and the caption decoder."""
+"""The screen encoder and the caption decoder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 
 from vlp.config import ConfigError
 from vlp.data.vision.widgets import WidgetBatch
-from vlp.models.vision.beam_search import beam_search
 from vlp.models.vision.widgets import WidgetCaptioner, WidgetModelConfig
 
 WORDS, PAD, START, END = 12, 0, 2, 3
@@ -57,65 +56,6 @@ def batch(screens=2, widgets=5, seed=0):
         captions,
         torch.ones(screens, dtype=torch.bool),
     )
-
-
-class TestBeamSearch:
-    def table(self, rows, words, length, seed):
-        """Log-probabilities of a next word by row and everything said before."""
-        rng = torch.Generator().manual_seed(seed)
-        table = {
-            (row, said): torch.randn(words, generator=rng, dtype=torch.float64).log_softmax(0)
-            for row in range(rows)
-            for many in range(length)
-            for said in itertools.product(range(words), repeat=many)
-        }
-
-        def step(ids):
-            beams = len(ids) // rows
-            said = [(n // beams, tuple(row[1:])) for n, row in enumerate(ids.tolist())]
-            return torch.stack([table[one] for one in said])
-
-        return table, step
-
-    def best(self, table, row, words, length, end, penalty):
-        """The best of all sequences, tried one by one."""
-        best = (-torch.inf, ())
-        for said in itertools.product(range(words), repeat=length):
-            over = said.index(end) + 1 if end in said else length
-            score = sum(float(table[row, said[:n]][said[n]]) for n in range(over))
-            best = max(best, (score / ((5 + over) / 6) ** penalty, said[:over]))
-        return list(best[1])
-
-    @pytest.mark.parametrize("penalty", [0.0, 0.6, 3.0])
-    @pytest.mark.parametrize("seed", range(4))
-    def test_enough_beams_find_the_best(self, seed, penalty) -> None:
-        rows, words, length, end = 3, 3, 4, 1
-        table, step = self.table(rows, words, length, seed)
-        found = beam_search(step, rows, 0, end, length, 200, penalty)
-        for row, said in enumerate(found.tolist()):
-            wanted = self.best(table, row, words, length, end, penalty)
-            assert said[: len(wanted)] == wanted
-            assert set(said[len(wanted) :]) <= {end}
-
-    def test_one_beam_is_greedy(self) -> None:
-        table, step = self.table(2, 4, 5, 7)
-        found = beam_search(step, 2, 0, 1, 5)
-        for row, said in enumerate(found.tolist()):
-            greedy: list[int] = []
-            while len(greedy) < 5 and 1 not in greedy:
-                greedy.append(int(table[row, tuple(greedy)].argmax()))
-            assert said[: len(greedy)] == greedy
-
-    def test_it_stops_when_all_have_ended(self) -> None:
-        def step(ids):
-            return torch.tensor([0.1, 0.9]).log().expand(len(ids), 2)
-
-        assert beam_search(step, 3, 0, 1, 50).tolist() == [[1]] * 3
-
-    @pytest.mark.parametrize("wrong", [{"beams": 0}, {"length": 0}])
-    def test_nothing_to_search(self, wrong) -> None:
-        with pytest.raises(ValueError, match="finds nothing"):
-            beam_search(lambda ids: ids, **{"rows": 1, "start": 0, "end": 1, "length": 2, **wrong})
 
 
 class TestModel:

@@ -14,7 +14,7 @@ from vlp.data.vision.detection import DetectionBatch
 from vlp.objectives.set_prediction import set_losses
 from vlp.tasks.vision.detection import Detection, DetectionConfig, build, load
 from vlp.tasks.vision.folder import read_task
-from vlp.training.config import RunConfig
+from vlp.training.config import DeepSpeedRunConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -27,7 +27,7 @@ MODEL = {
 PLACES = {"name": "learned-2d", "options": {"deviation": 1.0}}
 
 
-class Run(RunConfig):
+class Run(DeepSpeedRunConfig):
     task: DetectionConfig
 
 

@@ -13,7 +13,7 @@ from vlp.config import ConfigError, load_config
 from vlp.data.vision.grids import collate_grids
 from vlp.tasks.vision.folder import read_task
 from vlp.tasks.vision.grids import Grids, GridsConfig, build, load, question_of
-from vlp.training.config import RunConfig
+from vlp.training.config import DeepSpeedRunConfig
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "vision"
 
@@ -94,7 +94,7 @@ def test_what_cannot_be_trained_is_refused(archive):
 
 @pytest.mark.parametrize("name", ["grids_arc", "grids_arc_tiny"])
 def test_configurations_make_a_task(name):
-    class Run(RunConfig):
+    class Run(DeepSpeedRunConfig):
         task: GridsConfig
 
     run = load_config(CONFIGS / f"{name}.yaml", Run)

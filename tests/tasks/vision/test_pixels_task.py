@@ -15,7 +15,7 @@ from vlp.config import ConfigError, load_config
 from vlp.data.vision.pixels import PixelBatch
 from vlp.tasks.vision.folder import read_task
 from vlp.tasks.vision.pixels import Pixels, PixelsConfig, build, load
-from vlp.training.config import RunConfig
+from vlp.training.config import DeepSpeedRunConfig
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "vision"
 
@@ -99,7 +99,7 @@ def test_encodings_that_do_not_fit_are_refused(planes):
 
 @pytest.mark.parametrize("name", ["pixels_imagenet64", "pixels_cifar10", "pixels_cifar10_tiny"])
 def test_configurations_make_a_task(name):
-    class Run(RunConfig):
+    class Run(DeepSpeedRunConfig):
         task: PixelsConfig
 
     run = load_config(CONFIGS / f"{name}.yaml", Run)

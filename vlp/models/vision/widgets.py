@@ -17,7 +17,7 @@ from vlp.data.vision.hierarchy import KINDS
 from vlp.data.vision.widgets import WidgetBatch
 from vlp.layers.attention import Attention
 from vlp.layers.post_norm import FeedForward
-from vlp.models.vision.beam_search import beam_search
+from vlp.models.beam_search import beam_search
 from vlp.models.vision.config import PositionConfig
 from vlp.models.vision.encodings import create_encoding
 from vlp.positions import PositionContext, PositionEncoding
@@ -238,7 +238,7 @@ class WidgetCaptioner(nn.Module):
         states = self.widgets(batch)
         silent = list(self.silent)
 
-        def step(ids: Tensor) -> Tensor:
+        def step(ids: Tensor, parents: Tensor) -> Tensor:
             repeated = states.repeat_interleave(len(ids) // len(states), 0)
             logits = self.decode(repeated, ids)[:, -1].float()
             logits[:, silent] = -torch.inf

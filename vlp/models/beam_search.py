@@ -7,9 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+Step = Callable[[Tensor, Tensor], Tensor]
+
 
 def beam_search(
-    step: Callable[[Tensor], Tensor],
+    step: Step,
     rows: int,
     start: int,
     end: int,
@@ -25,9 +27,10 @@ def beam_search(
     greedy decoding.
 
     Args:
-        step: (rows * beams, t) ids of which the first is `start` -> log-probabilities
-            (rows * beams, vocabulary) of the next one; row r's beams lie side by side, in any
-            number that divides the rows.
+        step: (rows * beams, t) ids of which the first is `start`, and for each the row of the call
+            before that it continues (itself in the first call), for decoders that remember what
+            came before -> log-probabilities (rows * beams, vocabulary) of the next one; row r's
+            beams lie side by side, in any number that divides the rows.
         rows: sequences.
         start: first id of each.
         end: id after which a sequence is over.
@@ -45,12 +48,17 @@ def beam_search(
     if beams < 1 or length < 1:
         raise ValueError(f"a search of {beams} beams and {length} tokens finds nothing")
     ids = torch.full((rows, 1, 1), start, device=device)
+    parent = torch.zeros(rows, 1, dtype=torch.int64, device=device)
     scores = torch.zeros(rows, 1, device=device)
     over = torch.zeros(rows, 1, dtype=torch.bool, device=device)
+    before = 1
     for _ in range(length):
         if bool(over.all()):
             break
-        next_scores = step(ids.flatten(0, 1)).unflatten(0, (rows, -1)).to(scores.dtype)
+        continued = parent + before * torch.arange(rows, device=device)[:, None]
+        before = ids.shape[1]
+        next_scores = step(ids.flatten(0, 1), continued.flatten())
+        next_scores = next_scores.unflatten(0, (rows, -1)).to(scores.dtype)
         vocabulary = next_scores.shape[-1]
         # A sequence that is over goes on in one way, which costs nothing.
         only_end = torch.full((vocabulary,), -torch.inf, device=device)

@@ -1,0 +1,26 @@
+"""Fine-tune on NLVR2: is a statement true of two pictures? (NLVR v1: of one picture.)
+
+    accelerate launch launch/finetune_nlvr2.py --config configs/finetune/nlvr2.yaml --from DIR
+    python launch/finetune_nlvr2.py --config FILE --from DIR training.batch=64   (one process)
+
+`task.kind: assignment` prepares for it with any captioned shards: which of two pictures, if any,
+does a caption tell of? (configs/finetune/nlvr2_assignment.yaml; then `--from` its model.)
+The run's folder is the key `output`: `best/` is the model that did best on the validation data,
+`model/` the last one. `--resume` goes on from its newest good checkpoint, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from evaluation.finetuning import finetuning_command
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and run one rank; returns the exit code."""
+    return finetuning_command(__doc__, ("statements", "assignment"), arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

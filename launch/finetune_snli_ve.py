@@ -1,0 +1,24 @@
+"""Fine-tune on SNLI-VE: is a hypothesis about a picture true, false, or not to be told?
+
+    accelerate launch launch/finetune_snli_ve.py --config configs/finetune/snli_ve.yaml --from DIR
+    python launch/finetune_snli_ve.py --config FILE --from DIR training.batch=64   (one process)
+
+The run's folder is the key `output`: `best/` is the model that did best on the validation data,
+`model/` the last one. `--resume` goes on from its newest good checkpoint, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from evaluation.finetuning import finetuning_command
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and run one rank; returns the exit code."""
+    return finetuning_command(__doc__, ("entailment",), arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

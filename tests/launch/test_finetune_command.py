@@ -1,0 +1,116 @@
+"""`launch/finetune_*.py`: real runs on Accelerate, on two ranks as on one, judged and resumed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import ranks
+import torch
+from claim_shards import entailment_shards, tiny_folder
+from safetensors.torch import load_file
+
+from vlp.config import load_config
+from vlp.tasks.downstream.task import KINDS, load_task
+from vlp.training.finetune_config import FinetuneConfig
+
+COMMAND = ranks.ROOT / "launch" / "finetune_snli_ve.py"
+CONFIGS = ranks.ROOT / "configs" / "finetune"
+PLAIN = "{randaugment: false, crop_scale: [1.0, 1.0], mirror: false}"
+
+
+def run(arguments: list[str], world_size: int = 1) -> str:
+    results = ranks.finish(ranks.start([COMMAND, *arguments], world_size), timeout=300)
+    said = "".join(output for _, output in results)
+    assert {code for code, _ in results} == {0}, said
+    return said
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_shipped_configuration_loads(file):
+    config = load_config(file, FinetuneConfig)
+    assert config.task.kind in KINDS
+    header = file.read_text().split("\noutput")[0]
+    assert header.startswith("# "), "opens with what it is and the command that runs it"
+    script = header.split("launch/finetune_")[1].split(".py")[0]
+    assert (ranks.ROOT / "launch" / f"finetune_{script}.py").is_file()
+    assert f"configs/finetune/{file.name}" in header
+
+
+@pytest.mark.distributed
+def test_two_ranks_train_what_one_does_and_a_killed_run_goes_on(tmp_path):
+    start = tiny_folder(tmp_path / "start")
+    train = entailment_shards(tmp_path / "train", 24)
+    validation = entailment_shards(tmp_path / "validation", 10)
+    arguments = [
+        *("--config", str(CONFIGS / "scenes_entailment.yaml"), "--from", str(start)),
+        f"task.data.train=[{train}]",
+        f"task.data.validation=[{validation}]",
+        f"task.data.augment={PLAIN}",
+        *("task.data.canonical_streams=2", "training.precision=float32", "training.batch=8"),
+        *("training.steps=6", "training.accumulation=2", "training.log_every=1"),
+        *("training.checkpoint_every=3", "training.evaluate_every=2"),
+    ]
+    run([*arguments, f"output={tmp_path / 'one'}"])
+    run([*arguments, f"output={tmp_path / 'two'}"], 2)
+    logs = [
+        [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        for name in ("one", "two")
+    ]
+    for mine, other in zip(*logs, strict=True):
+        assert mine["step"] == other["step"]
+        for name in ("loss/total", "validation/accuracy"):
+            assert mine.get(name) == pytest.approx(other.get(name), abs=1e-5)
+    looks = [line["step"] for line in logs[0] if "validation/accuracy" in line]
+    assert looks == [2, 4, 6]
+    report = json.loads((tmp_path / "one" / "report.json").read_text())
+    assert report["best"]["step"] in looks
+    best = load_task(tmp_path / "one" / "best")
+    assert best.kind == "entailment"
+
+    # As if it had been killed between its checkpoints, and goes on with another number of ranks.
+    shutil.rmtree(tmp_path / "two" / "checkpoints" / "step_6")
+    shutil.rmtree(tmp_path / "two" / "model")
+    run([*arguments, f"output={tmp_path / 'two'}", "--resume"])
+    one, two = (
+        load_file(tmp_path / name / "model" / "model.safetensors") for name in ("one", "two")
+    )
+    assert max(float((one[name] - two[name]).abs().max()) for name in one) < 1e-5
+
+
+@pytest.mark.distributed
+def test_two_runs_of_one_seed_are_equal_to_the_bit(tmp_path):
+    start = tiny_folder(tmp_path / "start")
+    train = entailment_shards(tmp_path / "train", 16)
+    found = []
+    for name in ("first", "second"):
+        run([
+            *("--config", str(CONFIGS / "scenes_entailment.yaml"), f"start={start}"),
+            *(f"task.data.train=[{train}]", "task.data.validation=[]", "training.batch=8"),
+            *("training.steps=3", f"output={tmp_path / name}"),
+        ])  # fmt: skip
+        found.append(load_file(tmp_path / name / "model" / "heads.safetensors"))
+        assert not (tmp_path / name / "best").exists()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.distributed
+def test_what_cannot_be_used_is_one_line_and_code_2(tmp_path):
+    start = tiny_folder(tmp_path / "start")
+    train = entailment_shards(tmp_path / "train", 4)
+    common = ["--config", str(CONFIGS / "scenes_entailment.yaml"), f"output={tmp_path / 'run'}"]
+    data = [f"task.data.train=[{train}]", "task.data.validation=[]"]
+    cases = {
+        "is no model folder": ["--from", str(tmp_path / "nowhere"), *data],
+        "no such folder of shards": [f"start={start}", "task.data.train=[nowhere]"],
+        "is not what this script trains": [f"start={start}", *data, "task.kind=statements"],
+        "did you mean": [f"start={start}", *data, "training.evaluate_evry=3"],
+        "cannot be shared equally": [f"start={start}", *data, "training.batch=9"],
+    }
+    for words, arguments in cases.items():
+        world = 2 if "shared" in words else 1
+        results = ranks.finish(ranks.start([COMMAND, *common, *arguments], world))
+        assert {code for code, _ in results} == {2}, results
+        assert words in results[0][1]
+        assert "Traceback" not in results[0][1]

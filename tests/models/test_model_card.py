@@ -1,0 +1,151 @@
+"""The model card says what the files say, and goes with the folder to the hub."""
+
+from __future__ import annotations
+
+import json
+
+import huggingface_hub
+import pytest
+import yaml
+from claim_shards import entailment_shards, tiny_folder
+from huggingface_hub import ModelCard
+
+import vlp
+from evaluation.__main__ import main
+from evaluation.downstream import evaluate_task
+from vlp.models.folder import push_to_hub
+from vlp.models.model_card import MARK, model_card, write_model_card
+from vlp.tasks.downstream.claims import Claims, EntailmentConfig
+from vlp.tasks.downstream.start import start_parts
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tiny_folder(tmp_path / "tiny")
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run folder with a fine-tuned model, its configuration and report, and a judged result."""
+    shards = entailment_shards(tmp_path / "shards")
+    parts, _ = start_parts(str(tiny_folder(tmp_path / "start")), {})
+    task = Claims(EntailmentConfig.model_validate({"data": {"train": [str(shards)]}}), parts)
+    model = tmp_path / "snli" / "best"
+    task.save_model(model, task.state_dict())
+    result = evaluate_task(task, [shards], resamples=5)
+    result.save(model / "evaluation")
+    config = {
+        "start": "runs/base/model",
+        "task": {"kind": "entailment", "data": {"train": [str(shards), "gone"]}},
+        "training": {"batch": 64, "precision": "bf16", "optimiser": {"learning_rate": 2e-5}},
+    }
+    (tmp_path / "snli" / "config.yaml").write_text(yaml.safe_dump(config))
+    report = {"ended": "finished", "step": 1200, "total_steps": 1200, "samples": 76800,
+              "pairs": 76000, "seconds": 5400, "skipped_samples": {"no text": 800}, "ranks": 8,
+              "device": "H100", "best": {"step": 1000, "accuracy": 0.8}}  # fmt: skip
+    (tmp_path / "snli" / "report.json").write_text(json.dumps(report))
+    return model, result, shards
+
+
+def test_sizes_are_those_of_the_model(folder):
+    card = model_card(folder)
+    model = vlp.load(folder).model
+    for name, said in (("text_encoder", "text encoder"), ("cross_encoder", "cross-modal encoder")):
+        count = sum(p.numel() for p in model.get_submodule(name).parameters())
+        assert f"| {said} | {count:,} |" in card
+    assert f"| in all | {sum(p.numel() for p in model.parameters()):,} |" in card
+    assert "position `anchor` (2 channel groups, mode `contextual`)" in card
+    assert "does not lie in that of its run" in card
+
+
+def test_the_run_and_its_results_are_told(run):
+    folder, result, shards = run
+    card = model_card(folder, "apache-2.0")
+    assert "# snli" in card
+    assert f"`{shards}`, 12 samples" in card
+    assert "| data | `gone` |" in card
+    assert "| pairs seen | 76,000 |" in card
+    assert "| samples skipped | 800 no text |" in card
+    assert "| this is the best step | 1,000 |" in card
+    assert "| hours | 1.50 |" in card
+    assert result.figures["accuracy"].percent() in card
+
+
+def test_the_hub_reads_the_front_matter(run):
+    folder, result, _ = run
+    data = ModelCard(model_card(folder, "apache-2.0")).data
+    assert (data.license, data.library_name) == ("apache-2.0", "vlp")
+    assert {"ace-rpe", "entailment"} <= set(data.tags)
+    values = {one.metric_type: one.metric_value for one in data.eval_results}
+    assert values["accuracy"] == pytest.approx(100 * result.figures["accuracy"].value, abs=0.01)
+    plain = ModelCard(model_card(folder.parents[1] / "start")).data
+    assert plain.pipeline_tag == "zero-shot-image-classification"
+    assert plain.eval_results is None
+
+
+def test_retrieval_results_are_those_of_the_last_stage(folder):
+    out = folder / "evaluation"
+    out.mkdir()
+    figures = [
+        {"stage": stage, "direction": "both", "name": "mean", "value": value, "low": 0, "high": 1,
+         "chance": 0}
+        for stage, value in (("dual", 0.5), ("rerank", 0.6))
+    ]  # fmt: skip
+    content = {"task": "retrieval", "shards": ["shards/coco/test"], "figures": figures}
+    (out / "retrieval.json").write_text(json.dumps(content))
+    (out / "retrieval.md").write_text("**Retrieval**\n")
+    data = ModelCard(model_card(folder)).data
+    assert [one.metric_value for one in data.eval_results] == [60]
+    assert data.eval_results[0].dataset_name == "shards/coco/test"
+
+
+def test_a_hand_written_card_stays(folder, capsys):
+    (folder / "README.md").write_text("mine\n")
+    assert not write_model_card(folder)
+    assert (folder / "README.md").read_text() == "mine\n"
+    assert main(["card", "--model", str(folder)]) == 2
+    assert "was written by hand" in capsys.readouterr().err
+    (folder / "README.md").write_text(f"{MARK}\nold\n")
+    assert main(["card", "--model", str(folder)]) == 0
+    assert "# tiny" in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
+    ],
+)
+def test_what_is_no_model_folder_is_one_line_and_code_2(folder, capsys, damage, message):
+    damage(folder)
+    assert main(["card", "--model", str(folder)]) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error
+    assert len(error.splitlines()) == 1
+    assert not (folder / "README.md").exists()
+
+
+class Hub:
+    """The two calls of `HfApi` that are used."""
+
+    calls: list[tuple[str, dict]]
+
+    def create_repo(self, repository, **options):
+        self.calls.append((repository, options))
+
+    def upload_folder(self, *, folder_path, repo_id):
+        with open(f"{folder_path}/README.md") as card:
+            self.calls.append((repo_id, {"card": card.read()}))
+        return f"https://hub/{repo_id}"
+
+
+def test_a_push_brings_the_card(folder, monkeypatch):
+    Hub.calls = []
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    assert push_to_hub(folder, "lab/tiny", private=True) == "https://hub/lab/tiny"
+    assert Hub.calls[0] == ("lab/tiny", {"private": True, "exist_ok": True})
+    assert MARK in Hub.calls[1][1]["card"]
+    with pytest.raises(FileNotFoundError, match="is not a model folder"):
+        push_to_hub(folder.parent, "lab/tiny")
+    assert len(Hub.calls) == 2, "nothing is made on the hub for what is no model"

@@ -1,0 +1,155 @@
+"""What was trained on one grid computes on another what the trained encoding would there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vlp.positions import (
+    CROSS_MODAL,
+    PositionContext,
+    create_fitting_position,
+    list_positions,
+)
+from vlp.positions.carry_over import carry_over
+
+WITHIN = [name for name in list_positions() if name not in CROSS_MODAL]
+WIDTH, HEADS = 16, 2
+SMALL, LARGE = (4, 4), (6, 6)
+RESAMPLED = {"learned-1d", "learned-2d"}
+OPTIONS = [
+    ("shaw", {"reach": None}),
+    ("shaw", {"reach": None, "offsets": "raster", "prefix_bucket": True, "shared_heads": False}),
+    ("huang", {"reach": None, "roles": None}),
+    ("sasa", {"reach": 2}),
+    ("sape", {"mode": "both", "shared_heads": False}),
+    ("cope", {"causal": True}),
+    ("irpe-quantization", {"universe": "global"}),
+    ("irpe-quantization", {"variant": "squared"}),
+    ("transformer-xl", {"reach": 5}),
+    ("learned-4d", {"places": 7}),
+    ("fourier", {"mixer": True}),
+]
+
+
+def made(name, grid, **options):
+    options = {key: value for key, value in options.items() if key != "roles" or value}
+    torch.manual_seed(0)
+    encoding = create_fitting_position(
+        name, {"width": WIDTH, "heads": HEADS, "grid": grid}, **options
+    ).double()
+    for parameter in encoding.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return encoding
+
+
+def computed(encoding, grid):
+    """What the hooks make of the same tokens: one prefix token, then the grid."""
+    draw = torch.Generator().manual_seed(1)
+    context = PositionContext(grid, 1)
+    tokens = 1 + grid[0] * grid[1]
+
+    def random(*shape):
+        return torch.randn(*shape, dtype=torch.float64, generator=draw)
+
+    query, key = random(2, 2, HEADS, tokens, WIDTH // HEADS)
+    given = {
+        "tokens": (random(2, tokens, WIDTH),),
+        "rotate": (query, key),
+        "bias": (query, key),
+        "value": (random(2, HEADS, tokens, tokens).softmax(-1),),
+    }
+    found = {hook: encoding(hook, *given[hook], context) for hook in sorted(encoding.hooks)}
+    return torch.cat([torch.stack([*out]).flatten() if isinstance(out, tuple) else out.flatten()
+                      for out in found.values()])  # fmt: skip
+
+
+def carried(name, trained, grid, trained_grid, **options):
+    encoding = made(name, grid, **options)
+    tables = carry_over(name, encoding, trained, trained.state_dict(), grid, trained_grid)
+    encoding.load_state_dict(tables)
+    return encoding
+
+
+@pytest.mark.parametrize("to", [LARGE, (3, 3), (5, 7)])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [(name, {}) for name in WITHIN if name not in {*RESAMPLED, "irpe-quantization"}] + OPTIONS,
+)
+def test_the_new_encoding_is_the_trained_one_on_the_new_grid(name, options, to):
+    trained = made(name, SMALL, **options)
+    encoding = carried(name, trained, to, SMALL, **options)
+    torch.testing.assert_close(computed(encoding, to), computed(trained, to), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", sorted(RESAMPLED))
+def test_learned_places_are_resampled(name):
+    trained = made(name, SMALL, deviation=0.0)
+    with torch.no_grad():  # a ramp over the columns stays one, and rows stay rows
+        ramp = torch.arange(4.0, dtype=torch.float64)
+        if name == "learned-1d":
+            trained.table.copy_(ramp.repeat(4)[:, None].expand(-1, WIDTH))
+        else:
+            trained.table_columns.copy_(ramp[:, None].expand(-1, WIDTH // 2))
+            trained.table_rows.fill_(7.0)
+    tokens = torch.zeros(1, 37, WIDTH, dtype=torch.float64)
+    places = carried(name, trained, LARGE, SMALL)("tokens", tokens, PositionContext(LARGE, 1))
+    across = places.detach()[0, 1:].view(6, 6, WIDTH)
+    torch.testing.assert_close(across, across[:1].expand(6, -1, -1), rtol=0, atol=1e-9)
+    column = across[0, :, -1]
+    assert (column.diff() > 0).all()
+    assert column.mean() == pytest.approx(1.5, abs=1e-6)
+    if name == "learned-2d":
+        torch.testing.assert_close(across[..., : WIDTH // 2], torch.full((6, 6, 8), 7.0).double())
+
+
+def test_a_resampled_grid_is_timm_s():
+    from timm.layers.pos_embed import resample_abs_pos_embed
+
+    trained = made("learned-1d", SMALL)
+    encoding = carried("learned-1d", trained, LARGE, SMALL)
+    theirs = resample_abs_pos_embed(
+        trained.table.detach()[None], [6, 6], num_prefix_tokens=0, verbose=False
+    )
+    torch.testing.assert_close(encoding.table.detach(), theirs[0].double(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("irpe-quantization", {}, "ranks the distances of its own grid"),
+        ("rope-axial", {"rescale": True}, "with `rescale`"),
+        ("rope-mixed", {"rescale": True}, "with `rescale`"),
+        ("transformer-xl", {"reach": None}, r"by the reach, 3 there and 5 here \(option"),
+    ],
+)
+def test_what_is_bound_to_its_grid_names_both_sizes(name, options, reason):
+    trained = made(name, SMALL, **options)
+    with pytest.raises(ValueError, match=f"{name} was trained on a 4 x 4 grid.* 6 x 6: .*{reason}"):
+        carried(name, trained, LARGE, SMALL, **options)
+    same = carried(name, trained, SMALL, SMALL, **options)
+    torch.testing.assert_close(computed(same, SMALL), computed(trained, SMALL))
+
+
+def test_ranks_of_a_row_carry_over_to_a_longer_row():
+    trained = made("irpe-quantization", (1, 5))
+    encoding = carried("irpe-quantization", trained, (1, 9), (1, 5))
+    torch.testing.assert_close(
+        encoding._ids(PositionContext((1, 9), 1), 10, 10, torch.device("cpu"))[:, :6, :6],
+        trained._ids(PositionContext((1, 5), 1), 6, 6, torch.device("cpu")),
+    )
+
+
+def test_a_sequence_of_learned_places_may_only_get_shorter():
+    trained = create_fitting_position("learned-1d", {"width": 4, "length": 5})
+    shorter = create_fitting_position("learned-1d", {"width": 4, "length": 3})
+    tables = carry_over("ape", shorter, trained, trained.state_dict(), (1, 3), (1, 5))
+    assert torch.equal(tables["table"], trained.table[:3])
+    with pytest.raises(ValueError, match=r"ape .*1 x 3 .*1 x 5: table is \(3, 4\).* \(5, 4\) here"):
+        carry_over("ape", trained, shorter, shorter.state_dict(), (1, 5), (1, 3))
+
+
+def test_tables_of_other_options_are_refused():
+    trained = made("sasa", SMALL, prefix_bucket=False)
+    with pytest.raises(ValueError, match=r"sasa .*: table_x is \(1, 7, 4\) there and \(1, 12, 4\)"):
+        carried("sasa", trained, LARGE, SMALL)

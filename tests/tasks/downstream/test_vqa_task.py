@@ -1,0 +1,198 @@
+"""Question answering: its loss, what it learns, and the folder that it leaves."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from question_shards import AUGMENT, coloured, picture, question, toy_parts, write_shards
+
+from vlp.config import ConfigError
+from vlp.data.schema import Annotation
+from vlp.models.folder import from_pretrained
+from vlp.tasks.downstream.task import load_task
+from vlp.tasks.downstream.vqa import VqaConfig, build
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return write_shards(tmp_path_factory.mktemp("vqa"), coloured(12))
+
+
+def config(shards, decoder=(), data=(), **options):
+    values = {
+        "data": {"train": [str(shards)], "canonical_streams": 1, "augment": AUGMENT,
+                 "max_answer": 6, **dict(data)},
+        "decoder": {"layers": 2, **dict(decoder)},
+        **options,
+    }  # fmt: skip
+    return VqaConfig.model_validate(values)
+
+
+def built(shards, parts=None, batch=8, **options):
+    return build(config(shards, **options), parts or toy_parts(), batch, 0, "float32")
+
+
+def first_batch(data):
+    ((batch, _),) = data.batches(stop_after=1)
+    return batch
+
+
+def collated(task, shards, numbers):
+    own = task.questions([shards])
+    return own.collate([own.make(own.items.read(number), number) for number in numbers])
+
+
+class TestLoss:
+    def test_answers_count_by_their_people(self, shards) -> None:
+        """Against one answer after the other, without batches."""
+        task, _ = built(shards)
+        task.double().eval()
+        batch = collated(task, shards, [1, 2, 3])
+        batch = batch._replace(pixels=batch.pixels.double(), shares=batch.shares.double())
+        output = task(batch, 0)
+        total = torch.zeros((), dtype=torch.float64)
+        for answer, (owner, share) in enumerate(zip(batch.owners, batch.shares)):
+            own = task.remember(
+                batch._replace(
+                    pixels=batch.pixels[owner : owner + 1],
+                    text_ids=batch.text_ids[owner : owner + 1],
+                    attention_mask=batch.attention_mask[owner : owner + 1],
+                    word_mask=batch.word_mask[owner : owner + 1],
+                )
+            )
+            words = task.model.text_encoder.embedding
+            ids = batch.answer_ids[answer]
+            ids = ids[ids != task.text.pad_id][None]
+            states = task.decoder(ids, own, words)
+            odds = task.decoder.logits(states, words).log_softmax(-1)[0]
+            total -= share * sum(odds[n, ids[0, n + 1]] for n in range(ids.shape[1] - 1))
+        torch.testing.assert_close(output.loss, total / 3)
+        torch.testing.assert_close(output.losses["answers"], total / 3)
+
+    def test_an_empty_batch_costs_nothing_but_has_a_gradient(self, shards) -> None:
+        task, data = built(shards)
+        output = task(data.collate([]), 0)
+        output.loss.backward()
+        assert output.loss == 0
+        assert task.decoder.layers[0].attention.query.weight.grad.eq(0).all()
+
+    def test_bf16_is_near_float32(self, shards) -> None:
+        task, data = built(shards)
+        batch = first_batch(data)
+        exact = task(batch, 0).loss
+        task.precision = "bf16"
+        torch.testing.assert_close(task(batch, 0).loss, exact, rtol=0.05, atol=0.05)
+
+
+class TestTask:
+    @pytest.fixture(scope="class")
+    def trained(self, shards):
+        """60 steps on the 24 questions, which are two kinds."""
+        torch.manual_seed(0)
+        task, data = built(shards, batch=24)
+        optimiser = torch.optim.Adam(task.parameters(), 5e-3)
+        losses = []
+        for step, (batch, _) in enumerate(data.batches(stop_after=60)):
+            output = task(batch, step)
+            optimiser.zero_grad()
+            output.loss.backward()
+            optimiser.step()
+            losses.append(output.loss.item())
+        return task.eval(), losses
+
+    def test_it_learns_to_answer(self, trained, shards) -> None:
+        task, losses = trained
+        # Where three of ten say something else, 0.61 nats of every second question remain.
+        assert 0.3 < losses[-1] < 1.2 < losses[0]
+        wanted = ["red", "yes", "green", "no", "blue", "no"]
+        batch = collated(task, shards, range(6))
+        assert task.predict(batch) == wanted
+        assert task.predict(batch, "generate") == wanted
+
+    def test_the_folder_answers_as_the_task_does(self, trained, shards, tmp_path) -> None:
+        task, _ = trained
+        task.save_model(tmp_path, task.state_dict())
+        known = json.loads((tmp_path / "task.json").read_text())["known"]
+        assert known == {"answers": ["no", "blue", "green", "red", "left", "yes"]}
+        again = load_task(tmp_path)
+        assert not again.training
+        assert again.answers == task.answers
+        batch = collated(task, shards, range(8))
+        assert again.predict(batch) == task.predict(batch)
+        torch.testing.assert_close(again(batch, 0).loss, task(batch, 0).loss)
+        assert from_pretrained(tmp_path).model.config == task.model.config
+
+    def test_pictures_that_are_not_shown_change_nothing(self, trained, shards) -> None:
+        task, _ = trained
+        blind = task.config.data.model_copy(update={"view": "blank"})
+        task.config = task.config.model_copy(update={"data": blind})
+        batch = collated(task, shards, range(6))
+        task.config = task.config.model_copy(update={"data": config(shards).data})
+        assert batch.pixels.eq(0).all()
+        assert len(set(task.predict(batch)[::2])) == 1
+
+
+def test_the_decoder_starts_from_the_cross_encoder_and_its_output_from_the_head(shards) -> None:
+    parts = toy_parts()
+    task, _ = built(shards, parts)
+    for number in range(2):
+        own = task.decoder.layers[number].feed_forward.expand.weight
+        theirs = parts.model.cross_encoder.layers[number].feed_forward.expand.weight
+        assert torch.equal(own, theirs)
+    assert torch.equal(task.decoder.head.bias, parts.heads["mlm_head.bias"])
+    for options in ({"parts": toy_parts(heads=False)}, {"decoder": {"start": "none"}}):
+        fresh, _ = built(shards, **options)
+        assert fresh.decoder.head.bias.eq(0).all()
+
+
+def test_answers_that_the_tokenizer_does_not_tell_apart_are_one(shards, tmp_path) -> None:
+    file = tmp_path / "answers.txt"
+    file.write_text("10:30\nYes\nyes\n10 : 30\n")
+    task, _ = built(shards, data={"answers": str(file), "max_answer": 12})
+    assert task.answers == ("10:30", "Yes")
+    assert task._as_listed("10 : 30") == "10:30"
+    assert task._as_listed("10 : 31") == "10 : 31"
+
+
+def test_both_ways_of_ranking_agree(shards) -> None:
+    task, _ = built(shards)
+    batch = collated(task.eval(), shards, range(12))
+    few = task.predict(batch)
+    task.config = task.config.model_copy(update={"candidates": None})
+    assert task.predict(batch) == few  # 128 candidates are all of six
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"data": {"max_answer": 17}}, "17 tokens are to be written, and the model has 16"),
+        ({"data": {"answers": "nowhere.json"}}, "nowhere.json"),
+        ({"decoder": {"heads": 5}}, "heads 5"),
+        ({"decoder": {"weights": "./no-bert"}}, "task.decoder: .*no-bert"),
+    ],
+)
+def test_what_does_not_fit_is_refused(shards, options, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        built(shards, **options)
+
+
+def test_shards_without_questions(tmp_path) -> None:
+    write_shards(tmp_path, [(picture(), Annotation(caption="a red picture"))])
+    with pytest.raises(ConfigError, match="no question in these shards is answered"):
+        built(tmp_path)
+    file = tmp_path / "answers.txt"
+    file.write_text("yes\n")
+    with pytest.raises(ConfigError, match="nothing to read in these shards"):
+        built(tmp_path, data={"answers": str(file)})
+
+
+def test_every_answer_of_a_question_is_seen(tmp_path) -> None:
+    many = {f"{n} red": 1 for n in range(10)}
+    write_shards(tmp_path, [(picture(), Annotation(questions=[question(1, "is it?", many)]))])
+    task, data = built(tmp_path, batch=1)
+    batch = first_batch(data)
+    assert batch.owners.tolist() == [0] * 10
+    torch.testing.assert_close(batch.shares.sum(), torch.tensor(1.0))
+    assert task(batch, 0).loss.isfinite()

@@ -1,0 +1,17 @@
+"""ZeRO 0-3 and Accelerate on CPU ranks against plain PyTorch; see engine_ranks.py."""
+
+from pathlib import Path
+
+import pytest
+import ranks
+
+SCRIPT = Path(__file__).with_name("engine_ranks.py")
+
+
+@pytest.mark.distributed
+def test_every_engine_trains_skips_saves_and_loads_as_plain_pytorch(tmp_path: Path) -> None:
+    """Also: what 1 rank saved loads on 2 ranks in every engine, and the other way round."""
+    for world_size, what in ((1, "train"), (2, "train"), (2, "load"), (1, "load")):
+        output = ranks.run([SCRIPT, tmp_path, what], world_size)
+        for kind in ("0", "1", "2", "3", "3-whole", "accelerate"):
+            assert f"{kind} holds on {world_size} ranks" in output

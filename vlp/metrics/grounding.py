@@ -1,0 +1,62 @@
+"""Where an expression points: overlap of boxes, and boxes ranked by a map over patches.
+
+Boxes are [x, y, width, height] in pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+RIGHT_IOU = 0.5
+"""RefCOCO's: a box with at least this overlap is right."""
+
+
+def intersection_over_union(
+    boxes: NDArray[np.floating], other: Sequence[float]
+) -> NDArray[np.float64]:
+    """Overlap of (n, 4) boxes with one; 0 where both have no area. Returns (n,)."""
+    boxes = np.asarray(boxes, dtype=np.float64).reshape(-1, 4)
+    target = np.asarray(other, dtype=np.float64)
+    start = np.maximum(boxes[:, :2], target[:2])
+    end = np.minimum(boxes[:, :2] + boxes[:, 2:], target[:2] + target[2:])
+    shared = np.clip(end - start, 0, None).prod(axis=1)
+    union = boxes[:, 2:].prod(axis=1) + target[2:].prod() - shared
+    return np.divide(shared, union, out=np.zeros_like(shared), where=union > 0)
+
+
+def box_scores(
+    heat: NDArray[np.floating], boxes: NDArray[np.floating], size: tuple[int, int]
+) -> NDArray[np.float64]:
+    """How much of a map lies in each box, over the square root of its area.
+
+    ALBEF's score of a proposal (its section 5, visual grounding): a sum alone would prefer the
+    largest box, a mean the smallest. The sum is exact for a map that is constant in each patch.
+
+    Args:
+        heat: (rows, columns), at least 0.
+        boxes: (n, 4); parts outside the picture count nothing.
+        size: the picture's (width, height).
+
+    Returns:
+        (n,), 0 for a box without area.
+    """
+    boxes = np.asarray(boxes, dtype=np.float64).reshape(-1, 4)
+    rows, columns = heat.shape
+    across = _covered(boxes[:, 0], boxes[:, 2], columns, size[0])
+    down = _covered(boxes[:, 1], boxes[:, 3], rows, size[1])
+    sums = np.einsum("nr,rc,nc->n", down, np.asarray(heat, dtype=np.float64), across)
+    area = np.clip(boxes[:, 2:], 0, None).prod(axis=1)
+    return np.divide(sums, np.sqrt(area), out=np.zeros_like(sums), where=area > 0)
+
+
+def _covered(
+    start: NDArray[np.float64], length: NDArray[np.float64], patches: int, pixels: int
+) -> NDArray[np.float64]:
+    """Pixels of each patch, along one axis, that each box covers: (boxes, patches)."""
+    edges = np.arange(patches + 1) * pixels / patches
+    low = np.maximum(start[:, None], edges[:-1])
+    high = np.minimum((start + length)[:, None], edges[1:])
+    return np.clip(high - low, 0, None)

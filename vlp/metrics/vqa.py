@@ -1,0 +1,134 @@
+"""VQA accuracy: how many of the people asked gave the predicted answer (Antol et al. 2015).
+
+Two evaluators are in use, and they differ on one question in seven of VQA v2: `official` is the
+current one of the data set's authors, `albef_copy` the older one that ALBEF and its successors
+report. What both do to an answer is part of the metric, oddities included.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+Version = Literal["official", "albef_copy"]
+
+ENOUGH = 3
+"""So many people who agree make an answer right."""
+
+_NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+_DIGITS = {word: str(number) for number, word in enumerate(_NUMBERS)} | {"none": "0"}
+_ARTICLES = ("a", "an", "the")
+_PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
+_COMMA_IN_NUMBER = re.compile(r"\d,\d")
+_PERIOD = re.compile(r"\.(?!\d)")
+# The evaluators hand a flag of value 32 to the argument that limits substitutions.
+_PERIODS = 32
+
+_CONTRACTED = {
+    "n't": "ai are ca could did does do had has have is might must need ought sha should was were "
+    "wo would",
+    "'ve": "could couldn't hadn't he'd it'd might mightn't must not she'd should shouldn't "
+    "somebody'd someone'd something'd there'd they they'd we we'd what where who who'd would "
+    "wouldn't y'all'd you you'd",
+    "'d": "he how it someone something there they where who you",
+    "'ll": "how it somebody someone something they what who why y'all you",
+    "'re": "there they what why you",
+    "'s": "he how somebody someone that there what when where who why",
+}
+_FORMS = [stem + end for end, stems in _CONTRACTED.items() for stem in stems.split()]
+_FORMS += ["ma'am", "o'clock", "'twas", "y'all", "'ow's'at"]
+
+
+def _lacking_one(form: str) -> list[str]:
+    places = [place for place, letter in enumerate(form) if letter == "'"]
+    return [form[:place] + form[place + 1 :] for place in places]
+
+
+# What lacks one of its apostrophes gets it; the one backward entry is the evaluators' own.
+_APOSTROPHES = {lacking: form for form in _FORMS for lacking in _lacking_one(form)}
+_APOSTROPHES["somebody'd"] = "somebodyd"
+
+
+def normalise_answer(answer: str) -> str:
+    """An answer as the evaluators compare it.
+
+    In lower case, without articles, number words up to ten as digits, missing apostrophes of
+    contractions put back, and punctuation dropped: a mark becomes a blank, or nothing where it
+    stands beside a blank or the answer has a comma between digits. Colons, apostrophes and periods
+    before a digit stay.
+    """
+    words = (_DIGITS.get(word, word) for word in _without_punctuation(answer).lower().split())
+    return " ".join(_APOSTROPHES.get(word, word) for word in words if word not in _ARTICLES)
+
+
+def vqa_accuracy(
+    prediction: str, answers: Iterable[tuple[str, int]], version: Version = "official"
+) -> float:
+    """Share of the mark, between 0 and 1, that a predicted answer gets.
+
+    Each person's answer is left out once; the prediction gets the part of three that agree among
+    the others, at most 1, and the mean over persons counts. VQA v2 asked ten. With fewer than four
+    people, all others have to agree (`min(3, people - 1)`), and with one, that person: so a
+    prediction equal to every answer always gets 1, and the official figure is kept from four on.
+
+    Args:
+        prediction: any text.
+        answers: what people said, and how many of them.
+        version: `official` normalises prediction and answers unless all people gave the same, and
+            ignores case; `albef_copy` always normalises the prediction, and of the answers drops
+            nothing but punctuation, and that only where they differ.
+
+    Raises:
+        ValueError: nobody answered, or the version is unknown.
+    """
+    said = [(_trimmed(answer), count) for answer, count in answers if count > 0]
+    people = sum(count for _, count in said)
+    if not people:
+        raise ValueError("nobody answered the question, so no answer is right")
+    predicted = _trimmed(prediction)
+    differ = len({answer for answer, _ in said}) > 1
+    if version == "official":
+        if differ:
+            said = [(normalise_answer(answer), count) for answer, count in said]
+            predicted = normalise_answer(predicted)
+        said = [(answer.lower(), count) for answer, count in said]
+        predicted = predicted.lower()
+    elif version == "albef_copy":
+        predicted = normalise_answer(predicted)
+        if differ:
+            said = [(_without_punctuation(answer), count) for answer, count in said]
+    else:
+        raise ValueError(f"unknown version {version!r}; one of official, albef_copy")
+    agree = sum(count for answer, count in said if answer == predicted)
+    if people == 1:
+        return float(agree)
+    enough = min(ENOUGH, people - 1)
+    by_those = min(1.0, max(agree - 1, 0) / enough)
+    by_others = min(1.0, agree / enough)
+    return (agree * by_those + (people - agree) * by_others) / people
+
+
+def means_by_type(
+    values: Sequence[float], types: Sequence[Mapping[str, str]]
+) -> dict[tuple[str, str], float]:
+    """Mean of the values of each (division, type), in alphabetical order."""
+    parts: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    for value, own in zip(values, types, strict=True):
+        for part in own.items():
+            parts[part].append(value)
+    return {part: sum(parts[part]) / len(parts[part]) for part in sorted(parts)}
+
+
+def _trimmed(answer: str) -> str:
+    return answer.replace("\n", " ").replace("\t", " ").strip()
+
+
+def _without_punctuation(answer: str) -> str:
+    squeeze = _COMMA_IN_NUMBER.search(answer) is not None
+    kept = answer
+    for mark in _PUNCTUATION:
+        beside_blank = f"{mark} " in answer or f" {mark}" in answer
+        kept = kept.replace(mark, "" if squeeze or beside_blank else " ")
+    return _PERIOD.sub("", kept, count=_PERIODS)

@@ -1,0 +1,136 @@
+"""Tables of an encoding that was trained on one grid, for the same encoding on another.
+
+Most encodings know no grid: their tables are taken as they are. Others have a row for every place
+or offset of the trained grid. Where such an encoding says itself what lies beyond its table, as
+CoPE, SaPE and clipped offsets do, the new table repeats that row, so that it computes on the new
+grid what the trained one would. Learned absolute places have nothing beyond: they are resampled,
+as a ViT's are. What is bound to the trained grid is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from vlp.positions.base import PositionEncoding
+from vlp.positions.clipped import ClippedPosition
+from vlp.positions.cope import ContextualPosition
+from vlp.positions.irpe import RelativePosition
+from vlp.positions.learned import LearnedGridPosition, LearnedPosition
+from vlp.positions.rotary_encoding import RotaryAxial, RotaryMixed
+from vlp.positions.semantic import SemanticPosition
+from vlp.positions.transformer_xl import TransformerXLPosition
+
+Grid = tuple[int, int]
+
+
+def carry_over(
+    name: str,
+    encoding: PositionEncoding,
+    trained: PositionEncoding,
+    tables: Mapping[str, Tensor],
+    grid: Grid,
+    trained_grid: Grid,
+) -> dict[str, Tensor]:
+    """Tables of a trained encoding in the sizes of another that is made like it.
+
+    Args:
+        name: what both are called, for messages.
+        encoding: made for `grid`.
+        trained: made for `trained_grid`; its own weights are not read.
+        tables: the trained weights by their names in the encoding; it may have none.
+        grid: (rows, columns) to be served; a sequence is one row.
+        trained_grid: (rows, columns) of the training.
+
+    Raises:
+        ValueError: the encoding is bound to its grid, or a table does not fit.
+    """
+    if grid == trained_grid:
+        return dict(tables)
+    sizes = (
+        f"{name} was trained on a {_size(trained_grid)} grid and does not carry over to "
+        f"{_size(grid)}"
+    )
+    if reason := _bound(encoding, trained, grid, trained_grid):
+        raise ValueError(f"{sizes}: {reason}")
+    own = dict(encoding.named_parameters())
+    carried = {}
+    for part, table in tables.items():
+        if part in own and part.startswith("table"):
+            table = _on_other_grid(encoding, trained, table, own[part], grid, trained_grid)
+        if part in own and table.shape != own[part].shape:
+            raise ValueError(
+                f"{sizes}: {part} is {tuple(table.shape)} there and {tuple(own[part].shape)} here"
+            )
+        carried[part] = table
+    return carried
+
+
+def _bound(encoding: PositionEncoding, trained: Any, grid: Grid, trained_grid: Grid) -> str | None:
+    """Why an encoding's weights mean something else on another grid; None: they do not."""
+    # On a row, the rank of a distance is the distance, however long the row is.
+    rows = max(grid[0], trained_grid[0])
+    if isinstance(encoding, RelativePosition) and encoding.fixed_grid and rows > 1:
+        return "it ranks the distances of its own grid (universe 'global' ranks those of all)"
+    if isinstance(encoding, RotaryAxial | RotaryMixed) and encoding.spread != trained.spread:
+        return "with `rescale`, its places are those of the grid it is made for"
+    if isinstance(encoding, TransformerXLPosition) and encoding.reach != trained.reach:
+        return (
+            f"its sinusoids go by the reach, {trained.reach} there and {encoding.reach} here "
+            "(option `reach` keeps one)"
+        )
+    return None
+
+
+def _on_other_grid(
+    encoding: PositionEncoding,
+    trained: Any,
+    table: Tensor,
+    own: Tensor,
+    grid: Grid,
+    trained_grid: Grid,
+) -> Tensor:
+    if isinstance(encoding, ClippedPosition):
+        if encoding.prefix_bucket != trained.prefix_bucket:
+            return table  # which does not fit, as its shape says
+        return table[..., _clipped_rows(encoding, trained.reach), :]
+    if isinstance(encoding, ContextualPosition | SemanticPosition):
+        # Places beyond the table share its last row (reading S11).
+        return table[..., torch.arange(own.shape[-2]).clamp(max=table.shape[-2] - 1), :]
+    if isinstance(encoding, LearnedGridPosition):
+        # As one row: resampling a column of width 1 with antialias is wrong in PyTorch 2.15.
+        return _resampled(table[None], (1, len(own)))[0]
+    if isinstance(encoding, LearnedPosition) and min(grid[0], trained_grid[0]) > 1:
+        return _resampled(table.unflatten(0, trained_grid), grid).flatten(0, 1)
+    if isinstance(encoding, LearnedPosition):
+        return table[: len(own)]  # a sequence may be shorter than its table
+    return table
+
+
+def _clipped_rows(encoding: ClippedPosition, reach: int) -> Tensor:
+    """The row of a table of some reach for each row of the encoding's.
+
+    Offsets beyond a reach share the row of the furthest one, and the last row is the prefix's.
+    """
+    offsets = torch.arange(-encoding.reach, encoding.reach + 1).clamp(-reach, reach) + reach
+    side = 2 * reach + 1
+    if encoding.offsets == "product":
+        offsets, side = (offsets[:, None] * side + offsets).flatten(), side * side
+    return torch.cat([offsets, torch.full((int(encoding.prefix_bucket),), side)])
+
+
+def _resampled(table: Tensor, grid: Grid) -> Tensor:
+    """(rows, columns, width) on another grid, bicubic as timm resamples a ViT's positions."""
+    picture = table.to(torch.promote_types(table.dtype, torch.float32)).permute(2, 0, 1)[None]
+    resampled = functional.interpolate(
+        picture, size=grid, mode="bicubic", antialias=True, align_corners=False
+    )
+    return resampled[0].permute(1, 2, 0).to(table.dtype)
+
+
+def _size(grid: Grid) -> str:
+    return f"{grid[0]} x {grid[1]}"

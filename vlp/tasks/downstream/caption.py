@@ -1,0 +1,137 @@
+"""Captioning: the decoder attends to the image encoder's states and writes what they show.
+
+A layer of the decoder starts as a layer of the cross-modal encoder, whose text stream attends to
+image states; with causal attention it is the same computation, so the picture enters here as it
+does there, and no text has to be made up to go through the cross-modal encoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+
+from vlp.data.downstream.caption import CaptionBatch, CaptionDataConfig, CaptionSet, captions_in
+from vlp.data.downstream.items import Items
+from vlp.data.loader import OrderedData
+from vlp.models.answer_decoder import AnswerDecoderConfig
+from vlp.models.answer_generation import generate
+from vlp.models.answer_likelihood import answer_likelihood
+from vlp.models.folder import Loaded
+from vlp.objectives.loss import Loss
+from vlp.tasks.downstream.task import Downstream, DownstreamConfig
+from vlp.tasks.downstream.writing import Sentences, create_decoder, marks, start
+from vlp.tasks.plain import Precision
+from vlp.tasks.task import StepOutput
+
+
+class CaptionConfig(DownstreamConfig):
+    """Decoder, pictures, and how captions are found and judged."""
+
+    kind: Literal["caption"] = "caption"
+    data: CaptionDataConfig
+    decoder: AnswerDecoderConfig = AnswerDecoderConfig()
+    label_smoothing: float = Field(0.1, ge=0, lt=1)
+    beams: int = Field(3, ge=1)
+    penalty: float = Field(0.6, ge=0, description="of length; see vlp.models.beam_search")
+    java: bool = Field(
+        True, description="evaluate with the PTB tokeniser and METEOR; false goes without both"
+    )
+
+
+class Caption(Downstream):
+    """Cross-entropy of each next word piece of a caption.
+
+    Args:
+        config: model and data.
+        parts: the pretrained model.
+        precision: see `PlainTask`.
+
+    Raises:
+        ConfigError: the decoder does not fit the model.
+    """
+
+    metric: ClassVar[str] = "cider"
+    config: CaptionConfig
+
+    def __init__(
+        self, config: CaptionConfig, parts: Loaded, precision: Precision = "float32"
+    ) -> None:
+        super().__init__(config, parts, precision)
+        self.decoder = create_decoder(config.decoder, parts, config.data.max_caption)
+        self._sentences = Sentences(self.text)
+
+    def pictures(self, folders: Sequence[str | Path], limit: int | None = None) -> CaptionSet:
+        """The pictures of shard folders as this task reads them, each once.
+
+        Raises:
+            ConfigError: a folder cannot be read.
+        """
+        return CaptionSet(Items(folders, limit=limit), self.text, self.prepare, self.config.data)
+
+    def captions(self, folders: Sequence[str | Path], limit: int | None = None) -> CaptionSet:
+        """What is trained on: the pictures, or all their captions.
+
+        Raises:
+            ConfigError: a folder cannot be read.
+        """
+        if self.config.data.captions == "one":
+            return self.pictures(folders, limit)
+        items = Items(folders, captions_in, limit)
+        return CaptionSet(items, self.text, self.prepare, self.config.data)
+
+    def forward(self, batch: CaptionBatch, step: int) -> StepOutput:
+        """Cross-entropy per word piece in nats, and the share of pieces predicted right."""
+        with self.autocast(batch.pixels.device):
+            memory = self.decoder.remember(self.model.encode_image(batch.pixels).states)
+            found = answer_likelihood(
+                self.decoder,
+                memory,
+                batch.caption_ids,
+                self.model.text_encoder.embedding,
+                self.text.pad_id,
+                self.config.label_smoothing if self.training else 0.0,
+            )
+        each = -found.log_probability.where(batch.valid, 0)
+        right, tokens = (part.where(batch.valid, 0).sum() for part in (found.right, found.tokens))
+        return self.step_output(
+            {"words": Loss(each.sum(), tokens)},
+            statistics={"token_accuracy": right / tokens.clamp(min=1)},
+        )
+
+    @torch.no_grad()
+    def write(self, batch: CaptionBatch) -> list[str]:
+        """A caption for each picture."""
+        config = self.config
+        memory = self.decoder.remember(self.model.encode_image(batch.pixels).states)
+        ids = generate(
+            self.decoder,
+            memory,
+            self.model.text_encoder.embedding,
+            marks(self.text),
+            config.data.max_caption - 1,
+            config.beams,
+            config.penalty,
+        )
+        return self._sentences(ids)
+
+
+def build(
+    config: CaptionConfig, parts: Loaded, batch: int, seed: int, precision: Precision
+) -> tuple[Caption, OrderedData]:
+    """The task and its training data.
+
+    Raises:
+        ConfigError: start, shards and batch cannot be used.
+    """
+    task = Caption(config, parts, precision)
+    start(task.decoder, parts)
+    return task, task.captions(config.data.train, config.data.limit).batches(batch, seed)
+
+
+def load(config: dict[str, Any], known: Mapping[str, Any], parts: Loaded) -> Caption:
+    """The task that a model folder describes, with a fresh decoder."""
+    return Caption(CaptionConfig.model_validate(config), parts)

@@ -1,0 +1,170 @@
+"""Question answering: a decoder writes the answer, or ranks those of a list (ALBEF, section 4).
+
+The question goes through both encoders and the cross-modal encoder with its picture; the decoder
+attends to the text stream (ACE-RPE, section 4.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+
+from vlp.data.downstream.answers import frequent_answers, read_answers
+from vlp.data.downstream.items import Items
+from vlp.data.downstream.vqa import QuestionSet, VqaBatch, VqaDataConfig, questions_in
+from vlp.data.loader import OrderedData
+from vlp.data.text import TextProcessor
+from vlp.metrics.vqa import Version
+from vlp.models.answer_decoder import AnswerDecoderConfig, Memory
+from vlp.models.answer_generation import generate
+from vlp.models.answer_likelihood import answer_likelihood
+from vlp.models.answer_ranking import CANDIDATES, AnswerRanking
+from vlp.models.folder import Loaded
+from vlp.objectives.loss import Loss
+from vlp.tasks.downstream.task import Downstream, DownstreamConfig
+from vlp.tasks.downstream.writing import Sentences, create_decoder, marks, start
+from vlp.tasks.plain import Precision
+from vlp.tasks.task import StepOutput
+
+Predict = Literal["rank", "generate"]
+
+
+class VqaConfig(DownstreamConfig):
+    """Decoder, questions, and how answers are found and judged."""
+
+    kind: Literal["vqa"] = "vqa"
+    data: VqaDataConfig
+    decoder: AnswerDecoderConfig = AnswerDecoderConfig()
+    predict: Predict = Field("rank", description="choose from the list, or write freely")
+    candidates: int | None = Field(
+        CANDIDATES,
+        ge=1,
+        description="answers whose full likelihood decides in `rank`; null: all that can win",
+    )
+    beams: int = Field(3, ge=1, description="of `generate`")
+    accuracy: Version = Field("official", description="the evaluator; see vlp.metrics.vqa")
+
+
+class Vqa(Downstream):
+    """Likelihood of each answer, weighted by the share of people who gave it.
+
+    Args:
+        config: model and data.
+        parts: the pretrained model.
+        answers: the list to choose from.
+        precision: see `PlainTask`.
+
+    Raises:
+        ConfigError: the decoder does not fit the model.
+    """
+
+    metric: ClassVar[str] = "accuracy"
+    config: VqaConfig
+
+    def __init__(
+        self,
+        config: VqaConfig,
+        parts: Loaded,
+        answers: Sequence[str],
+        precision: Precision = "float32",
+    ) -> None:
+        super().__init__(config, parts, precision)
+        most = config.data.max_answer
+        self.decoder = create_decoder(config.decoder, parts, most)
+        self.answer_text = TextProcessor(self.text.tokenizer, most)
+        self._sentences = Sentences(self.text)
+        # What the tokenizer does not tell apart is one answer, the first that is listed.
+        by_ids: dict[tuple[int, ...], str] = {}
+        for answer, ids in zip(answers, self.answer_text(list(answers)).text_ids.tolist()):
+            by_ids.setdefault(tuple(ids), answer)
+        self.answers, self._by_ids = tuple(by_ids.values()), by_ids
+
+    def known(self) -> dict[str, Any]:
+        """The list of answers."""
+        return {"answers": list(self.answers)}
+
+    def questions(self, folders: Sequence[str | Path], limit: int | None = None) -> QuestionSet:
+        """The questions of shard folders as this task reads them.
+
+        Raises:
+            ConfigError: a folder cannot be read, or holds no question.
+        """
+        items = Items(folders, questions_in, limit)
+        return QuestionSet(items, self.text, self.prepare, self.config.data.max_answer)
+
+    def remember(self, batch: VqaBatch) -> Memory:
+        """What the decoder attends to, of the B questions."""
+        text = self.model.encode_text(batch.text_ids, batch.attention_mask, batch.word_mask)
+        image = self.model.encode_image(batch.pixels)
+        crossed = self.model.cross(image, text, need_image=False)
+        return self.decoder.remember(crossed.text, batch.attention_mask)
+
+    def forward(self, batch: VqaBatch, step: int) -> StepOutput:
+        """Negative log-likelihood of a question's answers in nats, and tokens predicted right."""
+        with self.autocast(batch.pixels.device):
+            memory = self.remember(batch).select(batch.owners)
+            words = self.model.text_encoder.embedding
+            found = answer_likelihood(
+                self.decoder, memory, batch.answer_ids, words, self.text.pad_id
+            )
+        counted = batch.valid[batch.owners]
+        each = -(found.log_probability * batch.shares).where(counted, 0)
+        right, tokens = (part.where(counted, 0).sum() for part in (found.right, found.tokens))
+        return self.step_output(
+            {"answers": Loss(each.sum(), batch.valid.sum())},
+            statistics={"token_accuracy": right / tokens.clamp(min=1)},
+        )
+
+    @torch.no_grad()
+    def predict(self, batch: VqaBatch, how: Predict | None = None) -> list[str]:
+        """An answer to each question; None is as configured."""
+        config, words = self.config, self.model.text_encoder.embedding
+        memory = self.remember(batch)
+        if (how or config.predict) == "rank":
+            listed = torch.tensor(list(self._by_ids), device=batch.pixels.device)
+            ranking = AnswerRanking(
+                self.decoder, listed, words, self.text.pad_id, config.candidates
+            )
+            return [self.answers[number] for number in ranking(memory).best.tolist()]
+        ids = generate(
+            self.decoder,
+            memory,
+            words,
+            marks(self.text),
+            config.data.max_answer - 1,
+            config.beams,
+        )
+        return [self._as_listed(said) for said in self._sentences(ids)]
+
+    def _as_listed(self, said: str) -> str:
+        """As the list spells it, where it is one of the list ("10:30", not "10 : 30")."""
+        ids = self.answer_text([said]).text_ids[0].tolist()
+        return self._by_ids.get(tuple(ids), said)
+
+
+def build(
+    config: VqaConfig, parts: Loaded, batch: int, seed: int, precision: Precision
+) -> tuple[Vqa, OrderedData]:
+    """The task and its training data.
+
+    Raises:
+        ConfigError: start, shards, answers and batch cannot be used.
+    """
+    data = config.data
+    answers = (
+        frequent_answers(data.train, data.most_answers)
+        if data.answers is None
+        else read_answers(data.answers)
+    )
+    task = Vqa(config, parts, answers, precision)
+    start(task.decoder, parts)
+    return task, task.questions(data.train, data.limit).batches(data, batch, seed)
+
+
+def load(config: dict[str, Any], known: Mapping[str, Any], parts: Loaded) -> Vqa:
+    """The task that a model folder describes, with a fresh decoder."""
+    return Vqa(VqaConfig.model_validate(config), parts, known["answers"])
