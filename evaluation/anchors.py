@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 
 from evaluation.gradcam import grad_cam, layer_number
@@ -174,7 +174,7 @@ def read_pair(picture: str | Path, text: str) -> Sample:
         raise EvaluationError(f"{picture}: cannot be read ({error.strerror})") from error
     except BadSample as error:
         raise EvaluationError(str(error)) from error
-    return Sample(ImageOps.exif_transpose(image), [text], Annotation(), ("", str(picture)))
+    return Sample(image, [text], Annotation(), ("", str(picture)))
 
 
 def map_caption(loaded: Loaded, sample: Sample, device: torch.device) -> AnchorMap:

@@ -17,6 +17,7 @@ from evaluation.search import NOTHING
 from vlp.data.batch import Skip
 from vlp.data.text import TextTokens
 from vlp.models.folder import Loaded
+from vlp.models.matcher import Matcher
 
 
 class Collection(NamedTuple):
@@ -57,7 +58,8 @@ class Encoder:
     """Encodes fixed blocks of `batch` samples or captions with one model on one device.
 
     Blocks of captions hold captions of like length, and are cut to their longest: most padding is
-    never computed, neither here nor in the cross-modal encoder.
+    never computed, neither here nor in the cross-modal encoder. `matcher` scores pairs of their
+    features; once everything is collected, `text_widths` (blocks,) are the captions' tokens.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Encoder:
         memory: int,
     ) -> None:
         self.loaded = loaded
+        self.matcher = Matcher(loaded.model)
         self.samples = samples
         self.batch = batch
         self.device = device
@@ -78,6 +81,7 @@ class Encoder:
         self.images = BlockCache(self._encode_images, memory)
         self.texts: BlockCache[int] = BlockCache(self._encode_texts, memory)
         self._tokens = TextTokens(*(torch.empty(0) for _ in TextTokens._fields))
+        self.text_widths = np.zeros(0, dtype=np.int64)
 
     def collect(self, ranks: Ranks, step: Callable[[int], object]) -> Collection:
         """Encode everything once; samples that show the same picture become one picture.
@@ -114,6 +118,7 @@ class Encoder:
         tokens = self.loaded.text(texts)
         order = tokens.attention_mask.sum(dim=1).argsort(stable=True)
         self._tokens = TextTokens(*(part[order] for part in tokens))
+        self.text_widths = self._widths(self._tokens.attention_mask)
         blocks = -(-len(texts) // self.batch)
         text = np.concatenate(
             ranks.map_blocks(blocks, lambda block: _global(self.texts[block].features))
@@ -129,22 +134,13 @@ class Encoder:
             skipped=skipped,
         )
 
-    def match(
-        self, collection: Collection
-    ) -> Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]:
-        """Log-odds of pairs that lie in one image block and one text block."""
-
-        def match(image: NDArray[np.int64], text: NDArray[np.int64]) -> NDArray[np.float32]:
-            place, text_place = collection.image_place[image], collection.text_place[text]
-            images = self.images[int(place[0, 0])].features
-            texts = self.texts[int(text_place[0, 0])].features
-            rows = torch.from_numpy(place[:, 1]).to(self.device)
-            columns = torch.from_numpy(text_place[:, 1]).to(self.device)
-            with torch.no_grad(), precision_context(self.device, self.precision):
-                logits = self.loaded.model.match(images.select(rows), texts.select(columns))
-            return logits.float().cpu().numpy()
-
-        return match
+    def _widths(self, mask: Tensor) -> NDArray[np.int64]:
+        """Tokens to which each block of captions is cut, from their sorted masks."""
+        lengths = mask.sum(dim=1).numpy()
+        if self.matcher.reads_padding:
+            lengths = np.full_like(lengths, mask.shape[1])
+        last = np.arange(0, len(lengths), self.batch) + self.batch - 1
+        return lengths[last.clip(max=len(lengths) - 1)]
 
     def _rows(self, block: int) -> slice:
         return slice(block * self.batch, (block + 1) * self.batch)
@@ -169,8 +165,7 @@ class Encoder:
 
     def _encode_texts(self, block: int) -> Block:
         tokens = TextTokens(*(part[self._rows(block)] for part in self._tokens))
-        longest = int(tokens.attention_mask.sum(dim=1).max())
-        cut = (part[:, :longest].to(self.device) for part in tokens)
+        cut = (part[:, : self.text_widths[block]].to(self.device) for part in tokens)
         with torch.no_grad(), precision_context(self.device, self.precision):
             return Block(self.loaded.model.encode_text(*cut))
 

@@ -36,20 +36,20 @@ def nearest_pairs(text_to_image: Search, image_to_text: Search) -> Pairs:
 def match_pairs(
     pairs: Pairs,
     match: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]],
-    image_block: NDArray[np.int64],
-    text_block: NDArray[np.int64],
+    group: NDArray[np.int64],
+    order: NDArray[np.int64],
     batch: int,
     *,
     ranks: Ranks | None = None,
     step: Callable[[int], object] = lambda pairs: None,
 ) -> NDArray[np.float32]:
-    """Score all pairs, those of one image block and text block together, shared by the ranks.
+    """Score all pairs, group after group, shared by the ranks.
 
     Args:
         pairs: what to score.
-        match: image and text indices of at most `batch` pairs, of one block each -> (pairs,).
-        image_block: (images,) block of each image.
-        text_block: (texts,) block of each text.
+        match: image and text indices of at most `batch` pairs, of one group -> (pairs,).
+        group: (P,) number of the group each pair is of; they come in the order of their numbers.
+        order: (P,) by which the pairs of a group are sorted before they are cut into batches.
         batch: most pairs of one call.
         ranks: who shares the work.
         step: told the number of pairs after each call.
@@ -58,25 +58,25 @@ def match_pairs(
         (P,) float32 in the order of `pairs`.
     """
     ranks = ranks or Ranks.current()
-    rows, columns = image_block[pairs.image], text_block[pairs.text]
-    order = np.lexsort((columns, rows))  # stable: inside a block the order of `pairs` stays
-    rows, columns = rows[order], columns[order]
-    new_block = (np.diff(rows) != 0) | (np.diff(columns) != 0)
-    cells = np.split(order, np.flatnonzero(new_block) + 1) if len(order) else []
+    chosen = np.lexsort((order, group))
+    ends = np.flatnonzero(np.diff(group[chosen])) + 1
     batches = [
-        cell[start : start + batch] for cell in cells for start in range(0, len(cell), batch)
+        part
+        for one in np.split(chosen, ends)
+        if len(one)
+        for part in np.array_split(one, -(-len(one) // batch))
     ]
 
     def score(number: int) -> NDArray[np.float32]:
-        chosen = batches[number]
-        scores = match(pairs.image[chosen], pairs.text[chosen])
-        step(len(chosen))
+        here = batches[number]
+        scores = match(pairs.image[here], pairs.text[here])
+        step(len(here))
         return scores
 
     scored = ranks.map_blocks(len(batches), score)
-    result = np.empty(len(order), dtype=np.float32)
-    for chosen, scores in zip(batches, scored):
-        result[chosen] = scores
+    result = np.empty(len(chosen), dtype=np.float32)
+    for here, scores in zip(batches, scored):
+        result[here] = scores
     return result
 
 

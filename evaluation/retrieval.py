@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,16 +18,14 @@ from evaluation.features import Collection, Encoder
 from evaluation.mode import evaluating
 from evaluation.ranks import Ranks
 from evaluation.report import Figure, Table, write_report
-from evaluation.rerank import look_up, match_pairs, nearest_pairs, reranked_ranks
-from evaluation.samples import EvaluationError, Samples
-from evaluation.search import Search, search
+from evaluation.retrieval_rows import KeyedSamples, query_rows
+from evaluation.samples import EvaluationError
+from evaluation.two_stages import DIRECTIONS, Direction, ranks_of_right
 from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
 from vlp.metrics.recall import RECALL_AT, chance_recall
 from vlp.models.folder import Loaded
 
 Stage = Literal["dual", "rerank"]
-Direction = Literal["text_to_image", "image_to_text"]
-DIRECTIONS: tuple[Direction, ...] = ("text_to_image", "image_to_text")
 _ARROWS = {"text_to_image": "text → image", "image_to_text": "image → text"}
 MEAN = "mean"
 
@@ -36,7 +35,9 @@ class RetrievalResult:
     """Recall of one model on one set of pairs; figures are shares between 0 and 1.
 
     figures: by (stage, direction, "R@1" | "R@5" | "R@10" | "mean"), and the mean over both
-    directions by (stage, "both", "mean").
+    directions by (stage, "both", "mean"). predictions: one row a query: its direction, the key of
+    the picture's first sample and `picture`, for a caption its number among the picture's and its
+    text, and the rank of the first right answer by stage, from 1.
     """
 
     images: int
@@ -45,6 +46,7 @@ class RetrievalResult:
     shards: tuple[str, ...]
     figures: dict[tuple[str, str, str], Figure]
     skipped: dict[str, int] = field(default_factory=dict)
+    predictions: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -83,7 +85,7 @@ class RetrievalResult:
         return Table(title, ["", *columns], rows, notes)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything as plain JSON values; figures are shares."""
+        """Everything but the predictions, as plain JSON values; figures are shares."""
         return {
             "task": "retrieval",
             "shards": list(self.shards),
@@ -98,8 +100,11 @@ class RetrievalResult:
         }
 
     def save(self, folder: str | Path) -> Path:
-        """Write `retrieval.json` and `retrieval.md`."""
-        return write_report(folder, "retrieval", self.table(), self.to_json())
+        """Write `retrieval.json`, `retrieval.md` and `retrieval.predictions.jsonl`."""
+        path = write_report(folder, "retrieval", self.table(), self.to_json())
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self.predictions)
+        (path / "retrieval.predictions.jsonl").write_text(lines, encoding="utf-8")
+        return path
 
 
 def evaluate_retrieval(
@@ -152,7 +157,7 @@ def evaluate_retrieval(
     ranks = Ranks.current()
     if temperature is None:
         temperature = loaded.model.temperature().item()
-    samples = Samples(shards, limit)
+    samples = KeyedSamples(shards, limit)
     quiet = not (progress and ranks.first)
     with evaluating(loaded.model, device) as place:
         encoder = Encoder(
@@ -165,30 +170,16 @@ def evaluate_retrieval(
         )
         with tqdm(total=len(ranks.share(len(samples))), desc="encode", disable=quiet) as bar:
             collection = encoder.collect(ranks, bar.update)
-        positives = {
-            "text_to_image": collection.image_of_text[:, None],
-            "image_to_text": collection.texts_of_image(),
-        }
-        found = {
-            "text_to_image": search(
-                collection.text, collection.image, positives["text_to_image"], rerank, ranks=ranks
-            ),
-            "image_to_text": search(
-                collection.image, collection.text, positives["image_to_text"], rerank, ranks=ranks
-            ),
-        }
-        all_ranks: dict[tuple[str, str], NDArray[np.int64]] = {
-            ("dual", direction): found[direction].ranks for direction in DIRECTIONS
-        }
-        if rerank:
-            scores = _rerank_scores(encoder, collection, found, match_batch, ranks, quiet)
-            for direction in DIRECTIONS:
-                new = scores[direction]
-                if rerank_by == "sum":
-                    new = new + found[direction].scores.astype(np.float64) / temperature
-                all_ranks["rerank", direction] = reranked_ranks(
-                    found[direction], new, positives[direction]
-                )
+        pictures = samples.pictures(ranks)
+        all_ranks = ranks_of_right(
+            encoder,
+            collection,
+            rerank,
+            temperature if rerank_by == "sum" else None,
+            match_batch,
+            ranks,
+            quiet,
+        )
     return RetrievalResult(
         images=len(collection.image),
         texts=len(collection.text),
@@ -196,36 +187,17 @@ def evaluate_retrieval(
         shards=tuple(str(folder) for folder in shards),
         figures=_figures(all_ranks, collection, resamples),
         skipped=collection.skipped,
+        predictions=[
+            row
+            for direction in DIRECTIONS
+            for row in query_rows(
+                {stage: found for (stage, of), found in all_ranks.items() if of == direction},
+                direction,
+                collection,
+                pictures,
+            )
+        ],
     )
-
-
-def _rerank_scores(
-    encoder: Encoder,
-    collection: Collection,
-    found: dict[str, Search],
-    batch: int,
-    ranks: Ranks,
-    quiet: bool,
-) -> dict[str, NDArray[np.floating]]:
-    pairs = nearest_pairs(found["text_to_image"], found["image_to_text"])
-    texts = len(collection.text)
-    with tqdm(total=-(-len(pairs.image) // ranks.world_size), desc="match", disable=quiet) as bar:
-        matched = match_pairs(
-            pairs,
-            encoder.match(collection),
-            collection.image_place[:, 0],
-            collection.text_place[:, 0],
-            batch,
-            ranks=ranks,
-            step=bar.update,
-        )
-    near_image, near_text = found["text_to_image"].nearest, found["image_to_text"].nearest
-    own_text = np.broadcast_to(np.arange(texts)[:, None], near_image.shape)
-    own_image = np.broadcast_to(np.arange(len(near_text))[:, None], near_text.shape)
-    return {
-        "text_to_image": look_up(pairs, matched, texts, near_image, own_text),
-        "image_to_text": look_up(pairs, matched, texts, own_image, near_text),
-    }
 
 
 def _figures(

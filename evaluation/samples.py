@@ -22,13 +22,15 @@ class EvaluationError(ValueError):
 class Sample(NamedTuple):
     """One picture with its captions.
 
-    identity is equal for samples that show the same picture (same source and image_id).
+    identity is equal for samples that show the same picture (same source and image_id); key is
+    that of its shard.
     """
 
     image: Image.Image
     captions: list[str]
     annotation: Annotation
     identity: tuple[str, str]
+    key: str = ""
 
 
 class Samples:
@@ -82,7 +84,7 @@ class Samples:
             identity = (self.folders[folder], where)
         else:
             identity = (raw.annotation.source or self.folders[folder], image_id)
-        return Sample(image, captions, raw.annotation, identity)
+        return Sample(image, captions, raw.annotation, identity, raw.key)
 
 
 def count_kinds(skipped: Sequence[Skip]) -> dict[str, int]:

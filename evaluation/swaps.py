@@ -15,7 +15,6 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.nn.functional import fold, unfold
 from tqdm import tqdm
 
 from evaluation.blocks import precision_context
@@ -28,8 +27,8 @@ from vlp.data.pictures import decode_picture
 from vlp.data.scenes.negatives import SWAP_KINDS
 from vlp.data.shards import BadSample, ShardIndex
 from vlp.data.text import TextTokens
+from vlp.data.views import View, viewed
 from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
-from vlp.models.config import ImageConfig
 from vlp.models.features import ImageFeatures
 from vlp.models.folder import Loaded
 from vlp.objectives.mlm import MLMHead
@@ -37,7 +36,6 @@ from vlp.objectives.mlm import MLMHead
 CHANCE = {"text": 1 / 4, "image": 1 / 4, "group": 1 / 6, "pair": 1 / 2}
 SCORES = tuple(CHANCE)
 SCORERS = ("dual", "match", "words")
-View = Literal["picture", "shuffled", "blank"]
 
 
 class Swap(NamedTuple):
@@ -138,15 +136,14 @@ def evaluate_swaps(
         swaps = [swap for swap in read if isinstance(swap, Swap)]
         bar.update(len(read))
         seen = [
-            swap._replace(
-                pixels=_view(swap.pixels, view, loaded.model.config.image, number * batch + row)
-            )
+            swap._replace(pixels=viewed(swap.pixels, view, patch_size, number * batch + row))
             for row, swap in enumerate(swaps)
         ]
         with torch.no_grad(), precision_context(where, precision):
             scores = _score(loaded, seen, where, head)
         return scores, [swap.kind for swap in swaps], [s for s in read if isinstance(s, Skip)]
 
+    patch_size = loaded.model.config.image.patch_size
     head = word_head(loaded)
     scorers = SCORERS if head is not None else SCORERS[:2]
     quiet = not (progress and ranks.first)
@@ -225,20 +222,6 @@ def _read(loaded: Loaded, index: ShardIndex, shard: int, sample: int) -> Swap | 
         return Skip(bad.kind, bad.where)
     pixels = torch.stack([loaded.preprocess(picture) for picture in pictures])
     return Swap(pixels, (raw.annotation.caption, swap["foil"]), swap["kind"])
-
-
-def _view(pixels: torch.Tensor, view: View, config: ImageConfig, seed: int) -> torch.Tensor:
-    """(2, 3, size, size) as the view wants it; each picture's patches have their own order."""
-    if view == "blank":
-        return torch.zeros_like(pixels)
-    if view == "picture":
-        return pixels
-    generator = torch.Generator().manual_seed(seed)
-    side, count = config.patch_size, config.grid[0] * config.grid[1]
-    patches = unfold(pixels, side, stride=side)  # (2, 3 * side * side, count)
-    orders = [torch.randperm(count, generator=generator) for _ in patches]
-    mixed = torch.stack([patch[:, order] for patch, order in zip(patches, orders)])
-    return fold(mixed, pixels.shape[-2:], side, stride=side)
 
 
 def word_head(loaded: Loaded) -> MLMHead | None:

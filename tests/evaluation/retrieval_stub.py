@@ -58,9 +58,37 @@ class StubModel(torch.nn.Module):
         number = self.first[text_ids[:, 0]] + text_ids[:, 1]
         return StubFeatures(self.text[number], number)
 
-    def match(self, image, text):
-        self.calls.append(len(image.number))
-        return self.scores[image.number, text.number]
+
+class StubTexts(NamedTuple):
+    number: torch.Tensor
+
+    def select(self, rows, tokens):
+        assert tokens == 2
+        return StubTexts(self.number[rows])
+
+    @staticmethod
+    def stack(parts):
+        return StubTexts(torch.cat([part.number for part in parts]))
+
+
+class StubMatcher:
+    """What the model's tables say; stands where `evaluation.features` makes a `Matcher`."""
+
+    reads_padding = False
+
+    def __init__(self, model: StubModel) -> None:
+        self.model = model
+
+    def prepare_texts(self, text: StubFeatures) -> StubTexts:
+        return StubTexts(text.number)
+
+    def prepare_picture(self, image: StubFeatures) -> int:
+        (number,) = image.number.tolist()
+        return number
+
+    def match(self, picture: int, texts: StubTexts) -> torch.Tensor:
+        self.model.calls.append(len(texts.number))
+        return self.model.scores[picture, texts.number]
 
 
 class Stub(NamedTuple):

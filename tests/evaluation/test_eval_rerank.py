@@ -47,21 +47,34 @@ def test_pairs_near_in_both_directions_are_matched_once():
     assert list(zip(pairs.image.tolist(), pairs.text.tolist())) == [(0, 0), (0, 2), (1, 0), (1, 1)]
 
 
-def test_matching_keeps_to_blocks_and_returns_the_order_of_the_pairs():
+def test_matching_keeps_to_groups_and_returns_the_order_of_the_pairs():
     generator = np.random.default_rng(0)
     code = np.unique(generator.integers(0, 12 * 20, size=90))
     pairs = Pairs(code // 20, code % 20)
-    image_block, text_block = np.arange(12) // 5, np.arange(20) // 3
-    seen = []
+    group, length = (pairs.image * 7) % 12, generator.permutation(20)
+    calls = []
 
     def match(image, text):
-        assert len(set(image_block[image])) == len(set(text_block[text])) == 1
-        seen.extend(zip(image.tolist(), text.tolist()))
-        assert len(image) <= 4
+        calls.append((image, text))
         return (100 * image + text).astype(np.float32)
 
-    values = match_pairs(pairs, match, image_block, text_block, 4)
-    assert sorted(seen) == list(zip(pairs.image.tolist(), pairs.text.tolist()))
+    values = match_pairs(pairs, match, group, length[pairs.text], 4)
     np.testing.assert_array_equal(values, 100 * pairs.image + pairs.text)
+    assert all(len(set(image)) == 1 for image, _ in calls)
+    assert [7 * image[0] % 12 for image, _ in calls] == sorted(7 * i[0] % 12 for i, _ in calls)
+    sizes = [len(text) for _, text in calls]
+    assert max(sizes) <= 4
+    # Cut evenly: five pairs are three and two, not four and one.
+    counts = np.bincount(pairs.image)
+    assert sorted(sizes) == sorted(
+        len(part) for n in counts for part in np.array_split(range(n), -(-n // 4)) if n
+    )
+    for _, text in calls:
+        assert (np.diff(length[text]) > 0).all()
     image, text = pairs.image[::-1][:6].reshape(2, 3), pairs.text[::-1][:6].reshape(2, 3)
     np.testing.assert_array_equal(look_up(pairs, values, 20, image, text), 100 * image + text)
+
+
+def test_nothing_to_match_calls_nobody():
+    none = np.zeros(0, dtype=np.int64)
+    assert len(match_pairs(Pairs(none, none), None, none, none, 4)) == 0

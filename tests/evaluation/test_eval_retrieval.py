@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from retrieval_stub import make_stub, png, write_numbered
+from retrieval_stub import StubMatcher, StubModel, make_stub, png, write_numbered
 
 import vlp
 from evaluation.blocks import Block, BlockCache
@@ -15,8 +15,17 @@ from vlp.config import ConfigError
 from vlp.data.schema import Annotation
 from vlp.data.shards import ShardWriter
 from vlp.metrics.recall import pessimistic_ranks
+from vlp.models.matcher import Matcher
 
 CAPTIONS = [2, 1, 3, 1, 2, 5, 1, 1, 2, 4, 1, 3, 2, 1]
+
+
+@pytest.fixture(autouse=True)
+def stubs_are_matched_by_their_tables(monkeypatch):
+    def matcher(model):
+        return StubMatcher(model) if isinstance(model, StubModel) else Matcher(model)
+
+    monkeypatch.setattr("evaluation.features.Matcher", matcher)
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from evaluation.samples import EvaluationError
 from evaluation.swaps import (
     CHANCE,
     SCORES,
-    _view,
     differing_words,
     evaluate_swaps,
     swap_scores,
@@ -21,7 +20,6 @@ from evaluation.swaps import (
 )
 from vlp.data.pictures import decode_picture
 from vlp.data.shards import ShardIndex, ShardWriter
-from vlp.models.config import ImageConfig
 
 
 @pytest.fixture(scope="module")
@@ -134,21 +132,6 @@ def test_without_pictures_nothing_can_be_told(model_folder, swap_shards):
         # One of the two captions wins at both pictures, and every caption's pictures tie.
         assert blank.figures[scorer, "all", "pair"].value == pytest.approx(0.25)
         assert blank.figures[scorer, "all", "group"].value == 0
-
-
-def test_shuffled_pictures_keep_their_patches():
-    config = ImageConfig(image_size=8, patch_size=4)
-    pixels = torch.rand(2, 3, 8, 8)
-    mixed = _view(pixels, "shuffled", config, 1)
-
-    def patches(image):
-        cut = image.unfold(1, 4, 4).unfold(2, 4, 4).permute(1, 2, 0, 3, 4).reshape(4, -1)
-        return {tuple(patch) for patch in cut.tolist()}
-
-    assert not torch.equal(mixed, pixels)
-    assert [patches(image) for image in mixed] == [patches(image) for image in pixels]
-    assert torch.equal(_view(pixels, "shuffled", config, 1), mixed)
-    assert torch.equal(_view(pixels, "picture", config, 1), pixels)
 
 
 def test_report_is_written(model_folder, swap_shards, tmp_path):

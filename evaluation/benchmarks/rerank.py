@@ -1,0 +1,319 @@
+"""Re-ranking, against a plain loop over queries that does what ALBEF's evaluation does.
+
+    OMP_NUM_THREADS=2 python -m evaluation.benchmarks.rerank --config configs/pretrain/small.yaml
+
+The plain loop takes each query with its k nearest candidates, repeats the query k times, and runs
+the cross-modal encoder over the k pairs in one call, with features of both encoders at hand and
+texts padded to `max_tokens`, as ALBEF's are. Ours is what `evaluation retrieval` runs. Model,
+layout, precision and features are the same, weights and features random.
+
+A whole set takes hours on a CPU. So a few queries of either direction are timed in the loop, and
+a few pictures with all the pairs that the whole set has for them in ours; they take turns, round by
+round. The rest is extrapolated: queries times the mean of a query against pairs times the mean of
+a pair, with what ours does once for its texts. A pair that is near in both directions is one pair
+of ours and two of the loop's. A second loop pads texts no further than the longest of each call.
+Scores of both ways are held together, and the ranks that follow from them.
+
+Prints a table and, last, one JSON line per figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from evaluation.benchmarks.figures import Figure, print_figures
+from evaluation.benchmarks.stand_ins import StandIns, random_model
+from evaluation.blocks import GIBIBYTE, precision_context
+from evaluation.matching import PairScorer
+from evaluation.ranks import Ranks
+from evaluation.rerank import Pairs, match_pairs, nearest_pairs, reranked_ranks
+from evaluation.search import Search, search
+from evaluation.two_stages import DIRECTIONS, Direction
+from vlp.config import ConfigError, load_config
+from vlp.models.config import ModelConfig
+from vlp.models.features import ImageFeatures, TextFeatures
+from vlp.training.config import PretrainConfig
+
+LAYOUTS = ("text", "albef", "ace")
+PADDED, CUT, OURS = "plain loop", "plain loop, texts cut", "ours"
+_SHELF = "a shelf of texts"
+
+
+class Sizes(NamedTuple):
+    """The set, and how much of it is measured: in a round one query of either direction."""
+
+    pictures: int = 1000
+    texts: int = 5000
+    nearest: int = 128
+    rounds: int = 2
+    match_batch: int = 64
+
+
+class Found(NamedTuple):
+    """Seconds of the whole set by way, by the clock and of the processor, extrapolated.
+
+    pair: milliseconds of a pair by way, by the clock; pairs: how many a way scores. difference:
+    the largest between scores of both ways; inversion: the largest step by which one way's order
+    contradicts the other's; both in deviations of a query's scores. same_ranks: share of the
+    compared queries whose right candidate has the same rank both ways.
+    """
+
+    clock: dict[str, float]
+    processor: dict[str, float]
+    pair: dict[str, float]
+    pairs: dict[str, int]
+    difference: float
+    inversion: float
+    same_ranks: float
+
+    def speedup(self, way: str = PADDED) -> float:
+        """How many times faster ours is than a loop, by the clock."""
+        return self.clock[way] / self.clock[OURS]
+
+
+class _Timer:
+    """Seconds by the clock and of the processor, and how often, by what was done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._spent: dict[str, NDArray[np.float64]] = {}
+
+    def __call__(self, what: str, times: int, work: Callable[..., Any], *arguments: Any) -> Any:
+        clock, processor = time.perf_counter(), time.process_time()
+        result = work(*arguments)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        taken = [time.perf_counter() - clock, time.process_time() - processor, times]
+        self._spent[what] = self._spent.get(what, np.zeros(3)) + np.array(taken)
+        return result
+
+    def mean(self, what: str) -> NDArray[np.float64]:
+        """Seconds of one time, by the clock and of the processor."""
+        *seconds, times = self._spent[what]
+        return np.array(seconds) / times
+
+
+class _Set:
+    """A set whose pairs are to be scored, and both ways to do it."""
+
+    def __init__(self, stand_ins: StandIns, sizes: Sizes) -> None:
+        self.stand_ins, self.sizes = stand_ins, sizes
+        self.model = stand_ins.matcher.model
+        collection = stand_ins.collection
+        self.right: dict[Direction, NDArray[np.int64]] = {
+            "text_to_image": collection.image_of_text[:, None],
+            "image_to_text": collection.texts_of_image(),
+        }
+        sides: dict[Direction, tuple[Tensor, Tensor]] = {
+            "text_to_image": (collection.text, collection.image),
+            "image_to_text": (collection.image, collection.text),
+        }
+        self.near = {to: search(*sides[to], self.right[to], sizes.nearest) for to in DIRECTIONS}
+        self.pairs = nearest_pairs(self.near["text_to_image"], self.near["image_to_text"])
+        self.scorer = PairScorer(stand_ins, collection)
+
+    def query(self, to: Direction, query: int, cut: bool) -> tuple[ImageFeatures, TextFeatures]:
+        """Features of a query and of its candidates, before it is repeated."""
+        near = self.near[to].nearest[query].tolist()
+        pictures, texts = (near, [query]) if to == "text_to_image" else ([query], near)
+        longest = self.model.config.text.max_tokens
+        if cut:
+            longest = max(self.stand_ins.length(text) for text in texts)
+        return (
+            ImageFeatures(*_stacked([self.stand_ins.picture(each) for each in pictures])),
+            TextFeatures(*_stacked([self.stand_ins.text(each, longest) for each in texts])),
+        )
+
+    @torch.no_grad()
+    def loop(self, images: ImageFeatures, texts: TextFeatures) -> NDArray[np.float32]:
+        """One turn of the plain loop: the query is repeated, then all pairs in one call."""
+        device = self.stand_ins.device
+        row = torch.arange(self.sizes.nearest, device=device)
+        images = images.select(row % len(images.states))
+        texts = texts.select(row % len(texts.states))
+        with precision_context(device, self.stand_ins.precision):
+            return self.model.match(images, texts).float().cpu().numpy()
+
+    def ours(self, pairs: Pairs) -> NDArray[np.float32]:
+        """Scores of some pairs as `evaluation retrieval` finds them."""
+        groups, order = self.scorer.groups(pairs), self.scorer.order(pairs)
+        return match_pairs(pairs, self.scorer, groups, order, self.sizes.match_batch, ranks=Ranks())
+
+    def shelves_of(self, picture: int) -> list[Pairs]:
+        """All pairs of a picture, by shelf of texts."""
+        rows = np.flatnonzero(self.pairs.image == picture)
+        mine = Pairs(self.pairs.image[rows], self.pairs.text[rows])
+        groups = self.scorer.groups(mine)
+        return [Pairs(*(side[groups == one] for side in mine)) for one in np.unique(groups)]
+
+    def rank(self, to: Direction, query: int, scores: NDArray[np.float32]) -> int:
+        """Rank of a query's right candidate by new scores of its nearest."""
+        one = slice(query, query + 1)
+        near = self.near[to]
+        found = Search(near.ranks[one], near.nearest[one], near.scores[one])
+        return int(reranked_ranks(found, scores[None], self.right[to][one])[0])
+
+
+def measure(config: ModelConfig, sizes: Sizes, device: torch.device, precision: str) -> Found:
+    """Time both ways on some queries and pictures, and compare what they say."""
+    model = random_model(config).to(device)
+    options: dict[str, Any] = {"memory": 2 * GIBIBYTE, "device": device, "precision": precision}
+    whole = _Set(StandIns(model, sizes.pictures, sizes.texts, **options), sizes)
+    timer, draw = _Timer(device), np.random.default_rng(1)
+    *pictures, idle = draw.choice(sizes.pictures, sizes.rounds + 1, replace=False).tolist()
+    texts = draw.choice(sizes.texts, sizes.rounds, replace=False).tolist()
+    for pairs in whole.shelves_of(idle):  # the first calls of a process are slow
+        whole.ours(Pairs(pairs.image[:8], pairs.text[:8]))
+    said: list[tuple[Direction, int, NDArray[np.float32], NDArray[np.float32]]] = []
+    for number, (picture, text) in enumerate(zip(pictures, texts)):
+        queries: dict[Direction, int] = {"text_to_image": text, "image_to_text": picture}
+        turns: list[Callable[[], dict[Any, Any]]] = [
+            partial(_run_loop, whole, timer, PADDED, queries),
+            partial(_run_loop, whole, timer, CUT, queries),
+            partial(_run_ours, whole, timer, picture, idle),
+        ]
+        scores: dict[Any, Any] = {}
+        for turn in turns[number % 3 :] + turns[: number % 3]:
+            scores |= turn()
+        for to, query in queries.items():
+            near = whole.near[to].nearest[query]
+            if to == "text_to_image":
+                ours = whole.ours(Pairs(near, np.full_like(near, text)))
+            else:
+                ours = np.array([scores[candidate] for candidate in near.tolist()])
+            said += [(to, query, scores[way, to], ours) for way in (PADDED, CUT)]
+    return _extrapolated(whole, timer, said)
+
+
+def _run_loop(
+    whole: _Set, timer: _Timer, way: str, queries: dict[Direction, int]
+) -> dict[tuple[str, Direction], NDArray[np.float32]]:
+    scores = {}
+    for to, query in queries.items():
+        features = whole.query(to, query, cut=way == CUT)
+        scores[way, to] = timer(f"{way} {to}", 1, whole.loop, *features)
+    return scores
+
+
+def _run_ours(whole: _Set, timer: _Timer, picture: int, idle: int) -> dict[int, float]:
+    """Scores of a picture by text; shelves serve many pictures and are timed apart."""
+    scores: dict[int, float] = {}
+    for pairs in whole.shelves_of(picture):
+        timer(_SHELF, 1, whole.ours, Pairs(np.array([idle]), pairs.text[:1]))
+        found = timer(OURS, len(pairs.text), whole.ours, pairs)
+        scores |= dict(zip(pairs.text.tolist(), found.tolist()))
+    return scores
+
+
+def _extrapolated(
+    whole: _Set,
+    timer: _Timer,
+    said: list[tuple[Direction, int, NDArray[np.float32], NDArray[np.float32]]],
+) -> Found:
+    sizes = whole.sizes
+    queries: dict[Direction, int] = {"text_to_image": sizes.texts, "image_to_text": sizes.pictures}
+    seconds = {
+        way: sum((queries[to] * timer.mean(f"{way} {to}") for to in DIRECTIONS), np.zeros(2))
+        for way in (PADDED, CUT)
+    }
+    shelves = len(np.unique(whole.scorer.groups(whole.pairs) // sizes.pictures))
+    mine = len(whole.pairs.text)
+    seconds[OURS] = mine * timer.mean(OURS) + shelves * timer.mean(_SHELF)
+    both = min(sizes.nearest, sizes.pictures) * sizes.texts
+    both += min(sizes.nearest, sizes.texts) * sizes.pictures
+    pairs = {PADDED: both, CUT: both, OURS: mine}
+    return Found(
+        clock={way: float(total[0]) for way, total in seconds.items()},
+        processor={way: float(total[1]) for way, total in seconds.items()},
+        pair={way: float(1e3 * seconds[way][0] / pairs[way]) for way in pairs},
+        pairs=pairs,
+        difference=max(float(np.abs(a - b).max() / a.std()) for *_, a, b in said),
+        inversion=max(inversion(a, b) for *_, a, b in said),
+        same_ranks=float(
+            np.mean(
+                [whole.rank(to, query, a) == whole.rank(to, query, b) for to, query, a, b in said]
+            )
+        ),
+    )
+
+
+def inversion(scores: NDArray[np.float32], others: NDArray[np.float32]) -> float:
+    """The largest rise of `scores` in the falling order of `others`, in deviations; 0: none."""
+    ordered = scores[np.argsort(-others, kind="stable")]
+    return float((ordered - np.minimum.accumulate(ordered)).max() / scores.std())
+
+
+def _stacked(features: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
+    return [torch.cat(column) for column in zip(*features)]
+
+
+def table(layout: str, found: Found) -> str:
+    """A line for each way, and how far both agree."""
+    lines = [
+        f"layout {layout}",
+        f"{'':<24}{'pairs':>10}{'ms a pair':>12}{'minutes':>10}{'CPU min':>10}{'ours is':>10}",
+    ]
+    for way, pairs in found.pairs.items():
+        faster = "" if way == OURS else f"{found.speedup(way):>8.1f} x"
+        lines.append(
+            f"{way:<24}{pairs:>10}{found.pair[way]:>12.2f}{found.clock[way] / 60:>10.1f}"
+            f"{found.processor[way] / 60:>10.1f}{faster:>10}"
+        )
+    lines.append(
+        f"scores differ by {found.difference:.1e} deviations at most, orders by "
+        f"{found.inversion:.1e}; {found.same_ranks:.0%} of ranks are the same"
+    )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the tables; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", required=True, help="its `model` gives the sizes")
+    parser.add_argument("--layouts", default=",".join(LAYOUTS), help="of the cross-modal encoder")
+    for name, value in Sizes()._asdict().items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+    parser.add_argument("--precision", choices=["float32", "bf16"], default="float32")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
+    chosen = parser.parse_args(arguments)
+    sizes = Sizes(**{name: getattr(chosen, name) for name in Sizes._fields})
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    figures: list[Figure] = []
+    for layout in chosen.layouts.split(","):
+        try:
+            overrides = [*chosen.overrides, f"model.cross.layout={layout}"]
+            model = load_config(chosen.config, PretrainConfig, overrides).model
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        found = measure(model, sizes, device, chosen.precision)
+        print(table(layout, found), end="\n\n", flush=True)
+        name = f"rerank/{layout}"
+        figures += [
+            Figure(f"{name}/speedup", found.speedup(), "x", 2.0, 10.0),
+            Figure(f"{name}/speedup_texts_cut", found.speedup(CUT), "x"),
+            Figure(
+                f"{name}/speedup_processor", found.processor[PADDED] / found.processor[OURS], "x"
+            ),
+            Figure(f"{name}/pair", found.pair[OURS], "ms"),
+            Figure(f"{name}/difference", found.difference, "deviations", 1e-3),
+            Figure(f"{name}/same_ranks", 100 * found.same_ranks, "%", 100.0),
+        ]
+    print_figures(figures, device)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,23 @@
+"""Draw what each position encoding tells of a picture's patches."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from evaluation.position_maps import draw_position_maps
+from evaluation.ranks import Ranks
+from evaluation.samples import EvaluationError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.png")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Draw the picture."""
+    if options.out.suffix.lower() != ".png":
+        raise EvaluationError(f"--out {options.out}: the picture is a .png file")
+    if Ranks.current().first:
+        print(draw_position_maps(options.out))

@@ -1,0 +1,26 @@
+"""Train vision models with other position encodings and print their tables."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from evaluation.commands.options import add_compared, one_process
+from evaluation.positions import PositionsConfig, results, run_comparison
+from evaluation.positions_tables import report, smallest_difference
+from vlp.config import load_config
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    add_compared(parser)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Train what is missing and print the tables."""
+    one_process("a comparison runs side by side by itself: `jobs`, not torchrun")
+    config = load_config(options.config, PositionsConfig, options.overrides)
+    print(smallest_difference(config))
+    if not options.report:
+        run_comparison(config, options.config, options.only)
+    print(report(config, results(config, options.config), Path(config.output)))

@@ -1,0 +1,76 @@
+"""Predictions of a model, for data that nobody has labelled too.
+
+Shards give a file: what the benchmark's server takes (official), or one JSON object a sample
+(jsonl). Picture files and a text print the label, answer or caption with its probability. A folder
+that was not fine-tuned for a task chooses boxes of expressions, or says whether text and picture
+match.
+
+  python -m evaluation predict --model runs/vqa_v2/best --shards shards/vqa/test --out results.json
+  python -m evaluation predict --model runs/vqa_v2/best --image a.jpg --text "what is on the table?"
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from evaluation.commands.options import add_model
+from evaluation.json_lines import write_lines
+from evaluation.predict import predict, write_official
+from evaluation.predict_one import predict_one
+from evaluation.ranks import Ranks
+from evaluation.samples import EvaluationError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    add_model(parser)
+    parser.add_argument("--shards", nargs="+", metavar="DIR")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="with --shards: what is written")
+    parser.add_argument("--format", choices=("official", "jsonl"), default="official")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N items")
+    parser.add_argument("--batch", type=int, default=64, help="items at once")
+    parser.add_argument("--precision", choices=("float32", "bf16"), default="float32")
+    parser.add_argument(
+        "--image", nargs="+", action="extend", metavar="FILE", help="instead of --shards"
+    )
+    parser.add_argument("--text", help="with --image: question, hypothesis, statement or caption")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Write the file, or print what is said."""
+    if (options.shards is None) == (options.image is None):
+        raise EvaluationError("give either --shards and --out, or --image and --text")
+    if (options.shards is None) != (options.out is None):
+        raise EvaluationError("--shards and --out go together")
+    if options.image is not None:
+        if Ranks.current().first:
+            print(
+                predict_one(options.model, options.image, options.text, options.device).text(),
+            )
+        return
+    if options.text is not None:
+        raise EvaluationError("--text is for --image; shards bring their own")
+    found = predict(
+        options.model,
+        options.shards,
+        limit=options.limit,
+        batch=options.batch,
+        device=options.device,
+        precision=options.precision,
+        progress=True,
+    )
+    if not Ranks.current().first:
+        return
+    if options.format == "official":
+        write_official(options.out, found)
+    else:
+        write_lines(options.out, found.rows)
+    if found.skipped:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in found.skipped.items())
+        print(
+            f"warning: not predicted: {kinds}; a server may refuse a file that lacks items",
+            file=sys.stderr,
+        )
+    print(f"{found.kind}: {len(found.rows)} predictions written to {options.out}")

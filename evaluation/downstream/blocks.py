@@ -1,0 +1,101 @@
+"""Items of a benchmark in fixed blocks that ranks share, bad ones counted instead of fatal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from tqdm import tqdm
+
+from evaluation.ranks import Ranks
+from evaluation.samples import EvaluationError, count_kinds
+from vlp.data.batch import Skip
+from vlp.data.downstream.items import Item
+from vlp.data.stored import BadSample
+
+Made = TypeVar("Made")
+Read = TypeVar("Read", covariant=True)
+
+
+class Readable(Protocol[Read]):
+    """Items by number, such as `vlp.data.downstream.items.Items`."""
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Where they lie, for messages."""
+
+    def __len__(self) -> int:
+        """Items."""
+
+    def read(self, number: int) -> Read:
+        """One item; a BadSample is counted."""
+
+
+class Judged(NamedTuple):
+    """Rows of all good items in their order, and the bad ones by kind."""
+
+    rows: list[Any]
+    skipped: dict[str, int]
+
+
+def judge_blocks(
+    items: Readable[Read],
+    batch: int,
+    make: Callable[[Read, int], Made],
+    judge: Callable[[Sequence[tuple[Read, Made]]], Sequence[Any]],
+    progress: bool = False,
+) -> Judged:
+    """Read, prepare and judge every item once, on some rank.
+
+    A block is cut from the data alone and computed in one piece by one rank, so its numbers are the
+    same however many ranks there are.
+
+    Args:
+        items: what is judged.
+        batch: items of a block.
+        make: prepares an item of a number; a BadSample is counted.
+        judge: one picklable row for each prepared item.
+        progress: a bar on the first rank.
+
+    Raises:
+        EvaluationError: no item could be used.
+    """
+    ranks = Ranks.current()
+    blocks = [range(start, min(start + batch, len(items))) for start in range(0, len(items), batch)]
+    quiet = not (progress and ranks.first)
+
+    def work(number: int) -> tuple[list[Any], list[Skip]]:
+        made: list[tuple[Read, Made]] = []
+        skips: list[Skip] = []
+        for place in blocks[number]:
+            try:
+                item = items.read(place)
+                made.append((item, make(item, place)))
+            except BadSample as bad:
+                skips.append(Skip(bad.kind, bad.where))
+        rows = list(judge(made)) if made else []
+        bar.update()
+        return rows, skips
+
+    own = len(ranks.share(len(blocks)))
+    with tqdm(total=own, desc="judge", unit="block", disable=quiet) as bar:
+        parts = ranks.map_blocks(len(blocks), work)
+    rows = [row for found, _ in parts for row in found]
+    skipped = [skip for _, skips in parts for skip in skips]
+    if not rows:
+        first = f"; the first: {skipped[0].kind}, {skipped[0].where}" if skipped else ""
+        raise EvaluationError(f"{', '.join(items.folders)}: nothing could be used{first}")
+    return Judged(rows, count_kinds(skipped))
+
+
+def picture_of(item: Item) -> tuple[str, str]:
+    """What the items of one picture have in common."""
+    annotation = item.raw.annotation
+    if annotation.image_id is None:
+        return "", item.where
+    return annotation.source or "", annotation.image_id
+
+
+def picture_name(item: Item) -> str:
+    """What the items of one picture have in common, as it is saved."""
+    return "/".join(picture_of(item))

@@ -1,0 +1,92 @@
+"""A fine-tuning command: training on Accelerate, judged by the evaluation of the same benchmark."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from evaluation.downstream import evaluate_task
+from vlp.config import ConfigError
+from vlp.tasks.downstream.retrieval import Retrieval
+from vlp.tasks.downstream.start import start_parts
+from vlp.tasks.downstream.task import Downstream, task_module
+from vlp.training import distributed
+from vlp.training.command import run_training
+from vlp.training.finetune_config import FinetuneConfig
+from vlp.training.selection import Selection
+
+
+def finetuning_command(
+    description: str | None, kinds: Sequence[str], arguments: Sequence[str] | None = None
+) -> int:
+    """Parse the command line of a script `launch/finetune_*.py` and run one rank.
+
+    Args:
+        description: the script's docstring, for `--help`.
+        kinds: of tasks that the script is for.
+        arguments: the command line; None is the process's own.
+
+    Returns:
+        The exit code (see `vlp.training.command`).
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", required=True, metavar="FILE")
+    parser.add_argument("--from", dest="start", metavar="DIR", help="same as start=DIR")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
+    chosen = parser.parse_intermixed_args(arguments)
+    overrides = [*([f"start={chosen.start}"] if chosen.start else []), *chosen.overrides]
+
+    def build(config: FinetuneConfig) -> tuple[Any, Any]:
+        if config.task.kind not in kinds:
+            raise ConfigError(
+                f"task.kind {config.task.kind} is not what this script trains ({', '.join(kinds)})"
+            )
+        return build_task(config)
+
+    return run_training(
+        chosen.config, FinetuneConfig, overrides, chosen.resume, build, "accelerate", select
+    )
+
+
+def build_task(config: FinetuneConfig) -> tuple[Downstream | Retrieval, Any]:
+    """The task of a configuration and its training data.
+
+    Raises:
+        ConfigError: start, task and data do not fit.
+    """
+    training = config.training
+    # Every rank, and every start of the same configuration, begins with the same weights.
+    torch.manual_seed(training.seed)
+    parts, report = start_parts(config.start, config.model)
+    if distributed.rank() == 0:
+        print(report, flush=True)
+    built: tuple[Downstream | Retrieval, Any] = task_module(config.task.kind).build(
+        config.task, parts, training.batch, training.seed, training.precision
+    )
+    return built
+
+
+def select(config: FinetuneConfig, task: Downstream | Retrieval, data: Any) -> Selection | None:
+    """Judges the model on the validation data; None where the configuration names none."""
+    folders, limit = config.task.data.validation, config.task.data.validation_limit
+    training = config.training
+    if not folders:
+        return None
+
+    def judge() -> Mapping[str, float]:
+        device = next(task.parameters()).device
+        result = evaluate_task(
+            task, folders, limit=limit, device=device, precision=training.precision, resamples=1
+        )
+        return result.metrics
+
+    every = training.evaluate_every
+    if every is None:
+        every = max(1, data.batches_in_epoch(0) // training.accumulation)
+    return Selection(judge, training.metric or task.metric, every, training.patience)

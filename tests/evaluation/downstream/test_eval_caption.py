@@ -1,0 +1,81 @@
+"""Figures of captions: those of the metrics on what the model writes."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+from question_shards import AUGMENT, coloured, picture, toy_parts, write_shards
+
+from evaluation.downstream import evaluate_task
+from evaluation.ranks import Ranks
+from evaluation.samples import EvaluationError
+from evaluation.submissions import write_captions
+from vlp.data.schema import Annotation
+from vlp.metrics import captions
+from vlp.metrics.captions import caption_scores
+from vlp.tasks.downstream.caption import CaptionConfig, build
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return write_shards(tmp_path_factory.mktemp("captions"), coloured(6))
+
+
+def made(shards, **options):
+    data = {"train": [str(shards)], "canonical_streams": 1, "augment": AUGMENT, "max_caption": 6}
+    values = {"data": data, "decoder": {"layers": 1}, "java": False, **options}
+    task, _ = build(CaptionConfig.model_validate(values), toy_parts(seed=1), 2, 0, "float32")
+    return task
+
+
+def test_figures_are_those_of_the_metrics(shards, tmp_path) -> None:
+    result = evaluate_task(made(shards), [shards], batch=4, resamples=20)
+    said = [row["caption"] for row in result.predictions]
+    truth = [list(sample.captions) for _, sample in coloured(6)]
+    wanted = caption_scores(said, truth, "plain", meteor=False)
+    for name in ("bleu1", "bleu4", "cider", "rouge_l"):
+        assert result.metrics[name] == pytest.approx(wanted.corpus[name])
+    assert "meteor" not in result.metrics
+    assert result.figures["rouge_l"].low <= result.metrics["rouge_l"]
+    assert "no METEOR, no SPICE" in result.table().text()
+    result.save(tmp_path)
+    write_captions(tmp_path / "results.json", result.predictions)
+
+
+@pytest.mark.skipif(shutil.which("java") is None, reason="needs Java")
+def test_with_java_there_is_meteor_and_a_word_about_spice(shards) -> None:
+    result = evaluate_task(made(shards, java=True), [shards], resamples=2)
+    assert np.isfinite(result.metrics["meteor"])
+    said_so = any("Stanford CoreNLP" in note for note in result.notes)
+    assert said_so != ("spice" in result.metrics)
+
+
+def test_without_java_the_way_out_is_named(shards, monkeypatch) -> None:
+    monkeypatch.setattr(captions.shutil, "which", lambda name: None)
+    with pytest.raises(EvaluationError, match=r"no `java` on the path.*`task.java: false`"):
+        evaluate_task(made(shards, java=True), [shards], resamples=2)
+
+
+def test_pictures_without_captions_are_captioned_and_not_counted(shards, tmp_path) -> None:
+    samples = [(picture(), Annotation(image_id="1")), *coloured(2), (b"", Annotation(caption="a"))]
+    task = made(shards)
+    result = evaluate_task(task, [write_shards(tmp_path / "some", samples)], resamples=2)
+    assert len(result.predictions) == 3
+    assert result.skipped == {"unreadable picture": 1}
+    with pytest.raises(EvaluationError, match="no picture has a caption"):
+        evaluate_task(task, [write_shards(tmp_path / "none", samples[:1])])
+
+
+def test_any_number_of_ranks_finds_the_same(shards, monkeypatch) -> None:
+    """Shares as ranks have them, one rank after the other in this process."""
+    task = made(shards)
+    one = evaluate_task(task, [shards], batch=2, resamples=10).to_json()
+
+    def shared(self, count, work):
+        mine = {block: work(block) for rank in (2, 0, 1) for block in Ranks(rank, 3).share(count)}
+        return [mine[block] for block in range(count)]
+
+    monkeypatch.setattr(Ranks, "map_blocks", shared)
+    assert evaluate_task(task, [shards], batch=2, resamples=10).to_json() == one

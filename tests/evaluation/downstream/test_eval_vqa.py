@@ -1,0 +1,148 @@
+"""Figures of question answering: by hand, on bad data, and on any number of ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from question_shards import AUGMENT, coloured, picture, question, toy_parts, write_shards
+
+from evaluation.downstream import evaluate_task
+from evaluation.samples import EvaluationError
+from evaluation.submissions import write_vqa
+from vlp.data.schema import Annotation
+from vlp.metrics.vqa import vqa_accuracy
+from vlp.tasks.downstream.vqa import VqaConfig, build
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return write_shards(tmp_path_factory.mktemp("vqa"), coloured(12))
+
+
+@pytest.fixture(scope="module")
+def task(shards):
+    """Untrained; the start is one whose answers differ."""
+    values = {"data": {"train": [str(shards)], "canonical_streams": 1, "augment": AUGMENT,
+                       "max_answer": 6}, "decoder": {"layers": 2}}  # fmt: skip
+    made, _ = build(VqaConfig.model_validate(values), toy_parts(seed=3), 4, 0, "float32")
+    return made
+
+
+def test_figures_are_those_of_the_predictions(task, shards) -> None:
+    result = evaluate_task(task, [shards], batch=5, resamples=50)
+    said = {row["question_id"]: row["answer"] for row in result.predictions}
+    truth = {one.id: one for _, sample in coloured(12) for one in sample.questions}
+    assert list(said) == list(truth)
+    right = {
+        number: vqa_accuracy(said[number], [(a.answer, a.count) for a in one.answers])
+        for number, one in truth.items()
+    }
+    figures = result.metrics
+    assert figures["accuracy"] == pytest.approx(np.mean(list(right.values())))
+    for division, kind in (("answer", "yes/no"), ("answer", "other"), ("question", "what")):
+        own = [
+            right[n] for n, one in truth.items() if one.model_extra.get(f"{division}_type") == kind
+        ]
+        assert figures[f"{division}: {kind}"] == pytest.approx(np.mean(own))
+    best = {n: max(one.answers, key=lambda a: a.count).answer for n, one in truth.items()}
+    assert figures["exact"] == pytest.approx(np.mean([said[n] == best[n] for n in truth]))
+    # `no` is said by 7 of 10 to a third of the questions, and counts 1 there.
+    assert result.figures["accuracy"].chance == pytest.approx(1 / 3)
+    assert "always `no`" in result.table().text()
+    assert "ranking 6 answers" in result.table().text()
+
+
+def test_writing_freely_and_the_other_evaluator(task, shards) -> None:
+    free = evaluate_task(task, [shards], limit=4, resamples=2, predict="generate")
+    assert free.items == 4
+    assert "writing, 3 beams" in free.table().text()
+    old = evaluate_task(task, [shards], limit=4, resamples=2, version="albef_copy")
+    assert "'albef_copy'" in old.table().text()
+
+
+def test_predictions_are_a_submission(task, shards, tmp_path) -> None:
+    result = evaluate_task(task, [shards], resamples=2)
+    folder = result.save(tmp_path)
+    lines = (folder / "vqa.predictions.jsonl").read_text().splitlines()
+    write_vqa(tmp_path / "results.json", map(json.loads, lines))
+    rows = json.loads((tmp_path / "results.json").read_text())
+    assert rows[1] == {"question_id": 1, "answer": result.predictions[1]["answer"]}
+    assert len(rows) == 24
+
+
+def test_questions_without_answers_are_answered_and_not_counted(task, tmp_path) -> None:
+    unanswered = Annotation(questions=[question(7, "is it red?", {})])
+    answered = Annotation(questions=[question(8, "is it red?", {"yes": 1})])
+    bad = Annotation(questions=[question(9, "is it red?", {"yes": 1})])
+    samples = [(picture(), unanswered), (picture(), answered), (b"", bad)]
+    result = evaluate_task(task, [write_shards(tmp_path / "some", samples)], resamples=2)
+    assert [row["question_id"] for row in result.predictions] == ["7", "8"]
+    assert result.skipped == {"unreadable picture": 1}
+    assert result.metrics["accuracy"] in (0.0, 1.0)
+    with pytest.raises(EvaluationError, match="no question has an answer"):
+        evaluate_task(task, [write_shards(tmp_path / "none", samples[:1])])
+    with pytest.raises(EvaluationError, match=r"nothing could be used.*unreadable picture"):
+        evaluate_task(task, [write_shards(tmp_path / "bad", samples[2:])])
+
+
+def test_intervals_are_over_pictures(task, tmp_path) -> None:
+    """Two samples of one picture are drawn together, so nothing varies."""
+    samples = [
+        (
+            picture(),
+            Annotation(source="toy", image_id="1", questions=[question(n, "is it?", {a: 1})]),
+        )
+        for n, a in enumerate(("yes", "no", "red", "blue", "green", "left"))
+    ]
+    result = evaluate_task(task, [write_shards(tmp_path, samples)], resamples=100)
+    figure = result.figures["accuracy"]
+    assert figure.value == pytest.approx(1 / 6)
+    assert figure.low == figure.high == pytest.approx(1 / 6)
+
+
+RANK = """
+import sys
+from evaluation.downstream import evaluate_task
+from evaluation.ranks import process_group
+from vlp.tasks.downstream.task import load_task
+model, shards, out = sys.argv[1:]
+with process_group() as ranks:
+    result = evaluate_task(load_task(model), [shards], batch=5, resamples=50)
+    if ranks.first:
+        result.save(out)
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_any_number_of_ranks_writes_the_same(task, shards, tmp_path, world_size) -> None:
+    model = tmp_path / "model"
+    task.save_model(model, task.state_dict())
+    evaluate_task(task, [shards], batch=5, resamples=50).save(tmp_path / "one")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        announced = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
+                     "MASTER_PORT": str(free.getsockname()[1]), "OMP_NUM_THREADS": "1"}  # fmt: skip
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(model), str(shards), str(tmp_path / "many")],
+            cwd=ROOT,
+            env={**os.environ, **announced, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * world_size, errors
+    for name in ("vqa.json", "vqa.md", "vqa.predictions.jsonl"):
+        assert (tmp_path / "many" / name).read_text() == (tmp_path / "one" / name).read_text()

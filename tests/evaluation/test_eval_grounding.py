@@ -1,0 +1,96 @@
+"""Grounding on generated scenes: what counts as right, proposals, and bad expressions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from claim_shards import annotated_shards, tiny_folder
+
+import vlp
+from evaluation.__main__ import main
+from evaluation.gradcam import grad_cam
+from evaluation.grounding import evaluate_grounding
+from evaluation.samples import EvaluationError
+from vlp.data.patches import patches_in_box
+from vlp.data.pictures import decode_picture
+from vlp.data.scenes.annotation import annotation
+from vlp.data.scenes.render import encode_png, render
+from vlp.data.scenes.sample import sample_scene
+from vlp.data.schema import Annotation, Expression
+
+SCENE = sample_scene(0, 3, image_size=32)
+PICTURE = encode_png(render(SCENE))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def shards(tmp_path):
+    scenes = [annotation(sample_scene(0, number, image_size=32)) for number in range(4)]
+    return annotated_shards(tmp_path / "shards", scenes, PICTURE)
+
+
+def test_the_map_is_grad_cams_mean_over_the_text(folder, shards):
+    loaded = vlp.load(folder)
+    result = evaluate_grounding(loaded, [shards], batch=3)
+    row = result.predictions[0]
+    image = loaded.model.encode_image(loaded.preprocess(decode_picture(PICTURE, ""))[None])
+    text = loaded.model.encode_text(*loaded.text([row["text"]]))
+    maps = grad_cam(loaded.model, image, text)[0]
+    heat = maps[text.attention_mask[0]].mean(0).detach().numpy()
+    best = np.unravel_index(heat.argmax(), heat.shape)
+    side = 32 / heat.shape[0]
+    assert row["point"] == [(best[1] + 0.5) * side, (best[0] + 0.5) * side]
+
+
+def test_pointing_counts_hits_in_the_named_box(folder, shards):
+    result = evaluate_grounding(vlp.load(folder), [shards], by="similarity")
+    every = [
+        one for n in range(4) for one in annotation(sample_scene(0, n, image_size=32)).expressions
+    ]
+    assert [row["id"] for row in result.predictions] == [one.id for one in every]
+    shares = [patches_in_box(one.box, (4, 4), (32, 32)).mean() for one in every]
+    assert result.figures["pointing"].chance == pytest.approx(np.mean(shares))
+    assert "IoU ≥ 0.5" not in result.figures
+
+
+def test_proposals_are_judged_by_their_overlap(folder, tmp_path):
+    box = [4.0, 4.0, 12.0, 12.0]
+    far = [20.0, 20.0, 8.0, 8.0]
+    says = [Expression(id="1", text="a red circle", box=box)]
+    annotations = [
+        Annotation(expressions=says, proposals=[box, far]),
+        Annotation(expressions=says, proposals=[far]),
+        Annotation(expressions=says),
+    ]
+    shards = annotated_shards(tmp_path / "shards", annotations, PICTURE)
+    figures = evaluate_grounding(vlp.load(folder), [shards]).figures
+    assert figures["best possible"].value == pytest.approx(0.5)
+    assert figures["IoU ≥ 0.5"].chance == pytest.approx(0.25)
+    assert figures["IoU ≥ 0.5"].value in (0, 0.5)
+
+
+def test_bad_expressions_are_counted(folder, tmp_path):
+    boxes = [[0.0, 0, 5, 5], [1.0, 1, 0, 4], [40.0, 40, 5, 5]]
+    says = [Expression(id=str(n), text="a red circle", box=box) for n, box in enumerate(boxes)]
+    annotations = [Annotation(expressions=says), Annotation(caption="nothing is asked")]
+    shards = annotated_shards(tmp_path / "shards", annotations, PICTURE)
+    result = evaluate_grounding(vlp.load(folder), [shards])
+    assert result.skipped == {"bad annotation": 2}
+    assert [row["id"] for row in result.predictions] == ["0"]
+
+
+def test_the_command_prints_a_table_and_refuses_a_layer_that_is_not_there(
+    folder, shards, tmp_path, capsys
+):
+    common = ["grounding", "--model", str(folder), "--shards", str(shards)]
+    assert main([*common, "--out", str(tmp_path / "out")]) == 0
+    assert "pointing" in capsys.readouterr().out
+    assert (tmp_path / "out" / "grounding.predictions.jsonl").is_file()
+    assert main([*common, "--layer", "7"]) == 2
+    assert "no cross-modal layer 7" in capsys.readouterr().err
+    with pytest.raises(EvaluationError, match="no cross-modal layer"):
+        evaluate_grounding(vlp.load(folder), [shards], layer=7)
