@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+# Processes that tests run in, of one thread each: `make test JOBS=8` on a larger machine.
+JOBS ?= 2
 SHELL := /bin/bash
 
 .PHONY: demo test test-slow test-multinode lint types resume-check clean
@@ -10,7 +12,7 @@ demo: $(READY)
 	$(BIN)/python launch/demo.py
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,11 @@ from hypothesis import settings
 # How long an example takes says more of what else the machine does than of the code.
 settings.register_profile("vlp", deadline=None)
 settings.load_profile("vlp")
+
+# A shell starts what runs in its background with Ctrl-C ignored, and so would be what tests start;
+# some of them press it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -110,6 +110,22 @@ def test_an_encoding_of_one_grid_cannot_read_two_pictures(tmp_path):
         task(next(iter(data.batches()))[0], 0)
 
 
+def test_a_picture_of_panels_is_read_as_pictures_side_by_side(folder, tmp_path):
+    scene = render(sample_scene(0, 0, image_size=48))
+    wide = scene.resize((50, 16))
+    label = Annotation(statement="a b", label=True)
+    shards = annotated_shards(tmp_path / "wide", [label] * 4, encode_png(wide))
+    shown = [wide.crop(box) for box in ((0, 0, 16, 16), (16, 0, 33, 16), (33, 0, 50, 16))]
+    task, data = built(
+        settings(StatementsConfig, shards).model_copy(update={"pictures": 1, "panels": 3}), folder
+    )
+    batch, _ = next(iter(data.batches()))
+    assert batch.pixels.shape == (4, 3, 3, 16, 16)
+    assert torch.equal(batch.pixels[0], torch.stack([task.prepare.evaluate(one) for one in shown]))
+    assert task.tags.shape[0] == 3
+    assert task.logits(batch).shape == (4, 2)
+
+
 def test_assignment_puts_the_caption_with_its_picture(folder, tmp_path):
     shards = tmp_path / "captioned"
     pictures = [encode_png(render(sample_scene(0, number, image_size=16))) for number in range(9)]

@@ -31,7 +31,7 @@ class AssignmentSet(ClaimSet):
     """
 
     def __init__(self, items: Items, text: TextProcessor, prepare: PicturePreparation) -> None:
-        super().__init__(items, _UNUSED, 2, text, prepare)
+        super().__init__(items, _UNUSED, 2, 1, text, prepare)
 
     def make(self, item: Item, number: int, draws: Draws | None = None) -> Claim:
         """The caption of `item`, with its picture first, second or absent.

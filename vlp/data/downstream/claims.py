@@ -11,7 +11,7 @@ from torch import Tensor
 from vlp.data.batch import Skip, moved
 from vlp.data.downstream.config import DownstreamDataConfig
 from vlp.data.downstream.items import Item, Items
-from vlp.data.downstream.pictures import PicturePreparation, decoded
+from vlp.data.downstream.pictures import PicturePreparation, decoded, panels
 from vlp.data.loader import OrderedData
 from vlp.data.schema import Annotation
 from vlp.data.stored import BadSample
@@ -82,6 +82,7 @@ class ClaimSet:
         items: the samples.
         kind: fields and labels.
         pictures: of each sample, 1 or 2.
+        parts: into which each picture is cut, from left to right; each is read as a picture.
         text: tokenizer.
         prepare: pictures to pixels.
     """
@@ -91,10 +92,11 @@ class ClaimSet:
         items: Items,
         kind: ClaimKind,
         pictures: int,
+        parts: int,
         text: TextProcessor,
         prepare: PicturePreparation,
     ) -> None:
-        self.items, self.kind, self.pictures = items, kind, pictures
+        self.items, self.kind, self.pictures, self.parts = items, kind, pictures, parts
         self.text, self.prepare = text, prepare
 
     def make(self, item: Item, number: int, draws: Draws | None = None) -> Claim:
@@ -104,7 +106,8 @@ class ClaimSet:
             BadSample: a picture, the text or the label cannot be used.
         """
         said, label = self.kind.read(item.raw.annotation, item.where)
-        shown = decoded(item.raw, self.pictures, item.where)
+        pictures = decoded(item.raw, self.pictures, item.where)
+        shown = [part for picture in pictures for part in panels(picture, self.parts)]
         return Claim(self.prepare(shown, said, number, draws), self.text([said]), label)
 
     def train(self, number: int, draws: Draws) -> Claim:
@@ -120,7 +123,7 @@ class ClaimSet:
         valid = torch.ones(len(claims), dtype=torch.bool)
         if not claims:  # models want a row; it counts nowhere
             size = self.prepare.evaluate.image_size
-            blank = torch.zeros(self.pictures, 3, size, size)
+            blank = torch.zeros(self.pictures * self.parts, 3, size, size)
             claims, valid = [Claim(blank, self.text([""]), 0)], torch.zeros(1, dtype=torch.bool)
         labels = [-1 if claim.label is None else claim.label for claim in claims]
         ids, attention, words = (torch.cat(rows) for rows in zip(*(one.tokens for one in claims)))

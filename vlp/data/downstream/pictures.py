@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -55,3 +56,15 @@ def decoded(raw: RawSample, count: int, where: str) -> list[Image.Image]:
     if any(image is None for image in encoded):
         raise BadSample("missing picture", f"{where}: it has no second picture (KEY.1.jpg)")
     return [decode_picture(image, where) for image in encoded if image is not None]
+
+
+def panels(picture: Image.Image, count: int) -> list[Image.Image]:
+    """A picture cut into `count` parts of one width, from left to right.
+
+    Args:
+        picture: of any width; parts differ by a pixel where it does not divide.
+        count: 1 gives the picture itself.
+    """
+    edges = [picture.width * number // count for number in range(count + 1)]
+    parts = itertools.pairwise(edges)
+    return [picture.crop((left, 0, right, picture.height)) for left, right in parts]

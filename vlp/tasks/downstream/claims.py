@@ -40,7 +40,7 @@ class ClaimsConfig(DownstreamConfig):
 
     @property
     def shown(self) -> int:
-        """Pictures of a sample."""
+        """Pictures that are read for a sample."""
         raise NotImplementedError
 
 
@@ -61,10 +61,17 @@ class EntailmentConfig(ClaimsConfig):
 
 
 class StatementsConfig(ClaimsConfig):
-    """NLVR2: a statement about two pictures, or NLVR v1's about one."""
+    """NLVR2: a statement about two pictures, or NLVR v1's about one that shows three boxes."""
 
     kind: Literal["statements"] = "statements"
     pictures: Literal[1, 2] = 2
+    panels: int = Field(
+        1,
+        ge=1,
+        le=16,
+        description="each picture is cut into so many parts of one width, from left to right, and "
+        "each is read as a picture of its own, with its own tag",
+    )
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -74,7 +81,7 @@ class StatementsConfig(ClaimsConfig):
     @property
     def shown(self) -> int:
         """As configured."""
-        return self.pictures
+        return self.pictures * self.panels
 
 
 class AssignmentConfig(ClaimsConfig):
@@ -121,8 +128,10 @@ class Claims(Downstream):
         items = Items(folders, limit=limit)
         if isinstance(self.config, AssignmentConfig):
             return AssignmentSet(items, self.text, self.prepare)
-        kind = HYPOTHESES if isinstance(self.config, EntailmentConfig) else STATEMENTS
-        return ClaimSet(items, kind, self.config.shown, self.text, self.prepare)
+        if isinstance(self.config, StatementsConfig):
+            shown = self.config.pictures, self.config.panels
+            return ClaimSet(items, STATEMENTS, *shown, self.text, self.prepare)
+        return ClaimSet(items, HYPOTHESES, 1, 1, self.text, self.prepare)
 
     def logits(self, batch: ClaimBatch) -> Tensor:
         """(B, classes), in the compute type."""
