@@ -14,8 +14,9 @@ turned off. Three comparisons:
   pillow   both sides make the very same Pillow calls: decode, squash bicubic, normalise
   equal    the same operations, each side by its own code: decode, random crop of 0.9..1 of the
            area, bicubic, normalise; the same tokenizer
-  best     open_clip as it ships, with its own tokenizer; ours with reduced decoding, and once more
-           with RandAugment(2, 7), which open_clip's side never does
+  best     each side as it ships: open_clip with its own tokenizer; ours with quick decoding and
+           8-bit levels, which training normalises on its device; and once more with
+           RandAugment(2, 7), which open_clip's side never does
 
 Processes are pinned to as many cores as there are loader processes. All sides are started, warmed
 up by one pass over the shards and then take turns of one pass each; the processes of a side whose
@@ -58,6 +59,7 @@ from vlp.data.schema import captions_of
 from vlp.data.shards import ShardIndex, index_folder
 from vlp.data.tar import append_member, close_tar
 from vlp.data.text import TextProcessor, train_wordpiece
+from vlp.training.memory import keep_freed_memory
 
 OURS, THEIRS, RANDAUGMENT = "ours", "open_clip", "ours, RandAugment"
 MEAN = STD = (0.5, 0.5, 0.5)
@@ -79,8 +81,12 @@ class Settings(NamedTuple):
     workers: int
 
 
-def our_batches(settings: Settings, augment: AugmentConfig) -> Iterator[Any]:
-    """Batches of this project's loader, without masks."""
+def our_batches(settings: Settings, augment: AugmentConfig, normalised: bool) -> Iterator[Any]:
+    """Batches of this project's loader, without masks.
+
+    Its pictures are 8-bit levels, which training normalises on its device; with `normalised` the
+    main process does it here, so that they end as open_clip's do.
+    """
     config = DataConfig(
         sources=(SourceConfig(path=str(settings.shards)),),
         vocabulary=str(settings.vocabulary),
@@ -90,7 +96,8 @@ def our_batches(settings: Settings, augment: AugmentConfig) -> Iterator[Any]:
     )
     side = settings.size // 16
     inputs = Inputs(settings.size, (side, side), TOKENS, vocab_size=1 << 20)
-    return PretrainData(config, inputs, settings.batch, seed=0).batches()
+    data = PretrainData(config, inputs, settings.batch, seed=0)
+    return (batch.to("cpu") if normalised else batch for batch, _ in data.batches())
 
 
 def open_clip_batches(settings: Settings, transform: Any, tokenizer: Any) -> Iterator[Any]:
@@ -120,11 +127,12 @@ def sides(row: str, settings: Settings) -> dict[str, Callable[[], Iterator[Any]]
 
     text = TextProcessor.load(settings.vocabulary, TOKENS)
     plain = AugmentConfig(
-        randaugment=False, mirror=False, crop_scale=CROP, reduced_decode=row == "best"
+        randaugment=False, mirror=False, crop_scale=CROP, quick_decode=row == "best"
     )
 
     def ours(**changes: Any) -> Callable[[], Iterator[Any]]:
-        return partial(our_batches, settings, plain.model_copy(update=changes))
+        augment = plain.model_copy(update=changes)
+        return partial(our_batches, settings, augment, row != "best")
 
     def theirs(train: bool, tokenizer: Any) -> Callable[[], Iterator[Any]]:
         mode = None if train else "squash"
@@ -367,6 +375,7 @@ def _run(chosen: argparse.Namespace, scratch: Path) -> int:
     for settings in every:
         check_shards(settings)
     save_vocabulary(shards, scratch / "vocabulary")
+    keep_freed_memory()  # as training does in its main process; what is forked inherits it
     bytes_each = sum(path.stat().st_size for path in shards.glob("*.tar")) / len(
         ShardIndex.open(shards)
     )

@@ -13,7 +13,13 @@ from PIL import Image
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig
 from vlp.data.encoded import EncodedPicture, levels_of
-from vlp.data.transforms import Preprocessing, TrainTransform, _least_size, random_crop
+from vlp.data.transforms import (
+    Preprocessing,
+    TrainTransform,
+    _least_size,
+    normalise,
+    random_crop,
+)
 
 PLAIN = AugmentConfig(randaugment=False, crop_scale=(1.0, 1.0), mirror=False)
 
@@ -40,18 +46,17 @@ def test_pictures_of_every_mode(mode: str) -> None:
     assert Preprocessing(8)(picture().convert(mode)).shape == (3, 8, 8)
 
 
-def test_normalised_into_a_given_place() -> None:
+def test_levels_of_any_type_and_batch_are_normalised_alike() -> None:
     prepare = Preprocessing(16, mean=(0.5, 0.4, 0.3), std=(0.5, 0.25, 0.2))
     expected = prepare(picture())
     levels = levels_of(prepare.squash(picture()))
     for given_levels in (levels, levels.float(), levels.contiguous().float()):
         before = given_levels.clone()
-        batch = torch.full((2, 3, 16, 16), torch.nan)
-        prepare.normalise(given_levels, out=batch[1])
-        assert torch.equal(batch[1], expected)
-        assert batch[0].isnan().all()
-        assert torch.equal(given_levels, before)
         assert torch.equal(prepare.normalise(given_levels), expected)
+        assert torch.equal(given_levels, before)
+        several = normalise(given_levels.expand(2, 3, 16, 16), prepare.mean, prepare.std)
+        assert several.is_contiguous()
+        assert torch.equal(several[1], expected)
 
 
 def test_preprocessing_is_saved_and_loaded(tmp_path: Path) -> None:
@@ -136,7 +141,7 @@ def jpeg(image: Image.Image) -> EncodedPicture:
     return EncodedPicture(stream.getvalue(), "x")
 
 
-@pytest.mark.parametrize("config", [PLAIN, AugmentConfig(reduced_decode=False), AugmentConfig()])
+@pytest.mark.parametrize("config", [PLAIN, AugmentConfig(quick_decode=False), AugmentConfig()])
 def test_encoded_pictures_give_what_decoded_ones_give(config: AugmentConfig) -> None:
     encoded = jpeg(picture(60, 44))  # too small to be decoded at half size
     train = TrainTransform(config, Preprocessing(32))
@@ -150,10 +155,8 @@ def test_a_reduced_picture_shows_the_same_crop() -> None:
     image.paste((255, 0, 0), (300, 200, 420, 330))  # an edge would show a crop that is off
     encoded = jpeg(image)
     for scale in ((0.2, 0.5), (0.5, 1.0), (0.99, 1.0)):
-        config = AugmentConfig(
-            randaugment=False, mirror=False, crop_scale=scale, reduced_decode=True
-        )
-        full = config.model_copy(update={"reduced_decode": False})
+        config = AugmentConfig(randaugment=False, mirror=False, crop_scale=scale, quick_decode=True)
+        full = config.model_copy(update={"quick_decode": False})
         for seed in range(8):
             small, large = (
                 TrainTransform(how, Preprocessing(64)).levels(

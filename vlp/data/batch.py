@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from vlp.data.transforms import normalise
+
 AnyBatch = TypeVar("AnyBatch", bound=tuple)
 
 
@@ -54,7 +56,8 @@ class Batch(NamedTuple):
     Every random choice in it was drawn from (seed, epoch, sample, purpose), so the rows do not
     depend on the number of ranks or workers. Shapes, with B slots, N tokens, an H x W patch grid:
 
-    pixels (B, 3, height, width) float32, normalised; text_ids (B, N) int64; attention_mask (B, N)
+    pixels (B, 3, height, width), levels uint8 as loaded, a quarter of what workers and devices would
+    have to be handed else, and after `to` float32, normalised; text_ids (B, N) int64; attention_mask (B, N)
     bool, True = not padding; word_mask (B, N) bool, True = a real word piece ([CLS], [SEP] and
     padding are False); mlm_ids (B, N) the masked text; mlm_labels (B, N) the original id where
     masked, else -100; mim_mask (B, H, W) bool, True = masked patch; image_ids (B,) int64, equal for
@@ -79,5 +82,8 @@ class Batch(NamedTuple):
     skipped: tuple[Skip, ...] = ()
 
     def to(self, device: torch.device | str) -> Batch:
-        """Move every tensor to `device`."""
-        return moved(self, device)
+        """Move every tensor to `device`, and normalise the pixels there."""
+        there = moved(self, device)
+        if there.pixels.dtype != torch.uint8:
+            return there
+        return there._replace(pixels=normalise(there.pixels))

@@ -35,9 +35,10 @@ class AugmentConfig(Config):
     magnitude: int = 7
     crop_scale: tuple[float, float] = (0.5, 1.0)
     mirror: bool = True
-    reduced_decode: bool = Field(
+    quick_decode: bool = Field(
         False,
-        description="decode a JPEG at half its size or less where a crop keeps image_size pixels",
+        description="decode a JPEG by less exact transforms, and at half its size or less where a "
+        "crop keeps image_size pixels; some levels off",
     )
 
 

@@ -25,12 +25,13 @@ from vlp.data.text import TextProcessor
 from vlp.data.transforms import TrainTransform
 
 NO_ID = -1
+_GREY = torch.tensor(128, dtype=torch.uint8)  # of an empty slot: normalises to about zero
 
 
 class Slot(NamedTuple):
     """One row of a `Batch`, and the slot's element in one epoch as asked for.
 
-    levels: pixels before they are normalised, (3, height, width); None in an empty slot.
+    levels: pixels before they are normalised, (3, height, width) uint8; None in an empty slot.
     """
 
     levels: Tensor | None
@@ -225,14 +226,10 @@ class CaptionedSamples(Dataset[Slot]):
         )
 
     def _pixels(self, slots: Sequence[Slot]) -> Tensor:
-        preprocessing = self.transform.preprocessing
-        side = preprocessing.image_size
+        side = self.transform.preprocessing.image_size
         pixels = _empty((len(slots), 3, side, side))
         for slot, row in zip(slots, pixels):
-            if slot.levels is None:
-                row.zero_()
-            else:
-                preprocessing.normalise(slot.levels, out=row)
+            row.copy_(_GREY if slot.levels is None else slot.levels)
         return pixels
 
 
@@ -243,9 +240,8 @@ def _optional(fields: Sequence[Tensor | None]) -> Tensor | None:
 
 def _empty(shape: tuple[int, ...]) -> Tensor:
     if get_worker_info() is None:
-        return torch.empty(shape)
-    # The memory that the main process will read: a batch of pictures is tens of megabytes, and a
-    # worker would otherwise write it twice.
-    size = math.prod(shape) * torch.float32.itemsize
-    storage = torch.empty(0).untyped_storage()._new_shared(size)
-    return torch.empty(0).set_(storage).view(shape)
+        return torch.empty(shape, dtype=torch.uint8)
+    # The memory that the main process will read: a batch of pictures is megabytes, and a worker
+    # would otherwise write it twice.
+    storage = torch.empty(0).untyped_storage()._new_shared(math.prod(shape))
+    return torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)

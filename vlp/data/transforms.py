@@ -50,9 +50,6 @@ class Preprocessing:
         self.image_size = image_size
         self.mean = mean
         self.std = std
-        # (x / 255 - mean) / std in two steps over the pixels instead of three.
-        self._scale = 1 / (255 * torch.tensor(std).view(3, 1, 1))
-        self._shift = (torch.tensor(mean) / torch.tensor(std)).view(3, 1, 1)
 
     def __call__(self, image: Image.Image) -> Tensor:
         """A picture of any mode and size to (3, image_size, image_size) float32."""
@@ -65,16 +62,10 @@ class Preprocessing:
             image = image.convert("RGB")
         return image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
 
-    def normalise(self, picture: Image.Image | Tensor, out: Tensor | None = None) -> Tensor:
-        """An RGB picture, or its levels (3, height, width) in 0..255, to float32 of that size.
-
-        Args:
-            picture: it is left as it is.
-            out: where to write; None is a new tensor.
-        """
+    def normalise(self, picture: Image.Image | Tensor) -> Tensor:
+        """An RGB picture, or its levels (3, height, width) in 0..255, to float32 of that size."""
         levels = picture if isinstance(picture, Tensor) else levels_of(picture)
-        pixels = torch.empty(levels.shape) if out is None else out
-        return pixels.copy_(levels).mul_(self._scale).sub_(self._shift)
+        return normalise(levels, self.mean, self.std)
 
     def save(self, folder: str | Path) -> None:
         """Write `preprocessing.json`."""
@@ -102,6 +93,25 @@ class Preprocessing:
             raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{path}: not a preprocessing file ({error!r})") from error
+
+
+def normalise(
+    levels: Tensor,
+    mean: tuple[float, float, float] = MEAN,
+    std: tuple[float, float, float] = STD,
+) -> Tensor:
+    """(x / 255 - mean) / std of levels (..., 3, height, width): float32, on their device.
+
+    Args:
+        levels: 0..255, of any type; they are left as they are.
+        mean: per channel, of pixel values in [0, 1].
+        std: per channel.
+    """
+    # In two steps over the pixels instead of three.
+    deviations = torch.tensor(std, device=levels.device).view(3, 1, 1)
+    shift = torch.tensor(mean, device=levels.device).view(3, 1, 1) / deviations
+    pixels = levels.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    return pixels.mul_(1 / (255 * deviations)).sub_(shift)
 
 
 class TrainTransform:
@@ -138,7 +148,7 @@ class TrainTransform:
     def levels(
         self, picture: Image.Image | EncodedPicture, rng: np.random.Generator, caption: str
     ) -> Tensor:
-        """As a call, but not normalised yet: uint8, or float32 after RandAugment; 0..255."""
+        """As a call, but not normalised yet: (3, image_size, image_size) uint8."""
         levels = self._cropped(picture, random_crop(*picture.size, self.config.crop_scale, rng))
         # Drawn even where the caption forbids it, so the draws that follow stay the same.
         mirror = rng.random() < 0.5
@@ -147,6 +157,7 @@ class TrainTransform:
         if self.config.randaugment:
             levels = levels.to(torch.float32, memory_format=torch.contiguous_format)
             levels = randaugment(levels, self.config.operations, self.config.magnitude, rng)
+            levels = levels.round_().clamp_(0, 255).to(torch.uint8)
         return levels
 
     def _cropped(self, picture: Image.Image | EncodedPicture, box: Box) -> Tensor:
@@ -156,7 +167,7 @@ class TrainTransform:
         side = self.preprocessing.image_size
         if isinstance(picture, Image.Image):
             levels = levels_of(picture.convert("RGB"))
-        elif self.config.reduced_decode:
+        elif self.config.quick_decode:
             levels = picture.levels(_least_size(picture.size, box, side))
         else:
             levels = picture.levels()

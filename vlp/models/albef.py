@@ -18,16 +18,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from vlp.config import ConfigError
 from vlp.models.config import CrossConfig, ImageConfig, ModelConfig, TextConfig
 from vlp.models.vlp import VLPModel
-from vlp.models.weights import (
-    BERT_EMBEDDING,
-    BERT_LAYER,
-    POSITION_TABLES,
-    LoadReport,
-    copy_weights,
-    resample_positions,
-)
+from vlp.models.weight_copy import LoadReport, copy_weights, listed
+from vlp.models.weights import BERT_EMBEDDING, BERT_LAYER, POSITION_TABLES, resample_positions
 
 # ALBEF normalises pictures with CLIP's mean and deviation of pixel values in [0, 1].
 MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -141,8 +136,9 @@ def albef_config(state: Mapping[str, Tensor], image_size: int | None = None) -> 
 def load_albef(model: VLPModel, state: Mapping[str, Tensor], source: str) -> list[LoadReport]:
     """Copy an ALBEF state dict into a model of layout `albef`.
 
-    Positions of another picture size are resampled (timm's bicubic, as for any ViT here). What
-    ALBEF does not have keeps its own start: ACE-RPE tables, token projections and the threshold.
+    Positions of another picture size are resampled as ALBEF's own code does: bicubic, without
+    smoothing. What ALBEF does not have keeps its own start: ACE-RPE tables, token projections and
+    the threshold.
 
     Args:
         model: of the sizes that `albef_config` reads.
@@ -153,12 +149,14 @@ def load_albef(model: VLPModel, state: Mapping[str, Tensor], source: str) -> lis
         A report each for the image, text and cross-modal encoder, and for the heads.
 
     Raises:
+        ConfigError: heads of another width than ALBEF's.
         ValueError: another layout; keys that no rule maps; weights that are missing; shapes that
             do not fit; a temperature that is not positive.
     """
     layout = model.config.cross.layout
     if layout != "albef":
         raise ValueError(f"{source}: ALBEF's weights fit cross.layout albef, not {layout}")
+    _check_heads(model.config, source)
     places = model.state_dict()
     found: dict[str, Tensor] = {}
     unused: list[str] = []
@@ -176,7 +174,8 @@ def load_albef(model: VLPModel, state: Mapping[str, Tensor], source: str) -> lis
         if name == _TEMPERATURE:
             tensor, notes = _log_scale(tensor, model, source)
         if name == _POSITIONS:
-            fitted = resample_positions(tensor, model.config.image.grid, source)
+            # As ALBEF's authors do, so that the loaded model computes what theirs does.
+            fitted = resample_positions(tensor, model.config.image.grid, source, antialias=False)
             resized = [] if fitted is tensor else [name]
             tensor = fitted
         found[name] = tensor
@@ -184,11 +183,26 @@ def load_albef(model: VLPModel, state: Mapping[str, Tensor], source: str) -> lis
         raise ValueError(
             f"{source}: no rule maps these keys of ALBEF to a model of {model.config.text.layers} "
             f"text, {model.config.cross.layers} fusion and {model.config.image.layers} image "
-            f"layers: {', '.join(unknown)}"
+            f"layers: {listed(unknown)}"
         )
     whole = copy_weights(model, found, source, unused, _KEPT)
     matched = [name for name in whole.matched if name not in resized]
+    notes = [*whole.notes, *notes]
     return _by_part(whole._replace(matched=matched, resized=resized, notes=tuple(notes)))
+
+
+def _check_heads(config: ModelConfig, source: str) -> None:
+    """No shape tells the heads: another number of them would load and compute something else."""
+    for part, width in (("text", config.text.width), ("image", config.image.width)):
+        ours = {f"{part}.heads": getattr(config, part).heads}
+        if part == "text":
+            ours["cross.heads"] = config.cross.heads
+        for key, heads in ours.items():
+            if heads * HEAD_WIDTH != width:
+                raise ConfigError(
+                    f"{source}: ALBEF has a head for every {HEAD_WIDTH} of its {width} channels, "
+                    f"{key} is {heads}; set {key}={width // HEAD_WIDTH}"
+                )
 
 
 def _layer_numbers(state: Mapping[str, Tensor]) -> tuple[set[int], set[int]]:
@@ -239,9 +253,10 @@ def _log_scale(temp: Tensor, model: VLPModel, source: str) -> tuple[Tensor, list
     low, high = model.temperature.low, model.temperature.high
     log_scale = -temp.double().log()
     held = log_scale.clamp(low, high)
+    own = held.to(model.temperature.log_scale.dtype)
     if torch.equal(held, log_scale):
-        return log_scale, []
-    return held, [f"temperature {value:g} held at {math.exp(-float(held)):g}"]
+        return own, []
+    return own, [f"temperature {value:g} held at {math.exp(-float(held)):g}"]
 
 
 def _by_part(report: LoadReport) -> list[LoadReport]:

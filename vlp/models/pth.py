@@ -11,9 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+KEYS = ("model", "state_dict")
+"""Under which other projects store a state dict beside their optimiser, the first one found."""
+
 
 def read_pth(file: str | Path) -> dict[str, Tensor]:
-    """State dict of a `.pth`, stored under `model` or bare; no code of the file is run.
+    """State dict of a `.pth`, under `model` or `state_dict` or bare; no code of the file is run.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -37,9 +40,14 @@ def read_pth(file: str | Path) -> dict[str, Tensor]:
             ) from None
         reason = str(error).partition("\n")[0].partition(". ")[0] or "it ends too early"
         raise ValueError(f"{path}: damaged, or not a checkpoint ({reason})") from error
-    state = loaded.get("model", loaded) if isinstance(loaded, Mapping) else None
+    state = None
+    if isinstance(loaded, Mapping):
+        state = next((loaded[key] for key in KEYS if key in loaded), loaded)
     if not isinstance(state, Mapping) or not all(
         isinstance(value, Tensor) for value in state.values()
     ):
-        raise ValueError(f"{path}: holds no state dict, neither under 'model' nor as a whole")
+        raise ValueError(
+            f"{path}: holds no state dict, neither under {' or '.join(map(repr, KEYS))} nor as "
+            "a whole"
+        )
     return dict(state)

@@ -83,7 +83,7 @@ def vit_settings(vit: nn.Module, name: str) -> dict[str, Any]:
     """
     if not isinstance(vit, VisionTransformer):
         raise ValueError(f"{name} is a {type(vit).__name__}, not a vision transformer")
-    block = vit.blocks[0]
+    block: Any = vit.blocks[0]
     return {
         "heads": block.attn.num_heads,
         "block": type(block).__name__,

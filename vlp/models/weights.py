@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from vlp.config import ConfigError
+from vlp.models.published import read_bert, read_vit, vit_settings
+from vlp.models.source_checks import check_bert, check_vit
 from vlp.models.vlp import VLPModel
+from vlp.models.weight_copy import LoadReport, copy_weights, listed
 
 BERT_LAYER = {
     "attention.self.query": "attention.query",
@@ -34,34 +38,14 @@ BERT_EMBEDDING = {
     "embeddings.token_type_embeddings": "embedding.token_type",
     "embeddings.LayerNorm": "embedding.norm",
 }
-_BERT_UNUSED = ("pooler.", "cls.", "embeddings.position_ids")
+BERT_UNUSED = ("pooler.", "cls.", "classifier.", "qa_outputs.", "embeddings.position_ids")
+_OLD_KINDS = {"gamma": "weight", "beta": "bias"}
+"""Of a norm, in checkpoints that were converted from TensorFlow."""
 _VIT_UNUSED = ("head.", "head_dist.", "pre_logits.", "fc_norm.", "dist_token")
+_BLOCK = re.compile(r"blocks\.(\d+)\.")
 
 POSITION_TABLES = r"(.+\.)?positions\."
 """Target names that no public checkpoint has: the tables of ACE-RPE and other encodings."""
-
-
-class LoadReport(NamedTuple):
-    """What became of the tensors on both sides.
-
-    matched and resized: names of target tensors; missing: parts of the target that keep their own
-    start, `*` standing for every layer; unused: source keys; notes: values that were changed.
-    """
-
-    source: str
-    matched: list[str]
-    resized: list[str]
-    missing: list[str]
-    unused: list[str]
-    notes: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        """One line for the log."""
-        parts = [f"{len(self.matched)} matched", f"{len(self.resized)} resized"]
-        if self.missing:
-            parts.append(f"{len(self.missing)} keep their own start ({', '.join(self.missing)})")
-        parts += [f"{len(self.unused)} not used", *self.notes]
-        return f"{self.source}: {'; '.join(parts)}"
 
 
 def load_public_weights(model: VLPModel) -> list[LoadReport]:
@@ -73,77 +57,113 @@ def load_public_weights(model: VLPModel) -> list[LoadReport]:
 
     Raises:
         FileNotFoundError: weights that are neither here nor on the hub.
-        ValueError: keys that no rule maps, or shapes that do not fit.
+        ValueError: files that cannot be read, keys that no rule maps, shapes or heads that do not
+            fit.
     """
     reports = []
-    if model.config.text.weights:
-        name = model.config.text.weights
-        reports += load_bert(model, bert_state(name), name)
-    if model.config.image.weights:
-        name = model.config.image.weights
-        reports.append(load_vit(model, vit_state(name), name))
+    if name := model.config.text.weights:
+        with _about("text.weights"):
+            bert = read_bert(name)
+            reports += load_bert(model, bert.state, name, bert.settings)
+    if name := model.config.image.weights:
+        with _about("image.weights"):
+            vit = read_vit(name)
+            reports.append(load_vit(model, vit.state, name, vit.settings))
     return reports
 
 
+@contextmanager
+def _about(key: str) -> Iterator[None]:
+    """Errors that name the key of the configuration."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{key}: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from error
+
+
 def bert_state(folder_or_name: str) -> dict[str, Tensor]:
-    """State dict of a public BERT, from a folder or the hub, without a `bert.` prefix."""
-    from transformers import BertModel
+    """Encoder of a public BERT, from a folder, a file or the hub, by today's names.
 
-    try:
-        bert = BertModel.from_pretrained(folder_or_name, add_pooling_layer=False)
-    except OSError as error:
-        raise FileNotFoundError(f"text.weights: cannot load {folder_or_name}: {error}") from error
-    return dict(bert.state_dict())
+    Heads and the pooler are left out.
 
-
-def vit_state(file_or_name: str) -> dict[str, Tensor]:
-    """State dict of a ViT or DeiT in timm's names, from a file or a timm model name."""
-    file = Path(file_or_name)
-    if file.suffix == ".safetensors" and file.is_file():
-        from safetensors.torch import load_file
-
-        return load_file(file)
-    if file.suffix in (".pth", ".pt", ".bin"):
-        if not file.is_file():
-            raise FileNotFoundError(f"image.weights: there is no file {file}")
-        state = torch.load(file, map_location="cpu", weights_only=True)
-        return state.get("model", state)
-    import timm
-
-    try:
-        return dict(timm.create_model(file_or_name, pretrained=True).state_dict())
-    except RuntimeError as error:
-        raise FileNotFoundError(f"image.weights: cannot load {file_or_name}: {error}") from error
+    Raises:
+        FileNotFoundError: it is neither here nor on the hub.
+        ValueError: a file cannot be read, or a key stands there twice.
+    """
+    state = _bert_names(read_bert(folder_or_name).state, folder_or_name)
+    return {name: tensor for name, (_, tensor) in state.items() if not name.startswith(BERT_UNUSED)}
 
 
-def load_bert(model: VLPModel, state: Mapping[str, Tensor], source: str) -> list[LoadReport]:
-    """BERT layers 1..k to the text encoder, k+1..k+c to the cross-modal encoder."""
-    text_layers = model.config.text.layers
-    last = text_layers + model.config.cross.layers
+def _bert_names(state: Mapping[str, Tensor], source: str) -> dict[str, tuple[str, Tensor]]:
+    """Today's name -> key there and tensor: no `bert.`, and a norm has weight and bias."""
+    found: dict[str, tuple[str, Tensor]] = {}
+    for key, tensor in state.items():
+        module, dot, kind = key.removeprefix("bert.").rpartition(".")
+        kind = _OLD_KINDS.get(kind, kind) if module.endswith("LayerNorm") else kind
+        name = f"{module}{dot}{kind}"
+        if name in found:
+            raise ValueError(f"{source}: {found[name][0]} and {key} are the same weight")
+        found[name] = key, tensor
+    return found
+
+
+def load_bert(
+    model: VLPModel,
+    state: Mapping[str, Tensor],
+    source: str,
+    settings: Mapping[str, Any] | None = None,
+) -> list[LoadReport]:
+    """BERT layers 1..k to the text encoder, k+1..k+c to the cross-modal encoder.
+
+    A BERT of exactly k layers leaves the cross-modal encoder at its own start.
+
+    Args:
+        model: the target.
+        state: by BERT's names, today's or the older ones.
+        source: what reports and messages call it.
+        settings: BERT's config.json, which is held against the model's configuration; without it
+            the reports say that the heads were taken on trust.
+
+    Raises:
+        ConfigError: BERT has too few layers, or other sizes, heads or functions than the model.
+        ValueError: keys that no rule maps, weights that are missing, or shapes that do not fit.
+    """
+    text_layers, cross_layers = model.config.text.layers, model.config.cross.layers
     text: dict[str, Tensor] = {}
     cross: dict[str, Tensor] = {}
-    unused, unknown = [], []
-    for key, tensor in state.items():
-        name = key.removeprefix("bert.")
+    unused, unknown, numbers = [], [], {-1}
+    for name, (key, tensor) in _bert_names(state, source).items():
         module, _, kind = name.rpartition(".")
         layer = re.fullmatch(r"encoder\.layer\.(\d+)\.(.+)", module)
         if module in BERT_EMBEDDING:
             text[f"{BERT_EMBEDDING[module]}.{kind}"] = tensor
         elif layer and layer[2] in BERT_LAYER:
             number, target = int(layer[1]), BERT_LAYER[layer[2]]
+            numbers.add(number)
             if number < text_layers:
                 text[f"layers.{number}.{target}.{kind}"] = tensor
-            elif number < last:
+            elif number < text_layers + cross_layers:
                 cross[f"layers.{number - text_layers}.{target}.{kind}"] = tensor
             else:
                 unused.append(key)
-        elif name.startswith(_BERT_UNUSED):
+        elif name.startswith(BERT_UNUSED):
             unused.append(key)
         else:
             unknown.append(key)
     if unknown:
-        raise ValueError(f"{source}: no rule maps these keys of BERT: {', '.join(unknown)}")
-    return [
+        raise ValueError(f"{source}: no rule maps these keys of BERT: {listed(unknown)}")
+    there = max(numbers) + 1
+    if there < text_layers or text_layers < there < text_layers + cross_layers:
+        raise ConfigError(
+            f"{source} has {there} layers; text.layers {text_layers} and cross.layers "
+            f"{cross_layers} need {text_layers + cross_layers} (or {text_layers}, which leaves the "
+            "cross-modal encoder at its own start)"
+        )
+    note = check_bert(settings, model.config, source, with_cross=there > text_layers)
+    whole = () if cross else (r"layers\.",)
+    reports = [
         copy_weights(
             model.text_encoder, text, f"{source} -> text encoder", unused, (r"projection\.",)
         ),
@@ -152,44 +172,87 @@ def load_bert(model: VLPModel, state: Mapping[str, Tensor], source: str) -> list
             cross,
             f"{source} -> cross-modal encoder",
             [],
-            (POSITION_TABLES, r"layers\.\d+\.cross_attention\.", r"layers\.\d+\.cross_norm\."),
+            (
+                *whole,
+                POSITION_TABLES,
+                r"layers\.\d+\.cross_attention\.",
+                r"layers\.\d+\.cross_norm\.",
+            ),
         ),
     ]
+    return [report._replace(notes=(*report.notes, *note)) for report in reports]
 
 
-def load_vit(model: VLPModel, state: Mapping[str, Tensor], source: str) -> LoadReport:
-    """The first blocks of a ViT or DeiT in timm's names; positions are resampled to the grid."""
-    found: dict[str, Tensor] = {}
-    unused, resized = [], []
+def load_vit(
+    model: VLPModel,
+    state: Mapping[str, Tensor],
+    source: str,
+    settings: Mapping[str, Any] | None = None,
+) -> LoadReport:
+    """The first blocks of a ViT or DeiT in timm's names; positions are resampled to the grid.
+
+    The image encoder has no distillation token: DeiT's is left out with its position, and the
+    report says so.
+
+    Args:
+        model: the target.
+        state: by timm's names.
+        source: what the report and messages call it.
+        settings: as `vit_settings` gives them; without them the report says that the heads were
+            taken on trust.
+
+    Raises:
+        ConfigError: too few blocks, or other heads or functions than the model.
+        ValueError: keys that no rule maps, weights that are missing, or shapes that do not fit.
+    """
+    config, found, unused, notes = model.config.image, {}, [], []
+    blocks = {int(block[1]) for key in state if (block := _BLOCK.match(key))}
+    if len(blocks) < config.layers:
+        raise ConfigError(f"{source} has {len(blocks)} blocks, image.layers needs {config.layers}")
+    places, unknown = model.image_encoder.state_dict(), []
+    resized = []
     for key, tensor in state.items():
-        block = re.match(r"blocks\.(\d+)\.", key)
-        if key.startswith(_VIT_UNUSED) or (block and int(block[1]) >= model.config.image.layers):
+        block = _BLOCK.match(key)
+        if key == "pos_embed" and config.position == "none":
+            notes.append("its positions are left out, as image.position is none")
             unused.append(key)
-            continue
-        if key == "pos_embed":
-            fitted = resample_positions(tensor, model.config.image.grid, source)
-            if fitted is not tensor:
-                resized.append("vit.pos_embed")
-            tensor = fitted
-        found[f"vit.{key}"] = tensor
+        elif key.startswith(_VIT_UNUSED) or (block and int(block[1]) >= config.layers):
+            unused.append(key)
+        elif f"vit.{key}" not in places:
+            unknown.append(key)
+        else:
+            if key == "pos_embed":
+                if "dist_token" in state:
+                    tensor = torch.cat([tensor[:, :1], tensor[:, 2:]], dim=1)
+                    notes.append("the distillation token and its position are left out")
+                fitted = resample_positions(tensor, config.grid, source)
+                resized = [] if fitted is tensor else ["vit.pos_embed"]
+                tensor = fitted
+            found[f"vit.{key}"] = tensor
+    if unknown:
+        raise ValueError(f"{source}: no rule maps these keys of a ViT: {listed(unknown)}")
+    notes += check_vit(settings, vit_settings(model.image_encoder.vit, "image encoder"), source)
     report = copy_weights(
         model.image_encoder, found, f"{source} -> image encoder", unused, (r"projection\.",)
     )
-    return report._replace(
-        resized=resized, matched=[name for name in report.matched if name not in resized]
-    )
+    matched = [name for name in report.matched if name not in resized]
+    return report._replace(resized=resized, matched=matched, notes=(*report.notes, *notes))
 
 
-def resample_positions(positions: Tensor, grid: tuple[int, int], source: str) -> Tensor:
-    """A ViT's learned positions on another grid: timm's bicubic resampling, [CLS] unchanged.
+def resample_positions(
+    positions: Tensor, grid: tuple[int, int], source: str, antialias: bool = True
+) -> Tensor:
+    """A ViT's learned positions on another grid: bicubic, [CLS] unchanged.
 
     Args:
         positions: (1, 1 + M, width), of a square grid.
         grid: (rows, columns) wanted.
         source: what the positions belong to, for the message.
+        antialias: as timm resamples; without it as DeiT's and ALBEF's authors do.
 
     Returns:
-        (1, 1 + rows * columns, width); the tensor itself where the number of positions fits.
+        (1, 1 + rows * columns, width); the tensor itself where the number of positions fits, else
+        at least in float32.
 
     Raises:
         ValueError: the positions are not [CLS] and a square grid.
@@ -199,54 +262,16 @@ def resample_positions(positions: Tensor, grid: tuple[int, int], source: str) ->
     rows, columns = grid
     if positions.ndim == 3 and positions.shape[1] == 1 + rows * columns:
         return positions
-    if positions.ndim != 3 or math.isqrt(positions.shape[1] - 1) ** 2 != positions.shape[1] - 1:
+    if positions.ndim != 3 or not _is_square(positions.shape[1] - 1):
         raise ValueError(
             f"{source}: positions {tuple(positions.shape)} are not (1, 1 + a square, width)"
         )
-    return resample_abs_pos_embed(positions, [rows, columns], num_prefix_tokens=1, verbose=False)
+    # In half precision the result would be rounded once more.
+    positions = positions.to(torch.promote_types(positions.dtype, torch.float32))
+    return resample_abs_pos_embed(
+        positions, [rows, columns], num_prefix_tokens=1, antialias=antialias, verbose=False
+    )
 
 
-def copy_weights(
-    module: nn.Module,
-    found: Mapping[str, Tensor],
-    source: str,
-    unused: list[str],
-    may_miss: tuple[str, ...],
-) -> LoadReport:
-    """Copy tensors into a module once everything has been checked.
-
-    Args:
-        module: the target.
-        found: tensors by the target's names.
-        source: where they come from, for messages and the report.
-        unused: source keys that are declared as unused.
-        may_miss: patterns of the names' beginnings that may keep their own start; the first one
-            that matches names the part in the report.
-
-    Raises:
-        ValueError: a name without a place, a target that nothing fills, or shapes that differ.
-    """
-    target = module.state_dict()
-    unknown = sorted(set(found) - set(target))
-    if unknown:
-        raise ValueError(f"{source}: these keys have no place here: {', '.join(unknown)}")
-    lost, kept = [], set()
-    for name in target:
-        if name not in found:
-            match = next(filter(None, (re.match(part, name) for part in may_miss)), None)
-            if match:
-                kept.add(re.sub(r"\.\d+\.", ".*.", match[0]).rstrip("."))
-            else:
-                lost.append(name)
-    if lost:
-        raise ValueError(f"{source}: these weights are missing: {', '.join(lost)}")
-    for name, tensor in found.items():
-        if tensor.shape != target[name].shape:
-            raise ValueError(
-                f"{source}: {name} is {tuple(tensor.shape)} there and "
-                f"{tuple(target[name].shape)} here"
-            )
-    with torch.no_grad():
-        for name, tensor in found.items():
-            target[name].copy_(tensor)
-    return LoadReport(source, sorted(found), [], sorted(kept), unused)
+def _is_square(count: int) -> bool:
+    return count > 0 and math.isqrt(count) ** 2 == count
