@@ -177,6 +177,9 @@ def _or_word(source: Source, what: str, make: Callable[[], Part]) -> Part | None
 
 
 def _plain(table: Table) -> Table:
-    """Cells in which a bar does not end the column."""
+    """A table whose cells' bars do not end the column, each of its notes a paragraph."""
     rows = [[cell.replace("|", "\\|") for cell in row] for row in table.rows]
-    return table._replace(head=[cell.replace("|", "\\|") for cell in table.head], rows=rows)
+    # Lines that follow each other are one paragraph in Markdown.
+    notes = [part for note in table.notes for part in (note, "")][:-1]
+    head = [cell.replace("|", "\\|") for cell in table.head]
+    return table._replace(head=head, rows=rows, notes=notes)

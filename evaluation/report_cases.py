@@ -38,7 +38,7 @@ class Shown(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One item: labelled lines, its pictures, and pictures that were found instead."""
+    """One item: labelled texts of one line or more, its pictures, and what was found instead."""
 
     lines: list[tuple[str, str]]
     pictures: list[Shown]
@@ -129,7 +129,7 @@ def retrieval_cases(gallery: Gallery, count: int) -> list[CaseGroup]:
         found = [collection.captions[text] for text in by_image.nearest[query]]
         return Case(
             [
-                ("its texts", " / ".join(gallery.picture(query).captions)),
+                ("its texts", "\n".join(gallery.picture(query).captions)),
                 ("rank of the first", f"{by_image.ranks[query] + 1} of {len(owners)}"),
                 *((f"found at place {place}", text) for place, text in enumerate(found, 1)),
             ],
@@ -223,7 +223,7 @@ def _lines(row: Row, annotation: Annotation) -> Iterator[tuple[str, str]]:
         yield "people said", _answers(row, annotation) or ""
     elif "caption" in row:
         yield "said", str(row["caption"])
-        yield "people said", " / ".join(captions_of(annotation))
+        yield "people said", "\n".join(captions_of(annotation))
     else:
         yield "text", str(row.get("text"))
         if "prediction" in row:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from markupsafe import Markup, escape
 
 WIDTH, HEIGHT = 360, 200
-LEFT, RIGHT, TOP, BOTTOM = 52, 8, 10, 34
+LEFT, RIGHT, TOP, BOTTOM = 52, 18, 10, 34
 COLOURS = 8
 """The style sheet has so many classes `c0`, `c1`, ...; further lines are dashed otherwise."""
 POINTS = 400
@@ -68,10 +68,14 @@ def _named(log: Sequence[Mapping[str, Any]], prefix: str) -> dict[str, Points]:
         if name.startswith(prefix) and "/" not in name.removeprefix(prefix)
     }
     ordered = sorted(names, key=lambda name: (name != "loss/total", name))
-    return {
+    lines = {
         (name.removeprefix(prefix) or prefix).replace("_", " "): _line(log, name)
         for name in ordered
     }
+    if len(lines) == 2 and len({*map(tuple, lines.values())}) == 1:
+        # A loss of one part is that part; two lines would hide each other.
+        del lines[ordered[1].removeprefix(prefix).replace("_", " ")]
+    return lines
 
 
 def _line(log: Sequence[Mapping[str, Any]], name: str) -> Points:

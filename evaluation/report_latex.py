@@ -43,13 +43,13 @@ def latex_table(table: Table) -> str:
             body.append(r"\midrule")
         # A row that begins with [ would be an option of the line break before it.
         body.append("{}" + " & ".join(escaped(cell) for cell in row) + r" \\")
-    notes = [escaped(note) for note in table.notes]
+    notes = [_typed(note) for note in table.notes]
     return "\n".join(
         [
             r"\begin{table}",
             r"\centering",
             rf"\caption{{{escaped(table.title)}. {' '.join(notes)}}}",
-            rf"\label{{tab:{re.sub('[^a-z0-9]+', '-', table.title.lower())}}}",
+            rf"\label{{tab:{re.sub('[^a-z0-9]+', '-', table.title.lower()).strip('-')}}}",
             r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%",
             rf"\begin{{tabular}}{{l{'r' * (len(table.head) - 1)}}}",
             r"\toprule",
@@ -66,6 +66,17 @@ def latex_table(table: Table) -> str:
 def escaped(text: str) -> str:
     """Text whose characters all mean themselves."""
     return "".join(_SPECIAL.get(sign, sign) for sign in text)
+
+
+def _typed(note: str) -> str:
+    """A note; what stands between backticks is set as code."""
+    parts = note.split("`")
+    if len(parts) % 2 == 0:
+        return escaped(note)
+    return "".join(
+        rf"\texttt{{{escaped(part)}}}" if number % 2 else escaped(part)
+        for number, part in enumerate(parts)
+    )
 
 
 def _is_paper(row: Sequence[str]) -> bool:

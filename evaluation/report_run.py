@@ -73,7 +73,8 @@ def _course(training: Mapping[str, Any], last: Mapping[str, Any]) -> Iterator[tu
     if isinstance(speed, int | float):
         yield "speed", f"{speed:.1f} pairs/s"
     if training.get("device"):
-        yield "device", f"{training['device']}, {training.get('ranks', 1)} ranks"
+        ranks = training.get("ranks", 1)
+        yield "device", f"{training['device']}, {ranks} rank{'s' if ranks != 1 else ''}"
     memory = training.get("peak_memory_bytes")
     if isinstance(memory, int | float):
         yield "peak memory", f"{memory / 2**30:.1f} GiB"

@@ -255,7 +255,7 @@ def _staged(
 def _figures(named: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Figure]]:
     for name, value in named.items():
         if isinstance(value, Mapping) and value.keys() >= _FIGURE:
-            yield prefix + name, _figure(value)
+            yield (prefix + name).replace("_", " "), _figure(value)
         elif isinstance(value, Mapping):
             yield from _figures(value, f"{prefix}{name} / ")
         elif isinstance(value, int | float) and not prefix:

@@ -40,8 +40,9 @@ class Judged(NamedTuple):
 
 
 def result_tables(sources: Sequence[Source], paper: Paper = "same") -> list[Table]:
-    """One table for each kind of task that any run has results of."""
-    kinds = dict.fromkeys(result.kind for source in sources for result in source.results)
+    """One table for each kind of task that any run has results of, in the order of `TITLES`."""
+    found = dict.fromkeys(result.kind for source in sources for result in source.results)
+    kinds = [*(kind for kind in TITLES if kind in found), *(found.keys() - TITLES.keys())]
     return [_table(kind, list(_judged(sources, kind)), paper) for kind in kinds]
 
 

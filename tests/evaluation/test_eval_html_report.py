@@ -45,6 +45,7 @@ LOG = [
     {"step": 30, "loss/total": 2.0, "loss/itm": 0.7, "learning_rate": 8e-5, "pairs_per_second": 60},
     {"step": 40, "loss/total": 1.5, "loss/itm": 0.6, "learning_rate": 7e-5, "pairs_per_second": 60},
 ]
+POINTING = ["Pointing of words (generated corpus)"]
 TRAINING = {
     "ended": "finished", "step": 40, "total_steps": 40, "seconds": 3725.0, "pairs_per_second": 55.0,
     "skipped_samples": {"no text": 3}, "skipped_examples": {"no text": ["shard-0.tar, <b>7</b>"]},
@@ -297,7 +298,8 @@ def test_the_command_writes_page_markdown_and_latex(pretrained, tmp_path, capsys
     assert main(["report", *given, "--latex", str(files["a.tex"])]) == 0
     assert capsys.readouterr().out.split() == [str(file) for file in files.values()]
     cell = found.recall("dual", "image_to_text", 5).percent()
-    assert all(cell in file.read_text() for file in files.values())
+    assert all(cell in files[name].read_text() for name in ("a.md", "a.tex"))
+    assert cell in Page(files["a.html"].read_text()).text
     assert main(["report", str(run)]) == 2
     assert "--out FILE.html" in capsys.readouterr().err
     assert main(["report", str(run), "--out", str(files["a.md"] / "x.html")]) == 2
@@ -305,6 +307,35 @@ def test_the_command_writes_page_markdown_and_latex(pretrained, tmp_path, capsys
     wrong = ["report", str(run), "--out", str(files["a.html"]), "--shards", str(tmp_path / "gone")]
     assert main(wrong) == 2
     assert "gone" in capsys.readouterr().err
+
+
+def test_notes_say_code_and_stand_apart(tmp_path):
+    kept = {"any_object": Figure(0.5, 0.4, 0.6, 0.0)._asdict()}
+    for kind in ("pointing", "entailment"):
+        found = {"task": kind, "figures": kept, "notes": ["always `<b>`.", "More."]}
+        (tmp_path / f"{kind}.json").write_text(json.dumps(found))
+    report = make_report([tmp_path])
+    assert [table.title for table in report.tables] == ["Visual entailment", *POINTING]
+    assert "always <code>&lt;b&gt;</code>." in report.html()
+    assert "50.0 [40.0, 60.0]" in Page(report.html()).text
+    assert "any object" in Page(report.html()).text
+    assert "always `<b>`.\n\nMore." in report.markdown()
+    assert r"always \texttt{\textless{}b\textgreater{}}. More." in report.latex()
+    assert r"\label{tab:pointing-of-words-generated-corpus}" in report.latex()
+
+
+def test_a_run_has_links_to_its_parts(pretrained):
+    run, _ = pretrained
+    page = Page(make_report([run]).html())
+    targets = [attributes["href"] for tag, attributes in page.tags if tag == "a"]
+    assert {"#run1-training", "#run1-curves"} <= set(targets)
+    assert "#run1-anchors" not in targets, "there were no shards"
+
+
+def test_a_loss_of_one_part_is_one_line():
+    log = [{"step": n, "loss/total": 1.0 / n, "loss/classes": 1.0 / n} for n in (1, 2)]
+    (chart,) = training_charts(log)
+    assert list(chart.lines) == ["total"]
 
 
 def test_latex_escapes_what_is_special_and_keeps_its_columns():

@@ -366,7 +366,7 @@ class TestStart:
 
     def test_the_last_layers_of_a_bert(self, monkeypatch) -> None:
         state = bert()
-        monkeypatch.setattr("vlp.models.answer_start.bert_state", lambda name: state)
+        monkeypatch.setattr("vlp.models.answer_start.bert_state", lambda name: Published(state))
         of = model()
         made = decoder(of, weights="some-bert")
         crossed = made.layers[0].cross_attention.query.weight.clone()
@@ -386,7 +386,14 @@ class TestStart:
         ],
     )
     def test_a_bert_that_does_not_fit(self, monkeypatch, state, message) -> None:
-        monkeypatch.setattr("vlp.models.answer_start.bert_state", lambda name: state)
+        monkeypatch.setattr("vlp.models.answer_start.bert_state", lambda name: Published(state))
         of = model()
         with pytest.raises(ValueError, match=message):
+            start_decoder(decoder(of, weights="some-bert"), of)
+
+    def test_a_bert_of_other_heads_has_the_same_shapes_and_is_refused(self, monkeypatch) -> None:
+        published = Published(bert(), {"num_attention_heads": 16})
+        monkeypatch.setattr("vlp.models.answer_start.bert_state", lambda name: published)
+        of = model()
+        with pytest.raises(ConfigError, match="has 16 heads and the decoder"):
             start_decoder(decoder(of, weights="some-bert"), of)

@@ -56,15 +56,15 @@ class Batch(NamedTuple):
     Every random choice in it was drawn from (seed, epoch, sample, purpose), so the rows do not
     depend on the number of ranks or workers. Shapes, with B slots, N tokens, an H x W patch grid:
 
-    pixels (B, 3, height, width), levels uint8 as loaded, a quarter of what workers and devices would
-    have to be handed else, and after `to` float32, normalised; text_ids (B, N) int64; attention_mask (B, N)
-    bool, True = not padding; word_mask (B, N) bool, True = a real word piece ([CLS], [SEP] and
-    padding are False); mlm_ids (B, N) the masked text; mlm_labels (B, N) the original id where
-    masked, else -100; mim_mask (B, H, W) bool, True = masked patch; image_ids (B,) int64, equal for
-    captions of one picture; draws (B, 2) float64 in [0, 1), for the text's and the picture's ITM
-    negative; valid (B,) bool; sample_ids (B,) int64, stable over ranks; word_patches (B, N, M)
-    int8, what `vlp.data.named_words.named_patches` says, or None where augmentation moves places;
-    skipped: this share's bad samples.
+    pixels (B, 3, height, width), uint8 levels as loaded (a quarter of the bytes), float32 and
+    normalised after `to`; text_ids (B, N) int64; attention_mask (B, N) bool, True = not padding;
+    word_mask (B, N) bool, True = a real word piece ([CLS], [SEP] and padding are False); mlm_ids
+    (B, N) the masked text; mlm_labels (B, N) the original id where masked, else -100; mim_mask (B,
+    H, W) bool, True = masked patch; image_ids (B,) int64, equal for captions of one picture; draws
+    (B, 2) float64 in [0, 1), for the text's and the picture's ITM negative; valid (B,) bool;
+    sample_ids (B,) int64, stable over ranks; word_patches (B, N, M) int8, what
+    `vlp.data.named_words.named_patches` says, or None where augmentation moves places; skipped:
+    this share's bad samples.
     """
 
     pixels: Tensor

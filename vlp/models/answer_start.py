@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from vlp.config import ConfigError
 from vlp.models.answer_decoder import AnswerDecoder
 from vlp.models.vlp import VLPModel
 from vlp.models.weights import BERT_EMBEDDING, BERT_LAYER, LoadReport, bert_state, copy_weights
@@ -25,12 +26,20 @@ def start_decoder(decoder: AnswerDecoder, model: VLPModel) -> list[LoadReport]:
 
     Raises:
         FileNotFoundError: `weights` is neither a folder nor on the hub.
-        ValueError: keys that no rule maps, or shapes that do not fit.
+        ValueError: keys that no rule maps, or shapes or heads that do not fit.
     """
     config = decoder.config
     found, may_miss = _own_embedding(decoder, model), [_HEAD]
     if config.weights is not None:
-        own, unused, more = _bert_layers(decoder, bert_state(config.weights), config.weights)
+        bert = bert_state(config.weights)
+        there = (bert.settings or {}).get("num_attention_heads")
+        here = config.heads or model.config.cross.heads
+        if there not in (None, here):  # the same shapes, and another function
+            raise ConfigError(
+                f"{config.weights} has {there} heads and the decoder {here}; set "
+                f"decoder.heads={there}"
+            )
+        own, unused, more = _bert_layers(decoder, bert.state, config.weights)
         # BERT's own words are those of the text encoder, before it was pretrained further.
         source = f"{config.weights} -> answer decoder"
     elif config.start == "cross":

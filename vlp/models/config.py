@@ -25,7 +25,7 @@ class TextConfig(Config):
     intermediate: int = 3072
     max_positions: int = 512
     max_tokens: int = Field(30, ge=3, description="tokens of a padded caption, [CLS] and [SEP] in")
-    weights: str | None = Field(None, description="folder or hub name of a public BERT")
+    weights: str | None = Field(None, description="folder, file or hub name of a public BERT")
 
     @model_validator(mode="after")
     def _room_for_tokens(self) -> TextConfig:
@@ -50,7 +50,11 @@ class ImageConfig(Config):
         description="learned from a start of 2D sines; with none, what is where is left to the "
         "cross-modal encoder",
     )
-    weights: str | None = Field(None, description="timm model name, or a .pth/.safetensors file")
+    weights: str | None = Field(
+        None,
+        description="timm model name, a folder or hub name of timm's or transformers' form, or a "
+        ".pth/.safetensors file",
+    )
 
     @model_validator(mode="after")
     def _possible(self) -> ImageConfig:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vlp.config import ConfigError
-from vlp.models.published import read_bert, read_vit, vit_settings
+from vlp.models.published import Published, read_bert, read_vit, vit_settings
 from vlp.models.source_checks import check_bert, check_vit
 from vlp.models.vlp import VLPModel
 from vlp.models.weight_copy import LoadReport, copy_weights, listed
@@ -83,17 +83,19 @@ def _about(key: str) -> Iterator[None]:
         raise ConfigError(f"{key}: {error}") from error
 
 
-def bert_state(folder_or_name: str) -> dict[str, Tensor]:
+def bert_state(folder_or_name: str) -> Published:
     """Encoder of a public BERT, from a folder, a file or the hub, by today's names.
 
-    Heads and the pooler are left out.
+    Its heads and pooler are left out.
 
     Raises:
         FileNotFoundError: it is neither here nor on the hub.
         ValueError: a file cannot be read, or a key stands there twice.
     """
-    state = _bert_names(read_bert(folder_or_name).state, folder_or_name)
-    return {name: tensor for name, (_, tensor) in state.items() if not name.startswith(BERT_UNUSED)}
+    bert = read_bert(folder_or_name)
+    state = _bert_names(bert.state, folder_or_name)
+    kept = {name: tensor for name, (_, tensor) in state.items() if not name.startswith(BERT_UNUSED)}
+    return Published(kept, bert.settings)
 
 
 def _bert_names(state: Mapping[str, Tensor], source: str) -> dict[str, tuple[str, Tensor]]:
