@@ -16,6 +16,7 @@ from vlp.models.answer_generation import Marks, generate
 from vlp.models.answer_likelihood import answer_likelihood
 from vlp.models.answer_ranking import AnswerRanking
 from vlp.models.answer_start import start_decoder
+from vlp.models.published import Published
 from vlp.objectives.mlm import MLMHead
 from vlp.positions.base import PositionContext
 
