@@ -29,36 +29,29 @@ rounds. The time from the start to the first batch is printed apart.
 from __future__ import annotations
 
 import argparse
-import gc
 import inspect
-import multiprocessing
 import os
-import signal
 import statistics
 import sys
-import tarfile
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
 
 from evaluation.benchmarks.figures import Figure, print_figures
+from evaluation.benchmarks.loader_shards import check_shards, make_shards, save_vocabulary
+from evaluation.benchmarks.loader_turns import Measured, take_turns
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig, DataConfig, SourceConfig
 from vlp.data.inputs import Inputs
 from vlp.data.loader import PretrainData
-from vlp.data.schema import captions_of
-from vlp.data.shards import ShardIndex, index_folder
-from vlp.data.tar import append_member, close_tar
-from vlp.data.text import TextProcessor, train_wordpiece
+from vlp.data.shards import ShardIndex
+from vlp.data.text import TextProcessor
 from vlp.training.memory import keep_freed_memory
 
 OURS, THEIRS, RANDAUGMENT = "ours", "open_clip", "ours, RandAugment"
@@ -153,99 +146,11 @@ def sides(row: str, settings: Settings) -> dict[str, Callable[[], Iterator[Any]]
     }
 
 
-class Turn(NamedTuple):
-    """Some batches in a row: seconds of the clock, and CPU seconds of all processes."""
-
-    seconds: float
-    cpu: float
-
-
-class Stream:
-    """One side, whose loader processes run in its own turns alone.
-
-    Args:
-        start: makes the endless iterator of batches.
-    """
-
-    def __init__(self, start: Callable[[], Iterator[Any]]) -> None:
-        others = set(multiprocessing.active_children())
-        started = time.perf_counter()
-        self._batches = start()
-        next(self._batches)
-        self.startup = time.perf_counter() - started
-        """Seconds to the first batch."""
-        self._workers = set(multiprocessing.active_children()) - others
-        self._signal(signal.SIGSTOP)
-
-    def turn(self, batches: int) -> Turn:
-        """Receive some batches."""
-        self._signal(signal.SIGCONT)
-        started, cpu = time.perf_counter(), self._cpu()
-        for _ in range(batches):
-            next(self._batches)
-        turn = Turn(time.perf_counter() - started, self._cpu() - cpu)
-        self._signal(signal.SIGSTOP)
-        return turn
-
-    def close(self) -> None:
-        """End the loader processes."""
-        self._signal(signal.SIGCONT)
-        self._batches.close()  # type: ignore[attr-defined]  # both are generators
-        del self._batches
-        gc.collect()  # open_clip's processes end with the last reference to their loader
-        for worker in self._workers:
-            worker.join(timeout=10)
-
-    def _signal(self, number: signal.Signals) -> None:
-        for worker in self._workers:
-            os.kill(worker.pid, number)  # type: ignore[arg-type]  # it was started
-
-    def _cpu(self) -> float:
-        used = time.process_time()
-        for worker in self._workers:
-            # After the name in brackets: state, ..., user and system time as numbers 14 and 15.
-            fields = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()
-            used += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        return used
-
-
-class Measured(NamedTuple):
-    """One side: samples of a turn, its start-up in seconds, and its turns."""
-
-    samples: int
-    startup: float
-    turns: list[Turn]
-
-    @property
-    def rate(self) -> float:
-        """Samples a second."""
-        return self.samples / statistics.median(turn.seconds for turn in self.turns)
-
-
 def measure(row: str, settings: Settings, rounds: int) -> dict[str, Measured]:
     """All sides of one comparison, taking turns of one pass over the shards."""
     batches = len(ShardIndex.open(settings.shards)) // settings.batch
-    cores = sorted(os.sched_getaffinity(0))
-    threads = torch.get_num_threads()
-    os.sched_setaffinity(0, cores[: settings.workers])
-    torch.set_num_threads(1)
-    streams: dict[str, Stream] = {}
-    try:
-        for name, start in sides(row, settings).items():
-            streams[name] = Stream(start)
-        turns: dict[str, list[Turn]] = {name: [] for name in streams}
-        for number in range(1 + rounds):
-            for name in list(streams)[:: 1 if number % 2 else -1]:
-                turns[name].append(streams[name].turn(batches))
-    finally:
-        for stream in streams.values():
-            stream.close()
-        os.sched_setaffinity(0, cores)
-        torch.set_num_threads(threads)
-    return {
-        name: Measured(batches * settings.batch, streams[name].startup, turns[name][1:])
-        for name in streams
-    }
+    started = sides(row, settings)
+    return take_turns(started, batches, batches * settings.batch, rounds, settings.workers)
 
 
 def ratios(found: dict[str, Measured], name: str) -> list[float]:
@@ -276,60 +181,6 @@ def figures(row: str, found: dict[str, Measured], settings: Settings) -> Iterato
         if name != THEIRS:
             promised = PROMISED.get(row, (None, None)) if name == OURS else (None, None)
             yield Figure(f"{place}/ratio", statistics.median(ratios(found, name)), "x", *promised)
-
-
-def make_shards(folder: Path, samples: int, pictures: int = 64, per_shard: int = 128) -> None:
-    """Shards as img2dataset writes them, of `pictures` different pictures again and again."""
-    rng = np.random.default_rng(0)
-    words = np.array([f"{first}{last}" for first in "bdfgklmnprst" for last in ("a", "en", "ito")])
-    encoded = [_photograph(rng, 500, 375) for _ in range(pictures)]
-    for first in range(0, samples, per_shard):
-        with open(folder / f"{first // per_shard:05d}.tar", "wb") as file:
-            for number in range(first, min(first + per_shard, samples)):
-                caption = " ".join(rng.choice(words, rng.integers(6, 16)))
-                append_member(file, f"{number:09d}.jpg", encoded[number % pictures])
-                append_member(file, f"{number:09d}.txt", caption.encode())
-            close_tar(file)
-    index_folder(folder)
-
-
-def _photograph(rng: np.random.Generator, width: int, height: int) -> bytes:
-    """Noise whose amplitude falls as 1/frequency, as in photographs; its channels are alike."""
-    across, down = np.fft.rfftfreq(width), np.fft.fftfreq(height)[:, None]
-    frequency = np.maximum(np.hypot(across, down), 1 / width)
-    noise = np.fft.rfft2(rng.normal(size=(4, height, width))) / frequency
-    grey, *colours = np.fft.irfft2(noise, s=(height, width))
-    levels = np.stack([grey + 0.4 * colour for colour in colours], axis=-1)
-    levels = 128 + 50 * (levels - levels.mean()) / levels.std()
-    stream = BytesIO()
-    Image.fromarray(levels.clip(0, 255).astype(np.uint8)).save(stream, "jpeg", quality=90)
-    return stream.getvalue()
-
-
-def check_shards(settings: Settings) -> None:
-    """Raises ConfigError where one of the loaders would never give a batch."""
-    index = ShardIndex.open(settings.shards)
-    paths = sorted(settings.shards.glob("*.tar"))
-    if len(paths) < settings.workers:
-        raise ConfigError(f"{settings.shards}: {settings.workers} workers need as many shards")
-    if len(index) < 2 * settings.batch * settings.workers:
-        raise ConfigError(
-            f"{settings.shards}: {len(index)} samples are too few for batches of {settings.batch}"
-        )
-    with tarfile.open(paths[0]) as archive:
-        if not any(name.endswith(".txt") for name in archive.getnames()):
-            raise ConfigError(f"{paths[0]}: open_clip reads captions from KEY.txt, there is none")
-
-
-def save_vocabulary(shards: Path, folder: Path) -> None:
-    """Train a WordPiece vocabulary on the captions of the first shard."""
-    index = ShardIndex.open(shards)
-    captions = [
-        caption
-        for number in range(index.shards[0].samples)
-        for caption in captions_of(index.read_annotation(0, number))
-    ]
-    TextProcessor(train_wordpiece(captions, 30_000), TOKENS).save(folder)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -373,8 +224,8 @@ def _run(chosen: argparse.Namespace, scratch: Path) -> int:
         for number in workers
     ]
     for settings in every:
-        check_shards(settings)
-    save_vocabulary(shards, scratch / "vocabulary")
+        check_shards(shards, settings.batch, settings.workers)
+    save_vocabulary(shards, scratch / "vocabulary", TOKENS)
     keep_freed_memory()  # as training does in its main process; what is forked inherits it
     bytes_each = sum(path.stat().st_size for path in shards.glob("*.tar")) / len(
         ShardIndex.open(shards)
