@@ -107,6 +107,8 @@ class TryIt:
     def search(self, text: str, top: int = 8, rerank: int = 16) -> list[Found]:
         """Pictures of the shards that fit a text, the best first, re-ranked by the cross encoder.
 
+        Of each the similarity is said, and the probability of a match where that was asked.
+
         Raises:
             EvaluationError: the text holds no word, or there are no shards.
         """
@@ -115,9 +117,9 @@ class TryIt:
         gallery = self.gallery
         found = []
         for hit in gallery.search(_said(text), top, rerank):
-            words = f"similarity {hit.similarity:.2f}"
+            words = f"{hit.similarity:.2f}"
             if hit.match is not None:
-                words += f", match {torch.tensor(hit.match).sigmoid():.2f}"
+                words += f" · match {torch.tensor(hit.match).sigmoid():.2f}"
             found.append(Found(gallery.picture(hit.picture).image, words))
         return found
 
@@ -167,15 +169,15 @@ class TryIt:
         seen, said = _seen(image), _said(text)
         return self._with(lambda: predict_one.matched_of(self.loaded, seen, said, self.device))
 
-    def ground(self, image: Image.Image | None, phrase: str) -> Image.Image:
-        """The picture with the Grad-CAM map of a phrase over it.
+    def ground(self, image: Image.Image | None, phrase: str) -> tuple[Image.Image, Image.Image]:
+        """The picture, and again with the Grad-CAM map of a phrase over it, of the same size.
 
         Raises:
             EvaluationError: there is no picture, or the phrase holds no word.
         """
         seen = _seen(image)
         heat = phrase_heat(self.loaded, seen, _said(phrase), device=self.device)
-        return heat_over(seen, heat, side=480)
+        return framed(seen, side=480), heat_over(seen, heat, side=480)
 
     def anchors(self, image: Image.Image | None, text: str) -> list[Found]:
         """The picture, and for each word the picture with the share of groups that anchor a patch.

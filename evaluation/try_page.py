@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from html import escape
 from typing import Any, TypeVar
 
 from PIL import Image
@@ -15,6 +16,18 @@ from vlp.config import ConfigError
 Answer = TypeVar("Answer")
 
 HOST, PORT = "127.0.0.1", 7860
+
+
+STYLE = """
+.picture .image-frame img { object-fit: contain; }
+.tiles .caption-label { max-width: 100%; }
+@media (max-width: 600px) {
+  .tab-container button { padding: 0 6px; }
+  .found .grid-container { grid-template-columns: repeat(2, minmax(0, 1fr)) !important; }
+  .words .grid-container { grid-template-columns: repeat(3, minmax(0, 1fr)) !important; }
+}
+"""
+"""Small pictures fill their frames; a phone shows every tab, and no column leaves its screen."""
 
 
 def page(tried: TryIt) -> Any:
@@ -35,42 +48,77 @@ def page(tried: TryIt) -> Any:
             try:
                 return act(*given)
             except (EvaluationError, ConfigError) as error:
-                raise gradio.Error(str(error), duration=8, print_exception=False) from error
+                # Gradio would read the message as HTML.
+                raise gradio.Error(
+                    escape(str(error)), duration=8, title="Not yet", print_exception=False
+                ) from error
 
         return acted
 
-    def action(label: str, name: str, act: Callable[..., Any], inputs: list[Any], out: Any) -> None:
-        button = gradio.Button(label, variant="primary")
-        button.click(shown(act), inputs, out, api_name=name)
-        typed = [part for part in inputs if isinstance(part, gradio.Textbox)]
-        if typed:
-            typed[0].submit(shown(act), inputs, out, api_visibility="private")
+    def action(
+        button: Any, name: str, act: Callable[..., Any], inputs: list[Any], out: list[Any]
+    ) -> None:
+        typed = [part.submit for part in inputs if isinstance(part, gradio.Textbox)]
+        event = gradio.on([button.click, *typed], shown(act), inputs, out, api_name=name)
+        # Else the badge of an error, or an older result, stays where the result would be.
+        event.failure(lambda: [None] * len(out), None, out, api_visibility="private")
+
+    def press(label: str) -> Any:
+        return gradio.Button(label, variant="primary")
+
+    def tiles(kind: str, columns: int, preview: bool) -> Any:
+        return gradio.Gallery(
+            show_label=False,
+            columns=columns,
+            height="auto",
+            object_fit="contain",
+            type="pil",
+            format="png",
+            allow_preview=preview,
+            interactive=False,
+            buttons=[],
+            elem_classes=["tiles", kind],
+        )
+
+    def chosen(label: str, visible: bool = True) -> Any:
+        return gradio.Image(
+            type="pil",
+            label=label,
+            sources=["upload", "clipboard"],
+            height=260,
+            visible=visible,
+            elem_classes="picture",
+        )
+
+    def drawn() -> Any:
+        return gradio.Image(
+            show_label=False,
+            interactive=False,
+            format="png",
+            min_width=140,
+            buttons=["fullscreen", "download"],
+            elem_classes="picture",
+        )
 
     with gradio.Blocks(title=f"Try {tried.name}", analytics_enabled=False) as blocks:
-        kind = f"fine-tuned for {tried.kind}" if tried.kind else "pretrained"
-        gradio.Markdown(f"# Try `{tried.name}`\n{kind}")
+        gradio.Markdown(f"# Try `{tried.name}`\n{abilities(tried)}")
         with gradio.Row():
-            picture = gradio.Image(type="pil", label="Picture", sources=["upload", "clipboard"])
-            second = gradio.Image(
-                type="pil",
-                label="Second picture, right of the first",
-                sources=["upload", "clipboard"],
-                visible=tried.pictures_judged == 2,
-            )
+            picture = chosen("Picture")
+            second = chosen("Second picture, right of the first", tried.pictures_judged == 2)
         if tried.gallery is not None:
             with gradio.Tab("Search"):
                 wanted = gradio.Textbox(label=f"Look for, in {len(tried.gallery)} pictures")
-                found = gradio.Gallery(
-                    label="Found, the best first; a click makes one the picture above",
-                    columns=4,
-                    type="pil",
-                    allow_preview=False,
+                button = press("Search")
+                gradio.Markdown(
+                    "The best first, with similarity and probability of a match; a click makes "
+                    "one the picture above."
                 )
+                found = tiles("found", 4, preview=False)
 
                 def search(text: str) -> list[tuple[Image.Image, str]]:
                     return [(one.image, one.text) for one in tried.search(text)]
 
-                action("Search", "search", search, [wanted], found)
+                action(button, "search", search, [wanted], [found])
 
                 def choose(every: list[tuple[Image.Image, str]], event: Any) -> Image.Image:
                     return every[event.index][0]
@@ -80,59 +128,79 @@ def page(tried: TryIt) -> Any:
         if tried.answers_questions:
             with gradio.Tab("Ask"):
                 question = gradio.Textbox(label="Question")
+                button = press("Ask")
                 answers = gradio.Label(label="Answer")
                 action(
-                    "Ask",
+                    button,
                     "answer",
                     lambda image, text: dict(tried.answer(image, text)),
                     [picture, question],
-                    answers,
+                    [answers],
                 )
         if tried.writes_captions:
             with gradio.Tab("Caption"):
+                button = press("Write")
                 said = gradio.Label(label="Caption")
                 action(
-                    "Write", "caption", lambda image: dict(tried.caption(image)), [picture], said
+                    button, "caption", lambda image: dict(tried.caption(image)), [picture], [said]
                 )
         if tried.pictures_judged:
             with gradio.Tab("Judge"):
                 claim = gradio.Textbox(label="Hypothesis or statement")
+                button = press("Judge")
                 classes = gradio.Label(label="Judgement")
                 both = [picture, second][: tried.pictures_judged]
                 action(
-                    "Judge",
+                    button,
                     "judge",
                     lambda *given: dict(tried.judge(given[:-1], given[-1])),
                     [*both, claim],
-                    classes,
+                    [classes],
                 )
         with gradio.Tab("Match"):
             text = gradio.Textbox(label="Does this text belong to the picture?")
+            button = press("Match")
             matched = gradio.Label(label="Match")
             action(
-                "Match",
+                button,
                 "match",
                 lambda image, said: dict(tried.match(image, said)),
                 [picture, text],
-                matched,
+                [matched],
             )
         with gradio.Tab("Ground"):
             phrase = gradio.Textbox(label="Where is")
-            heat = gradio.Image(label="Grad-CAM, from blue for weak to red for strong")
-            action("Show", "ground", tried.ground, [picture, phrase], heat)
+            button = press("Show")
+            gradio.Markdown("The picture, and Grad-CAM of the phrase, from blue (weak) to red.")
+            with gradio.Row():
+                plain, heat = drawn(), drawn()
+            action(button, "ground", tried.ground, [picture, phrase], [plain, heat])
         with gradio.Tab("Anchors"):
             caption = gradio.Textbox(label="Caption")
-            words = gradio.Gallery(
-                label="For each word the share of channel groups that anchor a patch", columns=6
-            )
+            button = press("Show")
+            gradio.Markdown("For each word the share of channel groups that anchor a patch.")
+            words = tiles("words", 6, preview=True)
             action(
-                "Show",
+                button,
                 "anchors",
                 lambda image, said: [(one.image, one.text) for one in tried.anchors(image, said)],
                 [picture, caption],
-                words,
+                [words],
             )
     return blocks
+
+
+def abilities(tried: TryIt) -> str:
+    """A line on what the model was trained for, and what each thing that it cannot do needs."""
+    lacking = {
+        "Search": None if tried.gallery is not None else "`--shards DIR`",
+        "Ask": None if tried.answers_questions else "a model fine-tuned for vqa",
+        "Caption": None if tried.writes_captions else "one for caption",
+        "Judge": None if tried.pictures_judged else "one for entailment or statements",
+    }
+    trained = f"Fine-tuned for {tried.kind}." if tried.kind else "Pretrained."
+    needs = ", ".join(f"{name} ({need})" for name, need in lacking.items() if need)
+    return f"{trained} Not offered, with what it needs: {needs}."
 
 
 def serve(tried: TryIt, host: str = HOST, port: int = PORT, block: bool = True) -> Any:
@@ -156,6 +224,7 @@ def serve(tried: TryIt, host: str = HOST, port: int = PORT, block: bool = True) 
             server_port=port,
             share=False,
             theme=theme,
+            css=STYLE,
             prevent_thread_lock=not block,
             footer_links=[],
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin
 
 import yaml
@@ -79,6 +79,26 @@ def load_config(
             origins[leaf] = COMMAND_LINE
         for depth in range(1, key.count(".") + 1):
             origins.setdefault(".".join(key.split(".")[:depth]), COMMAND_LINE)
+    return validated(values, schema, path, origins)
+
+
+def validated(
+    values: Mapping[str, Any],
+    schema: type[AnyConfig],
+    path: str | Path,
+    origins: Mapping[str, str] = MappingProxyType({}),
+) -> AnyConfig:
+    """Values that were read from a file, as a configuration.
+
+    Args:
+        values: by key.
+        schema: what they are to be.
+        path: the file.
+        origins: where a dotted key stands, if not in that file.
+
+    Raises:
+        ConfigError: a key is unknown or missing, or a value has the wrong type; a line for each.
+    """
     try:
         return schema.model_validate(values)
     except ValidationError as error:

@@ -13,11 +13,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from vlp.config import ConfigError, validated
 from vlp.data.text import TextProcessor
 from vlp.data.transforms import Preprocessing
 from vlp.models.carried_encodings import carry_encodings
@@ -87,6 +87,7 @@ def from_pretrained(folder_or_name: str | Path) -> Loaded:
 
     Raises:
         FileNotFoundError: neither a folder nor a hub name, or a file is missing in it.
+        ConfigError: `config.json` is no configuration of this version's model.
         ValueError: the weights do not fit the configuration, or a file is damaged.
     """
     folder = local_folder(folder_or_name)
@@ -115,6 +116,7 @@ def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
 
     Raises:
         FileNotFoundError: neither a folder nor a hub name, or a file is missing in it.
+        ConfigError: `config.json` is no configuration of this version's model.
         ValueError: anything else is missing, left over, or of another shape; an encoding is bound
             to the grid it was trained on.
     """
@@ -155,10 +157,12 @@ def read_heads(folder: Path) -> dict[str, Tensor]:
 def _read_config(file: Path) -> ModelConfig:
     try:
         plain = json.loads(file.read_text(encoding="utf-8"))
-        plain.pop("model_type", None)
-        return ModelConfig.model_validate(plain)
-    except (json.JSONDecodeError, ValidationError) as error:
-        raise ValueError(f"{file}: {error}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: not valid JSON: {error}") from error
+    if not isinstance(plain, dict):
+        raise ConfigError(f"{file}: a configuration is a mapping of keys, not {plain!r}")
+    plain.pop("model_type", None)
+    return validated(plain, ModelConfig, file)
 
 
 def _read_weights(file: Path) -> dict[str, Tensor]:
