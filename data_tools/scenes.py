@@ -23,10 +23,13 @@ from tqdm import tqdm
 from vlp.config import ConfigError
 from vlp.data.scenes.annotation import (
     annotation,
+    box_statement_annotation,
     entailment_annotation,
     statement_annotation,
     swap_annotation,
 )
+from vlp.data.scenes.box_statements import sample_box_statement
+from vlp.data.scenes.boxes import render_boxes
 from vlp.data.scenes.distinct import ambiguous_share, distinct_scenes
 from vlp.data.scenes.entailment import sample_entailment
 from vlp.data.scenes.graph import Scene
@@ -52,6 +55,8 @@ PARTS = {
     "entailment": (0, "hypotheses about a picture with a curtain"),
     "statements_val": (0, "statements about pictures of held-out contents"),
     "entailment_val": (0, "hypotheses about pictures of held-out contents"),
+    "boxes": (0, "true or false statements about three boxes, in the manner of NLVR v1"),
+    "boxes_val": (0, "others of them"),
 }
 _SETTINGS = ("seed", "image_size", "samples_per_shard", *Variety._fields)
 _CHUNK = 64
@@ -142,6 +147,10 @@ def make_sample(
     if part in ("entailment", "entailment_val"):
         triple = sample_entailment(seed, job, held_out, image_size)
         return Sample(_key(part, seed, job), _png(triple.scene), entailment_annotation(triple))
+    if part in ("boxes", "boxes_val"):
+        shown = sample_box_statement(seed, job, held_out)
+        picture = encode_png(render_boxes(shown.scene))
+        return Sample(_key(part, seed, job), picture, box_statement_annotation(shown))
     raise ValueError(f"unknown part {part!r}, known are {', '.join(PARTS)}")
 
 

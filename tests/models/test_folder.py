@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from tests_support import TINY_MODEL, tiny_text
 
 import vlp
+from vlp.config import ConfigError, merged
 from vlp.data.transforms import Preprocessing
 from vlp.models.config import ModelConfig
 from vlp.models.folder import save_pretrained, start_from
@@ -207,6 +210,36 @@ def test_options_that_bind_an_encoding_to_its_grid_are_named(tmp_path):
         ValueError, match=r"rope-axial of the image stream .*4 x 4.* 6 x 6: .*rescale"
     ):
         start_from(VLPModel(sized(24, "rope-axial", options=options)), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cross": {"position": "anchor"}}, "'cross.position': Input should be a valid tuple"),
+        ({"cross": {"positions": ["anchor"]}}, "did you mean 'cross.position'"),
+        ({"cross": {"position": ["anchors"]}}, "'anchors' is unknown"),
+        ({"text": {"vocab_size": "many"}}, "'text.vocab_size': Input should be a valid integer"),
+    ],
+)
+def test_a_configuration_of_another_version_is_one_line_with_file_and_key(saved, change, message):
+    folder, _ = saved
+    file = folder / "config.json"
+    file.write_text(json.dumps(merged(json.loads(file.read_text()), change)))
+    with pytest.raises(ConfigError) as raised:
+        vlp.load(folder)
+    said = str(raised.value)
+    assert said.startswith(f"{file}: ")
+    assert message in said
+    assert len(said.splitlines()) == 1
+    assert "http" not in said
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff"])
+def test_what_is_no_configuration_is_named(saved, content):
+    folder, _ = saved
+    (folder / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"config\.json: "):
+        vlp.load(folder)
 
 
 def test_a_damaged_configuration_is_named(saved):

@@ -41,12 +41,13 @@ def with_vocabulary(loaded: Loaded, vocabulary: Tokenizer) -> tuple[Loaded, Carr
         ConfigError: a special token is missing in the vocabulary.
     """
     text = TextProcessor(vocabulary, loaded.text.max_tokens)
-    before, numbers = loaded.text.tokenizer, text.tokenizer.get_vocab(with_added_tokens=True)
-    pieces = sorted(numbers, key=lambda piece: numbers[piece])
-    sources = [_sources(piece, before) for piece in pieces]
-    unknown = before.token_to_id(UNK)
+    before, pieces = loaded.text.tokenizer, text.tokenizer.get_vocab(with_added_tokens=True)
+    sources: list[list[int]] = [[]] * text.vocab_size  # numbers that name nothing get a row too
+    for piece, number in pieces.items():
+        sources[number] = _sources(piece, before)
+    unknown = loaded.text.unk_id
     known = sum(before.token_to_id(piece) is not None for piece in pieces)
-    lost = sum(not source for source in sources)
+    lost = sum(not sources[number] for number in pieces.values())
 
     def carried(rows: Tensor) -> Tensor:
         return torch.stack([rows[source or [unknown]].mean(0) for source in sources])

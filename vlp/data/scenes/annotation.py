@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from vlp.data.scenes.box_statements import BoxStatement
 from vlp.data.scenes.captions import Caption, captions, word_objects
 from vlp.data.scenes.entailment import Entailment
 from vlp.data.scenes.expressions import expressions
@@ -96,6 +97,17 @@ def statement_annotation(statement: Statement) -> Annotation:
         source=SOURCE,
         image_id=statement.key,
         scene={"left": graph_of(statement.left), "right": graph_of(statement.right)},
+    )
+
+
+def box_statement_annotation(statement: BoxStatement) -> Annotation:
+    """A statement about three boxes."""
+    return Annotation(
+        statement=statement.text,
+        label=statement.label,
+        source=SOURCE,
+        image_id=statement.key,
+        scene={"boxes": [[item._asdict() for item in box] for box in statement.scene.boxes]},
     )
 
 

@@ -1,0 +1,133 @@
+"""Three boxes in NLVR v1's manner, and what is said of them."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+from vlp.data.scenes.annotation import box_statement_annotation
+from vlp.data.scenes.box_statements import sample_box_statement
+from vlp.data.scenes.boxes import BOXES, COLOURS, SIDE, WIDTH, render_boxes, sample_boxes
+
+NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven")
+COUNT = r"(?:(exactly|only|at least|at most) )?(a|no|\w+)"
+NOUN = r"(?:(yellow|blue|black) )?(item|object|circle|square|triangle|block)s?"
+
+
+def _holds(how, word, found) -> bool | None:
+    number = NUMBERS.index(word) if word in NUMBERS else 1 if word == "a" else int(word)
+    if word == "a":
+        return found >= 1
+    if how == "at least":
+        return found >= number
+    if how == "at most":
+        return None if found == 0 else found <= number
+    if how is None and word != "no" and found > number:
+        return None
+    return found == number
+
+
+def _fits(item, colour, noun) -> bool:
+    return colour in (None, item.colour) and noun in ("item", "object", "block", item.shape)
+
+
+def _true(text: str, boxes) -> bool | None:
+    """What a reader makes of some kinds of statement; "unread" of the others."""
+    items = [item for box in boxes for item in box]
+    if found := re.fullmatch(rf"there (?:is|are) {COUNT} {NOUN}", text):
+        how, word, *noun = found.groups()
+        return _holds(how, word, sum(_fits(item, *noun) for item in items))
+    touching = rf"there (?:is|are) {COUNT} {NOUN} (?:closely )?touching (.*)"
+    if found := re.fullmatch(touching, text):
+        how, word, colour, noun, place = found.groups()
+
+        def walls(item) -> list[str]:
+            edges = {"left": item.x, "top": item.y, "right": SIDE - item.x - item.size,
+                     "bottom": SIDE - item.y - item.size}  # fmt: skip
+            return [wall for wall, away in edges.items() if away == 0]
+
+        def there(item) -> bool:
+            wall = re.search("left|right|top|bottom", place)
+            if wall:
+                return wall[0] in walls(item)
+            return len(walls(item)) > (1 if "corner" in place else 0)
+
+        number = sum(_fits(item, colour, noun) and there(item) for item in items)
+        return _holds(how, word, number)
+    if found := re.fullmatch(
+        rf"there is a (?:box|tower) (?:with|that contains) {COUNT} {NOUN}", text
+    ):
+        how, word, *noun = found.groups()
+        values = [_holds(how, word, sum(_fits(i, *noun) for i in box)) for box in boxes]
+        return True if True in values else None if None in values else False
+    if found := re.fullmatch(r"there is a tower with a (\w+) block at the (\w+)", text):
+        colour, place = found.groups()
+        lowest = {"top": min, "base": max, "bottom": max}[place]
+        return any(lowest(box, key=lambda i: i.y).colour == colour for box in boxes)
+    return "unread"
+
+
+def test_labels_are_right_and_the_words_say_nothing() -> None:
+    labels, read = defaultdict(list), 0
+    for index in range(1500):
+        told = sample_box_statement(0, index)
+        found = _true(told.text, told.scene.boxes)
+        if found != "unread":
+            read += 1
+            assert found is told.label, (told.text, told.scene)
+        for word in {"all", *told.text.split()}:
+            labels[word].append(told.label)
+    assert read > 500
+    for word, values in labels.items():
+        assert abs(np.mean(values) - 0.5) < 2.0 / len(values) ** 0.5, word
+
+
+def test_a_number_is_a_statement_and_splits_differ() -> None:
+    assert sample_box_statement(0, 5) == sample_box_statement(0, 5)
+    told = [sample_box_statement(seed, 5, split) for seed in (0, 1) for split in ("train", "val")]
+    assert len({(one.text, one.scene) for one in told}) == 4
+
+
+@pytest.mark.parametrize("towers", [True, False])
+def test_items_lie_in_their_box_and_apart(towers: bool) -> None:
+    rng = np.random.default_rng(0)
+    walls = []
+    for _ in range(100):
+        scene = sample_boxes(rng, towers)
+        assert len(scene.boxes) == BOXES
+        for box in scene.boxes:
+            assert 1 <= len(box) <= (4 if towers else 7)
+            covered = np.zeros((SIDE, SIDE), dtype=int)
+            for item in box:
+                assert 0 <= item.x <= SIDE - item.size
+                assert 0 <= item.y <= SIDE - item.size
+                covered[item.y : item.y + item.size, item.x : item.x + item.size] += 1
+                walls.append(bool(item.walls))
+            assert covered.max() == 1
+    if towers:
+        assert all(item.y > above.y for box in scene.boxes for item, above in zip(box, box[1:]))
+    else:
+        assert 0.2 < np.mean(walls) < 0.6
+
+
+def test_the_picture_shows_each_item_in_its_colour() -> None:
+    rng = np.random.default_rng(1)
+    for towers in (True, False):
+        scene = sample_boxes(rng, towers)
+        picture = render_boxes(scene)
+        assert picture.size == (WIDTH, SIDE)
+        for number, box in enumerate(scene.boxes):
+            for item in box:
+                middle = number * 150 + item.x + item.size // 2, item.y + item.size // 2
+                assert picture.getpixel(middle) == COLOURS[item.colour]
+        assert picture.getpixel((125, 50)) == (128, 128, 128)
+
+
+def test_its_annotation_holds_the_statement() -> None:
+    told = sample_box_statement(0, 0)
+    written = box_statement_annotation(told)
+    assert (written.statement, written.label) == (told.text, told.label)
+    assert len(written.scene["boxes"]) == BOXES

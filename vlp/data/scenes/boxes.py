@@ -1,0 +1,120 @@
+"""Pictures of three boxes in the manner of NLVR v1 (Suhr et al., ACL 2017): items or towers."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+SHAPES = ("circle", "square", "triangle")
+COLOURS = {"yellow": (255, 255, 0), "blue": (0, 153, 255), "black": (0, 0, 0)}
+SIZES = (10, 20, 30)
+SIDE, PITCH, BOXES = 100, 150, 3
+"""Pixels: side of a box, and from the left of one to the left of the next."""
+
+WIDTH = PITCH * (BOXES - 1) + SIDE
+BLOCK, TALLEST, MOST_ITEMS = 20, 4, 7
+_GROUND, _GAP = (211, 211, 211), (128, 128, 128)
+_BLOCK_LEFT, _STOREY = 40, BLOCK + 1
+_SUPERSAMPLING = 4
+
+Wall = Literal["left", "right", "top", "bottom"]
+
+
+class Item(NamedTuple):
+    """A shape in a box; x and y are its left and upper edge in pixels of the box."""
+
+    shape: str
+    colour: str
+    size: int
+    x: int
+    y: int
+
+    @property
+    def walls(self) -> frozenset[Wall]:
+        """Walls that it touches."""
+        touched: dict[Wall, bool] = {
+            "left": self.x == 0,
+            "right": self.x + self.size == SIDE,
+            "top": self.y == 0,
+            "bottom": self.y + self.size == SIDE,
+        }
+        return frozenset(wall for wall, there in touched.items() if there)
+
+
+Box = tuple[Item, ...]
+"""Items in any order, or a tower's blocks from its base up."""
+
+
+class Boxes(NamedTuple):
+    """Three boxes; `towers` says that each holds one tower, else they hold scattered items."""
+
+    towers: bool
+    boxes: tuple[Box, ...]
+
+
+def sample_boxes(rng: np.random.Generator, towers: bool) -> Boxes:
+    """Draw three boxes."""
+    draw = _tower if towers else _scatter
+    return Boxes(towers, tuple(draw(rng) for _ in range(BOXES)))
+
+
+def render_boxes(scene: Boxes) -> Image.Image:
+    """The picture, RGB, WIDTH x SIDE, anti-aliased."""
+    scale = _SUPERSAMPLING
+    picture = Image.new("RGB", (WIDTH * scale, SIDE * scale), _GAP)
+    canvas = ImageDraw.Draw(picture)
+    for number, box in enumerate(scene.boxes):
+        left = number * PITCH
+        canvas.rectangle(_corners(left, 0, SIDE), fill=_GROUND)
+        for item in box:
+            corners = _corners(left + item.x, item.y, item.size)
+            if item.shape == "circle":
+                canvas.ellipse(corners, fill=COLOURS[item.colour])
+            elif item.shape == "square":
+                canvas.rectangle(corners, fill=COLOURS[item.colour])
+            else:
+                x, y, right, bottom = corners
+                top = ((x + right) / 2, y)
+                canvas.polygon([top, (right, bottom), (x, bottom)], fill=COLOURS[item.colour])
+    return picture.reduce(scale)
+
+
+def _corners(x: int, y: int, side: int) -> tuple[int, int, int, int]:
+    scale = _SUPERSAMPLING
+    return x * scale, y * scale, (x + side) * scale - 1, (y + side) * scale - 1
+
+
+def _tower(rng: np.random.Generator) -> Box:
+    blocks = int(rng.integers(1, TALLEST + 1))
+    return tuple(
+        Item("square", _one_of(rng, tuple(COLOURS)), BLOCK, _BLOCK_LEFT, SIDE - BLOCK - _STOREY * n)
+        for n in range(blocks)
+    )
+
+
+def _scatter(rng: np.random.Generator) -> Box:
+    """Items that do not touch each other; some four in ten touch a wall."""
+    wanted, items = int(rng.integers(1, MOST_ITEMS + 1)), list[Item]()
+    while len(items) < wanted:
+        size = SIZES[int(rng.integers(len(SIZES)))]
+        x, y = (int(place) for place in rng.integers(0, SIDE - size + 1, size=2))
+        if rng.random() < 0.3:
+            end = int(rng.integers(2)) * (SIDE - size)
+            x, y = (end, y) if rng.random() < 0.5 else (x, end)
+        shape, colour = _one_of(rng, SHAPES), _one_of(rng, tuple(COLOURS))
+        item = Item(shape, colour, size, x, y)
+        if not any(_overlap(item, other) for other in items):
+            items.append(item)
+    return tuple(items)
+
+
+def _overlap(one: Item, other: Item) -> bool:
+    gap = 2
+    across = one.x < other.x + other.size + gap and other.x < one.x + one.size + gap
+    return across and one.y < other.y + other.size + gap and other.y < one.y + one.size + gap
+
+
+def _one_of(rng: np.random.Generator, values: tuple[str, ...]) -> str:
+    return values[int(rng.integers(len(values)))]
