@@ -213,7 +213,7 @@ def serve(tried: TryIt, host: str = HOST, port: int = PORT, block: bool = True) 
         block: whether to wait; the page is given back otherwise.
 
     Raises:
-        EvaluationError: Gradio is not installed, or the port is taken.
+        EvaluationError: Gradio is not installed, the port is taken, or a proxy is in the way.
     """
     gradio, blocks = gradio_module(), page(tried)
     # The usual theme would fetch its fonts from a server.
@@ -230,6 +230,13 @@ def serve(tried: TryIt, host: str = HOST, port: int = PORT, block: bool = True) 
         )
     except OSError as error:
         raise EvaluationError(f"{host}:{port} cannot be used ({error}); try --port") from error
+    except ValueError as error:
+        # Gradio asks for its own page, and wants a public link where a proxy answers instead.
+        blocks.close()
+        raise EvaluationError(
+            f"the page at {host}:{port} does not answer; is a proxy in the way (set "
+            f"NO_PROXY={host}), or the machine too busy?"
+        ) from error
     return blocks
 
 

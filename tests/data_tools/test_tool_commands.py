@@ -67,6 +67,24 @@ def test_vocabulary(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture)
     assert "too small" in capsys.readouterr().err
 
 
+def test_vocabulary_of_everything_that_is_said(tmp_path: Path) -> None:
+    said = {
+        "caption": "aa bb", "hypothesis": "cc dd", "statement": "ee ff",
+        "questions": [{"id": "1", "question": "gg hh", "answers": [{"answer": "ii", "count": 2}]}],
+        "expressions": [{"id": "2", "text": "jj kk", "box": [0, 0, 1, 1]}],
+    }  # fmt: skip
+    with ShardWriter(tmp_path / "shards", 4) as writer:
+        for number in range(4):
+            annotation = Annotation.model_validate(said)
+            writer.write(f"k{number}", b"picture", "png", annotation)
+    arguments = ["vocabulary", "--shards", str(tmp_path / "shards"), "--size", "60"]
+    for texts, known in (("captions", 2), ("all", 11)):
+        assert main([*arguments, "--texts", texts, "--out", str(tmp_path / texts)]) == 0
+        text = TextProcessor.load(tmp_path / texts, 40)
+        words = set(text.words("aa bb cc dd ee ff gg hh ii jj kk"))
+        assert len([word for word in words if len(word) == 2 and word[0] == word[1]]) == known
+
+
 def test_unknown_and_missing_commands(capsys: pytest.CaptureFixture) -> None:
     assert main(["flikr8k"]) == 2
     assert "did you mean flickr8k?" in capsys.readouterr().err

@@ -18,7 +18,7 @@ from evaluation.__main__ import main
 from evaluation.predict_one import predict_one
 from evaluation.samples import EvaluationError
 from evaluation.try_it import TryIt
-from evaluation.try_page import page, serve
+from evaluation.try_page import abilities, page, serve
 from vlp.tasks.downstream import caption, vqa
 from vlp.tasks.downstream.claims import Claims, EntailmentConfig, StatementsConfig
 from vlp.tasks.downstream.start import start_parts
@@ -84,7 +84,9 @@ def test_a_search_orders_pictures_as_both_encoders_say(tried, model_folder):
     assert {hit.picture for hit in some[:3]} == set(near[:3].tolist())
     assert [hit.picture for hit in some[3:]] == near[3:6].tolist()
     found = tried.search(TEXT, top=2, rerank=2)
-    assert "match" in found[0].text
+    odds_of_first = gallery.search(TEXT, top=2, rerank=2)[0]
+    chance = torch.tensor(odds_of_first.match).sigmoid()
+    assert found[0].text == f"{odds_of_first.similarity:.2f} · match {chance:.2f}"
     first = gallery.search(TEXT, top=2, rerank=2)[0].picture
     assert np.array_equal(np.asarray(found[0].image), np.asarray(gallery.picture(first).image))
 
@@ -116,8 +118,10 @@ def test_a_folder_does_what_it_was_trained_for_as_predict_does(folders, kind, tm
 
 def test_maps_and_anchors_are_pictures_of_the_picture(tried, red):
     wide = Image.new("RGB", (64, 32), (220, 20, 20))
-    heat = tried.ground(wide, "a red circle")
-    assert heat.size == (480, 240)
+    plain, heat = tried.ground(wide, "a red circle")
+    assert plain.size == heat.size == (480, 240)
+    assert plain.getpixel((5, 5)) == (220, 20, 20)
+    assert not np.array_equal(np.asarray(plain), np.asarray(heat))
     shown = tried.anchors(wide, "a red circle")
     assert [one.text for one in shown[1:]] == ["a", "red", "circle"]
     assert {one.image.size for one in shown} == {(240, 120)}
@@ -157,6 +161,39 @@ def test_the_page_offers_what_the_model_can_do(tried, folders):
     assert actions(TryIt(folders["statements"], device="cpu")) == always | {"judge"}
     assert actions(TryIt(folders["vqa"], device="cpu")) == always | {"answer"}
     assert actions(TryIt(folders["caption"], device="cpu")) == always | {"caption"}
+
+
+@needs_gradio
+def test_every_button_stands_above_what_it_shows(tried):
+    made = page(tried)
+    order = list(made.blocks)
+    acts = [one for one in made.fns.values() if one.api_visibility == "public"]
+    assert len(acts) == 4
+    for act in acts:
+        (button,) = [block for block, event in act.targets if event == "click"]
+        assert all(order.index(button) < order.index(out._id) for out in act.outputs)
+
+
+@needs_gradio
+def test_a_mistake_leaves_no_older_result(tried):
+    made = page(tried)
+    acts = {n: one for n, one in made.fns.items() if one.api_visibility == "public"}
+    for number, act in acts.items():
+        (after,) = [one for one in made.fns.values() if one.trigger_after == number]
+        assert after.trigger_only_on_failure
+        assert after.outputs == act.outputs
+        assert after.fn() == [None] * len(act.outputs)
+
+
+def test_the_page_says_what_the_model_lacks(tried, folders):
+    said = abilities(tried)
+    assert said.startswith("Pretrained.")
+    assert "Search" not in said
+    assert all(name in said for name in ("Ask (", "Caption (", "Judge ("))
+    said = abilities(TryIt(folders["vqa"], device="cpu"))
+    assert said.startswith("Fine-tuned for vqa.")
+    assert "Ask" not in said
+    assert "Search (`--shards DIR`)" in said
 
 
 @needs_gradio

@@ -117,6 +117,20 @@ def texts_of(annotation: Annotation, kind: TextKind = "captions") -> list[str]:
     return [one.text.strip() for one in annotation.expressions or () if one.text.strip()]
 
 
+def every_text_of(annotation: Annotation) -> list[str]:
+    """All that is said of a picture: captions, claims, questions and answers, expressions."""
+    claims = (annotation.premise, annotation.hypothesis, annotation.statement)
+    asked = annotation.questions or ()
+    texts: list[str] = [
+        *captions_of(annotation),
+        *(claim for claim in claims if claim),
+        *(question.question for question in asked),
+        *(answer for question in asked for answer in question.answers or ()),
+        *(expression.text for expression in annotation.expressions or ()),
+    ]
+    return [stripped for text in texts if (stripped := text.strip()[:MAX_CAPTION])]
+
+
 def captions_of(annotation: Annotation) -> list[str]:
     """The captions to train and evaluate on: `captions`, else `caption`, else none.
 

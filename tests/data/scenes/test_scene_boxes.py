@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -108,7 +109,7 @@ def test_items_lie_in_their_box_and_apart(towers: bool) -> None:
                 walls.append(bool(item.walls))
             assert covered.max() == 1
     if towers:
-        assert all(item.y > above.y for box in scene.boxes for item, above in zip(box, box[1:]))
+        assert all(item.y > above.y for box in scene.boxes for item, above in pairwise(box))
     else:
         assert 0.2 < np.mean(walls) < 0.6
 
