@@ -52,6 +52,10 @@ def run(options: argparse.Namespace) -> None:
         return
     if options.text is not None:
         raise EvaluationError("--text is for --image; shards bring their own")
+    if options.out.is_dir():
+        raise EvaluationError(f"--out {options.out} is a folder; name a file")
+    if options.batch < 1 or (options.limit is not None and options.limit < 1):
+        raise EvaluationError("--batch and --limit are at least 1")
     found = predict(
         options.model,
         options.shards,
@@ -64,7 +68,12 @@ def run(options: argparse.Namespace) -> None:
     if not Ranks.current().first:
         return
     if options.format == "official":
-        write_official(options.out, found)
+        try:
+            write_official(options.out, found)
+        except EvaluationError as error:
+            kept = options.out.with_name(f"{options.out.name}.rows.jsonl")
+            write_lines(kept, found.rows)
+            raise EvaluationError(f"{error}; what was predicted is in {kept}") from error
     else:
         write_lines(options.out, found.rows)
     if found.skipped:

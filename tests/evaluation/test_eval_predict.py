@@ -248,6 +248,8 @@ def test_captions_and_matches_of_files(folders, files):
         ("vqa", [], "give either --shards and --out"),
         ("vqa", ["--shards", "x"], "--shards and --out go together"),
         ("vqa", ["--shards", "x", "--out", "y", "--text", "a"], "--text is for --image"),
+        ("vqa", ["--shards", "x", "--out", "."], "is a folder"),
+        ("vqa", ["--shards", "x", "--out", "y", "--batch", "0"], "at least 1"),
     ],
 )
 def test_options_that_do_not_fit(folders, files, capsys, monkeypatch, kind, more, message):
@@ -263,4 +265,8 @@ def test_options_that_do_not_fit(folders, files, capsys, monkeypatch, kind, more
 def test_statement_shards_of_the_generated_corpus_need_jsonl(folders, tmp_path, capsys):
     shards = statement_shards(tmp_path / "made", 3)
     assert predicted(folders, "statements", shards, tmp_path / "out.csv") == 2
-    assert "--format jsonl" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "--format jsonl" in error
+    kept = tmp_path / "out.csv.rows.jsonl"
+    assert str(kept) in error
+    assert len(kept.read_text().splitlines()) == 3

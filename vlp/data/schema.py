@@ -125,7 +125,7 @@ def every_text_of(annotation: Annotation) -> list[str]:
         *captions_of(annotation),
         *(claim for claim in claims if claim),
         *(question.question for question in asked),
-        *(answer for question in asked for answer in question.answers or ()),
+        *(given.answer for question in asked for given in question.answers),
         *(expression.text for expression in annotation.expressions or ()),
     ]
     return [stripped for text in texts if (stripped := text.strip()[:MAX_CAPTION])]
