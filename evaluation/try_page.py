@@ -20,6 +20,7 @@ HOST, PORT = "127.0.0.1", 7860
 
 STYLE = """
 .picture .image-frame img { object-fit: contain; }
+.tiles .grid-wrap { max-height: none; }
 .tiles .caption-label { max-width: 100%; }
 @media (max-width: 600px) {
   .tab-container button { padding: 0 6px; }
@@ -49,9 +50,8 @@ def page(tried: TryIt) -> Any:
                 return act(*given)
             except (EvaluationError, ConfigError) as error:
                 # Gradio would read the message as HTML.
-                raise gradio.Error(
-                    escape(str(error)), duration=8, title="Not yet", print_exception=False
-                ) from error
+                said = escape(str(error))
+                raise gradio.Error(said, duration=8, print_exception=False) from error
 
         return acted
 
@@ -61,7 +61,8 @@ def page(tried: TryIt) -> Any:
         typed = [part.submit for part in inputs if isinstance(part, gradio.Textbox)]
         event = gradio.on([button.click, *typed], shown(act), inputs, out, api_name=name)
         # Else the badge of an error, or an older result, stays where the result would be.
-        event.failure(lambda: [None] * len(out), None, out, api_visibility="private")
+        nothing = None if len(out) == 1 else [None] * len(out)
+        event.failure(lambda: nothing, None, out, api_visibility="private")
 
     def press(label: str) -> Any:
         return gradio.Button(label, variant="primary")
@@ -85,6 +86,7 @@ def page(tried: TryIt) -> Any:
             type="pil",
             label=label,
             sources=["upload", "clipboard"],
+            format="png",
             height=260,
             visible=visible,
             elem_classes="picture",
@@ -96,7 +98,7 @@ def page(tried: TryIt) -> Any:
             interactive=False,
             format="png",
             min_width=140,
-            buttons=["fullscreen", "download"],
+            buttons=[],
             elem_classes="picture",
         )
 

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 import vlp
 from evaluation.ranks import Ranks
 from evaluation.report import Table
@@ -26,7 +28,15 @@ class Result(Protocol):
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Options of everything that needs a model."""
     parser.add_argument("--model", required=True, metavar="DIR", help="model folder or hub name")
-    parser.add_argument("--device", help="default: this rank's GPU, or the CPU")
+    parser.add_argument("--device", type=_device, help="default: this rank's GPU, or the CPU")
+
+
+def _device(name: str) -> str:
+    try:
+        torch.device(name)
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(f"{name!r} is no device; cpu or cuda is one") from error
+    return name
 
 
 def load_model(options: argparse.Namespace) -> Loaded:

@@ -40,3 +40,10 @@ def test_a_missing_folder_is_one_line_and_code_2(model_folder, scene_shards, mis
     assert error.startswith("error: ")
     assert "nowhere" in error
     assert len(error.splitlines()) == 1
+
+
+def test_a_device_that_is_none_is_refused_at_once(capsys):
+    with pytest.raises(SystemExit) as leaving:
+        main(["retrieval", "--model", "m", "--shards", "s", "--device", "gpu"])
+    assert leaving.value.code == 2
+    assert "'gpu' is no device; cpu or cuda is one" in capsys.readouterr().err

@@ -216,3 +216,13 @@ def test_pictures_may_grow(folder):
     assert parts.preprocess.image_size == 24
     assert report.resized == ["image_encoder.vit.pos_embed"]
     assert parts.model.encode_image(torch.randn(1, 3, 24, 24)).tokens.shape[1] == 36
+
+
+def test_a_folder_with_a_key_that_is_none_is_refused_by_file_and_key(folder, tmp_path):
+    config = settings(EntailmentConfig, entailment_shards(tmp_path / "train"))
+    task, _ = built(config, folder)
+    task.save_model(tmp_path / "saved", task.state_dict())
+    file = tmp_path / "saved" / "task.json"
+    file.write_text(file.read_text().replace('"label_smoothing"', '"label_smothing"'))
+    with pytest.raises(ConfigError, match=r"task\.json.*label_smothing.*label_smoothing"):
+        load_task(tmp_path / "saved")

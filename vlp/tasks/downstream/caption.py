@@ -22,7 +22,7 @@ from vlp.models.answer_generation import generate
 from vlp.models.answer_likelihood import answer_likelihood
 from vlp.models.folder import Loaded
 from vlp.objectives.loss import Loss
-from vlp.tasks.downstream.task import Downstream, DownstreamConfig
+from vlp.tasks.downstream.task import Downstream, DownstreamConfig, read_config
 from vlp.tasks.downstream.writing import Sentences, create_decoder, marks, start
 from vlp.tasks.plain import Precision
 from vlp.tasks.task import StepOutput
@@ -134,4 +134,4 @@ def build(
 
 def load(config: dict[str, Any], known: Mapping[str, Any], parts: Loaded) -> Caption:
     """The task that a model folder describes, with a fresh decoder."""
-    return Caption(CaptionConfig.model_validate(config), parts)
+    return Caption(read_config(config, CaptionConfig, parts), parts)

@@ -23,7 +23,7 @@ from vlp.data.loader import OrderedData
 from vlp.models.folder import Loaded
 from vlp.objectives.loss import Loss
 from vlp.objectives.precision import full_precision
-from vlp.tasks.downstream.task import Downstream, DownstreamConfig
+from vlp.tasks.downstream.task import Downstream, DownstreamConfig, read_config
 from vlp.tasks.plain import Precision
 from vlp.tasks.task import StepOutput
 
@@ -186,4 +186,4 @@ def load(config: dict[str, Any], known: Mapping[str, Any], parts: Loaded) -> Cla
         "statements": StatementsConfig,
         "assignment": AssignmentConfig,
     }
-    return Claims(kinds[config["kind"]].model_validate(config), parts)
+    return Claims(read_config(config, kinds[config["kind"]], parts), parts)

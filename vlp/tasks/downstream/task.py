@@ -10,11 +10,11 @@ import json
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
-from vlp.config import Config
+from vlp.config import Config, validated
 from vlp.data.downstream.config import DownstreamDataConfig
 from vlp.data.downstream.pictures import PicturePreparation
 from vlp.data.text import TextProcessor
@@ -42,6 +42,9 @@ class DownstreamConfig(Config):
 
     kind: str
     data: DownstreamDataConfig
+
+
+AnyDownstream = TypeVar("AnyDownstream", bound=DownstreamConfig)
 
 
 class Downstream(PlainTask):
@@ -116,6 +119,17 @@ def load_task(folder_or_name: str | Path) -> Downstream:
             f"{missing}, unknown {unknown}"
         )
     return task.eval()
+
+
+def read_config(
+    config: Mapping[str, Any], kind: type[AnyDownstream], parts: Loaded
+) -> AnyDownstream:
+    """The configuration that a model folder's `task.json` holds.
+
+    Raises:
+        ConfigError: it is none of this kind; the message names file and key.
+    """
+    return validated(config, kind, (parts.folder or Path()) / TASK)
 
 
 def read_task(folder: str | Path) -> tuple[dict[str, Any], Mapping[str, Any]]:

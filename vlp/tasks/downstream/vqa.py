@@ -25,7 +25,7 @@ from vlp.models.answer_likelihood import answer_likelihood
 from vlp.models.answer_ranking import CANDIDATES, AnswerRanking
 from vlp.models.folder import Loaded
 from vlp.objectives.loss import Loss
-from vlp.tasks.downstream.task import Downstream, DownstreamConfig
+from vlp.tasks.downstream.task import Downstream, DownstreamConfig, read_config
 from vlp.tasks.downstream.writing import Sentences, create_decoder, marks, start
 from vlp.tasks.plain import Precision
 from vlp.tasks.task import StepOutput
@@ -167,4 +167,4 @@ def build(
 
 def load(config: dict[str, Any], known: Mapping[str, Any], parts: Loaded) -> Vqa:
     """The task that a model folder describes, with a fresh decoder."""
-    return Vqa(VqaConfig.model_validate(config), parts, known["answers"])
+    return Vqa(read_config(config, VqaConfig, parts), parts, known["answers"])
