@@ -261,7 +261,7 @@ def resident():
 folder, vocabulary = sys.argv[1:]
 config = DataConfig(sources=[{"path": folder}], vocabulary=vocabulary, canonical_streams=4,
                     shuffle_window=50, workers=1, captions="all")
-data = PretrainData(config, Inputs(16, (4, 4), 10, 90, word_masking=0.15), 20, 0)
+data = PretrainData(config, Inputs(32, (4, 4), 10, 90, word_masking=0.15), 20, 0)
 per_epoch = data.batches_in_epoch(0)
 for number, _ in enumerate(data.batches(stop_after=10 * per_epoch + 8), 1):
     if number == 2 * per_epoch or number == 10 * per_epoch:
@@ -278,7 +278,7 @@ def test_memory_does_not_grow_with_epochs(make_shards: MakeShards, vocabulary: P
         map(int, line.split()) for line in done.stdout.splitlines()
     )
     assert count == count_too == 2
-    # A sample of 16 pixels is 3 kB of a batch: 800 of them that stayed would be seen.
+    # A sample of 32 pixels is 3 kB of a batch: 800 of them that stayed would be seen.
     assert late - early < 2_000, f"kB after 2 epochs {early}, after 10 {late}"
 
 
