@@ -111,7 +111,8 @@ class CaptionedSamples(Dataset[Slot]):
 
         captions = texts_of(raw.annotation, self.texts)
         if caption_number is None and captions:
-            caption_number = int(rng("caption").integers(len(captions)))
+            several = len(captions) > 1
+            caption_number = int(rng("caption").integers(len(captions))) if several else 0
         if caption_number is None or caption_number >= len(captions):
             raise BadSample("no text", where)
         caption = captions[caption_number]
