@@ -98,6 +98,9 @@ def test_fields_shapes_and_values(make_shards: MakeShards, make_data: MakeData) 
     types = (torch.uint8, torch.int64, torch.bool, torch.bool, torch.int64, torch.int64)
     types += (torch.bool, torch.int64, torch.float64, torch.bool, torch.int64, torch.int8)
     assert tuple(field.dtype for field in batch[:-1]) == types
+    there = batch.to("cpu")
+    torch.testing.assert_close(there.pixels, batch.pixels / 127.5 - 1)
+    assert there.to("cpu").pixels.equal(there.pixels)  # once is enough
     assert batch.valid.all()
     assert (batch.mim_mask.sum((1, 2)) == 8).all()
     assert ((batch.mlm_labels != -100).sum(1) >= 1).all()
