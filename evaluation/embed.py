@@ -17,10 +17,10 @@ from evaluation.feature_files import FeatureFiles
 from evaluation.mode import evaluating
 from evaluation.ranks import Ranks
 from evaluation.samples import EvaluationError, count_kinds
-from vlp.data.batch import Skip
 from vlp.data.downstream.items import Items
 from vlp.data.pictures import decode_picture
 from vlp.data.schema import captions_of
+from vlp.data.skips import Skip
 from vlp.data.stored import BadSample
 from vlp.models.folder import Loaded
 

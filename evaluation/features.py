@@ -14,7 +14,7 @@ from evaluation.blocks import Block, BlockCache, precision_context
 from evaluation.ranks import Ranks
 from evaluation.samples import EvaluationError, Sample, Samples, count_kinds
 from evaluation.search import NOTHING
-from vlp.data.batch import Skip
+from vlp.data.skips import Skip
 from vlp.data.text import TextTokens
 from vlp.models.folder import Loaded
 from vlp.models.matcher import Matcher

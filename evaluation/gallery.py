@@ -14,7 +14,7 @@ from evaluation.mode import evaluating
 from evaluation.ranks import Ranks
 from evaluation.samples import EvaluationError, Sample, Samples
 from evaluation.search import similarity
-from vlp.data.batch import Skip
+from vlp.data.skips import Skip
 from vlp.models.features import TextFeatures
 from vlp.models.folder import Loaded
 

@@ -23,9 +23,9 @@ from evaluation.mode import evaluating
 from evaluation.ranks import Ranks
 from evaluation.report import Figure, Table, write_report
 from evaluation.samples import EvaluationError, Sample, Samples, count_kinds
-from vlp.data.batch import Skip
 from vlp.data.named_words import NamedWord, named_words, word_positions
 from vlp.data.patches import patches_in_box
+from vlp.data.skips import Skip
 from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
 from vlp.models.folder import Loaded
 from vlp.positions.anchor import group_similarity

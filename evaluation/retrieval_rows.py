@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from evaluation.features import Collection
 from evaluation.ranks import Ranks
 from evaluation.samples import Sample, Samples
-from vlp.data.batch import Skip
+from vlp.data.skips import Skip
 
 Pictures = Mapping[tuple[str, str], str]
 """Identity of each picture -> key of its first sample, in the order of the shards."""

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from vlp.data.batch import Skip
 from vlp.data.pictures import decode_picture
 from vlp.data.schema import Annotation, captions_of
 from vlp.data.shards import BadSample, ShardIndex
+from vlp.data.skips import Skip
 
 
 class EvaluationError(ValueError):

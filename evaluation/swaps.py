@@ -22,10 +22,10 @@ from evaluation.mode import evaluating
 from evaluation.ranks import Ranks
 from evaluation.report import Figure, Table, write_report
 from evaluation.samples import EvaluationError, count_kinds
-from vlp.data.batch import Skip
 from vlp.data.pictures import decode_picture
 from vlp.data.scenes.negatives import SWAP_KINDS
 from vlp.data.shards import BadSample, ShardIndex
+from vlp.data.skips import Skip
 from vlp.data.text import TextTokens
 from vlp.data.views import View, viewed
 from vlp.metrics.bootstrap import bootstrap_means, percentile_interval

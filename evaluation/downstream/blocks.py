@@ -9,8 +9,8 @@ from tqdm import tqdm
 
 from evaluation.ranks import Ranks
 from evaluation.samples import EvaluationError, count_kinds
-from vlp.data.batch import Skip
 from vlp.data.downstream.items import Item
+from vlp.data.skips import Skip
 from vlp.data.stored import BadSample
 
 Made = TypeVar("Made")

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from vlp.data import skips
-from vlp.data.batch import Skip
 from vlp.data.order import Pool, TrainingOrder
-from vlp.data.skips import DataError, SkipWatch
+from vlp.data.skips import DataError, Skip, SkipWatch
 
 
 class Share(NamedTuple):

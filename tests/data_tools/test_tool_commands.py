@@ -95,6 +95,12 @@ def test_unknown_and_missing_commands(capsys: pytest.CaptureFixture) -> None:
         assert name in printed
 
 
+def test_the_tools_do_not_wait_for_pytorch() -> None:
+    probe = "import sys, data_tools.verify, data_tools.coco; print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    assert found.stdout == "False\n", found.stderr
+
+
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as leaving:

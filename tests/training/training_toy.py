@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlp.data.batch import Batch, Skip
+from vlp.data.batch import Batch
+from vlp.data.skips import Skip
 from vlp.tasks.task import StepOutput
 from vlp.training.config import OptimiserConfig, PretrainConfig, TrainingConfig
 from vlp.training.engine import Update

@@ -7,16 +7,10 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from vlp.data.skips import Skip
 from vlp.data.transforms import normalise
 
 AnyBatch = TypeVar("AnyBatch", bound=tuple)
-
-
-class Skip(NamedTuple):
-    """A sample that could not be used: its slot stays empty and the run goes on."""
-
-    kind: str
-    where: str
 
 
 class Slots(Protocol):

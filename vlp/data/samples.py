@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
-from vlp.data.batch import Batch, Skip
+from vlp.data.batch import Batch
 from vlp.data.draws import draw, identity
 from vlp.data.encoded import EncodedPicture
 from vlp.data.inputs import Inputs
@@ -20,6 +20,7 @@ from vlp.data.named_words import named_patches
 from vlp.data.order import Element
 from vlp.data.schema import TextKind, texts_of
 from vlp.data.shards import ShardIndex
+from vlp.data.skips import Skip
 from vlp.data.stored import BadSample, RawSample
 from vlp.data.text import TextProcessor
 from vlp.data.transforms import TrainTransform

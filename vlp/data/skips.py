@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from vlp.data.batch import Skip, Slots
+if TYPE_CHECKING:  # the tools for shards come this way and have no use for PyTorch
+    from vlp.data.batch import Slots
 
 # A rank that has seen nothing good for so long will see nothing good: of a billion samples, half an
 # epoch is not waited for.
 _MOST_IN_A_ROW = 10_000
+
+
+class Skip(NamedTuple):
+    """A sample that could not be used: its slot stays empty and the run goes on."""
+
+    kind: str
+    where: str
 
 
 class DataError(RuntimeError):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vlp.config import ConfigError, load_config
-from vlp.data.batch import Skip
+from vlp.data.skips import Skip
 from vlp.data.vision.detection import DetectionBatch
 from vlp.objectives.set_prediction import set_losses
 from vlp.tasks.vision.detection import Detection, DetectionConfig, build, load

@@ -8,12 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vlp.data.batch import Skip, moved
+from vlp.data.batch import moved
 from vlp.data.downstream.config import DownstreamDataConfig
 from vlp.data.downstream.items import Item, Items
 from vlp.data.downstream.pictures import PicturePreparation, decoded, panels
 from vlp.data.loader import OrderedData
 from vlp.data.schema import Annotation
+from vlp.data.skips import Skip
 from vlp.data.stored import BadSample
 from vlp.data.text import TextProcessor, TextTokens
 from vlp.data.vision.indexed import Draws, indexed_data

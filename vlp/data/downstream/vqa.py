@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vlp.data.batch import Skip, moved
+from vlp.data.batch import moved
 from vlp.data.downstream.answers import answers_of
 from vlp.data.downstream.config import DownstreamDataConfig
 from vlp.data.downstream.items import Item, Items
@@ -17,6 +17,7 @@ from vlp.data.downstream.pictures import PicturePreparation, decoded
 from vlp.data.loader import OrderedData
 from vlp.data.scenes.annotation import SOURCE
 from vlp.data.schema import Annotation, Question
+from vlp.data.skips import Skip
 from vlp.data.stored import BadSample
 from vlp.data.text import TextProcessor, TextTokens
 from vlp.data.vision.indexed import Draws, indexed_data

@@ -15,8 +15,9 @@ from pydantic import Field
 from torch import Tensor
 
 from vlp.config import Config, ConfigError
-from vlp.data.batch import Skip, moved
+from vlp.data.batch import moved
 from vlp.data.loader import OrderedData
+from vlp.data.skips import Skip
 from vlp.data.transforms import Preprocessing, random_crop
 from vlp.data.vision.indexed import Draws, OrderConfig, indexed_data
 from vlp.data.vision.labelled import LabelledPictures, some_of

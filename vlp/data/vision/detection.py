@@ -12,8 +12,9 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from vlp.config import ConfigError
-from vlp.data.batch import Skip, moved
+from vlp.data.batch import moved
 from vlp.data.loader import OrderedData
+from vlp.data.skips import Skip
 from vlp.data.stored import BadSample
 from vlp.data.transforms import Preprocessing
 from vlp.data.vision.coco import CocoPictures

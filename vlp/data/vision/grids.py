@@ -12,8 +12,9 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from vlp.config import Config, ConfigError
-from vlp.data.batch import Skip, moved
+from vlp.data.batch import moved
 from vlp.data.loader import OrderedData
+from vlp.data.skips import Skip
 from vlp.data.stored import BadSample
 from vlp.data.vision.arc import LARGEST, ArcTask, Pair, read_tasks
 from vlp.data.vision.arc_rules import RULES

@@ -10,11 +10,12 @@ from pydantic import Field
 from torch.utils.data import Dataset
 
 from vlp.config import Config, ConfigError
-from vlp.data.batch import Skip, Slots
+from vlp.data.batch import Slots
 from vlp.data.draws import draw
 from vlp.data.loader import OrderedData
 from vlp.data.order import Pool, TrainingOrder
 from vlp.data.samples import Request
+from vlp.data.skips import Skip
 from vlp.data.stored import BadSample
 
 Draws = Callable[[str], np.random.Generator]

@@ -11,8 +11,9 @@ from PIL import Image, ImageOps
 from pydantic import Field
 from torch import Tensor
 
-from vlp.data.batch import Skip, moved
+from vlp.data.batch import moved
 from vlp.data.loader import OrderedData
+from vlp.data.skips import Skip
 from vlp.data.stored import BadSample
 from vlp.data.vision.indexed import Draws, OrderConfig, indexed_data
 from vlp.data.vision.labelled import LabelledPictures, some_of

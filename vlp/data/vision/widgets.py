@@ -10,8 +10,9 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from vlp.data.batch import Skip, moved
+from vlp.data.batch import moved
 from vlp.data.loader import OrderedData
+from vlp.data.skips import Skip
 from vlp.data.stored import BadSample
 from vlp.data.vision.hierarchy import Screen
 from vlp.data.vision.indexed import Draws, OrderConfig, indexed_data
