@@ -107,11 +107,14 @@ def normalise(
         mean: per channel, of pixel values in [0, 1].
         std: per channel.
     """
-    # In two steps over the pixels instead of three.
-    deviations = torch.tensor(std, device=levels.device).view(3, 1, 1)
-    shift = torch.tensor(mean, device=levels.device).view(3, 1, 1) / deviations
     pixels = levels.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    return pixels.mul_(1 / (255 * deviations)).sub_(shift)
+    # In two steps over the pixels instead of three; by numbers, as a tensor of them would have to
+    # be copied to a GPU, which waits until all that is queued there is done.
+    scales = (1 / (255 * torch.tensor(std))).tolist()
+    shifts = (torch.tensor(mean) / torch.tensor(std)).tolist()
+    for channel, scale, shift in zip(pixels.unbind(-3), scales, shifts):
+        channel.mul_(scale).sub_(shift)
+    return pixels
 
 
 class TrainTransform:
