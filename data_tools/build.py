@@ -16,12 +16,12 @@ from typing import Any
 from tqdm import tqdm
 
 from data_tools.journal import Journal, Record, sync_folder
-from data_tools.left_out import TakeDown
 from data_tools.manifest import MANIFEST_NAME, make_manifest, print_manifest, write_manifest
 from data_tools.options import BuildOptions, add_build_arguments, build_options
 from data_tools.originals import Originals
 from data_tools.pieces import Pieces
 from data_tools.shard_job import temporary
+from data_tools.take_down import TakeDown
 from data_tools.wanted import Refused, Wanted
 from data_tools.workers import made
 from vlp.config import ConfigError

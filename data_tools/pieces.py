@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from data_tools.journal import Journal, Record
-from data_tools.left_out import TakeDown
 from data_tools.options import BuildOptions
 from data_tools.originals import Originals
 from data_tools.shard_job import RETRIED, Item, ShardJob
+from data_tools.take_down import TakeDown
 from data_tools.wanted import Refused, Wanted, has_text
 
 

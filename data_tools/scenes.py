@@ -56,7 +56,7 @@ PARTS = {
     "statements_val": (0, "statements about pictures of held-out contents"),
     "entailment_val": (0, "hypotheses about pictures of held-out contents"),
     "boxes": (0, "true or false statements about three boxes, in the manner of NLVR v1"),
-    "boxes_val": (0, "others of them"),
+    "boxes_val": (0, "more such statements, to judge by"),
 }
 _SETTINGS = ("seed", "image_size", "samples_per_shard", *Variety._fields)
 _CHUNK = 64

@@ -22,9 +22,9 @@ from tqdm import tqdm
 from data_tools.captions import add_caption_arguments, clean_caption, why_dropped
 from data_tools.corpus import Part, make_corpus
 from data_tools.img2dataset import Downloads
-from data_tools.left_out import TakeDown
 from data_tools.options import add_build_arguments
 from data_tools.originals import Originals
+from data_tools.take_down import TakeDown
 from data_tools.wanted import Refused, Wanted
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation

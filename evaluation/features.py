@@ -12,7 +12,7 @@ from torch import Tensor
 
 from evaluation.blocks import Block, BlockCache, precision_context
 from evaluation.ranks import Ranks
-from evaluation.samples import EvaluationError, Sample, Samples, count_kinds
+from evaluation.samples import EvaluationError, Sample, Samples, count_kinds, kinds_in_words
 from evaluation.search import NOTHING
 from vlp.data.skips import Skip
 from vlp.data.text import TextTokens
@@ -108,7 +108,7 @@ class Encoder:
                     captions.append([])
                 captions[known[identity]].extend(own)
         if not place:
-            kinds = ", ".join(f"{count} {kind}" for kind, count in skipped.items())
+            kinds = kinds_in_words(skipped)
             raise EvaluationError(
                 f"{', '.join(self.samples.folders)}: no usable sample in "
                 f"{len(self.samples)} ({kinds})"

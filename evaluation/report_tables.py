@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 from evaluation.papers_figures import RECALLS, SOURCE, PaperTable, paper_tables, split_of
 from evaluation.report import Figure, Table
 from evaluation.report_sources import Result, Source
+from evaluation.samples import kinds_in_words
 
 Paper = Literal["same", "all", "none"]
 """The paper's rows: on data of the same name, of the same task whatever the data, or none."""
@@ -143,7 +144,7 @@ def _notes(rows: Sequence[Judged]) -> Iterator[str]:
             yield f"{of}{data}."
     for result in {row.result.file: row.result for row in rows}.values():
         if result.skipped:
-            kinds = ", ".join(f"{count} {kind}" for kind, count in result.skipped.items())
+            kinds = kinds_in_words(result.skipped)
             yield f"{result.file.parent}: skipped {kinds}."
     yield from dict.fromkeys(note for row in rows for note in row.result.notes)
 

@@ -19,7 +19,7 @@ from evaluation.mode import evaluating
 from evaluation.ranks import Ranks
 from evaluation.report import Figure, Table, write_report
 from evaluation.retrieval_rows import KeyedSamples, query_rows
-from evaluation.samples import EvaluationError
+from evaluation.samples import EvaluationError, kinds_in_words
 from evaluation.two_stages import DIRECTIONS, Direction, ranks_of_right
 from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
 from vlp.metrics.recall import RECALL_AT, chance_recall
@@ -79,7 +79,7 @@ class RetrievalResult:
             rows.append([f"both, {labels[stage]}", *cells])
         notes = ["Percent; in brackets 95 % bootstrap intervals over pictures."]
         if self.skipped:
-            kinds = ", ".join(f"{count} {kind}" for kind, count in self.skipped.items())
+            kinds = kinds_in_words(self.skipped)
             notes.append(f"Skipped samples: {kinds}.")
         title = f"Retrieval: {self.images} images, {self.texts} captions"
         return Table(title, ["", *columns], rows, notes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -90,3 +90,8 @@ class Samples:
 def count_kinds(skipped: Sequence[Skip]) -> dict[str, int]:
     """How often each kind of bad sample came."""
     return dict(sorted(Counter(skip.kind for skip in skipped).items()))
+
+
+def kinds_in_words(counts: Mapping[str, int]) -> str:
+    """What `count_kinds` found, as it stands under a table: `3 no text, 1 unreadable picture`."""
+    return ", ".join(f"{count} {kind}" for kind, count in counts.items())

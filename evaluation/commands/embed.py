@@ -21,7 +21,7 @@ from evaluation.commands.options import add_model, load_model
 from evaluation.embed import CAPTIONS, PICTURES, embed, embed_inputs
 from evaluation.feature_files import FeatureFiles
 from evaluation.ranks import Ranks
-from evaluation.samples import EvaluationError
+from evaluation.samples import EvaluationError, kinds_in_words
 from vlp.models.folder import Loaded
 
 
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> None:
     if not Ranks.current().first:
         return
     if found.skipped:
-        kinds = ", ".join(f"{count} {kind}" for kind, count in found.skipped.items())
+        kinds = kinds_in_words(found.skipped)
         print(f"warning: skipped: {kinds}", file=sys.stderr)
     print(f"{found.pictures} pictures and {found.captions} captions written to {options.out}")
 

@@ -20,7 +20,7 @@ from evaluation.json_lines import write_lines
 from evaluation.predict import predict, write_official
 from evaluation.predict_one import predict_one
 from evaluation.ranks import Ranks
-from evaluation.samples import EvaluationError
+from evaluation.samples import EvaluationError, kinds_in_words
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> None:
     else:
         write_lines(options.out, found.rows)
     if found.skipped:
-        kinds = ", ".join(f"{count} {kind}" for kind, count in found.skipped.items())
+        kinds = kinds_in_words(found.skipped)
         print(
             f"warning: not predicted: {kinds}; a server may refuse a file that lacks items",
             file=sys.stderr,

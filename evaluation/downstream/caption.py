@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from evaluation.blocks import precision_context
 from evaluation.downstream.blocks import Judged, judge_blocks, picture_name
-from evaluation.downstream.result import TaskResult, clustered_figures, keep_scores
+from evaluation.downstream.result import TaskResult, clustered_figures, judgeable, keep_scores
 from evaluation.mode import evaluating
 from evaluation.ranks import Ranks
 from evaluation.report import Figure
@@ -61,12 +61,7 @@ def evaluate(
         progress=progress,
     )
     folders = tuple(map(str, shards))
-    captioned = [row for row in rows if row["captions"]]
-    if not captioned:
-        raise EvaluationError(
-            f"{', '.join(folders)}: no picture has a caption; "
-            "`python -m evaluation predict` writes predictions without judging them"
-        )
+    captioned = judgeable(rows, "captions", folders, "no picture has a caption")
     # Once on one rank: Java takes its time, and the tokeniser writes beside its own files.
     (scored,) = Ranks.current().map_blocks(1, lambda _: _scores(captioned, task.config.java))
     corpus, each, notes = scored

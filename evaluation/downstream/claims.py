@@ -11,9 +11,8 @@ import torch
 
 from evaluation.blocks import precision_context
 from evaluation.downstream.blocks import Judged, judge_blocks, picture_name
-from evaluation.downstream.result import TaskResult, clustered_figures, keep_scores
+from evaluation.downstream.result import TaskResult, clustered_figures, judgeable, keep_scores
 from evaluation.mode import evaluating
-from evaluation.samples import EvaluationError
 from vlp.data.downstream.claims import Claim
 from vlp.data.downstream.items import Item
 from vlp.tasks.downstream.claims import AssignmentConfig, Claims, StatementsConfig
@@ -50,12 +49,7 @@ def evaluate(
         progress=progress,
     )
     folders, classes = tuple(map(str, shards)), task.config.classes
-    labelled = [row for row in rows if row["label"] is not None]
-    if not labelled:
-        raise EvaluationError(
-            f"{', '.join(folders)}: no sample has a label; "
-            "`python -m evaluation predict` writes predictions without judging them"
-        )
+    labelled = judgeable(rows, "label", folders, "no sample has a label")
     truth = np.array([classes.index(row["label"]) for row in labelled])
     right = np.array([row["label"] == row["prediction"] for row in labelled])
     values = {"accuracy": right, **dict.fromkeys(classes, right)}

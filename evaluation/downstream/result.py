@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evaluation.report import Figure, Table, write_report
+from evaluation.samples import EvaluationError, kinds_in_words
 from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
 
 
@@ -46,7 +47,7 @@ class TaskResult:
         ]
         notes = ["Percent; in brackets 95 % bootstrap intervals over pictures.", *self.notes]
         if self.skipped:
-            kinds = ", ".join(f"{count} {kind}" for kind, count in self.skipped.items())
+            kinds = kinds_in_words(self.skipped)
             notes.append(f"Skipped items: {kinds}.")
         return Table(f"{self.kind}: {self.items} items", ["", "value", "chance"], rows, notes)
 
@@ -67,6 +68,23 @@ class TaskResult:
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self.predictions)
         (path / f"{self.kind}.predictions.jsonl").write_text(lines, encoding="utf-8")
         return path
+
+
+def judgeable(
+    rows: Sequence[dict[str, Any]], truth: str, shards: Sequence[str], nobody: str
+) -> list[dict[str, Any]]:
+    """The rows whose field `truth` people have filled.
+
+    Raises:
+        EvaluationError: there is none; `nobody` says so of the shards.
+    """
+    found = [row for row in rows if row[truth]]
+    if not found:
+        raise EvaluationError(
+            f"{', '.join(shards)}: {nobody}; "
+            "`python -m evaluation predict` writes predictions without judging them"
+        )
+    return found
 
 
 def clustered_figures(

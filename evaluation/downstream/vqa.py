@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from evaluation.blocks import precision_context
 from evaluation.downstream.blocks import Judged, judge_blocks, picture_name
-from evaluation.downstream.result import TaskResult, clustered_figures, keep_scores
+from evaluation.downstream.result import TaskResult, clustered_figures, judgeable, keep_scores
 from evaluation.mode import evaluating
-from evaluation.samples import EvaluationError
 from vlp.data.downstream.items import Item
 from vlp.data.downstream.vqa import Asked
 from vlp.metrics.vqa import Version, normalise_answer, vqa_accuracy
@@ -72,12 +71,7 @@ def evaluate(
         predict=predict,
     )
     folders, version = tuple(map(str, shards)), version or task.config.accuracy
-    answered = [row for row in rows if row["answers"]]
-    if not answered:
-        raise EvaluationError(
-            f"{', '.join(folders)}: no question has an answer; "
-            "`python -m evaluation predict` writes predictions without judging them"
-        )
+    answered = judgeable(rows, "answers", folders, "no question has an answer")
     values = np.array([_accuracy(row["answer"], row, version) for row in answered])
     frequent = _most_frequent(answered)
     chance = float(np.mean([_accuracy(frequent, row, version) for row in answered]))

@@ -13,10 +13,10 @@ from PIL import Image
 
 from data_tools import picture_hash
 from data_tools.__main__ import main
-from data_tools.left_out import TakeDown
 from data_tools.originals import Originals
 from data_tools.picture_hash import RECORD, differing_bits, fine_distance
 from data_tools.repeated_pictures import repeated_pictures
+from data_tools.take_down import TakeDown
 from vlp.data.schema import Annotation
 from vlp.data.shards import ShardWriter
 

@@ -56,6 +56,9 @@ class Noun(NamedTuple):
         return sum(map(self.fits, items))
 
 
+_BLOCKS = Noun("block", "blocks", lambda item: True)
+
+
 def sample_box_statement(seed: int, index: int, split: Split = "train") -> BoxStatement:
     """Draw statement `index` of a split."""
     key = f"boxes-{split}-{seed}-{index}"
@@ -225,9 +228,8 @@ def _colours_of_a_box(rng: np.random.Generator) -> tuple[str, Judge]:
 
 def _tower_of(rng: np.random.Generator) -> tuple[str, Judge]:
     count = _count(rng, TALLEST)
-    noun = Noun("block", "blocks", lambda item: True)
     return _boxes_with(
-        rng, f"with {_counted(count, noun)}", lambda box: count.holds(len(box)), "tower"
+        rng, f"with {_counted(count, _BLOCKS)}", lambda box: count.holds(len(box)), "tower"
     )
 
 
@@ -248,7 +250,7 @@ def _end_of_a_tower(rng: np.random.Generator) -> tuple[str, Judge]:
     if rng.random() < 0.5:
         return _boxes_with(rng, f"with a {noun.one} at the {place}", is_there, "tower")
     height = _count(rng, TALLEST)
-    tall = f"a tower with {_counted(height, Noun('block', 'blocks', noun.fits))}"
+    tall = f"a tower with {_counted(height, _BLOCKS)}"
     return (
         f"there is a {noun.one} as the {place} of {tall}",
         lambda boxes: _or([_and([is_there(box), height.holds(len(box))]) for box in boxes]),
