@@ -34,7 +34,7 @@ COMMANDS = {
     "stats": "count captions, words, pictures and sizes",
     "verify": "check every tar, picture and annotation, index and manifest",
     "visual_genome": "Visual Genome's regions to shards",
-    "vocabulary": "train a WordPiece vocabulary on the captions of shards",
+    "vocabulary": "train a WordPiece vocabulary on the texts of shards",
     "vqa": "VQA v2 and Visual Genome's questions to shards",
 }
 

@@ -95,7 +95,7 @@ def from_pretrained(folder_or_name: str | Path) -> Loaded:
     for file in (config_file, weights_file):
         if not file.is_file():
             raise FileNotFoundError(f"{folder} is not a model folder: {file.name} is missing")
-    config = _read_config(config_file)
+    config = read_config(config_file)
     model = VLPModel(config)
     state = _read_weights(weights_file)
     try:
@@ -124,7 +124,7 @@ def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
     for file in (CONFIG, WEIGHTS):
         if not (folder / file).is_file():
             raise FileNotFoundError(f"{folder_or_name} is not a model folder: {file} is missing")
-    state, trained = _read_weights(folder / WEIGHTS), _read_config(folder / CONFIG)
+    state, trained = _read_weights(folder / WEIGHTS), read_config(folder / CONFIG)
     try:
         found, resized, unused = carry_encodings(model, trained, state)
     except ValueError as error:
@@ -154,7 +154,12 @@ def read_heads(folder: Path) -> dict[str, Tensor]:
     return _read_weights(file) if file.is_file() else {}
 
 
-def _read_config(file: Path) -> ModelConfig:
+def read_config(file: Path) -> ModelConfig:
+    """The sizes in a folder's `config.json`.
+
+    Raises:
+        ConfigError: it is damaged, or no configuration of this version's model.
+    """
     try:
         plain = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 import yaml
-from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
 from vlp.models.config import ModelConfig
-from vlp.models.folder import CONFIG, HEADS, WEIGHTS
+from vlp.models.folder import CONFIG, HEADS, WEIGHTS, read_config
 from vlp.models.vlp import VLPModel
 
 CARD = "README.md"
@@ -87,12 +86,7 @@ def model_card(folder: str | Path, licence: str | None = None) -> str:
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} is not a model folder: {name} is missing")
-    try:
-        plain = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        plain.pop("model_type", None)
-        config = ModelConfig.model_validate(plain)
-    except (json.JSONDecodeError, ValidationError) as error:
-        raise ValueError(f"{folder / CONFIG}: {error}") from error
+    config = read_config(folder / CONFIG)
     task = _json(folder / "task.json").get("task") or {}
     kind, results = str(task.get("kind") or ""), list(_results(folder / RESULTS))
     name = folder.resolve().parent.name if _run(folder) else folder.resolve().name
