@@ -15,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from data_tools.journal import Journal, Record, sync_folder
+from data_tools.journal import Journal, Record
 from data_tools.manifest import MANIFEST_NAME, make_manifest, print_manifest, write_manifest
 from data_tools.options import BuildOptions, add_build_arguments, build_options
 from data_tools.originals import Originals
@@ -26,6 +26,7 @@ from data_tools.wanted import Refused, Wanted
 from data_tools.workers import made
 from vlp.config import ConfigError
 from vlp.data.shards import INDEX_NAME, ShardIndex, index_folder
+from vlp.disk import sync_folder
 
 __all__ = [
     "MANIFEST_NAME",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from vlp.config import ConfigError
+from vlp.disk import sync, sync_folder
 
 JOURNAL_NAME = "build.jsonl"
 PATIENCE_SECONDS = 5.0
@@ -178,21 +178,6 @@ class Journal:
     def _append(self, content: dict[str, Any]) -> None:
         self._file.write(_line(content))
         sync(self._file)
-
-
-def sync(file: Any) -> None:
-    """Bring what was written to the disk."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _line(content: dict[str, Any]) -> bytes:

@@ -10,9 +10,9 @@ from typing import Any
 import PIL
 from PIL import features
 
-from data_tools.journal import sync, sync_folder
 from data_tools.pieces import Pieces
 from vlp.data.pictures import MAX_PIXELS
+from vlp.disk import sync, sync_folder
 
 MANIFEST_NAME = "manifest.json"
 

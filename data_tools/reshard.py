@@ -35,11 +35,12 @@ from data_tools.repeats import Numbers, Repeats, numbers_of
 from data_tools.scan import Shard, ShardReader, add_processes, go_on, in_order, scan, shards_of
 from data_tools.whole_file import whole_file
 from vlp.config import ConfigError
-from vlp.data.index import BLOCK, ROW, sample_rows, sync, sync_folder
+from vlp.data.index import BLOCK, ROW, sample_rows
 from vlp.data.recent import Recent
 from vlp.data.stored import grouped
 from vlp.data.survey import index_folder
 from vlp.data.tar import append_member, close_tar, members_in
+from vlp.disk import sync, sync_folder
 
 RESHARD_VERSION = 1
 """Raised whenever equal arguments give other shards than before."""

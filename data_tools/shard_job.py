@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from data_tools.boxes import fit_boxes
-from data_tools.journal import Record, shard_name, sync
+from data_tools.journal import Record, shard_name
 from data_tools.originals import Place
 from data_tools.prepare import prepare_picture
 from data_tools.wanted import has_text
 from vlp.data.schema import Annotation, captions_of
 from vlp.data.stored import MAX_ANNOTATION_BYTES, BadSample, contents, parse_annotation
 from vlp.data.tar import Member, append_member, close_tar
+from vlp.disk import sync
 
 RETRIED = frozenset({"missing picture", "unreadable picture", "picture too large"})
 """Failures of pictures, which another try may mend."""

@@ -6,7 +6,6 @@ import argparse
 import csv
 import gzip
 import hashlib
-import os
 import shlex
 import string
 import zlib
@@ -28,6 +27,7 @@ from data_tools.take_down import TakeDown
 from data_tools.wanted import Refused, Wanted
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation
+from vlp.disk import sync
 
 URLS_NAME = "urls.tsv"
 NAMES = "{row:08d}"
@@ -218,8 +218,7 @@ def _write_urls(
             else:
                 lines.writerow((wanted.pictures[0], wanted.annotation.caption))
                 written += 1
-        file.flush()
-        os.fsync(file.fileno())
+        sync(file)
     temporary.replace(out)
     print(f"{out}: {written} URLs")
     for kind, count in sorted(counts.items()):

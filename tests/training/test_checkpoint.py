@@ -173,7 +173,7 @@ def test_a_step_reached_again_replaces_what_was_there(tmp_path: Path) -> None:
     assert verify(tmp_path / "step_2") is None
 
 
-@pytest.mark.parametrize("write", ["write_tensors", "_write_text", "_sync"])
+@pytest.mark.parametrize("write", ["write_tensors", "_write_text", "sync_folder"])
 def test_a_full_disk_leaves_earlier_checkpoints_and_no_half_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str
 ) -> None:

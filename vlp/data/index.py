@@ -22,6 +22,7 @@ from typing_extensions import TypedDict
 
 from vlp.config import ConfigError
 from vlp.data.stored import SampleFiles
+from vlp.disk import sync, sync_folder
 
 INDEX_NAME = "index.json"
 INDEX_VERSION = 2
@@ -244,18 +245,3 @@ def _rows_header(samples: int) -> bytes:
         header, {"descr": descr, "fortran_order": False, "shape": (samples,)}
     )
     return header.getvalue()
-
-
-def sync(file: Any) -> None:
-    """Have an open file on the disk before it gets its name."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Have a folder's names on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -9,11 +9,12 @@ from types import TracebackType
 from typing import Any
 
 from vlp.config import ConfigError
-from vlp.data.index import BLOCK, INDEX_NAME, SurveyedShard, rows_of, sync, sync_folder, write_index
+from vlp.data.index import BLOCK, INDEX_NAME, SurveyedShard, rows_of, write_index
 from vlp.data.schema import Annotation, captions_of
 from vlp.data.stored import PICTURES
 from vlp.data.survey import survey
 from vlp.data.tar import append_member, close_tar
+from vlp.disk import sync, sync_folder
 
 
 class ShardWriter:

@@ -11,13 +11,13 @@ import hashlib
 import importlib.metadata
 import json
 import logging
-import os
 import re
 import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from vlp.disk import sync, sync_folder
 from vlp.tasks.task import Task
 from vlp.training import distributed
 from vlp.training.config import RunConfig
@@ -194,26 +194,17 @@ def verify(path: Path) -> str | None:
 
 
 def _publish(partial: Path, final: Path) -> None:
-    _sync(partial)
+    sync_folder(partial)
     if final.exists():  # the same step, reached again after a fall-back
         shutil.rmtree(final)
     partial.rename(final)
-    _sync(final.parent)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(final.parent)
 
 
 def _write_text(path: Path, text: str) -> None:
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+        sync(file)
 
 
 def _sha256(path: Path) -> str:
