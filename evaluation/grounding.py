@@ -47,6 +47,7 @@ def evaluate_grounding(
     *,
     by: By = "gradcam",
     layer: int | None = None,
+    head: int | None = None,
     view: View = "picture",
     limit: int | None = None,
     batch: int = 32,
@@ -67,6 +68,9 @@ def evaluate_grounding(
         shards: folders whose samples have `expressions`, and perhaps `proposals`.
         by: what makes the map.
         layer: of Grad-CAM; None is the middle one.
+        head: only so many first word pieces of an expression make its map, since nothing but the
+            custom of a language tells which of its objects is meant: in English "the circle left
+            of the square" the first. None: all words.
         view: what the model is shown.
         limit: only the first so many expressions.
         batch: expressions of one block.
@@ -76,7 +80,7 @@ def evaluate_grounding(
         progress: a bar on the first rank.
 
     Raises:
-        EvaluationError: no expression can be used, or there is no such layer.
+        EvaluationError: no expression can be used, there is no such layer, or `head` is below 1.
         ConfigError: a shard folder cannot be read.
     """
     items = Items(shards, lambda annotation: len(annotation.expressions or ()), limit)
@@ -84,6 +88,8 @@ def evaluate_grounding(
         number = layer_number(loaded.model, layer) if by == "gradcam" else 0
     except ValueError as error:
         raise EvaluationError(str(error)) from error
+    if head is not None and head < 1:
+        raise EvaluationError(f"an expression's map needs a word piece at least, not {head}")
     patch_size = loaded.model.config.image.patch_size
 
     def make(item: Item, place: int) -> Referring:
@@ -93,7 +99,7 @@ def evaluate_grounding(
         return Referring(pixels, loaded.text([said]), picture.size)
 
     def judge(made: Sequence[tuple[Item, Referring]]) -> list[dict[str, Any]]:
-        maps = _maps(loaded, [one for _, one in made], by, number, where, precision)
+        maps = _maps(loaded, [one for _, one in made], by, number, head, where, precision)
         return [_row(item, one.size, heat) for (item, one), heat in zip(made, maps)]
 
     with evaluating(loaded.model, device) as where:
@@ -119,7 +125,7 @@ def evaluate_grounding(
         figures=figures,
         predictions=[{name: row[name] for name in SAID if name in row} for row in rows],
         skipped=skipped,
-        notes=(f"Maps: {made_by}.",),
+        notes=(f"Maps: {made_by}{'' if head is None else f', first {head} word pieces'}.",),
     )
 
 
@@ -145,6 +151,7 @@ def _maps(
     asked: Sequence[Referring],
     by: By,
     layer: int,
+    head: int | None,
     device: torch.device,
     precision: str,
 ) -> NDArray[np.float64]:
@@ -154,13 +161,15 @@ def _maps(
     tokens = [torch.cat(parts).to(device) for parts in zip(*(one.tokens for one in asked))]
     with torch.no_grad(), precision_context(device, precision):
         image, text = model.encode_image(pixels), model.encode_text(*tokens)
-    words = text.word_mask
+    words, real = text.word_mask, text.attention_mask
+    if head is not None:
+        words = real = words & (words.cumsum(-1) <= head)
     if by == "gradcam":
         with precision_context(device, precision):
             maps = grad_cam(model, image, text, layer)  # (B, N, rows, columns)
         # ALBEF's: the mean over all tokens of the text, [CLS] among them.
-        real = text.attention_mask[..., None, None]
-        heat = (maps * real).sum(1) / real.sum(1)
+        counted = real[..., None, None]
+        heat = (maps * counted).sum(1) / counted.sum(1).clamp(min=1)
     else:
         cosine = image.tokens.double() @ text.tokens.double().transpose(1, 2)  # (B, M, N)
         mean = (cosine * words[:, None]).sum(-1) / words.sum(-1, keepdim=True).clamp(min=1)

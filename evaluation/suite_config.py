@@ -82,6 +82,9 @@ class GroundingJob(Job):
     task: Literal["grounding"] = "grounding"
     by: By = "gradcam"
     layer: int | None = None
+    head: int | None = Field(
+        None, ge=1, description="first word pieces that make the map; null: all"
+    )
     view: View = "picture"
 
 

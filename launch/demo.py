@@ -1,6 +1,6 @@
 """The main job on the built-in corpus, from nothing to a recall table (`make demo`).
 
-Writes shards of generated scenes, trains a vocabulary on their captions, pretrains with DeepSpeed
+Writes shards of generated scenes, trains a vocabulary on their texts, pretrains with DeepSpeed
 (up to two GPUs, else two CPU ranks), evaluates on held-out pairs and draws where anchors lie.
 Exits with 1 when the model falls short of what this configuration reaches.
 """
@@ -29,8 +29,8 @@ GPU_RANKS = (1, 2)
 CAPTIONS_DRAWN = 4
 
 DIRECTIONS: tuple[Direction, ...] = ("text_to_image", "image_to_text")
-MIN_RECALL = {"R@1": 0.60, "R@10": 0.95}
-MIN_POINTING = 0.80
+MIN_RECALL = {"R@1": 0.75, "R@10": 0.95}
+MIN_POINTING = {"colour": 0.80, "shape": 0.60}
 
 
 def main() -> int:
@@ -41,8 +41,8 @@ def main() -> int:
     corpus = ("--out", str(SHARDS), "--train", "20000", "--val", "256")
     _part("1/5 shards: 20,000 generated scenes and 256 held out")
     _python("-m", "data_tools", "scenes", *corpus)
-    _part("2/5 a WordPiece vocabulary of their captions")
-    vocabulary = ("--size", "256", "--out", str(SHARDS / "vocabulary"))
+    _part("2/5 a WordPiece vocabulary of captions, questions and expressions")
+    vocabulary = ("--size", "256", "--texts", "all", "--out", str(SHARDS / "vocabulary"))
     _python("-m", "data_tools", "vocabulary", "--shards", str(SHARDS / "train"), *vocabulary)
     _part("3/5 pretraining with DeepSpeed")
     trained = time.monotonic()
@@ -117,9 +117,10 @@ def shortfalls(retrieval: RetrievalResult, pointing: PointingResult) -> list[str
         reranked = retrieval.figures["rerank", direction, "R@1"].value
         if reranked < dual:
             problems.append(f"{direction} R@1 {dual:.1%} drops to {reranked:.1%} re-ranked")
-    colour = pointing.kinds["colour"].pointing.value
-    if colour < MIN_POINTING:
-        problems.append(f"colour words point right in {colour:.1%}, below {MIN_POINTING:.0%}")
+    for kind, least in MIN_POINTING.items():
+        reached = pointing.kinds[kind].pointing.value
+        if reached < least:
+            problems.append(f"{kind} words point right in {reached:.1%}, below {least:.0%}")
     return problems
 
 

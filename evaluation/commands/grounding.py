@@ -26,6 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layer", type=int, metavar="L", help="of Grad-CAM, from 0 (default: the middle one)"
     )
+    parser.add_argument(
+        "--head",
+        type=int,
+        metavar="N",
+        help="an expression's first N word pieces make its map: in English what is meant comes "
+        "first (default: all)",
+    )
     parser.add_argument("--view", choices=("picture", "shuffled", "blank"), default="picture")
 
 
@@ -35,6 +42,7 @@ def run(options: argparse.Namespace) -> None:
         load_model(options),
         by=options.by,
         layer=options.layer,
+        head=options.head,
         view=options.view,
         **measured(options),
     )

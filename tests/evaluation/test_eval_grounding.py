@@ -46,6 +46,23 @@ def test_the_map_is_grad_cams_mean_over_the_text(folder, shards):
     assert row["point"] == [(best[1] + 0.5) * side, (best[0] + 0.5) * side]
 
 
+def test_only_the_first_words_make_the_map_where_asked(folder, shards):
+    loaded = vlp.load(folder)
+    rows = evaluate_grounding(loaded, [shards], by="similarity", head=2).predictions
+    image = loaded.model.encode_image(loaded.preprocess(decode_picture(PICTURE, ""))[None])
+    for row in rows:
+        text = loaded.model.encode_text(*loaded.text([row["text"]]))
+        heat = (image.tokens[0].double() @ text.tokens[0, 1:3].double().mT).mean(-1).clamp(min=0)
+        best = np.unravel_index(int(heat.argmax()), (4, 4))
+        assert row["point"] == [(best[1] + 0.5) * 8, (best[0] + 0.5) * 8]
+    every = [evaluate_grounding(loaded, [shards], head=head) for head in (None, 1)]
+    points = [[row["point"] for row in result.predictions] for result in every]
+    assert points[1] != points[0]
+    assert "first 1 word pieces" in every[1].notes[0]
+    with pytest.raises(EvaluationError, match="at least, not 0"):
+        evaluate_grounding(loaded, [shards], head=0)
+
+
 def test_pointing_counts_hits_in_the_named_box(folder, shards):
     result = evaluate_grounding(vlp.load(folder), [shards], by="similarity")
     every = [

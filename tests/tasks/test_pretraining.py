@@ -58,11 +58,11 @@ def batch(rows=ROWS, seed=0):
 @pytest.mark.parametrize(
     ("objectives", "losses"),
     [
-        ({}, {"contrastive", "token", "word", "itm", "mlm", "mim"}),
+        ({}, {"contrastive", "token", "word", "phrase", "itm", "mlm", "mim"}),
         ({"contrastive": {"kind": "itc"}}, {"contrastive", "itm", "mlm", "mim"}),
         ({"contrastive": {"form": "paper"}}, {"contrastive", "itm", "mlm", "mim"}),
-        ({"mim": None, "mlm": None}, {"contrastive", "token", "word", "itm"}),
-        ({"itm": None, "mim": None}, {"contrastive", "token", "word", "mlm"}),
+        ({"mim": None, "mlm": None}, {"contrastive", "token", "word", "phrase", "itm"}),
+        ({"itm": None, "mim": None}, {"contrastive", "token", "word", "phrase", "mlm"}),
         ({"contrastive": None}, {"itm", "mlm", "mim"}),
     ],
 )
@@ -81,6 +81,7 @@ def test_total_is_the_weighted_sum():
         2 * parts["contrastive"]
         + parts["token"]
         + parts["word"]
+        + 2 * parts["phrase"]
         + 0.5 * parts["itm"]
         + 0.25 * parts["mlm"]
         + 3 * parts["mim"]

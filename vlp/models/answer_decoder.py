@@ -17,9 +17,9 @@ from vlp.config import Config, ConfigError
 from vlp.layers.attention import attend, mask_bias
 from vlp.layers.causal import CausalAttention, Past
 from vlp.layers.post_norm import NORM_EPS, FeedForward
-from vlp.layers.text_embedding import TextEmbedding
+from vlp.layers.text_embedding import BERT_DEVIATION, TextEmbedding
 from vlp.models.config import ModelConfig
-from vlp.models.vlp import BERT_DEVIATION, BERT_WIDTH
+from vlp.models.vlp import BERT_WIDTH
 
 
 class AnswerDecoderConfig(Config):
@@ -140,9 +140,6 @@ class AnswerDecoder(nn.Module):
             if isinstance(part, nn.Linear):
                 nn.init.normal_(part.weight, std=deviation)
                 nn.init.zeros_(part.bias)
-        if self.embedding is not None:
-            for table in (self.embedding.word, self.embedding.position, self.embedding.token_type):
-                nn.init.normal_(table.weight, std=BERT_DEVIATION)
         self.head = head
 
     def remember(self, states: Tensor, mask: Tensor | None = None) -> Memory:

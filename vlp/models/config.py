@@ -33,6 +33,8 @@ class TextConfig(Config):
             raise ValueError(
                 f"max_tokens {self.max_tokens} is more than max_positions {self.max_positions}"
             )
+        if self.width % 2:
+            raise ValueError(f"width {self.width} is odd, and positions start as sines in pairs")
         return self
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vlp.layers.scale import Temperature
+from vlp.layers.text_embedding import BERT_DEVIATION
 from vlp.models.config import ModelConfig
 from vlp.models.cross_encoder import CrossEncoder, Pairs
 from vlp.models.features import CrossFeatures, ImageFeatures, TextFeatures
@@ -19,9 +20,9 @@ from vlp.positions.anchor_field import AnchorField, anchor_field, joined_fields,
 # BERT's and ViT's start at 768 channels. A narrower image or cross-modal encoder starts with more,
 # so that its layers pass on as much as those of 768 channels do: with 0.02 at width 128 a model
 # spends hundreds of steps on leaving zero; the picture's positions, added to wider patches, start
-# with as much. The text encoder keeps 0.02 at every width: from a
-# stronger start its tokens mix at once, and a word no longer points to what it names.
-BERT_DEVIATION, BERT_WIDTH = 0.02, 768
+# with as much. The text encoder keeps 0.02 at every width: from a stronger start its tokens mix at
+# once, and a word no longer points to what it names.
+BERT_WIDTH = 768
 
 
 class VLPModel(nn.Module):
@@ -48,7 +49,7 @@ class VLPModel(nn.Module):
             self.image_tokens = nn.Linear(width, config.embed_dim, bias=False)
         self.match_head = nn.Linear(width, 2)
         self.temperature = Temperature(config.temperature)
-        _initialise(BERT_DEVIATION, self.text_encoder, self.match_head)
+        _initialise(BERT_DEVIATION, self.text_encoder.layers, self.match_head)
         wider = BERT_DEVIATION * (BERT_WIDTH / width) ** 0.5
         _initialise(wider, self.image_encoder.vit.blocks, self.cross_encoder)
         for projection in self._projections():
@@ -203,7 +204,7 @@ def _initialise(deviation: float, *modules: nn.Module) -> None:
     """BERT's and ViT's start: normal weights and zero biases."""
     for module in modules:
         for part in module.modules():
-            if isinstance(part, nn.Linear | nn.Embedding):
+            if isinstance(part, nn.Linear):
                 nn.init.normal_(part.weight, std=deviation)
-            if isinstance(part, nn.Linear) and part.bias is not None:
-                nn.init.zeros_(part.bias)
+                if part.bias is not None:
+                    nn.init.zeros_(part.bias)

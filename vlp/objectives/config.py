@@ -14,6 +14,7 @@ class TokenTermConfig(Config):
 
     weight: float = Field(0.5, ge=0, description="of captions that find their pictures")
     words: float = Field(0.5, ge=0, description="weight of single words that find pictures")
+    phrases: float = Field(1.0, ge=0, description="of words that follow a neighbour that points")
     alpha: float = Field(1.0, description="of a word's response, its mean over patches taken off")
     beta: float = Field(1.0, description="the same over the group's pictures, patch by patch")
     scale: float = Field(10.0, gt=0, description="start of the learned tau")

@@ -32,6 +32,7 @@ from vlp.objectives.itm import hard_negatives, itm_loss
 from vlp.objectives.loss import Loss, normalise
 from vlp.objectives.mim import MIMHead, mim_loss
 from vlp.objectives.mlm import MLMHead, masked_positions, mlm_loss
+from vlp.objectives.phrase_term import phrase_loss
 from vlp.objectives.quantile import similarity_quantile
 from vlp.objectives.queue import KeyQueue
 from vlp.objectives.teacher import Teacher, soft_target_share
@@ -153,6 +154,7 @@ class Pretraining(nn.Module):
                 "contrastive": pair_weight,
                 "token": pair_weight * objectives.contrastive.token.weight,
                 "word": pair_weight * objectives.contrastive.token.words,
+                "phrase": pair_weight * objectives.contrastive.token.phrases,
             }
         if objectives.itm:
             with record_function("pass/pairs"):
@@ -238,6 +240,9 @@ class Pretraining(nn.Module):
                 settings.token.alpha,
                 settings.token.beta,
                 settings.token.group,
+            )
+            losses["phrase"] = phrase_loss(
+                clean.image.tokens, clean.text.tokens, batch.word_mask, batch.valid
             )
         return losses
 

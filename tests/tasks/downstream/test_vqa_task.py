@@ -89,12 +89,12 @@ class TestLoss:
 class TestTask:
     @pytest.fixture(scope="class")
     def trained(self, shards):
-        """60 steps on the 24 questions, which are two kinds."""
+        """100 steps on the 24 questions, which are two kinds."""
         torch.manual_seed(0)
         task, data = built(shards, batch=24)
         optimiser = torch.optim.Adam(task.parameters(), 5e-3)
         losses = []
-        for step, (batch, _) in enumerate(data.batches(stop_after=60)):
+        for step, (batch, _) in enumerate(data.batches(stop_after=100)):
             output = task(batch, step)
             optimiser.zero_grad()
             output.loss.backward()

@@ -1,0 +1,38 @@
+import pytest
+import torch
+
+from vlp.layers.text_embedding import BERT_DEVIATION, SINE_STRENGTH, TextEmbedding
+
+
+def test_positions_start_stronger_than_words_and_tell_distances():
+    torch.manual_seed(0)
+    embedding = TextEmbedding(500, 64, 40)
+    table = embedding.position.weight
+    strength = table.square().mean().sqrt() / embedding.word.weight.square().mean().sqrt()
+    assert strength.item() == pytest.approx(SINE_STRENGTH, rel=0.05)
+    products = table @ table.T
+    for distance in range(1, 4):  # what two places have in common depends on how far they are apart
+        of_pairs = products.diagonal(distance)
+        torch.testing.assert_close(of_pairs, of_pairs[:1].expand_as(of_pairs))
+    neighbours = products[5:-5].gather(1, torch.arange(5, 35)[:, None] + torch.arange(-4, 5))
+    assert (neighbours.argmax(-1) == 4).all()
+
+
+def test_words_start_as_berts():
+    torch.manual_seed(0)
+    embedding = TextEmbedding(2000, 64, 8)
+    assert embedding.word.weight.std().item() == pytest.approx(BERT_DEVIATION, rel=0.02)
+
+
+def test_order_reaches_the_output():
+    torch.manual_seed(0)
+    embedding = TextEmbedding(50, 16, 8)
+    out = embedding(torch.tensor([[7, 9], [9, 7]]))
+    assert not torch.allclose(out[0, 0], out[1, 1])
+
+
+def test_refuses_long_texts_and_odd_widths():
+    with pytest.raises(ValueError, match="9 tokens exceeds the 8 positions"):
+        TextEmbedding(50, 16, 8)(torch.zeros(1, 9, dtype=torch.long))
+    with pytest.raises(ValueError, match="15 channels"):
+        TextEmbedding(50, 15, 8)
