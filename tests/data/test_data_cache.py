@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import json
 import multiprocessing
 import os
@@ -8,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from hashlib import sha256
@@ -212,6 +214,37 @@ def test_processes_share_a_cache_that_is_too_small(server: ShardServer, tmp_path
     limit = room_for(server, 0, 1) + 100
     together(_fetch_in_any_order, tmp_path / "cache", limit, files)
     assert on_disk(tmp_path / "cache") <= limit
+
+
+def test_readers_of_a_file_fetched_meanwhile_keep_nobody_waiting(
+    server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It becomes whole, and is read by another, just before its lock would be waited for."""
+    file = file_of(server, 1)
+    cache = ShardCache(tmp_path / "cache", MB)
+    path = cache.folder / file.path
+    readers: list[int] = []
+
+    def lock(handle: int, how: int) -> None:
+        if not readers:
+            part = path.with_name(path.name + ".part")
+            part.write_bytes((server.folder / file.name).read_bytes())
+            part.rename(path)
+            readers.append(os.open(path, os.O_RDONLY))
+            fcntl.flock(readers[0], fcntl.LOCK_SH)
+        fcntl.flock(handle, how)
+
+    monkeypatch.setattr(cache_module, "flock", lock)
+    found: list[bytes] = []
+    other = threading.Thread(target=lambda: found.append(content(cache.open(file))), daemon=True)
+    other.start()
+    other.join(20)
+    waits = other.is_alive()
+    os.close(readers[0])
+    assert not waits
+    assert found == [path.read_bytes()]
+    assert server.asked[file.name] == 0
+    assert not list(cache.folder.glob("*/*.part"))
 
 
 KILLED = """

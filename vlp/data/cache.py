@@ -277,7 +277,13 @@ def _own(part: Path, path: Path) -> Iterator[bool]:
     while True:
         handle = os.open(part, os.O_RDWR | os.O_CREAT | _FLAGS, 0o644)
         try:
-            flock(handle, LOCK_EX)  # waits for whoever is fetching it
+            try:
+                flock(handle, LOCK_EX | LOCK_NB)
+            except BlockingIOError:
+                # Whoever fetches it is waited for. By now it may be whole and have its name, and
+                # its readers, who may read it for long, would keep an exclusive lock waiting.
+                flock(handle, LOCK_SH)
+                continue
             ours = _is(handle, part)
             if path.exists():
                 if ours:
