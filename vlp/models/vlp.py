@@ -54,6 +54,8 @@ class VLPModel(nn.Module):
         _initialise(wider, self.image_encoder.vit.blocks, self.cross_encoder)
         for projection in self._projections():
             nn.init.normal_(projection.weight, std=width**-0.5)
+            if projection.bias is not None:
+                nn.init.zeros_(projection.bias)
         fixed = config.cross.anchor.threshold
         self.register_buffer("anchor_threshold", torch.tensor(fixed or 0.0))
 

@@ -241,9 +241,10 @@ class Pretraining(nn.Module):
                 settings.token.beta,
                 settings.token.group,
             )
-            losses["phrase"] = phrase_loss(
-                clean.image.tokens, clean.text.tokens, batch.word_mask, batch.valid
-            )
+            if settings.token.phrases:
+                losses["phrase"] = phrase_loss(
+                    clean.image.tokens, clean.text.tokens, batch.word_mask, batch.valid
+                )
         return losses
 
     # -- teacher ----------------------------------------------------------------------------------
