@@ -5,7 +5,8 @@
 Two tasks in one process, the same but for `model.cross.position`, train on the same random pairs
 and take turns step by step, so that whatever else the machine does hits both. A step is forward,
 backward, gradient clipping, AdamW and the teacher's update, with every loss of the configuration;
-only the statistics of log lines are left out. Public weights are not loaded and the teacher's queue
+only the statistics of log lines are left out. On a CPU freed memory is kept, as training keeps it: which
+blocks the system maps anew is a lottery of sizes that costs more than ACE-RPE does. Public weights are not loaded and the teacher's queue
 is short, which makes the shares larger, never smaller.
 
 Times of whole steps are taken without a profiler; the rows of single passes come from separate
@@ -40,6 +41,7 @@ from vlp.data.batch import Batch
 from vlp.metrics.bootstrap import percentile_interval
 from vlp.tasks.pretraining import Pretraining
 from vlp.training.config import PretrainConfig
+from vlp.training.memory import keep_freed_memory
 from vlp.training.optimiser import build_adamw
 
 WITH, WITHOUT = "with ACE-RPE", "without"
@@ -265,6 +267,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
     chosen = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        keep_freed_memory()
     rows = chosen.rows or (64 if device.type == "cuda" else 16)
     try:
         config = load_config(chosen.config, PretrainConfig, chosen.overrides)

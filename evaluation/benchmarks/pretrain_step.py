@@ -26,6 +26,7 @@ from vlp.data.batch import Batch
 from vlp.data.inputs import Inputs
 from vlp.tasks.pretraining import Pretraining
 from vlp.training.config import PretrainConfig
+from vlp.training.memory import keep_freed_memory
 from vlp.training.optimiser import build_adamw
 
 _CLS = 2
@@ -116,6 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        keep_freed_memory()
     rows = chosen.rows or config.training.batch
     parts = measure(config, rows, chosen.steps, chosen.words, device)
     step = parts["forward"] + parts["backward"] + parts["optimiser"]
