@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
-_LARGEST = 2**31 - 1
+_LARGEST, _NEVER = 2**31 - 1, -1
 
 
 def keep_freed_memory() -> bool:
@@ -23,6 +23,6 @@ def keep_freed_memory() -> bool:
     except (OSError, AttributeError):
         return False
     # Other threads' own arenas, that of the backward pass for one, hold no large blocks.
-    options = {_TRIM_THRESHOLD: _LARGEST, _MMAP_THRESHOLD: _LARGEST, _ARENA_MAX: 1}
+    options = {_TRIM_THRESHOLD: _NEVER, _MMAP_THRESHOLD: _LARGEST, _ARENA_MAX: 1}
     done = [bool(set_option(option, value)) for option, value in options.items()]
     return all(done)
