@@ -112,6 +112,11 @@ class Caption(NamedTuple):
     words: tuple[NamedWord, ...]
 
 
+def article(word: str) -> str:
+    """'a' or 'an', as stands before the word."""
+    return "an" if word[0] in "aeiou" else "a"
+
+
 def captions(scene: Scene, count: int = CAPTIONS) -> list[Caption]:
     """Write `count` captions of different patterns as far as there are, fixed by the scene's key.
 
@@ -198,7 +203,7 @@ def fill(
             phrase = [_pick(SIZE_WORDS[obj.size], pick)] if sizes[order[first]] else []
             phrase += [obj.colour, obj.shape]
             if kind == "N":
-                words.append("an" if phrase[0][0] in "aeiou" else "a")
+                words.append(article(phrase[0]))
             words += phrase
             end = len(words)
             named.append(NamedWord(end - 2, obj.colour, "colour", order[first]))

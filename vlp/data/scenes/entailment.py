@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from vlp.data.draws import draw
-from vlp.data.scenes.captions import PLACE_WORDS, captions
+from vlp.data.scenes.captions import PLACE_WORDS, article, captions
 from vlp.data.scenes.claims import Noun
 from vlp.data.scenes.expressions import noun_words
 from vlp.data.scenes.graph import COLOURS, PLACES, SHAPES, Scene
@@ -91,5 +91,4 @@ def _hypothesis(rng: np.random.Generator) -> tuple[Noun, str]:
     )
     words = noun_words(noun)
     where = PLACE_WORDS[place][int(rng.integers(3))]
-    article = "an" if words[0] in "aeiou" else "a"
-    return noun, f"there is {article} {words} {where}"
+    return noun, f"there is {article(words)} {words} {where}"

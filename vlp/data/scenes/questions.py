@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vlp.data.draws import draw
-from vlp.data.scenes.captions import RELATION_WORDS
+from vlp.data.scenes.captions import RELATION_WORDS, article
 from vlp.data.scenes.claims import Claim, Noun, referents, subjects, truth
 from vlp.data.scenes.expressions import noun_words
 from vlp.data.scenes.graph import COLOURS, INVERSE, SHAPES, Scene, main_relation
@@ -77,7 +77,7 @@ def _exists(scene: Scene, number: int, rng: np.random.Generator) -> Asked | None
             absent = [(c, s) for c in COLOURS for s in SHAPES if (c, s) not in names]
         colour, shape = absent[int(rng.integers(len(absent)))]
     answer = "yes" if (colour, shape) in names else "no"
-    return Asked("exists", f"is there {_article(colour)} {colour} {shape}?", answer)
+    return Asked("exists", f"is there {article(colour)} {colour} {shape}?", answer)
 
 
 def _relation(scene: Scene, number: int, rng: np.random.Generator) -> Asked | None:
@@ -112,7 +112,3 @@ def _neighbour(scene: Scene, number: int, rng: np.random.Generator) -> Asked | N
 
 def _first_unique(scene: Scene, nouns: list[Noun]) -> Noun | None:
     return next((noun for noun in nouns if len(referents(noun, scene)) == 1), None)
-
-
-def _article(word: str) -> str:
-    return "an" if word[0] in "aeiou" else "a"

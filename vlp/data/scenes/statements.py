@@ -1,7 +1,8 @@
 """Statements about two pictures, true or false (the form of NLVR2).
 
 The statement is drawn first, its label by a coin, and only then pictures until the label is right:
-whatever a model reads in the words alone, it is right half of the time.
+whatever a model reads in the words alone, it is right half of the time. Half of the statements say
+where something is, and of pictures that show it, so that only the place decides.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ from typing import NamedTuple
 import numpy as np
 
 from vlp.data.draws import draw
-from vlp.data.scenes.captions import RELATION_WORDS
-from vlp.data.scenes.claims import Claim, Noun, referents, truth
-from vlp.data.scenes.graph import COLOURS, RELATIONS, SHAPES, SIZES, Scene
+from vlp.data.scenes.captions import PLACE_WORDS, RELATION_WORDS, article
+from vlp.data.scenes.claims import Claim, Noun, holds, referents, truth
+from vlp.data.scenes.expressions import noun_words
+from vlp.data.scenes.graph import COLOURS, PLACES, RELATIONS, SHAPES, SIZES, Scene
 from vlp.data.scenes.sample import sample_scene
 from vlp.data.scenes.splits import Split
 
 Judge = Callable[[Scene, Scene], bool | None]
 
 _MAX_ATTEMPTS = 5000
+_SIDES = ("left", "right")
 
 
 class Statement(NamedTuple):
@@ -39,7 +42,7 @@ def sample_statement(
     """Draw statement `index`; its pictures are scenes of the split."""
     key = f"statement-{split}-{seed}-{index}"
     rng = draw(seed, 0, key, "statement")
-    makers = (_more, _both, _exactly_one, _in_all, _relation, _sizes)
+    makers = (_WHAT, _WHERE)[int(rng.integers(2))]
     text, judge = makers[int(rng.integers(len(makers)))](rng)
     label = bool(rng.random() < 0.5)
     for _ in range(_MAX_ATTEMPTS):
@@ -94,17 +97,6 @@ def _in_all(rng: np.random.Generator) -> tuple[str, Judge]:
     )
 
 
-def _relation(rng: np.random.Generator) -> tuple[str, Judge]:
-    # Colours only: a relation between shapes may be one that the split never shows.
-    first, second = (COLOURS[number] for number in rng.integers(len(COLOURS), size=2))
-    relation = RELATIONS[int(rng.integers(4))]
-    claim = Claim((Noun(colour=first), Noun(colour=second)), ((0, relation, 1),))
-    words = RELATION_WORDS[relation][int(rng.integers(2))]
-    side = int(rng.integers(2))
-    text = f"in the {('left', 'right')[side]} picture something {first} is {words} something"
-    return f"{text} {second}", lambda left, right: truth(claim, (left, right)[side])
-
-
 def _sizes(rng: np.random.Generator) -> tuple[str, Judge]:
     size = SIZES[int(rng.integers(2))]
     return (
@@ -113,9 +105,76 @@ def _sizes(rng: np.random.Generator) -> tuple[str, Judge]:
     )
 
 
+def _relation(rng: np.random.Generator) -> tuple[str, Judge]:
+    # Colours only: a relation between shapes may be one that the split never shows.
+    first, second = (Noun(colour=COLOURS[number]) for number in rng.integers(len(COLOURS), size=2))
+    relation = RELATIONS[int(rng.integers(4))]
+    words = RELATION_WORDS[relation][int(rng.integers(2))]
+    side = int(rng.integers(2))
+    return (
+        f"in the {_SIDES[side]} picture {_with_article(first)} is {words} {_with_article(second)}",
+        lambda left, right: _where_shown(
+            Claim((first, second)), Claim((first, second), ((0, relation, 1),)), (left, right)[side]
+        ),
+    )
+
+
+def _place(rng: np.random.Generator) -> tuple[str, Judge]:
+    noun = Noun(colour=COLOURS[int(rng.integers(len(COLOURS)))])
+    place, words = _some_place(rng)
+    side = int(rng.integers(2))
+    return (
+        f"in the {_SIDES[side]} picture {_with_article(noun)} is {words}",
+        lambda left, right: _where_shown(
+            Claim((noun,)), Claim((noun._replace(place=place),)), (left, right)[side]
+        ),
+    )
+
+
+def _place_in_both(rng: np.random.Generator) -> tuple[str, Judge]:
+    place, words = _some_place(rng)
+    claim = Claim((Noun(place=place),))
+
+    def judge(left: Scene, right: Scene) -> bool | None:
+        found = truth(claim, left), truth(claim, right)
+        return False if False in found else None if None in found else True
+
+    return f"both pictures show an object {words}", judge
+
+
+def _place_in_one(rng: np.random.Generator) -> tuple[str, Judge]:
+    place, words = _some_place(rng)
+    claim = Claim((Noun(place=place),))
+
+    def judge(left: Scene, right: Scene) -> bool | None:
+        found = truth(claim, left), truth(claim, right)
+        return None if None in found else found[0] is not found[1]
+
+    return f"exactly one of the pictures shows an object {words}", judge
+
+
+def _where_shown(shown: Claim, where: Claim, scene: Scene) -> bool | None:
+    """Truth of `where` in pictures for which `shown` holds, None in others."""
+    return truth(where, scene) if holds(shown, scene) else None
+
+
+def _some_place(rng: np.random.Generator) -> tuple[str, str]:
+    place = PLACES[int(rng.integers(len(PLACES)))]
+    return place, PLACE_WORDS[place][int(rng.integers(3))]
+
+
+def _with_article(noun: Noun) -> str:
+    words = noun_words(noun)
+    return f"{article(words)} {words}"
+
+
 def _coarse_noun(rng: np.random.Generator) -> tuple[Noun, str]:
     if rng.random() < 0.5:
         shape = SHAPES[int(rng.integers(len(SHAPES)))]
         return Noun(shape=shape), f"a {shape}"
     colour = COLOURS[int(rng.integers(len(COLOURS)))]
     return Noun(colour=colour), f"something {colour}"
+
+
+_WHAT = (_more, _both, _exactly_one, _in_all, _sizes)
+_WHERE = (_relation, _place, _place_in_both, _place_in_one)
