@@ -29,9 +29,9 @@ def with_vocabulary(loaded: Loaded, vocabulary: Tokenizer) -> tuple[Loaded, Carr
     """The same model for another vocabulary.
 
     A piece that both know keeps its embedding; another starts as the mean of the pieces that the
-    old vocabulary makes of it, or, if there are none, as the unknown word. Texts of pieces that
-    both know, cut alike, mean to the new model exactly what they meant to the old one. The bias of
-    the masked-word head goes over likewise.
+    old vocabulary makes of it, made as long as they are, or, if there are none, as the unknown
+    word. Texts of pieces that both know, cut alike, mean to the new model exactly what they meant
+    to the old one. The bias of the masked-word head is the plain mean.
 
     Args:
         loaded: the model; it is left as it is.
@@ -49,19 +49,29 @@ def with_vocabulary(loaded: Loaded, vocabulary: Tokenizer) -> tuple[Loaded, Carr
     known = sum(before.token_to_id(piece) is not None for piece in pieces)
     lost = sum(not sources[number] for number in pieces.values())
 
-    def carried(rows: Tensor) -> Tensor:
-        return torch.stack([rows[source or [unknown]].mean(0) for source in sources])
-
+    parts = [source or [unknown] for source in sources]
     config = loaded.model.config.model_dump()
     config["text"]["vocab_size"] = text.vocab_size
     model = VLPModel(ModelConfig.model_validate(config))
     state = loaded.model.state_dict()
-    model.load_state_dict(state | {_WORDS: carried(state[_WORDS])})
+    model.load_state_dict(
+        state | {_WORDS: torch.stack([_together(state[_WORDS][part]) for part in parts])}
+    )
     heads = dict(loaded.heads)
     if _BIAS in heads:
-        heads[_BIAS] = carried(heads[_BIAS])
+        heads[_BIAS] = torch.stack([heads[_BIAS][part].mean() for part in parts])
     counts = Carried(known, composed=len(pieces) - known - lost, unknown=lost)
     return Loaded(model.eval(), text, loaded.preprocess, heads), counts
+
+
+def _together(rows: Tensor) -> Tensor:
+    """The direction of the mean, as long as the (pieces, width) rows are.
+
+    A mean of many pieces is short, and short words are not heard beside their positions.
+    """
+    mean = rows.mean(0)
+    longer = rows.norm(dim=-1).mean() / mean.norm().clamp(min=torch.finfo(mean.dtype).tiny)
+    return mean if len(rows) == 1 else mean * longer
 
 
 def _sources(piece: str, before: Tokenizer) -> list[int]:
