@@ -5,8 +5,8 @@
         --out models/mine
 
 Word pieces that both know keep their embedding; a new one starts as the mean of the pieces that the
-old vocabulary makes of it, as long as they are. Worth it where a small vocabulary spells most words of
-another corpus.
+old vocabulary makes of it, as long as they are. Worth it where a small vocabulary spells most words
+of another corpus.
 """
 
 from __future__ import annotations

@@ -5,9 +5,10 @@
 Two tasks in one process, the same but for `model.cross.position`, train on the same random pairs
 and take turns step by step, so that whatever else the machine does hits both. A step is forward,
 backward, gradient clipping, AdamW and the teacher's update, with every loss of the configuration;
-only the statistics of log lines are left out. On a CPU freed memory is kept, as training keeps it: which
-blocks the system maps anew is a lottery of sizes that costs more than ACE-RPE does. Public weights are not loaded and the teacher's queue
-is short, which makes the shares larger, never smaller.
+only the statistics of log lines are left out. On a CPU freed memory is kept, as training keeps it:
+which blocks the system maps anew is a lottery of sizes that costs more than ACE-RPE does. Public
+weights are not loaded and the teacher's queue is short, which makes the shares larger, never
+smaller.
 
 Times of whole steps are taken without a profiler; the rows of single passes come from separate
 profiled steps. Peak memory is the largest sum of live tensors, weights and optimiser state in it:
