@@ -5,9 +5,11 @@ A run that is finished is never done again, one that was cut off goes on from it
 
 from __future__ import annotations
 
+import ctypes
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -20,6 +22,8 @@ from vlp.config import ConfigError
 
 LAUNCH = Path(__file__).resolve().parents[1] / "launch"
 RESULT = "result.json"
+
+_PARENT_DEATH_SIGNAL = 1
 
 Judge = Callable[[Path, int], dict[str, float]]
 """Model folder and number of threads to figures by name; None where a run is not judged."""
@@ -91,7 +95,7 @@ def _executed(runs: Sequence[Run], jobs: int, judge: Judge | None) -> Iterator[t
     threads = max(1, (os.cpu_count() or 1) // jobs)
     # Spawned, not forked: a process that holds threads of torch must not be copied.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, context) as pool:
+    with ProcessPoolExecutor(jobs, context, initializer=_end_with_parent) as pool:
         futures = {pool.submit(execute, run, judge, threads): run for run in runs}
         try:
             for future in as_completed(futures):
@@ -105,6 +109,15 @@ def _executed(runs: Sequence[Run], jobs: int, judge: Judge | None) -> Iterator[t
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _end_with_parent() -> None:
+    """Have this process told to stop when the one that started it is gone, whatever ended it.
+
+    Else trainings, and those still in the queue, would go on by themselves. Linux alone can.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
 
 def execute(run: Run, judge: Judge | None, threads: int) -> float:
@@ -143,6 +156,7 @@ def _train(run: Run, threads: int) -> None:
         done = subprocess.run(
             [*command, f"output={run.folder}", *overrides],
             env=environment, stdout=file, stderr=subprocess.STDOUT, check=False,
+            preexec_fn=_end_with_parent,
         )  # fmt: skip
     if done.returncode or not (run.folder / "model").is_dir():
         raise ConfigError(f"{run.name} ended with code {done.returncode}; see {log}")
