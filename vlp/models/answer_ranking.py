@@ -33,8 +33,9 @@ class AnswerRanking:
     """Ranks answers for each row of a memory.
 
     The probability of an answer's first token picks the candidates, and their full likelihood
-    decides. Among equals the answer that stands first in the list wins, of candidates too: many
-    share their first token, so the list is best sorted with frequent answers first.
+    decides. Among equals, up to rounding (1e-4 nats), the answer that stands first in the list
+    wins, of candidates too: many share their first token, so the list is best sorted with frequent
+    answers first.
 
     Without a number of candidates, answers are tried in the order of their first token's
     probability until none that is left can win, as an answer is never likelier than its first
@@ -92,7 +93,8 @@ class AnswerRanking:
             tried = torch.cat([best[undecided][:, None], tried], 1)
             top = found.amax(1)
             odds[undecided] = top
-            best[undecided] = tried.masked_fill(found != top[:, None], len(self._answers)).amin(1)
+            behind = found + _ROUNDING < top[:, None]
+            best[undecided] = tried.masked_fill(behind, len(self._answers)).amin(1)
         return Ranked(best, odds)
 
     def _first_tokens(self, memory: Memory, rows: int) -> Tensor:
