@@ -26,8 +26,8 @@ def _true(text: str, left, right) -> bool:
         side, first, words, second = relation.groups()
         objects = (left if side == "left" else right).objects
         colours = [obj.colour for obj in objects]
-        for colour in (first, second):
-            assert colours.count(colour) >= 1 + (first == second), "only the place decides"
+        assert first != second, "either way round is true of two alike"
+        assert {first, second} <= set(colours), "only the place decides"
         return any(
             one is not other
             and (one.colour, other.colour) == (first, second)

@@ -106,8 +106,11 @@ def _sizes(rng: np.random.Generator) -> tuple[str, Judge]:
 
 
 def _relation(rng: np.random.Generator) -> tuple[str, Judge]:
-    # Colours only: a relation between shapes may be one that the split never shows.
-    first, second = (Noun(colour=COLOURS[number]) for number in rng.integers(len(COLOURS), size=2))
+    # Colours only: a relation between shapes may be one that the split never shows. Of two objects
+    # of one colour, one nearly always is above the other, and one left of it.
+    first, second = (
+        Noun(colour=COLOURS[number]) for number in rng.choice(len(COLOURS), size=2, replace=False)
+    )
     relation = RELATIONS[int(rng.integers(4))]
     words = RELATION_WORDS[relation][int(rng.integers(2))]
     side = int(rng.integers(2))
