@@ -59,7 +59,9 @@ def both_ways(model, pictures, texts, picture=1):
 
 
 @pytest.mark.parametrize("layout", ["text", "albef", "ace"])
-@pytest.mark.parametrize("position", [(), ("anchor",), ("uniform",), ("ape", "anchor")])
+@pytest.mark.parametrize(
+    "position", [(), ("anchor",), ("uniform",), ("alignment",), ("ape", "anchor", "alignment")]
+)
 @pytest.mark.parametrize("layers", [1, 2, 4])
 def test_scores_are_those_of_the_model(layout, position, layers):
     model = strong(layout, position, layers)

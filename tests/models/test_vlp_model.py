@@ -98,7 +98,9 @@ def test_without_positions_an_image_encoder_does_not_see_where_patches_are():
 
 
 @pytest.mark.parametrize("layout", ["ace", "text", "albef"])
-@pytest.mark.parametrize("position", [(), ("anchor",), ("uniform",), ("ape",), ("ape", "anchor")])
+@pytest.mark.parametrize(
+    "position", [(), ("anchor",), ("uniform",), ("alignment",), ("ape",), ("ape", "anchor")]
+)
 def test_padding_changes_nothing(layout, position):
     model = tiny(layout=layout, position=position)
     pixels, ids, attention, words = inputs()

@@ -16,7 +16,13 @@ from timm.models.vision_transformer import ParallelScalingBlock, VisionTransform
 from timm.optim import param_groups_layer_decay
 from torch import nn
 
-from vlp.positions import PositionEncoding, attach, create_position, list_positions
+from vlp.positions import (
+    CROSS_MODAL,
+    PositionEncoding,
+    attach,
+    create_position,
+    list_positions,
+)
 
 WIDTH = 16
 SIZES = {
@@ -426,7 +432,7 @@ def test_gradients_reach_every_table(make):
 
 
 NEEDED = {"learned-4d": {"places": 30}}
-names = pytest.mark.parametrize("name", sorted({*list_positions()} - {"anchor", "uniform"}))
+names = pytest.mark.parametrize("name", sorted({*list_positions()} - {*CROSS_MODAL}))
 
 
 @names

@@ -32,6 +32,7 @@ DESIGN = (
     *("mlp", "fourier", "object", "rope-1d", "rope-axial", "rope-mixed", "alibi-2d"),
     *("irpe-euclidean", "irpe-quantization", "irpe-cross", "irpe-product", "shaw"),
     *("transformer-xl", "huang", "sasa", "cope", "sape", "anchor", "uniform"),
+    "alignment",
 )
 
 
@@ -66,12 +67,12 @@ def test_the_names_are_those_of_the_design():
 @pytest.mark.parametrize("name", NAMES)
 def test_sources_are_named(name):
     sizes = {"width": 16, "heads": 2, "grid": (4, 4)}
-    options = {"groups": 2, "roles": ("key",)} if name in CROSS_MODAL else {}
+    options = {"groups": 2, "roles": ("key",)} if name in ("anchor", "uniform") else {}
     made = create_fitting_position(name, sizes, **options)
     text = inspect.getdoc(type(made)) + inspect.getdoc(inspect.getmodule(type(made)))
     assert re.search(r"\b20[12]\d\b|Eqs?\.? \d|\bet al\.|ViTARC|the paper", text), text
     assert acts_on_tokens(name) == ("tokens" in made.hooks)
-    assert position_options(name) >= {"width"} or name == "alibi-2d"
+    assert position_options(name) >= {"width"} or name in ("alibi-2d", "alignment")
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
@@ -94,10 +95,11 @@ def test_it_trains_in_a_vit(name, precision):
     assert not own or any(not torch.equal(after[n], before) for n, before in own)
 
 
-@pytest.mark.parametrize("name", WITHIN)
+@pytest.mark.parametrize("name", NAMES)
 def test_it_trains_in_the_cross_modal_encoder(name):
     torch.manual_seed(0)
-    cross = TINY_MODEL["cross"] | {"position": [name, "anchor"]}
+    positions = [name] if name in CROSS_MODAL else [name, "anchor"]
+    cross = TINY_MODEL["cross"] | {"position": positions}
     model = VLPModel(ModelConfig.model_validate(TINY_MODEL | {"cross": cross}))
     model.anchor_threshold.fill_(0.2)
     pixels = torch.randn(4, 3, 16, 16)
@@ -132,6 +134,8 @@ def test_cross_modal_encodings_are_refused_within_a_picture(name):
         ({"position": ["sape"], "layout": "text"}, "position `sape` needs layout `ace`"),
         ({"position": ["anchor"], "options": {"sape": {}}}, "options of sape, which position does"),
         ({"position": ["anchor"], "options": {"anchor": {}}}, "options of anchor"),
+        ({"position": ["anchor"], "options": {"alignment": {}}}, "options of alignment"),
+        ({"position": ["alignment", "uniform"]}, "`alignment` and `uniform` exclude each other"),
     ],
 )
 def test_what_cannot_be_in_the_cross_modal_encoder_is_named(cross, message):

@@ -111,8 +111,9 @@ class CrossConfig(Config):
     """Post-norm layers of self-attention, cross-attention and feed-forward.
 
     `position` lists the encodings, none or several (paper, Tables 1 and 2): `anchor` is ACE-RPE,
-    `uniform` its baseline with all paths 1, `ape` a learned position for every token of either
-    stream, `rpe` contextual iRPE-product on queries and keys in the self-attention of each stream.
+    `uniform` its baseline with all paths 1, `alignment` leads words to the patches they resemble
+    (beyond the paper), `ape` a learned position for every token of either stream, `rpe` contextual
+    iRPE-product on queries and keys in the self-attention of each stream.
     Every other name of `vlp.positions.list_positions()` acts on each stream by itself, with
     `options` of its own: on the tokens before the first layer, or in the self-attention of every
     layer. A text is a grid of one row.
@@ -132,13 +133,15 @@ class CrossConfig(Config):
     def _possible(self) -> CrossConfig:
         if len(set(self.position)) < len(self.position):
             raise ValueError(f"position names an encoding twice: {', '.join(self.position)}")
-        if {"anchor", "uniform"} <= set(self.position):
-            raise ValueError("position: `anchor` and `uniform` exclude each other")
+        for name in ("anchor", "alignment"):
+            if {name, "uniform"} <= set(self.position):
+                raise ValueError(f"position: `{name}` and `uniform` exclude each other")
         known = (*SHORTHANDS, *list_positions())
         if unknown := [name for name in self.position if name not in known]:
             raise ValueError(f"position {unknown[0]!r} is unknown; there are {', '.join(known)}")
         own = [name for name in self.position if name not in (*SHORTHANDS, *CROSS_MODAL)]
-        if unused := sorted(set(self.options) - set(own)):
+        takes = set(self.position) - {*SHORTHANDS, "anchor", "uniform"}
+        if unused := sorted(set(self.options) - takes):
             raise ValueError(f"options of {', '.join(unused)}, which position does not list")
         for name in self.position:
             in_attention = name == "rpe" or (name in own and not acts_on_tokens(name))

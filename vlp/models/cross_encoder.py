@@ -125,7 +125,9 @@ def encodings_by_place(config: CrossConfig) -> dict[str, tuple[str, ...]]:
 
 
 def _between(name: str, config: CrossConfig, width: int) -> PositionEncoding:
-    """ACE-RPE, or the same module fed with constant paths."""
+    """ACE-RPE, the same module fed with constant paths, or the similarities themselves."""
+    if name == "alignment":
+        return create_position(name, heads=config.heads, **config.options.get(name, {}))
     anchor = config.anchor
     return create_position(
         name,

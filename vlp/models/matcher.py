@@ -178,7 +178,7 @@ class Matcher:
             return field._replace(
                 image_mean=field.image_mean.to(dtype), text_mean=field.text_mean.to(dtype)
             )
-        if "anchor" not in self.config.position:
+        if not {*CROSS_MODAL} & {*self.config.position}:
             return None
         with torch.autocast(words.device.type, enabled=False):
             # One product for the tokens of all texts, (M, T N, G), then pair by pair in memory.
@@ -218,7 +218,8 @@ def _shift(attention: Attention, groups: int) -> _Shift | None:
         unit = torch.eye(groups, dtype=weight.dtype, device=weight.device)[None]
         zeros = weight.new_zeros(1, groups, weight.shape[1])
         none = weight.new_zeros(0)
-        context = PositionContext(anchors=AnchorField(none, none, unit, unit, none))
+        field = AnchorField(none, none, unit, unit, none, none)
+        context = PositionContext(anchors=field)
         inputs = [table[0] for table in encoding("inputs", zeros, zeros, zeros, context)]
         projections = attention.query, attention.key, attention.value
         moved = [
@@ -387,7 +388,11 @@ def _first_query(context: PositionContext) -> PositionContext:
     """The context of a text whose first token alone asks."""
     field = context.anchors
     if field is not None:
-        field = field._replace(text_path=field.text_path[:, :1], text_mean=field.text_mean[:, :1])
+        field = field._replace(
+            text_path=field.text_path[:, :1],
+            text_mean=field.text_mean[:, :1],
+            alignment=field.alignment[:, :, :1],
+        )
     return PositionContext(context.grid, 1, anchors=field, text_queries=True)
 
 

@@ -15,6 +15,7 @@ from vlp.models.cross_encoder import CrossEncoder, Pairs
 from vlp.models.features import CrossFeatures, ImageFeatures, TextFeatures
 from vlp.models.image_encoder import ImageEncoder
 from vlp.models.text_encoder import TextEncoder
+from vlp.positions import CROSS_MODAL
 from vlp.positions.anchor_field import AnchorField, anchor_field, joined_fields, uniform_field
 
 # BERT's and ViT's start at 768 channels. A narrower image or cross-modal encoder starts with more,
@@ -103,7 +104,7 @@ class VLPModel(nn.Module):
     ) -> AnchorField | None:
         """Anchor paths of the pairs, from this pass's token features (reading A7)."""
         cross, anchor = self.config.cross, self.config.cross.anchor
-        if not {"anchor", "uniform"} & set(cross.position):
+        if not set(CROSS_MODAL) & set(cross.position):
             return None
         word_mask = text.word_mask if pairs is None else text.word_mask[pairs.texts]
         if "uniform" in cross.position:

@@ -26,14 +26,16 @@ class AnchorField(NamedTuple):
     path (B, 1 + M, N, G) and text_path (B, N, 1 + M, G) hold the same numbers, 0 where not
     reachable: each with the keys of its direction side by side in memory, as image-to-text and
     text-to-image multiply them in every layer. image_mean (B, 1 + M, G) and text_mean (B, N, G)
-    are the averages of Eq. 10; similarity (B, M, N, G) is kept for statistics. Paths are computed
-    in float32 and then kept in the autocast type, in which every layer multiplies them.
+    are the averages of Eq. 10; alignment (B, 1 + M, N) is the mean over groups of S of Eq. 3, 0 for
+    what is no word; similarity (B, M, N, G), S itself, is kept for statistics. All but it are
+    computed in float32 and then kept in the autocast type, in which every layer multiplies them.
     """
 
     path: Tensor
     text_path: Tensor
     image_mean: Tensor
     text_mean: Tensor
+    alignment: Tensor
     similarity: Tensor
 
     @property
@@ -101,6 +103,7 @@ def joined_fields(fields: Sequence[AnchorField]) -> AnchorField:
         text_path=joined([field.text_path for field in fields]),
         image_mean=torch.cat([field.image_mean for field in fields], dim=1),
         text_mean=torch.stack([field.text_mean for field in fields]).mean(0),
+        alignment=torch.cat([field.alignment for field in fields], dim=1),
         similarity=torch.cat([field.similarity for field in fields], dim=1),
     )
 
@@ -120,11 +123,13 @@ def with_prefix(path: Tensor, similarity: Tensor, word_mask: Tensor) -> AnchorFi
     image_asks[:, 1:] = short.transpose(2, 3)
     text_asks = short.new_zeros(pairs, words, groups, 1 + patches)
     text_asks[..., 1:] = short.permute(0, 2, 3, 1)
+    alignment = similarity.mean(-1) * word_mask[:, None]
     return AnchorField(
         path=image_asks.transpose(2, 3),
         text_path=text_asks.transpose(2, 3),
         image_mean=functional.pad(mean_over_words(path, word_mask), (0, 0, 1, 0)).to(dtype),
         text_mean=mean_over_patches(path).to(dtype),
+        alignment=functional.pad(alignment, (0, 0, 1, 0)).to(dtype),
         similarity=similarity,
     )
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from vlp.positions.alibi2d import DirectionalDistance
+from vlp.positions.alignment import AlignmentBias
 from vlp.positions.anchor_encoding import AnchorPosition
 from vlp.positions.base import PositionEncoding
 from vlp.positions.cope import ContextualPosition
@@ -24,11 +25,12 @@ from vlp.positions.sine import MDSinePosition, SinePosition
 from vlp.positions.transformer_xl import TransformerXLPosition
 
 ROLES = {"q": "query", "k": "key", "v": "value"}
-CROSS_MODAL = ("anchor", "uniform")
+CROSS_MODAL = ("alignment", "anchor", "uniform")
 """Encodings between a picture and a text, of no use within either."""
 
 _ENCODINGS: dict[str, Callable[..., PositionEncoding]] = {
     "alibi-2d": DirectionalDistance,
+    "alignment": AlignmentBias,
     "anchor": AnchorPosition,
     "cope": ContextualPosition,
     "fourier": FourierPosition,

@@ -11,7 +11,7 @@ from vlp.config import ConfigError
 from vlp.layers.query_key import QueryKeyPlaces
 from vlp.models.vision.detection import Detr, DetrConfig
 from vlp.models.vision.resnet import ResNet, ResNetConfig
-from vlp.positions import list_positions
+from vlp.positions import CROSS_MODAL, list_positions
 from vlp.positions.base import PositionContext
 
 TINY = {
@@ -24,7 +24,7 @@ CLASSES = 3
 # Options without which they need more than names, sizes and roles.
 OPTIONS = {"irpe-quantization": {"universe": "global"}}
 ON_A_GRID_ALONE = {"learned-1d", "learned-2d"}
-NAMES = [name for name in list_positions() if name not in ("anchor", "uniform")]
+NAMES = [name for name in list_positions() if name not in CROSS_MODAL]
 
 
 def detr(*positions, side=64, **options):

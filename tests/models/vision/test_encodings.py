@@ -14,7 +14,7 @@ from vlp.models.vision.encodings import (
     create_encoding,
     on_tokens,
 )
-from vlp.positions import list_positions
+from vlp.positions import CROSS_MODAL, list_positions
 from vlp.positions.base import PositionContext
 
 WIDTH, HEADS, GRID = 8, 2, (3, 4)
@@ -26,7 +26,7 @@ def named(name, roles=None, **options):
 
 def test_where_encodings_act_is_what_their_hooks_say():
     for name in list_positions():
-        if name in ("anchor", "uniform"):
+        if name in CROSS_MODAL:
             continue
         made = create_encoding(named(name), width=WIDTH, heads=HEADS, grid=GRID)
         assert on_tokens(named(name)) == ("tokens" in made.hooks), name
