@@ -14,7 +14,9 @@ from vlp.data.scenes.box_statements import sample_box_statement
 from vlp.data.scenes.boxes import BOXES, COLOURS, SIDE, WIDTH, render_boxes, sample_boxes
 
 NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven")
-COUNT = r"(?:(exactly|only|at least|at most) )?(a|no|\w+)"
+COUNT = (
+    r"(?:(exactly|only|just|at least|atleast|at most|more than) )?(a|\d|" + "|".join(NUMBERS) + ")"
+)
 NOUN = r"(?:(yellow|blue|black) )?(item|object|circle|square|triangle|block)s?"
 
 
@@ -22,8 +24,10 @@ def _holds(how, word, found) -> bool | None:
     number = NUMBERS.index(word) if word in NUMBERS else 1 if word == "a" else int(word)
     if word == "a":
         return found >= 1
-    if how == "at least":
+    if how in ("at least", "atleast"):
         return found >= number
+    if how == "more than":
+        return found > number
     if how == "at most":
         return None if found == 0 else found <= number
     if how is None and word != "no" and found > number:
@@ -51,15 +55,14 @@ def _true(text: str, boxes) -> bool | None:
             return [wall for wall, away in edges.items() if away == 0]
 
         def there(item) -> bool:
-            wall = re.search("left|right|top|bottom", place)
-            if wall:
-                return wall[0] in walls(item)
+            if wall := re.search("left|right|top|bottom|roof|base", place):
+                return {"roof": "top", "base": "bottom"}.get(wall[0], wall[0]) in walls(item)
             return len(walls(item)) > (1 if "corner" in place else 0)
 
         number = sum(_fits(item, colour, noun) and there(item) for item in items)
         return _holds(how, word, number)
     if found := re.fullmatch(
-        rf"there is a (?:box|tower) (?:with|that contains) {COUNT} {NOUN}", text
+        rf"there is a (?:box|tower) (?:with|(?:that|which) (?:has|contains)) {COUNT} {NOUN}", text
     ):
         how, word, *noun = found.groups()
         values = [_holds(how, word, sum(_fits(i, *noun) for i in box)) for box in boxes]
@@ -75,13 +78,13 @@ def test_labels_are_right_and_the_words_say_nothing() -> None:
     labels, read = defaultdict(list), 0
     for index in range(1500):
         told = sample_box_statement(0, index)
-        found = _true(told.text, told.scene.boxes)
+        found = _true(told.text.rstrip("."), told.scene.boxes)
         if found != "unread":
             read += 1
             assert found is told.label, (told.text, told.scene)
         for word in {"all", *told.text.split()}:
             labels[word].append(told.label)
-    assert read > 500
+    assert read > 300
     for word, values in labels.items():
         assert abs(np.mean(values) - 0.5) < 2.0 / len(values) ** 0.5, word
 
