@@ -136,6 +136,20 @@ def test_both_streams_attend_to_each_other():
     assert not torch.allclose(crossed, changed)
 
 
+@pytest.mark.parametrize("layout", ["ace", "text", "albef"])
+@pytest.mark.parametrize("name", ["sine-2d", "learned-2d", "ape"])
+def test_of_several_pictures_each_has_the_positions_of_one(layout, name):
+    model = tiny(layout=layout, position=("anchor", name))
+    image, text = encoded(model)
+    twice = model.cross_several([image, image], text, torch.zeros(2, 16)).text
+    torch.testing.assert_close(twice, model.cross(image, text).text)
+    other = image.select(torch.tensor([1, 2, 0]))
+    there = model.cross_several([image, other], text, torch.zeros(2, 16)).text
+    back = model.cross_several([other, image], text, torch.zeros(2, 16)).text
+    torch.testing.assert_close(there, back)
+    assert not torch.allclose(there, twice)
+
+
 def test_path_gradient_is_stopped_unless_asked_for():
     for asked in (False, True):
         model = tiny(anchor={"groups": 2, "path_gradient": asked})

@@ -60,9 +60,9 @@ class CrossEncoder(nn.Module):
         )
 
     @property
-    def stream_encodings(self) -> tuple[str, ...]:
-        """Names of the encodings that act on each stream by itself."""
-        return tuple(name for name in self.config.position if name not in CROSS_MODAL)
+    def of_one_picture(self) -> tuple[str, ...]:
+        """Names of the encodings that cannot tell the tokens of several pictures apart."""
+        return encodings_by_place(self.config)["attention"]
 
     def forward(
         self,
@@ -80,7 +80,8 @@ class CrossEncoder(nn.Module):
 
         Args:
             text: (T, N, width).
-            image: (I, 1 + M, width).
+            image: (I, 1 + M, width); with the tokens of several pictures side by side, each of them
+                has its own positions.
             text_mask: (T, N) bool, True = not padding.
             anchors: paths of the B pairs, where the configuration has ACE-RPE.
             pairs: which text and which picture each pair joins; None pairs them row by row.
@@ -95,7 +96,8 @@ class CrossEncoder(nn.Module):
         image_asks = PositionContext(self.grid, 1, anchors=anchors, text_queries=False)
         for encoding in self.positions:
             text = encoding("tokens", text, text_asks)
-            image = encoding("tokens", image, image_asks)
+            pictures = image.unflatten(1, (-1, 1 + self.grid[0] * self.grid[1])).flatten(0, 1)
+            image = encoding("tokens", pictures, image_asks).view_as(image)
         for number, layer in enumerate(self.layers):
             last = number == len(self.layers) - 1
             text = layer("attend_self", text, text_mask, text_asks)

@@ -159,11 +159,10 @@ class VLPModel(nn.Module):
             tags: (pictures, width), added to every token of its picture.
 
         Raises:
-            ValueError: the cross-modal encoder has an encoding of its image stream, which knows
-                one grid of patches alone.
+            ValueError: an encoding acts in the self-attention of the image stream, and knows one
+                grid of patches alone.
         """
-        own = self.cross_encoder.stream_encodings
-        if own:
+        if own := self.cross_encoder.of_one_picture:
             raise ValueError(
                 f"cross.position {', '.join(own)}: knows one picture's grid and cannot read "
                 f"{len(images)} pictures in one pass"
