@@ -52,7 +52,7 @@ def test_from_zero_factors_a_layer_is_what_it_was_and_learns_them(text_queries):
     torch.manual_seed(0)
     image, text = tokens()
     context = PositionContext(anchors=field_of(image, text), text_queries=text_queries)
-    position = create_position("alignment", heads=HEADS).double()
+    position = create_position("alignment", heads=HEADS, start=0).double()
     layer = Attention(4, HEADS, output=False, positions=[position]).double()
     plain = Attention(4, HEADS, output=False).double()
     plain.load_state_dict(layer.state_dict(), strict=False)

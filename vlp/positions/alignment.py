@@ -22,11 +22,12 @@ class AlignmentBias(PositionEncoding):
 
     Args:
         heads: attention heads.
-        start: of the factor of every second head, the others start at 0; with 0 the layer starts as
-            it would be without the encoding.
+        start: of the factor of every second head, the others start at 0. From 0 everywhere a layer
+            starts as it would without the encoding, for models that were trained so; factors then
+            take thousands of steps to grow.
     """
 
-    def __init__(self, heads: int, start: float = 0.0) -> None:
+    def __init__(self, heads: int, start: float = 1.0) -> None:
         super().__init__()
         self.factors = nn.Parameter(torch.zeros(heads))
         with torch.no_grad():
