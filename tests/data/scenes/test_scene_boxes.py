@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import defaultdict
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from vlp.data.scenes.annotation import box_statement_annotation
+from vlp.data.scenes.box_sentences import OF_ITEMS
 from vlp.data.scenes.box_statements import sample_box_statement
-from vlp.data.scenes.boxes import BOXES, COLOURS, SIDE, WIDTH, render_boxes, sample_boxes
+from vlp.data.scenes.boxes import BOXES, COLOURS, SIDE, WIDTH, Item, render_boxes, sample_boxes
+from vlp.data.scenes.tower_sentences import OF_TOWERS
 
 NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven")
 COUNT = (
@@ -87,6 +91,37 @@ def test_labels_are_right_and_the_words_say_nothing() -> None:
     assert read > 300
     for word, values in labels.items():
         assert abs(np.mean(values) - 0.5) < 2.0 / len(values) ** 0.5, word
+
+
+def test_people_judge_the_same_words_alike(shared: Path) -> None:
+    """Every sentence of NLVR v1's official splits that the grammar says, too: people's labels."""
+    rng, judges = np.random.default_rng(0), {}
+    for towers, makers in ((False, OF_ITEMS), (True, OF_TOWERS)):
+        for _ in range(15_000):
+            text, judge = makers[int(rng.integers(len(makers)))](rng)
+            judges.setdefault((towers, text), judge)
+    colours = {"Yellow": "yellow", "#0099ff": "blue", "Black": "black"}
+    said = right = 0
+    for split in ("dev", "test"):
+        for line in (shared / "data_tasks/nlvr_v1" / f"{split}.jsonl").open():
+            row = json.loads(line)
+            boxes = [
+                [
+                    Item(i["type"], colours[i["color"]], i["size"], i["x_loc"], i["y_loc"])
+                    for i in box
+                ]
+                for box in row["structured_rep"]
+            ]
+            towers = len({(i.shape, i.size, i.x) for box in boxes for i in box}) == 1
+            if towers:
+                boxes = [sorted(box, key=lambda item: -item.y) for box in boxes]
+            judge = judges.get((towers, row["sentence"].lower().strip(" .")))
+            found = None if judge is None else judge(boxes)
+            if found is not None:
+                said += 1
+                right += found is (row["label"] == "true")
+    assert said > 600
+    assert right >= 0.99 * said
 
 
 def test_a_number_is_a_statement_and_splits_differ() -> None:

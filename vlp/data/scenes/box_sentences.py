@@ -14,7 +14,6 @@ from vlp.data.scenes.box_words import (
     boxes_with,
     colour,
     count,
-    every,
     noun,
     number,
     number_word,
@@ -23,6 +22,7 @@ from vlp.data.scenes.box_words import (
     two_colours,
 )
 from vlp.data.scenes.boxes import MOST_ITEMS, SHAPES, Box, Item
+from vlp.data.scenes.three_valued import every
 
 _SIDES = ("left", "right", "top", "bottom")
 _HAVING = ("with", "with", "with", "that has", "which has", "that contains")

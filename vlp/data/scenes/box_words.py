@@ -1,4 +1,4 @@
-"""What statements about boxes are made of: quantities, nouns, and truth with a third value."""
+"""What statements about boxes are made of: quantities and nouns, and what they are true of."""
 
 from __future__ import annotations
 
@@ -121,18 +121,6 @@ def block(rng: np.random.Generator, tone: str | None = None) -> Noun:
     chosen = tone or colour(rng)
     one = f"{chosen} block"
     return Noun(one, f"{one}s", lambda item: item.colour == chosen)
-
-
-def every(values: Iterable[bool | None]) -> bool | None:
-    """Whether all hold: one that does not decides, else one that can be read either way."""
-    found = set(values)
-    return False if False in found else None if None in found else True
-
-
-def some(values: Iterable[bool | None]) -> bool | None:
-    """Whether at least one holds."""
-    found = set(values)
-    return True if True in found else None if None in found else False
 
 
 def quantified(how_many: Count, values: Sequence[bool | None]) -> bool | None:

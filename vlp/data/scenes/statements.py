@@ -19,6 +19,7 @@ from vlp.data.scenes.expressions import noun_words
 from vlp.data.scenes.graph import COLOURS, PLACES, RELATIONS, SHAPES, SIZES, Scene
 from vlp.data.scenes.sample import sample_scene
 from vlp.data.scenes.splits import Split
+from vlp.data.scenes.three_valued import every
 
 Judge = Callable[[Scene, Scene], bool | None]
 
@@ -138,11 +139,10 @@ def _place_in_both(rng: np.random.Generator) -> tuple[str, Judge]:
     place, words = _some_place(rng)
     claim = Claim((Noun(place=place),))
 
-    def judge(left: Scene, right: Scene) -> bool | None:
-        found = truth(claim, left), truth(claim, right)
-        return False if False in found else None if None in found else True
-
-    return f"both pictures show an object {words}", judge
+    return (
+        f"both pictures show an object {words}",
+        lambda left, right: every([truth(claim, left), truth(claim, right)]),
+    )
 
 
 def _place_in_one(rng: np.random.Generator) -> tuple[str, Judge]:

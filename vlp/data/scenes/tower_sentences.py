@@ -15,15 +15,14 @@ from vlp.data.scenes.box_words import (
     boxes_with,
     colour,
     count,
-    every,
     number,
     number_word,
     pick,
     quantified,
-    some,
     two_colours,
 )
 from vlp.data.scenes.boxes import BOXES, TALLEST, Box
+from vlp.data.scenes.three_valued import every, some
 
 _WITH = ("with", "with", "that has", "which has", "that contains")
 _ENDS = {"base": 0, "bottom": 0, "top": -1}
