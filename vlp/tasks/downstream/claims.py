@@ -27,6 +27,9 @@ from vlp.tasks.downstream.task import Downstream, DownstreamConfig, read_config
 from vlp.tasks.plain import Precision
 from vlp.tasks.task import StepOutput
 
+TAG_DEVIATION = 0.5
+"""Of the pictures' tags at the start: what they are added to is normalised, of deviation 1."""
+
 
 class ClaimsConfig(DownstreamConfig):
     """Of every kind in this module."""
@@ -116,7 +119,7 @@ class Claims(Downstream):
         )
         if config.shown > 1:
             self.tags = nn.Parameter(torch.zeros(config.shown, width))
-            nn.init.normal_(self.tags, std=0.02)
+            nn.init.normal_(self.tags, std=TAG_DEVIATION)
             take_tags(self.tags, parts.heads)
 
     def claims(self, folders: Sequence[str | Path], limit: int | None = None) -> ClaimSet:
