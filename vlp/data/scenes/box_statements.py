@@ -1,8 +1,9 @@
 """Statements about three boxes, true or false, worded as people did for NLVR v1.
 
-The statement and its label are drawn first, then boxes until there are some of which it is true and
-some of which it is false: the words alone say nothing. A picture on which a statement can be read
-two ways ("there are two black items", of three) is drawn again.
+As there, a picture of which a statement is false holds the items of one of which it is true, dealt
+to the boxes and placed anew: neither the words nor what there is says anything, only how it is
+arranged. A picture on which a statement can be read two ways ("there are two black items", of
+three) is drawn again.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from typing import NamedTuple
 
 from vlp.data.draws import draw
 from vlp.data.scenes.box_sentences import OF_ITEMS
-from vlp.data.scenes.boxes import Boxes, sample_boxes
+from vlp.data.scenes.boxes import Boxes, rearrange_boxes, sample_boxes
 from vlp.data.scenes.splits import Split
 from vlp.data.scenes.tower_sentences import OF_TOWERS
 
-_ATTEMPTS = 100
+_PICTURES, _ARRANGEMENTS = 40, 8
 
 
 class BoxStatement(NamedTuple):
@@ -37,11 +38,11 @@ def sample_box_statement(seed: int, index: int, split: Split = "train") -> BoxSt
         makers = OF_TOWERS if towers else OF_ITEMS
         text, judge = makers[int(rng.integers(len(makers)))](rng)
         stop = "." if rng.random() < 0.4 else ""
-        scenes: dict[bool | None, Boxes] = {}
-        for _ in range(_ATTEMPTS):
+        for _ in range(_PICTURES):
             scene = sample_boxes(rng, towers)
-            scenes.setdefault(judge(scene.boxes), scene)
-            # What is true or false of hardly any boxes is never said, whichever the label: else
-            # its words would tell it.
-            if True in scenes and False in scenes:
-                return BoxStatement(key, text + stop, label, scenes[label])
+            if not judge(scene.boxes):
+                continue
+            for _ in range(_ARRANGEMENTS):
+                other = rearrange_boxes(rng, scene)
+                if judge(other.boxes) is False:
+                    return BoxStatement(key, text + stop, label, scene if label else other)

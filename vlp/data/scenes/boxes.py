@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import product
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -19,7 +21,11 @@ _GROUND, _GAP = (211, 211, 211), (128, 128, 128)
 _BLOCK_LEFT, _STOREY = 40, BLOCK + 1
 _SUPERSAMPLING = 4
 
+_ATTEMPTS = 50
+
 Wall = Literal["left", "right", "top", "bottom"]
+_Kind = tuple[str, str, int]
+"""Shape, colour and size of an item."""
 
 
 class Item(NamedTuple):
@@ -56,8 +62,21 @@ class Boxes(NamedTuple):
 
 def sample_boxes(rng: np.random.Generator, towers: bool) -> Boxes:
     """Draw three boxes."""
-    draw = _tower if towers else _scatter
-    return Boxes(towers, tuple(draw(rng) for _ in range(BOXES)))
+    numbers = rng.integers(1, (TALLEST if towers else MOST_ITEMS) + 1, size=BOXES).tolist()
+    return _arranged(rng, towers, [_kind(rng, towers) for _ in range(sum(numbers))], numbers)
+
+
+def rearrange_boxes(rng: np.random.Generator, scene: Boxes) -> Boxes:
+    """The same items or blocks, dealt to the boxes and placed anew.
+
+    As likely as `sample_boxes` would give them.
+    """
+    kinds = [(item.shape, item.colour, item.size) for box in scene.boxes for item in box]
+    most = TALLEST if scene.towers else MOST_ITEMS
+    deals = [deal for deal in product(range(1, most + 1), repeat=BOXES) if sum(deal) == len(kinds)]
+    numbers = deals[int(rng.integers(len(deals)))]
+    shuffled = [kinds[place] for place in rng.permutation(len(kinds))]
+    return _arranged(rng, scene.towers, shuffled, numbers)
 
 
 def render_boxes(scene: Boxes) -> Image.Image:
@@ -86,28 +105,46 @@ def _corners(x: int, y: int, side: int) -> tuple[int, int, int, int]:
     return x * scale, y * scale, (x + side) * scale - 1, (y + side) * scale - 1
 
 
-def _tower(rng: np.random.Generator) -> Box:
-    blocks = int(rng.integers(1, TALLEST + 1))
+def _kind(rng: np.random.Generator, towers: bool) -> _Kind:
+    if towers:
+        return "square", _one_of(rng, tuple(COLOURS)), BLOCK
+    size = SIZES[int(rng.integers(len(SIZES)))]
+    return _one_of(rng, SHAPES), _one_of(rng, tuple(COLOURS)), size
+
+
+def _arranged(
+    rng: np.random.Generator, towers: bool, kinds: Sequence[_Kind], numbers: Sequence[int]
+) -> Boxes:
+    """So many of them in each box, in their order."""
+    arrange = _tower if towers else _scatter
+    ends = np.cumsum(numbers)
+    shares = [kinds[end - number : end] for number, end in zip(numbers, ends)]
+    return Boxes(towers, tuple(arrange(rng, share) for share in shares))
+
+
+def _tower(rng: np.random.Generator, kinds: Sequence[_Kind]) -> Box:
     return tuple(
-        Item("square", _one_of(rng, tuple(COLOURS)), BLOCK, _BLOCK_LEFT, SIDE - BLOCK - _STOREY * n)
-        for n in range(blocks)
+        Item(shape, colour, size, _BLOCK_LEFT, SIDE - BLOCK - _STOREY * storey)
+        for storey, (shape, colour, size) in enumerate(kinds)
     )
 
 
-def _scatter(rng: np.random.Generator) -> Box:
+def _scatter(rng: np.random.Generator, kinds: Sequence[_Kind]) -> Box:
     """Items that do not touch each other; some four in ten touch a wall."""
-    wanted, items = int(rng.integers(1, MOST_ITEMS + 1)), list[Item]()
-    while len(items) < wanted:
-        size = SIZES[int(rng.integers(len(SIZES)))]
-        x, y = (int(place) for place in rng.integers(0, SIDE - size + 1, size=2))
-        if rng.random() < 0.3:
-            end = int(rng.integers(2)) * (SIDE - size)
-            x, y = (end, y) if rng.random() < 0.5 else (x, end)
-        shape, colour = _one_of(rng, SHAPES), _one_of(rng, tuple(COLOURS))
-        item = Item(shape, colour, size, x, y)
-        if not any(_overlap(item, other) for other in items):
-            items.append(item)
-    return tuple(items)
+    while True:
+        items = list[Item]()
+        for shape, colour, size in kinds:
+            for _ in range(_ATTEMPTS):
+                x, y = (int(place) for place in rng.integers(0, SIDE - size + 1, size=2))
+                if rng.random() < 0.3:
+                    end = int(rng.integers(2)) * (SIDE - size)
+                    x, y = (end, y) if rng.random() < 0.5 else (x, end)
+                item = Item(shape, colour, size, x, y)
+                if not any(_overlap(item, other) for other in items):
+                    items.append(item)
+                    break
+        if len(items) == len(kinds):
+            return tuple(items)
 
 
 def _overlap(one: Item, other: Item) -> bool:
