@@ -27,7 +27,7 @@ from vlp.tasks.downstream.task import Downstream, DownstreamConfig, read_config
 from vlp.tasks.plain import Precision
 from vlp.tasks.task import StepOutput
 
-TAG_DEVIATION = 0.5
+TAG_DEVIATION = 0.02
 """Of the pictures' tags at the start: what they are added to is normalised, of deviation 1."""
 
 
