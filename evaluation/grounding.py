@@ -80,7 +80,8 @@ def evaluate_grounding(
         progress: a bar on the first rank.
 
     Raises:
-        EvaluationError: no expression can be used, there is no such layer, or `head` is below 1.
+        EvaluationError: no expression can be used, there is no such layer, `head` is below 1, or
+            Grad-CAM of the last layer, which knows [CLS] alone, with `head`.
         ConfigError: a shard folder cannot be read.
     """
     items = Items(shards, lambda annotation: len(annotation.expressions or ()), limit)
@@ -90,6 +91,12 @@ def evaluate_grounding(
         raise EvaluationError(str(error)) from error
     if head is not None and head < 1:
         raise EvaluationError(f"an expression's map needs a word piece at least, not {head}")
+    last = len(loaded.model.cross_encoder.layers) - 1
+    if by == "gradcam" and head is not None and number == last:
+        raise EvaluationError(
+            f"in the last cross-modal layer, {last}, the match reads [CLS] alone, and the first "
+            f"{head} word pieces have no map; choose an earlier layer, or by similarity"
+        )
     patch_size = loaded.model.config.image.patch_size
 
     def make(item: Item, place: int) -> Referring:

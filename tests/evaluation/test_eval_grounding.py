@@ -61,6 +61,8 @@ def test_only_the_first_words_make_the_map_where_asked(folder, shards):
     assert "first 1 word pieces" in every[1].notes[0]
     with pytest.raises(EvaluationError, match="at least, not 0"):
         evaluate_grounding(loaded, [shards], head=0)
+    with pytest.raises(EvaluationError, match=r"the match reads \[CLS\] alone"):
+        evaluate_grounding(loaded, [shards], head=1, layer=-1)
 
 
 def test_pointing_counts_hits_in_the_named_box(folder, shards):
