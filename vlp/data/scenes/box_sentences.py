@@ -11,6 +11,7 @@ from vlp.data.scenes.box_words import (
     Count,
     Noun,
     Told,
+    anything,
     boxes_with,
     colour,
     count,
@@ -20,6 +21,7 @@ from vlp.data.scenes.box_words import (
     pick,
     quantified,
     two_colours,
+    uniform_or_without,
 )
 from vlp.data.scenes.boxes import MOST_ITEMS, SHAPES, Box, Item
 from vlp.data.scenes.three_valued import every
@@ -122,20 +124,21 @@ def _box_with_items(rng: np.random.Generator) -> Told:
 
 
 def _box_with_a_number(rng: np.random.Generator) -> Told:
-    how_many, word = count(rng, MOST_ITEMS), pick(rng, "item", "object")
-    words = how_many.of(Noun(word, f"{word}s", lambda item: True))
-    if rng.random() < 0.4:
-        part, of_them = number(rng, 3), noun(rng)
-        which = pick(rng, f"are {of_them.one.split()[0]}", f"is a {of_them.one}")
-        if part.plural == which.startswith("are") and len(of_them.one.split()) == 2:
-            tone = of_them.one.split()[0]
-            fits = (lambda i: i.colour == tone) if part.plural else of_them.fits
-            return boxes_with(
-                rng,
-                f"{pick(rng, *_HAVING)} {words} of which {part.words} {which}",
-                lambda box: every([how_many.holds(len(box)), part.holds(sum(map(fits, box)))]),
-            )
-    return boxes_with(rng, f"{pick(rng, *_HAVING)} {words}", lambda box: how_many.holds(len(box)))
+    how_many = count(rng, MOST_ITEMS)
+    words = f"{pick(rng, *_HAVING)} {how_many.of(anything(rng))}"
+    if rng.random() < 0.75:
+        return boxes_with(rng, words, lambda box: how_many.holds(len(box)))
+    if rng.random() < 0.5:
+        part, what = number(rng, 1), noun(rng)
+        which, fits = f"is a {what.one}", what.fits
+    else:
+        part, tone = number(rng, 3), colour(rng)
+        which, fits = f"{'are' if part.plural else 'is'} {tone}", lambda item: item.colour == tone
+    return boxes_with(
+        rng,
+        f"{words} of which {part.words} {which}",
+        lambda box: every([how_many.holds(len(box)), part.holds(sum(map(fits, box)))]),
+    )
 
 
 def _of_the_boxes(rng: np.random.Generator) -> Told:
@@ -143,8 +146,7 @@ def _of_the_boxes(rng: np.random.Generator) -> Told:
     words, holds = _parts(rng)
     if rng.random() < 0.5:
         inside = count(rng, MOST_ITEMS)
-        thing = pick(rng, "item", "object")
-        words = inside.of(Noun(thing, f"{thing}s", lambda item: True))
+        words = inside.of(anything(rng))
 
         def holds(box: Box) -> bool | None:
             return inside.holds(len(box))
@@ -184,10 +186,9 @@ def _colours_of_a_box(rng: np.random.Generator) -> Told:
             return None  # one item is no "items"
         return len({item.colour for item in box}) == wanted
 
-    text = pick(rng, *words)
-    if rng.random() < 0.75:
+    text, inside = pick(rng, *words), number(rng, MOST_ITEMS)
+    if not inside.plural or rng.random() < 0.7:
         return boxes_with(rng, f"with {text}", holds)
-    inside = number(rng, MOST_ITEMS)
     return boxes_with(
         rng,
         f"with {inside.words} {text}",
@@ -240,19 +241,8 @@ def _is_touching(rng: np.random.Generator) -> Told:
     return f"the {what.one} is {'not ' if negated else ''}touching the {edge}", judge
 
 
-def _not_of_a_colour(rng: np.random.Generator) -> Told:
-    how_many, tone = count(rng, 3), colour(rng)
-    thing = pick(rng, "item", "object")
-    words = how_many.of(Noun(thing, f"{thing}s", lambda item: True))
-    verb = "are" if how_many.plural else "is"
-    negated = rng.random() < 0.6
-
-    def holds(box: Box) -> bool | None:
-        right = all((item.colour == tone) != negated for item in box)
-        return every([how_many.holds(len(box)), right])
-
-    what = f"{pick(rng, *_HAVING)} {words} that {verb} {'not ' if negated else ''}{tone}"
-    return boxes_with(rng, what, holds)
+def _uniform_or_without(rng: np.random.Generator) -> Told:
+    return uniform_or_without(rng, pick(rng, *_HAVING), count(rng, 3), anything(rng))
 
 
 OF_ITEMS = (
@@ -266,6 +256,6 @@ OF_ITEMS = (
     *(_only,) * 2,
     _none_touching,
     _is_touching,
-    _not_of_a_colour,
+    _uniform_or_without,
 )
 """Makers of statements, as often as people said such things."""

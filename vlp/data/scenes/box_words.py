@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from vlp.data.scenes.boxes import COLOURS, SHAPES, SIZES, Box, Item
+from vlp.data.scenes.three_valued import every
 
 Judge = Callable[[Sequence[Box]], bool | None]
 """Whether a statement is true of some boxes; None where it can be read either way."""
@@ -92,6 +93,12 @@ def colour(rng: np.random.Generator) -> str:
     return pick(rng, *COLOURS)
 
 
+def anything(rng: np.random.Generator) -> Noun:
+    """An item of any kind."""
+    word = pick(rng, "item", "object")
+    return Noun(word, f"{word}s", lambda item: True)
+
+
 def two_colours(rng: np.random.Generator) -> tuple[str, str]:
     """Two that differ, in any order."""
     first, second, *_ = rng.permutation(list(COLOURS))
@@ -141,3 +148,18 @@ def boxes_with(
     words = f"{how_many.words} {several if how_many.plural else name}"
     opening = "" if how_many is not A and rng.random() < 0.15 else f"{how_many.be} "
     return opening + f"{words} {what}", lambda boxes: quantified(how_many, [*map(holds, boxes)])
+
+
+def uniform_or_without(
+    rng: np.random.Generator, having: str, how_many: Count, thing: Noun, name: str = "box"
+) -> Told:
+    """So many boxes, or towers, with so many things that are all of a colour, or none of them."""
+    tone, negated = colour(rng), rng.random() < 0.6
+    verb = "are" if how_many.plural else "is"
+
+    def holds(box: Box) -> bool | None:
+        right = all((item.colour == tone) != negated for item in box)
+        return every([how_many.holds(len(box)), right])
+
+    words = f"{having} {how_many.of(thing)} that {verb} {'not ' if negated else ''}{tone}"
+    return boxes_with(rng, words, holds, name)

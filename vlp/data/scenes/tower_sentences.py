@@ -20,6 +20,7 @@ from vlp.data.scenes.box_words import (
     pick,
     quantified,
     two_colours,
+    uniform_or_without,
 )
 from vlp.data.scenes.boxes import BOXES, TALLEST, Box
 from vlp.data.scenes.three_valued import every, some
@@ -52,7 +53,8 @@ def _with_blocks(rng: np.random.Generator) -> Told:
 
 
 def _end_of_a_tower(rng: np.random.Generator) -> Told:
-    what, place = block(rng), pick(rng, *_ENDS)
+    tone, place = colour(rng), pick(rng, *_ENDS)
+    what = block(rng, tone)
 
     def is_there(box: Box) -> bool:
         return what.fits(box[_ENDS[place]])
@@ -62,7 +64,6 @@ def _end_of_a_tower(rng: np.random.Generator) -> Told:
     if form == "at":
         return _tower(rng, f"with a {what.one} at {the}{place}", is_there)
     if form == "base":
-        tone = what.one.split()[0]
         return _tower(rng, f"with {pick(rng, 'a ', '')}{tone} {place}", is_there)
     how_many = count(rng, 2) if rng.random() < 0.4 else count(rng, 1)
     how_many = NONE if rng.random() < 0.07 else how_many
@@ -77,7 +78,8 @@ def _end_of_a_tower(rng: np.random.Generator) -> Told:
 
 def _the_tower(rng: np.random.Generator) -> Told:
     """About the only tower of a height, or all towers."""
-    height, what, place = int(rng.integers(1, TALLEST + 1)), block(rng), pick(rng, *_ENDS)
+    height, tone, place = int(rng.integers(1, TALLEST + 1)), colour(rng), pick(rng, *_ENDS)
+    what = block(rng, tone)
     inside = f"a {what.one} at the {place}"
     if rng.random() < 0.2:
         words = pick(rng, f"all the towers have {inside}", f"each tower has {inside}")
@@ -88,7 +90,6 @@ def _the_tower(rng: np.random.Generator) -> Told:
         return what.fits(of_it[0][_ENDS[place]]) if len(of_it) == 1 else None
 
     blocks = f"{number_word(rng, height)} block{'s' if height > 1 else ''}"
-    tone = what.one.split()[0]
     text = pick(
         rng,
         f"the tower with {blocks} has {inside}",
@@ -99,10 +100,9 @@ def _the_tower(rng: np.random.Generator) -> Told:
 
 def _height_and_ends(rng: np.random.Generator) -> Told:
     height = count(rng, TALLEST)
-    first, second = block(rng), block(rng)
-    form = pick(rng, "one end", "one end", "both ends")
-    if form == "both ends":
-        low, high = (each.one.split()[0] for each in (first, second))
+    low, high = colour(rng), colour(rng)
+    first, second = block(rng, low), block(rng, high)
+    if rng.random() < 0.33:
         words = pick(
             rng,
             f"with a {low} base and {high} top",
@@ -238,8 +238,8 @@ def _stacked(rng: np.random.Generator) -> Told:
 
 def _storey(rng: np.random.Generator) -> Told:
     """About the second or third block, or the middle one."""
-    at, what = int(rng.integers(1, 3)), block(rng)
-    nth, tone = ("second", "third")[at - 1], what.one.split()[0]
+    at, tone = int(rng.integers(1, 3)), colour(rng)
+    nth, what = ("second", "third")[at - 1], block(rng, tone)
 
     def holds(box: Box) -> bool:
         return len(box) > at and what.fits(box[at])
@@ -275,19 +275,8 @@ def _same_base(rng: np.random.Generator) -> Told:
     return f"there are {how} towers {words.format(place)}", judge
 
 
-def _not_of_a_colour(rng: np.random.Generator) -> Told:
-    how_many, tone = count(rng, 2), colour(rng)
-    verb = "are" if how_many.plural else "is"
-    negated = rng.random() < 0.6
-
-    def holds(box: Box) -> bool | None:
-        right = all((item.colour == tone) != negated for item in box)
-        return every([how_many.holds(len(box)), right])
-
-    words = (
-        f"{pick(rng, *_WITH)} {how_many.of(BLOCK)} that {verb} {'not ' if negated else ''}{tone}"
-    )
-    return _tower(rng, words, holds)
+def _uniform_or_without(rng: np.random.Generator) -> Told:
+    return uniform_or_without(rng, pick(rng, *_WITH), count(rng, 2), BLOCK, "tower")
 
 
 OF_TOWERS = (
@@ -302,6 +291,6 @@ OF_TOWERS = (
     _stacked,
     _storey,
     _same_base,
-    _not_of_a_colour,
+    _uniform_or_without,
 )
 """Makers of statements, as often as people said such things."""
