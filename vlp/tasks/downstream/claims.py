@@ -27,9 +27,6 @@ from vlp.tasks.downstream.task import Downstream, DownstreamConfig, read_config
 from vlp.tasks.plain import Precision
 from vlp.tasks.task import StepOutput
 
-TAG_DEVIATION = 0.02
-"""Of the pictures' tags at the start: what they are added to is normalised, of deviation 1."""
-
 
 class ClaimsConfig(DownstreamConfig):
     """Of every kind in this module."""
@@ -119,7 +116,7 @@ class Claims(Downstream):
         )
         if config.shown > 1:
             self.tags = nn.Parameter(torch.zeros(config.shown, width))
-            nn.init.normal_(self.tags, std=TAG_DEVIATION)
+            nn.init.normal_(self.tags, std=0.02)
             take_tags(self.tags, parts.heads)
 
     def claims(self, folders: Sequence[str | Path], limit: int | None = None) -> ClaimSet:
