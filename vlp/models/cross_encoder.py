@@ -97,7 +97,7 @@ class CrossEncoder(nn.Module):
         for encoding in self.positions:
             text = encoding("tokens", text, text_asks)
             pictures = image.unflatten(1, (-1, 1 + self.grid[0] * self.grid[1])).flatten(0, 1)
-            image = encoding("tokens", pictures, image_asks).view_as(image)
+            image = encoding("tokens", pictures, image_asks).reshape_as(image)
         for number, layer in enumerate(self.layers):
             last = number == len(self.layers) - 1
             text = layer("attend_self", text, text_mask, text_asks)
