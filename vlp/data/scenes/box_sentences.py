@@ -15,6 +15,7 @@ from vlp.data.scenes.box_words import (
     boxes_with,
     colour,
     count,
+    just_of,
     noun,
     number,
     number_word,
@@ -73,9 +74,7 @@ def _touching(rng: np.random.Generator) -> Told:
         how_many = NONE
     place, touches = _place_of_touch(rng)
     if rng.random() < 0.3:
-        near, _, _ = place.partition(" ")
-        place = f"not {'touching' if near == 'closely' else near} {pick(rng, 'any', 'the')} edge"
-        return _counted_where(how_many, what, place, lambda item: not item.walls)
+        place, touches = f"not touching {pick(rng, 'any', 'the')} edge", lambda item: not item.walls
     return _counted_where(how_many, what, place, touches)
 
 
@@ -206,8 +205,7 @@ def _only(rng: np.random.Generator) -> Told:
     def holds(box: Box) -> bool | None:
         tones, shapes = {item.colour for item in box}, {item.shape for item in box}
         if form == "two colours":
-            # Of one of the two alone: some would say yes.
-            return tones == {first, second} or (None if tones < {first, second} else False)
+            return just_of(box, {first, second})
         right = form == "shape" or tones == {first}
         right = right and (form == "one colour" or shapes == {shape})
         return None if right and len(box) == 1 else right

@@ -130,6 +130,12 @@ def block(rng: np.random.Generator, tone: str | None = None) -> Noun:
     return Noun(one, f"{one}s", lambda item: item.colour == chosen)
 
 
+def just_of(box: Box, colours: set[str]) -> bool | None:
+    """Whether a box has these colours; some would say so of one that has only some of them."""
+    found = {item.colour for item in box}
+    return found == colours or (None if found < colours else False)
+
+
 def quantified(how_many: Count, values: Sequence[bool | None]) -> bool | None:
     """Whether so many hold, in whichever way those are read that can be read either way."""
     sure = values.count(True)

@@ -15,6 +15,7 @@ from vlp.data.scenes.box_words import (
     boxes_with,
     colour,
     count,
+    just_of,
     number,
     number_word,
     pick,
@@ -144,10 +145,7 @@ def _over(rng: np.random.Generator) -> Told:
 
     if rng.random() < 0.4:
         return _tower(rng, f"{pick(rng, 'with', 'having', 'which has')} a {words}", holds)
-    how_many = count(rng, 2) if rng.random() < 0.3 else count(rng, 1)
-    how_many = NONE if rng.random() < 0.07 else how_many
-    if how_many.plural:
-        how_many = count(rng, 1)
+    how_many = NONE if rng.random() < 0.07 else count(rng, 1)
 
     def judge(boxes: Sequence[Box]) -> bool | None:
         found = [times(box) for box in boxes]
@@ -191,20 +189,20 @@ def _colours_of_a_tower(rng: np.random.Generator) -> Told:
         return _tower(
             rng,
             f"with only {first} and {second} blocks",
-            lambda box: _exactly(box, {first, second}),
+            lambda box: just_of(box, {first, second}),
         )
     if form == "only one":
         return _tower(
             rng,
             f"with only {first} blocks",
-            lambda box: _exactly(box, {first}) and (len(box) > 1 or None),
+            lambda box: just_of(box, {first}) and (len(box) > 1 or None),
         )
     how_many = int(rng.integers(1, BOXES))
     name = "tower" if how_many == 1 else "towers"
     words = pick(rng, "a", "exactly one", "only one") if how_many == 1 else "two"
 
     def judge(boxes: Sequence[Box]) -> bool | None:
-        found = sum(_exactly(box, {first}) is True for box in boxes)
+        found = sum(just_of(box, {first}) is True for box in boxes)
         if words == "a":
             return found >= 1
         return None if words == "two" and found > 2 else found == how_many
@@ -214,14 +212,8 @@ def _colours_of_a_tower(rng: np.random.Generator) -> Told:
         return text, judge
     height = count(rng, TALLEST)
     return f"{text} with {height.of(BLOCK)}", lambda boxes: some(
-        [every([_exactly(box, {first}), height.holds(len(box))]) for box in boxes]
+        [every([just_of(box, {first}), height.holds(len(box))]) for box in boxes]
     )
-
-
-def _exactly(box: Box, colours: set[str]) -> bool | None:
-    """Whether a tower has these colours; some would say so of one that has only some of them."""
-    found = {item.colour for item in box}
-    return found == colours or (None if found < colours else False)
 
 
 def _stacked(rng: np.random.Generator) -> Told:
@@ -271,8 +263,7 @@ def _same_base(rng: np.random.Generator) -> Told:
             return None
         return most >= 2 if how == "at least two" else most == 2
 
-    words = pick(rng, "that have the same {} color", "with the same {} color")
-    return f"there are {how} towers {words.format(place)}", judge
+    return f"there are {how} towers {pick(rng, 'that have', 'with')} the same {place} color", judge
 
 
 def _uniform_or_without(rng: np.random.Generator) -> Told:
