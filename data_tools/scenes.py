@@ -42,7 +42,7 @@ from vlp.data.schema import Annotation
 from vlp.data.shards import ShardWriter
 
 SETTINGS_NAME = "scenes.json"
-CORPUS_VERSION = 5
+CORPUS_VERSION = 6
 """Raised whenever equal arguments give other samples than before."""
 
 PARTS = {
@@ -57,6 +57,7 @@ PARTS = {
     "entailment_val": (0, "hypotheses about pictures of held-out contents"),
     "boxes": (0, "true or false statements about three boxes, in the manner of NLVR v1"),
     "boxes_val": (0, "more such statements, to judge by"),
+    "boxes_any": (0, "the same, whose false pictures need not hold a true one's items: easier"),
 }
 _SETTINGS = ("seed", "image_size", "samples_per_shard", *Variety._fields)
 _CHUNK = 64
@@ -147,8 +148,8 @@ def make_sample(
     if part in ("entailment", "entailment_val"):
         triple = sample_entailment(seed, job, held_out, image_size)
         return Sample(_key(part, seed, job), _png(triple.scene), entailment_annotation(triple))
-    if part in ("boxes", "boxes_val"):
-        shown = sample_box_statement(seed, job, held_out)
+    if part in ("boxes", "boxes_val", "boxes_any"):
+        shown = sample_box_statement(seed, job, held_out, same_items=part != "boxes_any")
         picture = encode_png(render_boxes(shown.scene))
         return Sample(_key(part, seed, job), picture, box_statement_annotation(shown))
     raise ValueError(f"unknown part {part!r}, known are {', '.join(PARTS)}")

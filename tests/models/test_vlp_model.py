@@ -137,8 +137,10 @@ def test_both_streams_attend_to_each_other():
 
 
 @pytest.mark.parametrize("layout", ["ace", "text", "albef"])
-@pytest.mark.parametrize("name", ["sine-2d", "learned-2d", "ape"])
+@pytest.mark.parametrize("name", ["sine-2d", "learned-2d", "ape", "rpe"])
 def test_of_several_pictures_each_has_the_positions_of_one(layout, name):
+    if layout != "ace" and name == "rpe":
+        pytest.skip("patches have no self-attention here")
     model = tiny(layout=layout, position=("anchor", name))
     image, text = encoded(model)
     twice = model.cross_several([image, image], text, torch.zeros(2, 16)).text
@@ -148,6 +150,16 @@ def test_of_several_pictures_each_has_the_positions_of_one(layout, name):
     back = model.cross_several([other, image], text, torch.zeros(2, 16)).text
     torch.testing.assert_close(there, back)
     assert not torch.allclose(there, twice)
+
+
+def test_of_several_pictures_none_attends_to_another():
+    model = tiny(layers=1, position=("rpe",))
+    image, text = encoded(model)
+    other = image.states[torch.tensor([1, 2, 0])]
+    alone = model.cross(image, text).image
+    states = torch.cat([image.states, other], dim=1)
+    both = model.cross_encoder(text.states, states, text.attention_mask, None)[1]
+    torch.testing.assert_close(both[:, : alone.shape[1]], alone)
 
 
 def test_path_gradient_is_stopped_unless_asked_for():

@@ -59,11 +59,6 @@ class CrossEncoder(nn.Module):
             for _ in range(config.layers)
         )
 
-    @property
-    def of_one_picture(self) -> tuple[str, ...]:
-        """Names of the encodings that cannot tell the tokens of several pictures apart."""
-        return encodings_by_place(self.config)["attention"]
-
     def forward(
         self,
         text: Tensor,
@@ -80,8 +75,8 @@ class CrossEncoder(nn.Module):
 
         Args:
             text: (T, N, width).
-            image: (I, 1 + M, width); with the tokens of several pictures side by side, each of them
-                has its own positions.
+            image: (I, 1 + M, width), or the tokens of P pictures side by side, (I, P (1 + M), width):
+                texts attend to all of them, the tokens of a picture to those of their own.
             text_mask: (T, N) bool, True = not padding.
             anchors: paths of the B pairs, where the configuration has ACE-RPE.
             pairs: which text and which picture each pair joins; None pairs them row by row.
@@ -91,18 +86,20 @@ class CrossEncoder(nn.Module):
             Text states (B, N, width) and image states (B, 1 + M, width) or None.
         """
         both = self.config.layout == "ace"
+        each = (-1, 1 + self.grid[0] * self.grid[1])
         words = (1, text.shape[1] - 1)
         text_asks = PositionContext(words, 1, anchors=anchors, text_queries=True)
         image_asks = PositionContext(self.grid, 1, anchors=anchors, text_queries=False)
         for encoding in self.positions:
             text = encoding("tokens", text, text_asks)
-            pictures = image.unflatten(1, (-1, 1 + self.grid[0] * self.grid[1])).flatten(0, 1)
+            pictures = image.unflatten(1, each).flatten(0, 1)
             image = encoding("tokens", pictures, image_asks).reshape_as(image)
         for number, layer in enumerate(self.layers):
             last = number == len(self.layers) - 1
             text = layer("attend_self", text, text_mask, text_asks)
             if both:
-                image = layer("attend_self", image, None, image_asks)
+                pictures = image.unflatten(1, each).flatten(0, 1)
+                image = layer("attend_self", pictures, None, image_asks).reshape_as(image)
             if number == 0 and pairs is not None:
                 text, text_mask = text[pairs.texts], text_mask[pairs.texts]
                 image = image[pairs.pictures]

@@ -151,22 +151,14 @@ class VLPModel(nn.Module):
     ) -> CrossFeatures:
         """Cross-modal states of texts that are each about several pictures, read in one pass.
 
-        The tokens of all pictures stand side by side; paths lie within each picture.
+        The tokens of all pictures stand side by side before the words; paths, positions and the
+        pictures' self-attention lie within each picture.
 
         Args:
             images: features of the first, second, ... picture of every row.
             text: B texts.
             tags: (pictures, width), added to every token of its picture.
-
-        Raises:
-            ValueError: an encoding acts in the self-attention of the image stream, and knows one
-                grid of patches alone.
         """
-        if own := self.cross_encoder.of_one_picture:
-            raise ValueError(
-                f"cross.position {', '.join(own)}: knows one picture's grid and cannot read "
-                f"{len(images)} pictures in one pass"
-            )
         states = torch.cat([image.states + tag for image, tag in zip(images, tags)], dim=1)
         fields = [self.anchors(image, text) for image in images]
         found = [field for field in fields if field is not None]

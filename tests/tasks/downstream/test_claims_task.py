@@ -103,13 +103,6 @@ def test_the_order_of_two_pictures_matters_by_their_tags(folder, tmp_path):
         torch.testing.assert_close(task.logits(batch), task.logits(turned), rtol=0, atol=1e-5)
 
 
-def test_an_encoding_of_one_grid_cannot_read_two_pictures(tmp_path):
-    folder = tiny_folder(tmp_path / "start", position=["anchor", "rpe"])
-    task, data = built(settings(StatementsConfig, statement_shards(tmp_path / "train")), folder)
-    with pytest.raises(ValueError, match="rpe: knows one picture"):
-        task(next(iter(data.batches()))[0], 0)
-
-
 def test_a_picture_of_panels_is_read_as_pictures_side_by_side(folder, tmp_path):
     scene = render(sample_scene(0, 0, image_size=48))
     wide = scene.resize((50, 16))

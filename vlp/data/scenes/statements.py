@@ -1,13 +1,14 @@
 """Statements about two pictures, true or false (the form of NLVR2).
 
 The statement is drawn first, its label by a coin, and only then pictures until the label is right:
-whatever a model reads in the words alone, it is right half of the time. Half of the statements say
-where something is, and of pictures that show it, so that only the place decides.
+whatever a model reads in the words alone, it is right half of the time. Three of four statements
+say where something is, and of pictures that show it, so that only the place decides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +25,8 @@ from vlp.data.scenes.three_valued import every
 Judge = Callable[[Scene, Scene], bool | None]
 
 _MAX_ATTEMPTS = 5000
+_PICTURES = 1 << 15  # enough to tell nothing by its picture, few enough to keep what was drawn
+_SHARE_OF_WHAT = 0.25  # what is shown can be told from shuffled patches too
 _SIDES = ("left", "right")
 
 
@@ -43,17 +46,22 @@ def sample_statement(
     """Draw statement `index`; its pictures are scenes of the split."""
     key = f"statement-{split}-{seed}-{index}"
     rng = draw(seed, 0, key, "statement")
-    makers = (_WHAT, _WHERE)[int(rng.integers(2))]
+    makers = _WHAT if rng.random() < _SHARE_OF_WHAT else _WHERE
     text, judge = makers[int(rng.integers(len(makers)))](rng)
     label = bool(rng.random() < 0.5)
     for _ in range(_MAX_ATTEMPTS):
         left, right = (
-            sample_scene(seed, int(number), split, image_size)
-            for number in rng.integers(1 << 40, size=2)
+            _picture(seed, int(number), split, image_size)
+            for number in rng.integers(_PICTURES, size=2)
         )
         if judge(left, right) is label:
             return Statement(key, text, label, left, right)
     raise RuntimeError(f"no two scenes of split {split!r} make {text!r} {label}")
+
+
+@cache
+def _picture(seed: int, number: int, split: Split, image_size: int) -> Scene:
+    return sample_scene(seed, number, split, image_size)
 
 
 def _more(rng: np.random.Generator) -> tuple[str, Judge]:
