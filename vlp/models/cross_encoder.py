@@ -75,8 +75,8 @@ class CrossEncoder(nn.Module):
 
         Args:
             text: (T, N, width).
-            image: (I, 1 + M, width), or the tokens of P pictures side by side, (I, P (1 + M), width):
-                texts attend to all of them, the tokens of a picture to those of their own.
+            image: (I, 1 + M, width), or of P pictures side by side: (I, P (1 + M), width).
+                Texts attend to all of them, the tokens of a picture to their own.
             text_mask: (T, N) bool, True = not padding.
             anchors: paths of the B pairs, where the configuration has ACE-RPE.
             pairs: which text and which picture each pair joins; None pairs them row by row.
