@@ -42,7 +42,7 @@ def training_charts(log: Sequence[Mapping[str, Any]]) -> list[Chart]:
         Chart("Loss", _named(log, "loss/")),
         Chart("Validation", _named(log, "validation/")),
         Chart("Learning rate", _named(log, "learning_rate")),
-        Chart("Speed", _named(log, "pairs_per_second"), "pairs/s"),
+        Chart("Speed", _named(log, "samples_per_second"), "samples/s"),
     ]
     return [chart for chart in charts if chart.lines]
 
@@ -52,7 +52,7 @@ def compared_charts(logs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Cha
     charts = []
     for title, name, unit in (
         ("Total loss", "loss/total", ""),
-        ("Speed", "pairs_per_second", "pairs/s"),
+        ("Speed", "samples_per_second", "samples/s"),
     ):
         lines = {run: _line(log, name) for run, log in logs.items()}
         charts.append(Chart(title, {run: line for run, line in lines.items() if line}, unit))

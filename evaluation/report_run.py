@@ -67,11 +67,11 @@ def _course(training: Mapping[str, Any], last: Mapping[str, Any]) -> Iterator[tu
         f"{training.get('ended')} at step {training.get('step')} of "
         + str(training.get("total_steps")),
     )
-    seconds, speed = training.get("seconds"), training.get("pairs_per_second")
+    seconds, speed = training.get("seconds"), training.get("samples_per_second")
     if isinstance(seconds, int | float):
         yield "time", _time(seconds)
     if isinstance(speed, int | float):
-        yield "speed", f"{speed:.1f} pairs/s"
+        yield "speed", f"{speed:.1f} samples/s"
     if training.get("device"):
         ranks = training.get("ranks", 1)
         yield "device", f"{training['device']}, {ranks} rank{'s' if ranks != 1 else ''}"

@@ -39,15 +39,34 @@ from vlp.tasks.downstream.claims import Claims, EntailmentConfig
 from vlp.tasks.downstream.start import start_parts
 
 LOG = [
-    {"step": 10, "loss/total": 3.0, "loss/itm": 1.0, "learning_rate": 1e-4, "pairs_per_second": 50},
+    {
+        "step": 10,
+        "loss/total": 3.0,
+        "loss/itm": 1.0,
+        "learning_rate": 1e-4,
+        "samples_per_second": 50,
+    },
     {"step": 20, "loss/total": None, "loss/itm": 0.8, "learning_rate": 9e-5},
     {"step": 20, "validation/accuracy": 0.61},
-    {"step": 30, "loss/total": 2.0, "loss/itm": 0.7, "learning_rate": 8e-5, "pairs_per_second": 60},
-    {"step": 40, "loss/total": 1.5, "loss/itm": 0.6, "learning_rate": 7e-5, "pairs_per_second": 60},
+    {
+        "step": 30,
+        "loss/total": 2.0,
+        "loss/itm": 0.7,
+        "learning_rate": 8e-5,
+        "samples_per_second": 60,
+    },
+    {
+        "step": 40,
+        "loss/total": 1.5,
+        "loss/itm": 0.6,
+        "learning_rate": 7e-5,
+        "samples_per_second": 60,
+    },
 ]
 POINTING = ["Pointing of words (generated corpus)"]
 TRAINING = {
-    "ended": "finished", "step": 40, "total_steps": 40, "seconds": 3725.0, "pairs_per_second": 55.0,
+    "ended": "finished", "step": 40, "total_steps": 40, "seconds": 3725.0,
+    "samples_per_second": 55.0,
     "skipped_samples": {"no text": 3}, "skipped_examples": {"no text": ["shard-0.tar, <b>7</b>"]},
     "best": {"step": 20, "accuracy": 0.61}, "ranks": 1, "device": "CPU", "non_finite_steps": 0,
 }  # fmt: skip

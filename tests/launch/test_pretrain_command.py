@@ -96,7 +96,7 @@ def test_bad_samples_are_skipped_counted_and_named(lab: Lab) -> None:
     report = lab.report("skips")
     assert report["ended"] == "finished"
     assert report["samples"] == 32
-    assert report["pairs"] == 26
+    assert report["trained_samples"] == 26
     assert sum(report["skipped_samples"].values()) == 6
     named = " ".join(where for found in report["skipped_examples"].values() for where in found)
     assert all(f"bad{kind}{number}" in named for kind in range(3) for number in range(2)), named

@@ -58,7 +58,7 @@ def test_two_nodes_train_together_and_resume(lab: Lab) -> None:
     report = lab.report("node_a")
     assert report["ended"] == "finished"
     assert report["ranks"] == 2
-    assert report["samples"] == report["pairs"] == 8 * STEPS
+    assert report["samples"] == report["trained_samples"] == 8 * STEPS
     assert not lab.output("node_b").exists(), "only the first node writes"
 
     ranks.run([COMMAND, *lab.arguments("one_node", lab.zero(2))], world_size=1)

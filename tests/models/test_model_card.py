@@ -41,8 +41,8 @@ def run(tmp_path):
     }
     (tmp_path / "snli" / "config.yaml").write_text(yaml.safe_dump(config))
     report = {"ended": "finished", "step": 1200, "total_steps": 1200, "samples": 76800,
-              "pairs": 76000, "seconds": 5400, "skipped_samples": {"no text": 800}, "ranks": 8,
-              "device": "H100", "best": {"step": 1000, "accuracy": 0.8}}  # fmt: skip
+              "trained_samples": 76000, "seconds": 5400,
+              "skipped_samples": {"no text": 800}, "ranks": 8, "device": "H100", "best": {"step": 1000, "accuracy": 0.8}}  # fmt: skip
     (tmp_path / "snli" / "report.json").write_text(json.dumps(report))
     return model, result, shards
 
@@ -64,7 +64,7 @@ def test_the_run_and_its_results_are_told(run):
     assert "# snli" in card
     assert f"`{shards}`, 12 samples" in card
     assert "| data | `gone` |" in card
-    assert "| pairs seen | 76,000 |" in card
+    assert "| samples trained on | 76,000 |" in card
     assert "| samples skipped | 800 no text |" in card
     assert "| this is the best step | 1,000 |" in card
     assert "| hours | 1.50 |" in card

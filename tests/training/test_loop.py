@@ -60,7 +60,7 @@ def test_a_run_leaves_its_folder_as_documented(tmp_path: Path) -> None:
     assert json.loads((folder / "report.json").read_text()) == json.loads(json.dumps(report))
     assert report["ended"] == "finished"
     assert report["step"] == report["total_steps"] == 8
-    assert report["samples"] == report["pairs"] == 64
+    assert report["samples"] == report["trained_samples"] == 64
     model = dict(broadcast_tensors(folder / "model" / "model.safetensors"))
     assert same(model, task.state_dict())
     assert list((folder / "tensorboard").iterdir())
@@ -80,7 +80,7 @@ def test_log_lines_hold_means_over_their_steps(tmp_path: Path) -> None:
         assert line["learning_rate"] == expected
         assert line["samples"] == 8 * line["step"]
         assert line["epoch"] == line["step"] / 4
-        assert line["pairs_per_second"] > 0
+        assert line["samples_per_second"] > 0
         assert 0 <= line["data_wait_share"] <= 1
         assert line["skipped/total"] == line["non_finite_steps"] == 0
     assert each[-1]["loss/total"] < each[0]["loss/total"]
@@ -134,7 +134,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path, stop: in
     _, report = run(tmp_path / "cut", resume=True)
     assert report["resumed_at_steps"] == ([] if stop < 3 else [stop // 3 * 3])
     assert same(state(tmp_path / "whole", 8), state(tmp_path / "cut", 8))
-    timeless = ("seconds", "pairs_per_second", "data_wait_share")
+    timeless = ("seconds", "samples_per_second", "data_wait_share")
     for one, two in zip(lines(tmp_path / "whole"), lines(tmp_path / "cut"), strict=True):
         # A window that the kill cut in two is averaged over what was left of it.
         if one["step"] != stop // 3 * 3 + 1:

@@ -206,7 +206,7 @@ def _training(folder: Path) -> str:
     if report:
         steps = f"{report['step']:,} of {report['total_steps']:,} ({report['ended']})"
         rows += [("steps", steps), ("samples seen", f"{report['samples']:,}")]
-        rows.append(("pairs seen", f"{report['pairs']:,}"))
+        rows.append(("samples trained on", f"{report['trained_samples']:,}"))
         skipped = ", ".join(
             f"{count:,} {kind}" for kind, count in report["skipped_samples"].items()
         )

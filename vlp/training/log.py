@@ -55,7 +55,7 @@ class RunLog:
         for name, value in flat.items():
             if isinstance(value, int | float):
                 self._board.add_scalar(name, value, step)
-        shown = {"loss": "loss/total", "pairs/s": "pairs_per_second", "lr": "learning_rate"}
+        shown = {"loss": "loss/total", "samples/s": "samples_per_second", "lr": "learning_rate"}
         self._bar.set_postfix(
             {
                 label: f"{flat[name]:.4g}"

@@ -1,4 +1,4 @@
-"""Sums between two log lines: losses, pairs, bad samples, and where the time goes."""
+"""Sums between two log lines: losses, samples, bad samples, and where the time goes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Meter:
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         # Of this rank, not yet in `progress`.
-        self._pairs = 0
+        self._trained = 0
         self._skipped: Counter[str] = Counter()
         self._examples: dict[str, list[str]] = {}
         self._settled = time.perf_counter()
@@ -31,7 +31,7 @@ class Meter:
 
     def _open(self) -> None:
         self._start = time.perf_counter()
-        self._pairs_before = self._progress.pairs
+        self._trained_before = self._progress.trained_samples
         self._waited = 0.0
         self._sums: dict[str, Tensor] = {}
         self._counts: Counter[str] = Counter()
@@ -40,7 +40,7 @@ class Meter:
     def batch(self, batch: Slots, waited: float) -> None:
         """Count a batch that took `waited` seconds to arrive."""
         self._waited += waited
-        self._pairs += int(batch.valid.sum())
+        self._trained += int(batch.valid.sum())
         for skip in batch.skipped:
             self._skipped[skip.kind] += 1
             self._examples.setdefault(skip.kind, []).append(skip.where)
@@ -64,10 +64,10 @@ class Meter:
 
     def settle(self) -> None:
         """Bring `progress` up to date with all ranks; collective."""
-        ranks = distributed.gather_to_all((self._pairs, self._skipped, self._examples))
+        ranks = distributed.gather_to_all((self._trained, self._skipped, self._examples))
         progress = self._progress
-        for pairs, skipped, examples in ranks:
-            progress.pairs += pairs
+        for trained, skipped, examples in ranks:
+            progress.trained_samples += trained
             for kind, count in skipped.items():
                 progress.skipped[kind] = progress.skipped.get(kind, 0) + count
                 known = progress.examples.setdefault(kind, [])
@@ -75,7 +75,7 @@ class Meter:
         now = time.perf_counter()
         progress.seconds += now - self._settled
         self._settled = now
-        self._pairs, self._skipped, self._examples = 0, Counter(), {}
+        self._trained, self._skipped, self._examples = 0, Counter(), {}
 
     def close(self) -> dict[str, Any]:
         """Means over ranks and steps since the last call; collective.
@@ -89,10 +89,10 @@ class Meter:
         local = torch.stack(means).cpu() if means else torch.zeros(0)
         local = torch.cat([local, torch.tensor([self._waited / seconds])])
         *values, waiting = distributed.mean_over_ranks(local).tolist()
-        pairs = self._progress.pairs - self._pairs_before
+        trained = self._progress.trained_samples - self._trained_before
         record: dict[str, Any] = dict(zip(names, values))
         if self._norms:
             record["gradient_norm"] = sum(self._norms) / len(self._norms)
-        record |= {"pairs_per_second": pairs / seconds, "data_wait_share": waiting}
+        record |= {"samples_per_second": trained / seconds, "data_wait_share": waiting}
         self._open()
         return record

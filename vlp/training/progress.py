@@ -10,8 +10,8 @@ class Progress:
     """Counters of a run; with weights and extra state they are all that resuming needs.
 
     step: optimiser steps done, skipped ones too. samples: consumed by all ranks over all epochs,
-    which fixes the data position. pairs: those of them that were not bad. seconds: of training.
-    skipped: bad samples by kind; examples: where some of them were. non_finite: skipped steps;
+    which fixes the data position. trained_samples: those of them that were not bad. seconds: of
+    training. skipped: bad samples by kind; examples: where some of them were. non_finite: skipped steps;
     non_finite_row: of these, the current row. resumed: the steps at which the run was resumed.
     best: the best figure of the validation data so far, best_figures all those of its step, and
     looks_since how often one was looked at after it.
@@ -19,7 +19,7 @@ class Progress:
 
     step: int = 0
     samples: int = 0
-    pairs: int = 0
+    trained_samples: int = 0
     seconds: float = 0.0
     skipped: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)

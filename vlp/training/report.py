@@ -42,9 +42,11 @@ def write_report(
         "step": progress.step,
         "total_steps": total,
         "samples": progress.samples,
-        "pairs": progress.pairs,
+        "trained_samples": progress.trained_samples,
         "seconds": progress.seconds,
-        "pairs_per_second": progress.pairs / progress.seconds if progress.seconds else None,
+        "samples_per_second": (
+            progress.trained_samples / progress.seconds if progress.seconds else None
+        ),
         "resumed_at_steps": progress.resumed,
         "non_finite_steps": progress.non_finite,
         "skipped_samples": progress.skipped,
