@@ -42,7 +42,8 @@ def run(tmp_path):
     (tmp_path / "snli" / "config.yaml").write_text(yaml.safe_dump(config))
     report = {"ended": "finished", "step": 1200, "total_steps": 1200, "samples": 76800,
               "trained_samples": 76000, "seconds": 5400,
-              "skipped_samples": {"no text": 800}, "ranks": 8, "device": "H100", "best": {"step": 1000, "accuracy": 0.8}}  # fmt: skip
+              "skipped_samples": {"no text": 800}, "ranks": 8, "device": "H100",
+              "best": {"step": 1000, "accuracy": 0.8}}  # fmt: skip
     (tmp_path / "snli" / "report.json").write_text(json.dumps(report))
     return model, result, shards
 

@@ -11,10 +11,10 @@ class Progress:
 
     step: optimiser steps done, skipped ones too. samples: consumed by all ranks over all epochs,
     which fixes the data position. trained_samples: those of them that were not bad. seconds: of
-    training. skipped: bad samples by kind; examples: where some of them were. non_finite: skipped steps;
-    non_finite_row: of these, the current row. resumed: the steps at which the run was resumed.
-    best: the best figure of the validation data so far, best_figures all those of its step, and
-    looks_since how often one was looked at after it.
+    training. skipped: bad samples by kind; examples: where some of them were. non_finite: skipped
+    steps; non_finite_row: of these, the current row. resumed: the steps at which the run was
+    resumed. best: the best figure of the validation data so far, best_figures all those of its
+    step, and looks_since how often one was looked at after it.
     """
 
     step: int = 0
