@@ -135,7 +135,7 @@ def _scatter(rng: np.random.Generator, kinds: Sequence[_Kind]) -> Box:
         items = list[Item]()
         for shape, colour, size in kinds:
             for _ in range(_ATTEMPTS):
-                x, y = (int(place) for place in rng.integers(0, SIDE - size + 1, size=2))
+                x, y = int(rng.integers(SIDE - size + 1)), int(rng.integers(SIDE - size + 1))
                 if rng.random() < 0.3:
                     end = int(rng.integers(2)) * (SIDE - size)
                     x, y = (end, y) if rng.random() < 0.5 else (x, end)
