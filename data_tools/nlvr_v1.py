@@ -183,11 +183,12 @@ def _rows(arguments: argparse.Namespace, folder: str, total: int | None) -> Rows
 
 
 def _wanted(example: Example, split: str, permutation: int) -> Wanted:
-    name = f"{split}-{example.identifier}-{permutation}"
+    picture = f"{split}-{example.identifier}"
+    name = f"{picture}-{permutation}"
     annotation = Annotation.model_validate(
         {
             "source": "nlvr",
-            "image_id": name,
+            "image_id": picture,  # whatever the order of its boxes
             "statement": example.sentence,
             "label": None if example.label is None else TRUTH[example.label.lower()],
             "identifier": example.identifier,
