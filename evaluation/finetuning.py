@@ -10,7 +10,7 @@ import torch
 
 from evaluation.downstream import evaluate_task
 from vlp.config import ConfigError
-from vlp.tasks.downstream.retrieval import Retrieval
+from vlp.tasks.downstream.retrieval import PairsTask
 from vlp.tasks.downstream.start import start_parts
 from vlp.tasks.downstream.task import Downstream, task_module
 from vlp.training import distributed
@@ -54,7 +54,7 @@ def finetuning_command(
     )
 
 
-def build_task(config: FinetuneConfig) -> tuple[Downstream | Retrieval, Any]:
+def build_task(config: FinetuneConfig) -> tuple[Downstream | PairsTask, Any]:
     """The task of a configuration and its training data.
 
     Raises:
@@ -66,13 +66,13 @@ def build_task(config: FinetuneConfig) -> tuple[Downstream | Retrieval, Any]:
     parts, report = start_parts(config.start, config.model)
     if distributed.rank() == 0:
         print(report, flush=True)
-    built: tuple[Downstream | Retrieval, Any] = task_module(config.task.kind).build(
+    built: tuple[Downstream | PairsTask, Any] = task_module(config.task.kind).build(
         config.task, parts, training.batch, training.seed, training.precision
     )
     return built
 
 
-def select(config: FinetuneConfig, task: Downstream | Retrieval, data: Any) -> Selection | None:
+def select(config: FinetuneConfig, task: Downstream | PairsTask, data: Any) -> Selection | None:
     """Judges the model on the validation data; None where the configuration names none."""
     folders, limit = config.task.data.validation, config.task.data.validation_limit
     training = config.training

@@ -1,4 +1,4 @@
-"""Fine-tune for image-text retrieval (Flickr30K, COCO), or on expressions for grounding.
+"""Fine-tune for image-text retrieval (Flickr30K, COCO).
 
     accelerate launch launch/finetune_retrieval.py --config configs/finetune/flickr30k.yaml
     python launch/finetune_retrieval.py --config FILE --from DIR training.batch=64   (one process)

@@ -1,8 +1,7 @@
 """Where in a picture lies what an expression means? (RefCOCO, RefCOCO+, RefCOCOg, generated corpus)
 
 Samples need `expressions`; with `proposals` boxes are chosen among those, else the pointing game is
-all there is. Any model folder will do, best one that launch/finetune_retrieval.py trained on
-expressions.
+all there is. Any model folder will do, best one that launch/finetune_grounding.py trained.
 """
 
 from __future__ import annotations

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.downstream.result import TaskResult
-from vlp.tasks.downstream.retrieval import Retrieval
+from vlp.tasks.downstream.retrieval import PairsTask
 from vlp.tasks.downstream.task import KINDS, Downstream
 
 
 def evaluate_task(
-    task: Downstream | Retrieval, shards: Sequence[str | Path], **options: Any
+    task: Downstream | PairsTask, shards: Sequence[str | Path], **options: Any
 ) -> TaskResult:
     """Judge a task on shards; the same for any number of ranks.
 

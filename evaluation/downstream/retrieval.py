@@ -20,8 +20,8 @@ def evaluate(
         EvaluationError: there is nothing to evaluate.
         ConfigError: a shard folder cannot be read.
     """
-    loaded = task.parts._replace(model=task.model)
-    found = evaluate_retrieval(loaded, shards, rerank=task.settings.rerank, batch=batch, **options)
+    rerank = task.settings.rerank
+    found = evaluate_retrieval(task.loaded, shards, rerank=rerank, batch=batch, **options)
     stage = found.stages[-1]
     figures = {"mean": found.mean(stage)}
     for direction in DIRECTIONS:

@@ -1,8 +1,7 @@
 """Retrieval: pretraining's contrastive and matching terms on the pairs of one benchmark.
 
 All captions of a picture are right answers for it, in the batch and in the queue. What it leaves is
-a model folder like pretraining's. Weakly supervised grounding trains the same way on referring
-expressions (ACE-RPE, section 4.2).
+a model folder like pretraining's.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from vlp.tasks.plain import Precision
 from vlp.tasks.pretraining import Pretraining
 
 
-class RetrievalDataConfig(DataConfig):
-    """Pairs to train on, each caption one, and shard folders to choose the best model by."""
+class PairsDataConfig(DataConfig):
+    """Pairs to train on, and shard folders to choose the best model by."""
 
     vocabulary: Literal[""] = Field("", description="that of the model which the run starts from")
     captions: Literal["one", "all"] = "all"
@@ -32,22 +31,28 @@ class RetrievalDataConfig(DataConfig):
     validation_limit: int | None = Field(None, ge=1, description="samples of `validation`")
 
 
-class RetrievalConfig(Config):
+class PairsConfig(Config):
     """Contrastive term, matching, teacher and queue, as in pretraining; nothing is masked."""
 
-    kind: Literal["retrieval"] = "retrieval"
-    data: RetrievalDataConfig
+    kind: str
+    data: PairsDataConfig
     objectives: ObjectivesConfig = ObjectivesConfig(mlm=None, mim=None)
-    rerank: int = Field(16, ge=0, description="candidates re-ranked on the validation data")
 
     @model_validator(mode="after")
-    def _nothing_masked(self) -> RetrievalConfig:
+    def _nothing_masked(self) -> PairsConfig:
         if self.objectives.mlm or self.objectives.mim:
-            raise ValueError("retrieval masks nothing: objectives.mlm and .mim stay null")
+            raise ValueError(f"{self.kind} masks nothing: objectives.mlm and .mim stay null")
         return self
 
 
-class Retrieval(Pretraining):
+class RetrievalConfig(PairsConfig):
+    """Captions: each is a pair, and recall chooses the best model."""
+
+    kind: Literal["retrieval"] = "retrieval"
+    rerank: int = Field(16, ge=0, description="candidates re-ranked on the validation data")
+
+
+class PairsTask(Pretraining):
     """Pretraining's task on a model that is there already.
 
     Args:
@@ -56,21 +61,37 @@ class Retrieval(Pretraining):
         precision: "bf16" runs the passes under autocast, "float32" does not.
     """
 
-    kind: ClassVar[str] = "retrieval"
-    metric: ClassVar[str] = "mean"
+    metric: ClassVar[str]
 
     def __init__(
-        self, settings: RetrievalConfig, parts: Loaded, precision: Precision = "float32"
+        self, settings: PairsConfig, parts: Loaded, precision: Precision = "float32"
     ) -> None:
         model = parts.model
         super().__init__(model.config, settings.objectives, "", precision, model=model)
         self.settings, self.parts = settings, parts
+
+    @property
+    def kind(self) -> str:
+        """Which of the downstream tasks it is."""
+        return self.settings.kind
+
+    @property
+    def loaded(self) -> Loaded:
+        """The model as it is now, with its tokenizer and preparation of pictures."""
+        return self.parts._replace(model=self.model)
 
     def save_model(self, folder: Path, state: dict[str, Tensor]) -> None:
         """Write the model folder; `state` is the full `state_dict` of this task."""
         prefix = "model."
         model = {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
         save_pretrained(folder, self.config, model, self.parts.text, self.parts.preprocess)
+
+
+class Retrieval(PairsTask):
+    """Judged by the mean of all recalls."""
+
+    metric: ClassVar[str] = "mean"
+    settings: RetrievalConfig
 
 
 def build(
@@ -81,7 +102,15 @@ def build(
     Raises:
         ConfigError: shards, batch and groups cannot be used.
     """
+    return Retrieval(config, parts, precision), pairs(config.data, parts, batch, seed)
+
+
+def pairs(config: PairsDataConfig, parts: Loaded, batch: int, seed: int) -> PretrainData:
+    """The training data of a model, nothing of it masked.
+
+    Raises:
+        ConfigError: shards and batch cannot be used.
+    """
     image, text = parts.model.config.image, parts.model.config.text
     inputs = Inputs(image.image_size, image.grid, text.max_tokens, text.vocab_size, None, None)
-    data = PretrainData(config.data, inputs, batch, seed, parts.text)
-    return Retrieval(config, parts, precision), data
+    return PretrainData(config, inputs, batch, seed, parts.text)

@@ -25,6 +25,7 @@ from vlp.tasks.plain import PlainTask, Precision
 
 KINDS = {
     "retrieval": "retrieval",
+    "grounding": "grounding",
     "entailment": "claims",
     "statements": "claims",
     "assignment": "claims",

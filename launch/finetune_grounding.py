@@ -1,0 +1,25 @@
+"""Fine-tune on referring expressions (RefCOCO, RefCOCO+, RefCOCOg), to ground them without boxes.
+
+    accelerate launch launch/finetune_grounding.py --config configs/finetune/refcoco_plus.yaml
+    python launch/finetune_grounding.py --config FILE --from DIR training.batch=64   (one process)
+
+The run's folder is the key `output`: `best/` is the model that did best on the validation data,
+`model/` the last one. `--resume` goes on from its newest good checkpoint, on any number of ranks.
+`python -m evaluation grounding --model OUTPUT/best --shards DIR` tells where expressions point.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from evaluation.finetuning import finetuning_command
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and run one rank; returns the exit code."""
+    return finetuning_command(__doc__, ("grounding",), arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""Retrieval and weakly supervised grounding on a tiny model: what is trained, what is judged."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from claim_shards import annotated_shards, tiny_folder
+
+from evaluation.downstream import evaluate_task
+from evaluation.finetuning import build_task, select
+from evaluation.grounding import evaluate_grounding
+from evaluation.retrieval import evaluate_retrieval
+from vlp.config import ConfigError, validated
+from vlp.data.scenes.annotation import annotation
+from vlp.data.scenes.render import encode_png, render
+from vlp.data.scenes.sample import sample_scene
+from vlp.models.folder import from_pretrained
+from vlp.training.finetune_config import FinetuneConfig
+from vlp.training.progress import Progress
+
+OBJECTIVES = {"mlm": None, "mim": None, "teacher": None, "itm": {"group": 4}}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    scenes = [annotation(sample_scene(0, number, image_size=32)) for number in range(8)]
+    picture = encode_png(render(sample_scene(0, 3, image_size=32)))
+    return annotated_shards(tmp_path_factory.mktemp("pairs") / "shards", scenes, picture)
+
+
+def settings(folder, shards, kind, **task):
+    data = {"sources": [{"path": str(shards)}], "validation": [str(shards)], "canonical_streams": 4}
+    data["augment"] = {"randaugment": False, "crop_scale": [1.0, 1.0], "mirror": False}
+    content = {
+        "start": str(folder),
+        "task": {"kind": kind, "data": data, "objectives": OBJECTIVES} | task,
+        "training": {"batch": 4, "precision": "float32"},
+    }
+    return validated(content, FinetuneConfig, "test")
+
+
+@pytest.mark.parametrize("kind", ["retrieval", "grounding"])
+def test_losses_fall_and_the_folder_loads(kind, shards, tmp_path):
+    config = settings(tiny_folder(tmp_path / "start"), shards, kind)
+    task, data = build_task(config)
+    batch = next(iter(data.batches()))[0].to("cpu")
+    optimiser = torch.optim.AdamW(task.parameters(), lr=3e-3)
+    losses = []
+    for step in range(20):
+        output = task(batch, step)
+        losses.append(float(output.loss.detach()))
+        optimiser.zero_grad()
+        output.loss.backward()
+        optimiser.step()
+    assert losses[-1] < losses[0]
+    assert not any("mlm" in name or "mim" in name for name in output.losses)
+    task.save_model(tmp_path / "saved", task.state_dict())
+    saved = from_pretrained(tmp_path / "saved").model.state_dict()
+    for name, value in task.model.state_dict().items():
+        assert torch.equal(saved[name], value)
+
+
+def test_grounding_trains_on_expressions_and_retrieval_on_captions(shards, tmp_path):
+    folder, texts = tiny_folder(tmp_path / "start"), {}
+    for kind in ("retrieval", "grounding"):
+        task, data = build_task(settings(folder, shards, kind))
+        batch, _ = next(iter(data.batches()))
+        texts[kind] = {tuple(row[row != 0].tolist()) for row in batch.text_ids}
+    known = [annotation(sample_scene(0, number, image_size=32)) for number in range(8)]
+    said = {
+        "retrieval": [text for one in known for text in one.captions],
+        "grounding": [expression.text for one in known for expression in one.expressions],
+    }
+    for kind, found in texts.items():
+        ids, mask, _ = task.parts.text(said[kind])
+        assert found <= {tuple(row[real].tolist()) for row, real in zip(ids, mask)}
+
+
+def test_each_is_judged_by_its_own_evaluation(shards, tmp_path):
+    folder = tiny_folder(tmp_path / "start")
+    config = settings(folder, shards, "grounding", by="similarity", head=2)
+    task, data = build_task(config)
+    found = evaluate_task(task, [shards], resamples=1)
+    direct = evaluate_grounding(task.loaded, [shards], by="similarity", head=2, resamples=1)
+    assert found.metrics == direct.metrics
+    assert found.predictions == direct.predictions
+    select(config, task, data).look(progress := Progress())
+    assert progress.best == found.metrics["pointing"]
+
+    config = settings(folder, shards, "retrieval", rerank=3)
+    task, data = build_task(config)
+    found = evaluate_task(task, [shards], resamples=1)
+    direct = evaluate_retrieval(task.loaded, [shards], rerank=3, resamples=1)
+    assert found.metrics["mean"] == direct.mean("rerank").value
+    select(config, task, data).look(progress := Progress())
+    assert progress.best == found.metrics["mean"]
+
+
+@pytest.mark.parametrize("kind", ["retrieval", "grounding"])
+def test_masking_is_refused(kind, shards, tmp_path):
+    objectives = OBJECTIVES | {"mlm": {}}
+    with pytest.raises(ConfigError, match=f"{kind} masks nothing"):
+        settings(tmp_path, shards, kind, objectives=objectives)
+
+
+def test_grounding_has_one_expression_a_visit(shards, tmp_path):
+    config = settings(tmp_path, shards, "grounding")
+    assert (config.task.data.texts, config.task.data.captions) == ("expressions", "one")
+    data = {"sources": [{"path": str(shards)}], "texts": "captions"}
+    with pytest.raises(ConfigError, match="texts"):
+        settings(tmp_path, shards, "grounding", data=data)
