@@ -25,7 +25,7 @@ from vlp.data.scenes.three_valued import every
 Judge = Callable[[Scene, Scene], bool | None]
 
 _MAX_ATTEMPTS = 5000
-_PICTURES = 1 << 15  # enough to tell nothing by its picture, few enough to keep what was drawn
+_PICTURES = 1 << 15  # too many to know by heart, few enough to keep what was drawn
 _SHARE_OF_WHAT = 0.25  # what is shown can be told from shuffled patches too
 _SIDES = ("left", "right")
 
