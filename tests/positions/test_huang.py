@@ -10,8 +10,9 @@ import torch
 from vlp.layers.attention import Attention
 from vlp.positions import PositionContext
 from vlp.positions.clipped import clipped_ids
-from vlp.positions.huang import HuangPosition, huang_bias
+from vlp.positions.huang import HuangPosition, huang_lookups
 from vlp.positions.irpe import RelativePosition
+from vlp.positions.lookup import dense
 
 WIDTH, HEADS, DEPTH = 8, 2, 4
 
@@ -108,8 +109,8 @@ def test_queries_and_keys_trade_places_in_the_mirror():
     position = filled(reach=2, prefix_bucket=False)
     query, key = states(20)
     ids, _ = clipped_ids("product", 4, 5, 2)
-    there = huang_bias(query, key, position.table, ids).mT
-    back = huang_bias(key, query, position.table.flip(1), ids)
+    there = dense(huang_lookups(query, key, position.table, ids)).mT
+    back = dense(huang_lookups(key, query, position.table.flip(1), ids))
     torch.testing.assert_close(there, back, rtol=0, atol=1e-12)
 
 
@@ -141,7 +142,7 @@ def test_gradients():
     table = torch.randn(HEADS, 10, DEPTH).double().requires_grad_()
     ids, _ = clipped_ids("product", 2, 2, 1, 1)
     assert torch.autograd.gradcheck(
-        lambda query, key, table: huang_bias(query, key, table, ids), (query, key, table)
+        lambda query, key, table: dense(huang_lookups(query, key, table, ids)), (query, key, table)
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vlp.positions.lookup import attended_rows, pair_products, pair_scalars
+from vlp.positions.lookup import attended_rows, dense, products, scalars
 
 BATCH, HEADS, TOKENS, CHANNELS, ROWS = 2, 3, 5, 4, 6
 
@@ -29,19 +29,19 @@ def test_products_scalars_and_sums_are_those_of_the_pairs(tables, first):
     pairs = ids(tables)
     vectors = rows(table, pairs).expand(HEADS, -1, -1, -1)
     torch.testing.assert_close(
-        pair_products(states, table, pairs, 0.3),
+        products(states, table, pairs, 0.3).dense(),
         0.3 * torch.einsum("bhid,hijd->bhij", states, vectors),
         rtol=0,
         atol=1e-12,
     )
     torch.testing.assert_close(
-        pair_products(states, table, pairs.mT).mT,
+        products(states, table, pairs, of_keys=True).dense(),
         torch.einsum("bhjd,hijd->bhij", states, vectors),
         rtol=0,
         atol=1e-12,
     )
     torch.testing.assert_close(
-        pair_scalars(table[..., 0], pairs, 0.3), 0.3 * rows(table[..., 0], pairs)[None]
+        scalars(table[..., 0], pairs, 0.3).dense(), 0.3 * rows(table[..., 0], pairs)[None]
     )
     torch.testing.assert_close(
         attended_rows(attention, table, pairs),
@@ -58,9 +58,8 @@ def test_gradients():
     pairs = torch.randint(0, 4, (2, 3, 3))
 
     def run(states, attention, table):
-        products = pair_products(states, table, pairs, 0.5)
-        scalars = pair_scalars(table[..., 1], pairs, 0.5)
-        return products, scalars, attended_rows(attention, table, pairs)
+        terms = [products(states, table, pairs, 0.5), scalars(table[..., 1], pairs, 0.5)]
+        return dense(terms), attended_rows(attention, table, pairs)
 
     assert torch.autograd.gradcheck(run, (states, attention, table))
 
@@ -89,10 +88,10 @@ def test_no_vector_per_pair_is_built_and_rows_are_summed_in_float32():
     attention = torch.full((1, 1, tokens, tokens), 1 / tokens, dtype=torch.bfloat16)
     attention.requires_grad_()
     with Largest() as seen:
-        products = pair_products(states, table, pairs)
+        logits = products(states, table, pairs).dense()
         values = attended_rows(attention, table, pairs)
-        (products.sum() + values.sum()).backward()
-    assert products.dtype == torch.float32
+        (logits.sum() + values.sum()).backward()
+    assert logits.dtype == torch.float32
     assert values.dtype == torch.bfloat16
     assert seen.entries == tokens * tokens
     assert seen.kinds == [torch.float32] * 2  # the values, and the gradient of the products

@@ -10,7 +10,8 @@ import torch
 from vlp.layers.attention import Attention
 from vlp.positions import PositionContext
 from vlp.positions.clipped import clipped_ids
-from vlp.positions.sasa import SasaPosition, sasa_bias
+from vlp.positions.lookup import dense
+from vlp.positions.sasa import SasaPosition, sasa_lookups
 
 WIDTH, HEADS, DEPTH = 8, 2, 4
 
@@ -134,7 +135,7 @@ def test_gradients():
     table_x, table_y = (x.requires_grad_() for x in torch.randn(2, HEADS, 4, 2).double())
     ids, _ = clipped_ids("axes", 2, 2, 1, 1)
     assert torch.autograd.gradcheck(
-        lambda query, x, y: sasa_bias(query, x, y, ids), (query, table_x, table_y)
+        lambda query, x, y: dense(sasa_lookups(query, x, y, ids)), (query, table_x, table_y)
     )
 
 

@@ -11,8 +11,9 @@ import torch
 from vlp.layers.attention import Attention
 from vlp.positions import PositionContext
 from vlp.positions.clipped import clipped_ids
+from vlp.positions.lookup import dense
 from vlp.positions.sine import sinusoid
-from vlp.positions.transformer_xl import TransformerXLPosition, transformer_xl_bias
+from vlp.positions.transformer_xl import TransformerXLPosition, transformer_xl_lookups
 
 WIDTH, HEADS, DEPTH = 8, 2, 4
 CASES = [((3, 4), 1), ((2, 6), 2), ((1, 5), 0), ((1, 1), 1)]
@@ -213,7 +214,7 @@ def test_the_pure_function_knows_no_sinusoids():
     vectors = relative[0][ids[0]]
     expected = (u * key)[:, :, None].sum(-1) + ((query + v)[:, :, :, None] * vectors).sum(-1)
     torch.testing.assert_close(
-        transformer_xl_bias(query, key, relative, ids, u, v), expected / DEPTH**0.5
+        dense(transformer_xl_lookups(query, key, relative, ids, u, v)), expected / DEPTH**0.5
     )
 
 

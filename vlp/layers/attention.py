@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from vlp.layers.flex import flex_attend
 from vlp.positions.base import PositionContext, PositionEncoding
+from vlp.positions.lookup import Lookup, LookupPosition
+
+Fused = bool | Literal["flex"] | None
 
 
 def attend(
@@ -18,7 +23,7 @@ def attend(
     encodings: Iterable[nn.Module] = (),
     context: PositionContext | None = None,
     bias: Tensor | None = None,
-    fused: bool | None = None,
+    fused: Fused = None,
     dropout: float = 0.0,
     probabilities: nn.Module | None = None,
 ) -> Tensor:
@@ -33,7 +38,8 @@ def attend(
         bias: added to the scaled logits, broadcasts to (B, heads, Q, K), such as `mask_bias`.
         fused: use scaled_dot_product_attention where no `value` hook needs the probabilities; None
             chooses by device: fused on accelerators, explicit on CPU, where the backward of the
-            fused kernel is slow in bf16.
+            fused kernel is slow in bf16. "flex" has FlexAttention look tables up where lookups are
+            all that is added to the logits and there is no dropout, and else is as True.
         dropout: share of the probabilities that is dropped.
         probabilities: what the probabilities pass through on the explicit path, so that hooks may
             read or replace them; it stands in place of the dropout there. The fused path never has
@@ -45,13 +51,16 @@ def attend(
     hooked = [encoding for encoding in encodings if isinstance(encoding, PositionEncoding)]
     for encoding in _using(hooked, "rotate"):
         query, key = encoding("rotate", query, key, context)
-    for encoding in _using(hooked, "bias"):
+    at_logits, at_value = _using(hooked, "bias"), _using(hooked, "value")
+    if fused == "flex" and not at_value and bias is None and not dropout:
+        lookups = _lookups(at_logits, query, key, context)
+        if lookups:
+            return flex_attend(query, key, value, lookups)
+    for encoding in at_logits:
         addition = encoding("bias", query, key, context)
         if addition is not None:
             bias = addition if bias is None else bias + addition
     bias = None if bias is None else bias.to(query.dtype)
-
-    at_value = _using(hooked, "value")
     fused = query.device.type != "cpu" if fused is None else fused
     if fused and not at_value:
         return functional.scaled_dot_product_attention(
@@ -81,6 +90,21 @@ def mask_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return bias.masked_fill(~mask, torch.finfo(dtype).min)
 
 
+def _lookups(
+    encodings: Iterable[PositionEncoding],
+    query: Tensor,
+    key: Tensor,
+    context: PositionContext | None,
+) -> list[Lookup]:
+    """All that encodings add to the logits, or nothing where one of them adds something else."""
+    found: list[Lookup] = []
+    for encoding in encodings:
+        if not isinstance(encoding, LookupPosition):
+            return []
+        found += encoding("lookups", query, key, context)
+    return found
+
+
 def _using(encodings: Iterable[PositionEncoding], hook: str) -> list[PositionEncoding]:
     return [encoding for encoding in encodings if hook in encoding.hooks]
 
@@ -105,7 +129,7 @@ class Attention(nn.Module):
         heads: int,
         output: bool = True,
         positions: Sequence[PositionEncoding] = (),
-        fused: bool | None = None,
+        fused: Fused = None,
     ) -> None:
         super().__init__()
         self.heads, self.fused = heads, fused

@@ -11,7 +11,7 @@ from timm.models.swin_transformer import WindowAttention
 from timm.models.vision_transformer import Attention
 from torch import Tensor, nn
 
-from vlp.layers.attention import attend, mask_bias
+from vlp.layers.attention import Fused, attend, mask_bias
 from vlp.layers.timm_tokens import Places
 from vlp.positions.base import PositionContext
 
@@ -25,7 +25,7 @@ class PositionedAttention(Attention):
 
     positions: nn.ModuleList
     places: Places
-    fused: bool | None = None
+    fused: Fused = None
 
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
@@ -74,7 +74,7 @@ class PositionedWindowAttention(WindowAttention):
     """
 
     positions: nn.ModuleList
-    fused: bool | None = None
+    fused: Fused = None
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """As in timm, plus the encodings.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ def attach(
     name: str | Factory,
     on: str | None = None,
     absolute: str = "keep",
+    fused: bool | Literal["flex"] | None = None,
     **options: Any,
 ) -> Model:
     """Add a position encoding to a timm model.
@@ -47,6 +48,8 @@ def attach(
         on: where the encoding acts, letters of "qkv": what other encodings call roles, and `sape`
             calls mode; None is the encoding's default.
         absolute: "keep" or "drop" the model's own `pos_embed`.
+        fused: how the layers of attention compute, see `vlp.layers.attention.attend`; None leaves
+            them as they are. "flex" trains on a GPU alone.
         options: of the encoding. `width`, `heads` and `grid` are known here and not needed.
 
     Returns:
@@ -59,8 +62,12 @@ def attach(
     """
     from timm.models.swin_transformer import SwinTransformer
 
+    from vlp.layers.timm_attention import PositionedAttention, PositionedWindowAttention
+
     if absolute not in ("keep", "drop"):
         raise ValueError(f"absolute is 'keep' or 'drop', not {absolute!r}")
+    if fused not in (None, True, False, "flex"):
+        raise ValueError(f"fused is True, False, 'flex' or None, not {fused!r}")
     if isinstance(model, SwinTransformer):
         if absolute == "drop":
             raise ValueError(
@@ -69,6 +76,10 @@ def attach(
         _attach_to_swin(model, _Encoding(name, on, options))
     else:
         _attach_to_vit(model, _Encoding(name, on, options), absolute == "drop")
+    if fused is not None:
+        for module in model.modules():
+            if isinstance(module, PositionedAttention | PositionedWindowAttention):
+                module.fused = fused
     return model
 
 

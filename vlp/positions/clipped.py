@@ -8,9 +8,10 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from vlp.positions.base import PositionContext, PositionEncoding
+from vlp.positions.base import PositionContext
 from vlp.positions.buckets import Method, bucket_ids, table_size
 from vlp.positions.grid_tokens import require_grid_tokens
+from vlp.positions.lookup import LookupPosition
 
 Offsets = Literal["product", "axes", "raster"]
 
@@ -74,7 +75,7 @@ def longest_offset(offsets: Offsets, grid: tuple[int, int]) -> int:
     return max((grid[0] * grid[1] if offsets == "raster" else max(grid)) - 1, 1)
 
 
-class ClippedPosition(PositionEncoding):
+class ClippedPosition(LookupPosition):
     """Base of encodings with one row per clipped offset: their options, and ids of all pairs.
 
     Offsets beyond the reach share the row of the furthest one in their direction, so one table

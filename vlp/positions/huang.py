@@ -6,10 +6,10 @@ from torch import Tensor
 
 from vlp.positions.base import PositionContext
 from vlp.positions.clipped import ClippedPosition, Offsets
-from vlp.positions.lookup import pair_products
+from vlp.positions.lookup import Lookup, products
 
 
-def huang_bias(query: Tensor, key: Tensor, table: Tensor, ids: Tensor) -> Tensor:
+def huang_lookups(query: Tensor, key: Tensor, table: Tensor, ids: Tensor) -> list[Lookup]:
     """What Eq. 11 of iRPE adds to the logits: (q_i . p_ij + k_j . p_ij) / sqrt(channels).
 
     The printed numerator (q_i + p_ij)(k_j + p_ij) - p_ij p_ij is q_i k_j plus these two products:
@@ -20,14 +20,12 @@ def huang_bias(query: Tensor, key: Tensor, table: Tensor, ids: Tensor) -> Tensor
         key: the same.
         table: (1 or heads, rows, channels), the same for queries and keys.
         ids: int64 (tables, T, T), rows of the table, query before key.
-
-    Returns:
-        (batch, heads, T, T), of the query's dtype.
     """
     scale = query.shape[-1] ** -0.5
-    on_query = pair_products(query, table, ids, scale)
-    on_key = pair_products(key, table, ids.transpose(-2, -1), scale).transpose(-2, -1)
-    return (on_query + on_key).to(query.dtype)
+    return [
+        products(query, table, ids, scale),
+        products(key, table, ids, scale, of_keys=True),
+    ]
 
 
 class HuangPosition(ClippedPosition):
@@ -71,11 +69,11 @@ class HuangPosition(ClippedPosition):
         super().__init__("huang", width, heads, grid, offsets, reach, shared_heads, prefix_bucket)
         self.table = self._table(self.head_width)
 
-    def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
-        """`huang_bias` of one layer: (B, heads, T, T).
+    def lookups(self, query: Tensor, key: Tensor, context: PositionContext) -> list[Lookup]:
+        """`huang_lookups` of one layer.
 
         Raises:
             ValueError: the tokens are not prefix and grid.
         """
         ids = self._ids(context, query.shape[-2], key.shape[-2], query.device)
-        return huang_bias(query, key, self.table, ids)
+        return huang_lookups(query, key, self.table, ids)

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlp.positions.base import PositionContext, PositionEncoding
+from vlp.positions.base import PositionContext
 from vlp.positions.buckets import IndexFunction, Method, Universe, Variant, bucket_ids, table_size
 from vlp.positions.grid_tokens import require_grid_tokens
-from vlp.positions.lookup import attended_rows, pair_products, pair_scalars
+from vlp.positions.lookup import Lookup, LookupPosition, attended_rows, products, scalars
 
 ROLES = ("query", "key", "value")
 
 
-class RelativePosition(PositionEncoding):
+class RelativePosition(LookupPosition):
     """Image relative position encoding of one self-attention layer (Wu et al. 2021).
 
     Each role owns one table (1 or heads, rows, head width), in bias mode (1 or heads, rows); the
@@ -121,11 +121,8 @@ class RelativePosition(PositionEncoding):
         needed = {"value" if role == "value" else "bias" for role in self.roles}
         return frozenset(needed)
 
-    def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
-        """b_ij over the root of the head width (Eqs 13-16).
-
-        Returns:
-            (B, heads, T, T), in bias mode (1, 1 or heads, T, T).
+    def lookups(self, query: Tensor, key: Tensor, context: PositionContext) -> list[Lookup]:
+        """b_ij over the root of the head width (Eqs 13-16), a term for each role.
 
         Raises:
             ValueError: the tokens are not prefix and grid, or another grid than quantization's.
@@ -133,12 +130,12 @@ class RelativePosition(PositionEncoding):
         ids = self._ids(context, query.shape[-2], key.shape[-2], query.device)
         terms = []
         if "key" in self.roles:
-            terms.append(self._spread(query, self.tables["key"], ids))
+            terms.append(self._lookup(query, "key", ids))
         if "query" in self.roles:
             # Keys take the place of queries: row j of the product, read at [i, j].
-            pairs = ids if self.q_ids_transposed else ids.transpose(-2, -1)
-            terms.append(self._spread(key, self.tables["query"], pairs).transpose(-2, -1))
-        return functools.reduce(torch.add, terms).to(query.dtype)
+            pairs = ids.mT if self.q_ids_transposed else ids
+            terms.append(self._lookup(key, "query", pairs, of_keys=True))
+        return terms
 
     def value(self, attention: Tensor, context: PositionContext) -> Tensor:
         """sum_j a_ij r^V_ij: attention summed per bucket, then times the table (Eq. 17).
@@ -147,16 +144,16 @@ class RelativePosition(PositionEncoding):
             (B, heads, T, head width).
 
         Raises:
-            ValueError: as in `bias`.
+            ValueError: as in `lookups`.
         """
         ids = self._ids(context, attention.shape[-2], attention.shape[-1], attention.device)
         return attended_rows(attention, self.tables["value"], ids)
 
-    def _spread(self, states: Tensor, table: Tensor, ids: Tensor) -> Tensor:
+    def _lookup(self, states: Tensor, role: str, ids: Tensor, of_keys: bool = False) -> Lookup:
         """states_i . r[ids_ij], in bias mode r[ids_ij], times the scale (Eqs 27, 28)."""
         if self.mode == "bias":
-            return pair_scalars(table, ids, self.scale)
-        return pair_products(states, table, ids, self.scale)
+            return scalars(self.tables[role], ids, self.scale)
+        return products(states, self.tables[role], ids, self.scale, of_keys)
 
     def _ids(
         self, context: PositionContext, queries: int, keys: int, device: torch.device

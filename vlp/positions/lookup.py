@@ -12,42 +12,88 @@ small numbers stop growing.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from torch import Tensor
 
+from vlp.positions.base import PositionContext, PositionEncoding
 
-def pair_products(states: Tensor, table: Tensor, ids: Tensor, scale: float = 1.0) -> Tensor:
-    """The product of state i with the rows of pair i, j: scale * states_i . table[ids_ij].
 
-    For states of keys, hand in the transposed ids and transpose the result.
+class Lookup(NamedTuple):
+    """A term of the logits that every pair reads from numbers of one of its tokens.
 
     Args:
-        states: (batch, heads, T, channels).
-        table: (1 or heads, rows, channels).
-        ids: (tables, T, T).
-        scale: factor of the result.
+        per_row: (batch or 1, heads or 1, T or 1, rows).
+        ids: (tables, T, T), query before key; None: the only row, whatever the pair.
+        of_keys: the numbers are those of key j, not of query i.
+    """
 
-    Returns:
-        (batch, heads, T, T), half precision as float32.
+    per_row: Tensor
+    ids: Tensor | None
+    of_keys: bool = False
+
+    def dense(self) -> Tensor:
+        """The term of every pair; broadcasts to (batch, heads, T, T)."""
+        if self.ids is None:
+            return self.per_row.mT if self.of_keys else self.per_row
+        if self.per_row.shape[-2] == 1:  # the same for all tokens
+            return _sum(self.per_row[..., 0, :][..., pairs] for pairs in self.ids.unbind())
+        ids = self.ids.mT if self.of_keys else self.ids
+        shape = (*self.per_row.shape[:-1], ids.shape[-1])
+        found = _sum(self.per_row.gather(-1, pairs.expand(shape)) for pairs in ids.unbind())
+        return found.mT if self.of_keys else found
+
+
+class LookupPosition(PositionEncoding):
+    """Base of encodings whose bias is nothing but lookups."""
+
+    def lookups(self, query: Tensor, key: Tensor, context: PositionContext) -> list[Lookup]:
+        """The terms of the logits; arguments and errors are those of `bias`."""
+        raise NotImplementedError
+
+    def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
+        """The sum of all lookups, in the type of the queries.
+
+        Returns:
+            Broadcasts to (B, heads, T, T).
+
+        Raises:
+            ValueError: the tokens are not prefix and grid, or on a grid that the encoding refuses.
+        """
+        return dense(self.lookups(query, key, context)).to(query.dtype)
+
+
+def dense(lookups: Iterable[Lookup]) -> Tensor:
+    """The sum of lookups for every pair; broadcasts to (batch, heads, T, T)."""
+    return _sum(lookup.dense() for lookup in lookups)
+
+
+def products(
+    states: Tensor, table: Tensor, ids: Tensor, scale: float = 1.0, of_keys: bool = False
+) -> Lookup:
+    """The product of a token's state with the rows of a pair: scale * states_i . table[ids_ij].
+
+    Args:
+        states: (batch, heads, T, channels), of queries or keys.
+        table: (1 or heads, rows, channels).
+        ids: (tables, T, T), query before key.
+        scale: factor of the result.
+        of_keys: the states are those of keys: scale * states_j . table[ids_ij].
     """
     per_row = states @ table.to(states.dtype).transpose(-2, -1)
-    per_row = _at_least_float32(per_row) * scale
-    shape = (*per_row.shape[:-1], ids.shape[-1])
-    return _sum([per_row.gather(-1, pairs.expand(shape)) for pairs in ids.unbind()])
+    return Lookup(_at_least_float32(per_row) * scale, ids, of_keys)
 
 
-def pair_scalars(table: Tensor, ids: Tensor, scale: float = 1.0) -> Tensor:
+def scalars(table: Tensor, ids: Tensor, scale: float = 1.0) -> Lookup:
     """The scalar of every pair: scale * table[ids_ij].
 
     Args:
         table: (1 or heads, rows).
         ids: (tables, T, T).
         scale: factor of the result.
-
-    Returns:
-        (1, 1 or heads, T, T).
     """
-    return _sum([table[None, :, pairs] for pairs in ids.unbind()]) * scale
+    return Lookup(_at_least_float32(table)[None, :, None] * scale, ids)
 
 
 def attended_rows(attention: Tensor, table: Tensor, ids: Tensor) -> Tensor:
@@ -68,7 +114,7 @@ def attended_rows(attention: Tensor, table: Tensor, ids: Tensor) -> Tensor:
     return per_row.to(attention.dtype) @ table.to(attention.dtype)
 
 
-def _sum(terms: list[Tensor]) -> Tensor:
+def _sum(terms: Iterable[Tensor]) -> Tensor:
     return functools.reduce(lambda one, other: one + other, terms)
 
 

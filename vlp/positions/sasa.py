@@ -8,10 +8,10 @@ from torch import Tensor
 
 from vlp.positions.base import PositionContext
 from vlp.positions.clipped import ClippedPosition, Offsets
-from vlp.positions.lookup import pair_products
+from vlp.positions.lookup import Lookup, products
 
 
-def sasa_bias(query: Tensor, table_x: Tensor, table_y: Tensor, ids: Tensor) -> Tensor:
+def sasa_lookups(query: Tensor, table_x: Tensor, table_y: Tensor, ids: Tensor) -> list[Lookup]:
     """q_i . concat(p_dx, p_dy) / sqrt(channels) (iRPE Eq. 12), x = column first (reading I16).
 
     Each half of the query meets its own table, so that nothing is concatenated per pair.
@@ -22,15 +22,13 @@ def sasa_bias(query: Tensor, table_x: Tensor, table_y: Tensor, ids: Tensor) -> T
         table_y: the same of vertical offsets.
         ids: int64 (2, T, T), ids of vertical, then of horizontal offsets, as everywhere in
             `buckets` and `clipped`.
-
-    Returns:
-        (batch, heads, T, T), of the query's dtype.
     """
     scale = query.shape[-1] ** -0.5
     horizontal, vertical = query.chunk(2, -1)
-    along_x = pair_products(horizontal, table_x, ids[1:], scale)
-    along_y = pair_products(vertical, table_y, ids[:1], scale)
-    return (along_x + along_y).to(query.dtype)
+    return [
+        products(horizontal, table_x, ids[1:], scale),
+        products(vertical, table_y, ids[:1], scale),
+    ]
 
 
 class SasaPosition(ClippedPosition):
@@ -77,11 +75,11 @@ class SasaPosition(ClippedPosition):
         self.table_x = self._table(self.head_width // 2)
         self.table_y = self._table(self.head_width // 2)
 
-    def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
-        """`sasa_bias` of one layer: (B, heads, T, T).
+    def lookups(self, query: Tensor, key: Tensor, context: PositionContext) -> list[Lookup]:
+        """`sasa_lookups` of one layer.
 
         Raises:
             ValueError: the tokens are not prefix and grid.
         """
         ids = self._ids(context, query.shape[-2], key.shape[-2], query.device)
-        return sasa_bias(query, self.table_x, self.table_y, ids)
+        return sasa_lookups(query, self.table_x, self.table_y, ids)

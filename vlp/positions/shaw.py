@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from vlp.positions.base import PositionContext
 from vlp.positions.clipped import ClippedPosition, Offsets
-from vlp.positions.lookup import attended_rows, pair_products
+from vlp.positions.lookup import Lookup, attended_rows, products
 
 ROLES = ("key", "value")
 
@@ -65,18 +65,14 @@ class ShawPosition(ClippedPosition):
         """Only what the roles need, so that fused attention stays possible without values."""
         return frozenset({"key": "bias", "value": "value"}[role] for role in self.roles)
 
-    def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
+    def lookups(self, query: Tensor, key: Tensor, context: PositionContext) -> list[Lookup]:
         """q_i p^K_ij over the root of the head width (Eq. 8).
-
-        Returns:
-            (B, heads, T, T).
 
         Raises:
             ValueError: the tokens are not prefix and grid.
         """
         ids = self._ids(context, query.shape[-2], key.shape[-2], query.device)
-        table = self.tables["key"]
-        return pair_products(query, table, ids, self.head_width**-0.5).to(query.dtype)
+        return [products(query, self.tables["key"], ids, self.head_width**-0.5)]
 
     def value(self, attention: Tensor, context: PositionContext) -> Tensor:
         """sum_j a_ij p^V_ij, attention summed per row and then times the table (Eq. 7).
@@ -85,7 +81,7 @@ class ShawPosition(ClippedPosition):
             (B, heads, T, head width).
 
         Raises:
-            ValueError: as in `bias`.
+            ValueError: as in `lookups`.
         """
         ids = self._ids(context, attention.shape[-2], attention.shape[-1], attention.device)
         return attended_rows(attention, self.tables["value"], ids)

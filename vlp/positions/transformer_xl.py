@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from vlp.positions.base import PositionContext
 from vlp.positions.clipped import ClippedPosition, Offsets, ids_on, longest_offset
 from vlp.positions.grid_tokens import require_grid_tokens
-from vlp.positions.lookup import pair_products
+from vlp.positions.lookup import Lookup, products
 from vlp.positions.sine import sinusoid
 
 
-def transformer_xl_bias(
+def transformer_xl_lookups(
     query: Tensor, key: Tensor, relative: Tensor, ids: Tensor, u: Tensor, v: Tensor
-) -> Tensor:
+) -> list[Lookup]:
     """What iRPE Eq. 10 adds to the logits: (u . k_j + (q_i + v) . r_ij) / sqrt(channels).
 
     Args:
@@ -27,14 +27,13 @@ def transformer_xl_bias(
         ids: int64 (tables, T, T), rows of `relative`.
         u: (1 or heads, 1, channels), the global interest in what a key holds.
         v: the same, the global interest in where it stands.
-
-    Returns:
-        (batch, heads, T, T), of the query's dtype.
     """
     scale = query.shape[-1] ** -0.5
-    content = u.to(key.dtype) @ key.transpose(-2, -1) * scale
-    place = pair_products(query + v.to(query.dtype), relative, ids, scale)
-    return (content + place).to(query.dtype)
+    content = key @ u.to(key.dtype).mT * scale
+    return [
+        Lookup(content, None, of_keys=True),
+        products(query + v.to(query.dtype), relative, ids, scale),
+    ]
 
 
 class TransformerXLPosition(ClippedPosition):
@@ -108,8 +107,8 @@ class TransformerXLPosition(ClippedPosition):
         self.v = nn.Parameter(torch.zeros(first, 1, head_width))
         self.prefix = nn.Parameter(torch.zeros(first, 1, head_width)) if prefix_bucket else None
 
-    def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
-        """`transformer_xl_bias` of one layer: (B, heads, T, T).
+    def lookups(self, query: Tensor, key: Tensor, context: PositionContext) -> list[Lookup]:
+        """`transformer_xl_lookups` of one layer.
 
         Raises:
             ValueError: the tokens are not prefix and grid.
@@ -123,7 +122,7 @@ class TransformerXLPosition(ClippedPosition):
         relative = self._relative(reach)
         if self.offsets == "axes":
             ids = torch.stack([ids[0], ids[1] + relative.shape[1] // 2])
-        return transformer_xl_bias(query, key, relative, ids, self.u, self.v)
+        return transformer_xl_lookups(query, key, relative, ids, self.u, self.v)
 
     def _relative(self, reach: int) -> Tensor:
         """s W^R of every offset on a grid, (1 or heads, rows, head width).

@@ -1,0 +1,148 @@
+"""Lookups inside FlexAttention against the dense bias, and where dense biases stay."""
+
+from __future__ import annotations
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from vlp.layers import attention as attention_module
+from vlp.layers.attention import attend
+from vlp.layers.flex import flex_attend
+from vlp.positions import PositionContext, attach, create_position
+
+HEADS, HEAD_WIDTH, GRID, PREFIX = 2, 16, (3, 4), 1
+TOKENS = PREFIX + GRID[0] * GRID[1]
+CONTEXT = PositionContext(GRID, PREFIX)
+LOOKUPS = {
+    "k": ("irpe-product", {"roles": "k"}),
+    "qk": ("irpe-product", {"roles": "qk", "shared_heads": False}),
+    "transposed": ("irpe-euclidean", {"roles": "q", "q_ids_transposed": True}),
+    "two tables": ("irpe-cross", {"roles": "qk"}),
+    "bias": ("irpe-product", {"roles": "qk", "mode": "bias", "shared_heads": False}),
+    "shaw": ("shaw", {"roles": "k"}),
+    "huang": ("huang", {}),
+    "sasa": ("sasa", {"grid": GRID}),
+    "transformer-xl": ("transformer-xl", {"offsets": "axes"}),
+}
+ROLES = {"q": "query", "k": "key", "v": "value"}
+
+
+def encoding(name, options):
+    options = {"width": HEADS * HEAD_WIDTH, "heads": HEADS, **options}
+    if "roles" in options:
+        options["roles"] = [ROLES[letter] for letter in options["roles"]]
+    made = create_position(name, **options)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter)
+    return made
+
+
+def projected(device="cpu"):
+    return [torch.randn(2, HEADS, TOKENS, HEAD_WIDTH, device=device) for _ in range(3)]
+
+
+def refused(*_):
+    raise AssertionError("FlexAttention was called")
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_equals_the_dense_bias(name):
+    positions, states = [encoding(*LOOKUPS[name])], projected()
+    with torch.no_grad():
+        expected = attend(*states, positions, CONTEXT, fused=False)
+        found = attend(*states, positions, CONTEXT, fused="flex")
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    plain = attend(*states)
+    assert (found - plain).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("name", ["qk", "two tables", "bias"])
+def test_gradients_of_the_tables(name):
+    """Those of queries, keys and values are PyTorch's own, and on a CPU it has none."""
+    position, states, upwards = encoding(*LOOKUPS[name]), projected(), projected()[0]
+    tables = list(position.parameters())
+    found, expected = (
+        torch.autograd.grad(
+            (attend(*states, [position], CONTEXT, fused=fused) * upwards).sum(), tables
+        )
+        for fused in ("flex", False)
+    )
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+def test_several_encodings_are_added_up():
+    positions, states = [encoding(*LOOKUPS[name]) for name in ("qk", "sasa")], projected()
+    with torch.no_grad():
+        found = attend(*states, positions, CONTEXT, fused="flex")
+        expected = attend(*states, positions, CONTEXT, fused=False)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("other", ["none", "another bias", "values", "mask", "dropout"])
+def test_where_it_does_not_fit_attention_stays_as_it_was(other, monkeypatch):
+    monkeypatch.setattr(attention_module, "flex_attend", refused)
+    positions, states, options = [encoding(*LOOKUPS["k"])], projected(), {}
+    if other == "none":
+        positions = []
+    if other == "another bias":
+        positions.append(create_position("alibi-2d", heads=HEADS))
+    if other == "values":
+        positions.append(encoding("irpe-product", {"roles": "v"}))
+    if other == "mask":
+        options["bias"] = torch.randn(2, 1, 1, TOKENS)
+    if other == "dropout":
+        options["dropout"] = 0.5
+    found, expected = [], []
+    for out, fused in ((found, "flex"), (expected, True)):
+        torch.manual_seed(0)
+        out.append(attend(*states, positions, CONTEXT, fused=fused, **options))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def test_in_a_timm_model():
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=48, patch_size=16, embed_dim=32, depth=2, num_heads=2
+    )
+    attach(model, "irpe-product", on="qk", fused="flex").eval()
+    for name, parameter in model.named_parameters():
+        if "positions" in name:
+            nn.init.normal_(parameter)
+    pixels = torch.randn(2, 3, 48, 48)
+    with torch.no_grad():
+        found = model(pixels)
+        for block in model.blocks:
+            assert block.attn.fused == "flex"
+            block.attn.fused = False
+        torch.testing.assert_close(found, model(pixels), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="not 'flax'"):
+        attach(model, "irpe-product", fused="flax")
+
+
+@pytest.mark.slow
+def test_compiled_on_a_cpu():
+    """The compiler refuses what the unfused form takes; without gradients it knows CPUs, too."""
+    position, states = encoding(*LOOKUPS["qk"]), projected()
+    with torch.no_grad():
+        lookups = position.lookups(*states[:2], CONTEXT)
+        found = torch.compile(flex_attend)(*states, lookups)
+        expected = attend(*states, [position], CONTEXT, fused=False)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_on_a_gpu(name):
+    position = encoding(*LOOKUPS[name]).cuda()
+    states, upwards = projected("cuda"), projected("cuda")[0]
+    leaves = [*(state.requires_grad_() for state in states), *position.parameters()]
+    found, expected = (
+        torch.autograd.grad(
+            (attend(*states, [position], CONTEXT, fused=fused) * upwards).sum(), leaves
+        )
+        for fused in ("flex", False)
+    )
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-3)
