@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from evaluation.ablation import AblationConfig, RowConfig, TableConfig
 from evaluation.paired import Difference, detectable, difference, mean_and_deviation
 from evaluation.report import Table
-from evaluation.runs import Results
+from evaluation.runs import Results, write_csv
 
 JUDGED = "swaps/{view}/{scorer}/all/pair"
 """The figure that gates and tests look at: right comparisons of the cross-modal encoder."""
+
+RECALL = ("rerank/text_to_image/R@1", "rerank/image_to_text/R@1")
+"""What the paper compares; differences are those of the mean of both."""
 
 COLUMNS = {
     "place": "swaps/{view}/{scorer}/place/pair",
@@ -22,8 +27,8 @@ COLUMNS = {
     "all swaps": JUDGED,
     "group": "swaps/{view}/{scorer}/all/group",
     "ITM": "swaps/{view}/match/all/pair",
-    "R@1 t→i": "rerank/text_to_image/R@1",
-    "R@1 i→t": "rerank/image_to_text/R@1",
+    "R@1 t→i": RECALL[0],
+    "R@1 i→t": RECALL[1],
 }
 _JUDGES = {
     "match": "image-text matching",
@@ -32,12 +37,13 @@ _JUDGES = {
 
 
 def report(config: AblationConfig, results: Results) -> str:
-    """Gates and tables; also written to `output` as `report.md`."""
+    """Gates and tables; written to `output` as `report.md`, and every figure as `figures.csv`."""
     drawn = [*gates(config, results), *(table.text() for table in tables(config, results))]
     markdown = [*gates(config, results), *(table.markdown() for table in tables(config, results))]
     folder = Path(config.output)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.md").write_text("\n\n".join(markdown) + "\n", encoding="utf-8")
+    write_csv(folder / "figures.csv", results)
     return "\n\n".join(drawn)
 
 
@@ -56,25 +62,43 @@ def gates(config: AblationConfig, results: Results) -> list[str]:
     """Whether the split is a test at all: one line for each gate."""
     lines = []
     for gate in config.gates:
-        found = compare(results, gate.variant, gate.reference, config.scorer)
+        found = judged(results, gate.variant, gate.reference, config.scorer)
         passed = found.mean > 0 and found.p < gate.p
         verdict = "separates" if passed else "does NOT separate"
         lines.append(f"The split {verdict} {gate.variant} from {gate.reference}: {found} points.")
     return lines
 
 
-def compare(
-    results: Results, variant: str, reference: str, scorer: str, view: str = "picture"
+def _compare(
+    results: Results, variant: str, reference: str, own: Sequence[str], figures: Sequence[str]
 ) -> Difference:
-    """Difference of the judged figure over the seeds that both have; the view is the variant's."""
-    figure = JUDGED.format(view="picture", scorer=scorer)
-    own = JUDGED.format(view=view, scorer=scorer)
+    """Difference of the mean of some figures over the seeds that both have.
+
+    Args:
+        results: of all runs.
+        variant: whose figures `own` are.
+        reference: whose figures `figures` are.
+        own: names of figures.
+        figures: names of figures.
+    """
     seeds = sorted({seed for name, seed in results if name == variant})
     both = [seed for seed in seeds if (reference, seed) in results]
     return difference(
-        [results[variant, seed]["figures"][own] for seed in both],
-        [results[reference, seed]["figures"][figure] for seed in both],
+        [_mean(results[variant, seed], own) for seed in both],
+        [_mean(results[reference, seed], figures) for seed in both],
     )
+
+
+def judged(
+    results: Results, variant: str, reference: str, scorer: str, view: str = "picture"
+) -> Difference:
+    """Difference of the judged figure; the view is the variant's."""
+    own, figure = (JUDGED.format(view=seen, scorer=scorer) for seen in (view, "picture"))
+    return _compare(results, variant, reference, [own], [figure])
+
+
+def _mean(result: Mapping[str, Any], figures: Sequence[str]) -> float:
+    return float(np.mean([result["figures"][name] for name in figures]))
 
 
 def tables(config: AblationConfig, results: Results) -> list[Table]:
@@ -84,23 +108,25 @@ def tables(config: AblationConfig, results: Results) -> list[Table]:
 
 def _table(table: TableConfig, results: Results, scorer: str) -> Table:
     columns = _columns(results, scorer)
-    head = ["", *columns, f"all swaps − {table.reference}", *(f"paper: {p}" for p in table.paper)]
+    tested = [f"{what} − {table.reference}" for what in ("all swaps", "R@1")]
+    head = ["", *columns, *tested, "seeds", *(f"paper: {p}" for p in table.paper)]
     rows = [_row(row, table, columns, results, scorer) for row in table.rows]
     differences = [
-        compare(results, row.variant, table.reference, scorer)
+        judged(results, row.variant, table.reference, scorer)
         for row in table.rows
         if row.view == "picture" and row.variant != table.reference
     ]
     deviations = [found.deviation for found in differences if found.seeds > 1]
     notes = [
         "Ours: percent, mean ± standard deviation over seeds; swaps: right comparisons, chance 50 "
-        f"(group: 16.7), by {_JUDGES[scorer]}; R@1 re-ranked, held-out scenes."
+        f"(group: 16.7), by {_JUDGES[scorer]}; R@1 re-ranked, held-out scenes, its differences "
+        "those of the mean of both directions; p by a paired t-test."
     ]
     if deviations:
         seeds = min(found.seeds for found in differences if found.seeds > 1)
         typical = float(np.sqrt(np.mean(np.square(deviations))))
         notes.append(
-            f"Differences varied by {typical:.1f} points between seeds: "
+            f"Differences of swaps varied by {typical:.1f} points between seeds: "
             f"{detectable(typical, seeds):.1f} points are what {seeds} seeds can detect."
         )
     return Table(table.title, head, rows, notes)
@@ -130,9 +156,11 @@ def _row(
                 np.array([results[row.variant, seed]["figures"][figure] for seed in seeds])
             )
         )
-    if row.variant == table.reference and row.view == "picture":
-        cells.append("")
-    else:
-        cells.append(str(compare(results, row.variant, table.reference, scorer, row.view)))
+    same, pictured = row.variant == table.reference, row.view == "picture"
+    swaps = judged(results, row.variant, table.reference, scorer, row.view)
+    recall = _compare(results, row.variant, table.reference, RECALL, RECALL)
+    cells.append("" if same and pictured else str(swaps))
+    cells.append("" if same or not pictured else str(recall))
+    cells.append(str(len(seeds)))
     figures = [f"{figure:g}" for figure in row.paper] or [""] * len(table.paper)
     return [*cells, *figures]

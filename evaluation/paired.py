@@ -22,10 +22,11 @@ class Difference(NamedTuple):
     seeds: int
 
     def __str__(self) -> str:
-        """`+3.1 ± 1.2, p .04`."""
+        """`+3.1 ± 1.2, p 0.041`."""
         if self.seeds < 2:
             return "–"
-        return f"{self.mean:+.1f} ± {self.deviation:.1f}, p {self.p:.3f}"
+        p = f"p {self.p:.3f}" if self.p >= 0.001 else "p < 0.001"
+        return f"{self.mean:+.1f} ± {self.deviation:.1f}, {p}"
 
 
 def detectable(deviation: float, seeds: int) -> float:

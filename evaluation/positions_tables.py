@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from evaluation.paired import detectable, difference, mean_and_deviation
 from evaluation.positions import PositionsConfig, TableConfig
 from evaluation.report import Table
-from evaluation.runs import Results
+from evaluation.runs import Results, write_csv
 
 
 def smallest_difference(config: PositionsConfig) -> str:
@@ -29,7 +28,7 @@ def report(config: PositionsConfig, results: Results, folder: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     text = "\n\n".join(table.markdown() for table in drawn)
     (folder / "report.md").write_text(text, encoding="utf-8")
-    _write_csv(folder / "figures.csv", results)
+    write_csv(folder / "figures.csv", results)
     if results:
         _plot(folder / "figures.png", config.tables[0], results)
     return "\n\n".join(table.text() for table in drawn)
@@ -72,16 +71,6 @@ def _values(results: Results, variant: str, figure: str) -> dict[int, float]:
         for (name, seed), result in sorted(results.items())
         if name == variant and figure in result["figures"]
     }
-
-
-def _write_csv(file: Path, results: Results) -> None:
-    names = sorted({name for result in results.values() for name in result["figures"]})
-    with file.open("w", encoding="utf-8", newline="") as lines:
-        writer = csv.writer(lines)
-        writer.writerow(["variant", "seed", *names])
-        for (variant, seed), result in sorted(results.items()):
-            cells = [result["figures"].get(name, "") for name in names]
-            writer.writerow([variant, seed, *cells])
 
 
 def _plot(file: Path, table: TableConfig, results: Results) -> None:

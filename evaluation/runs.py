@@ -5,6 +5,7 @@ A run that is finished is never done again, one that was cut off goes on from it
 
 from __future__ import annotations
 
+import csv
 import ctypes
 import json
 import multiprocessing
@@ -72,6 +73,17 @@ def finished(run: Run) -> dict[str, Any] | None:
             f"{run.folder} holds a run of other settings: delete it, or change output"
         )
     return found
+
+
+def write_csv(file: Path, results: Results) -> None:
+    """Every figure of every run, a line each."""
+    names = sorted({name for result in results.values() for name in result["figures"]})
+    with file.open("w", encoding="utf-8", newline="") as lines:
+        writer = csv.writer(lines)
+        writer.writerow(["variant", "seed", *names])
+        for (variant, seed), result in sorted(results.items()):
+            cells = [result["figures"].get(name, "") for name in names]
+            writer.writerow([variant, seed, *cells])
 
 
 def do_runs(

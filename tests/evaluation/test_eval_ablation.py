@@ -12,10 +12,10 @@ from evaluation.ablation import AblationConfig, plan, results, run_ablation
 from evaluation.ablation_tables import (
     COLUMNS,
     JUDGED,
-    compare,
     detectable,
     difference,
     gates,
+    judged,
     report,
     smallest_difference,
     tables,
@@ -107,8 +107,8 @@ def test_the_judge_may_be_the_head_of_masked_words(config):
     found = {(name, seed): figures(50.0) for name in ("none", "ape") for seed in (0, 1, 2)}
     for seed in (0, 1, 2):
         found["ape", seed]["figures"][JUDGED.format(view="picture", scorer="words")] = 70.0 + seed
-    assert compare(found, "ape", "none", "match").mean == 0
-    assert compare(found, "ape", "none", "words").mean == 21
+    assert judged(found, "ape", "none", "match").mean == 0
+    assert judged(found, "ape", "none", "words").mean == 21
     (table,) = tables(config, found)
     assert "ITM" not in table.head
     (table,) = tables(config.model_copy(update={"scorer": "words"}), found)
@@ -164,15 +164,15 @@ def test_tables_show_means_tests_and_the_paper(config):
     assert none[0] == "None"
     assert none[5] == "51.0 ± 1.0"
     assert none[-2:] == ["94.3", "83"]
-    assert ape[-3].startswith("+10.2 ± 0.2, p 0.00")
-    assert shuffled[-3].startswith("-1.0 ± 1.0")  # its own view, against the reference's pictures
-    assert shuffled[-2:] == ["", ""]
+    assert ape[-5].startswith("+10.2 ± 0.2, p < 0.001")
+    assert shuffled[-5].startswith("-1.0 ± 1.0")  # its own view, against the reference's pictures
+    assert shuffled[-4:] == ["", "3", "", ""]
     assert all(len(row) == len(table.head) for row in table.rows)
     (line,) = gates(config, found)
     assert line.startswith("The split separates ape from none")
     assert "Table 1" in report(config, found)
     assert "does NOT separate" in gates(config, found | {("ape", 2): figures(10)})[0]
-    assert compare(found, "ape", "none", "match").seeds == 3
+    assert judged(found, "ape", "none", "match").seeds == 3
     assert "–" in report(config, {})
 
 

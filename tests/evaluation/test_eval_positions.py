@@ -74,7 +74,7 @@ def test_tables_have_means_tests_and_the_paper(config, tmp_path):
     lines = [line for line in text.splitlines() if line.startswith(("None", "APE"))]
     assert lines[0].split() == ["None", "51.0", "±", "1.0", "1.0", "±", "0.0", "3"]
     assert "61.0 ± 1.0" in lines[1]
-    assert "+10.0 ± 0.0, p 0.000" in lines[1]
+    assert "+10.0 ± 0.0, p < 0.001" in lines[1]
     assert lines[1].endswith("87.41")
     rows = list(csv.reader((tmp_path / "kept" / "figures.csv").open()))
     assert rows[0] == ["variant", "seed", "loss", "top1"]
