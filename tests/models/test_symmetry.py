@@ -1,0 +1,70 @@
+"""What ACE-RPE alone can know of a picture: how far patches lie apart, not in which direction."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests_support import TINY_MODEL
+
+from vlp.models.config import ModelConfig
+from vlp.models.vlp import VLPModel
+
+SIDE, PATCH = 4, 4
+TURNS = {
+    "mirrored": lambda grid: grid.flip(1),
+    "upside down": lambda grid: grid.flip(0),
+    "turned": lambda grid: grid.rot90(),
+    "transposed": lambda grid: grid.T,
+}
+
+
+def score(position, order, **anchor):
+    """Logits of a text with pictures, one as it is and one with its patches in another order."""
+    torch.manual_seed(0)
+    size = {"image_size": SIDE * PATCH, "patch_size": PATCH, "position": "none"}
+    cross = {"layout": "ace", "position": position, "anchor": {"groups": 2} | anchor}
+    settings = TINY_MODEL | {
+        "image": TINY_MODEL["image"] | size,
+        "cross": TINY_MODEL["cross"] | cross,
+    }
+    model = VLPModel(ModelConfig.model_validate(settings)).double().eval()
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.anchor_threshold.fill_(0.3)
+    patches = torch.randn(SIDE * SIDE, 3, PATCH, PATCH).double()
+    pictures = torch.stack([drawn(patches), drawn(patches[order.flatten()])])
+    ids, mask = torch.randint(5, 40, (1, 7)).expand(2, -1), torch.ones(2, 7, dtype=torch.bool)
+    words = mask.clone()
+    words[:, [0, -1]] = False
+    with torch.no_grad():
+        return model.match(model.encode_image(pictures), model.encode_text(ids, mask, words))
+
+
+def drawn(patches):
+    """(M, 3, p, p) -> (3, H, W)."""
+    rows = patches.unflatten(0, (SIDE, SIDE)).permute(2, 0, 3, 1, 4)
+    return rows.reshape(3, SIDE * PATCH, SIDE * PATCH)
+
+
+def grid():
+    return torch.arange(SIDE * SIDE).unflatten(0, (SIDE, SIDE))
+
+
+@pytest.mark.parametrize("turn", TURNS)
+@pytest.mark.parametrize("mode", ["contextual", "bias"])
+@pytest.mark.parametrize("metric", ["euclidean", "manhattan", "chebyshev"])
+def test_a_picture_and_its_mirror_image_are_one_to_ace_rpe(turn, mode, metric):
+    straight, turned = score(["anchor"], TURNS[turn](grid()), mode=mode, metric=metric)
+    assert straight.item() == pytest.approx(turned.item(), abs=1e-10)
+
+
+def test_other_orders_of_its_patches_are_not():
+    straight, shuffled = score(["anchor"], torch.randperm(SIDE * SIDE), mode="contextual")
+    assert abs(straight - shuffled) > 1e-4
+
+
+@pytest.mark.parametrize("position", [["ape"], ["rpe"]])
+def test_absolute_and_directed_positions_know_them_apart(position):
+    straight, turned = score(position, TURNS["mirrored"](grid()))
+    assert abs(straight - turned) > 1e-4
