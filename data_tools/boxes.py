@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from data_tools.prepare import Prepared
-from vlp.data.schema import Annotation, Expression
+from vlp.data.schema import Annotation, Expression, Word
 
 OUTSIDE, CUT = "box outside its picture", "box cut at the edge of its picture (kept)"
 
@@ -36,7 +36,7 @@ def fit_boxes(
 
     Published boxes stick out of their pictures now and then (Visual Genome's by dozens of pixels):
     what sticks out is cut off. A box without area, or with too little of it inside
-    (`LEAST_INSIDE`), is left out, an expression with it.
+    (`LEAST_INSIDE`), is left out, an expression or a named word with it.
 
     Args:
         annotation: of the picture; boxes are [x, y, width, height].
@@ -56,12 +56,18 @@ def fit_boxes(
             faults[kind].append(name)
         return kept
 
-    update: dict[str, list[Expression] | list[list[float]]] = {}
+    update: dict[str, list[Expression] | list[Word] | list[list[float]]] = {}
     if annotation.expressions is not None:
         update["expressions"] = [
             expression.model_copy(update={"box": box})
             for expression in annotation.expressions
             if (box := fitted(expression.box, f"expression {expression.id}")) is not None
+        ]
+    if annotation.words is not None:
+        update["words"] = [
+            word.model_copy(update={"box": box})
+            for word in annotation.words
+            if (box := fitted(word.box, f"word {word.caption}.{word.index}")) is not None
         ]
     for name in ("boxes", "proposals"):
         boxes = getattr(annotation, name)

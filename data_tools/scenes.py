@@ -42,7 +42,7 @@ from vlp.data.schema import Annotation
 from vlp.data.shards import ShardWriter
 
 SETTINGS_NAME = "scenes.json"
-CORPUS_VERSION = 6
+CORPUS_VERSION = 7
 """Raised whenever equal arguments give other samples than before."""
 
 PARTS = {

@@ -1,9 +1,9 @@
 """Pointing accuracy: does the patch most similar to a word lie in the box of the named object?
 
-Only the generated corpus knows which word names which object. Two bars stand beside the accuracy:
-chance (any patch) and 'some object' (the model points to an object, but not to the right one),
-which is much higher, since there are two or three objects. Only what exceeds the second bar shows
-that a word finds its own object.
+The generated corpus knows which word names which object, and so do COCO's categories
+(`python -m data_tools coco --instances`). Two bars stand beside the accuracy: chance (any patch)
+and 'some object' (the model points to an object, but not to the right one), which is much higher,
+since there are few objects. Only what exceeds the second bar shows that a word finds its own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
 from vlp.models.folder import Loaded
 from vlp.positions.anchor import group_similarity
 
-KINDS = ("colour", "shape")
+KINDS = ("colour", "shape", "object")
 
 
 class KindFigures(NamedTuple):
@@ -52,7 +52,7 @@ class KindFigures(NamedTuple):
 
 @dataclass(frozen=True)
 class PointingResult:
-    """Pointing accuracy by kind of word (`colour`, `shape`)."""
+    """Pointing accuracy by kind of word (`colour`, `shape`, `object`)."""
 
     scenes: int
     shards: tuple[str, ...]
@@ -83,7 +83,8 @@ class PointingResult:
             "anchors in its box",
         ]
         notes = ["Percent; in brackets 95 % bootstrap intervals over pictures."]
-        return Table(f"Pointing of the most similar patch, {self.scenes} scenes", head, rows, notes)
+        title = f"Pointing of the most similar patch, {self.scenes} pictures"
+        return Table(title, head, rows, notes)
 
     def to_json(self) -> dict[str, Any]:
         """Everything as plain JSON values; figures are shares."""
@@ -131,20 +132,20 @@ def evaluate_pointing(
     resamples: int = 1000,
     progress: bool = False,
 ) -> PointingResult:
-    """Ask every colour and shape word of every caption; the same for any number of ranks.
+    """Ask every named word of every caption; the same for any number of ranks.
 
     Args:
         loaded: model, text and picture preparation.
-        shards: folders of the generated corpus.
-        limit: only the first so many scenes.
-        batch: scenes of one encoder call.
+        shards: folders whose samples have `words`.
+        limit: only the first so many pictures.
+        batch: pictures of one encoder call.
         device: where to compute; None is this rank's GPU, or the CPU.
         precision: of the encoders.
         resamples: bootstrap draws over pictures.
         progress: a bar on the first rank.
 
     Raises:
-        EvaluationError: the shards hold something else than generated scenes, or nothing usable.
+        EvaluationError: the shards do not know what words name, or hold nothing usable.
         ConfigError: a shard folder cannot be read.
     """
     ranks = Ranks.current()
@@ -227,27 +228,28 @@ def ask_words(
     anchors: NDArray[np.integer],
     grid: tuple[int, int],
 ) -> list[Asked]:
-    """Score all named words of one scene.
+    """Score all named words of one picture.
 
     A word of several pieces has the mean of their cosines. Equal cosines count against the model:
     the word hits only if every most similar patch lies in the box. A word cut off by the
     tokenizer's length is not asked.
 
     Args:
-        scene: number of the scene.
+        scene: number of the picture.
         sample: its picture and annotation.
         pieces: word pieces of each caption, [CLS] and [SEP] in.
         cosine: (captions, M, N) of whole token features.
         anchors: (captions, M, N) number of groups in which patch and token anchor.
         grid: patches (rows, columns).
     """
-    words = [word for word in named_words(sample.annotation) if word.kind in KINDS]
-    if not words:
+    if sample.annotation.words is None:
         raise EvaluationError(
-            "these shards are not the generated corpus: a sample has no scene with named words; "
-            "write some with `python -m data_tools scenes`"
+            "these shards do not know which word names what; `python -m data_tools scenes` writes "
+            "some that do, and `python -m data_tools coco --instances`"
         )
-    inside = {word.box: patches_in_box(word.box, grid, sample.image.size) for word in words}
+    words = [word for word in named_words(sample.annotation) if word.kind in KINDS]
+    boxes = dict.fromkeys([*map(tuple, sample.annotation.boxes or ()), *(w.box for w in words)])
+    inside = {box: patches_in_box(box, grid, sample.image.size) for box in boxes}
     objects = np.stack(list(inside.values())) if inside else np.zeros((0, 1), dtype=bool)
     somewhere = np.logical_or.reduce(objects, axis=0)
     asked = []

@@ -1,4 +1,4 @@
-"""Does a word find its object? (generated corpus)"""
+"""Does a word find its object? (generated corpus, COCO)"""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_what_is_no_json_of_a_sample(content: bytes) -> None:
         ("expressions", [{"id": "1", "text": "a"}], "expressions.0.box"),
         ("questions", [{"question": "a"}], "questions.0.id"),
         ("scene", "kitchen", "scene"),
-        ("scene", {"words": [{"caption": 0}]}, "scene Value error, words.0.index"),
+        ("words", [{"caption": 0}], "words.0.index"),
     ],
 )
 def test_fields_that_mean_something_else_are_named(field: str, value: Any, place: str) -> None:
@@ -170,10 +170,10 @@ WORD = {"caption": 0, "index": 0, "word": "red", "kind": "colour", "box": [0, 0,
     ],
     ids=str,
 )
-def test_scenes_whose_words_cannot_be_placed_are_refused(change: dict[str, Any]) -> None:
+def test_words_that_cannot_be_placed_are_refused(change: dict[str, Any]) -> None:
     for words in ([WORD | change], [WORD, WORD | change], WORD | change):
         with pytest.raises(ValidationError, match="words"):
-            Annotation(scene={"words": words})
+            Annotation(words=words)
 
 
 @pytest.mark.parametrize(
@@ -181,12 +181,12 @@ def test_scenes_whose_words_cannot_be_placed_are_refused(change: dict[str, Any])
     [{}, {"index": 10**30}, {"caption": 7}, {"box": [1e308, -1e308, 1e308, 1e308]}],
     ids=str,
 )
-def test_scenes_that_are_accepted_can_be_placed(change: dict[str, Any]) -> None:
-    annotation = read(json=json.dumps({"scene": {"words": [WORD | change]}}).encode())
+def test_words_that_are_accepted_can_be_placed(change: dict[str, Any]) -> None:
+    annotation = read(json=json.dumps({"words": [WORD | change]}).encode())
     pieces = ["[CLS]", "red", "dog", "[SEP]"]
     assert named_patches(annotation, 0, pieces, 6, (4, 4), (20, 16)).shape == (6, 16)
 
 
-def test_scenes_without_words_are_anyones() -> None:
+def test_scenes_are_anyones() -> None:
     scene: dict[str, Any] = {"objects": 5, "relations": [[None]]}
     assert read(json=json.dumps({"scene": scene}).encode()).scene == scene

@@ -11,7 +11,7 @@ from raw_pictures import raw_picture
 
 from data_tools.boxes import CUT, OUTSIDE, fit_boxes
 from data_tools.prepare import Prepared, prepare_picture
-from vlp.data.schema import Annotation, Expression
+from vlp.data.schema import Annotation, Expression, Word
 
 
 def prepared(data: bytes) -> Prepared:
@@ -24,12 +24,15 @@ def test_boxes_are_scaled_from_the_size_they_were_drawn_on() -> None:
         boxes=[[10, 20, 30, 40]],
         proposals=[[0, 0, 320, 160]],
         expressions=[Expression(id="1", text="x", box=[160, 80, 160, 80])],
+        words=[Word(caption=0, index=2, word="x", kind="object", box=[160, 0, 160, 40])],
     )
     fitted, lost = fit_boxes(annotation, picture, (320, 160))
     assert fitted.boxes == [[1, 2, 3, 4]]
     assert fitted.proposals == [[0, 0, 32, 16]]
     assert fitted.expressions is not None
     assert fitted.expressions[0].box == [16, 8, 16, 8]
+    assert fitted.words is not None
+    assert fitted.words[0].box == [16, 0, 16, 4]
     assert lost == {}
     assert fit_boxes(Annotation(caption="a"), picture, (9, 9))[0] == Annotation(caption="a")
 
@@ -51,12 +54,15 @@ def test_boxes_are_scaled_from_the_size_they_were_drawn_on() -> None:
 def test_boxes_that_stick_out(box: list[float], kind: str | None, kept: list[float] | None) -> None:
     picture = prepared(raw_picture(1))
     annotation = Annotation(
-        boxes=[[1, 1, 2, 2], box], expressions=[Expression(id="e7", text="x", box=box)]
+        boxes=[[1, 1, 2, 2], box],
+        expressions=[Expression(id="e7", text="x", box=box)],
+        words=[Word(caption=1, index=2, word="x", kind="object", box=box)],
     )
     fitted, faults = fit_boxes(annotation, picture, None)
     assert fitted.boxes == [[1, 1, 2, 2]] + ([] if kept is None else [kept])
     assert [one.box for one in fitted.expressions or []] == ([] if kept is None else [kept])
-    assert faults == ({} if kind is None else {kind: ["expression e7", "boxes 1"]})
+    assert [one.box for one in fitted.words or []] == ([] if kept is None else [kept])
+    assert faults == ({} if kind is None else {kind: ["expression e7", "word 1.2", "boxes 1"]})
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

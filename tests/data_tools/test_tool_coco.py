@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import zipfile
 from pathlib import Path
 
@@ -34,6 +35,46 @@ def test_real_coco_from_official_files(shared: Path, tmp_path: Path) -> None:
                 for row in content["annotations"]
                 if row["image_id"] == image["id"]
             ]
+
+
+def test_words_of_real_captions_have_the_boxes_that_they_name(shared: Path, tmp_path: Path) -> None:
+    data = shared / "data" / "coco_mini"
+    files = {
+        kind: data / "annotations" / f"{kind}_val2017.json" for kind in ("captions", "instances")
+    }
+    arguments = ["coco", "--annotations", str(files["captions"]), "--out", str(tmp_path)]
+    arguments += ["--instances", str(files["instances"])]
+    assert main([*arguments, "--images", str(data / "val2017_short256.tar")]) == 0
+    content = json.loads(files["instances"].read_text())
+    names = {category["id"]: category["name"] for category in content["categories"]}
+    sizes = {image["id"]: (image["width"], image["height"]) for image in content["images"]}
+    asked = 0
+    for sample in samples_of(tmp_path / "val2017").values():
+        about, size = sample.annotation, Image.open(io.BytesIO(sample.image)).size
+        number = int(about.image_id or 0)
+        objects = [one for one in content["annotations"] if one["image_id"] == number]
+        assert len(about.boxes or ()) == sum(not one["iscrowd"] for one in objects)
+        for word in about.words or ():
+            caption = captions_of(about)[word.caption].lower()
+            assert re.findall(r"\w+|[^\w\s]", caption)[word.index] == word.word
+            shares = [place / size[axis % 2] for axis, place in enumerate(word.box)]
+            boxes = [[p / sizes[number][a % 2] for a, p in enumerate(o["bbox"])] for o in objects]
+            (named,) = (
+                o for o, box in zip(objects, boxes) if box == pytest.approx(shares, abs=1e-3)
+            )
+            assert [o["category_id"] for o in objects].count(named["category_id"]) == 1
+            asked += word.word == names[named["category_id"]]
+    assert asked > 150
+
+
+def test_instances_go_with_official_captions(
+    karpathy: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    arguments = ["coco", "--annotations", str(karpathy), "--images", str(tmp_path / "all.zip")]
+    content: dict[str, list[object]] = {"images": [], "annotations": [], "categories": []}
+    file = json_of(tmp_path / "instances.json", content)
+    assert main([*arguments, "--instances", str(file), "--out", str(tmp_path / "out")]) == 2
+    assert "official files alone" in capsys.readouterr().err
 
 
 def test_real_originals_are_reduced(shared: Path, tmp_path: Path) -> None:

@@ -60,11 +60,7 @@ def test_words_that_name_an_object_carry_its_box(model_folder, scene_shards):
     loaded = vlp.load(model_folder)
     row = anchor_maps(loaded, [scene_shards], count=1)[0]
     sample = Samples([scene_shards]).read(0)
-    named = {
-        entry["index"]: tuple(entry["box"])
-        for entry in sample.annotation.scene["words"]
-        if entry["caption"] == 0
-    }
+    named = {word.index: tuple(word.box) for word in sample.annotation.words if word.caption == 0}
     assert {place: word.box for place, word in enumerate(row.words) if word.box} == named
 
 

@@ -1,4 +1,4 @@
-"""Where the words of a caption stand among its tokens, and what they name in a scene."""
+"""Where the words of a caption stand among its tokens, and what they name in a picture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OWN, OTHER = 1, 2
 class NamedWord(NamedTuple):
     """Word number `position` of caption number `caption` says the `kind` of what lies in `box`.
 
-    kind is `colour` or `shape`; box is [x, y, width, height] in pixels of the picture.
+    kind is `colour`, `shape` or `object`; box is [x, y, width, height] in pixels of the picture.
     """
 
     caption: int
@@ -28,13 +28,10 @@ class NamedWord(NamedTuple):
 
 
 def named_words(annotation: Annotation) -> list[NamedWord]:
-    """The words of a generated scene's captions that name an object; none for other samples."""
-    entries = (annotation.scene or {}).get("words", ())
+    """The words of a sample's captions that are known to name something; mostly there are none."""
     return [
-        NamedWord(
-            entry["caption"], entry["index"], entry["word"], entry["kind"], tuple(entry["box"])
-        )
-        for entry in entries
+        NamedWord(word.caption, word.index, word.word, word.kind, tuple(word.box))
+        for word in annotation.words or ()
     ]
 
 
@@ -65,7 +62,7 @@ def named_patches(
     """Which patches show what each token of a caption names.
 
     Args:
-        annotation: of a generated scene; any other gives zeros.
+        annotation: one without named words gives zeros.
         caption: number of the caption.
         pieces: its word pieces, [CLS] and [SEP] in.
         tokens: N, the padded length.

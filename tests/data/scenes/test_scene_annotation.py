@@ -33,13 +33,13 @@ def test_everything_about_a_scene_survives_json() -> None:
 def test_words_point_from_captions_to_boxes() -> None:
     for index in range(30):
         stored = annotation(sample_scene(0, index))
-        for word in stored.scene["words"]:
-            caption = captions_of(stored)[word["caption"]]
-            assert words_of(caption)[word["index"]] == word["word"]
-            owner = next(o for o in stored.scene["objects"] if o["box"] == word["box"])
-            assert owner[word["kind"]] == word["word"]
+        for word in stored.words:
+            caption = captions_of(stored)[word.caption]
+            assert words_of(caption)[word.index] == word.word
+            owner = next(o for o in stored.scene["objects"] if o["box"] == word.box)
+            assert owner[word.kind] == word.word
         per_caption = 2 * len(stored.boxes)
-        assert len(stored.scene["words"]) == per_caption * len(stored.captions)
+        assert len(stored.words) == per_caption * len(stored.captions)
 
 
 def test_samples_of_the_other_tasks_are_typed() -> None:

@@ -13,7 +13,7 @@ from vlp.data.scenes.graph import Scene, relations
 from vlp.data.scenes.negatives import SwapPair
 from vlp.data.scenes.questions import questions
 from vlp.data.scenes.statements import Statement
-from vlp.data.schema import Annotation, Answer, Expression, Question
+from vlp.data.schema import Annotation, Answer, Expression, Question, Word
 
 SOURCE = "scenes"
 ANNOTATORS = 10
@@ -21,13 +21,9 @@ ANNOTATORS = 10
 
 
 def annotation(scene: Scene, texts: Sequence[Caption] | None = None) -> Annotation:
-    """Captions, boxes, referring expressions, questions and the graph of a scene.
+    """Captions, boxes, named words, expressions, questions and the graph of a scene.
 
     The captions are `texts`, or those that the scene has by itself.
-
-    `scene["words"]` holds which caption word names which object: {caption: number of the caption,
-    index: number of the word among words and punctuation marks (the caption's BERT words), word,
-    kind: 'colour' or 'shape', box: the object's [x, y, width, height] in pixels}.
     """
     texts = captions(scene) if texts is None else texts
     return Annotation(
@@ -51,14 +47,12 @@ def annotation(scene: Scene, texts: Sequence[Caption] | None = None) -> Annotati
             )
             for asked in questions(scene)
         ],
-        scene={
-            **graph_of(scene),
-            "words": [
-                {"caption": number, "index": index, "word": word, "kind": kind, "box": list(box)}
-                for number, caption in enumerate(texts)
-                for index, word, kind, box in word_objects(caption, scene)
-            ],
-        },
+        words=[
+            Word(caption=number, index=index, word=word, kind=kind, box=list(box))
+            for number, caption in enumerate(texts)
+            for index, word, kind, box in word_objects(caption, scene)
+        ],
+        scene=graph_of(scene),
     )
 
 
