@@ -58,7 +58,8 @@ def annotation(number: int) -> bytes:
         boxes=[[0, 0, 5, 6]],
         questions=[{"id": "1", "question": "what", "answers": [{"answer": "red", "count": 3}]}],
         expressions=[{"id": "2", "text": "the dog", "box": [1, 1, 2, 2]}],
-        scene={"objects": [{"colour": "red"}], "words": [word]},
+        words=[word],
+        scene={"objects": [{"colour": "red"}]},
         url="http://nowhere",
     ).to_json()
 

@@ -33,7 +33,7 @@ def test_named_patches_are_the_boxes_of_the_named_objects():
         {"caption": 1, "index": 0, "word": "blue", "kind": "colour", "box": right},
         {"caption": 0, "index": 9, "word": "cut", "kind": "shape", "box": right},
     ]
-    scene = Annotation(captions=["red and blue", "blue"], scene={"words": words})
+    scene = Annotation(captions=["red and blue", "blue"], words=words)
     pieces = ["[CLS]", "r", "##ed", "and", "blue", "[SEP]"]
     shown = named_patches(scene, 0, pieces, 8, (2, 2), (8, 8))
     in_left, in_right = [OWN, 0, OWN, OTHER], [OTHER, 0, OTHER, OWN]
