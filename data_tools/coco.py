@@ -77,7 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
     if entries and parts:
         raise ConfigError("--annotations: Karpathy's JSON or official files, not both at once")
     if entries and objects is not None:
-        raise ConfigError("--instances: of official files alone; Karpathy's JSON has its own ids")
+        raise ConfigError(
+            "--instances goes with official captions_*.json, not with Karpathy's JSON"
+        )
     if entries:
         parts = split_parts(entries, arguments.splits, arguments.max_words)
     elif arguments.splits:

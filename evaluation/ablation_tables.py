@@ -76,10 +76,10 @@ def _compare(
 
     Args:
         results: of all runs.
-        variant: whose figures `own` are.
-        reference: whose figures `figures` are.
-        own: names of figures.
-        figures: names of figures.
+        variant: what is compared.
+        reference: what it is compared with.
+        own: names of the variant's figures.
+        figures: names of the reference's, in the same order.
     """
     seeds = sorted({seed for name, seed in results if name == variant})
     both = [seed for seed in seeds if (reference, seed) in results]

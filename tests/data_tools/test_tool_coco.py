@@ -74,7 +74,7 @@ def test_instances_go_with_official_captions(
     content: dict[str, list[object]] = {"images": [], "annotations": [], "categories": []}
     file = json_of(tmp_path / "instances.json", content)
     assert main([*arguments, "--instances", str(file), "--out", str(tmp_path / "out")]) == 2
-    assert "official files alone" in capsys.readouterr().err
+    assert "goes with official captions" in capsys.readouterr().err
 
 
 def test_real_originals_are_reduced(shared: Path, tmp_path: Path) -> None:
