@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from data_tools.scenes import CORPUS_VERSION
 from evaluation.runs import Results, Run, do_runs, finished, plain, portable
 from vlp.config import Config, ConfigError
 from vlp.data.scenes.sample import FULL, Variety
@@ -246,10 +247,13 @@ def judge(model: Path, threads: int, corpus: Path) -> dict[str, float]:
 def _make_corpus(corpus: CorpusConfig, say: Callable[[str], object]) -> None:
     folder = Path(corpus.folder)
     settings = folder / "ablation.json"
-    wanted = corpus.model_dump()
+    wanted = {**corpus.model_dump(), "version": CORPUS_VERSION}
     if settings.is_file():
         if json.loads(settings.read_text(encoding="utf-8")) != wanted:
-            raise ConfigError(f"{folder} holds a corpus of other settings; change corpus.folder")
+            raise ConfigError(
+                f"{folder} holds a corpus of other settings or an older version: delete it, or "
+                "change corpus.folder"
+            )
         return
     say(f"generating {folder}")
     sizes = {name: getattr(corpus, name) for name in ("train", "val", "twins", "swaps")}

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import yaml
 
+from data_tools.scenes import CORPUS_VERSION
 from evaluation.ablation import AblationConfig, plan, results, run_ablation
 from evaluation.ablation_tables import (
     COLUMNS,
@@ -91,6 +92,18 @@ def test_some_variants_can_be_run_alone(config):
     assert [run.name for run in variants] == [f"variant/ape/{seed}" for seed in (0, 1, 2)]
     with pytest.raises(ConfigError, match="unknown variants rpe; there are none, ape"):
         run_ablation(config, Path("configs/ablation/x.yaml"), ["rpe"])
+
+
+@pytest.mark.parametrize(
+    "change", [{"version": CORPUS_VERSION - 1}, {"version": None}, {"seed": 1}]
+)
+def test_a_corpus_of_another_version_or_other_settings_is_refused(config, change, tmp_path):
+    corpus = config.corpus.model_copy(update={"folder": str(tmp_path / "corpus")})
+    kept = {**corpus.model_dump(), "version": CORPUS_VERSION, **change}
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "ablation.json").write_text(json.dumps(kept))
+    with pytest.raises(ConfigError, match="older version"):
+        run_ablation(config.model_copy(update={"corpus": corpus}), Path("configs/ablation/x.yaml"))
 
 
 def test_columns_are_those_that_the_corpus_has(config):

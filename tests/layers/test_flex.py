@@ -43,6 +43,17 @@ def projected(device="cpu"):
     return [torch.randn(2, HEADS, TOKENS, HEAD_WIDTH, device=device) for _ in range(3)]
 
 
+def both_gradients(position, states, leaves):
+    """Of the same sum of outputs by leaves: by FlexAttention and by the dense bias."""
+    upwards = torch.randn_like(states[0])
+    return [
+        torch.autograd.grad(
+            (attend(*states, [position], CONTEXT, fused=fused) * upwards).sum(), leaves
+        )
+        for fused in ("flex", False)
+    ]
+
+
 def refused(*_):
     raise AssertionError("FlexAttention was called")
 
@@ -61,14 +72,8 @@ def test_equals_the_dense_bias(name):
 @pytest.mark.parametrize("name", ["qk", "two tables", "bias"])
 def test_gradients_of_the_tables(name):
     """Those of queries, keys and values are PyTorch's own, and on a CPU it has none."""
-    position, states, upwards = encoding(*LOOKUPS[name]), projected(), projected()[0]
-    tables = list(position.parameters())
-    found, expected = (
-        torch.autograd.grad(
-            (attend(*states, [position], CONTEXT, fused=fused) * upwards).sum(), tables
-        )
-        for fused in ("flex", False)
-    )
+    position = encoding(*LOOKUPS[name])
+    found, expected = both_gradients(position, projected(), list(position.parameters()))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
@@ -136,13 +141,7 @@ def test_compiled_on_a_cpu():
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_on_a_gpu(name):
     position = encoding(*LOOKUPS[name]).cuda()
-    states, upwards = projected("cuda"), projected("cuda")[0]
-    leaves = [*(state.requires_grad_() for state in states), *position.parameters()]
-    found, expected = (
-        torch.autograd.grad(
-            (attend(*states, [position], CONTEXT, fused=fused) * upwards).sum(), leaves
-        )
-        for fused in ("flex", False)
-    )
+    states = [state.requires_grad_() for state in projected("cuda")]
+    found, expected = both_gradients(position, states, [*states, *position.parameters()])
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-3)
