@@ -33,7 +33,7 @@ from vlp.data.scenes.boxes import render_boxes
 from vlp.data.scenes.distinct import ambiguous_share, distinct_scenes
 from vlp.data.scenes.entailment import sample_entailment
 from vlp.data.scenes.graph import Scene
-from vlp.data.scenes.negatives import sample_swap, swap_kinds
+from vlp.data.scenes.negatives import SWAP_KINDS, SwapKind, sample_swap, swap_kinds
 from vlp.data.scenes.render import encode_png, render
 from vlp.data.scenes.sample import FULL, LEAST, Variety, sample_scene
 from vlp.data.scenes.splits import Split
@@ -87,6 +87,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, least, most in zip(Variety._fields, LEAST, FULL):
         said = f"{least} to {most} (default {most})"
         parser.add_argument(f"--{name}", type=int, default=most, metavar="N", help=said)
+    parser.add_argument(
+        "--kinds",
+        nargs="+",
+        choices=SWAP_KINDS,
+        metavar="KIND",
+        help=f"of swaps and twins: {', '.join(SWAP_KINDS)} (default: all but distance)",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--samples-per-shard", type=int, default=1000)
     parser.add_argument(
@@ -113,20 +120,27 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def make_sample(
-    part: str, seed: int, image_size: int, job: int | Scene, variety: Variety = FULL
+    part: str,
+    seed: int,
+    image_size: int,
+    job: int | Scene,
+    variety: Variety = FULL,
+    kinds: Sequence[SwapKind] | None = None,
 ) -> Sample:
     """Generate one sample of a part from its index, or from its scene where that is drawn already.
+
+    Swaps and twins are of the `kinds` in turn.
 
     Raises:
         ValueError: for an unknown part.
     """
     if isinstance(job, Scene):
         return _captioned(job)
+    kinds = kinds or swap_kinds(variety)
     if part in ("train", "unseen"):
         split: Split = "unseen" if part == "unseen" else "train"
         return _captioned(sample_scene(seed, job, split, image_size, variety=variety))
     if part == "swaps":
-        kinds = swap_kinds(variety)
         kind = kinds[job % len(kinds)]
         pair = sample_swap(seed, job, kind, "swaps", image_size, variety)
         return Sample(
@@ -134,7 +148,6 @@ def make_sample(
         )
     if part == "twins":
         number, second = divmod(job, 2)
-        kinds = swap_kinds(variety)
         kind = kinds[number % len(kinds)]
         pair = sample_swap(seed, number, kind, "train", image_size, variety)
         scene, caption = (pair.twin, pair.foil) if second else (pair.scene, pair.caption)
@@ -167,7 +180,7 @@ def _write_part(part: str, arguments: argparse.Namespace) -> int:
         jobs = list(scenes)
     with ShardWriter(arguments.out / part, arguments.samples_per_shard) as writer:
         missing = [job for key, job in zip(keys, jobs, strict=True) if key not in writer.done]
-        make = partial(make_sample, part, seed, image_size, variety=variety)
+        make = partial(make_sample, part, seed, image_size, variety=variety, kinds=arguments.kinds)
         bar = tqdm(total=count, initial=count - len(missing), desc=part, unit=" samples")
         with bar, _mapped(make, missing, arguments.processes) as samples:
             for sample in samples:
@@ -217,6 +230,10 @@ def _check(arguments: argparse.Namespace) -> None:
         if not fewest <= given <= most:
             raise ConfigError(f"--{name} is {given}, {fewest} to {most} are possible")
     settings = {name: getattr(arguments, name) for name in _SETTINGS}
+    if arguments.kinds:
+        settings["kinds"] = arguments.kinds
+        if arguments.objects < 2 and arguments.kinds != ["place"]:
+            raise ConfigError(f"--kinds {' '.join(arguments.kinds)} want --objects 2 at least")
     settings["version"] = CORPUS_VERSION
     path = arguments.out / SETTINGS_NAME
     if path.exists():

@@ -21,6 +21,7 @@ from pydantic import Field, model_validator
 from data_tools.scenes import CORPUS_VERSION
 from evaluation.runs import Results, Run, do_runs, finished, plain, portable
 from vlp.config import Config, ConfigError
+from vlp.data.scenes.negatives import SwapKind
 from vlp.data.scenes.sample import FULL, Variety
 
 
@@ -36,6 +37,7 @@ class CorpusConfig(Config):
     colours: int = FULL.colours
     shapes: int = FULL.shapes
     objects: int = FULL.objects
+    kinds: tuple[SwapKind, ...] | None = Field(None, description="of swaps and twins")
     vocabulary: int = Field(256, ge=64, description="word pieces")
     seed: int = 0
 
@@ -213,7 +215,7 @@ def _run(
     settings = {
         "config": portable(source.parent / stage.config),
         "overrides": overrides,
-        "corpus": config.corpus.model_dump(),
+        "corpus": config.corpus.model_dump(exclude_none=True),
     }
     return Run(f"{kind}/{name}/{seed}", folder, plain(settings))
 
@@ -247,7 +249,7 @@ def judge(model: Path, threads: int, corpus: Path) -> dict[str, float]:
 def _make_corpus(corpus: CorpusConfig, say: Callable[[str], object]) -> None:
     folder = Path(corpus.folder)
     settings = folder / "ablation.json"
-    wanted = {**corpus.model_dump(), "version": CORPUS_VERSION}
+    wanted = plain({**corpus.model_dump(exclude_none=True), "version": CORPUS_VERSION})
     if settings.is_file():
         if json.loads(settings.read_text(encoding="utf-8")) != wanted:
             raise ConfigError(
@@ -259,14 +261,19 @@ def _make_corpus(corpus: CorpusConfig, say: Callable[[str], object]) -> None:
     sizes = {name: getattr(corpus, name) for name in ("train", "val", "twins", "swaps")}
     variety = {name: getattr(corpus, name) for name in Variety._fields}
     options = {**sizes, **variety, "image-size": corpus.image_size, "seed": corpus.seed}
-    _tool("scenes", {"out": folder, **options})
-    learned = {"shards": folder / "train", "size": corpus.vocabulary, "out": folder / "vocabulary"}
+    kinds = {} if corpus.kinds is None else {"kinds": corpus.kinds}
+    _tool("scenes", {"out": folder, **options, **kinds})
+    read = [folder / part for part in ("train", "twins") if sizes[part]]
+    learned = {"shards": read, "size": corpus.vocabulary, "out": folder / "vocabulary"}
     _tool("vocabulary", learned)
     settings.write_text(json.dumps(wanted) + "\n", encoding="utf-8")
 
 
 def _tool(name: str, options: Mapping[str, object]) -> None:
-    words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
+    words: list[str] = []
+    for key, value in options.items():
+        values = value if isinstance(value, (tuple, list)) else [value]
+        words += [f"--{key}", *map(str, values)]
     done = subprocess.run(
         [sys.executable, "-m", "data_tools", name, *words],
         capture_output=True, text=True, check=False,

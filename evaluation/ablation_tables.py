@@ -24,6 +24,7 @@ COLUMNS = {
     "relation": "swaps/{view}/{scorer}/relation/pair",
     "order": "swaps/{view}/{scorer}/order/pair",
     "binding": "swaps/{view}/{scorer}/binding/pair",
+    "distance": "swaps/{view}/{scorer}/distance/pair",
     "all swaps": JUDGED,
     "group": "swaps/{view}/{scorer}/all/group",
     "ITM": "swaps/{view}/match/all/pair",

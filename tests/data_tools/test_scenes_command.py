@@ -11,8 +11,8 @@ from PIL import Image
 from data_tools import scenes
 from vlp.config import ConfigError
 from vlp.data.named_words import named_words
-from vlp.data.scenes.negatives import SWAP_KINDS, sample_swap
-from vlp.data.scenes.sample import Variety, sample_scene
+from vlp.data.scenes.negatives import sample_swap, swap_kinds
+from vlp.data.scenes.sample import FULL, Variety, sample_scene
 from vlp.data.schema import captions_of
 from vlp.data.shards import ShardIndex, ShardWriter
 
@@ -55,14 +55,29 @@ def test_twins_follow_each_other(tmp_path) -> None:
     _run(tmp_path, "--train", "0", "--val", "0", "--twins", "12")
     index = ShardIndex.open(tmp_path / "twins")
     samples = [index.read(*divmod(number, 8)) for number in range(12)]
+    kinds = swap_kinds(FULL)
     for number, (scene, twin) in enumerate(zip(samples[::2], samples[1::2])):
-        pair = sample_swap(0, number, SWAP_KINDS[number % len(SWAP_KINDS)], "train")
+        pair = sample_swap(0, number, kinds[number % len(kinds)], "train")
         assert captions_of(scene.annotation) == [pair.caption.text]
         assert captions_of(twin.annotation) == [pair.foil.text]
         assert scene.annotation.image_id != twin.annotation.image_id
         assert scene.image != twin.image
         objects = 1 if pair.kind == "place" else 2
         assert len(named_words(twin.annotation)) == 2 * objects
+
+
+def test_kinds_of_swaps_can_be_chosen(tmp_path) -> None:
+    options = ["--train", "0", "--val", "0", "--kinds", "distance", "binding"]
+    _run(tmp_path, *options, "--swaps", "4", "--twins", "4")
+    swaps = ShardIndex.open(tmp_path / "swaps")
+    kinds = [swaps.read(0, number).annotation.scene["swap"]["kind"] for number in range(4)]
+    assert kinds == ["distance", "binding"] * 2
+    near = captions_of(ShardIndex.open(tmp_path / "twins").read(0, 0).annotation)[0]
+    assert set(near.replace(",", "").split()) & {"close", "together", "apart", "distant"}
+    with pytest.raises(ConfigError, match="says"):
+        _run(tmp_path, "--train", "0", "--val", "0", "--swaps", "4")  # other kinds
+    with pytest.raises(ConfigError, match="--objects 2 at least"):
+        _run(tmp_path / "one", "--objects", "1", "--kinds", "distance")
 
 
 def test_an_interrupted_run_goes_on_to_the_same_bytes(tmp_path, monkeypatch) -> None:

@@ -3,7 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from vlp.data.scenes.captions import words_of
+from vlp.data.scenes.captions import fill, words_of
+from vlp.data.scenes.claims import Claim, Noun, truth
+from vlp.data.scenes.graph import nearness
 from vlp.data.scenes.negatives import SWAP_KINDS, sample_swap, swap_pair
 from vlp.data.scenes.splits import held_out_pairs
 
@@ -32,10 +34,21 @@ def test_pairs_differ_only_in_what_they_should(kind, split) -> None:
             places = zip(pair.scene.objects, pair.twin.objects, strict=True)
             assert sum(one.box != other.box for one, other in places) == 1
             assert pair.caption.claim.nouns[0].place != pair.foil.claim.nouns[0].place
+        elif kind == "distance":
+            # The second object of the caption has moved, and one word has changed.
+            ours, theirs = words_of(pair.caption.text), words_of(pair.foil.text)
+            assert sum(a != b for a, b in zip(ours, theirs, strict=True)) == 1
+            moved = [
+                one
+                for one, other in zip(pair.scene.objects, pair.twin.objects, strict=True)
+                if one.box != other.box
+            ]
+            named = pair.caption.claim.nouns[1]
+            assert [(obj.colour, obj.shape) for obj in moved] == [(named.colour, named.shape)]
         else:
             assert _bag(pair.caption) == _bag(pair.foil)
         # The pictures hold the same colours, shapes and boxes.
-        for field in ("colour", "shape", "size" if kind == "place" else "box"):
+        for field in ("colour", "shape", "size" if kind in ("place", "distance") else "box"):
             values = [
                 sorted(getattr(obj, field) for obj in scene.objects)
                 for scene in (pair.scene, pair.twin)
@@ -67,7 +80,7 @@ def test_each_caption_is_true_of_one_picture_only(kind) -> None:
 
 
 def _true(caption, scene) -> bool:
-    """Look the two named objects up in the scene and compare their centres."""
+    """Look the named objects up in the scene and compare their centres, or edges."""
     named = []
     for noun in caption.claim.nouns[:2]:
         fits = [
@@ -83,6 +96,16 @@ def _true(caption, scene) -> bool:
         return caption.claim.nouns[0].place == (f"{row} {column}".strip() or "centre")
     ((subject, relation, reference),) = caption.claim.relations
     one, other = named[subject], named[reference]
+    if relation in ("near", "far"):
+        # The least distance of any two points of the boxes' grids of a 64th.
+        points = [
+            np.stack(np.meshgrid(*(np.arange(box[a], box[a] + box[a + 2] + 1) for a in (0, 1))))
+            .reshape(2, -1)
+            for box in (one, other)
+        ]  # fmt: skip
+        least = np.sqrt(((points[0][:, :, None] - points[1][:, None]) ** 2).sum(0)).min()
+        assert not 8 < least < 20
+        return (relation == "near") == bool(least <= 8)
     right = other[0] + other[2] / 2 - one[0] - one[2] / 2
     down = other[1] + other[3] / 2 - one[1] - one[3] / 2
     return {"left": right, "right": -right, "above": down, "below": -down}[relation] > 0
@@ -97,6 +120,15 @@ def test_swaps_that_change_nothing_are_refused(make_scene) -> None:
     assert swap_pair(colour, "relation", (0, 1), rng) is not None
     third = make_scene("small red circle left", "small blue square right", "large blue star centre")
     assert swap_pair(third, "order", (0, 1), rng) is not None
+
+
+def test_a_picture_in_between_is_neither_near_nor_far(make_scene) -> None:
+    between = make_scene("small red circle left", "small blue square bottom")
+    assert nearness(between, 0, 1) is None
+    assert truth(Claim((Noun(), Noun()), ((0, "near", 1),)), between) is None
+    assert swap_pair(between, "distance", (0, 1), np.random.default_rng(0)) is None
+    with pytest.raises(ValueError, match="neither near nor far"):
+        fill(between, "N0 and N1 are A01", [0, 1], [False, False], [0] * 16)
 
 
 def test_relation_words_are_true_and_false_equally_often() -> None:

@@ -3,7 +3,8 @@ relation, in varied English of at most `MAX_WORDS` words.
 
 A pattern is a row of slots and literal words. `N0` is the noun phrase of object 0 with its
 article, `T0` the same without; `P0` its place, `C0` its place in telegram style; `R01` the relation
-of object 0 to object 1, and `B01` that relation with object 1 taken up as 'it'.
+of object 0 to object 1, `B01` that relation with object 1 taken up as 'it', and `A01` whether the
+two lie near each other or far apart.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 
 from vlp.data.draws import draw
 from vlp.data.scenes.claims import Claim, Noun
-from vlp.data.scenes.graph import Box, Scene, main_relation
+from vlp.data.scenes.graph import Box, Scene, main_relation, nearness
 
 MAX_WORDS = 18
 """Words and punctuation marks of a caption; [CLS] and [SEP] make it 20 tokens."""
@@ -78,6 +79,8 @@ BACK_WORDS = {
     "above": ("above it", "over it"),
     "below": ("below it", "under it"),
 }
+# One word each: of two, the one would tell the other when it alone is masked.
+NEARNESS_WORDS = {"near": ("close", "together"), "far": ("apart", "distant")}
 SIZE_WORDS = {"small": ("small", "small", "little"), "large": ("large", "large", "big")}
 
 PLACE_WORDS = {
@@ -92,7 +95,9 @@ PLACE_WORDS = {
     "bottom right": ("at the bottom right", "in the bottom right corner", "in the lower right"),
 }
 
-_SLOT = re.compile(r"([NTPCRB])(\d)(\d?)")
+_WORDINGS = {"R": RELATION_WORDS, "B": BACK_WORDS, "A": NEARNESS_WORDS}
+
+_SLOT = re.compile(r"([NTPCRBA])(\d)(\d?)")
 
 
 class NamedWord(NamedTuple):
@@ -186,6 +191,9 @@ def fill(
         order: the scene's object for each object number of the pattern.
         sizes: for each object of the scene, whether its phrase gives the size.
         style: the choice of wording for each slot (`draw_style`).
+
+    Raises:
+        ValueError: the pattern asks whether two objects are near or far, and they are neither.
     """
     words: list[str] = []
     named: list[NamedWord] = []
@@ -214,10 +222,12 @@ def fill(
             placed.add(first)
         else:
             second = int(slot[3])
-            relation = main_relation(scene, order[first], order[second])
+            pair = order[first], order[second]
+            relation = nearness(scene, *pair) if kind == "A" else main_relation(scene, *pair)
+            if relation is None:
+                raise ValueError(f"{scene.key}: objects {pair} are neither near nor far")
             relations.append((first, relation, second))
-            choices = RELATION_WORDS if kind == "R" else BACK_WORDS
-            words += _pick(choices[relation], pick).split()
+            words += _pick(_WORDINGS[kind][relation], pick).split()
     nouns = tuple(
         Noun(
             shape=scene.objects[number].shape,

@@ -6,6 +6,7 @@ statements and referring expressions of one picture can never contradict each ot
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "black", "white")
@@ -14,6 +15,7 @@ SIZES = ("small", "large")
 ROWS = ("top", "centre", "bottom")
 COLUMNS = ("left", "centre", "right")
 RELATIONS = ("left", "right", "above", "below")
+NEARNESS = ("near", "far")
 INVERSE = {"left": "right", "right": "left", "above": "below", "below": "above"}
 
 LATTICE = 64
@@ -21,6 +23,9 @@ LATTICE = 64
 
 CLEAR = 8
 """Two centres this many 64ths apart are clearly left of or above one another."""
+
+NEAR, FAR = 8, 20
+"""Boxes with a gap of at most so many 64ths are clearly near, of at least so many clearly far."""
 
 Box = tuple[float, float, float, float]
 
@@ -71,6 +76,23 @@ def offset(first: Obj, second: Obj, image_size: int) -> tuple[int, int]:
     return round(x * scale), round(y * scale)
 
 
+def gap(first: Obj, second: Obj, image_size: int) -> float:
+    """Length of the shortest way from one box to the other, in 64ths of the side; 0: they touch."""
+    between = [
+        max(second.box[axis] - first.box[axis] - first.box[axis + 2],
+            first.box[axis] - second.box[axis] - second.box[axis + 2], 0)
+        for axis in (0, 1)
+    ]  # fmt: skip
+    # Pixels are rounded; whole 64ths are the same at every image size.
+    return math.hypot(*(round(length * LATTICE / image_size) for length in between))
+
+
+def nearness(scene: Scene, first: int, second: int) -> str | None:
+    """'near' or 'far', or None for what lies between."""
+    length = gap(scene.objects[first], scene.objects[second], scene.image_size)
+    return "near" if length <= NEAR else "far" if length >= FAR else None
+
+
 def relation_holds(
     scene: Scene, first: int, relation: str, second: int, lenient: bool = False
 ) -> bool:
@@ -79,7 +101,11 @@ def relation_holds(
     Both 'left' and 'above' may hold for one pair. Where the centres are less than `CLEAR` apart
     neither a relation nor its inverse holds clearly, as a person would hesitate too; with
     `lenient` the slightest offset is enough. So what does not hold leniently is surely false.
+    'near' and 'far', of one another, hold leniently unless the opposite clearly does.
     """
+    if relation in NEARNESS:
+        seen = nearness(scene, first, second)
+        return seen == relation or (lenient and seen is None)
     right, down = offset(scene.objects[first], scene.objects[second], scene.image_size)
     distance = {"left": right, "right": -right, "above": down, "below": -down}[relation]
     return distance >= (1 if lenient else 2 * CLEAR)

@@ -1,7 +1,8 @@
 """Hard negatives: two pictures and two captions, each caption true of exactly one picture.
 
 The captions of a pair differ only in a place, only in the relation, only in the order of the nouns,
-or only in which object has which colour, and the pictures differ only in the same. A text alone
+only in which object has which colour, or only in whether two objects are near or far, and the
+pictures differ only in the same. A text alone
 cannot know which of the two is right, because each is right once; nor can a bag of words, because
 both pictures show the same colours, shapes and boxes.
 """
@@ -9,24 +10,27 @@ both pictures show the same colours, shapes and boxes.
 from __future__ import annotations
 
 from itertools import combinations
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
 from vlp.data.draws import draw
 from vlp.data.scenes.captions import Caption, draw_style, fill
 from vlp.data.scenes.claims import truth
-from vlp.data.scenes.graph import Scene
+from vlp.data.scenes.graph import Scene, nearness
 from vlp.data.scenes.sample import FULL, Variety, moved, sample_scene
-from vlp.data.scenes.splits import held_out_pairs, split_of
+from vlp.data.scenes.splits import held_out_pairs, split_of, swap_family
 
-SwapKind = Literal["place", "relation", "order", "binding"]
-SWAP_KINDS: tuple[SwapKind, ...] = ("place", "relation", "order", "binding")
+SwapKind = Literal["place", "relation", "order", "binding", "distance"]
+SWAP_KINDS: tuple[SwapKind, ...] = get_args(SwapKind)
 
 
 def swap_kinds(variety: Variety) -> tuple[SwapKind, ...]:
-    """Kinds of swap that a corpus can hold: all but `place` need two objects."""
-    return SWAP_KINDS if variety.objects > 1 else SWAP_KINDS[:1]
+    """Kinds of swap that a corpus has unless it is asked for others: what captions speak of.
+
+    All but `place` need two objects. `distance` is for a corpus of its own.
+    """
+    return SWAP_KINDS[:4] if variety.objects > 1 else SWAP_KINDS[:1]
 
 
 PATTERNS = (
@@ -44,10 +48,24 @@ PLACE_PATTERNS = (
     "P0 , N0",
     "a picture of N0 P0",
 )
+DISTANCE_PATTERNS = (
+    "N0 and N1 are A01",
+    "N0 and N1 , A01",
+    "there are N0 and N1 , A01",
+    "A01 , N0 and N1",
+    "a picture of N0 and N1 , A01",
+)
 
 _MAX_ATTEMPTS = 1000
+_MAX_MOVES = 20
 _NEW = 1 << 40
 """Scenes of training from this index on are no part of any corpus that is trained on."""
+
+
+_PATTERNS_OF: dict[SwapKind, tuple[str, ...]] = {
+    "place": PLACE_PATTERNS,
+    "distance": DISTANCE_PATTERNS,
+}
 
 
 class SwapPair(NamedTuple):
@@ -107,17 +125,20 @@ def swap_pair(
         kind: `place` moves one object to another place, and says where it is; `relation` exchanges
             the two objects' boxes and turns the relation word round; `order` exchanges the nouns
             instead, so both captions are the same bag of words; `binding` exchanges the two
-            objects' colours.
+            objects' colours; `distance` moves the second object, from near the first to far from
+            it or back, in the same direction.
         pair: numbers of the two objects, first the caption's subject; for `place`, of one.
         rng: for the wording.
     """
-    patterns = PLACE_PATTERNS if kind == "place" else PATTERNS
+    patterns = _PATTERNS_OF.get(kind, PATTERNS)
     pattern = patterns[int(rng.integers(len(patterns)))]
     style = draw_style(rng)
     sizes = [False] * len(scene.objects)
     if kind == "place":
         pair = pair[:1]
         twin = moved(scene, pair[0], rng)
+    elif kind == "distance":
+        twin = _nearer_or_farther(scene, pair[0], pair[1], rng)
     else:
         twin = _exchanged(scene, pair[0], pair[1], "colour" if kind == "binding" else "box")
     if twin is None:
@@ -128,6 +149,26 @@ def swap_pair(
     if answers != [True, False, False, True]:
         return None
     return SwapPair(kind, scene, twin, caption, foil)
+
+
+def _nearer_or_farther(
+    scene: Scene, first: int, second: int, rng: np.random.Generator
+) -> Scene | None:
+    """The second object moved such that near turns to far or far to near; None if none is found.
+
+    The direction stays horizontal or vertical, so the pair stays in its family of swaps.
+    """
+    before = nearness(scene, first, second)
+    if before is None:
+        return None
+    for _ in range(_MAX_MOVES):
+        twin = moved(scene, second, rng)
+        if twin is None:
+            return None
+        same_family = swap_family(twin, first, second) == swap_family(scene, first, second)
+        if same_family and nearness(twin, first, second) not in (None, before):
+            return twin
+    return None
 
 
 def _exchanged(scene: Scene, first: int, second: int, what: Literal["colour", "box"]) -> Scene:
