@@ -5,7 +5,7 @@ import pytest
 
 from vlp.data.scenes.captions import fill, words_of
 from vlp.data.scenes.claims import Claim, Noun, truth
-from vlp.data.scenes.graph import nearness
+from vlp.data.scenes.graph import gap, nearness
 from vlp.data.scenes.negatives import SWAP_KINDS, sample_swap, swap_pair
 from vlp.data.scenes.splits import held_out_pairs
 
@@ -97,15 +97,11 @@ def _true(caption, scene) -> bool:
     ((subject, relation, reference),) = caption.claim.relations
     one, other = named[subject], named[reference]
     if relation in ("near", "far"):
-        # The least distance of any two points of the boxes' grids of a 64th.
-        points = [
-            np.stack(np.meshgrid(*(np.arange(box[a], box[a] + box[a + 2] + 1) for a in (0, 1))))
-            .reshape(2, -1)
-            for box in (one, other)
-        ]  # fmt: skip
-        least = np.sqrt(((points[0][:, :, None] - points[1][:, None]) ** 2).sum(0)).min()
-        assert not 8 < least < 20
-        return (relation == "near") == bool(least <= 8)
+        # The least distance along either axis of any two points of the boxes, in 64ths.
+        points = [[np.arange(box[a], box[a] + box[a + 2] + 1) for a in (0, 1)] for box in named]
+        least = max(np.abs(a[:, None] - b).min() for a, b in zip(*points, strict=True))
+        assert 10 < least <= 16 or least >= 24
+        return (relation == "near") == bool(least <= 16)
     right = other[0] + other[2] / 2 - one[0] - one[2] / 2
     down = other[1] + other[3] / 2 - one[1] - one[3] / 2
     return {"left": right, "right": -right, "above": down, "below": -down}[relation] > 0
@@ -123,7 +119,10 @@ def test_swaps_that_change_nothing_are_refused(make_scene) -> None:
 
 
 def test_a_picture_in_between_is_neither_near_nor_far(make_scene) -> None:
-    between = make_scene("small red circle left", "small blue square bottom")
+    scene = make_scene("small red circle left", "small blue square right")
+    circle, square = scene.objects
+    assert [gap(circle, square, 64), gap(square, circle, 64)] == [28, 28]
+    between = scene._replace(objects=(circle, square._replace(box=(38.0, 25.0, 14.0, 14.0))))
     assert nearness(between, 0, 1) is None
     assert truth(Claim((Noun(), Noun()), ((0, "near", 1),)), between) is None
     assert swap_pair(between, "distance", (0, 1), np.random.default_rng(0)) is None

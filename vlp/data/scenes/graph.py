@@ -6,7 +6,6 @@ statements and referring expressions of one picture can never contradict each ot
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "black", "white")
@@ -24,7 +23,7 @@ LATTICE = 64
 CLEAR = 8
 """Two centres this many 64ths apart are clearly left of or above one another."""
 
-NEAR, FAR = 8, 20
+NEAR, FAR = 16, 24
 """Boxes with a gap of at most so many 64ths are clearly near, of at least so many clearly far."""
 
 Box = tuple[float, float, float, float]
@@ -76,15 +75,14 @@ def offset(first: Obj, second: Obj, image_size: int) -> tuple[int, int]:
     return round(x * scale), round(y * scale)
 
 
-def gap(first: Obj, second: Obj, image_size: int) -> float:
-    """Length of the shortest way from one box to the other, in 64ths of the side; 0: they touch."""
-    between = [
-        max(second.box[axis] - first.box[axis] - first.box[axis + 2],
-            first.box[axis] - second.box[axis] - second.box[axis + 2], 0)
-        for axis in (0, 1)
-    ]  # fmt: skip
-    # Pixels are rounded; whole 64ths are the same at every image size.
-    return math.hypot(*(round(length * LATTICE / image_size) for length in between))
+def gap(first: Obj, second: Obj, image_size: int) -> int:
+    """The wider of the horizontal and the vertical gap between two boxes, in 64ths of the side.
+
+    Below 0 where they overlap in both. Whole numbers, the same at every image size.
+    """
+    (x, y, width, height), (x2, y2, width2, height2) = first.box, second.box
+    pixels = max(x2 - x - width, x - x2 - width2, y2 - y - height, y - y2 - height2)
+    return round(pixels * LATTICE / image_size)
 
 
 def nearness(scene: Scene, first: int, second: int) -> str | None:

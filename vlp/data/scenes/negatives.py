@@ -17,7 +17,7 @@ import numpy as np
 from vlp.data.draws import draw
 from vlp.data.scenes.captions import Caption, draw_style, fill
 from vlp.data.scenes.claims import truth
-from vlp.data.scenes.graph import Scene, nearness
+from vlp.data.scenes.graph import LATTICE, Scene, gap, nearness
 from vlp.data.scenes.sample import FULL, Variety, moved, sample_scene
 from vlp.data.scenes.splits import held_out_pairs, split_of, swap_family
 
@@ -156,19 +156,26 @@ def _nearer_or_farther(
 ) -> Scene | None:
     """The second object moved such that near turns to far or far to near; None if none is found.
 
-    The direction stays horizontal or vertical, so the pair stays in its family of swaps.
+    The direction stays horizontal or vertical, so the pair stays in its family of swaps. Near ones
+    keep a gap that no patch of a sixth of the picture's side bridges: one that holds both would
+    tell that they are near to a model that knows no places.
     """
     before = nearness(scene, first, second)
-    if before is None:
+    if before is None or _bridged(scene, first, second):
         return None
     for _ in range(_MAX_MOVES):
         twin = moved(scene, second, rng)
         if twin is None:
             return None
         same_family = swap_family(twin, first, second) == swap_family(scene, first, second)
-        if same_family and nearness(twin, first, second) not in (None, before):
+        turned = nearness(twin, first, second) not in (None, before)
+        if same_family and turned and not _bridged(twin, first, second):
             return twin
     return None
+
+
+def _bridged(scene: Scene, first: int, second: int) -> bool:
+    return gap(scene.objects[first], scene.objects[second], scene.image_size) <= LATTICE // 6
 
 
 def _exchanged(scene: Scene, first: int, second: int, what: Literal["colour", "box"]) -> Scene:
