@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     module.add_arguments(parser)
     parser.set_defaults(command=name)
-    options = parser.parse_args(given[1:])
+    options = parser.parse_intermixed_args(given[1:])
     with process_group() as ranks:
         try:
             code: int | None = module.run(options)

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--image-size", type=int, metavar="PX", help="side of pictures (default: the checkpoint's)"
     )
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
-    chosen = parser.parse_args(arguments)
+    chosen = parser.parse_intermixed_args(arguments)
     try:
         convert(
             chosen.checkpoint, chosen.vocabulary, chosen.out, chosen.image_size, chosen.overrides

@@ -293,7 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--config", help="of a pretraining; default: the paper's model")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="need --config")
-    chosen = parser.parse_args(arguments)
+    chosen = parser.parse_intermixed_args(arguments)
     if chosen.overrides and chosen.config is None:
         parser.error("overrides need --config")
     try:

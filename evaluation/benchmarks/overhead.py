@@ -266,7 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=15, help="timed steps of each variant")
     parser.add_argument("--words", type=int, default=15)
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
-    chosen = parser.parse_args(arguments)
+    chosen = parser.parse_intermixed_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         keep_freed_memory()

@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--words", type=int, default=15)
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
-    chosen = parser.parse_args(arguments)
+    chosen = parser.parse_intermixed_args(arguments)
     try:
         config = load_config(chosen.config, PretrainConfig, chosen.overrides)
     except ConfigError as error:

@@ -287,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     parser.add_argument("--precision", choices=["float32", "bf16"], default="float32")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
-    chosen = parser.parse_args(arguments)
+    chosen = parser.parse_intermixed_args(arguments)
     sizes = Sizes(**{name: getattr(chosen, name) for name in Sizes._fields})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     figures: list[Figure] = []

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from evaluation.__main__ import main
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_retrieval_prints_and_writes_beside_the_model(model_folder, scene_shards, capsys):
@@ -47,3 +50,11 @@ def test_a_device_that_is_none_is_refused_at_once(capsys):
         main(["retrieval", "--model", "m", "--shards", "s", "--device", "gpu"])
     assert leaving.value.code == 2
     assert "'gpu' is no device; cpu or cuda is one" in capsys.readouterr().err
+
+
+def test_overrides_stand_anywhere(tmp_path, capsys):
+    config = ROOT / "configs" / "ablation" / "cross_position.yaml"
+    settings = ["seeds=[0,1]", "--config", str(config), f"output={tmp_path}", "--report", "jobs=1"]
+    assert main(["ablation", *settings]) == 0
+    assert "variants with 2 seeds each" in capsys.readouterr().out
+    assert (tmp_path / "report.md").exists()
