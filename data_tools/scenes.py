@@ -232,7 +232,7 @@ def _check(arguments: argparse.Namespace) -> None:
     settings = {name: getattr(arguments, name) for name in _SETTINGS}
     if arguments.kinds:
         settings["kinds"] = arguments.kinds
-        if arguments.objects < 2 and arguments.kinds != ["place"]:
+        if arguments.objects < 2 and {*arguments.kinds} != {"place"}:
             raise ConfigError(f"--kinds {' '.join(arguments.kinds)} want --objects 2 at least")
     settings["version"] = CORPUS_VERSION
     path = arguments.out / SETTINGS_NAME

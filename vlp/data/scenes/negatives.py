@@ -2,9 +2,8 @@
 
 The captions of a pair differ only in a place, only in the relation, only in the order of the nouns,
 only in which object has which colour, or only in whether two objects are near or far, and the
-pictures differ only in the same. A text alone
-cannot know which of the two is right, because each is right once; nor can a bag of words, because
-both pictures show the same colours, shapes and boxes.
+pictures differ only in the same. A text alone cannot know which of the two is right, because each
+is right once; nor can a bag of words, because both pictures show the same colours and shapes.
 """
 
 from __future__ import annotations
@@ -60,7 +59,6 @@ _MAX_ATTEMPTS = 1000
 _MAX_MOVES = 20
 _NEW = 1 << 40
 """Scenes of training from this index on are no part of any corpus that is trained on."""
-
 
 _PATTERNS_OF: dict[SwapKind, tuple[str, ...]] = {
     "place": PLACE_PATTERNS,
