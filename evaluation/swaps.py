@@ -1,8 +1,8 @@
 """Swaps: two pictures and two captions, each caption true of exactly one of the pictures.
 
-The pictures show the same objects in another arrangement (`place`, `relation`, `order`), or the
-same boxes with exchanged colours (`binding`), so neither a caption alone nor a bag of words can
-answer. The scores are Winoground's (Thrush et al. 2022, section 3.2).
+The pictures show the same objects in another arrangement (`place`, `relation`, `order`,
+`distance`), or the same boxes with exchanged colours (`binding`), so neither a caption alone nor a
+bag of words can answer. The scores are Winoground's (Thrush et al. 2022, section 3.2).
 """
 
 from __future__ import annotations

@@ -29,7 +29,9 @@ def swap_kinds(variety: Variety) -> tuple[SwapKind, ...]:
 
     All but `place` need two objects. `distance` is for a corpus of its own.
     """
-    return SWAP_KINDS[:4] if variety.objects > 1 else SWAP_KINDS[:1]
+    if variety.objects == 1:
+        return ("place",)
+    return tuple(kind for kind in SWAP_KINDS if kind != "distance")
 
 
 PATTERNS = (
