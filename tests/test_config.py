@@ -71,6 +71,11 @@ def test_numbers_without_a_dot_are_numbers(tmp_path):
         ("momentum: 0.9\n", [], ["unknown key 'momentum'", "objectives.teacher.momentum"]),
         ("", ["training.seed=abc"], ["command line", "training.seed", "valid integer", "abc"]),
         ("", ["data.canonical_streams=3"], ["batch 8 is not a multiple", "canonical_streams 3"]),
+        (
+            "model: {cross: {layout: text}}\n",
+            ["objectives.mim.output=cross"],
+            ["objectives.mim.output is cross", "layout text"],
+        ),
         ("", ["training"], ["write key.sub=value"]),
         ("inherit: run.yaml\n", [], ["inherits from itself"]),
         ("inherit: missing.yaml\n", [], ["missing.yaml", "cannot read"]),

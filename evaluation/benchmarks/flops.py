@@ -155,6 +155,8 @@ def our_anchor_parts(config: ModelConfig, shape: Shape) -> list[Part]:
     tables = gathered = embedded = 0.0
     for queries, keys in directions:
         for role in anchor.roles:
+            if role == "value" and not anchor.value_pooled:
+                continue
             tokens = queries if role == "query" else keys
             tables += 2 * tokens * groups * width
         if "value" in anchor.roles:

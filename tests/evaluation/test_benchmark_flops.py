@@ -54,6 +54,7 @@ CROSS = [
     {"layout": "albef"},
     {"anchor": {"groups": 4, "roles": ("query",)}},
     {"anchor": {"groups": 2, "roles": ("key", "value"), "shared_heads": True}},
+    {"anchor": {"groups": 2, "roles": ("query", "value"), "value_pooled": False}},
     {"anchor": {"groups": 2, "features": "encoder"}},
     {"anchor": {"groups": 2, "mode": "bias"}},
     {"anchor": {"groups": 2, "mode": "bias", "shared_heads": True}, "layout": "text"},

@@ -18,6 +18,7 @@ ANCHORS = [
     {"roles": ("query",)},
     {"roles": ("key",)},
     {"roles": ("value",)},
+    {"value_pooled": False},
     {"features": "encoder"},
     {"shared_heads": True, "scale": 2.0},
     {"mode": "bias", "shared_heads": True},

@@ -32,11 +32,13 @@ def heads(x):
     return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
 
 
+@pytest.mark.parametrize("pooled", [True, False])
 @pytest.mark.parametrize("text_queries", [True, False])
 @pytest.mark.parametrize("roles", [("query", "key", "value"), ("query",), ("value",), ("key",)])
-def test_contextual_mode_is_equations_10_to_12(field, text_queries, roles):
+def test_contextual_mode_is_equations_10_to_12(field, text_queries, roles, pooled):
     field, words = field
-    position = create_position("anchor", width=WIDTH, heads=HEADS, groups=GROUPS, roles=roles)
+    options = {"width": WIDTH, "heads": HEADS, "groups": GROUPS}
+    position = create_position("anchor", **options, roles=roles, value_pooled=pooled)
     layer = attention_with(position)
     text, image = torch.randn(3, 5, WIDTH).double(), torch.randn(3, 7, WIDTH).double()
     mask = torch.tensor([[True] * 5, [True] * 4 + [False], [True] * 3 + [False] * 2])
@@ -54,7 +56,7 @@ def test_contextual_mode_is_equations_10_to_12(field, text_queries, roles):
     asking, answering = ("text", "image") if text_queries else ("image", "text")
     query = heads(layer.query(queries + added("query", asking)))
     key = heads(layer.key(keys + added("key", answering)))
-    value = heads(layer.value(keys + added("value", answering)))
+    value = heads(layer.value(keys + (added("value", answering) if pooled else 0)))
     logits = query @ key.transpose(-1, -2) / (WIDTH // HEADS) ** 0.5
     if key_mask is not None:
         logits = logits.masked_fill(~key_mask[:, None, None, :], -1e300)

@@ -64,6 +64,10 @@ def batch(rows=ROWS, seed=0):
         ({"mim": None, "mlm": None}, {"contrastive", "token", "word", "phrase", "itm"}),
         ({"itm": None, "mim": None}, {"contrastive", "token", "word", "phrase", "mlm"}),
         ({"contrastive": None}, {"itm", "mlm", "mim"}),
+        (
+            {"itm": None, "mlm": None, "mim": {"output": "cross"}},
+            {"contrastive", "token", "word", "phrase", "mim"},
+        ),
     ],
 )
 def test_the_configuration_decides_what_is_trained(objectives, losses):
@@ -87,6 +91,27 @@ def test_total_is_the_weighted_sum():
         + 3 * parts["mim"]
     )
     torch.testing.assert_close(losses.loss.detach(), expected)
+
+
+def test_pixels_predicted_from_the_cross_modal_output_read_the_text():
+    """Reading A30, the other option: masked patches meet the clean text (and its paths)."""
+    given, other = batch(), batch()
+    other = other._replace(text_ids=other.text_ids.roll(1, 0).where(other.attention_mask, 0))
+    for output in ("image", "cross"):
+        built = task(ALL | {"mim": {"output": output}})
+        losses = [built(each, 0).losses["mim"] for each in (given, other)]
+        assert torch.equal(*losses) == (output == "image")
+
+
+def test_pixels_behind_the_mask_are_not_seen_through_the_cross_modal_encoder():
+    built = task(ALL | {"mim": {"output": "cross"}})
+    given = batch()
+    hidden = given.mim_mask.repeat_interleave(4, 1).repeat_interleave(4, 2)[:, None]
+    states = []
+    built.mim_head.register_forward_hook(lambda module, given, out: states.append(out))
+    built(given, 0)
+    built(given._replace(pixels=torch.where(hidden, 0.5, given.pixels)), 0)
+    torch.testing.assert_close(*states, rtol=0, atol=0)
 
 
 def test_every_parameter_is_trained():

@@ -96,6 +96,9 @@ class AnchorConfig(Config):
     )
     shared_heads: bool = Field(False, description="one embedding for all heads (Table 6)")
     scale: float = Field(1.0, gt=0, description="factor of the path before it is embedded")
+    value_pooled: bool = Field(
+        True, description="values carry the mean embedding, too, as Eq. 12 prints it (reading A22)"
+    )
     path_gradient: bool = False
 
     @model_validator(mode="after")

@@ -137,6 +137,7 @@ def _between(name: str, config: CrossConfig, width: int) -> PositionEncoding:
         mode=anchor.mode,
         shared_heads=anchor.shared_heads,
         scale=anchor.scale,
+        value_pooled=anchor.value_pooled,
     )
 
 

@@ -13,7 +13,7 @@ from vlp.layers.text_embedding import BERT_DEVIATION
 from vlp.models.config import ModelConfig
 from vlp.models.cross_encoder import CrossEncoder, Pairs
 from vlp.models.features import CrossFeatures, ImageFeatures, TextFeatures
-from vlp.models.image_encoder import ImageEncoder
+from vlp.models.image_encoder import ImageEncoder, PatchEdit
 from vlp.models.text_encoder import TextEncoder
 from vlp.positions import CROSS_MODAL
 from vlp.positions.anchor_field import AnchorField, anchor_field, joined_fields, uniform_field
@@ -60,13 +60,14 @@ class VLPModel(nn.Module):
         fixed = config.cross.anchor.threshold
         self.register_buffer("anchor_threshold", torch.tensor(fixed or 0.0))
 
-    def encode_image(self, pixels: Tensor) -> ImageFeatures:
+    def encode_image(self, pixels: Tensor, edit: PatchEdit | None = None) -> ImageFeatures:
         """Encode pictures.
 
         Args:
             pixels: (B, 3, height, width), normalised as the model folder's preprocessing does.
+            edit: changes patch embeddings (B, M, width) before positions are added.
         """
-        states = self.image_encoder(pixels)
+        states = self.image_encoder(pixels, edit)
         projection = self.image_encoder.projection
         return ImageFeatures(
             states=states,

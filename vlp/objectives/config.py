@@ -62,6 +62,11 @@ class MIMConfig(Config):
     weight: float = Field(1.0, ge=0)
     ratio: float = Field(0.6, gt=0, lt=1, description="share of patches that are masked")
     unit: int = Field(2, ge=1, description="masked in squares of this many patches a side")
+    output: Literal["image", "cross"] = Field(
+        "image",
+        description="which encoder's output predicts pixels: the image encoder's, or the "
+        "cross-modal encoder's beside the clean text (layout `ace`; reading A30)",
+    )
 
 
 class TeacherConfig(Config):

@@ -18,8 +18,8 @@ class AnchorPosition(PositionEncoding):
     In contextual mode each role (query, key, value) owns one table W of shape (groups, width)
     (reading A23). By linearity E = P W is never built: mean(E) = mean(P) W enters the inputs
     (Eq. 10) and sum_j a_ij E_ij = (sum_j a_ij P_ij) W the output (Eq. 12). The pooled term on the
-    value side uses the value table (reading A32). In bias mode (Eq. 9) one table and one vector
-    W_E per head give P (W W_E) / sqrt(head width) (reading A18).
+    value side uses the value table (readings A22 and A32). In bias mode (Eq. 9) one table and one
+    vector W_E per head give P (W W_E) / sqrt(head width) (reading A18).
 
     Tables start at zero: the layer then computes exactly what it would without the encoding.
 
@@ -32,6 +32,7 @@ class AnchorPosition(PositionEncoding):
         shared_heads: E has the channels of one head and all heads use it (reading A24; W_E then
             is one vector too); otherwise each head owns its part of W.
         scale: factor of the path before it is embedded (reading A16: 1, the path as it is).
+        value_pooled: whether values carry mean(E), too, as Eq. 12 prints it (reading A22).
 
     Raises:
         ValueError: an unknown role or mode, or heads that do not divide the width.
@@ -46,6 +47,7 @@ class AnchorPosition(PositionEncoding):
         mode: str = "contextual",
         shared_heads: bool = False,
         scale: float = 1.0,
+        value_pooled: bool = True,
     ) -> None:
         super().__init__()
         unknown = set(roles) - {"query", "key", "value"}
@@ -56,7 +58,7 @@ class AnchorPosition(PositionEncoding):
         if width % heads:
             raise ValueError(f"{heads} heads do not divide {width} channels")
         self.heads, self.mode, self.roles = heads, mode, tuple(roles)
-        self.shared_heads, self.scale = shared_heads, scale
+        self.shared_heads, self.scale, self.value_pooled = shared_heads, scale, value_pooled
         channels = width // heads if shared_heads else width
         if mode == "bias":
             self.table = nn.Parameter(torch.zeros(groups, channels))
@@ -85,7 +87,7 @@ class AnchorPosition(PositionEncoding):
         return (
             self._shifted("query", query, asking),
             self._shifted("key", key, answering),
-            self._shifted("value", value, answering),
+            self._shifted("value", value, answering) if self.value_pooled else value,
         )
 
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:

@@ -173,7 +173,7 @@ class Pretraining(nn.Module):
             weights["mlm"] = objectives.mlm.weight
         if objectives.mim:
             with record_function("pass/patches"):
-                losses["mim"] = self._masked_patches(batch)
+                losses["mim"] = self._masked_patches(batch, clean)
             weights["mim"] = objectives.mim.weight
 
         scaled = normalise(losses)
@@ -347,11 +347,17 @@ class Pretraining(nn.Module):
         logits = self.mlm_head(states, self.model.text_encoder.embedding.word.weight)
         return mlm_loss(logits, labels, None if taught is None else taught.soft_words, alpha)
 
-    def _masked_patches(self, batch: Batch) -> Loss:
+    def _masked_patches(self, batch: Batch, clean: Clean) -> Loss:
         def hide(patches: Tensor) -> Tensor:
             return self.mim_head.mask_token(patches, batch.mim_mask)
 
-        states = self.model.image_encoder(batch.pixels, hide)
+        assert self.objectives.mim is not None
+        if self.objectives.mim.output == "image":
+            states = self.model.image_encoder(batch.pixels, hide)
+        else:
+            crossed = self.model.cross(self.model.encode_image(batch.pixels, hide), clean.text)
+            assert crossed.image is not None
+            states = crossed.image
         return mim_loss(self.mim_head(states[:, 1:]), batch.pixels, batch.mim_mask, batch.valid)
 
     def _pair_temperature(self) -> Tensor | float:

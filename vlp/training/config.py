@@ -116,6 +116,12 @@ class PretrainConfig(DeepSpeedRunConfig):
 
     @model_validator(mode="after")
     def _fits(self) -> PretrainConfig:
+        layout, mim = self.model.cross.layout, self.objectives.mim
+        if mim and mim.output == "cross" and layout != "ace":
+            raise ValueError(
+                f"objectives.mim.output is cross, and layout {layout} has no image stream; only "
+                "ace has one"
+            )
         batch, streams = self.training.batch, self.data.canonical_streams
         if batch % streams:
             raise ValueError(
