@@ -1,15 +1,16 @@
 import pytest
 import torch
 
-from vlp.layers.text_embedding import BERT_DEVIATION, SINE_STRENGTH, TextEmbedding
+from vlp.layers.text_embedding import BERT_DEVIATION, TextEmbedding
 
 
-def test_positions_start_stronger_than_words_and_tell_distances():
+@pytest.mark.parametrize("sines", [3.0, 0.5])
+def test_positions_start_as_strong_as_asked_and_tell_distances(sines):
     torch.manual_seed(0)
-    embedding = TextEmbedding(500, 64, 40)
+    embedding = TextEmbedding(500, 64, 40, sines)
     table = embedding.position.weight
     strength = table.square().mean().sqrt() / embedding.word.weight.square().mean().sqrt()
-    assert strength.item() == pytest.approx(SINE_STRENGTH, rel=0.05)
+    assert strength.item() == pytest.approx(sines, rel=0.05)
     products = table @ table.T
     for distance in range(1, 4):  # what two places have in common depends on how far they are apart
         of_pairs = products.diagonal(distance)
@@ -18,10 +19,11 @@ def test_positions_start_stronger_than_words_and_tell_distances():
     assert (neighbours.argmax(-1) == 4).all()
 
 
-def test_words_start_as_berts():
+def test_words_start_as_berts_and_positions_do_without_sines():
     torch.manual_seed(0)
-    embedding = TextEmbedding(2000, 64, 8)
-    assert embedding.word.weight.std().item() == pytest.approx(BERT_DEVIATION, rel=0.02)
+    embedding = TextEmbedding(2000, 64, 500, 0.0)
+    for table in (embedding.word.weight, embedding.position.weight):
+        assert table.std().item() == pytest.approx(BERT_DEVIATION, rel=0.02)
 
 
 def test_order_reaches_the_output():

@@ -201,3 +201,13 @@ def test_fused_attention_equals_the_explicit_one():
 def test_sizes_that_do_not_fit_are_named(part, message):
     with pytest.raises(ValidationError, match=message):
         ModelConfig.model_validate(TINY_MODEL | part)
+
+
+@pytest.mark.parametrize("amplitude", [0.0, 0.25])
+def test_image_positions_start_as_sines_or_small(amplitude):
+    config = ModelConfig.model_validate(
+        TINY_MODEL | {"image": TINY_MODEL["image"] | {"position_sines": amplitude}}
+    )
+    table = VLPModel(config).image_encoder.vit.pos_embed[0, 1:]
+    strength = table.square().mean().sqrt().item()
+    assert strength == pytest.approx(amplitude * 0.5**0.5 or 0.02, rel=0.2)

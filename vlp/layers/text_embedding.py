@@ -9,38 +9,42 @@ from vlp.layers.post_norm import NORM_EPS
 from vlp.positions.sine import sinusoid
 
 BERT_DEVIATION = 0.02
-SINE_STRENGTH = 3.0
-"""Root mean square of a starting position over that of a word."""
 SINE_BASE = 100.0
 
 
 class TextEmbedding(nn.Module):
     """Word, position and type embeddings, added and normalised.
 
-    Words and types start as BERT's do. Learned positions start as sines that are stronger than
-    words: from BERT's small random vectors, which word stands beside which is learned last, and
-    until then a text is a bag of words (docs/anchors.md).
+    Words and types start as BERT's do. Learned positions start as sines, `sines` times as strong
+    as words by root mean square, or with 0 as BERT's do, small and random. From these, which word
+    stands beside which is learned last, and until then a text is a bag of words; from strong sines
+    what texts have in common hides at first what they say (docs/anchors.md has both).
 
     Raises:
         ValueError: a width that is odd; a text longer than the position table.
     """
 
-    def __init__(self, vocab_size: int, width: int, max_positions: int, types: int = 2) -> None:
+    def __init__(
+        self, vocab_size: int, width: int, max_positions: int, sines: float = 3.0, types: int = 2
+    ) -> None:
         super().__init__()
         self.word = nn.Embedding(vocab_size, width)
         self.position = nn.Embedding(max_positions, width)
         self.token_type = nn.Embedding(types, width)
         self.norm = nn.LayerNorm(width, eps=NORM_EPS)
-        self._start()
+        for table in (self.word, self.token_type):
+            nn.init.normal_(table.weight, std=BERT_DEVIATION)
+        self._start_positions(sines)
 
     @torch.no_grad()
-    def _start(self) -> None:
-        nn.init.normal_(self.word.weight, std=BERT_DEVIATION)
-        nn.init.normal_(self.token_type.weight, std=BERT_DEVIATION)
+    def _start_positions(self, strength: float) -> None:
+        if not strength:
+            nn.init.normal_(self.position.weight, std=BERT_DEVIATION)
+            return
         sines = sinusoid(
             torch.arange(len(self.position.weight)), self.word.embedding_dim, SINE_BASE
         )
-        self.position.weight.copy_(SINE_STRENGTH * BERT_DEVIATION * 2**0.5 * sines)
+        self.position.weight.copy_(strength * BERT_DEVIATION * 2**0.5 * sines)
 
     def forward(self, text_ids: Tensor) -> Tensor:
         """(B, N) int64 -> (B, N, width)."""

@@ -128,7 +128,7 @@ class AnswerDecoder(nn.Module):
             raise ConfigError(f"decoder.heads {heads} do not divide the model's width {text.width}")
         self.config = config
         self.embedding = (
-            TextEmbedding(text.vocab_size, text.width, text.max_positions)
+            TextEmbedding(text.vocab_size, text.width, text.max_positions, text.position_sines)
             if config.embedding == "own"
             else None
         )

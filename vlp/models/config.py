@@ -25,6 +25,12 @@ class TextConfig(Config):
     intermediate: int = 3072
     max_positions: int = 512
     max_tokens: int = Field(30, ge=3, description="tokens of a padded caption, [CLS] and [SEP] in")
+    position_sines: float = Field(
+        3.0,
+        ge=0,
+        description="strength of the sines that learned positions start as, in words' strengths; "
+        "0: small and random, as BERT's; with public weights it says nothing",
+    )
     weights: str | None = Field(None, description="folder, file or hub name of a public BERT")
 
     @model_validator(mode="after")
@@ -49,8 +55,13 @@ class ImageConfig(Config):
     intermediate: int = 3072
     position: Literal["learned", "none"] = Field(
         "learned",
-        description="learned from a start of 2D sines; with none, what is where is left to the "
-        "cross-modal encoder",
+        description="with none, what is where is left to the cross-modal encoder",
+    )
+    position_sines: float = Field(
+        0.5,
+        ge=0,
+        description="amplitude of the 2D sines that learned positions start as; 0: small and "
+        "random, as ViT's; with public weights it says nothing",
     )
     weights: str | None = Field(
         None,

@@ -14,7 +14,6 @@ from vlp.models.config import ImageConfig
 
 PatchEdit = Callable[[Tensor], Tensor]
 
-SINE_AMPLITUDE = 0.5
 SINE_BASE = 100.0
 """Wavelengths from 2 pi patches to 100 times that."""
 
@@ -39,7 +38,7 @@ class ImageEncoder(nn.Module):
             global_pool="",
             pos_embed="learn" if config.position == "learned" else "none",
         )
-        if self.vit.pos_embed is not None:
+        if self.vit.pos_embed is not None and config.position_sines:
             _start_positions(self.vit.pos_embed, config)
         self.projection = nn.Linear(config.width, embed_dim)
 
@@ -67,11 +66,11 @@ class ImageEncoder(nn.Module):
 
 @torch.no_grad()
 def _start_positions(table: Tensor, config: ImageConfig) -> None:
-    """Learned positions, (1, 1 + M, width), begin as 2D sines about as strong as patches are.
+    """Learned positions, (1, 1 + M, width), begin as 2D sines.
 
     From small random vectors, where a patch lies is learned last, if at all: a probe of the place
     of a single object then needs three times the steps.
     """
     sines = build_sincos2d_pos_embed(list(config.grid), config.width, temperature=SINE_BASE)
     table.zero_()
-    table[0, 1:] = SINE_AMPLITUDE * sines
+    table[0, 1:] = config.position_sines * sines

@@ -14,7 +14,9 @@ class TextEncoder(nn.Module):
 
     def __init__(self, config: TextConfig, embed_dim: int) -> None:
         super().__init__()
-        self.embedding = TextEmbedding(config.vocab_size, config.width, config.max_positions)
+        self.embedding = TextEmbedding(
+            config.vocab_size, config.width, config.max_positions, config.position_sines
+        )
         self.layers = nn.ModuleList(
             PostNormLayer(config.width, config.heads, config.intermediate)
             for _ in range(config.layers)
