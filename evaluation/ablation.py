@@ -70,6 +70,9 @@ class TableConfig(Config):
     """A table in the paper's layout; `paper` heads the columns of its figures."""
 
     title: str
+    about: Literal["swaps", "anchors"] = Field(
+        "swaps", description="what its columns show and its tests look at"
+    )
     paper: tuple[str, ...] = ()
     reference: str = Field(description="variant that the others are compared with, seed by seed")
     rows: tuple[RowConfig, ...]
@@ -221,7 +224,10 @@ def _run(
 
 
 def judge(model: Path, threads: int, corpus: Path) -> dict[str, float]:
-    """Figures in percent: swaps in three views, recall at 1 and pointing on held-out scenes."""
+    """Figures in percent: swaps in three views, recall at 1, pointing and paths on held-out scenes.
+
+    Of paths the spread is no share, but in patches and tokens.
+    """
     import torch
 
     import vlp
@@ -241,8 +247,15 @@ def judge(model: Path, threads: int, corpus: Path) -> dict[str, float]:
     for key in recall.figures:
         if key[2] == "R@1":
             figures["/".join(key)] = 100 * recall.figures[key].value
-    for kind, words in evaluate_pointing(loaded, [corpus / "val"], resamples=1).kinds.items():
+    pointing = evaluate_pointing(loaded, [corpus / "val"], resamples=1)
+    for kind, words in pointing.kinds.items():
         figures[f"pointing/{kind}"] = 100 * words.pointing.value
+        if words.anchors is not None:
+            figures[f"anchors/{kind}"] = 100 * words.anchors.value
+    if pointing.paths is not None:
+        figures["paths/anchors"] = 100 * pointing.paths.anchors
+        figures["paths/reachable"] = 100 * pointing.paths.reachable
+        figures["paths/spread"] = pointing.paths.spread
     return figures
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from evaluation.runs import Results, write_csv
 
 JUDGED = "swaps/{view}/{scorer}/all/pair"
 """The figure that gates and tests look at: right comparisons of the cross-modal encoder."""
+
+SPREAD = "paths/spread"
+"""The one figure that is no percentage: patches and tokens."""
 
 RECALL = ("rerank/text_to_image/R@1", "rerank/image_to_text/R@1")
 """What the paper compares; differences are those of the mean of both."""
@@ -34,6 +37,51 @@ COLUMNS = {
 _JUDGES = {
     "match": "image-text matching",
     "words": "the likelihood of the masked words (ITM: by image-text matching)",
+}
+_SEEDS = "Ours: percent, mean ± standard deviation over seeds; "
+
+
+class Layout(NamedTuple):
+    """What a table shows.
+
+    columns: figures by their headings. tested: headings of the differences, each of the mean of
+    some figures; the first is what the smallest difference is told of. note: what it all means.
+    """
+
+    columns: dict[str, str]
+    tested: dict[str, tuple[str, ...]]
+    note: str
+
+
+LAYOUTS = {
+    "swaps": Layout(
+        COLUMNS,
+        {"all swaps": (JUDGED,), "R@1": RECALL},
+        _SEEDS + "swaps: right comparisons, chance 50 (group: 16.7), by {judge}; R@1 re-ranked, "
+        "held-out scenes, its differences those of the mean of both directions; p by a paired "
+        "t-test.",
+    ),
+    "anchors": Layout(
+        {
+            "R@1 t→i": "dual/text_to_image/R@1",
+            "R@1 i→t": "dual/image_to_text/R@1",
+            "colour words": "pointing/colour",
+            "shape words": "pointing/shape",
+            "anchors in box: colour": "anchors/colour",
+            "shape": "anchors/shape",
+            "anchors": "paths/anchors",
+            "reachable": "paths/reachable",
+            "spread": SPREAD,
+        },
+        {
+            "colour words": ("pointing/colour",),
+            "R@1": ("dual/text_to_image/R@1", "dual/image_to_text/R@1"),
+        },
+        _SEEDS + "words: whose most similar patch lies in their object's box; anchors in box: of "
+        "a word's anchors; anchors and reachable: of all patches and words; spread: standard "
+        "deviation of a word's paths, in patches and tokens; R@1: of the dual encoder, held-out "
+        "scenes, its differences those of the mean of both directions; p by a paired t-test.",
+    ),
 }
 
 
@@ -108,60 +156,69 @@ def tables(config: AblationConfig, results: Results) -> list[Table]:
 
 
 def _table(table: TableConfig, results: Results, scorer: str) -> Table:
-    columns = _columns(results, scorer)
-    tested = [f"{what} − {table.reference}" for what in ("all swaps", "R@1")]
-    head = ["", *columns, *tested, "seeds", *(f"paper: {p}" for p in table.paper)]
-    rows = [_row(row, table, columns, results, scorer) for row in table.rows]
+    layout = LAYOUTS[table.about]
+    columns = _columns(layout, results, scorer)
+    tested = {
+        what: [name.replace("{scorer}", scorer) for name in figures]
+        for what, figures in layout.tested.items()
+    }
+    head = ["", *columns, *(f"{what} − {table.reference}" for what in tested), "seeds"]
+    head += [f"paper: {p}" for p in table.paper]
+    rows = [_row(row, table, columns, tested, results) for row in table.rows]
+    first, figures = next(iter(tested.items()))
     differences = [
-        judged(results, row.variant, table.reference, scorer)
+        _tested(results, row, table.reference, figures)
         for row in table.rows
         if row.view == "picture" and row.variant != table.reference
     ]
     deviations = [found.deviation for found in differences if found.seeds > 1]
-    notes = [
-        "Ours: percent, mean ± standard deviation over seeds; swaps: right comparisons, chance 50 "
-        f"(group: 16.7), by {_JUDGES[scorer]}; R@1 re-ranked, held-out scenes, its differences "
-        "those of the mean of both directions; p by a paired t-test."
-    ]
+    notes = [layout.note.format(judge=_JUDGES[scorer])]
     if deviations:
         seeds = min(found.seeds for found in differences if found.seeds > 1)
         typical = float(np.sqrt(np.mean(np.square(deviations))))
         notes.append(
-            f"Differences of swaps varied by {typical:.1f} points between seeds: "
+            f"Differences of {first} varied by {typical:.1f} points between seeds: "
             f"{detectable(typical, seeds):.1f} points are what {seeds} seeds can detect."
         )
     return Table(table.title, head, rows, notes)
 
 
-def _columns(results: Results, scorer: str) -> dict[str, str]:
+def _columns(layout: Layout, results: Results, scorer: str) -> dict[str, str]:
     """Those that any result has: a corpus of single objects has swaps of places alone."""
     known = {name for result in results.values() for name in result["figures"]}
-    wanted = {head: name.replace("{scorer}", scorer) for head, name in COLUMNS.items()}
+    wanted = {head: name.replace("{scorer}", scorer) for head, name in layout.columns.items()}
     if scorer == "match":
-        del wanted["ITM"]  # the other columns are its own
+        wanted.pop("ITM", None)  # the other columns are its own
     return {head: name for head, name in wanted.items() if name.format(view="picture") in known}
 
 
+def _tested(results: Results, row: RowConfig, reference: str, figures: Sequence[str]) -> Difference:
+    """A row against the reference's pictures."""
+    own, plain = ([name.format(view=v) for name in figures] for v in (row.view, "picture"))
+    return _compare(results, row.variant, reference, own, plain)
+
+
 def _row(
-    row: RowConfig, table: TableConfig, columns: dict[str, str], results: Results, scorer: str
+    row: RowConfig,
+    table: TableConfig,
+    columns: Mapping[str, str],
+    tested: Mapping[str, Sequence[str]],
+    results: Results,
 ) -> list[str]:
     seeds = sorted(seed for name, seed in results if name == row.variant)
+    pictured = row.view == "picture"
     cells = [row.label]
     for name in columns.values():
-        if row.view != "picture" and not name.startswith("swaps"):
+        if not pictured and "{view}" not in name:
             cells.append("")
             continue
+        found = [results[row.variant, seed]["figures"] for seed in seeds]
         figure = name.format(view=row.view)
-        cells.append(
-            mean_and_deviation(
-                np.array([results[row.variant, seed]["figures"][figure] for seed in seeds])
-            )
-        )
-    same, pictured = row.variant == table.reference, row.view == "picture"
-    swaps = judged(results, row.variant, table.reference, scorer, row.view)
-    recall = _compare(results, row.variant, table.reference, RECALL, RECALL)
-    cells.append("" if same and pictured else str(swaps))
-    cells.append("" if same or not pictured else str(recall))
+        values = np.array([each[figure] for each in found if figure in each])
+        cells.append(mean_and_deviation(values, decimals=2 if figure == SPREAD else 1))
+    for figures in tested.values():
+        seen = all("{view}" in name for name in figures)
+        empty = (pictured and row.variant == table.reference) or not (pictured or seen)
+        cells.append("" if empty else str(_tested(results, row, table.reference, figures)))
     cells.append(str(len(seeds)))
-    figures = [f"{figure:g}" for figure in row.paper] or [""] * len(table.paper)
-    return [*cells, *figures]
+    return [*cells, *([f"{figure:g}" for figure in row.paper] or [""] * len(table.paper))]

@@ -56,9 +56,9 @@ def difference(values: Sequence[float], reference: Sequence[float]) -> Differenc
     return Difference(float(gap.mean()), deviation, p, len(gap))
 
 
-def mean_and_deviation(values: NDArray[np.float64]) -> str:
+def mean_and_deviation(values: NDArray[np.float64], decimals: int = 1) -> str:
     """`71.0 ± 1.2`, or a dash where there is nothing."""
     if not len(values):
         return "–"
-    spread = f" ± {values.std(ddof=1):.1f}" if len(values) > 1 else ""
-    return f"{values.mean():.1f}{spread}"
+    spread = f" ± {values.std(ddof=1):.{decimals}f}" if len(values) > 1 else ""
+    return f"{values.mean():.{decimals}f}{spread}"

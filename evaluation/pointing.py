@@ -27,7 +27,11 @@ from vlp.data.named_words import NamedWord, named_words, word_positions
 from vlp.data.patches import patches_in_box
 from vlp.data.skips import Skip
 from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
+from vlp.models.cross_encoder import Pairs
+from vlp.models.features import ImageFeatures, TextFeatures
 from vlp.models.folder import Loaded
+from vlp.models.vlp import VLPModel
+from vlp.objectives.anchor_statistics import anchor_sums, from_sums
 from vlp.positions.anchor import group_similarity
 
 KINDS = ("colour", "shape", "object")
@@ -50,14 +54,31 @@ class KindFigures(NamedTuple):
     anchors: Figure | None
 
 
+class PathFigures(NamedTuple):
+    """What ACE-RPE makes of all words and patches, means over channel groups.
+
+    anchors: share of entries (patch, word) with S at least the threshold. reachable: share of
+    entries with a path. spread: standard deviation of a word's path over the patches it reaches,
+    in patches and tokens; near 0 the position says nothing.
+    """
+
+    anchors: float
+    reachable: float
+    spread: float
+
+
 @dataclass(frozen=True)
 class PointingResult:
-    """Pointing accuracy by kind of word (`colour`, `shape`, `object`)."""
+    """Pointing accuracy by kind of word (`colour`, `shape`, `object`).
+
+    paths: None for a model without ACE-RPE.
+    """
 
     scenes: int
     shards: tuple[str, ...]
     kinds: dict[str, KindFigures]
     skipped: dict[str, int] = field(default_factory=dict)
+    paths: PathFigures | None = None
 
     def table(self) -> Table:
         """One row for each kind of word, in percent."""
@@ -83,6 +104,12 @@ class PointingResult:
             "anchors in its box",
         ]
         notes = ["Percent; in brackets 95 % bootstrap intervals over pictures."]
+        if self.paths is not None:
+            notes.append(
+                f"Of all patches and words {self.paths.anchors:.1%} are anchors, "
+                f"{self.paths.reachable:.1%} have a path; a word's paths have a standard deviation "
+                f"of {self.paths.spread:.2f}."
+            )
         title = f"Pointing of the most similar patch, {self.scenes} pictures"
         return Table(title, head, rows, notes)
 
@@ -100,6 +127,7 @@ class PointingResult:
             "scenes": self.scenes,
             "skipped": self.skipped,
             "kinds": kinds,
+            "paths": None if self.paths is None else self.paths._asdict(),
         }
 
     def save(self, folder: str | Path) -> Path:
@@ -151,14 +179,14 @@ def evaluate_pointing(
     ranks = Ranks.current()
     samples = Samples(shards, limit)
 
-    def ask(block: int) -> tuple[list[Asked], list[Skip]]:
+    def ask(block: int) -> tuple[list[Asked], torch.Tensor, list[Skip]]:
         numbers = range(len(samples))[block * batch : (block + 1) * batch]
         read = [(number, samples.read(number)) for number in numbers]
         good = [(number, sample) for number, sample in read if isinstance(sample, Sample)]
         with torch.no_grad(), precision_context(place, precision):
-            asked = _ask_scenes(loaded, good, place)
+            asked, paths = _ask_scenes(loaded, good, place)
         bar.update(len(numbers))
-        return asked, [sample for _, sample in read if isinstance(sample, Skip)]
+        return asked, paths, [sample for _, sample in read if isinstance(sample, Skip)]
 
     quiet = not (progress and ranks.first)
     with (
@@ -166,8 +194,8 @@ def evaluate_pointing(
         tqdm(total=len(ranks.share(len(samples))), desc="point", disable=quiet) as bar,
     ):
         parts = ranks.map_blocks(-(-len(samples) // batch), ask)
-    skipped = count_kinds([skip for _, skips in parts for skip in skips])
-    asked = [word for words, _ in parts for word in words]
+    skipped = count_kinds([skip for *_, skips in parts for skip in skips])
+    asked = [word for words, *_ in parts for word in words]
     if not asked:
         raise EvaluationError(
             f"{', '.join(samples.folders)}: no word to ask in {len(samples)} samples "
@@ -182,16 +210,21 @@ def evaluate_pointing(
             if any(word.kind == number for word in asked)
         },
         skipped=skipped,
+        paths=_paths(torch.stack([paths for _, paths, _ in parts]).sum(0))
+        if _has_paths(loaded.model)
+        else None,
     )
 
 
 def _ask_scenes(
     loaded: Loaded, scenes: Sequence[tuple[int, Sample]], device: torch.device
-) -> list[Asked]:
-    asked: list[Asked] = []
-    if not scenes:
-        return asked
+) -> tuple[list[Asked], torch.Tensor]:
+    """All words of the scenes, and the sums over their paths (5, G)."""
     model = loaded.model
+    asked: list[Asked] = []
+    sums = torch.zeros(5, model.config.cross.anchor.groups, dtype=torch.float64)
+    if not scenes:
+        return asked, sums
     pixels = torch.stack([loaded.preprocess(sample.image) for _, sample in scenes])
     images = model.encode_image(pixels.to(device))
     for row, (place, sample) in enumerate(scenes):
@@ -212,7 +245,33 @@ def _ask_scenes(
             anchor.cpu().numpy(),
             model.config.image.grid,
         )
-    return asked
+        if _has_paths(model):
+            sums += _path_sums(model, images, texts, row).cpu()
+    return asked, sums
+
+
+def _has_paths(model: VLPModel) -> bool:
+    return "anchor" in model.config.cross.position
+
+
+def _path_sums(
+    model: VLPModel, images: ImageFeatures, texts: TextFeatures, row: int
+) -> torch.Tensor:
+    """Sums of `anchor_sums` over all captions of the picture in one row."""
+    captions = torch.arange(len(texts.word_mask), device=texts.word_mask.device)
+    field = model.anchors(images, texts, Pairs(captions, torch.full_like(captions, row)))
+    assert field is not None
+    return anchor_sums(
+        field.similarity,
+        model.anchor_threshold.clamp(min=1e-3),  # as the paths' own
+        field.path[:, 1:],
+        field.reachable,
+        texts.word_mask,
+    )
+
+
+def _paths(sums: torch.Tensor) -> PathFigures:
+    return PathFigures(*(groups.mean().item() for groups in from_sums(sums)))
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:

@@ -153,6 +153,28 @@ def test_the_judge_may_be_the_head_of_masked_words(config):
     assert "71.0 ± 1.0" in table.rows[1]
 
 
+def test_a_table_may_be_about_anchors(config):
+    table = {**TABLE, "about": "anchors"}
+    config = AblationConfig.model_validate({**PLAIN, "tables": [table], "seeds": [0, 1]})
+    names = ["dual/text_to_image/R@1", "dual/image_to_text/R@1", "pointing/colour", "paths/spread"]
+    found = {}
+    for seed in (0, 1):
+        for variant, gain in (("none", 0), ("ape", 2)):
+            own = [60 + gain, 70, 90 + 5 * gain + seed * gain, 1 + gain / 8]
+            found[variant, seed] = {"figures": {**figures(50)["figures"], **dict(zip(names, own))}}
+        del found["none", seed]["figures"]["paths/spread"]  # it has no ACE-RPE
+    (table,) = tables(config, found)
+    none, ape, shuffled = table.rows
+    assert none[table.head.index("spread")] == "–"
+    assert ape[table.head.index("spread")] == "1.25 ± 0.00"
+    assert ape[table.head.index("colour words − none")].startswith("+11.0 ± 1.4")
+    assert ape[table.head.index("R@1 − none")].startswith("+1.0 ± 0.0")
+    assert "shape words" not in table.head  # nobody has them
+    shown = [head for head, cell in zip(table.head, shuffled) if cell]
+    assert shown == ["", "seeds"]  # anchors are asked of pictures as they are
+    assert "Differences of colour words varied by 1.4 points" in table.text()
+
+
 def test_finished_runs_are_read_and_others_refused(config):
     source = Path("configs/ablation/x.yaml")
     run = plan(config, source)[1][0]

@@ -14,6 +14,7 @@ from evaluation.samples import EvaluationError, Sample, Samples
 from vlp.data.named_words import named_words, word_positions
 from vlp.data.schema import Annotation
 from vlp.data.shards import ShardWriter
+from vlp.positions.anchor import anchor_distance, anchor_path, group_similarity
 
 # A 4 x 4 grid of 8 px patches; two objects of four and one patches.
 LEFT, RIGHT = (0, 0, 16, 16), (24, 24, 8, 8)
@@ -120,6 +121,50 @@ def test_accuracy_equals_a_loop_over_words(model_folder, scene_shards):
         assert 0 < figures.pointing.chance < 0.2 < figures.some_object
         assert figures.any_object.value >= figures.pointing.value
         assert figures.anchors is not None
+
+
+def test_path_figures_equal_a_loop_over_captions(model_folder, scene_shards):
+    loaded = vlp.load(model_folder)
+    model, threshold = loaded.model, 0.2
+    model.anchor_threshold.fill_(threshold)
+    passing, reached = [], []
+    spreads = [[] for _ in range(model.config.cross.anchor.groups)]
+    samples = Samples([scene_shards])
+    for sample in map(samples.read, range(len(samples))):
+        with torch.no_grad():
+            patches = model.encode_image(loaded.preprocess(sample.image)[None]).tokens
+            for caption in sample.captions:
+                ids, attention, words = loaded.text([caption])
+                pieces = model.encode_text(ids, attention, words).tokens
+                groups = group_similarity(patches, pieces, model.config.cross.anchor.groups)
+                distance = anchor_distance(groups, threshold)
+                path, reach = anchor_path(distance, model.config.image.grid, words)
+                passing.append((groups >= threshold)[:, :, words[0]])
+                reached.append(reach[:, :, words[0]])
+                for word in words[0].nonzero()[:, 0]:
+                    for group in range(len(spreads)):
+                        one, there = path[0, :, word, group], reach[0, :, word, group]
+                        if there.sum() >= 2:
+                            spreads[group].append(one[there].double().std(correction=0))
+    result = evaluate_pointing(loaded, [scene_shards], batch=8).paths
+    assert result.anchors == pytest.approx(torch.cat(passing, 2).double().mean().item())
+    assert result.reachable == pytest.approx(torch.cat(reached, 2).double().mean().item())
+    assert 0 < result.anchors < result.reachable < 1
+    mean = torch.stack([torch.stack(of_group).mean() for of_group in spreads]).mean()
+    assert result.spread == pytest.approx(mean.item())
+
+
+def test_a_model_without_ace_rpe_has_no_path_figures(model_folder, scene_shards, tmp_path):
+    loaded = vlp.load(model_folder)
+    with_paths = evaluate_pointing(loaded, [scene_shards], limit=4)
+    assert "have a path" in with_paths.table().text()
+    loaded.model.config = loaded.model.config.model_copy(
+        update={"cross": loaded.model.config.cross.model_copy(update={"position": ()})}
+    )
+    without = evaluate_pointing(loaded, [scene_shards], limit=4)
+    assert without.paths is None
+    assert without.kinds == with_paths.kinds
+    assert "have a path" not in without.table().text()
 
 
 def test_no_anchor_at_all_is_no_figure(model_folder, scene_shards, tmp_path):

@@ -39,6 +39,18 @@ def anchor_statistics(
     """
     if valid is not None:
         word_mask = word_mask & valid[:, None]
+    return from_sums(global_sum(anchor_sums(similarity, threshold, path, reachable, word_mask)))
+
+
+@torch.no_grad()
+def anchor_sums(
+    similarity: Tensor,
+    threshold: Tensor | float,
+    path: Tensor,
+    reachable: Tensor,
+    word_mask: Tensor,
+) -> Tensor:
+    """What `from_sums` makes statistics of, (5, G) float64: sums over batches may be added."""
     words = word_mask[..., None]  # (B, N, 1)
     patches = similarity.shape[1]
     passing = (similarity >= threshold).sum(1)  # (B, N, G)
@@ -48,17 +60,19 @@ def anchor_statistics(
     squares = torch.where(reachable, (path - mean[:, None]).square(), 0).sum(1)
     deviation = (squares / reached.clamp(min=1)).sqrt()
     several = words & (reached >= 2)
-    sums = global_sum(
-        torch.stack(
-            [
-                (passing * words).sum((0, 1)).double(),
-                (reached * words).sum((0, 1)).double(),
-                (words.expand_as(reached)).sum((0, 1)).double() * patches,
-                torch.where(several, deviation, 0).sum((0, 1)),
-                several.sum((0, 1)).double(),
-            ]
-        )
+    return torch.stack(
+        [
+            (passing * words).sum((0, 1)).double(),
+            (reached * words).sum((0, 1)).double(),
+            (words.expand_as(reached)).sum((0, 1)).double() * patches,
+            torch.where(several, deviation, 0).sum((0, 1)),
+            several.sum((0, 1)).double(),
+        ]
     )
+
+
+def from_sums(sums: Tensor) -> AnchorStatistics:
+    """Statistics of everything that went into some sums of `anchor_sums`."""
     entries = sums[2].clamp(min=1)
     shares = AnchorStatistics(sums[0] / entries, sums[1] / entries, sums[3] / sums[4].clamp(min=1))
     return AnchorStatistics(*(share.float() for share in shares))
