@@ -37,4 +37,4 @@ def test_refuses_long_texts_and_odd_widths():
     with pytest.raises(ValueError, match="9 tokens exceeds the 8 positions"):
         TextEmbedding(50, 16, 8)(torch.zeros(1, 9, dtype=torch.long))
     with pytest.raises(ValueError, match="15 channels"):
-        TextEmbedding(50, 15, 8)
+        TextEmbedding(50, 15, 8, 3.0)

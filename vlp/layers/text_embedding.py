@@ -21,11 +21,11 @@ class TextEmbedding(nn.Module):
     what texts have in common hides at first what they say (docs/anchors.md has both).
 
     Raises:
-        ValueError: a width that is odd; a text longer than the position table.
+        ValueError: sines for a width that is odd; a text longer than the position table.
     """
 
     def __init__(
-        self, vocab_size: int, width: int, max_positions: int, sines: float = 3.0, types: int = 2
+        self, vocab_size: int, width: int, max_positions: int, sines: float = 0, types: int = 2
     ) -> None:
         super().__init__()
         self.word = nn.Embedding(vocab_size, width)

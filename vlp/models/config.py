@@ -26,7 +26,7 @@ class TextConfig(Config):
     max_positions: int = 512
     max_tokens: int = Field(30, ge=3, description="tokens of a padded caption, [CLS] and [SEP] in")
     position_sines: float = Field(
-        3.0,
+        0,
         ge=0,
         description="strength of the sines that learned positions start as, in words' strengths; "
         "0: small and random, as BERT's; with public weights it says nothing",
@@ -39,7 +39,7 @@ class TextConfig(Config):
             raise ValueError(
                 f"max_tokens {self.max_tokens} is more than max_positions {self.max_positions}"
             )
-        if self.width % 2:
+        if self.position_sines and self.width % 2:
             raise ValueError(f"width {self.width} is odd, and positions start as sines in pairs")
         return self
 
@@ -58,7 +58,7 @@ class ImageConfig(Config):
         description="with none, what is where is left to the cross-modal encoder",
     )
     position_sines: float = Field(
-        0.5,
+        0,
         ge=0,
         description="amplitude of the 2D sines that learned positions start as; 0: small and "
         "random, as ViT's; with public weights it says nothing",
@@ -75,7 +75,7 @@ class ImageConfig(Config):
             raise ValueError(
                 f"image_size {self.image_size} is not a multiple of patch_size {self.patch_size}"
             )
-        if self.width % 4:
+        if self.position_sines and self.width % 4:
             raise ValueError(f"width {self.width} is not a multiple of 4, as 2D sines need")
         return self
 
