@@ -205,13 +205,14 @@ def test_claim_cases_are_wrong_and_right_with_the_truth(entailment, tmp_path):
     keys = [Annotation(hypothesis="something else", label="neutral")] * 3
     other = annotated_shards(tmp_path / "other", keys, png)
     worst, best = task_cases(result, [other, shards], 3)
-    rows = {row["text"]: row for row in found.predictions}
+    # A sentence may be asked of two pictures, with two truths.
+    rows = {(row["text"], row["prediction"], row["label"]) for row in found.predictions}
     for group, right in ((worst, False), (best, True)):
         assert group.cases
         for case in group.cases:
             lines = dict(case.lines)
             assert (lines["said"] == lines["truth"]) is right
-            assert rows[lines["text"]]["label"] == lines["truth"]
+            assert (lines["text"], lines["said"], lines["truth"]) in rows
             assert len(case.pictures) == 1
     with pytest.raises(EvaluationError, match="holds none of the items"):
         task_cases(result, [other], 3)
