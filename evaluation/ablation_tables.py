@@ -138,12 +138,10 @@ def _compare(
     )
 
 
-def judged(
-    results: Results, variant: str, reference: str, scorer: str, view: str = "picture"
-) -> Difference:
-    """Difference of the judged figure; the view is the variant's."""
-    own, figure = (JUDGED.format(view=seen, scorer=scorer) for seen in (view, "picture"))
-    return _compare(results, variant, reference, [own], [figure])
+def judged(results: Results, variant: str, reference: str, scorer: str) -> Difference:
+    """Difference of the figure that gates look at."""
+    figure = JUDGED.format(view="picture", scorer=scorer)
+    return _compare(results, variant, reference, [figure], [figure])
 
 
 def _mean(result: Mapping[str, Any], figures: Sequence[str]) -> float:

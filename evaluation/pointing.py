@@ -184,9 +184,9 @@ def evaluate_pointing(
         read = [(number, samples.read(number)) for number in numbers]
         good = [(number, sample) for number, sample in read if isinstance(sample, Sample)]
         with torch.no_grad(), precision_context(place, precision):
-            asked, paths = _ask_scenes(loaded, good, place)
+            asked, sums = _ask_scenes(loaded, good, place)
         bar.update(len(numbers))
-        return asked, paths, [sample for _, sample in read if isinstance(sample, Skip)]
+        return asked, sums, [sample for _, sample in read if isinstance(sample, Skip)]
 
     quiet = not (progress and ranks.first)
     with (
@@ -210,16 +210,14 @@ def evaluate_pointing(
             if any(word.kind == number for word in asked)
         },
         skipped=skipped,
-        paths=_paths(torch.stack([paths for _, paths, _ in parts]).sum(0))
-        if _has_paths(loaded.model)
-        else None,
+        paths=_paths(torch.stack([sums for _, sums, _ in parts]).sum(0)),
     )
 
 
 def _ask_scenes(
     loaded: Loaded, scenes: Sequence[tuple[int, Sample]], device: torch.device
 ) -> tuple[list[Asked], torch.Tensor]:
-    """All words of the scenes, and the sums over their paths (5, G)."""
+    """All words of the scenes, and the sums over their paths (5, G); 0 without ACE-RPE."""
     model = loaded.model
     asked: list[Asked] = []
     sums = torch.zeros(5, model.config.cross.anchor.groups, dtype=torch.float64)
@@ -245,13 +243,9 @@ def _ask_scenes(
             anchor.cpu().numpy(),
             model.config.image.grid,
         )
-        if _has_paths(model):
+        if "anchor" in model.config.cross.position:
             sums += _path_sums(model, images, texts, row).cpu()
     return asked, sums
-
-
-def _has_paths(model: VLPModel) -> bool:
-    return "anchor" in model.config.cross.position
 
 
 def _path_sums(
@@ -270,7 +264,10 @@ def _path_sums(
     )
 
 
-def _paths(sums: torch.Tensor) -> PathFigures:
+def _paths(sums: torch.Tensor) -> PathFigures | None:
+    """None where nothing was summed."""
+    if not sums.any():
+        return None
     return PathFigures(*(groups.mean().item() for groups in from_sums(sums)))
 
 

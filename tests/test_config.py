@@ -90,6 +90,16 @@ def test_errors_name_key_file_and_nearest_valid_key(tmp_path, extra, overrides, 
         assert part in str(error.value)
 
 
+def test_a_merge_brings_defaults_and_keys_of_ones_own_replace_them(tmp_path):
+    shared = "model:\n  text: &shared {width: 48, heads: 4}\n  image: {<<: *shared, heads: 2}\n"
+    config = load_config(write(tmp_path, BASE + shared), PretrainConfig)
+    assert (config.model.image.width, config.model.image.heads) == (48, 2)
+    assert config.model.text.heads == 4
+    twice = shared.replace("heads: 2", "heads: 2, heads: 1")
+    with pytest.raises(ConfigError, match="'heads' is given twice"):
+        load_config(write(tmp_path, BASE + twice), PretrainConfig)
+
+
 def test_a_required_key_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"run\.yaml: the key 'data' is required"):
         load_config(write(tmp_path, "output: a\n"), PretrainConfig)

@@ -35,11 +35,16 @@ AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML 1.1 safe loader that also reads `1e-4` as a number and refuses a key given twice."""
+    """YAML 1.1 safe loader that also reads `1e-4` as a number and refuses a key given twice.
+
+    A merge (`<<: *name`) brings defaults, which keys of the mapping's own replace.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
             key = self.construct_object(key_node, deep=deep)
             if key in seen:
                 raise yaml.constructor.ConstructorError(

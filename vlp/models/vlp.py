@@ -60,14 +60,14 @@ class VLPModel(nn.Module):
         fixed = config.cross.anchor.threshold
         self.register_buffer("anchor_threshold", torch.tensor(fixed or 0.0))
 
-    def encode_image(self, pixels: Tensor, edit: PatchEdit | None = None) -> ImageFeatures:
+    def encode_image(self, pixels: Tensor, edit_patches: PatchEdit | None = None) -> ImageFeatures:
         """Encode pictures.
 
         Args:
             pixels: (B, 3, height, width), normalised as the model folder's preprocessing does.
-            edit: changes patch embeddings (B, M, width) before positions are added.
+            edit_patches: as `ImageEncoder` takes it.
         """
-        states = self.image_encoder(pixels, edit)
+        states = self.image_encoder(pixels, edit_patches)
         projection = self.image_encoder.projection
         return ImageFeatures(
             states=states,
