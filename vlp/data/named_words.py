@@ -75,7 +75,8 @@ def named_patches(
     """
     shown = np.zeros((tokens, grid[0] * grid[1]), dtype=np.int8)
     named = named_words(annotation)
-    boxes = {word.box: patches_in_box(word.box, grid, size) for word in named}
+    # Many words name few objects: each box is looked at once.
+    boxes = {box: patches_in_box(box, grid, size) for box in {word.box for word in named}}
     places = word_positions(pieces)
     for word in named:
         if word.caption != caption or word.position >= len(places):
