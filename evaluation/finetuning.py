@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from evaluation.downstream import evaluate_task
+from evaluation.samples import EvaluationError
 from vlp.config import ConfigError
+from vlp.metrics.captions import CaptionToolError
 from vlp.tasks.downstream.retrieval import PairsTask
 from vlp.tasks.downstream.start import start_parts
 from vlp.tasks.downstream.task import Downstream, task_module
@@ -17,6 +19,9 @@ from vlp.training import distributed
 from vlp.training.command import run_training
 from vlp.training.finetune_config import FinetuneConfig
 from vlp.training.selection import Selection
+
+_TRIED = 16
+"""Samples of the validation data that are judged before the training."""
 
 
 def finetuning_command(
@@ -73,13 +78,19 @@ def build_task(config: FinetuneConfig) -> tuple[Downstream | PairsTask, Any]:
 
 
 def select(config: FinetuneConfig, task: Downstream | PairsTask, data: Any) -> Selection | None:
-    """Judges the model on the validation data; None where the configuration names none."""
+    """Judges the model on the validation data; None where the configuration names none.
+
+    A few samples are judged at once, so that what cannot be judged is known before the training.
+
+    Raises:
+        ConfigError: the validation data, the figure that decides or a tool cannot be used.
+    """
     folders, limit = config.task.data.validation, config.task.data.validation_limit
     training = config.training
     if not folders:
         return None
 
-    def judge() -> Mapping[str, float]:
+    def judge(limit: int | None = limit) -> Mapping[str, float]:
         device = next(task.parameters()).device
         result = evaluate_task(
             task, folders, limit=limit, device=device, precision=training.precision, resamples=1
@@ -89,4 +100,9 @@ def select(config: FinetuneConfig, task: Downstream | PairsTask, data: Any) -> S
     every = training.evaluate_every
     if every is None:
         every = max(1, data.batches_in_epoch(0) // training.accumulation)
-    return Selection(judge, training.metric or task.metric, every, training.patience)
+    selection = Selection(judge, training.metric or task.metric, every, training.patience)
+    try:
+        selection.require(judge(_TRIED if limit is None else min(limit, _TRIED)))
+    except (EvaluationError, CaptionToolError) as error:
+        raise ConfigError(f"the model cannot be judged while it is trained: {error}") from error
+    return selection

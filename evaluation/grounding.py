@@ -28,6 +28,7 @@ from vlp.data.text import TextTokens
 from vlp.data.views import View, viewed
 from vlp.metrics.grounding import RIGHT_IOU, box_scores, intersection_over_union
 from vlp.models.folder import Loaded
+from vlp.tasks.downstream.grounding import map_of
 
 SAID = ("key", "id", "ref_id", "text", "point", "box", "picture", "scores")
 By = Literal["gradcam", "similarity"]
@@ -45,7 +46,7 @@ def evaluate_grounding(
     loaded: Loaded,
     shards: Sequence[str | Path],
     *,
-    by: By = "gradcam",
+    by: By | None = None,
     layer: int | None = None,
     head: int | None = None,
     view: View = "picture",
@@ -66,7 +67,9 @@ def evaluate_grounding(
     Args:
         loaded: model, text and picture preparation.
         shards: folders whose samples have `expressions`, and perhaps `proposals`.
-        by: what makes the map.
+        by: what makes the map. None is what the model was chosen by, of a folder that fine-tuning
+            for grounding left, else Grad-CAM; layer and head are then that folder's, too, where
+            they are None.
         layer: of Grad-CAM; None is the middle one.
         head: only so many first word pieces of an expression make its map, since nothing but the
             custom of a language tells which of its objects is meant: in English "the circle left
@@ -84,6 +87,11 @@ def evaluate_grounding(
             Grad-CAM of the last layer, which knows [CLS] alone, with `head`.
         ConfigError: a shard folder cannot be read.
     """
+    if by is None:
+        made = map_of(loaded.folder)
+        by = made.by
+        layer = made.layer if layer is None else layer
+        head = made.head if head is None else head
     items = Items(shards, lambda annotation: len(annotation.expressions or ()), limit)
     try:
         number = layer_number(loaded.model, layer) if by == "gradcam" else 0
@@ -162,7 +170,7 @@ def _maps(
     device: torch.device,
     precision: str,
 ) -> NDArray[np.float64]:
-    """(expressions, rows, columns)."""
+    """(expressions, rows, columns); cosines may be negative everywhere."""
     model = loaded.model
     pixels = torch.stack([one.pixels for one in asked]).to(device)
     tokens = [torch.cat(parts).to(device) for parts in zip(*(one.tokens for one in asked))]
@@ -180,7 +188,7 @@ def _maps(
     else:
         cosine = image.tokens.double() @ text.tokens.double().transpose(1, 2)  # (B, M, N)
         mean = (cosine * words[:, None]).sum(-1) / words.sum(-1, keepdim=True).clamp(min=1)
-        heat = mean.clamp(min=0).unflatten(-1, model.config.image.grid)
+        heat = mean.unflatten(-1, model.config.image.grid)
     found: NDArray[np.float64] = heat.double().cpu().numpy()
     return found
 
@@ -209,7 +217,8 @@ def _row(item: Item, size: tuple[int, int], heat: NDArray[np.float64]) -> dict[s
     if annotation.proposals:
         proposals = np.array(annotation.proposals, dtype=np.float64)
         overlap = intersection_over_union(proposals, expression.box)
-        chosen = int(box_scores(heat, proposals, size).argmax())
+        alike = heat.clip(min=0) if heat.max() > 0 else heat - heat.min()
+        chosen = int(box_scores(alike, proposals, size).argmax())
         right = overlap >= RIGHT_IOU
         found |= {
             "box": proposals[chosen].tolist(),

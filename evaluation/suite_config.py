@@ -80,7 +80,7 @@ class GroundingJob(Job):
     """Where lies what an expression means?"""
 
     task: Literal["grounding"] = "grounding"
-    by: By = "gradcam"
+    by: By | None = Field(None, description="null: what the model was chosen by, else gradcam")
     layer: int | None = None
     head: int | None = Field(
         None, ge=1, description="first word pieces that make the map; null: all"

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from vlp.config import ConfigError
+from vlp.objectives.groups import require_whole_groups
 from vlp.training import distributed
 from vlp.training.command import training_command
 from vlp.training.config import PretrainConfig
@@ -29,7 +29,7 @@ def build(config: PretrainConfig) -> tuple[Any, Any]:
     from vlp.tasks.pretraining import Pretraining
 
     training = config.training
-    require_whole_groups(config, distributed.world_size())
+    require_whole_groups(config.objectives, training.batch, distributed.world_size())
     data = PretrainData(config.data, config.inputs, training.batch, training.seed)
     # Every rank, and every start of the same configuration, begins with the same weights.
     torch.manual_seed(training.seed)
@@ -45,26 +45,6 @@ def build(config: PretrainConfig) -> tuple[Any, Any]:
         for report in task.weight_reports:
             print(report, flush=True)
     return task, data
-
-
-def require_whole_groups(config: PretrainConfig, world_size: int) -> None:
-    """Each rank's share of a batch must hold whole sample groups (or be a part of one).
-
-    Raises:
-        ConfigError: it does not; the key and the numbers are named.
-    """
-    objectives, share = config.objectives, config.training.batch // world_size
-    groups = {}
-    if objectives.itm:
-        groups["objectives.itm.group"] = objectives.itm.group
-    if objectives.contrastive and objectives.contrastive.kind == "anchor":
-        groups["objectives.contrastive.token.group"] = objectives.contrastive.token.group
-    for key, group in groups.items():
-        if share > group and share % group:
-            raise ConfigError(
-                f"{key} {group} does not divide a rank's {share} samples (training.batch "
-                f"{config.training.batch} on {world_size} ranks)"
-            )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,17 +10,19 @@ import argparse
 
 from evaluation.commands.options import add_measured, add_model, load_model, measured, report
 from evaluation.grounding import evaluate_grounding
+from evaluation.samples import EvaluationError
+from vlp.tasks.downstream.grounding import map_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add_model(parser)
-    add_measured(parser)
+    add_measured(parser, "expressions")
     parser.add_argument(
         "--by",
         choices=("gradcam", "similarity"),
-        default="gradcam",
-        help="Grad-CAM of a cross-attention layer (default), or the cosine of words and patches",
+        help="Grad-CAM of a cross-attention layer, or the cosine of words and patches (default: "
+        "what the model was fine-tuned and chosen by, else Grad-CAM)",
     )
     parser.add_argument(
         "--layer", type=int, metavar="L", help="of Grad-CAM, from 0 (default: the middle one)"
@@ -37,8 +39,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print and write the figures."""
+    loaded = load_model(options)
+    by = options.by or map_of(loaded.folder).by
+    if by == "similarity" and options.layer is not None:
+        raise EvaluationError(
+            "--layer is of Grad-CAM, and the map is made by similarity: leave it out, or give "
+            "--by gradcam"
+        )
     result = evaluate_grounding(
-        load_model(options),
+        loaded,
         by=options.by,
         layer=options.layer,
         head=options.head,

@@ -179,6 +179,8 @@ def test_ranks_workers_accumulation_and_stops_change_nothing(
     data = make_data(*folders)
     per_epoch = data.batches_in_epoch(0)
     whole = list(data.batches(stop_after=2 * per_epoch))
+    ends = [0, *(after for _, after in whole)]
+    assert [data.batches_left(after, 2) for after in ends] == [*range(2 * per_epoch, -1, -1)]
 
     def run(world_size: int, consumed: int, batches: int) -> list[tuple[Batch, int]]:
         data = make_data(*folders, workers=workers)

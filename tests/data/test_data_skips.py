@@ -36,6 +36,14 @@ def test_a_share_of_the_epoch_may_be_bad_and_no_more() -> None:
         one.see(2, share(7, 1))
 
 
+def test_only_a_whole_epoch_without_a_good_sample_ends_a_run() -> None:
+    resumed = watch(40, 1.0)
+    resumed.see(0, share(0, 1))  # the last of the 20 of epoch 0
+    resumed.see(1, share(0, 20))
+    with pytest.raises(DataError, match="nothing is left of epoch 1: all of its 20 samples"):
+        resumed.see(2, share(1, 0))
+
+
 def test_nothing_good_for_long_ends_a_run_whose_epochs_are_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 from claim_shards import annotated_shards, tiny_folder
 
 import vlp
+from evaluation import grounding as module
 from evaluation.__main__ import main
 from evaluation.gradcam import grad_cam
 from evaluation.grounding import evaluate_grounding
 from evaluation.samples import EvaluationError
+from vlp.config import ConfigError
 from vlp.data.patches import patches_in_box
 from vlp.data.pictures import decode_picture
 from vlp.data.scenes.annotation import annotation
@@ -52,7 +56,7 @@ def test_only_the_first_words_make_the_map_where_asked(folder, shards):
     image = loaded.model.encode_image(loaded.preprocess(decode_picture(PICTURE, ""))[None])
     for row in rows:
         text = loaded.model.encode_text(*loaded.text([row["text"]]))
-        heat = (image.tokens[0].double() @ text.tokens[0, 1:3].double().mT).mean(-1).clamp(min=0)
+        heat = (image.tokens[0].double() @ text.tokens[0, 1:3].double().mT).mean(-1)
         best = np.unravel_index(int(heat.argmax()), (4, 4))
         assert row["point"] == [(best[1] + 0.5) * 8, (best[0] + 0.5) * 8]
     every = [evaluate_grounding(loaded, [shards], head=head) for head in (None, 1)]
@@ -74,6 +78,34 @@ def test_pointing_counts_hits_in_the_named_box(folder, shards):
     shares = [patches_in_box(one.box, (4, 4), (32, 32)).mean() for one in every]
     assert result.figures["pointing"].chance == pytest.approx(np.mean(shares))
     assert "IoU ≥ 0.5" not in result.figures
+
+
+def test_a_map_below_zero_has_a_highest_patch_too(folder, tmp_path, monkeypatch):
+    heat = np.full((1, 4, 4), -0.5)
+    heat[0, 1, 2] = -0.1  # 16 to 24 px across, 8 to 16 down
+    monkeypatch.setattr(module, "_maps", lambda *arguments: heat)
+    box, far = [16.0, 8.0, 8.0, 8.0], [0.0, 16.0, 8.0, 8.0]
+    says = [Expression(id="1", text="a red circle", box=box)]
+    shards = annotated_shards(
+        tmp_path / "shards", [Annotation(expressions=says, proposals=[far, box])], PICTURE
+    )
+    result = evaluate_grounding(vlp.load(folder), [shards], by="similarity")
+    assert result.figures["pointing"].value == 1
+    assert result.predictions[0]["box"] == box
+
+
+def test_a_fine_tuned_folder_is_judged_as_it_was_chosen(folder, shards, tmp_path):
+    tuned = tmp_path / "tuned"
+    shutil.copytree(folder, tuned)
+    asked = evaluate_grounding(vlp.load(folder), [shards], by="similarity", head=2)
+    (tuned / "grounding.json").write_text('{"by": "similarity", "layer": null, "head": 2}')
+    found = evaluate_grounding(vlp.load(tuned), [shards])
+    assert (found.notes, found.predictions) == (asked.notes, asked.predictions)
+    other = evaluate_grounding(vlp.load(tuned), [shards], by="gradcam")
+    assert other.notes == evaluate_grounding(vlp.load(folder), [shards]).notes
+    (tuned / "grounding.json").write_text('{"by": "guess"}')
+    with pytest.raises(ConfigError, match=r"grounding\.json: 'by'"):
+        evaluate_grounding(vlp.load(tuned), [shards])
 
 
 def test_proposals_are_judged_by_their_overlap(folder, tmp_path):

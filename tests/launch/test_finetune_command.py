@@ -101,12 +101,15 @@ def test_what_cannot_be_used_is_one_line_and_code_2(tmp_path):
     train = entailment_shards(tmp_path / "train", 4)
     common = ["--config", str(CONFIGS / "scenes_entailment.yaml"), f"output={tmp_path / 'run'}"]
     data = [f"task.data.train=[{train}]", "task.data.validation=[]"]
+    judged = [data[0], f"task.data.validation=[{train}]"]
     cases = {
         "is no model folder": ["--from", str(tmp_path / "nowhere"), *data],
         "no such folder of shards": [f"start={start}", "task.data.train=[nowhere]"],
         "is not what this script trains": [f"start={start}", *data, "task.kind=statements"],
         "did you mean": [f"start={start}", *data, "training.evaluate_evry=3"],
         "cannot be shared equally": [f"start={start}", *data, "training.batch=9"],
+        "no figure 'acuracy'": [f"start={start}", *judged, "training.metric=acuracy"],
+        "nowhere: there is no": [f"start={start}", *data[:1], "task.data.validation=[nowhere]"],
     }
     for words, arguments in cases.items():
         world = 2 if "shared" in words else 1

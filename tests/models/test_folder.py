@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from tests_support import TINY_MODEL, tiny_text
 
 import vlp
@@ -41,6 +43,17 @@ def test_round_trip_is_exact(saved):
         assert torch.equal(
             odds, model.match(model.encode_image(pixels), model.encode_text(*tokens))
         )
+
+
+def test_the_readmes_lines_run(saved):
+    folder, _ = saved
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (lines,) = [part for part in readme.split("```python\n") if "vlp.load(" in part]
+    code = lines.partition("```")[0].replace("runs/demo/run/model", str(folder))
+    names = {"picture": Image.new("L", (20, 10))}
+    exec(code, names)
+    assert names["similarity"].shape == (1, 1)
+    assert names["log_odds"].shape == (1,)
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json"])

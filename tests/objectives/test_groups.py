@@ -1,6 +1,8 @@
 import pytest
 
-from vlp.objectives.groups import sample_groups
+from vlp.config import ConfigError
+from vlp.objectives.config import ObjectivesConfig
+from vlp.objectives.groups import require_whole_groups, sample_groups
 
 
 @pytest.mark.parametrize(
@@ -19,3 +21,20 @@ def test_refuses_a_rest():
 def test_refuses_no_group():
     with pytest.raises(ValueError, match="at least 1"):
         sample_groups(20, 0)
+
+
+@pytest.mark.parametrize(("batch", "ranks"), [(128, 1), (128, 2), (48, 1), (64, 1)])
+def test_ranks_hold_whole_groups(batch, ranks):
+    require_whole_groups(ObjectivesConfig(itm={"group": 64}), batch, ranks)
+
+
+@pytest.mark.parametrize(("batch", "ranks"), [(128, 4), (96, 1), (48, 2)])
+def test_what_would_depend_on_the_ranks_is_refused(batch, ranks):
+    said = f"task.objectives.itm.group 64 does not divide .* {batch // ranks} samples"
+    with pytest.raises(ConfigError, match=said):
+        require_whole_groups(ObjectivesConfig(itm={"group": 64}), batch, ranks, "task.objectives")
+
+
+def test_something_must_be_trained():
+    with pytest.raises(ValueError, match="nothing is trained"):
+        ObjectivesConfig(contrastive=None, itm=None, mlm=None, mim=None)

@@ -74,6 +74,22 @@ def test_convenience_is_free(key: str, value: Any) -> None:
     assert compare(SAVED, changed(key, value)) == ([], [])
 
 
+def test_tasks_may_be_moved_and_judged_otherwise_too() -> None:
+    data = {"train": ["a", "b"], "workers": 1, "max_skipped_share": 0.5, "validation": ["v"]}
+    saved = {"start": "model", "task": {"kind": "vqa", "data": data}}
+    now = {"start": "moved", "task": {"kind": "vqa", "data": data | {"train": ["a", "c"]}}}
+    now["task"]["data"] |= {"workers": 2, "max_skipped_share": 0.9, "validation": ["v", "w"]}
+    fatal, tolerated = compare(saved, now)
+    assert fatal == []
+    assert [line.split(":")[0] for line in tolerated] == [
+        "start", "task.data.train.1", "task.data.validation.1"
+    ]  # fmt: skip
+    now["task"]["data"]["train"] = ["a", "b", "c"]
+    assert compare(saved, now).fatal == ["task.data.train.2: saved 'absent', now 'c'"]
+    screens = [{"task": {"data": {"train": number}}} for number in (2000, 300)]
+    assert compare(*screens).fatal == ["task.data.train: saved 2000, now 300"]
+
+
 def test_an_added_or_removed_key_is_a_difference() -> None:
     older = deepcopy(SAVED)
     del older["model"]["embed_dim"]

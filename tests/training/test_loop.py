@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -88,9 +89,14 @@ def test_log_lines_hold_means_over_their_steps(tmp_path: Path) -> None:
 
 def test_epochs_or_steps_say_how_long(tmp_path: Path) -> None:
     data = ToyData(epoch=30)  # 4 batches of 8, the last one not full
-    assert total_steps(toy_config(steps=7, epochs=2), data) == 7
-    assert total_steps(toy_config(steps=None, epochs=3), data) == 12
-    assert total_steps(toy_config(steps=None, epochs=3, accumulation=5), data) == 2
+    start = Progress()
+    assert total_steps(toy_config(steps=7, epochs=2), data, start) == 7
+    assert total_steps(toy_config(steps=None, epochs=3), data, start) == 12
+    assert total_steps(toy_config(steps=None, epochs=3, accumulation=5), data, start) == 2
+    # Batches of 16 after 8 of 8, which were two of three epochs of 32.
+    later, larger = Progress(step=8, samples=64), ToyData(batch=16)
+    assert total_steps(toy_config(steps=None, epochs=3), larger, later) == 10
+    assert total_steps(toy_config(steps=None, epochs=2), larger, later) == 8
     with pytest.raises(ValueError, match="one of epochs and steps must be a number"):
         toy_config(steps=None, epochs=None)
 
@@ -335,6 +341,41 @@ def test_a_run_ends_when_it_no_longer_gets_better(tmp_path: Path) -> None:
     # Started again it knows that it has seen enough.
     again = judged_run(tmp_path / "run", [], patience=2, resume=True)
     assert (again["ended"], again["step"]) == ("finished", 6)
+
+
+def test_a_judge_that_fails_costs_nothing_of_the_training(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(StopIteration):
+        judged_run(folder, [0.4, 0.7])  # nothing to find after step 6
+    assert (folder / "checkpoints" / "step_6").is_dir()
+    report = judged_run(folder, [0.8, 0.5], resume=True)
+    assert (report["ended"], report["resumed_at_steps"]) == ("finished", [6])
+    assert report["best"]["step"] == 6
+    looks = [line["step"] for line in lines(folder) if "validation/accuracy" in line]
+    assert looks == [2, 4, 6, 8]
+
+
+def test_a_finished_run_started_again_keeps_its_report(tmp_path: Path) -> None:
+    _, report = run(tmp_path)
+    _, again = run(tmp_path, resume=True)
+    assert again["last_log"] == report["last_log"] != {}
+
+
+def test_dropout_is_the_same_after_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = ToyTask.forward
+
+    def dropping(self: ToyTask, *arguments: Any) -> Any:
+        output = forward(self, *arguments)
+        return output._replace(loss=output.loss * torch.rand(()))
+
+    monkeypatch.setattr(ToyTask, "forward", dropping)
+    run(tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
+    shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "step_8")
+    run(tmp_path / "resumed", resume=True)
+    assert same(state(tmp_path / "whole", 8), state(tmp_path / "resumed", 8))
 
 
 def test_an_unknown_figure_is_named(tmp_path: Path) -> None:

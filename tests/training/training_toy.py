@@ -107,8 +107,12 @@ class ToyData:
     def samples_in_epoch(self, epoch: int) -> int:
         return self.epoch
 
-    def batches_in_epoch(self, epoch: int) -> int:
-        return math.ceil(self.epoch / self.batch)
+    def batches_left(self, samples_consumed: int, epochs: int) -> int:
+        epoch, within = divmod(samples_consumed, self.epoch)
+        if epoch >= epochs:
+            return 0
+        whole = math.ceil(self.epoch / self.batch)
+        return math.ceil((self.epoch - within) / self.batch) + (epochs - epoch - 1) * whole
 
     def batches(
         self, samples_consumed: int = 0, rank: int = 0, world_size: int = 1

@@ -6,7 +6,7 @@ import atexit
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, cast
 
 import torch
@@ -67,6 +67,19 @@ class OrderedData:
     def batches_in_epoch(self, epoch: int) -> int:
         """Global batches of one epoch."""
         return self.order.batches_in_epoch(epoch, self.batch)
+
+    def batches_left(self, samples_consumed: int, epochs: int) -> int:
+        """Global batches after so many samples, until `epochs` epochs are over.
+
+        Raises:
+            ConfigError: no batch ends at samples_consumed.
+        """
+        now, _ = self.order.locate(samples_consumed)
+        if now >= epochs:
+            return 0
+        steps = self.order.steps(samples_consumed, self.batch)
+        left = sum(1 for _ in takewhile(lambda step: step.epoch == now, steps))
+        return left + sum(map(self.batches_in_epoch, range(now + 1, epochs)))
 
     def batches(
         self,

@@ -78,7 +78,8 @@ class SkipWatch:
             )
 
     def _end_epoch(self) -> None:
-        if self._bad and not self._good:
+        # After a resume near its end little of an epoch was seen, and that may well be bad.
+        if 0 < self._expected <= self._bad:
             raise DataError(
                 f"nothing is left of epoch {self._epoch}: all of its {self._bad} samples are bad; "
                 f"{self._last_one()}"

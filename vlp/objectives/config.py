@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from vlp.config import Config
 
@@ -86,3 +86,9 @@ class ObjectivesConfig(Config):
     mlm: MLMConfig | None = MLMConfig()
     mim: MIMConfig | None = MIMConfig()
     teacher: TeacherConfig | None = TeacherConfig()
+
+    @model_validator(mode="after")
+    def _trains_something(self) -> ObjectivesConfig:
+        if not (self.contrastive or self.itm or self.mlm or self.mim):
+            raise ValueError("contrastive, itm, mlm and mim are all null: nothing is trained")
+        return self

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from vlp.config import ConfigError
+from vlp.objectives.config import ObjectivesConfig
+
 
 def sample_groups(rows: int, group: int) -> tuple[int, int]:
     """How many groups `rows` consecutive samples make, and how large each is.
@@ -21,3 +24,28 @@ def sample_groups(rows: int, group: int) -> tuple[int, int]:
             "per rank that is a multiple of the group, or a smaller group"
         )
     return rows // group, group
+
+
+def require_whole_groups(
+    objectives: ObjectivesConfig, batch: int, ranks: int, prefix: str = "objectives"
+) -> None:
+    """Each rank's share of a global batch must hold whole sample groups.
+
+    Else negatives, and with them the losses, would depend on the number of ranks. A batch smaller
+    than a group is one group, for a single rank.
+
+    Raises:
+        ConfigError: it does not; the key and the numbers are named.
+    """
+    groups = {}
+    if objectives.itm:
+        groups[f"{prefix}.itm.group"] = objectives.itm.group
+    if objectives.contrastive and objectives.contrastive.kind == "anchor":
+        groups[f"{prefix}.contrastive.token.group"] = objectives.contrastive.token.group
+    share = batch // ranks
+    for key, group in groups.items():
+        if share % min(group, batch):
+            raise ConfigError(
+                f"{key} {group} does not divide a rank's {share} samples (training.batch {batch} "
+                f"on {ranks} ranks)"
+            )

@@ -6,12 +6,13 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-# A run may be moved, sped up or prolonged; what it trains, on what, and in which order may not
-# change. Batch and rank count are free: the data position is a number of samples.
+# A run may be moved, sped up, prolonged or judged otherwise; what it trains, on what, and in which
+# order may not change. Batch and rank count are free: the data position is a number of samples.
 _FREE = re.compile(
-    r"output|data\.workers|data\.cache(\..*)?|data\.max_skipped_share|training\.(log_every|keep)"
+    r"output|(task\.)?data\.(workers|cache(\..*)?|max_skipped_share)|training\.(log_every|keep)"
 )
-_TOLERATED = re.compile(r"data\.sources\.\d+\.path|data\.vocabulary|training\.(?!seed$).*")
+_TOLERATED = re.compile(r"task\.data\.(test|validation.*)|training\.(?!seed$).*")
+_PLACES = re.compile(r"start|(task\.)?data\.(sources\.\d+\.path|vocabulary|train(\.\d+)?)")
 
 
 class Differences(NamedTuple):
@@ -29,7 +30,10 @@ def compare(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Differences
         old, new = before.get(key, "absent"), now.get(key, "absent")
         if old == new or _FREE.fullmatch(key):
             continue
-        chosen = differences.tolerated if _TOLERATED.fullmatch(key) else differences.fatal
+        # A folder elsewhere may hold the same; another number of folders, or of samples, does not.
+        moved = isinstance(before.get(key), str) and isinstance(now.get(key), str)
+        tolerated = _TOLERATED.fullmatch(key) or (moved and _PLACES.fullmatch(key))
+        chosen = differences.tolerated if tolerated else differences.fatal
         chosen.append(f"{key}: saved {old!r}, now {new!r}")
     return differences
 

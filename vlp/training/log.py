@@ -24,15 +24,19 @@ class RunLog:
         step: steps already done; lines of later steps, left by a run that was killed after its
             last checkpoint, are removed.
         total: steps of the whole run.
+
+    `last` is the last record of training that an earlier start wrote, on rank 0.
     """
 
     def __init__(self, folder: RunFolder | None, step: int, total: int) -> None:
         self._folder = folder
+        self.last: dict[str, Any] = {}
         if folder is None:
             return
         from torch.utils.tensorboard import SummaryWriter
 
-        _drop_later(folder.log, step)
+        earlier = _drop_later(folder.log, step)
+        self.last = next((line for line in reversed(earlier) if "samples" in line), {})
         self._file = folder.log.open("a", encoding="utf-8")
         self._board = SummaryWriter(str(folder.tensorboard), purge_step=step + 1 if step else None)
         # A bar that is redrawn in a file or in CI output is noise.
@@ -110,16 +114,20 @@ def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _drop_later(path: Path, step: int) -> None:
+def _drop_later(path: Path, step: int) -> list[dict[str, Any]]:
+    """Keep the lines up to a step; returns them."""
     if not path.exists():
-        return
+        return []
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
+            record = json.loads(line)
         except ValueError:
-            pass  # a line cut off by a kill
+            continue  # a line cut off by a kill
+        if record["step"] <= step:
+            kept.append(record)
     partial = path.with_suffix(".tmp")
-    partial.write_text("".join(kept), encoding="utf-8")
+    text = "".join(json.dumps(record) + "\n" for record in kept)
+    partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
+    return kept

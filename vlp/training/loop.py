@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from vlp.config import save_config
 from vlp.data.batch import Slots
+from vlp.data.draws import identity
 from vlp.objectives.collapse import CollapseWatch
 from vlp.tasks.task import StepOutput, Task
 from vlp.training import distributed
@@ -39,8 +40,8 @@ from vlp.training.stop import StopSignals
 class StreamedData(Protocol):
     """What the loop asks of the data (`vlp.data.loader.PretrainData`)."""
 
-    def batches_in_epoch(self, epoch: int) -> int:
-        """Global batches of one epoch."""
+    def batches_left(self, samples_consumed: int, epochs: int) -> int:
+        """Global batches after so many samples, until `epochs` epochs are over."""
 
     def samples_in_epoch(self, epoch: int) -> int:
         """Samples of one epoch."""
@@ -76,16 +77,16 @@ def train(
     """
     training = config.training
     main = engine.rank == 0
-    total = total_steps(config, data)
     checkpoints = Checkpoints(folder.checkpoints, config)
     found = checkpoints.load(engine, task) if resume else None
     progress = found or Progress()
+    total = total_steps(config, data, progress)
     if found:
         progress.resumed.append(progress.step)
     if main:
         folder.path.mkdir(parents=True, exist_ok=True)
         save_config(config, folder.config)
-    saved = progress.step if found else None
+    saved = (progress.step, progress.looked) if found else None
     record: dict[str, Any] = {}
     ended = "failed"
 
@@ -97,16 +98,37 @@ def train(
         ):
             if resume and not found:
                 log.say(f"{folder.checkpoints} holds no checkpoint; starting from the beginning")
-            meter, watch = Meter(progress), CollapseWatch()
-            enough = selection is not None and selection.exhausted(progress)
-            while not enough and progress.step < total and not distributed.any_rank(stop.received):
+            meter, watch, record = Meter(progress), CollapseWatch(), log.last
+
+            def save() -> tuple[int, int]:
+                meter.settle()
+                checkpoints.save(engine, task, progress)
+                return progress.step, progress.looked
+
+            def over() -> bool:
+                """Whether the run has come to its end; the model is judged first if that is due."""
+                if selection is None:
+                    return progress.step >= total
+                if selection.due(progress, total):
+                    began = time.perf_counter()
+                    figures, better = selection.look(progress)
+                    log.judged(progress.step, figures)
+                    if better:
+                        _save_model(task, engine, folder.best)
+                    meter.exclude(time.perf_counter() - began)
+                return progress.step >= total or selection.exhausted(progress)
+
+            while not (done := over()) and not distributed.any_rank(stop.received):
                 rate = _rate(config, progress.step, total)
                 buffers = {name: b.clone() for name, b in engine.module.named_buffers()}
                 outputs = []
-                for _ in range(training.accumulation):
+                for part in range(training.accumulation):
                     asked = time.perf_counter()
                     batch, progress.samples = next(batches)
                     meter.batch(batch, time.perf_counter() - asked)
+                    # Dropout is then the same after a resume, and another one on each rank.
+                    place = progress.step, part, engine.rank
+                    torch.manual_seed(identity("dropout", training.seed, *place))
                     outputs.append(_micro_step(engine, batch, progress.step))
                 update = engine.step(rate)
                 progress.step += 1
@@ -125,22 +147,12 @@ def train(
                     log.write(record)
                     if main:
                         watch.check(progress.step, _representation(record))
-                if selection is not None and selection.due(progress.step, total):
-                    began = time.perf_counter()
-                    figures, better = selection.look(progress)
-                    log.judged(progress.step, figures)
-                    if better:
-                        _save_model(task, engine, folder.best)
-                    enough = selection.exhausted(progress)
-                    meter.exclude(time.perf_counter() - began)
+                # Before the model is judged: a judge that fails must not cost what was trained.
                 if progress.step % training.checkpoint_every == 0 or progress.step == total:
-                    meter.settle()
-                    checkpoints.save(engine, task, progress)
-                    saved = progress.step
-            if saved != progress.step:
-                meter.settle()
-                checkpoints.save(engine, task, progress)
-            if progress.step < total and not enough:
+                    saved = save()
+            if saved != (progress.step, progress.looked):
+                save()
+            if not done:
                 ended = "stopped"
                 log.say(f"stopped by a signal after step {progress.step}; go on with --resume")
             else:
@@ -156,14 +168,17 @@ def train(
     return report
 
 
-def total_steps(config: RunConfig, data: StreamedData) -> int:
-    """Optimiser steps of the whole run; batches at its end that do not fill a step are left out."""
+def total_steps(config: RunConfig, data: StreamedData, progress: Progress) -> int:
+    """Optimiser steps of the whole run; batches at its end that do not fill a step are left out.
+
+    Those still to come are counted from the samples consumed: the batch may have been another one.
+    """
     training = config.training
     if training.steps is not None:
         return training.steps
     assert training.epochs is not None  # the configuration sees to it
-    batches = sum(data.batches_in_epoch(epoch) for epoch in range(training.epochs))
-    return max(1, batches // training.accumulation)
+    left = data.batches_left(progress.samples, training.epochs)
+    return max(1, progress.step + left // training.accumulation)
 
 
 def _stream(

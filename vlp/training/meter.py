@@ -80,17 +80,21 @@ class Meter:
     def close(self) -> dict[str, Any]:
         """Means over ranks and steps since the last call; collective.
 
-        Losses and statistics are absent when every step was skipped.
+        Losses and statistics are absent when every step was skipped. A rank that has none of some
+        name, as one without a sample has, does not count in its mean.
         """
         self.settle()
         seconds = max(time.perf_counter() - self._start, 1e-9)
-        names = sorted(self._sums)
-        means = [self._sums[name] / self._counts[name] for name in names]
-        local = torch.stack(means).cpu() if means else torch.zeros(0)
-        local = torch.cat([local, torch.tensor([self._waited / seconds])])
-        *values, waiting = distributed.mean_over_ranks(local).tolist()
+        names = sorted(set[str]().union(*distributed.gather_to_all(set(self._sums))))
+        none = torch.zeros(())
+        means = [self._sums.get(name, none).cpu() / max(self._counts[name], 1) for name in names]
+        there = [float(name in self._sums) for name in names]
+        local = torch.tensor([*means, *there, self._waited / seconds])
+        *both, waiting = distributed.mean_over_ranks(local).tolist()
         trained = self._progress.trained_samples - self._trained_before
-        record: dict[str, Any] = dict(zip(names, values))
+        record: dict[str, Any] = {
+            name: total / share for name, total, share in zip(names, both, both[len(names) :])
+        }
         if self._norms:
             record["gradient_norm"] = sum(self._norms) / len(self._norms)
         record |= {"samples_per_second": trained / seconds, "data_wait_share": waiting}

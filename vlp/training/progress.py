@@ -13,8 +13,9 @@ class Progress:
     which fixes the data position. trained_samples: those of them that were not bad. seconds: of
     training. skipped: bad samples by kind; examples: where some of them were. non_finite: skipped
     steps; non_finite_row: of these, the current row. resumed: the steps at which the run was
-    resumed. best: the best figure of the validation data so far, best_figures all those of its
-    step, and looks_since how often one was looked at after it.
+    resumed. looked: the last step after which the validation data was looked at. best: its best
+    figure so far, best_figures all those of that step, and looks_since how often one was looked at
+    after it.
     """
 
     step: int = 0
@@ -26,6 +27,7 @@ class Progress:
     non_finite: int = 0
     non_finite_row: int = 0
     resumed: list[int] = field(default_factory=list)
+    looked: int = 0
     best: float | None = None
     best_step: int | None = None
     best_figures: dict[str, float] = field(default_factory=dict)

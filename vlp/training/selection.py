@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from vlp.config import ConfigError
 from vlp.training.progress import Progress
@@ -26,9 +26,10 @@ class Selection:
         self._judge, self._metric, self._every = judge, metric, every
         self._patience = patience
 
-    def due(self, step: int, total: int) -> bool:
-        """Whether it is time after `step` of `total` steps."""
-        return step % self._every == 0 or step == total
+    def due(self, progress: Progress, total: int) -> bool:
+        """Whether it is time, `total` being the steps of the run, and nobody has looked yet."""
+        step = progress.step
+        return step > progress.looked and (step % self._every == 0 or step >= total)
 
     def look(self, progress: Progress) -> tuple[Mapping[str, float], bool]:
         """Judge the model and count it in `progress`.
@@ -40,12 +41,9 @@ class Selection:
             ConfigError: there is no figure of that name; those that there are are named.
         """
         figures = self._judge()
-        if self._metric not in figures:
-            raise ConfigError(
-                f"training.metric: there is no figure {self._metric!r}; there are "
-                f"{', '.join(figures)}"
-            )
+        self.require(figures)
         value = figures[self._metric]
+        progress.looked = progress.step
         better = math.isfinite(value) and (progress.best is None or value > progress.best)
         if better:
             progress.best, progress.best_step = value, progress.step
@@ -53,6 +51,18 @@ class Selection:
         else:
             progress.looks_since += 1
         return figures, better
+
+    def require(self, figures: Collection[str]) -> None:
+        """Refuse names of figures that lack the one that decides.
+
+        Raises:
+            ConfigError: see `look`.
+        """
+        if self._metric not in figures:
+            raise ConfigError(
+                f"training.metric: there is no figure {self._metric!r}; there are "
+                f"{', '.join(figures)}"
+            )
 
     def exhausted(self, progress: Progress) -> bool:
         """Whether the run has waited long enough for a better model."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from claim_shards import annotated_shards, tiny_folder
@@ -55,6 +57,9 @@ def test_losses_fall_and_the_folder_loads(kind, shards, tmp_path):
     assert losses[-1] < losses[0]
     assert not any("mlm" in name or "mim" in name for name in output.losses)
     task.save_model(tmp_path / "saved", task.state_dict())
+    if kind == "grounding":
+        made = json.loads((tmp_path / "saved" / "grounding.json").read_text())
+        assert made == {"by": "gradcam", "layer": None, "head": None}
     saved = from_pretrained(tmp_path / "saved").model.state_dict()
     for name, value in task.model.state_dict().items():
         assert torch.equal(saved[name], value)
@@ -94,6 +99,14 @@ def test_each_is_judged_by_its_own_evaluation(shards, tmp_path):
     assert found.metrics["mean"] == direct.mean("rerank").value
     select(config, task, data).look(progress := Progress())
     assert progress.best == found.metrics["mean"]
+
+
+@pytest.mark.parametrize("kind", ["retrieval", "grounding"])
+def test_groups_that_do_not_fit_are_refused(kind, shards, tmp_path):
+    objectives = OBJECTIVES | {"itm": {"group": 3}}
+    config = settings(tiny_folder(tmp_path / "start"), shards, kind, objectives=objectives)
+    with pytest.raises(ConfigError, match=r"task\.objectives\.itm\.group 3 does not divide"):
+        build_task(config)
 
 
 @pytest.mark.parametrize("kind", ["retrieval", "grounding"])

@@ -17,7 +17,9 @@ from vlp.data.config import DataConfig
 from vlp.data.inputs import Inputs
 from vlp.data.loader import PretrainData
 from vlp.models.folder import Loaded, save_pretrained
+from vlp.objectives import collective
 from vlp.objectives.config import ObjectivesConfig
+from vlp.objectives.groups import require_whole_groups
 from vlp.tasks.plain import Precision
 from vlp.tasks.pretraining import Pretraining
 
@@ -102,15 +104,18 @@ def build(
     Raises:
         ConfigError: shards, batch and groups cannot be used.
     """
-    return Retrieval(config, parts, precision), pairs(config.data, parts, batch, seed)
+    return Retrieval(config, parts, precision), pairs(config, parts, batch, seed)
 
 
-def pairs(config: PairsDataConfig, parts: Loaded, batch: int, seed: int) -> PretrainData:
+def pairs(config: PairsConfig, parts: Loaded, batch: int, seed: int) -> PretrainData:
     """The training data of a model, nothing of it masked.
 
     Raises:
-        ConfigError: shards and batch cannot be used.
+        ConfigError: shards, batch and groups cannot be used.
     """
+    require_whole_groups(
+        config.objectives, batch, collective.world_size(), prefix="task.objectives"
+    )
     image, text = parts.model.config.image, parts.model.config.text
     inputs = Inputs(image.image_size, image.grid, text.max_tokens, text.vocab_size, None, None)
-    return PretrainData(config, inputs, batch, seed, parts.text)
+    return PretrainData(config.data, inputs, batch, seed, parts.text)

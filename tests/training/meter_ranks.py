@@ -1,0 +1,22 @@
+"""One rank of test_meter.py: the last rank has a share without samples."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from vlp.tasks.task import StepOutput
+from vlp.training import distributed
+from vlp.training.meter import Meter
+from vlp.training.progress import Progress
+
+distributed.start(with_deepspeed=False)
+empty = distributed.rank() == distributed.world_size() - 1
+meter = Meter(Progress())
+loss, shown = torch.tensor(2.0), {} if empty else {"bits": torch.tensor(3.0)}
+meter.applied([StepOutput(loss, {"words": loss * (1 + distributed.rank())}, shown)], 1.0)
+record = meter.close()
+if distributed.rank() == 0:
+    print(json.dumps({name: record[name] for name in record if "/" in name}))
+distributed.end()
