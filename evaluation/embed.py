@@ -126,6 +126,7 @@ def embed_inputs(
     images: Sequence[str | Path],
     texts: Sequence[str],
     device: torch.device | str | None = None,
+    precision: Literal["float32", "bf16"] = "float32",
 ) -> list[tuple[dict[str, Any], NDArray[np.float32]]]:
     """What each picture file ({image}) and each text ({text}) is, and its (d,) feature.
 
@@ -138,10 +139,10 @@ def embed_inputs(
     found: list[tuple[dict[str, Any], NDArray[np.float32]]] = []
     with evaluating(loaded.model, device) as place:
         if pixels:
-            rows = _pictures(loaded, pixels, place, "float32")
+            rows = _pictures(loaded, pixels, place, precision)
             found += [({"image": str(path)}, row) for path, row in zip(images, rows)]
         if texts:
-            rows = _texts(loaded, list(texts), place, "float32")
+            rows = _texts(loaded, list(texts), place, precision)
             found += [({"text": text}, row) for text, row in zip(texts, rows)]
     return found
 

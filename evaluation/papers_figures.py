@@ -58,7 +58,7 @@ def _is(data: str, folder: str) -> bool:
 _NAMES: Mapping[str, str] = {
     "Flickr30K": r"flickr[-_ ]?30k|f30k",
     "MS-COCO": r"(?<!ref)coco",
-    "VQA v2": r"vqa[-_ ]?v?2",
+    "VQA v2": r"vqa[-_ ]?v?2|(^|/)vqa(/|$)",
     "SNLI-VE": r"snli",
     "NLVR2": r"nlvr[-_ ]?v?2",
     "RefCOCO+": r"refcoco(\+|[-_]?plus)",

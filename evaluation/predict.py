@@ -6,6 +6,7 @@ retrieval) chooses boxes for referring expressions, as `evaluation.grounding` do
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -99,6 +100,7 @@ def write_official(path: Path, predictions: Predictions) -> None:
     """Write predictions in the format that the benchmark's server or evaluator takes.
 
     VQA results (JSON), NLVR2 (CSV), SNLI-VE (JSON lines), COCO captions (JSON), RefCOCO (JSON).
+    Of NLVR v1's permutations, which share their identifier, each is named by its key.
 
     Raises:
         EvaluationError: the kind has no such format, or the shards lack what it needs.
@@ -113,7 +115,23 @@ def write_official(path: Path, predictions: Predictions) -> None:
             f"{f' (and {len(lacking) - 1} more)' if len(lacking) > 1 else ''}, which the format "
             "needs; use shards that were made from the benchmark's own files, or --format jsonl"
         )
-    write(path, [convert(row) for row in predictions.rows])
+    write(path, [convert(row) for row in _told_apart(predictions.rows)])
+
+
+def _told_apart(rows: Sequence[Row]) -> list[Row]:
+    """Rows whose identifier others have too get their key for it, where that says more.
+
+    Such a key, `dev-1572-0-3`, is what the evaluator of NLVR v1 reads. Samples that are there twice
+    stay so.
+    """
+    counts = Counter(row.get("identifier", "") for row in rows)
+
+    def named(row: Row) -> Row:
+        own = row.get("identifier", "")
+        shared = own and counts[own] > 1 and str(own) in row["key"]
+        return {**row, "identifier": row["key"]} if shared else row
+
+    return list(map(named, rows))
 
 
 def _boxes(folder: str | Path, shards: Sequence[str | Path], options: dict[str, Any]) -> Judged:

@@ -16,13 +16,14 @@ from evaluation.predict import has_task
 from evaluation.samples import EvaluationError
 from vlp.data.downstream.caption import CaptionBatch
 from vlp.data.downstream.claims import ClaimBatch
+from vlp.data.downstream.pictures import panels
 from vlp.data.downstream.vqa import VqaBatch
 from vlp.data.text import TextProcessor
 from vlp.models.answer_decoder import Memory
 from vlp.models.answer_likelihood import answer_likelihood
 from vlp.models.folder import Loaded
 from vlp.tasks.downstream.caption import Caption
-from vlp.tasks.downstream.claims import Claims
+from vlp.tasks.downstream.claims import Claims, StatementsConfig
 from vlp.tasks.downstream.task import Downstream, load_task
 from vlp.tasks.downstream.vqa import Vqa
 
@@ -51,7 +52,8 @@ def predict_one(
 
     Args:
         folder: model folder or hub name.
-        images: picture files, two for a task about pairs.
+        images: picture files, two for a task about pairs. One that shows several panels is cut as
+            the task was trained to.
         text: question, hypothesis, statement or caption; none for a model that writes captions.
         device: where to compute; None is this rank's GPU, or the CPU.
 
@@ -81,10 +83,11 @@ def predict_one(
 
 
 def _check(judge: Downstream | Loaded, kind: str, images: int, text: str | None) -> None:
-    wanted = judge.config.shown if isinstance(judge, Claims) else 1
+    wanted, parts = pictures_of(judge) if isinstance(judge, Claims) else (1, 1)
     if images != wanted:
+        cut = f", to be cut into {parts} parts" if parts > 1 else ""
         raise EvaluationError(
-            f"{kind} is about {wanted} picture{'s' if wanted > 1 else ''}, not {images}: give "
+            f"{kind} is about {wanted} picture{'s' if wanted > 1 else ''}{cut}, not {images}: give "
             f"--image FILE {'twice' if wanted > 1 else 'once'}"
         )
     if kind == "caption" and text is not None:
@@ -93,13 +96,22 @@ def _check(judge: Downstream | Loaded, kind: str, images: int, text: str | None)
         raise EvaluationError(f"{kind} needs a text: give --text")
 
 
+def pictures_of(task: Claims) -> tuple[int, int]:
+    """How many pictures a text is about, and into how many panels each is cut."""
+    if isinstance(task.config, StatementsConfig):
+        return task.config.pictures, task.config.panels
+    return task.config.shown, 1
+
+
 def labels_of(
     task: Claims, pictures: Sequence[Image.Image], text: str, place: torch.device
 ) -> list[tuple[str, float]]:
-    """Classes with their probabilities, the likeliest first."""
+    """Classes with their probabilities, the likeliest first; pictures are whole, before any cut."""
     tokens = task.text([text])
     nothing = torch.tensor([-1])
-    pixels = task.prepare(pictures, text, 0, None)[None]
+    _, parts = pictures_of(task)
+    shown = [part for picture in pictures for part in panels(picture, parts)]
+    pixels = task.prepare(shown, text, 0, None)[None]
     batch = ClaimBatch(pixels, *tokens, nothing, torch.ones(1, dtype=torch.bool)).to(place)
     shares = task.logits(batch).float().softmax(-1)[0].tolist()
     return sorted(zip(task.config.classes, shares), key=lambda one: -one[1])

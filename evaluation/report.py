@@ -9,7 +9,10 @@ from typing import Any, NamedTuple
 
 
 class Figure(NamedTuple):
-    """A share between 0 and 1, its 95 % bootstrap interval, and what chance would give."""
+    """A share between 0 and 1, its 95 % bootstrap interval, and what chance would give.
+
+    One without an interval has its value at both ends.
+    """
 
     value: float
     low: float
@@ -17,7 +20,9 @@ class Figure(NamedTuple):
     chance: float
 
     def percent(self) -> str:
-        """`61.3 [55.1, 67.2]`, in percent."""
+        """`61.3 [55.1, 67.2]`, in percent; without brackets where there is no interval."""
+        if self.low == self.value == self.high:
+            return f"{100 * self.value:.1f}"
         return f"{100 * self.value:.1f} [{100 * self.low:.1f}, {100 * self.high:.1f}]"
 
 

@@ -7,13 +7,14 @@ import shutil
 import sys
 import time
 import traceback
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from evaluation.ranks import Ranks
 from evaluation.report import Table
-from evaluation.samples import EvaluationError
+from evaluation.samples import EvaluationError, kinds_in_words
 from evaluation.saved import Saved, saved_figures
 from evaluation.suite_config import Job, Judged, SuiteConfig
 from evaluation.suite_jobs import job_key, model_of, run_job
@@ -79,8 +80,22 @@ class SuiteResult:
             chance = next((own[name].chance for own in figures.values() if name in own), 0.0)
             rows.append([name, *cells, f"{100 * chance:.1f}" if chance else ""])
         notes = ["Percent; in brackets 95 % bootstrap intervals over pictures."]
+        notes += self._notes(label, columns)
         title = f"{label}: {', '.join(content['shards'])}"
         return Table(title, ["", *columns, "chance"], rows, notes)
+
+    def _notes(self, label: str, models: Sequence[str]) -> Iterator[str]:
+        """What the results of a task say under their tables, and of which models if not of all."""
+        said: dict[str, list[str]] = {}
+        for model in models:
+            content = self.results[model, label]
+            notes = list(content.get("notes") or ())
+            if content.get("skipped"):
+                notes.append(f"Skipped: {kinds_in_words(content['skipped'])}.")
+            for note in notes:
+                said.setdefault(note, []).append(model)
+        for note, of in said.items():
+            yield note if len(of) == len(models) else f"{', '.join(of)}: {note}"
 
     def _summary(self, saved: dict[tuple[str, str], Saved]) -> Table:
         rows = []
@@ -101,7 +116,7 @@ def run_suite(
 ) -> SuiteResult:
     """Judge what is not there yet below `out`, folder MODEL/TASK by folder, and gather everything.
 
-    A result is kept as long as the files of its model, its options and the shards' indices stay
+    A result is kept as long as the files of its model, its options and its data (`job_key`) stay
     the same. One that fails is named and does not stop the others.
 
     Args:

@@ -49,7 +49,10 @@ class JobResult(Protocol):
 
 
 def job_key(job: Job, folder: Path, sums: dict[Path, str]) -> str:
-    """What a result depends on: the model's files, the options, the shards' indices, the prompts.
+    """What a result depends on: the model's files, the options, the data, the prompts.
+
+    The data are the shards' index, which knows their contents; of class folders and tars, which
+    have none, they are names, sizes and times of change.
 
     Args:
         job: what is judged.
@@ -69,7 +72,7 @@ def job_key(job: Job, folder: Path, sums: dict[Path, str]) -> str:
             if not shards.exists():
                 raise EvaluationError(f"{shards}: there is no such folder of shards")
             index = shards / INDEX_NAME
-            parts.append(_checksum(index) if index.is_file() else "")
+            parts.append(_checksum(index) if index.is_file() else _stamps(shards))
         for name in ("classes", "templates"):
             file = getattr(job, name, None)
             parts.append("" if file is None else _checksum(Path(file)))
@@ -126,6 +129,17 @@ def model_of(job: Job, model: str | None) -> Path:
         FileNotFoundError: there is no such model.
     """
     return local_folder(job.model or model or "")
+
+
+def _stamps(place: Path) -> str:
+    """Of a file, or of a folder's files and those of its class folders."""
+    files = sorted([*place.glob("*"), *place.glob("*/*")]) if place.is_dir() else [place]
+    stamps = []
+    for file in files:
+        if file.is_file():
+            about = file.stat()
+            stamps.append(f"{file.relative_to(place)}\t{about.st_size}\t{about.st_mtime_ns}")
+    return hashlib.sha256("\n".join(stamps).encode()).hexdigest()
 
 
 def _checksum(file: Path) -> str:

@@ -102,7 +102,7 @@ class TryIt:
     @property
     def pictures_judged(self) -> int:
         """How many pictures `judge` takes, 0 where it does not work."""
-        return self._task.config.shown if isinstance(self._task, Claims) else 0
+        return predict_one.pictures_of(self._task)[0] if isinstance(self._task, Claims) else 0
 
     def search(self, text: str, top: int = 8, rerank: int = 16) -> list[Found]:
         """Pictures of the shards that fit a text, the best first, re-ranked by the cross encoder.
@@ -155,8 +155,10 @@ class TryIt:
         task, said = self._task, _said(text)
         if not isinstance(task, Claims):
             raise self._wrong_task("judge texts", "entailment or statements")
-        if len(images) != task.config.shown:
-            raise EvaluationError(f"{task.kind} is about {task.config.shown} pictures")
+        wanted = self.pictures_judged
+        if len(images) != wanted:
+            pictures = "1 picture" if wanted == 1 else f"{wanted} pictures"
+            raise EvaluationError(f"{task.kind} is about {pictures}, not {len(images)}")
         seen = [_seen(image) for image in images]
         return self._with(lambda: predict_one.labels_of(task, seen, said, self.device))
 

@@ -1,7 +1,7 @@
 """Several models, each on several tasks: tables of every task and a summary.
 
 --config names them (configs/evaluation/paper.yaml). OUT/MODEL/TASK holds each result; one that is
-there and whose model, options and shards are the same is kept, so a call that was interrupted goes
+there and whose model, options and data are the same is kept, so a call that was interrupted goes
 on where it was. What fails is named, does not stop the rest, and makes the exit code 1.
 """
 
@@ -11,6 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from evaluation.commands.options import add_device
 from evaluation.ranks import Ranks
 from evaluation.suite import run_suite
 from evaluation.suite_config import SuiteConfig
@@ -23,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="of the results; default: the configuration's"
     )
-    parser.add_argument("--device", help="default: this rank's GPU, or the CPU")
+    add_device(parser)
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
 
 

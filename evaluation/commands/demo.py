@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 
-from evaluation.commands.options import add_model, one_process
+from evaluation.commands.options import add_model, one_process, positive
 from evaluation.try_it import TryIt
 from evaluation.try_page import HOST, PORT, gradio_module, serve
 
@@ -19,7 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add_model(parser)
     parser.add_argument("--shards", nargs="+", default=(), metavar="DIR", help="to search")
-    parser.add_argument("--limit", type=int, metavar="N", help="search the first N samples only")
+    parser.add_argument(
+        "--limit", type=positive, metavar="N", help="search the first N samples only"
+    )
     parser.add_argument("--host", default=HOST, help=f"default {HOST}")
     parser.add_argument("--port", type=int, default=PORT, help=f"default {PORT}")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from evaluation.commands.options import add_model, load_model
+from evaluation.commands.options import add_model, load_model, positive
 from evaluation.embed import CAPTIONS, PICTURES, embed, embed_inputs
 from evaluation.feature_files import FeatureFiles
 from evaluation.ranks import Ranks
@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shards", nargs="+", metavar="DIR")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder to be made")
     parser.add_argument("--dtype", choices=("float32", "float16"), default="float32")
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N samples")
-    parser.add_argument("--batch", type=int, default=64, help="pictures of one encoder call")
+    parser.add_argument("--limit", type=positive, metavar="N", help="only the first N samples")
+    parser.add_argument("--batch", type=positive, default=64, help="pictures of one encoder call")
     parser.add_argument("--precision", choices=("float32", "bf16"), default="float32")
     parser.add_argument(
         "--image",
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _single(loaded: Loaded, options: argparse.Namespace) -> None:
-    found = embed_inputs(loaded, options.image, options.text, options.device)
+    found = embed_inputs(loaded, options.image, options.text, options.device, options.precision)
     if options.out is None:
         for what, feature in found:
             print(json.dumps({**what, "feature": feature.tolist()}, ensure_ascii=False))

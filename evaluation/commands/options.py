@@ -12,7 +12,7 @@ import vlp
 from evaluation.ranks import Ranks
 from evaluation.report import Table
 from evaluation.samples import EvaluationError
-from vlp.models.folder import Loaded
+from vlp.models.folder import RESULTS, Loaded, is_local
 
 
 class Result(Protocol):
@@ -28,15 +28,37 @@ class Result(Protocol):
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Options of everything that needs a model."""
     parser.add_argument("--model", required=True, metavar="DIR", help="model folder or hub name")
+    add_device(parser)
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Where to compute."""
     parser.add_argument("--device", type=_device, help="default: this rank's GPU, or the CPU")
 
 
 def _device(name: str) -> str:
     try:
-        torch.device(name)
+        device = torch.device(name)
     except RuntimeError as error:
         raise argparse.ArgumentTypeError(f"{name!r} is no device; cpu or cuda is one") from error
+    try:
+        torch.empty(1, device=device)
+    # A build without CUDA says so by an AssertionError.
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).splitlines()[0]
+        raise argparse.ArgumentTypeError(f"{name!r} cannot be used here: {why}") from error
     return name
+
+
+def positive(text: str) -> int:
+    """A whole number from 1 up, as a type of argparse."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return number
 
 
 def load_model(options: argparse.Namespace) -> Loaded:
@@ -47,14 +69,23 @@ def load_model(options: argparse.Namespace) -> Loaded:
         raise EvaluationError(" ".join(str(error).split())) from error
 
 
-def add_measured(parser: argparse.ArgumentParser) -> None:
-    """Options of what is measured over whole shards and reported as a table."""
+def add_measured(parser: argparse.ArgumentParser, items: str = "samples") -> None:
+    """Options of what is measured over whole shards and reported as a table; --limit counts items.
+
+    Args:
+        parser: of the command.
+        items: what is judged, in words.
+    """
     parser.add_argument("--shards", required=True, nargs="+", metavar="DIR")
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N samples")
-    parser.add_argument("--batch", type=int, default=64, help="pictures of one encoder call")
+    parser.add_argument("--limit", type=positive, metavar="N", help=f"only the first N {items}")
+    parser.add_argument("--batch", type=positive, default=64, help=f"{items} of one encoder call")
     parser.add_argument("--precision", choices=("float32", "bf16"), default="float32")
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="for JSON and Markdown; default MODEL/evaluation"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="for JSON and Markdown; default MODEL/evaluation, of a hub name OWNER/NAME "
+        "evaluation/OWNER--NAME",
     )
 
 
@@ -69,8 +100,12 @@ def report(result: Result, options: argparse.Namespace) -> None:
     if not Ranks.current().first:
         return
     print(result.table().text())
-    folder = options.out or Path(options.model) / "evaluation"
-    print(f"\nwritten to {result.save(folder)}")
+    print(f"\nwritten to {result.save(options.out or results_folder(options.model))}")
+
+
+def results_folder(model: str) -> Path:
+    """Where results of a model lie: in its folder; of a hub name below the working directory."""
+    return Path(model) / RESULTS if is_local(model) else Path(RESULTS) / model.replace("/", "--")
 
 
 def add_compared(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from evaluation.commands.options import add_model
+from evaluation.commands.options import add_model, positive
 from evaluation.json_lines import write_lines
 from evaluation.predict import predict, write_official
 from evaluation.predict_one import predict_one
@@ -29,8 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shards", nargs="+", metavar="DIR")
     parser.add_argument("--out", type=Path, metavar="FILE", help="with --shards: what is written")
     parser.add_argument("--format", choices=("official", "jsonl"), default="official")
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N items")
-    parser.add_argument("--batch", type=int, default=64, help="items at once")
+    parser.add_argument(
+        "--limit",
+        type=positive,
+        metavar="N",
+        help="only the first N samples, expressions or questions",
+    )
+    parser.add_argument("--batch", type=positive, default=64, help="items at once")
     parser.add_argument("--precision", choices=("float32", "bf16"), default="float32")
     parser.add_argument(
         "--image", nargs="+", action="extend", metavar="FILE", help="instead of --shards"
@@ -54,8 +59,6 @@ def run(options: argparse.Namespace) -> None:
         raise EvaluationError("--text is for --image; shards bring their own")
     if options.out.is_dir():
         raise EvaluationError(f"--out {options.out} is a folder; name a file")
-    if options.batch < 1 or (options.limit is not None and options.limit < 1):
-        raise EvaluationError("--batch and --limit are at least 1")
     found = predict(
         options.model,
         options.shards,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from evaluation.commands.options import one_process
+from evaluation.commands.options import add_device, one_process, positive
 from evaluation.html_report import make_report
 from evaluation.samples import EvaluationError
 
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--limit",
-        type=int,
+        type=positive,
         default=1000,
         metavar="N",
         help="retrieval cases: search the first N samples of --shards (default 1000)",
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the paper's rows: where our shards are named after the same data (default), for all "
         "results of the same task, or not at all",
     )
-    parser.add_argument("--device", help="default: this rank's GPU, or the CPU")
+    add_device(parser)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@ import argparse
 
 from evaluation.commands.options import add_measured, add_model, load_model, measured, report
 from evaluation.retrieval import evaluate_retrieval
+from evaluation.samples import EvaluationError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,17 +19,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rerank-by",
         choices=("sum", "match"),
-        default="sum",
-        help="add the match score to the similarity (default), or let it replace it",
+        help="with --rerank: add the match score to the similarity (default), or let it replace it",
     )
 
 
 def run(options: argparse.Namespace) -> None:
     """Print and write the recall table."""
+    if options.rerank_by is not None and not options.rerank:
+        raise EvaluationError("--rerank-by says how to re-rank: give --rerank K too")
     result = evaluate_retrieval(
         load_model(options),
         rerank=options.rerank,
-        rerank_by=options.rerank_by,
+        rerank_by=options.rerank_by or "sum",
         **measured(options),
     )
     report(result, options)

@@ -11,7 +11,7 @@ from evaluation.swaps import evaluate_swaps
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add_model(parser)
-    add_measured(parser)
+    add_measured(parser, "swaps")
     parser.add_argument(
         "--view",
         choices=("picture", "shuffled", "blank"),

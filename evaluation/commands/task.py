@@ -17,7 +17,7 @@ from vlp.tasks.downstream.task import Downstream, load_task
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add_model(parser)
-    add_measured(parser)
+    add_measured(parser, "samples (vqa: questions)")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from evaluation.commands.options import one_process
+from evaluation.commands.options import add_device, one_process, positive, results_folder
 from evaluation.report import Table, write_report
 from evaluation.samples import EvaluationError
 from evaluation.vision import evaluate_folder
@@ -14,8 +13,8 @@ from evaluation.vision import evaluate_folder
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument("--model", required=True, metavar="DIR", help="the run's folder `model`")
-    parser.add_argument("--device", help="default: this rank's GPU, or the CPU")
-    parser.add_argument("--limit", type=int, metavar="N", help="only so many test samples")
+    add_device(parser)
+    parser.add_argument("--limit", type=positive, metavar="N", help="only so many test samples")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -28,5 +27,5 @@ def run(options: argparse.Namespace) -> None:
     rows = [[name, f"{value:.2f}"] for name, value in figures.items()]
     table = Table(str(options.model), ["", "value"], rows)
     print(table.text())
-    folder = write_report(Path(options.model) / "evaluation", "vision", table, figures)
+    folder = write_report(results_folder(options.model), "vision", table, figures)
     print(f"\nwritten to {folder}")

@@ -16,6 +16,7 @@ from pathlib import Path
 from evaluation.classed_pictures import LABEL
 from evaluation.commands.options import add_measured, add_model, load_model, measured, report
 from evaluation.prompts import read_prompts
+from evaluation.samples import EvaluationError
 from evaluation.zeroshot import evaluate_zeroshot
 
 
@@ -40,19 +41,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--match-by",
         choices=("sum", "match"),
-        default="sum",
-        help="add its score to the similarity (default), or let it replace it",
+        help="with --match: add its score to the similarity (default), or let it replace it",
     )
 
 
 def run(options: argparse.Namespace) -> None:
     """Print and write the figures."""
+    if options.match_by is not None and not options.match:
+        raise EvaluationError("--match-by says how classes are scored again: give --match too")
     result = evaluate_zeroshot(
         load_model(options),
         prompts=read_prompts(options.classes, options.templates),
         label_field=options.label_field,
         match=options.match,
-        match_by=options.match_by,
+        match_by=options.match_by or "sum",
         **measured(options),
     )
     report(result, options)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -12,10 +14,11 @@ from test_eval_ranks import launch
 
 import evaluation.suite
 from evaluation.__main__ import main
+from evaluation.report import Figure
 from evaluation.saved import saved_figures
-from evaluation.suite import run_suite
-from evaluation.suite_config import SuiteConfig
-from evaluation.suite_jobs import model_checksum
+from evaluation.suite import SuiteResult, run_suite
+from evaluation.suite_config import SuiteConfig, ZeroShotJob
+from evaluation.suite_jobs import job_key, model_checksum
 from vlp.config import ConfigError, load_config
 from vlp.data.scenes.annotation import annotation
 from vlp.data.scenes.render import encode_png, render
@@ -240,3 +243,48 @@ def test_figures_of_every_kind_are_read(data, model_folder, scene_shards, tmp_pa
         assert saved.main in saved.figures, label
     with pytest.raises(ValueError, match="not the figures of a result"):
         saved_figures({"task": "vqa", "figures": {}})
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_data_without_an_index_are_known_by_their_files(data, tmp_path, packed):
+    folder, classes = tmp_path / "pictures", tmp_path / "classes.txt"
+    classes.write_text("red\nblue\n")
+    place = tmp_path / "pictures.tar" if packed else folder
+
+    def key():
+        if packed:
+            with tarfile.open(place, "w") as tar:
+                tar.add(folder, "pictures")
+            os.utime(place, ns=(0, folder.joinpath("red", "0.png").stat().st_mtime_ns))
+        job = ZeroShotJob(shards=(str(place),), classes=str(classes))
+        return job_key(job, data / "plain", {})
+
+    for colour in ("red", "blue"):
+        (folder / colour).mkdir(parents=True)
+        (folder / colour / "0.png").write_bytes(PICTURE)
+    first = key()
+    assert key() == first
+    (folder / "red" / "0.png").write_bytes(PICTURE[::-1])
+    os.utime(folder / "red" / "0.png", ns=(0, 10**9))
+    changed = key()
+    (folder / "blue" / "1.png").write_bytes(PICTURE * 40)
+    assert len({first, changed, key()}) == 3
+
+
+def test_notes_and_skipped_items_stand_under_the_table_of_all():
+    def content(bleu, *notes, **more):
+        figures = {"cider": (0.5, 0.4, 0.6), "bleu4": (bleu, bleu, bleu)}
+        told = {name: Figure(*three, 0.0)._asdict() for name, three in figures.items()}
+        return {"task": "caption", "shards": ["s"], "figures": told, "notes": notes, **more}
+
+    results = {
+        ("a", "caption"): content(0.3, "bleu4 has no interval.", "No SPICE."),
+        ("b", "caption"): content(0.2, "bleu4 has no interval.", skipped={"no text": 2}),
+    }
+    table, _ = SuiteResult(("a", "b"), ("caption",), results, {}).tables()
+    assert table.rows[1] == ["bleu4", "30.0", "20.0", ""]
+    assert list(table.notes[1:]) == [
+        "bleu4 has no interval.",
+        "a: No SPICE.",
+        "b: Skipped: 2 no text.",
+    ]

@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 from evaluation.__main__ import main
+from vlp.models.folder import local_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -58,3 +60,85 @@ def test_overrides_stand_anywhere(tmp_path, capsys):
     assert main(["ablation", *settings]) == 0
     assert "variants with 2 seeds each" in capsys.readouterr().out
     assert (tmp_path / "report.md").exists()
+
+
+def test_a_hub_model_is_evaluated_again_from_the_same_folder(
+    model_folder, scene_shards, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name: str(model_folder))
+    # As earlier versions left it.
+    (tmp_path / "me" / "old" / "evaluation").mkdir(parents=True)
+    command = ["--shards", str(scene_shards), "--limit", "3"]
+    for name in ("tiny", "tiny", "old"):
+        assert main(["retrieval", "--model", f"me/{name}", *command]) == 0
+        place = Path("evaluation") / f"me--{name}"
+        assert f"written to {place}" in capsys.readouterr().out
+        assert (place / "retrieval.json").is_file()
+    assert not (tmp_path / "me" / "tiny").exists()
+
+
+def test_a_folder_without_a_model_is_not_looked_up_on_the_hub(tmp_path, monkeypatch, capsys):
+    asked = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", asked.append)
+    (tmp_path / "runs" / "base").mkdir(parents=True)
+    (tmp_path / "runs" / "base" / "config.yaml").write_text("")
+    assert main(["retrieval", "--model", "runs/base", "--shards", "s"]) == 2
+    assert "runs/base is not a model folder: config.json is missing" in capsys.readouterr().err
+    (tmp_path / "runs" / "base" / "config.yaml").unlink()
+    assert local_folder(tmp_path / "runs" / "base").is_dir()
+    assert asked == []
+
+
+ZEROSHOT = ["zeroshot", "--classes", "c"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["retrieval"], ["pointing"], ["vqa"], ["grounding"], ZEROSHOT, ["embed"], ["predict"]],
+)
+@pytest.mark.parametrize("option", ["--batch", "--limit"])
+@pytest.mark.parametrize("value", ["0", "-3", "many"])
+def test_numbers_below_one_are_refused_at_once(command, option, value, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        main([*command, "--model", "m", "--shards", "s", f"{option}={value}"])
+    assert leaving.value.code == 2
+    error = capsys.readouterr().err
+    assert f"{option}: {value!r} is no whole number of at least 1" in error
+
+
+@pytest.mark.parametrize("command", [["retrieval", "--shards", "s"], ["vision"]])
+def test_a_device_that_is_not_here_is_refused_at_once(command, capsys):
+    name = f"cuda:{torch.cuda.device_count()}"
+    with pytest.raises(SystemExit) as leaving:
+        main([*command, "--model", "m", "--device", name])
+    assert leaving.value.code == 2
+    assert f"{name!r} cannot be used here: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["retrieval", "--rerank-by", "match"], "give --rerank K too"),
+        ([*ZEROSHOT, "--match-by", "match"], "give --match too"),
+        (["grounding", "--by", "similarity", "--layer", "0"], "--layer is of Grad-CAM"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(
+    model_folder, scene_shards, command, message, capsys
+):
+    assert main([*command, "--model", str(model_folder), "--shards", str(scene_shards)]) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "counted"),
+    [("retrieval", "samples"), ("grounding", "expressions"), ("vqa", "samples (vqa: questions)")],
+)
+def test_the_help_says_what_a_limit_counts(command, counted, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert f"only the first N {counted}" in " ".join(capsys.readouterr().out.split())

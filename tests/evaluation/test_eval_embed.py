@@ -152,9 +152,15 @@ def test_single_inputs_are_printed_or_written(model_folder, tmp_path, capsys):
     assert [row["text"] for row in printed[1:]] == texts
     assert np.linalg.norm(printed[0]["feature"]) == pytest.approx(1, abs=1e-5)
     assert main([*command, "--out", str(tmp_path / "out")]) == 0
+    capsys.readouterr()
     written = np.load(tmp_path / "out" / "captions.npy")
     assert written == pytest.approx(np.array([row["feature"] for row in printed[1:]]), abs=1e-6)
     assert lines(tmp_path / "out" / "captions.jsonl") == [{"text": text} for text in texts]
+    assert main([*command, "--precision", "bf16"]) == 0
+    half = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    for row, rough in zip(printed, half):
+        assert rough["feature"] != row["feature"]
+        assert rough["feature"] == pytest.approx(row["feature"], abs=0.05)
     with pytest.raises(EvaluationError, match="nothing to embed"):
         embed_inputs(vlp.load(model_folder), [], [])
 

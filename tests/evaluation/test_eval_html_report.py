@@ -281,6 +281,9 @@ def test_the_papers_figures_are_whole():
     assert paper_tables("retrieval", ["refcoco/val"]) == []
     assert [table.number for table in paper_tables("grounding", ["shards/refcoco+/testA"])] == [5]
     assert paper_tables("retrieval", ["flickr30k", "scenes"]) == [], "not that data alone"
+    for folder in ("shards/vqa/val", "vqa", "shards/vqa_v2/test"):
+        assert [table.number for table in paper_tables("vqa", [folder])] == [2, 4], folder
+    assert paper_tables("vqa", ["shards/easy_vqa/test"]) == []
 
 
 def test_damaged_and_unfinished_files_are_left_out_with_a_word(tmp_path):

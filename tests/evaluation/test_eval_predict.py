@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from claim_shards import annotated_shards, entailment_shards, statement_shards, tiny_folder
+from PIL import Image
 from question_shards import AUGMENT, coloured, picture, question, toy_parts, write_shards
 
 import vlp
@@ -15,10 +16,13 @@ from evaluation.__main__ import main
 from evaluation.downstream import evaluate_task
 from evaluation.predict import predict
 from evaluation.predict_one import predict_one
+from evaluation.samples import EvaluationError
+from evaluation.try_it import TryIt
 from vlp.data.scenes.annotation import annotation
 from vlp.data.scenes.render import encode_png, render
 from vlp.data.scenes.sample import sample_scene
 from vlp.data.schema import Annotation, Expression
+from vlp.data.shards import ShardWriter
 from vlp.models.answer_likelihood import answer_likelihood
 from vlp.tasks.downstream import caption, vqa
 from vlp.tasks.downstream.claims import Claims, EntailmentConfig, StatementsConfig
@@ -89,8 +93,6 @@ def test_snli_ve_and_nlvr2(folders, tmp_path):
     own = predict(folders["entailment"], [shards]).rows
     assert [row["label"] for row in rows] == [row["prediction"] for row in own]
     shards = tmp_path / "statements"
-    from vlp.data.shards import ShardWriter
-
     with ShardWriter(shards, samples_per_shard=5) as writer:
         for n in range(3):
             said = Annotation(statement="two red circles", identifier=f"test1-0-0-{n}")
@@ -249,7 +251,6 @@ def test_captions_and_matches_of_files(folders, files):
         ("vqa", ["--shards", "x"], "--shards and --out go together"),
         ("vqa", ["--shards", "x", "--out", "y", "--text", "a"], "--text is for --image"),
         ("vqa", ["--shards", "x", "--out", "."], "is a folder"),
-        ("vqa", ["--shards", "x", "--out", "y", "--batch", "0"], "at least 1"),
     ],
 )
 def test_options_that_do_not_fit(folders, files, capsys, monkeypatch, kind, more, message):
@@ -270,3 +271,64 @@ def test_statement_shards_of_the_generated_corpus_need_jsonl(folders, tmp_path, 
     kept = tmp_path / "out.csv.rows.jsonl"
     assert str(kept) in error
     assert len(kept.read_text().splitlines()) == 3
+
+
+@pytest.fixture(scope="module")
+def panelled(folders, tmp_path_factory):
+    """A folder for statements about one picture of three boxes, and such a picture."""
+    root = tmp_path_factory.mktemp("panelled")
+    parts, _ = start_parts(folders["plain"], {})
+    values = {"data": {"train": ["unused"]}, "pictures": 1, "panels": 3}
+    task = Claims(StatementsConfig.model_validate(values), parts)
+    task.save_model(root / "model", task.state_dict())
+    strip = Image.new("RGB", (48, 16))
+    for left, colour in zip((0, 16, 32), ("red", "green", "blue")):
+        strip.paste(colour, (left, 0, left + 16, 16))
+    strip.save(root / "strip.png")
+    return str(root / "model"), root / "strip.png", task.eval()
+
+
+def test_a_picture_of_several_panels_is_one_file(panelled, tmp_path, capsys):
+    folder, strip, task = panelled
+    said = Annotation(statement="a red circle", identifier="1572-0")
+    shards = annotated_shards(tmp_path / "strips", [said], strip.read_bytes())
+    claims = task.claims([shards])
+    with torch.no_grad():
+        inputs = claims.collate([claims.make(claims.items.read(0), 0)])
+        wanted = dict(zip(("False", "True"), task.logits(inputs).softmax(-1)[0].tolist()))
+    found = predict_one(folder, [strip], "a red circle", "cpu")
+    assert dict(found.answers) == pytest.approx(wanted, abs=1e-6)
+    one = TryIt(folder, device="cpu")
+    assert one.pictures_judged == 1
+    judged = one.judge([Image.open(strip)], "a red circle")
+    assert dict(judged) == pytest.approx(wanted, abs=1e-6)
+    files = ["--image", *[str(strip)] * 3]
+    assert main(["predict", "--model", folder, *files, "--text", "a red circle"]) == 2
+    error = capsys.readouterr().err
+    assert "about 1 picture, to be cut into 3 parts, not 3: give --image FILE once" in error
+    with pytest.raises(EvaluationError, match="about 1 picture, not 3"):
+        one.judge([Image.open(strip)] * 3, "a red circle")
+
+
+def test_permutations_are_named_by_their_keys(panelled, tmp_path, capsys):
+    folder, strip, _ = panelled
+
+    def submitted(*keys):
+        shards = tmp_path / "-".join(keys)
+        with ShardWriter(shards, samples_per_shard=5) as writer:
+            for key in keys:
+                identifier = key.split("-", 1)[1].rsplit("-", 1)[0]
+                said = Annotation(statement="a red circle", identifier=identifier)
+                writer.write(key, strip.read_bytes(), "png", said)
+        out = tmp_path / "out.csv"
+        assert predicted({"model": folder}, "model", shards, out) == 0
+        return [line.split(",")[0] for line in out.read_text().splitlines()]
+
+    assert submitted("dev-1572-0-0", "dev-1573-0-0") == ["1572-0", "1573-0"]
+    # As lil-lab/nlvr's nlvr/metrics_images.py reads them: split-identifier-permutation.
+    keys = ["dev-1572-0-0", "dev-1572-0-1", "dev-1572-0-5"]
+    assert submitted(*keys) == keys
+    twice = [str(tmp_path / "-".join(keys))] * 2
+    command = ["predict", "--model", folder, "--shards", *twice]
+    assert main([*command, "--out", str(tmp_path / "twice.csv")]) == 2
+    assert "predicted more than once" in capsys.readouterr().err

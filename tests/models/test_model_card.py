@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 import huggingface_hub
 import pytest
 import yaml
 from claim_shards import entailment_shards, tiny_folder
 from huggingface_hub import ModelCard
+from PIL import Image
 
 import vlp
 from evaluation.__main__ import main
 from evaluation.downstream import evaluate_task
 from vlp.models.folder import push_to_hub
 from vlp.models.model_card import MARK, model_card, write_model_card
-from vlp.tasks.downstream.claims import Claims, EntailmentConfig
+from vlp.tasks.downstream.claims import AssignmentConfig, Claims, EntailmentConfig, StatementsConfig
 from vlp.tasks.downstream.start import start_parts
 
 
@@ -150,3 +152,26 @@ def test_a_push_brings_the_card(folder, monkeypatch):
     with pytest.raises(FileNotFoundError, match="is not a model folder"):
         push_to_hub(folder.parent, "lab/tiny")
     assert len(Hub.calls) == 2, "nothing is made on the hub for what is no model"
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        (EntailmentConfig, {}),
+        (StatementsConfig, {}),
+        (StatementsConfig, {"pictures": 1, "panels": 3}),
+        (AssignmentConfig, {}),
+    ],
+)
+def test_the_command_on_the_card_works(tmp_path, monkeypatch, capsys, config, options):
+    parts, _ = start_parts(str(tiny_folder(tmp_path / "start")), {})
+    task = Claims(config.model_validate({"data": {"train": ["unused"]}, **options}), parts)
+    task.save_model(tmp_path / "FOLDER", task.state_dict())
+    for name in ("a.jpg", "b.jpg"):
+        Image.new("RGB", (48, 16)).save(tmp_path / name)
+    commands = [shlex.split(line) for line in model_card(tmp_path / "FOLDER").splitlines()
+                if line.startswith("python -m evaluation predict")]  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert main(commands[0][3:]) == 0
+    assert set(capsys.readouterr().out.split()[::2]) == set(task.config.classes)
+    assert ("jsonl" in commands[1]) == (config is AssignmentConfig)

@@ -29,6 +29,8 @@ from vlp.models.weights import LoadReport, copy_weights, resample_positions
 _OPTIONAL = r"(text|image)_tokens\.|cross_encoder\.(layers\.\d+\.(cross_)?attention\.)?positions\."
 
 WEIGHTS, HEADS, CONFIG = "model.safetensors", "heads.safetensors", "config.json"
+RESULTS = "evaluation"
+"""The folder beside them that results are written to."""
 
 
 class Loaded(NamedTuple):
@@ -196,17 +198,32 @@ def push_to_hub(folder: str | Path, repository: str, private: bool = False) -> s
     return str(api.upload_folder(folder_path=str(folder), repo_id=repository))
 
 
+def is_local(folder_or_name: str | Path) -> bool:
+    """Whether a folder of this machine is meant, with a model or by mistake.
+
+    A folder that is empty or holds nothing but results, as evaluating a model of the hub once left
+    them, does not hide the hub's model of that name. Any other does, with `config.json` or without:
+    a wrong path is told as such, and not looked up among strangers' models.
+    """
+    folder = Path(folder_or_name)
+    if not folder.is_dir():
+        return False
+    return not _may_be_on_hub(folder_or_name) or any(
+        one.name != RESULTS for one in folder.iterdir()
+    )
+
+
 def local_folder(folder_or_name: str | Path) -> Path:
-    """A folder itself, or a name on the hub as its local copy.
+    """A folder itself (see `is_local`), or a name on the hub as its local copy.
 
     Raises:
         FileNotFoundError: neither.
     """
     folder = Path(folder_or_name)
-    if folder.is_dir():
+    if is_local(folder):
         return folder
     name = str(folder_or_name)
-    if name.count("/") != 1 or name.startswith((".", "/")):
+    if not _may_be_on_hub(name):
         raise FileNotFoundError(f"there is no model folder {name}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -214,4 +231,9 @@ def local_folder(folder_or_name: str | Path) -> Path:
     try:
         return Path(snapshot_download(name))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise FileNotFoundError(f"{name} is neither a folder nor found on the hub") from error
+        raise FileNotFoundError(f"{name} is neither a model folder nor found on the hub") from error
+
+
+def _may_be_on_hub(folder_or_name: str | Path) -> bool:
+    name = str(folder_or_name)
+    return name.count("/") == 1 and not name.startswith((".", "/"))

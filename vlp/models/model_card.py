@@ -17,12 +17,11 @@ import yaml
 from safetensors import SafetensorError, safe_open
 
 from vlp.models.config import ModelConfig
-from vlp.models.folder import CONFIG, HEADS, WEIGHTS, read_config
+from vlp.models.folder import CONFIG, HEADS, RESULTS, WEIGHTS, read_config
 from vlp.models.vlp import VLPModel
 
 CARD = "README.md"
 MARK = "<!-- Written by vlp from the files beside it; without this line it is left as it is. -->"
-RESULTS = "evaluation"
 _SHOWN = 12
 
 _PIPELINES = {
@@ -38,6 +37,10 @@ _TASKS = {
     "vqa": "visual question answering",
     "caption": "image captioning",
 }
+_PICTURES = {"statements": 2, "assignment": 2}
+"""Of a text, where the task does not say; the others have one."""
+_SUBMITTED = ("entailment", "statements", "vqa", "caption")
+"""Kinds whose benchmark has a format of its own."""
 _PARTS = {
     "text_encoder": "text encoder",
     "image_encoder": "image encoder",
@@ -96,7 +99,7 @@ def model_card(folder: str | Path, licence: str | None = None) -> str:
         f"# {name}",
         f"A vision-language model trained with `vlp`, for {_TASKS.get(kind, kind)}.",
         "## Use",
-        _use(kind),
+        _use(kind, task),
         "## Model",
         _model(folder, config),
         "## Training",
@@ -142,7 +145,7 @@ def _front_matter(
     return f"---\n{data.to_yaml()}\n---"
 
 
-def _use(kind: str) -> str:
+def _use(kind: str, task: Mapping[str, Any]) -> str:
     if not kind:
         return (
             "```python\nimport vlp\n\n"
@@ -153,10 +156,11 @@ def _use(kind: str) -> str:
             "log_odds = model.match(image, words)\n```"
         )
     asked = "" if kind == "caption" else ' --text "…"'
-    shown = " b.jpg" if kind == "assignment" else ""
+    shown = " b.jpg" if task.get("pictures", _PICTURES.get(kind, 1)) == 2 else ""
+    out = "predictions.json" if kind in _SUBMITTED else "predictions.jsonl --format jsonl"
     return (
         f"```\npython -m evaluation predict --model FOLDER --image a.jpg{shown}{asked}\n"
-        "python -m evaluation predict --model FOLDER --shards … --out predictions.json\n```"
+        f"python -m evaluation predict --model FOLDER --shards … --out {out}\n```"
     )
 
 
