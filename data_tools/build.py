@@ -103,6 +103,8 @@ def build_shards(
 def _publish(journal: Journal, record: Record, process: int) -> None:
     written = temporary(journal.folder, record.number, process)
     place = journal.folder / record.name
+    # It knows the shards of before, and sizes alone would not tell: tars are filled up to 10 KiB.
+    (journal.folder / INDEX_NAME).unlink(missing_ok=True)
     journal.withdraw(record.number)
     if record.samples:
         written.rename(place)
@@ -129,7 +131,7 @@ def _sweep(out: Path) -> None:
 
 
 def _write_index(out: Path, manifest: Mapping[str, Any]) -> None:
-    """Index the folder, unless its index says the same already: a survey reads every shard."""
+    """Index the folder, unless no shard changed since it was: a survey reads every shard."""
     shards = [(shard["name"], shard["samples"], shard["bytes"]) for shard in manifest["shards"]]
     if not shards:
         (out / INDEX_NAME).unlink(missing_ok=True)

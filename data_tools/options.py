@@ -20,7 +20,8 @@ class BuildOptions(NamedTuple):
         quality: of JPEG that must be written anew.
         licence: for the manifest.
         take_down: a text file, one key, image id or URL a line: samples to leave out.
-        retry: try pictures again that failed before.
+        retry: try pictures again that failed before; those of an earlier shard join it, so that it
+            may get more samples than that.
     """
 
     samples_per_shard: int = 1000
@@ -74,7 +75,10 @@ def add_build_arguments(parser: argparse.ArgumentParser, *, images: bool = True)
         "list, only the shards that held one are written anew",
     )
     group.add_argument(
-        "--retry", action="store_true", help="try pictures again that failed in an earlier run"
+        "--retry",
+        action="store_true",
+        help="try pictures again that failed in an earlier run; each joins the tar that it was "
+        "missing from",
     )
     group.add_argument(
         "--processes", type=int, default=os.cpu_count() or 1, help="default: one for each core"

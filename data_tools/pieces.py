@@ -57,20 +57,22 @@ class Pieces:
                 yield item
 
     def _pieces(self, wanted: Iterator[Wanted]) -> Iterator[list[Item]]:
-        """Cut where an earlier run cut, else after as many samples as have their pictures."""
+        """Cut where an earlier run cut, else after as many samples as have their pictures.
+
+        A retry cuts the last piece after so many, too: while a list is downloaded in parts, all
+        that is not there yet is in that piece. Those before it stay as they are.
+        """
         piece: list[Item] = []
         present = number = 0
+        last = max(self.journal.records, default=-1)
         for item in wanted:
             places = tuple(map(self.originals.find, item.pictures))
             piece.append(Item(item.key, item.annotation, item.size, places, item.pictures))
             present += None not in places
             before = self.journal.records.get(number)
-            whole = (
-                len(piece) == before.wanted
-                if before is not None
-                else present == self.options.samples_per_shard
-            )
-            if whole:
+            cut_before = before is not None and len(piece) == before.wanted
+            may_cut = before is None or (self.options.retry and number == last)
+            if cut_before or (may_cut and present == self.options.samples_per_shard):
                 yield piece
                 piece, present, number = [], 0, number + 1
         if piece:

@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from data_tools.index import write_index_of
 from data_tools.keys import keys_in, prefixed, repeated_keys
 from data_tools.repeats import Numbers, Repeats, numbers_of
 from data_tools.scan import Shard, ShardReader, add_processes, go_on, in_order, scan, shards_of
@@ -38,7 +39,6 @@ from vlp.config import ConfigError
 from vlp.data.index import BLOCK, ROW, sample_rows
 from vlp.data.recent import Recent
 from vlp.data.stored import grouped
-from vlp.data.survey import index_folder
 from vlp.data.tar import append_member, close_tar, members_in
 from vlp.disk import sync, sync_folder
 
@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
         ) from error
     finally:
         plan.unlink(missing_ok=True)
-    index_folder(out, arguments.processes)
+    write_index_of(out, arguments.processes)
     print(f"{out}: {total} samples in {len(order)} shards, {len(missing)} of them new")
     for problem in problems:
         print(f"  damaged: {problem}")
@@ -261,6 +261,11 @@ def _refuse_others(out: Path, settings: dict[str, object]) -> None:
         raise ConfigError(f"{path}: not JSON ({error}); delete {out} to begin again") from error
     for name in settings:
         if found.get(name) != settings[name]:
+            if name == "sources":
+                raise ConfigError(
+                    f"{out} was begun with other shards in these folders, or they were written "
+                    f"anew since: choose another --out, or delete {out}"
+                )
             raise ConfigError(
                 f"{out} was begun with {name} {found.get(name)}, this command says "
                 f"{settings[name]}: choose another --out, or delete {out}"
@@ -275,8 +280,9 @@ def _keep_settings(out: Path, settings: dict[str, object]) -> None:
 def _settings(arguments: argparse.Namespace, shards: Sequence[Shard]) -> dict[str, object]:
     sources = blake2b(digest_size=16)
     for shard in shards:
-        size = shard.path.stat().st_size if shard.path.is_file() else 0
-        sources.update(f"{shard.folder.resolve()}\0{shard.name}\0{size}\0".encode())
+        # The size alone would not do: tars are filled up to 10 KiB.
+        size, time = _size_and_time(shard.path)
+        sources.update(f"{shard.folder.resolve()}\0{shard.name}\0{size}\0{time}\0".encode())
     return {
         "version": RESHARD_VERSION,
         "folders": [str(folder.resolve()) for folder in arguments.folders],
@@ -285,6 +291,13 @@ def _settings(arguments: argparse.Namespace, shards: Sequence[Shard]) -> dict[st
         "shuffle": arguments.shuffle,
         "prefix_keys": arguments.prefix_keys,
     }
+
+
+def _size_and_time(path: Path) -> tuple[int, int]:
+    if not path.is_file():
+        return 0, 0
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
 
 
 def _say_repeated(places: Iterable[tuple[Shard, str]]) -> str:

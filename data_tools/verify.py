@@ -26,6 +26,7 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
+from data_tools.index import write_index_of
 from data_tools.keys import keys_in, repeated_keys
 from data_tools.listed import (
     INDEX_KINDS,
@@ -44,7 +45,6 @@ from vlp.data.index import INDEX_NAME
 from vlp.data.pictures import FORMATS, decode_picture
 from vlp.data.schema import captions_of
 from vlp.data.stored import PICTURES, BadSample, SampleFiles, parse, parse_annotation
-from vlp.data.survey import index_folder
 
 
 class Examined(NamedTuple):
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
                     _tell(damage, counts[damage.kind], arguments.places, report)
             repairs = {kind: counts[kind] - before[kind] for kind in INDEX_KINDS}
             if arguments.fix and any(repairs.values()):
-                index_folder(folder, arguments.processes)
+                write_index_of(folder, arguments.processes)
                 print(f"{folder}: indexed anew")
                 fixed.update(repairs)
     looked_at = "listed" if arguments.quick else "decoded"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from vlp.config import ConfigError
 from vlp.data.schema import Annotation, captions_of, every_text_of
 from vlp.data.shards import BadSample, ShardIndex
 from vlp.data.text import TextProcessor, train_wordpiece
@@ -34,12 +35,19 @@ def run(arguments: argparse.Namespace) -> int:
     texts = list(_texts(arguments.shards, said, skipped))
     # The length belongs to the model; `load` sets it again.
     text = TextProcessor(train_wordpiece(texts, arguments.size), max_tokens=512)
-    text.save(arguments.out)
+    _save(text, arguments.out)
     kind = "captions" if said is captions_of else "texts"
     print(f"{arguments.out}: {text.vocab_size} tokens from {len(texts)} {kind}")
     if skipped:
         print(f"  {len(skipped)} samples could not be read; the first: {skipped[0]}")
     return 0
+
+
+def _save(text: TextProcessor, folder: Path) -> None:
+    try:
+        text.save(folder)
+    except Exception as error:  # of a full disk, the tokenizer's library raises a bare Exception
+        raise ConfigError(f"{folder}: cannot be written whole ({error}); run again") from error
 
 
 def _texts(

@@ -23,6 +23,7 @@ from evaluation.phrase_map import phrase_heat
 from evaluation.predict import has_task
 from evaluation.ranks import default_device
 from evaluation.samples import EvaluationError, Sample
+from vlp.data.pictures import upright_rgb
 from vlp.data.schema import Annotation
 from vlp.models.folder import Loaded
 from vlp.tasks.downstream.caption import Caption
@@ -215,6 +216,6 @@ def _said(text: str) -> str:
 def _seen(image: Image.Image | None) -> Image.Image:
     if image is None:
         raise EvaluationError("choose a picture first")
-    seen = image.convert("RGB")
+    seen = upright_rgb(image).copy()
     seen.thumbnail((MAX_SIDE, MAX_SIDE))
     return seen

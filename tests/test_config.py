@@ -62,6 +62,36 @@ def test_numbers_without_a_dot_are_numbers(tmp_path):
         assert config.training.optimiser.learning_rate == 0.001
 
 
+class Tasks(Config):
+    tasks: tuple[str, ...] = ()
+    rate: float = 1.0
+
+
+TEXTS = ("5117e062", "1e-4", "-2E3", "1.5e3", ".5e1", "1e", "e5", "1e5 ", "0x1", "1_0", "null")
+
+
+def test_quoted_text_stays_text_whatever_it_looks_like(tmp_path):
+    quoted = ", ".join(f'"{text}"' for text in TEXTS)
+    config = load_config(write(tmp_path, f"tasks: [{quoted}]\n"), Tasks)
+    assert config.tasks == TEXTS
+    assert load_config(write(tmp_path, ""), Tasks, [f"tasks=[{quoted}]"]) == config
+    save_config(config, tmp_path / "saved.yaml")
+    assert load_config(tmp_path / "saved.yaml", Tasks) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("1e-4", 1e-4), ("1E5", 1e5), ("-2e3", -2e3), ("+1.5e3", 1.5e3), (".5e1", 5.0), ("3.e0", 3.0)],
+)
+def test_plain_numbers_of_yaml_1_2_are_numbers(tmp_path, text, number):
+    config = load_config(write(tmp_path, f"rate: {text}\n"), Tasks)
+    assert config.rate == number
+    save_config(config, tmp_path / "saved.yaml")
+    assert load_config(tmp_path / "saved.yaml", Tasks) == config
+    with pytest.raises(ConfigError, match=r"'tasks\.0': Input should be a valid string"):
+        load_config(write(tmp_path, f"tasks: [{text}]\n"), Tasks)
+
+
 @pytest.mark.parametrize(
     ("extra", "overrides", "parts"),
     [
@@ -76,9 +106,31 @@ def test_numbers_without_a_dot_are_numbers(tmp_path):
             ["objectives.mim.output=cross"],
             ["objectives.mim.output is cross", "layout text"],
         ),
+        ("", ["training.optimiser.betas=[0.9, 1]"], ["optimiser.betas.1'", "less than 1", "1)"]),
+        (
+            "",
+            ["training.optimiser.betas=[-0.1, 0.9]"],
+            ["optimiser.betas.0'", "equal to 0", "-0.1"],
+        ),
+        (
+            "",
+            ["data.augment.crop_scale=[0, 1]"],
+            ["'data.augment.crop_scale'", "[0.0, 1.0] is not"],
+        ),
+        ("", ["data.augment.crop_scale=[0.8, 0.5]"], ["[0.8, 0.5] is not 0 < low <= high <= 1"]),
+        ("", ["data.augment.crop_scale=[0.5, 1.5]"], ["[0.5, 1.5] is not 0 < low <= high <= 1"]),
+        ("", ["data.augment.crop_scale=[.nan, 1]"], ["[nan, 1.0] is not 0 < low <= high <= 1"]),
         ("", ["training"], ["write key.sub=value"]),
         ("inherit: run.yaml\n", [], ["inherits from itself"]),
         ("inherit: missing.yaml\n", [], ["missing.yaml", "cannot read"]),
+        ("inherit: [a, b]\n", [], ["run.yaml", "'inherit' names one file, not ['a', 'b']"]),
+        ("inherit: 3\n", [], ["names one file, not 3"]),
+        (
+            "",
+            ["data.sources=[{pth: x}]"],
+            ["command line", "'data.sources.0.pth'", "did you mean 'data.sources.path'?"],
+        ),
+        ("", ["data.sources=[{path: x, weight: no}]"], ["command line: 'data.sources.0.weight'"]),
         ("output: a\noutput: b\n", [], ["run.yaml", "'output' is given twice"]),
         ("output: [\n", [], ["run.yaml", "not valid YAML"]),
     ],
@@ -120,8 +172,13 @@ class Square(Config):
     side: float = 1.0
 
 
+Shape = Annotated[Circle | Square, Field(discriminator="kind")]
+
+
 class Drawing(Config):
-    shape: Annotated[Circle | Square, Field(discriminator="kind")]
+    shape: Shape
+    more: tuple[Shape, ...] = ()
+    named: dict[str, Circle] = Field({})
 
 
 def test_a_choice_by_kind_is_named_as_it_is_written(tmp_path):
@@ -132,5 +189,9 @@ def test_a_choice_by_kind_is_named_as_it_is_written(tmp_path):
         load_config(file, Drawing, ["shape.radios=3"])
     with pytest.raises(ConfigError, match=r"the command line: 'shape\.radius': Input should be"):
         load_config(file, Drawing, ["shape.radius=wide"])
+    with pytest.raises(ConfigError, match=r"'more\.0\.radios'; did you mean 'more\.radius'\?"):
+        load_config(file, Drawing, ["more=[{kind: circle, radios: 2}]"])
+    with pytest.raises(ConfigError, match=r"'named\.a\.radios'; did you mean 'named\.radius'\?"):
+        load_config(file, Drawing, ["named.a.radios=3"])
     with pytest.raises(ConfigError, match="expected tags: 'circle', 'square'"):
         load_config(file, Drawing, ["shape.kind=triangle"])

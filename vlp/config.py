@@ -9,10 +9,11 @@ and the nearest valid key.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin
+from types import MappingProxyType
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -34,8 +35,13 @@ class Config(BaseModel):
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML 1.1 safe loader that also reads `1e-4` as a number and refuses a key given twice.
+# In YAML 1.2 `1e-4` and `2.5e3` are numbers; PyYAML reads 1.1, which wants `1.0e-4` and `2.5e+3`.
+_FLOAT = "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)[eE][-+]?\d+$", re.ASCII)
+_FLOAT_STARTS = [*"-+.0123456789"]
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 safe loader with the numbers of 1.2, which refuses a key given twice.
 
     A merge (`<<: *name`) brings defaults, which keys of the mapping's own replace.
     """
@@ -54,6 +60,14 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that `_Loader` would read as a number."""
+
+
+_Loader.add_implicit_resolver(*_FLOAT, _FLOAT_STARTS)
+_Dumper.add_implicit_resolver(*_FLOAT, _FLOAT_STARTS)
+
+
 def load_config(
     path: str | Path, schema: type[AnyConfig], overrides: Sequence[str] = ()
 ) -> AnyConfig:
@@ -61,7 +75,8 @@ def load_config(
 
     `inherit: other.yaml` (relative to the file) is read first and merged key by key; a mapping
     merges into a mapping, everything else replaces. Overrides come last, written `a.b=value` with
-    the value in YAML (`data.sources=[{path: shards}]`, `training.steps=100`, `teacher=null`).
+    the value in YAML (`data.sources=[{path: shards}]`, `training.steps=100`, `teacher=null`). A
+    text that looks like a number is quoted, as everywhere in YAML (`tasks=["5117e062"]`).
 
     Raises:
         ConfigError: the file is missing or not YAML, inheritance loops, a key is unknown (the
@@ -73,10 +88,10 @@ def load_config(
         if not separator or not key:
             raise ConfigError(f"{override!r} is not an override; write key.sub=value")
         try:
-            value = yaml.load(text, _UniqueKeyLoader)
+            value = yaml.load(text, _Loader)
         except yaml.YAMLError as error:
             raise ConfigError(f"{override!r}: the value is not YAML: {error}") from error
-        nested: Any = _numbers(value)
+        nested: Any = value
         for part in reversed(key.split(".")):
             nested = {part: nested}
         values = merged(values, nested)
@@ -112,7 +127,7 @@ def validated(
 
 def save_config(config: Config, path: str | Path) -> None:
     """Write a resolved configuration as YAML that `load_config` reads back unchanged."""
-    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    text = yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
     Path(path).write_text(text, encoding="utf-8")
 
 
@@ -121,7 +136,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str,
     if path in seen:
         raise ConfigError(f"{path}: inherits from itself through {' -> '.join(map(str, seen))}")
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise ConfigError(f"{path}: cannot read this configuration ({error.strerror})") from error
     except yaml.YAMLError as error:
@@ -130,7 +145,8 @@ def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str,
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: a configuration is a mapping of keys, not {values!r}")
     parent = values.pop(INHERIT, None)
-    values = _numbers(values)
+    if not isinstance(parent, str | None):
+        raise ConfigError(f"{path}: '{INHERIT}' names one file, not {parent!r}")
     origins = dict.fromkeys(_paths(values), str(path))
     if parent is None:
         return values, origins
@@ -155,26 +171,12 @@ def _paths(values: Any, prefix: str = "") -> Iterator[str]:
             yield from _paths(value, f"{prefix}{key}.")
 
 
-def _numbers(value: Any) -> Any:
-    """YAML 1.1 reads `1e-4` (no dot) as text; a person means the number."""
-    if isinstance(value, dict):
-        return {key: _numbers(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_numbers(inner) for inner in value]
-    if isinstance(value, str) and "e" in value.lower():
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
-
-
 def _explain(
     error: ValidationError, schema: type[Config], origins: Mapping[str, str], path: Path
 ) -> str:
     lines = []
     for problem in error.errors():
-        location = _location(problem["loc"], schema)
+        location, fields = _location(problem["loc"], schema)
         key = ".".join(location)
         named = next(
             (
@@ -185,7 +187,8 @@ def _explain(
             str(path),
         )
         if problem["type"] == "extra_forbidden":
-            lines.append(f"{named}: unknown key '{key}'; {_nearest(key, schema)}")
+            near = _nearest(".".join([*fields, location[-1]]), schema)
+            lines.append(f"{named}: unknown key '{key}'; {near}")
         elif problem["type"] == "missing":
             lines.append(f"{named}: the key '{key}' is required")
         else:
@@ -193,9 +196,13 @@ def _explain(
     return "\n".join(lines)
 
 
-def _location(parts: Sequence[str | int], schema: type[Config]) -> list[str]:
-    """The key as it is written: of a choice by `kind`, the chosen kind is no part of it."""
-    types, location = [schema], []
+def _location(parts: Sequence[str | int], schema: type[Config]) -> tuple[list[str], list[str]]:
+    """The key as it is written, and the fields of the schema in it, as in `_schema_paths`.
+
+    Of a choice by `kind`, the chosen kind is no part of it; a place in a list is no field.
+    """
+    types: list[type[Config]] = [schema]
+    location, names = [], []
     for part in parts:
         fields = [kind.model_fields[part] for kind in types if part in kind.model_fields]
         if not fields and len(types) > 1:
@@ -203,9 +210,11 @@ def _location(parts: Sequence[str | int], schema: type[Config]) -> list[str]:
             if chosen:
                 types = chosen
                 continue
-        types = [inner for field in fields for inner in _config_types(field.annotation)]
         location.append(str(part))
-    return location
+        if fields:
+            types = [inner for field in fields for inner in _config_types(field.annotation)]
+            names.append(str(part))
+    return location, names
 
 
 def _tag(schema: type[Config]) -> Any:
@@ -235,8 +244,8 @@ def _schema_paths(schema: type[Config], prefix: str = "") -> Iterator[str]:
 
 
 def _config_types(annotation: Any) -> Iterator[type[Config]]:
+    """The configurations in a type: alone, in a choice, or as elements of a tuple, list or dict."""
     if isinstance(annotation, type) and issubclass(annotation, Config):
         yield annotation
-    elif get_origin(annotation) in (Union, UnionType):
-        for inner in get_args(annotation):
-            yield from _config_types(inner)
+    for inner in get_args(annotation):
+        yield from _config_types(inner)

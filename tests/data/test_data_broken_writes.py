@@ -161,6 +161,27 @@ def test_a_disk_that_is_full_is_named_and_finished_shards_stay(tmp_path: Path) -
     assert files(folder) == whole
 
 
+@pytest.mark.parametrize("deleted", [[0], [1], [0, 1], [2]])
+def test_deleted_shards_come_back_and_the_others_stay(tmp_path: Path, deleted: list[int]) -> None:
+    write(tmp_path)
+    whole = files(tmp_path)
+    for number in deleted:
+        (tmp_path / f"shard-{number:06d}.tar").unlink()
+    for _ in range(2):
+        write(tmp_path)
+        assert files(tmp_path) == whole
+    assert [entry.name for entry in ShardIndex.open(tmp_path).shards] == sorted(
+        name for name in whole if name.endswith(".tar")
+    )
+
+
+def test_a_shard_of_another_process_is_not_written_over(tmp_path: Path) -> None:
+    other = tmp_path / "shard-000000.tar"
+    with pytest.raises(ConfigError, match=r"shard-000000\.tar: was written by another process"):
+        write(tmp_path, before=lambda number: other.write_bytes(b"theirs") if number == 3 else None)
+    assert files(tmp_path) == {other.name: b"theirs"}
+
+
 @pytest.mark.parametrize("limit", [0, 300, 4000, 20_000, 23_000])
 def test_room_for_so_many_bytes_of_a_file(tmp_path: Path, limit: int) -> None:
     write(tmp_path / "whole")

@@ -36,6 +36,12 @@ def test_numbers_as_identifiers_and_every_kind_of_label() -> None:
     assert Annotation(image_id=7).image_id == "7"  # type: ignore[arg-type]
     assert Annotation.model_validate_json(b'{"label": true}').label is True
     assert Annotation.model_validate_json(b'{"label": "neutral"}').label == "neutral"
+    for number in (0, 1, 2):
+        annotation = Annotation.model_validate_json(b'{"label": %d}' % number)
+        assert annotation.label == Annotation(label=number).label == str(number)  # type: ignore[arg-type]
+        assert Annotation.model_validate_json(annotation.to_json()) == annotation
+    for truth in (False, True):
+        assert Annotation.model_validate_json(Annotation(label=truth).to_json()).label is truth
 
 
 @pytest.mark.parametrize(

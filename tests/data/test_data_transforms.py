@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from PIL import Image
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig
 from vlp.data.encoded import EncodedPicture, levels_of
+from vlp.data.pictures import decode_picture, upright_rgb
 from vlp.data.transforms import (
     Preprocessing,
     TrainTransform,
@@ -44,6 +46,42 @@ def test_preprocessing_is_a_bicubic_squash_and_a_normalisation() -> None:
 @pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "1"])
 def test_pictures_of_every_mode(mode: str) -> None:
     assert Preprocessing(8)(picture().convert(mode)).shape == (3, 8, 8)
+
+
+def turned() -> Image.Exif:
+    tags = Image.Exif()
+    tags[0x0112] = 6
+    return tags
+
+
+SHADES = np.linspace(0, 65535, 1200).astype(np.uint16).reshape(30, 40)
+
+
+@pytest.mark.parametrize(
+    ("image", "kind", "how"),
+    [
+        (picture().convert("LA").convert("RGBA"), "png", {}),
+        (Image.new("RGBA", (40, 30), (0, 0, 0, 0)), "png", {}),
+        (picture().quantize(8), "png", {"transparency": 3}),
+        (picture(), "png", {"transparency": picture().getpixel((0, 0))}),
+        (Image.fromarray(SHADES), "png", {}),
+        (picture(), "jpeg", {"exif": turned()}),
+        (picture(), "png", {"exif": turned()}),
+        (picture(), "webp", {"exif": turned()}),
+    ],
+)
+def test_a_file_that_pillow_opened_is_what_training_sees(
+    image: Image.Image, kind: str, how: dict[str, Any]
+) -> None:
+    stream = BytesIO()
+    image.save(stream, kind, **how)
+    prepare, train = Preprocessing(16), TrainTransform(AugmentConfig(), Preprocessing(16))
+    decoded = decode_picture(stream.getvalue(), "x")
+    with Image.open(stream) as opened:
+        assert torch.equal(prepare(opened), prepare(decoded))
+        augmented = train(opened, np.random.default_rng(0), "x")
+    assert torch.equal(augmented, train(decoded, np.random.default_rng(0), "x"))
+    assert upright_rgb(decoded) is decoded  # neither turned twice nor copied
 
 
 def test_levels_of_any_type_and_batch_are_normalised_alike() -> None:

@@ -248,6 +248,25 @@ def test_failed_pictures_are_tried_again_only_when_asked(places: Path, tmp_path:
     assert build(places, out) == again
 
 
+def test_what_arrives_later_fills_shards_like_the_others(places: Path, tmp_path: Path) -> None:
+    """As when a list is downloaded in parts: what was not there yet is one long piece."""
+    out = tmp_path / "out"
+    for number in range(6, 20):
+        (places / f"{number}.jpg").unlink(missing_ok=True)
+    build(places, out)
+    assert [len(keys) for keys in keys_of(out)] == [4, 1]
+    for number in range(3, 17):
+        (places / f"{number}.jpg").write_bytes(raw_picture(number))
+    again = build(places, out, FOUR._replace(retry=True))
+    # The one that was missing among others joins them.
+    assert [len(keys) for keys in keys_of(out)] == [5, 4, 4, 4]
+    assert failures_of(again) == {"missing picture": ["k017", "k018", "k019"]}
+    whole = files_of(out)
+    for retry in (False, True, False):
+        assert build(places, out, FOUR._replace(retry=retry)) == again
+        assert files_of(out) == whole
+
+
 def test_a_changed_annotation_changes_its_shard(places: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     build(places, out)
@@ -259,6 +278,33 @@ def test_a_changed_annotation_changes_its_shard(places: Path, tmp_path: Path) ->
     assert [name for name in sorted(before) if before[name] != after[name]] == ["shard-000002.tar"]
     build(places, tmp_path / "whole", samples=samples)
     assert files_of(out) == files_of(tmp_path / "whole")
+
+
+def test_a_changed_shard_is_indexed_again_though_it_has_its_size(
+    places: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    build(places, out, samples=[wanted(0), wanted(1)])
+    before = files_of(out)
+
+    def corrected(length: int) -> list[Wanted]:
+        return [wanted(0, caption="said at length " * length), wanted(1)]
+
+    manifest = build(places, out, samples=corrected(40))
+    assert len(files_of(out)["shard-000000.tar"]) == len(before["shard-000000.tar"])
+    assert keys_of(out) == [["k000", "k001"]]
+    # A run that ends between the shard and its index leaves none that is too old.
+
+    def ends(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("data_tools.build.make_manifest", ends)
+        with pytest.raises(KeyboardInterrupt):
+            build(places, out, samples=corrected(80))
+    assert not (out / "index.json").exists()
+    assert build(places, out, samples=corrected(80)) != manifest
+    assert keys_of(out) == [["k000", "k001"]]
 
 
 def test_a_shorter_list_drops_the_shards_behind(places: Path, tmp_path: Path) -> None:

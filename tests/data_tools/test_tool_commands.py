@@ -53,6 +53,33 @@ def test_index_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture) -> None
     assert "holds no shards" in capsys.readouterr().err
 
 
+def limited(size: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """A command that may write so many bytes of a file, as on a disk that is full then."""
+    program = (
+        "import resource, signal, sys; from data_tools.__main__ import main\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_full_disk_is_said_plainly(shards: Path, tmp_path: Path) -> None:
+    before = (shards / "index.json").read_bytes()
+    ran = limited(200, "index", shards)
+    assert (ran.returncode, ran.stderr.count("Traceback")) == (2, 0)
+    assert f"data_tools index: {shards / 'index.json'}: File too large" in ran.stderr
+    assert (shards / "index.json").read_bytes() == before
+    out = tmp_path / "words"
+    for size in (0, 1000, 3000):  # none of tokenizer.json, a part of it, and vocab.txt is behind it
+        ran = limited(size, "vocabulary", "--shards", shards, "--size", 60, "--out", out)
+        assert (ran.returncode, ran.stderr.count("Traceback")) == (2, 0)
+        assert f"data_tools vocabulary: {out}: cannot be written whole (" in ran.stderr
+        assert "File too large" in ran.stderr
+
+
 def test_vocabulary(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (shards / "shard-000002.tar").unlink()  # one sample can no longer be read
     arguments = ["vocabulary", "--shards", str(shards), str(shards), "--size", "60"]

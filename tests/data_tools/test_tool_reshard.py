@@ -194,6 +194,19 @@ def test_interrupted_and_run_again(
     assert (out / "shard-000000.tar").stat().st_mtime_ns == first.st_mtime_ns
 
 
+def test_sources_of_the_same_size_that_were_written_anew_are_others(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    out, source = tmp_path / "out", folder / "shard-000001.tar"
+    assert deal(folder, "--out", out) == 0
+    before = source.stat()
+    source.write_bytes(source.read_bytes().replace(b"number 4", b"changed "))
+    os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    assert source.stat().st_size == before.st_size
+    assert deal(folder, "--out", out) == 2
+    assert "or they were written anew since" in capsys.readouterr().err
+
+
 def test_killed_at_any_moment(tmp_path: Path) -> None:
     folder = write(tmp_path / "shards", {f"k{n}": os.urandom(20_000) for n in range(24)}, 20)
     command = ["reshard", str(folder), "--samples-per-shard", "3", "--shuffle", "1"]

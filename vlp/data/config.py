@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import ByteSize, Field, model_validator
+from pydantic import AfterValidator, ByteSize, Field, model_validator
 
 from vlp.config import Config
 from vlp.data.schema import TextKind
@@ -27,13 +27,24 @@ class CacheConfig(Config):
     limit: ByteSize = Field(description='bytes, as in "200GB"; the unused for longest go first')
 
 
+def _are_shares(scale: tuple[float, float]) -> tuple[float, float]:
+    low, high = scale
+    if not 0 < low <= high <= 1:
+        raise ValueError(f"[{low}, {high}] is not 0 < low <= high <= 1")
+    return scale
+
+
+CropScale = Annotated[tuple[float, float], AfterValidator(_are_shares)]
+"""The least and the largest share of a picture's area that a random crop keeps."""
+
+
 class AugmentConfig(Config):
     """RandAugment(2, 7) over the design's operations, a random crop and a mirror."""
 
     randaugment: bool = True
     operations: int = 2
     magnitude: int = 7
-    crop_scale: tuple[float, float] = (0.5, 1.0)
+    crop_scale: CropScale = (0.5, 1.0)
     mirror: bool = True
     quick_decode: bool = Field(
         False,

@@ -48,6 +48,19 @@ def decode_picture(data: bytes, where: str) -> Image.Image:
         return _upright(_to_rgb(image), orientation(image))
 
 
+def upright_rgb(image: Image.Image) -> Image.Image:
+    """A picture that others opened, as `decode_picture` gives it; one that is so already, itself.
+
+    Raises:
+        OSError: the file ends too early, or cannot be decoded.
+    """
+    image.load()
+    turn = orientation(image)
+    if image.mode == "RGB" and turn not in TURNS and not image.has_transparency_data:
+        return image
+    return _upright(_to_rgb(image), turn)
+
+
 @contextmanager
 def reading(where: str) -> Iterator[None]:
     """Whatever a decoder raises within becomes a `BadSample` that names the place."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool
 
 SCHEMA_VERSION = 1
 
@@ -91,7 +91,7 @@ class Annotation(_Part):
     premise: str | None = None
     hypothesis: str | None = None
     statement: str | None = None
-    label: bool | str | None = None
+    label: StrictBool | str | None = None  # strict: class 0 is not False, but "0"
     questions: list[Question] | None = None
     expressions: list[Expression] | None = None
     boxes: list[Box] | None = None

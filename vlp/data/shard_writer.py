@@ -22,7 +22,8 @@ class ShardWriter:
 
     A shard appears under its name only when it is whole and on disk, so an interrupted run leaves
     finished shards alone. Run again, `done` holds the keys of those; a producer that skips them
-    gets the same bytes as without the interruption. The index is written on a clean exit.
+    gets the same bytes as without the interruption, also where a shard was deleted: the free
+    numbers are taken, smallest first. The index is written on a clean exit.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class ShardWriter:
         self._shards: list[SurveyedShard] = []
         self._ends: list[int] = []
         self._captions: list[int] = []
+        self._number = 0
         self._file: Any = None
         self.folder.mkdir(parents=True, exist_ok=True)
         for leftover in self.folder.glob(f"{prefix}-*.tar.tmp"):
@@ -75,6 +77,9 @@ class ShardWriter:
             raise ValueError(f"the key {key!r} is already in {self.folder}")
         if extension not in PICTURES:
             raise ValueError(f"{key}: extension {extension!r} is not one of {', '.join(PICTURES)}")
+        if self._file is None:
+            while self._path().exists():
+                self._number += 1
         with _disk(self._path()):
             if self._file is None:
                 self._file = open(self._path().with_suffix(".tar.tmp"), "wb")  # noqa: SIM115
@@ -93,7 +98,7 @@ class ShardWriter:
         if self._file is not None:
             self._finish_shard()
         with _disk(self.folder / INDEX_NAME):
-            write_index(self.folder, self._shards)
+            write_index(self.folder, sorted(self._shards, key=lambda shard: shard.name))
 
     def abandon(self) -> None:
         """Drop the unfinished shard; finished ones stay, and the next run goes on from them."""
@@ -118,10 +123,12 @@ class ShardWriter:
             self.abandon()
 
     def _path(self) -> Path:
-        return self.folder / f"{self.prefix}-{len(self._shards):06d}.tar"
+        return self.folder / f"{self.prefix}-{self._number:06d}.tar"
 
     def _finish_shard(self) -> None:
         path = self._path()
+        if path.exists():
+            raise ConfigError(f"{path}: was written by another process meanwhile; run again")
         with _disk(path):
             close_tar(self._file)
             sync(self._file)

@@ -16,6 +16,7 @@ from torch.nn.functional import interpolate
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig
 from vlp.data.encoded import EncodedPicture, levels_of
+from vlp.data.pictures import upright_rgb
 from vlp.data.randaugment import randaugment
 
 FILE_NAME = "preprocessing.json"
@@ -52,14 +53,17 @@ class Preprocessing:
         self.std = std
 
     def __call__(self, image: Image.Image) -> Tensor:
-        """A picture of any mode and size to (3, image_size, image_size) float32."""
+        """A picture as `squash` takes it, to (3, image_size, image_size) float32."""
         return self.normalise(self.squash(image))
 
     def squash(self, image: Image.Image) -> Image.Image:
-        """A picture of any mode and size as RGB of image_size x image_size."""
+        """A picture of any mode and size as RGB of image_size x image_size.
+
+        As in training, it is turned by its EXIF orientation, what is transparent shows white, and
+        16 bits become their upper 8.
+        """
         size = (self.image_size, self.image_size)
-        if image.mode != "RGB":
-            image = image.convert("RGB")
+        image = upright_rgb(image)
         return image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
 
     def normalise(self, picture: Image.Image | Tensor) -> Tensor:
@@ -152,6 +156,8 @@ class TrainTransform:
         self, picture: Image.Image | EncodedPicture, rng: np.random.Generator, caption: str
     ) -> Tensor:
         """As a call, but not normalised yet: (3, image_size, image_size) uint8."""
+        if isinstance(picture, Image.Image):
+            picture = upright_rgb(picture)
         levels = self._cropped(picture, random_crop(*picture.size, self.config.crop_scale, rng))
         # Drawn even where the caption forbids it, so the draws that follow stay the same.
         mirror = rng.random() < 0.5
@@ -169,7 +175,7 @@ class TrainTransform:
             return levels_of(self.preprocessing.squash(image))
         side = self.preprocessing.image_size
         if isinstance(picture, Image.Image):
-            levels = levels_of(picture.convert("RGB"))
+            levels = levels_of(picture)
         elif self.config.quick_decode:
             levels = picture.levels(_least_size(picture.size, box, side))
         else:

@@ -12,6 +12,8 @@ from vlp.data.inputs import Inputs, PatchMasking
 from vlp.models.config import ModelConfig
 from vlp.objectives.config import ObjectivesConfig
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
 
 class OptimiserConfig(Config):
     """AdamW with a cosine schedule; steps are optimiser steps."""
@@ -20,7 +22,7 @@ class OptimiserConfig(Config):
     final_learning_rate: float = Field(1e-6, ge=0)
     warmup_steps: int = Field(1000, ge=0)
     weight_decay: float = Field(0.02, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     epsilon: float = Field(1e-8, gt=0)
     clip: float | None = Field(1.0, gt=0, description="global gradient norm; null is no clipping")
     scales: dict[str, Annotated[float, Field(gt=0)]] = Field(

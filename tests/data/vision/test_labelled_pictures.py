@@ -72,6 +72,15 @@ def test_folders_tars_and_shards_hold_the_same(folder, tmp_path):
         assert labels == [0] * 8 + [1] * 8
 
 
+def test_classes_of_shards_may_be_numbers(tmp_path):
+    with ShardWriter(tmp_path) as writer:
+        for number in range(3):
+            label = Annotation.model_validate_json(b'{"label": %d}' % number)
+            writer.write(f"k{number}", png((number, 0, 0)), "png", label)
+    pictures = open_labelled(str(tmp_path), ("0", "1", "2"))
+    assert [pictures.read(number).label for number in range(3)] == [0, 1, 2]
+
+
 def test_real_cifar_is_read(shared):
     pictures = open_labelled(str(shared / "data_tasks" / "cifar10" / "test.tar.xz"))
     assert len(pictures) == 10_000

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vlp.config import Config, ConfigError
 from vlp.data.batch import moved
+from vlp.data.config import CropScale
 from vlp.data.loader import OrderedData
 from vlp.data.skips import Skip
 from vlp.data.transforms import Preprocessing, random_crop
@@ -26,7 +27,7 @@ from vlp.data.vision.labelled import LabelledPictures, some_of
 class PictureAugmentConfig(Config):
     """What happens to a training picture, in this order."""
 
-    crop_scale: tuple[float, float] = Field(
+    crop_scale: CropScale = Field(
         (1.0, 1.0), description="share of the area of a random crop, resized; 1 is the whole"
     )
     shift: int = Field(0, ge=0, description="pixels that it is moved by at most, black around it")
