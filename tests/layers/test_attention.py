@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
-from vlp.layers.attention import Attention
-from vlp.positions.base import PositionEncoding
+from vlp.layers.attention import Attention, attend
+from vlp.positions import create_position
+from vlp.positions.base import PositionContext, PositionEncoding
 
 WIDTH, HEADS = 8, 2
 NAMES = {f"{part}.{kind}" for part in ("query", "key", "value") for kind in ("weight", "bias")}
@@ -43,6 +44,26 @@ def by_loops(attention, queries, source, mask):
                     weights[row, head, q, k] = one / sum(strength)
                     out[row, q, part] += one / sum(strength) * value[row, k, part]
     return weights, out
+
+
+@pytest.mark.parametrize("fused", [False, True, "flex"])
+@torch.no_grad()  # on a CPU, FlexAttention has no gradients
+def test_a_scale_of_ones_own(fused):
+    """As with queries that are so much larger, whose bias keeps its size."""
+    encoding = create_position("irpe-product", width=WIDTH, heads=HEADS, mode="bias").double()
+    torch.nn.init.normal_(encoding.tables["key"])
+    query, key, value = torch.randn(3, 2, HEADS, 6, WIDTH // HEADS, dtype=torch.float64)
+    context = PositionContext((2, 3))
+    given = (key, value, [encoding], context)
+    larger = attend(query * (WIDTH // HEADS) ** 0.5, *given)
+    torch.testing.assert_close(attend(query, *given, fused=fused, scale=1.0), larger)
+    scaled = layer(scale=0.25, positions=[encoding], fused=fused)
+    plain = layer(positions=[encoding])
+    plain.load_state_dict(scaled.state_dict())
+    plain.query.weight *= 0.25 * (WIDTH // HEADS) ** 0.5
+    plain.query.bias *= 0.25 * (WIDTH // HEADS) ** 0.5
+    x = states(2, 6)
+    torch.testing.assert_close(scaled(x, context=context), plain(x, context=context))
 
 
 @pytest.mark.parametrize("fused", [False, True, None])

@@ -60,6 +60,23 @@ def test_the_fused_and_the_explicit_path_agree():
     torch.testing.assert_close(fused(x, CONTEXT), both(x, CONTEXT))
 
 
+@pytest.mark.parametrize("names", [(), ("alibi-2d",)])
+def test_a_scale_of_ones_own(names):
+    options = {"heads": HEADS} if names else {}
+    scaled, plain = layer(*names, **options), layer(*names, **options)
+    scaled.scale = 1.0
+    plain.load_state_dict(scaled.state_dict())
+    with torch.no_grad():
+        plain.query.weight *= (WIDTH // HEADS) ** 0.5
+        plain.query.bias *= (WIDTH // HEADS) ** 0.5
+    x, past = states(), Past()
+    expected = plain(x, CONTEXT)
+    torch.testing.assert_close(scaled(x, CONTEXT), expected)
+    if not names:
+        found = torch.cat([scaled(one, past=past) for one in x.split(1, 1)], 1)
+        torch.testing.assert_close(found, expected)
+
+
 def test_token_by_token_is_the_whole_sequence():
     attention, x, past = layer(), states(), Past()
     steps = [attention(x[:, place : place + 1], past=past) for place in range(x.shape[1])]

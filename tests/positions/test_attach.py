@@ -10,10 +10,11 @@ import sys
 import pytest
 import timm
 import torch
+from timm.models import create_feature_extractor
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import ParallelScalingBlock, VisionTransformer
-from timm.optim import param_groups_layer_decay
+from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from torch import nn
 
 from vlp.positions import (
@@ -21,8 +22,11 @@ from vlp.positions import (
     PositionEncoding,
     attach,
     create_position,
+    drop_absolute,
     list_positions,
 )
+from vlp.positions.semantic import SemanticPosition
+from vlp.training.optimiser import has_decay
 
 WIDTH = 16
 SIZES = {
@@ -181,6 +185,13 @@ def test_sape_calls_it_mode():
         attach(vit(), "sape", "q", mode="key")
 
 
+def test_a_class_with_a_mode_is_told_it_like_a_name():
+    model = attach(vit(), SemanticPosition, "qk")
+    assert model.blocks[0].attn.positions[0].modes == ("key", "query")
+    with pytest.raises(ValueError, match="SemanticPosition acts on queries and keys, not on='v'"):
+        attach(vit(), SemanticPosition, "v")
+
+
 def test_encodings_are_combined():
     model, x = vit(), pictures(16, 24)
     attach(model, "irpe-product", on="k")
@@ -266,6 +277,25 @@ def test_absolute_positions_dropped(make, dynamic):
     assert "pos_embed" not in model.state_dict()
     attach(model, "learned-2d", absolute="drop", deviation=1.0)  # gone already
     assert not torch.allclose(model(x), by_hand(x))
+
+
+@pytest.mark.parametrize("make", [vit, distilled])
+def test_absolute_positions_dropped_for_nothing(make):
+    model = make()
+    x, by_hand = pictures(16, 24), copy.deepcopy(model)
+    nn.init.zeros_(by_hand.pos_embed)
+    assert drop_absolute(model) is model
+    torch.testing.assert_close(model(x), by_hand(x))
+    assert "pos_embed" not in model.state_dict()
+    drop_absolute(attach(model, "irpe-product"))  # gone already
+    torch.testing.assert_close(model(x), by_hand(x))
+
+
+def test_nothing_to_drop():
+    with pytest.raises(ValueError, match="SwinTransformer has no pos_embed to drop"):
+        drop_absolute(swin())
+    with pytest.raises(ValueError, match="Linear is no timm VisionTransformer"):
+        drop_absolute(nn.Linear(2, 2))
 
 
 def test_tokens_of_a_vision_transformer_come_with_their_prefix():
@@ -540,6 +570,73 @@ def test_layer_wise_learning_rates_count_token_encodings_to_the_stem():
     for block in model.blocks:
         (table,) = block.attn.positions.parameters()
         assert scales[id(table)] == scales[id(block.attn.qkv.weight)] > stem
+
+
+@names
+@pytest.mark.parametrize("make", [vit, swin])
+def test_timm_and_our_optimiser_decay_the_same(make, name):
+    model = attach(make(), name, **NEEDED.get(name, {}))
+    groups = param_groups_weight_decay(model, 0.05, no_weight_decay_list=model.no_weight_decay())
+    decayed = {
+        id(weight) for group in groups if group["weight_decay"] for weight in group["params"]
+    }
+    for key, weight in model.named_parameters():
+        assert (id(weight) in decayed) == has_decay(key, weight), key
+
+
+@every_model
+def test_tables_are_not_decayed_and_matrices_are(make):
+    model = attach(attach(make(), "irpe-product", on="qkv"), "rope-mixed")
+    attach(attach(attach(model, "transformer-xl"), "learned-2d"), "mlp")
+    spared = {name for name in model.no_weight_decay() if "positions." in name}
+    parts = {name.split("positions.")[1].split(".", 1)[1] for name in spared}
+    assert parts == {
+        *("tables.query", "tables.key", "tables.value", "frequency_table", "u", "v", "prefix"),
+        *("table_rows", "table_columns"),
+    }
+    assert len(spared) == (4 if make is swin else 2) * 7 + 2
+    assert spared < {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(vit, "irpe-product"), (vit, "rope-axial"), (distilled, "learned-2d"), (swin, "alibi-2d")],
+)
+@pytest.mark.filterwarnings("ignore")  # jit is deprecated, and says what it turns into constants
+def test_a_traced_model_is_the_same(make, name):
+    model = fill(attach(make(), name))
+    x = pictures_of(model)
+    traced = torch.jit.trace(model, (x,), check_trace=False)
+    other = pictures_of(model, batch=3)
+    torch.testing.assert_close(traced(other), model(other))
+
+
+@every_model
+@pytest.mark.parametrize("absolute", ["keep", "drop"])
+def test_timms_feature_extractor(make, absolute):
+    if make is swin and absolute == "drop":
+        return
+    model = attach(encoded(make), "learned-2d", absolute=absolute)
+    block = "layers.1.blocks.0" if make is swin else "blocks.0"
+    extractor = create_feature_extractor(model, {block: "out"})
+    taken = []
+    model.get_submodule(block).register_forward_hook(lambda _, __, out: taken.append(out))
+    x = pictures_of(model, batch=3)
+    model(x)
+    torch.testing.assert_close(extractor(x)["out"], taken[0])
+
+
+@every_model
+def test_fused_is_refused_where_nothing_heeds_it(make):
+    model = make()
+    kind = type(model)
+    with pytest.raises(ValueError, match=r"fused='flex' is about attention .*: learned-2d acts on"):
+        attach(model, "learned-2d", fused="flex")
+    assert type(model) is kind
+    attach(attach(model, "irpe-product"), "learned-2d", fused=True)
+    layers = [part for part in model.modules() if hasattr(part, "qkv")]
+    assert layers
+    assert all(layer.fused is True for layer in layers)
 
 
 class Numbers(PositionEncoding):

@@ -131,6 +131,23 @@ def test_what_is_bound_to_its_grid_names_both_sizes(name, options, reason):
     torch.testing.assert_close(computed(same, SMALL), computed(trained, SMALL))
 
 
+@pytest.mark.parametrize(
+    ("offsets", "to", "trained_on"),
+    [
+        ("axes", (3, 2), SMALL),
+        ("raster", (3, 3), SMALL),
+        ("raster", (1, 5), (1, 9)),
+        ("product", (1, 5), (1, 9)),
+    ],
+)
+def test_sinusoids_of_places_do_not_go_by_the_reach(offsets, to, trained_on):
+    options = {"offsets": offsets, "reach": None}
+    trained = made("transformer-xl", trained_on, **options)
+    encoding = carried("transformer-xl", trained, to, trained_on, **options)
+    assert encoding.reach < trained.reach
+    torch.testing.assert_close(computed(encoding, to), computed(trained, to), rtol=0, atol=1e-12)
+
+
 def test_ranks_of_a_row_carry_over_to_a_longer_row():
     trained = made("irpe-quantization", (1, 5))
     encoding = carried("irpe-quantization", trained, (1, 9), (1, 5))

@@ -203,6 +203,13 @@ def test_md_sine_on_boxes_and_with_an_mlp():
     torch.testing.assert_close(added(encoding, context, 3, batch=2), encoding.mlp(out))
 
 
+def test_md_sine_on_meta_has_its_numbers():
+    with torch.device("meta"):
+        made = [MDSinePosition(8), MDSinePosition(8, freqs=[1.0, 2.0, 3.0, 4.0])]
+    assert made[0].freqs == MDSinePosition(8).freqs
+    assert made[1].freqs == [1.0, 2.0, 3.0, 4.0]
+
+
 def test_angles_are_exact_under_autocast():
     """bfloat16 angles of 200 patches are off by half a radian."""
     coords = torch.tensor([[200.0, 131.0]])

@@ -26,8 +26,9 @@ def attend(
     fused: Fused = None,
     dropout: float = 0.0,
     probabilities: nn.Module | None = None,
+    scale: float | None = None,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(head width) + biases) v, with the hooks that follow the projections.
+    """softmax(scale q k^T + biases) v, with the hooks that follow the projections.
 
     Args:
         query: (B, heads, Q, head width), projected; scaled here.
@@ -44,6 +45,8 @@ def attend(
         probabilities: what the probabilities pass through on the explicit path, so that hooks may
             read or replace them; it stands in place of the dropout there. The fused path never has
             them.
+        scale: of the products of queries and keys, before any bias; None: 1 / sqrt(head width).
+            Encodings scale their own terms as they always do.
 
     Returns:
         (B, heads, Q, head width).
@@ -55,7 +58,7 @@ def attend(
     if fused == "flex" and not at_value and bias is None and not dropout:
         lookups = _lookups(at_logits, query, key, context)
         if lookups:
-            return flex_attend(query, key, value, lookups)
+            return flex_attend(query, key, value, lookups, scale)
     for encoding in at_logits:
         addition = encoding("bias", query, key, context)
         if addition is not None:
@@ -64,9 +67,10 @@ def attend(
     fused = query.device.type != "cpu" if fused is None else fused
     if fused and not at_value:
         return functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=bias, dropout_p=dropout
+            query, key, value, attn_mask=bias, dropout_p=dropout, scale=scale
         )
-    logits = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    logits = (query * scale) @ key.transpose(-2, -1)
     if bias is not None:
         logits = logits + bias
     attention = logits.softmax(-1).to(value.dtype)
@@ -118,6 +122,7 @@ class Attention(nn.Module):
         output: whether an output projection follows (the cross-attention of layout `ace` has none).
         positions: encodings whose `inputs`, `rotate`, `bias` and `value` hooks are called.
         fused: see `attend`.
+        scale: see `attend`.
 
     On the explicit path the probabilities (batch, heads, queries, keys) pass through the submodule
     `probabilities`, where a forward hook may read or replace them; the fused path never has them.
@@ -130,9 +135,10 @@ class Attention(nn.Module):
         output: bool = True,
         positions: Sequence[PositionEncoding] = (),
         fused: Fused = None,
+        scale: float | None = None,
     ) -> None:
         super().__init__()
-        self.heads, self.fused = heads, fused
+        self.heads, self.fused, self.scale = heads, fused, scale
         self.query = nn.Linear(width, width)
         self.key = nn.Linear(width, width)
         self.value = nn.Linear(width, width)
@@ -175,6 +181,7 @@ class Attention(nn.Module):
             None if mask is None else mask_bias(mask, query.dtype)[:, None, None, :],
             self.fused,
             probabilities=self.probabilities,
+            scale=self.scale,
         )
         out = out.transpose(1, 2).flatten(-2)
         return out if self.output is None else self.output(out)

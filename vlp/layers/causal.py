@@ -42,12 +42,19 @@ class CausalAttention(nn.Module):
         heads: attention heads; divide the width.
         positions: encodings whose `rotate`, `bias` and `value` hooks are called. What a pair of
             tokens gets from them must not depend on later tokens.
+        scale: see `attend`.
 
     Raises:
         ValueError: heads that do not divide the width, or encodings of other hooks.
     """
 
-    def __init__(self, width: int, heads: int, positions: Sequence[PositionEncoding] = ()) -> None:
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        positions: Sequence[PositionEncoding] = (),
+        scale: float | None = None,
+    ) -> None:
         super().__init__()
         if width % heads:
             raise ValueError(f"{heads} heads do not divide width {width}")
@@ -57,7 +64,7 @@ class CausalAttention(nn.Module):
                     f"{type(encoding).__name__} acts on {', '.join(other)}, for which causal "
                     "self-attention has no place"
                 )
-        self.heads = heads
+        self.heads, self.scale = heads, scale
         self.query = nn.Linear(width, width)
         self.key = nn.Linear(width, width)
         self.value = nn.Linear(width, width)
@@ -91,7 +98,7 @@ class CausalAttention(nn.Module):
                     f"attention; there are {states.shape[-2]} tokens and "
                     f"{len(self.positions)} encodings"
                 )
-            out = attend(query, *past.extended(key, value))
+            out = attend(query, *past.extended(key, value), scale=self.scale)
         return self.output(out.transpose(1, 2).flatten(-2))
 
     def _attend(
@@ -103,7 +110,9 @@ class CausalAttention(nn.Module):
             tokens = query.shape[-2]
             earlier = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril()
             bias = mask_bias(earlier, query.dtype)
-            return attend(query, key, value, encodings, context, bias)
+            return attend(query, key, value, encodings, context, bias, scale=self.scale)
         for encoding in encodings:
             query, key = encoding("rotate", query, key, context)
-        return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=self.scale
+        )

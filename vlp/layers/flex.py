@@ -18,8 +18,14 @@ from torch import Tensor
 from vlp.positions.lookup import Lookup
 
 
-def flex_attend(query: Tensor, key: Tensor, value: Tensor, lookups: Sequence[Lookup]) -> Tensor:
-    """softmax(q k^T / sqrt(head width) + lookups) v; compiled on a GPU, where it is fused.
+def flex_attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lookups: Sequence[Lookup],
+    scale: float | None = None,
+) -> Tensor:
+    """softmax(scale q k^T + lookups) v; compiled on a GPU, where it is fused.
 
     On a CPU it runs unfused, and FlexAttention differentiates there by the lookups alone.
 
@@ -28,6 +34,7 @@ def flex_attend(query: Tensor, key: Tensor, value: Tensor, lookups: Sequence[Loo
         key: the same.
         value: the same.
         lookups: terms of the logits.
+        scale: of the products of queries and keys; None: 1 / sqrt(head width).
 
     Returns:
         (B, heads, T, head width).
@@ -45,7 +52,7 @@ def flex_attend(query: Tensor, key: Tensor, value: Tensor, lookups: Sequence[Loo
                 logit = logit + per_row[batch, head, token, pairs[asks, answers]]
         return logit
 
-    out: Tensor = _kernel(query.device.type)(query, key, value, score_mod=add)
+    out: Tensor = _kernel(query.device.type)(query, key, value, score_mod=add, scale=scale)
     return out
 
 

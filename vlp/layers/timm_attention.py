@@ -7,6 +7,7 @@ so that their weights, the names of those, hooks and methods stay. Only `forward
 from __future__ import annotations
 
 import torch
+from timm.layers import register_notrace_module
 from timm.models.swin_transformer import WindowAttention
 from timm.models.vision_transformer import Attention
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from vlp.layers.timm_tokens import Places
 from vlp.positions.base import PositionContext
 
 
+@register_notrace_module
 class PositionedAttention(Attention):
     """A ViT's self-attention over prefix and patches.
 
@@ -53,7 +55,7 @@ class PositionedAttention(Attention):
             key,
             value,
             self.positions,
-            self.places.read(x.shape[1]),
+            self.places.read(int(x.shape[1])),  # a tensor in torch.jit.trace
             _bias(attn_mask, is_causal, query),
             False if self.fused is None and not self.fused_attn else self.fused,
             _rate(self.attn_drop),
@@ -67,6 +69,7 @@ class PositionedAttention(Attention):
         return self.proj_drop(self.proj(out))
 
 
+@register_notrace_module
 class PositionedWindowAttention(WindowAttention):
     """Swin's self-attention within windows, each a grid of its own without prefix.
 
@@ -89,7 +92,7 @@ class PositionedWindowAttention(WindowAttention):
         query, key, value = _heads(self.qkv(x), self.num_heads)
         bias = self._get_rel_pos_bias()
         if mask is not None:
-            bias = (bias + mask[:, None]).repeat(len(x) // len(mask), 1, 1, 1)
+            bias = (bias + mask[:, None]).repeat(x.shape[0] // mask.shape[0], 1, 1, 1)
         rows, columns = self.window_size
         out = attend(
             query,

@@ -9,12 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from timm.layers import PatchEmbed
+from timm.layers import PatchEmbed, register_notrace_module
 from timm.models.deit import VisionTransformerDistilled
+from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from vlp.positions.base import PositionContext
+from vlp.positions.base import PositionContext, PositionEncoding
+from vlp.positions.decay import without_decay
+
+register_notrace_module(PositionEncoding)  # what they check of shapes has no graph
 
 
 class Places:
@@ -66,7 +70,7 @@ class PositionedVisionTransformer(VisionTransformer):
 
     def _pos_embed(self, x: Tensor) -> Tensor:
         """Patches (batch, patches, width) or (batch, rows, columns, width) -> all tokens."""
-        rows, columns = x.shape[1:3] if x.ndim == 4 else self.patch_embed.grid_size
+        rows, columns = x.shape[1:3] if self.dynamic_img_size else self.patch_embed.grid_size
         context = self.places.write(int(rows), int(columns))
         x = self._own_positions(x)
         for encoding in self.positions:
@@ -79,8 +83,13 @@ class PositionedVisionTransformer(VisionTransformer):
         # Without pos_embed distilled models fail in timm, and older versions lose the prefix.
         second = self.dist_token if isinstance(self, VisionTransformerDistilled) else self.reg_token
         prefix = [token for token in (self.cls_token, second) if token is not None]
-        patches = x.reshape(len(x), -1, x.shape[-1])
-        return torch.cat([*(token.expand(len(x), -1, -1) for token in prefix), patches], 1)
+        batch = x.shape[0]  # not `len`, which has no graph
+        patches = x.reshape(batch, -1, x.shape[-1])
+        return torch.cat([*(token.expand(batch, -1, -1) for token in prefix), patches], 1)
+
+    def no_weight_decay(self) -> set[str]:
+        """timm's own parameters without weight decay, and those of the encodings."""
+        return {*super().no_weight_decay(), *without_decay(self)}
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Layers for layer-wise learning rates; the encodings belong to the stem."""
@@ -92,6 +101,15 @@ class PositionedVisionTransformerDistilled(PositionedVisionTransformer, VisionTr
     """The same for DeiT with a distillation token."""
 
 
+class PositionedSwinTransformer(SwinTransformer):
+    """A timm Swin, of whose layers or patch embedding some have encodings."""
+
+    def no_weight_decay(self) -> set[str]:
+        """timm's own parameters without weight decay, and those of the encodings."""
+        return {*super().no_weight_decay(), *without_decay(self)}
+
+
+@register_notrace_module
 class PositionedPatchEmbed(PatchEmbed):
     """Swin's patch embedding whose output (batch, rows, columns, width) gets the encodings."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlp.positions.attach import attach
+from vlp.positions.attach import attach, drop_absolute
 from vlp.positions.base import PositionContext, PositionEncoding
 from vlp.positions.by_modality import ByModality
 from vlp.positions.registry import (
@@ -24,6 +24,7 @@ __all__ = [
     "attach",
     "create_fitting_position",
     "create_position",
+    "drop_absolute",
     "list_positions",
     "place_roles",
     "position_options",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Literal, get_args
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from vlp.positions.base import PositionContext, PositionEncoding
+from vlp.positions.shared import shared
 
 Ratio = Literal["paper", "code"]
 Variant = Literal["two-slope", "four-diagonal"]
@@ -155,7 +155,7 @@ class DirectionalDistance(PositionEncoding):
         return _cached_bias((grid[0], grid[1]), prefix, *options, query.dtype, query.device)
 
 
-@functools.lru_cache(maxsize=8)
+@shared(kept=8)
 def _cached_bias(
     grid: tuple[int, int],
     prefix: int,
@@ -165,13 +165,9 @@ def _cached_bias(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """(1, heads, T, T), made outside inference mode: one born in it could serve no backward pass.
-
-    Only the latest few are kept, as one of a large grid takes hundreds of megabytes.
-    """
-    with torch.inference_mode(False):
-        patches = bias(*grid, heads, ratio, variant, dtype=dtype, device=device)
-        return functional.pad(patches, (prefix, 0, prefix, 0))[None]
+    """(1, heads, T, T). Few are kept, as one of a large grid takes hundreds of megabytes."""
+    patches = bias(*grid, heads, ratio, variant, dtype=dtype, device=device)
+    return functional.pad(patches, (prefix, 0, prefix, 0))[None]
 
 
 def _require(what: str, name: str, known: tuple[str, ...]) -> None:

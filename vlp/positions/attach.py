@@ -19,6 +19,7 @@ from vlp.positions.registry import (
 )
 
 Factory = Callable[..., PositionEncoding]
+Fused = bool | Literal["flex"] | None
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -27,7 +28,7 @@ def attach(
     name: str | Factory,
     on: str | None = None,
     absolute: str = "keep",
-    fused: bool | Literal["flex"] | None = None,
+    fused: Fused = None,
     **options: Any,
 ) -> Model:
     """Add a position encoding to a timm model.
@@ -39,8 +40,11 @@ def attach(
     `patch_embed.positions.0`). In Swin, attention encodings act within a window, beside Swin's own
     bias. Encodings whose tables start at zero, as iRPE's do, leave the model's function as it was.
 
-    Feature extraction, dynamic picture sizes, `set_input_size`, activation checkpointing, copies
-    and pickles work as before. Encodings that are bound to one grid raise on another.
+    Feature extraction by hooks and by timm's `create_feature_extractor` (layers with encodings are
+    then leaves, and the picture size is fixed), dynamic picture sizes, `set_input_size`, activation
+    checkpointing, copies, pickles, `torch.compile`, `torch.export` and `torch.jit.trace` work as
+    before; `torch.jit.script` does not. Timm's `no_weight_decay` names the encodings' tables, too.
+    Encodings that are bound to one grid raise on another.
 
     Args:
         model: a timm VisionTransformer, VisionTransformerDistilled or SwinTransformer.
@@ -58,11 +62,10 @@ def attach(
     Raises:
         ValueError: another model, layers of attention that are not timm's, encodings of
             cross-modal attention, options that the encoding lacks, dropped patches (which lie on
-            no grid) under an encoding of attention, or nothing to drop in a Swin.
+            no grid) under an encoding of attention, `fused` where no layer of attention has an
+            encoding, or nothing to drop in a Swin.
     """
     from timm.models.swin_transformer import SwinTransformer
-
-    from vlp.layers.timm_attention import PositionedAttention, PositionedWindowAttention
 
     if absolute not in ("keep", "drop"):
         raise ValueError(f"absolute is 'keep' or 'drop', not {absolute!r}")
@@ -70,16 +73,24 @@ def attach(
         raise ValueError(f"fused is True, False, 'flex' or None, not {fused!r}")
     if isinstance(model, SwinTransformer):
         if absolute == "drop":
-            raise ValueError(
-                f"{type(model).__name__} has no pos_embed to drop; its relative position bias stays"
-            )
-        _attach_to_swin(model, _Encoding(name, on, options))
+            _refuse_drop(model)
+        _attach_to_swin(model, _Encoding(name, on, options), fused)
     else:
-        _attach_to_vit(model, _Encoding(name, on, options), absolute == "drop")
-    if fused is not None:
-        for module in model.modules():
-            if isinstance(module, PositionedAttention | PositionedWindowAttention):
-                module.fused = fused
+        _attach_to_vit(model, _Encoding(name, on, options), absolute == "drop", fused)
+    return model
+
+
+def drop_absolute(model: Model) -> Model:
+    """Take the absolute positions of a timm ViT or DeiT away, and put nothing in their place.
+
+    Raises:
+        ValueError: another model.
+    """
+    from timm.models.swin_transformer import SwinTransformer
+
+    if isinstance(model, SwinTransformer):
+        _refuse_drop(model)
+    _place_tokens(model, _positioned_vit(model), drop=True)
     return model
 
 
@@ -113,26 +124,12 @@ class _Encoding:
         return "tokens" in made.hooks
 
 
-def _attach_to_vit(model: Any, encoding: _Encoding, drop: bool) -> None:
-    from timm.models.deit import VisionTransformerDistilled
-    from timm.models.vision_transformer import Attention, VisionTransformer
+def _attach_to_vit(model: Any, encoding: _Encoding, drop: bool, fused: Fused) -> None:
+    from timm.models.vision_transformer import Attention
 
     from vlp.layers.timm_attention import PositionedAttention
-    from vlp.layers.timm_tokens import (
-        Places,
-        PositionedVisionTransformer,
-        PositionedVisionTransformerDistilled,
-    )
 
-    classes: dict[type, Any] = {
-        VisionTransformer: PositionedVisionTransformer,
-        VisionTransformerDistilled: PositionedVisionTransformerDistilled,
-    }
-    if type(model) not in {*classes, *classes.values()}:
-        raise ValueError(
-            f"{type(model).__name__} is no timm VisionTransformer, VisionTransformerDistilled or "
-            "SwinTransformer; encodings are attached to those before anything wraps them"
-        )
+    positioned = _positioned_vit(model)
     layers = _attention_layers(model.blocks, Attention, PositionedAttention)
     grid = _pair(model.patch_embed.grid_size)
     heads, like = layers[0].num_heads, layers[0].qkv.weight
@@ -144,46 +141,109 @@ def _attach_to_vit(model: Any, encoding: _Encoding, drop: bool) -> None:
             f"{encoding.name} needs whole grids, but patch_drop_rate {dropped} drops patches; make "
             "the model without it"
         )
+    _require_use(fused, encoding, on_tokens, layers, PositionedAttention)
     per_layer = [] if on_tokens else [_for_layer(encoding, layer, grid) for layer in layers]
 
     # Nothing was changed so far; from here on nothing fails.
-    if type(model) in classes:
-        model.__class__ = classes[type(model)]
-        model.positions = nn.ModuleList().train(model.training)
-        model.places = Places(model.num_prefix_tokens)
+    _place_tokens(model, positioned, drop)
     if on_tokens:
         model.positions.append(made)
     for layer, one in zip(layers, per_layer, strict=False):
         if type(layer) is Attention:
             layer.places = model.places
         _append(layer, PositionedAttention, one)
+    _set_fused(fused, layers)
+
+
+def _positioned_vit(model: nn.Module) -> type:
+    """The class with encodings that stands in for a ViT's.
+
+    Raises:
+        ValueError: another model.
+    """
+    from timm.models.deit import VisionTransformerDistilled
+    from timm.models.vision_transformer import VisionTransformer
+
+    from vlp.layers.timm_tokens import (
+        PositionedVisionTransformer,
+        PositionedVisionTransformerDistilled,
+    )
+
+    classes: dict[type, type] = {
+        VisionTransformer: PositionedVisionTransformer,
+        VisionTransformerDistilled: PositionedVisionTransformerDistilled,
+    }
+    if type(model) not in {*classes, *classes.values()}:
+        raise ValueError(
+            f"{type(model).__name__} is no timm VisionTransformer, VisionTransformerDistilled or "
+            "SwinTransformer; encodings are attached to those before anything wraps them"
+        )
+    return classes.get(type(model), type(model))
+
+
+def _place_tokens(model: Any, positioned: type, drop: bool) -> None:
+    """Make the model say where its tokens lie; drop its own absolute positions, or keep them."""
+    from vlp.layers.timm_tokens import Places
+
+    if type(model) is not positioned:
+        model.__class__ = positioned
+        model.positions = nn.ModuleList().train(model.training)
+        model.places = Places(model.num_prefix_tokens)
     if drop:
         model.pos_embed = None
 
 
-def _attach_to_swin(model: Any, encoding: _Encoding) -> None:
+def _attach_to_swin(model: Any, encoding: _Encoding, fused: Fused) -> None:
     from timm.layers import PatchEmbed
-    from timm.models.swin_transformer import WindowAttention
+    from timm.models.swin_transformer import SwinTransformer, WindowAttention
 
     from vlp.layers.timm_attention import PositionedWindowAttention
-    from vlp.layers.timm_tokens import PositionedPatchEmbed
+    from vlp.layers.timm_tokens import PositionedPatchEmbed, PositionedSwinTransformer
 
     blocks = [block for stage in model.layers for block in stage.blocks]
     layers = _attention_layers(blocks, WindowAttention, PositionedWindowAttention)
     grid = _pair(model.patch_embed.grid_size)
     width, heads, like = layers[0].dim, layers[0].num_heads, layers[0].qkv.weight
     made = encoding(like, model.training, width=width, heads=heads, grid=grid)
-    if not encoding.acts_on_tokens(made):
-        per_layer = [_for_layer(encoding, layer, _pair(layer.window_size)) for layer in layers]
-        for layer, one in zip(layers, per_layer, strict=True):
-            _append(layer, PositionedWindowAttention, one)
-        return
-    embed = model.patch_embed
-    if type(embed) not in (PatchEmbed, PositionedPatchEmbed):
+    on_tokens, embed = encoding.acts_on_tokens(made), model.patch_embed
+    if on_tokens and type(embed) not in (PatchEmbed, PositionedPatchEmbed):
         raise ValueError(
             f"{encoding.name} acts on the patches of timm's PatchEmbed, not {type(embed).__name__}"
         )
-    _append(embed, PositionedPatchEmbed, made)
+    _require_use(fused, encoding, on_tokens, layers, PositionedWindowAttention)
+    sizes = [] if on_tokens else [_pair(layer.window_size) for layer in layers]
+    per_layer = [_for_layer(encoding, layer, size) for layer, size in zip(layers, sizes)]
+
+    if type(model) is SwinTransformer:
+        model.__class__ = PositionedSwinTransformer
+    if on_tokens:
+        _append(embed, PositionedPatchEmbed, made)
+    for layer, one in zip(layers, per_layer, strict=False):
+        _append(layer, PositionedWindowAttention, one)
+    _set_fused(fused, layers)
+
+
+def _refuse_drop(model: nn.Module) -> None:
+    raise ValueError(
+        f"{type(model).__name__} has no pos_embed to drop; its relative position bias stays"
+    )
+
+
+def _require_use(
+    fused: Fused, encoding: _Encoding, on_tokens: bool, layers: Sequence[Any], positioned: type
+) -> None:
+    """ValueError where `fused` is given, and no layer of attention will heed it."""
+    if fused is not None and on_tokens and not any(isinstance(one, positioned) for one in layers):
+        raise ValueError(
+            f"fused={fused!r} is about attention with encodings, of which there is none: "
+            f"{encoding.name} acts on tokens"
+        )
+
+
+def _set_fused(fused: Fused, layers: Sequence[Any]) -> None:
+    if fused is not None:
+        for layer in layers:
+            layer.fused = fused
 
 
 def _attention_layers(blocks: Iterable[nn.Module], *classes: type) -> list[Any]:

@@ -4,7 +4,8 @@ Most encodings know no grid: their tables are taken as they are. Others have a r
 or offset of the trained grid. Where such an encoding says itself what lies beyond its table, as
 CoPE, SaPE and clipped offsets do, the new table repeats that row, so that it computes on the new
 grid what the trained one would. Learned absolute places have nothing beyond: they are resampled,
-as a ViT's are. What is bound to the trained grid is refused.
+as a ViT's are. Transformer-XL's sinusoids, where no reach clips them, go on beyond the trained
+grid. What is bound to that grid is refused.
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ def _bound(encoding: PositionEncoding, trained: Any, grid: Grid, trained_grid: G
         return "it ranks the distances of its own grid (universe 'global' ranks those of all)"
     if isinstance(encoding, RotaryAxial | RotaryMixed) and encoding.spread != trained.spread:
         return "with `rescale`, its places are those of the grid it is made for"
-    if isinstance(encoding, TransformerXLPosition) and encoding.reach != trained.reach:
+    # Only of `product` is a sinusoid that of a number which the reach is a factor of.
+    by_reach = isinstance(encoding, TransformerXLPosition) and encoding.offsets == "product"
+    if by_reach and rows > 1 and encoding.reach != trained.reach:
         return (
             f"its sinusoids go by the reach, {trained.reach} there and {encoding.reach} here "
             "(option `reach` keeps one)"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -12,6 +11,7 @@ from vlp.positions.base import PositionContext
 from vlp.positions.buckets import Method, bucket_ids, table_size
 from vlp.positions.grid_tokens import require_grid_tokens
 from vlp.positions.lookup import LookupPosition
+from vlp.positions.shared import shared
 
 Offsets = Literal["product", "axes", "raster"]
 
@@ -143,13 +143,9 @@ class ClippedPosition(LookupPosition):
         return ids_on(device, self.offsets, *grid, self.reach, context.prefix_tokens)
 
 
-@functools.lru_cache(maxsize=32)
+@shared(kept=32)
 def ids_on(
     device: torch.device, offsets: Offsets, height: int, width: int, reach: int, prefix_tokens: int
 ) -> Tensor:
-    """`clipped_ids` on a device, shared by all layers.
-
-    They are made outside inference mode: a tensor born in it could serve no backward pass later.
-    """
-    with torch.inference_mode(False):
-        return clipped_ids(offsets, height, width, reach, prefix_tokens)[0].to(device)
+    """`clipped_ids` on a device, shared by all layers."""
+    return clipped_ids(offsets, height, width, reach, prefix_tokens)[0].to(device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from vlp.positions.base import PositionContext
 from vlp.positions.buckets import IndexFunction, Method, Universe, Variant, bucket_ids, table_size
 from vlp.positions.grid_tokens import require_grid_tokens
 from vlp.positions.lookup import Lookup, LookupPosition, attended_rows, products, scalars
+from vlp.positions.shared import shared
 
 ROLES = ("query", "key", "value")
 
@@ -175,17 +175,13 @@ class RelativePosition(LookupPosition):
         )
 
 
-@functools.lru_cache(maxsize=32)
+@shared(kept=32)
 def _cached_ids(device: torch.device, size: int, **buckets: Any) -> Tensor:
-    """Ids (tables, T, T) on a device, the second table's after the first's; shared by all layers.
-
-    They are made outside inference mode: a tensor born in it could serve no backward pass later.
-    """
-    with torch.inference_mode(False):
-        ids, _ = bucket_ids(**buckets)
-        if ids.ndim == 2:
-            return ids[None].to(device)
-        return torch.stack([ids[0], ids[1] + size]).to(device)
+    """Ids (tables, T, T) on a device, the second table's after the first's."""
+    ids, _ = bucket_ids(**buckets)
+    if ids.ndim == 2:
+        return ids[None].to(device)
+    return torch.stack([ids[0], ids[1] + size]).to(device)
 
 
 def _size(grid: tuple[int, int]) -> str:

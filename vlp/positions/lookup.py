@@ -40,7 +40,8 @@ class Lookup(NamedTuple):
         if self.per_row.shape[-2] == 1:  # the same for all tokens
             return _sum(self.per_row[..., 0, :][..., pairs] for pairs in self.ids.unbind())
         ids = self.ids.mT if self.of_keys else self.ids
-        shape = (*self.per_row.shape[:-1], ids.shape[-1])
+        # Not `shape[-1]`, which fails under torch.compile(dynamic=True) where ids are constant.
+        shape = (*self.per_row.shape[:-1], ids.size(-1))
         found = _sum(self.per_row.gather(-1, pairs.expand(shape)) for pairs in ids.unbind())
         return found.mT if self.of_keys else found
 

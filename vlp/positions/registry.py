@@ -111,8 +111,8 @@ def place_roles(
 
     Args:
         name: of the encoding.
-        on: letters of "qkv": what encodings call `roles`, and `sape` calls `mode`; None leaves the
-            encoding's default.
+        on: letters of "qkv": what encodings call `roles`, and those without that, as `sape`, call
+            `mode`; None leaves the encoding's default.
         options: the others.
         takes: what the encoding takes; None looks the name up.
 
@@ -129,9 +129,9 @@ def place_roles(
     value: Any
     if "roles" in takes:
         option, value = "roles", tuple(roles)
-    elif name == "sape":
+    elif "mode" in takes:
         if "value" in roles:
-            raise ValueError(f"sape acts on queries and keys, not on={on!r}")
+            raise ValueError(f"{name} acts on queries and keys, not on={on!r}")
         option, value = "mode", roles[0] if len(roles) == 1 else "both"
     else:
         raise ValueError(f"{name} has no choice of queries, keys and values: on={on!r}")

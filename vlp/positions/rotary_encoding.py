@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -21,6 +20,7 @@ from vlp.positions.rotary import (
     split_angles,
     turn,
 )
+from vlp.positions.shared import shared
 
 
 class _Rotary(PositionEncoding):
@@ -90,9 +90,9 @@ class RotarySequence(_Rotary):
         tokens, prefix = query.shape[-2], context.prefix_tokens
         if tokens < prefix:
             raise ValueError(f"{self.name}: {tokens} tokens of which {prefix} are prefix")
-        return _sequence(
-            tokens - prefix, prefix, self.head_width, self.theta, query.dtype, query.device
-        )
+        options = prefix, self.head_width, self.theta, query.dtype, query.device
+        cosine, sine = _sequence(tokens - prefix, *options).unbind()
+        return cosine, sine
 
 
 class _GridRotary(_Rotary):
@@ -192,7 +192,8 @@ class RotaryAxial(_GridRotary):
             return cosine_and_sine(angles, query.dtype)
         grid = self._grid(query, context)
         options = self.spread, context.prefix_tokens, self.head_width, self.theta
-        return _axial(grid, *options, query.dtype, query.device)
+        cosine, sine = _axial(grid, *options, query.dtype, query.device).unbind()
+        return cosine, sine
 
 
 class RotaryMixed(_GridRotary):
@@ -229,7 +230,8 @@ class RotaryMixed(_GridRotary):
         pace = pair_frequencies(self.head_width, theta, axes=2).to(direction)
         along_and_across = torch.cat([direction, direction + math.pi / 2], 1)
         start = torch.stack([along_and_across.cos() * pace, along_and_across.sin() * pace])
-        # The authors exempt the frequencies from weight decay; here the name "table" does it.
+        # The authors exempt the frequencies from weight decay; the name "table" does it, here and
+        # in timm (`vlp.positions.decay`).
         self.frequency_table = nn.Parameter(start.flatten(-2))
 
     def _cosine_and_sine(self, query: Tensor, context: PositionContext) -> tuple[Tensor, Tensor]:
@@ -241,21 +243,16 @@ class RotaryMixed(_GridRotary):
         return cosine_and_sine(mixed_angles(places, self.frequency_table), query.dtype)
 
 
-# What depends on sizes alone is made once and shared by all layers. It is made outside inference
-# mode: a tensor born in it could serve no backward pass later.
-
-
-@functools.lru_cache(maxsize=32)
+@shared(kept=32)
 def _sequence(
     length: int, prefix: int, dim: int, theta: float, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    with torch.inference_mode(False):
-        angles = functional.pad(sequence_angles(length, dim, theta), (0, 0, prefix, 0))
-        cosine, sine = cosine_and_sine(angles, dtype)
-        return cosine.to(device), sine.to(device)
+) -> Tensor:
+    """Cosines and sines of a sequence after its prefix, (2, tokens, dim / 2)."""
+    angles = functional.pad(sequence_angles(length, dim, theta), (0, 0, prefix, 0))
+    return torch.stack(cosine_and_sine(angles, dtype)).to(device)
 
 
-@functools.lru_cache(maxsize=32)
+@shared(kept=32)
 def _axial(
     grid: tuple[int, int],
     spread: tuple[int, int] | None,
@@ -264,14 +261,13 @@ def _axial(
     theta: float,
     dtype: torch.dtype,
     device: torch.device,
-) -> tuple[Tensor, Tensor]:
-    with torch.inference_mode(False):
-        places = _places(grid, spread, prefix, torch.float64, torch.device("cpu"))
-        cosine, sine = cosine_and_sine(split_angles(places, dim, theta), dtype)
-        return cosine.to(device), sine.to(device)
+) -> Tensor:
+    """Cosines and sines of a grid after its prefix, (2, tokens, dim / 2)."""
+    places = _places(grid, spread, prefix, torch.float64, torch.device("cpu"))
+    return torch.stack(cosine_and_sine(split_angles(places, dim, theta), dtype)).to(device)
 
 
-@functools.lru_cache(maxsize=32)
+@shared(kept=32)
 def _places(
     grid: tuple[int, int],
     spread: tuple[int, int] | None,
@@ -279,9 +275,8 @@ def _places(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    with torch.inference_mode(False):
-        places = functional.pad(grid_places(*grid, spread), (0, 0, prefix, 0))
-        return places.to(device, dtype)
+    """Columns and rows of a grid after its prefix, (tokens, 2)."""
+    return functional.pad(grid_places(*grid, spread), (0, 0, prefix, 0)).to(device, dtype)
 
 
 def _size(grid: tuple[int, int]) -> str:

@@ -249,9 +249,11 @@ class MDSinePosition(TokenEncoding):
         if dimensions not in (2, 4):
             raise ValueError(f"md-sine places have 2 or 4 dimensions, not {dimensions}")
         require_extent(self.name, extent)
-        shared = frequencies(width, temperature, torch.float64)
-        steps = shared if freqs is None else torch.as_tensor(freqs, dtype=torch.float64)
-        md_sinusoid(torch.zeros(1, dimensions), steps, layout)  # refuses other shapes and layouts
+        cpu = torch.device("cpu")  # `meta` has no numbers
+        shared = frequencies(width, temperature, torch.float64, cpu)
+        steps = shared if freqs is None else torch.as_tensor(freqs, dtype=shared.dtype, device=cpu)
+        refused = torch.zeros(1, dimensions, device=cpu)
+        md_sinusoid(refused, steps, layout)  # refuses other shapes and layouts
         if len(steps) != width // 2:
             raise ValueError(f"md-sine: width {width} takes {width // 2} freqs, not {len(steps)}")
         # No buffer: `module.to(bfloat16)` would round it, and angles grow with it.

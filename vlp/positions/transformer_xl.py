@@ -12,6 +12,7 @@ from vlp.positions.base import PositionContext
 from vlp.positions.clipped import ClippedPosition, Offsets, ids_on, longest_offset
 from vlp.positions.grid_tokens import require_grid_tokens
 from vlp.positions.lookup import Lookup, products
+from vlp.positions.shared import shared
 from vlp.positions.sine import sinusoid
 
 
@@ -151,7 +152,7 @@ class TransformerXLPosition(ClippedPosition):
         return torch.cat([part.to(self.u.dtype) for part in parts], 1)
 
 
-@functools.lru_cache(maxsize=32)
+@shared(kept=32)
 def _sinusoids_on(
     device: torch.device,
     dtype: torch.dtype,
@@ -163,11 +164,9 @@ def _sinusoids_on(
 ) -> Tensor:
     """Sinusoids of -reach..reach, with a stride of all pairs dy * stride + dx; for all layers.
 
-    They are made outside inference mode, as `ids_on` does, and in float64 on the CPU, so that they
-    do not depend on the device.
+    They are made in float64 on the CPU, so that they do not depend on the device.
     """
-    with torch.inference_mode(False):
-        offsets = torch.arange(-reach, reach + 1, device="cpu")
-        if stride:
-            offsets = (offsets[:, None] * stride + offsets).flatten()
-        return sinusoid(offsets.double(), width, temperature, layout).to(device, dtype)
+    offsets = torch.arange(-reach, reach + 1, device="cpu")
+    if stride:
+        offsets = (offsets[:, None] * stride + offsets).flatten()
+    return sinusoid(offsets.double(), width, temperature, layout).to(device, dtype)

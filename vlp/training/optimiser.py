@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from vlp.config import ConfigError
+from vlp.positions.decay import POSITION_PARAMETERS
 from vlp.training.config import OptimiserConfig
 from vlp.training.engine import MOMENTS, STEP
 
-# Position tables of every kind carry one of these names; matrices of the three encoders do not.
-POSITION_TABLES = re.compile(
-    r"(^|[._])(pos_embed|position_embeddings?|position\.weight|cls_token|mask_token|tables?)"
+# Beside what position encodings own; matrices of the three encoders have none of these names.
+POSITIONS_AND_TOKENS = re.compile(
+    r"(^|[._])(pos_embed|position_embeddings?|position\.weight|(cls|dist|mask|reg)_token)"
     r"(_[a-z]+)?([._]|$)"
 )
 
@@ -24,9 +25,10 @@ def has_decay(name: str, parameter: nn.Parameter) -> bool:
     """Whether weight decay applies to a parameter.
 
     None on norms, biases, temperatures (all of them vectors or scalars) and on position tables,
-    class and mask tokens (matrices that are told by their names).
+    global biases, and tokens of no patch or word (matrices that are told by their names).
     """
-    return parameter.ndim >= 2 and not POSITION_TABLES.search(name)
+    undecayed = POSITIONS_AND_TOKENS.search(name) or POSITION_PARAMETERS.search(name)
+    return parameter.ndim >= 2 and not undecayed
 
 
 def learning_rate_scale(name: str, scales: Mapping[str, float]) -> float:

@@ -144,3 +144,17 @@ def test_what_does_not_fit_is_refused():
     outside = question(boxes=torch.tensor([[[3.0, 0, 2, 1]]]).expand(2, -1, -1))
     with pytest.raises(ValueError, match=r"object box 0 of picture 0 .*does not lie inside"):
         model(*VITARC)(outside, templates())
+
+
+def test_the_scale_reaches_all_attention():
+    """Without one, as in the T5 code; a model with larger queries is the same."""
+    unscaled, plain = model(*VITARC, scale=1.0), model(*VITARC)
+    state = unscaled.state_dict()
+    for name in state:
+        if ".query." in name:
+            state[name] = state[name] * 8**0.5
+    plain.load_state_dict(state)
+    asked, outputs = question(), templates()
+    torch.testing.assert_close(unscaled(asked, outputs), plain(asked, outputs))
+    with pytest.raises(ValueError, match="scale"):
+        config(scale=0)

@@ -32,6 +32,9 @@ def test_it_computes_what_the_published_options_compute(roles, tmp_path):
     state = published(roles)
     torch.save({"model": state, "epoch": 3}, tmp_path / "irpe.pth")
     model = load_published_irpe(attach(plain(), "irpe-product", roles), tmp_path / "irpe.pth")
+    theirs = load_published_irpe(
+        attach(plain(), "irpe-product", roles, q_ids_transposed=True), tmp_path / "irpe.pth"
+    )
 
     reference = attach(plain(), "irpe-product", roles, q_ids_transposed=True)
     own = {name: value for name, value in state.items() if "rpe_" not in name}
@@ -44,7 +47,9 @@ def test_it_computes_what_the_published_options_compute(roles, tmp_path):
     reference.load_state_dict(own)
     pixels = torch.randn(2, 3, 12, 12)
     with torch.no_grad():
-        torch.testing.assert_close(model.eval()(pixels), reference.eval()(pixels))
+        expected = reference.eval()(pixels)
+        torch.testing.assert_close(model.eval()(pixels), expected)
+        torch.testing.assert_close(theirs.eval()(pixels), expected)
 
 
 def test_what_does_not_fit_is_named(tmp_path):
@@ -57,8 +62,25 @@ def test_what_does_not_fit_is_named(tmp_path):
         from_published({"blocks.0.attn.rpe_k.lookup_table_bias": torch.zeros(1, 50)})
     with pytest.raises(FileNotFoundError, match="no checkpoint"):
         load_published_irpe(plain(), tmp_path / "nowhere.pth")
-    product = published("k")
-    torch.save(product, tmp_path / "k.pth")
-    euclidean = attach(plain(), "irpe-euclidean", "k", ratio=12.25)
-    with pytest.raises(ValueError, match=r"k\.pth"):
-        load_published_irpe(euclidean, tmp_path / "k.pth")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("irpe-euclidean", {"ratio": 12.25}, "method is 'product'; .*positions.0 has 'euclidean'"),
+        ("irpe-product", {"mode": "bias"}, "mode is 'contextual'; .* has 'bias'"),
+        ("irpe-product", {"function": "clip"}, "function is 'piecewise'; .* has 'clip'"),
+        ("irpe-product", {"ratio": 1.5}, r"ratio is 1\.9; .* has 1\.5"),
+        ("irpe-product", {"prefix_bucket": False}, r"key is \(1, 50, 4\) there and \(1, 49, 4\)"),
+        ("irpe-product", {"on": "kv"}, r"value is missing there and \(1, 50, 4\) here"),
+    ],
+)
+def test_a_model_that_would_read_the_tables_otherwise_is_refused_unchanged(
+    name, options, message, tmp_path
+):
+    torch.save(published("k"), tmp_path / "k.pth")
+    model = attach(plain(), name, **{"on": "k", **options})
+    before = {key: weight.clone() for key, weight in model.state_dict().items()}
+    with pytest.raises(ValueError, match=rf"k\.pth.*{message}"):
+        load_published_irpe(model, tmp_path / "k.pth")
+    assert all(torch.equal(weight, before[key]) for key, weight in model.state_dict().items())

@@ -7,7 +7,7 @@ from torch import nn
 
 from vlp.config import ConfigError
 from vlp.models.vision.config import BackboneConfig
-from vlp.positions import attach
+from vlp.positions import attach, drop_absolute
 
 
 def create_backbone(config: BackboneConfig, **options: object) -> nn.Module:
@@ -18,7 +18,8 @@ def create_backbone(config: BackboneConfig, **options: object) -> nn.Module:
         options: of `timm.create_model`, such as num_classes; those of the configuration win.
 
     Raises:
-        ConfigError: timm does not know the name or an option, or an encoding does not fit.
+        ConfigError: timm does not know the name or an option, an encoding does not fit, or the
+            model has no absolute positions to drop.
     """
     import vlp.models.vision  # noqa: F401  # registers our names with timm
 
@@ -31,7 +32,7 @@ def create_backbone(config: BackboneConfig, **options: object) -> nn.Module:
             attach(model, position.name, position.roles, absolute, **position.options)
             absolute = "keep"  # it is gone already
         if config.absolute == "drop" and not config.positions:
-            model.register_parameter("pos_embed", None)
+            drop_absolute(model)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"model {config.name}: {error}") from error
     return model

@@ -2,6 +2,7 @@
 
 After ViTARC (Li et al. 2024): every cell of a padded template is a token, 2D sinusoids and 2D-RPE
 tell the encoder and the decoder where it is, objects are told to the encoder alone (reading V13).
+Logits are scaled by Eq. 11 or, by option, not at all as in the authors' code (reading V6).
 """
 
 from __future__ import annotations
@@ -30,6 +31,12 @@ class GridModelConfig(Config):
     decoder_layers: int = Field(3, ge=1)
     heads: int = Field(8, ge=1)
     feed_forward: int = Field(512, ge=1, description="channels between both of its layers")
+    scale: float | None = Field(
+        None,
+        gt=0,
+        description="of queries times keys in all attention; null is 1 / sqrt(head width) as in "
+        "ViTARC's Eq. 11, 1.0 the T5 code that its authors use",
+    )
     positions: tuple[PositionConfig, ...] = Field(
         (), description="of the encoder: sine-2d, object (OPE), alibi-2d (2D-RPE); option mixer"
     )
@@ -58,7 +65,7 @@ class EncoderLayer(nn.Module):
         width, heads = config.width, config.heads
         encodings = attention_encodings(config.positions, width, heads, (side, side))
         self.attention_norm = nn.LayerNorm(width)
-        self.attention = Attention(width, heads, positions=encodings)
+        self.attention = Attention(width, heads, positions=encodings, scale=config.scale)
         self.feed_forward_norm = nn.LayerNorm(width)
         self.feed_forward = FeedForward(width, config.feed_forward)
 
@@ -78,9 +85,9 @@ class DecoderLayer(nn.Module):
             _of_decoder(config), width, heads, (side, side), causal=True
         )
         self.attention_norm = nn.LayerNorm(width)
-        self.attention = CausalAttention(width, heads, encodings)
+        self.attention = CausalAttention(width, heads, encodings, config.scale)
         self.cross_norm = nn.LayerNorm(width)
-        self.cross_attention = Attention(width, heads)
+        self.cross_attention = Attention(width, heads, scale=config.scale)
         self.feed_forward_norm = nn.LayerNorm(width)
         self.feed_forward = FeedForward(width, config.feed_forward)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,6 +17,7 @@ Model = TypeVar("Model", bound=nn.Module)
 _THEIRS = re.compile(
     r"(?P<layer>.*attn\.)rpe_(?P<role>[qkv])\.(?:(?P<axis>rp_rows|rp_cols)\.)?lookup_table_weight"
 )
+_PUBLISHED = {"method": "product", "mode": "contextual", "function": "piecewise", "ratio": 1.9}
 _ROLES = {"q": "query", "k": "key", "v": "value"}
 
 
@@ -24,35 +25,60 @@ def load_published_irpe(model: Model, file: str | Path) -> Model:
     """Load a published DeiT with iRPE, `deit_small_patch16_224_ctx_product_50_shared_k.pth` or so.
 
     The model is one of our entry points, `vlp_deit_small_patch16_irpe_k_224` for that file: product
-    method, contextual mode. Every weight must find its place. Tables of queries are mirrored: the
-    authors' code looks the pair i, j up at j, i (reading I11), where ours follows the paper.
+    method, contextual mode, piecewise buckets of ratio 1.9. Every weight must find its place. The
+    authors' code looks the query table of the pair i, j up at j, i (reading I11): tables of queries
+    are mirrored for encodings that follow the paper, and taken as they are by those made with
+    `q_ids_transposed`.
 
     Returns:
         The model.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it cannot be read, or its weights are not this model's.
+        ValueError: it cannot be read, its weights are not this model's, or the model's encodings
+            would read them in another way; the model is then as it was.
     """
-    state = from_published(read_pth(file))
-    try:
-        model.load_state_dict(state)
-    except RuntimeError as error:
-        raise ValueError(f"{file} does not fit the model: {error}") from error
-    for module in model.modules():
-        if isinstance(module, RelativePosition) and (
-            module.buckets["method"] != "product" or module.mode != "contextual"
-        ):
-            raise ValueError(f"{file}: only contextual iRPE-product is known, not {module.name}")
+    weights = read_pth(file)
+    encodings = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, RelativePosition)
+    }
+    for name, encoding in encodings.items():
+        made = {**encoding.buckets, "mode": encoding.mode}
+        for option, value in _PUBLISHED.items():
+            if made[option] != value:
+                raise ValueError(
+                    f"{file}: only contextual iRPE-product is known, whose {option} is {value!r}; "
+                    f"{name} has {made[option]!r}"
+                )
+    state = from_published(
+        weights, [name for name, encoding in encodings.items() if encoding.q_ids_transposed]
+    )
+    own = model.state_dict()
+    for name in sorted(own.keys() | state.keys()):
+        here, there = _size(own.get(name)), _size(state.get(name))
+        if here != there:
+            raise ValueError(
+                f"{file} does not fit the model: {name} is {there} there and {here} here"
+            )
+    model.load_state_dict(state)
     return model
 
 
-def from_published(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def from_published(
+    state: Mapping[str, Tensor], transposed: Collection[str] = ()
+) -> dict[str, Tensor]:
     """Names and shapes of the published tables to ours; everything else as it is.
 
     Theirs are `blocks.0.attn.rpe_k.lookup_table_weight`, (1 or heads, head width, buckets), of
     values (1 or heads, buckets, head width); ours `blocks.0.attn.positions.0.tables.key`, buckets
     before channels.
+
+    Args:
+        state: the published weights.
+        transposed: encodings, such as `blocks.0.attn.positions.0`, that look queries up at j, i as
+            the authors' do; the tables of the others are mirrored.
 
     Raises:
         ValueError: tables of the cross method or of bias mode.
@@ -66,9 +92,14 @@ def from_published(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if match is None or match["axis"] is not None:
             raise ValueError(f"{name}: only tables of contextual iRPE-product are known")
         table = weight if match["role"] == "v" else weight.transpose(1, 2)
-        if match["role"] == "q":
+        encoding = f"{match['layer']}positions.0"
+        if match["role"] == "q" and encoding not in transposed:
             # Offsets of j, i are those of i, j with other signs; the prefix bucket comes last.
             table = table.clone()
             table[:, :-1] = table[:, :-1].flip(1)
-        found[f"{match['layer']}positions.0.tables.{_ROLES[match['role']]}"] = table.contiguous()
+        found[f"{encoding}.tables.{_ROLES[match['role']]}"] = table.contiguous()
     return found
+
+
+def _size(weight: Tensor | None) -> str:
+    return "missing" if weight is None else str(tuple(weight.shape))
