@@ -42,7 +42,12 @@ def _check(folder: Path) -> int:
         f"output={run}",
         f"data.sources=[{{path: {shards / 'train'}}}]",
         f"data.vocabulary={shards / 'vocabulary'}",
-        *("training.batch=32", f"training.steps={STEPS}", "training.log_every=1"),
+        *(
+            "training.batch=32",
+            "objectives.itm.group=16",
+            f"training.steps={STEPS}",
+            "training.log_every=1",
+        ),
         f"training.checkpoint_every={CHECKPOINT_EVERY}",
     ]
     environment = os.environ | {"DS_ACCELERATOR": "cpu"}
