@@ -217,6 +217,7 @@ def _row(item: Item, size: tuple[int, int], heat: NDArray[np.float64]) -> dict[s
     if annotation.proposals:
         proposals = np.array(annotation.proposals, dtype=np.float64)
         overlap = intersection_over_union(proposals, expression.box)
+        # What is unlike counts nothing, unless nothing is alike.
         alike = heat.clip(min=0) if heat.max() > 0 else heat - heat.min()
         chosen = int(box_scores(alike, proposals, size).argmax())
         right = overlap >= RIGHT_IOU

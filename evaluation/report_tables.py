@@ -47,13 +47,6 @@ def result_tables(sources: Sequence[Source], paper: Paper = "same") -> list[Tabl
     return [_table(kind, list(_judged(sources, kind)), paper) for kind in kinds]
 
 
-def percent(figure: Figure) -> str:
-    """As in other tables; without brackets where there is no interval."""
-    if figure.low == figure.value == figure.high:
-        return f"{100 * figure.value:.1f}"
-    return figure.percent()
-
-
 def _judged(sources: Sequence[Source], kind: str) -> Iterator[Judged]:
     for source in sources:
         for result in source.results:
@@ -87,7 +80,7 @@ def _table(kind: str, rows: list[Judged], paper: Paper) -> Table:
 
 
 def _cells(figures: dict[str, Figure], names: Sequence[str]) -> list[str]:
-    return [percent(figures[name]) if name in figures else "" for name in names]
+    return [figures[name].percent() if name in figures else "" for name in names]
 
 
 def _chances(rows: Sequence[Judged], names: Sequence[str]) -> Iterator[list[str]]:

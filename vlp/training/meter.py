@@ -85,12 +85,13 @@ class Meter:
         """
         self.settle()
         seconds = max(time.perf_counter() - self._start, 1e-9)
-        names = sorted(set[str]().union(*distributed.gather_to_all(set(self._sums))))
-        none = torch.zeros(())
-        means = [self._sums.get(name, none).cpu() / max(self._counts[name], 1) for name in names]
-        there = [float(name in self._sums) for name in names]
-        local = torch.tensor([*means, *there, self._waited / seconds])
-        *both, waiting = distributed.mean_over_ranks(local).tolist()
+        means = [value / self._counts[name] for name, value in self._sums.items()]
+        # All at once: each by itself would wait for the device.
+        own = dict(zip(self._sums, torch.stack(means).tolist() if means else []))
+        names = sorted(set[str]().union(*distributed.gather_to_all(set(own))))
+        there = [float(name in own) for name in names]
+        local = [*(own.get(name, 0.0) for name in names), *there, self._waited / seconds]
+        *both, waiting = distributed.mean_over_ranks(torch.tensor(local)).tolist()
         trained = self._progress.trained_samples - self._trained_before
         record: dict[str, Any] = {
             name: total / share for name, total, share in zip(names, both, both[len(names) :])
