@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from PIL import Image
 
 import vlp
 from evaluation.anchors import read_pair
+from evaluation.blocks import precision_context
 from evaluation.mode import evaluating
 from evaluation.predict import has_task
 from evaluation.samples import EvaluationError
@@ -45,6 +46,7 @@ def predict_one(
     images: Sequence[str | Path],
     text: str | None = None,
     device: torch.device | str | None = None,
+    precision: Literal["float32", "bf16"] = "float32",
 ) -> Said:
     """A label, an answer or a caption; of a folder without a task, whether text and picture match.
 
@@ -56,6 +58,7 @@ def predict_one(
             the task was trained to.
         text: question, hypothesis, statement or caption; none for a model that writes captions.
         device: where to compute; None is this rank's GPU, or the CPU.
+        precision: of the model.
 
     Raises:
         EvaluationError: a picture cannot be read, there are too many or too few, or the text is
@@ -70,7 +73,11 @@ def predict_one(
     _check(judge, kind, len(images), text)
     pictures = [read_pair(path, "").image for path in images]
     model = judge if isinstance(judge, Downstream) else judge.model
-    with torch.no_grad(), evaluating(model, device) as place:
+    with (
+        torch.no_grad(),
+        evaluating(model, device) as place,
+        precision_context(place, precision),
+    ):
         if isinstance(judge, Loaded):
             return Said(kind, matched_of(judge, pictures[0], text or "", place))
         if isinstance(judge, Claims):

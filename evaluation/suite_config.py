@@ -61,6 +61,12 @@ class RetrievalJob(Job):
     rerank_by: Literal["sum", "match"] = "sum"
     temperature: float | None = Field(None, gt=0)
 
+    @model_validator(mode="after")
+    def _used(self) -> RetrievalJob:
+        if self.rerank_by == "match" and not self.rerank:
+            raise ValueError("rerank_by says how to re-rank: give rerank, too")
+        return self
+
 
 class FinetunedJob(Job):
     """A model that was fine-tuned for the task."""
@@ -87,6 +93,12 @@ class GroundingJob(Job):
     )
     view: View = "picture"
 
+    @model_validator(mode="after")
+    def _used(self) -> GroundingJob:
+        if self.by == "similarity" and self.layer is not None:
+            raise ValueError("layer is of Grad-CAM, and the map is made by similarity")
+        return self
+
 
 class PointingJob(Job):
     """Does a word find its object? (generated corpus)"""
@@ -110,6 +122,12 @@ class ZeroShotJob(Job):
     label_field: str = LABEL
     match: int = Field(0, ge=0)
     match_by: Literal["sum", "match"] = "sum"
+
+    @model_validator(mode="after")
+    def _used(self) -> ZeroShotJob:
+        if self.match_by == "match" and not self.match:
+            raise ValueError("match_by says how classes are scored again: give match, too")
+        return self
 
 
 AnyJob = Annotated[

@@ -28,14 +28,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--shards", nargs="+", metavar="DIR")
     parser.add_argument("--out", type=Path, metavar="FILE", help="with --shards: what is written")
-    parser.add_argument("--format", choices=("official", "jsonl"), default="official")
+    parser.add_argument(
+        "--format", choices=("official", "jsonl"), help="with --shards (default: official)"
+    )
     parser.add_argument(
         "--limit",
         type=positive,
         metavar="N",
-        help="only the first N samples, expressions or questions",
+        help="with --shards: only the first N samples, expressions or questions",
     )
-    parser.add_argument("--batch", type=positive, default=64, help="items at once")
+    parser.add_argument("--batch", type=positive, help="with --shards: items at once (default: 64)")
     parser.add_argument("--precision", choices=("float32", "bf16"), default="float32")
     parser.add_argument(
         "--image", nargs="+", action="extend", metavar="FILE", help="instead of --shards"
@@ -50,10 +52,7 @@ def run(options: argparse.Namespace) -> None:
     if (options.shards is None) != (options.out is None):
         raise EvaluationError("--shards and --out go together")
     if options.image is not None:
-        if Ranks.current().first:
-            print(
-                predict_one(options.model, options.image, options.text, options.device).text(),
-            )
+        _print_one(options)
         return
     if options.text is not None:
         raise EvaluationError("--text is for --image; shards bring their own")
@@ -63,14 +62,14 @@ def run(options: argparse.Namespace) -> None:
         options.model,
         options.shards,
         limit=options.limit,
-        batch=options.batch,
+        batch=options.batch or 64,
         device=options.device,
         precision=options.precision,
         progress=True,
     )
     if not Ranks.current().first:
         return
-    if options.format == "official":
+    if options.format != "jsonl":
         try:
             write_official(options.out, found)
         except EvaluationError as error:
@@ -86,3 +85,14 @@ def run(options: argparse.Namespace) -> None:
             file=sys.stderr,
         )
     print(f"{found.kind}: {len(found.rows)} predictions written to {options.out}")
+
+
+def _print_one(options: argparse.Namespace) -> None:
+    for name in ("format", "limit", "batch"):
+        if getattr(options, name) is not None:
+            raise EvaluationError(f"--{name} is for --shards; --image gives one item")
+    if Ranks.current().first:
+        said = predict_one(
+            options.model, options.image, options.text, options.device, options.precision
+        )
+        print(said.text())

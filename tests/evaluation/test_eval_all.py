@@ -190,6 +190,25 @@ JOB = {"task": "retrieval", "shards": ["s"], "model": "m"}
         ([{"name": "a", "tasks": [{"task": "guessing", "shards": ["s"]}]}], "'retrieval'"),
         ([{"name": "a", "tasks": [{**JOB, "reranc": 3}]}], "did you mean 'rerank'?"),
         ([{"name": "a", "tasks": [{**JOB, "colour": 3}]}], "it has task, shards, name"),
+        ([{"name": "a", "tasks": [{**JOB, "rerank_by": "match"}]}], "give rerank, too"),
+        (
+            [
+                {
+                    "name": "a",
+                    "tasks": [{**JOB, "task": "zeroshot", "classes": "c", "match_by": "match"}],
+                }
+            ],
+            "give match, too",
+        ),
+        (
+            [
+                {
+                    "name": "a",
+                    "tasks": [{**JOB, "task": "grounding", "by": "similarity", "layer": 1}],
+                }
+            ],
+            "layer is of Grad-CAM",
+        ),
         ([{"name": "a", "tasks": [JOB, JOB]}], "give each a `name`"),
         ([{"name": "a", "tasks": [{"task": "swaps", "shards": ["s"]}]}], "has a model"),
         ([{"name": "a", "tasks": [JOB]}, {"name": "a", "tasks": [JOB]}], "are called 'a'"),

@@ -238,6 +238,10 @@ def test_captions_and_matches_of_files(folders, files):
             loaded.model.encode_text(*loaded.text(["a red circle"])),
         )
     assert said["matches"] == pytest.approx(float(odds.sigmoid()), abs=1e-6)
+    rounded = dict(
+        predict_one(folders["plain"], files[:1], "a red circle", precision="bf16").answers
+    )
+    assert 0 < abs(rounded["matches"] - said["matches"]) < 0.05
 
 
 @pytest.mark.parametrize(
@@ -247,6 +251,8 @@ def test_captions_and_matches_of_files(folders, files):
         ("entailment", ["--image", "red.png"], "needs a text"),
         ("caption", ["--image", "red.png", "--text", "a"], "leave --text out"),
         ("vqa", ["--image", "gone.png", "--text", "a"], "gone.png: cannot be read"),
+        ("vqa", ["--image", "red.png", "--text", "a", "--batch", "2"], "--batch is for --shards"),
+        ("vqa", ["--image", "red.png", "--text", "a", "--format", "jsonl"], "--format is for"),
         ("vqa", [], "give either --shards and --out"),
         ("vqa", ["--shards", "x"], "--shards and --out go together"),
         ("vqa", ["--shards", "x", "--out", "y", "--text", "a"], "--text is for --image"),
