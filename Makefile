@@ -6,7 +6,7 @@ READY := .venv/.ready
 JOBS ?= 2
 SHELL := /bin/bash
 
-.PHONY: demo test test-slow test-multinode lint types resume-check clean
+.PHONY: demo test test-slow test-multinode test-lowest lint types resume-check clean
 
 demo: $(READY)
 	$(BIN)/python launch/demo.py
@@ -19,6 +19,13 @@ test-slow: $(READY)
 
 test-multinode: $(READY)
 	$(BIN)/python -m pytest -m multinode
+
+# The tests with the oldest version of each package that pyproject.toml allows, in an environment of its own.
+test-lowest:
+	$(PYTHON) -m venv .venv-lowest
+	.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check uv
+	.venv-lowest/bin/uv pip install --quiet --resolution lowest-direct -e '.[train,evaluation,test]'
+	OMP_NUM_THREADS=1 .venv-lowest/bin/python -m pytest -n $(JOBS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
