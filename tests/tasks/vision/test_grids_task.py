@@ -71,7 +71,7 @@ def test_training_learns_a_shift_and_the_folder_keeps_it(archive, tmp_path):
         optimiser.zero_grad()
         out.loss.backward()
         optimiser.step()
-        losses.append(float(out.loss))
+        losses.append(float(out.loss.detach()))
     assert losses[-1] < 0.1 * losses[0]
     after = evaluate(task)
     assert after["exact"] > 80
