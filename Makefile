@@ -24,7 +24,7 @@ test-multinode: $(READY)
 test-lowest:
 	$(PYTHON) -m venv .venv-lowest
 	.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check uv
-	.venv-lowest/bin/uv pip install --quiet --resolution lowest-direct -e '.[train,evaluation,test]'
+	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest/bin/python --resolution lowest-direct -e '.[train,evaluation,test]'
 	OMP_NUM_THREADS=1 .venv-lowest/bin/python -m pytest -n $(JOBS)
 
 lint: $(READY)
