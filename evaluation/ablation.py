@@ -14,12 +14,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
 from data_tools.scenes import CORPUS_VERSION
-from evaluation.runs import Results, Run, do_runs, finished, plain, portable
+from evaluation.runs import Overrides, Results, Run, do_runs, finished, plain, portable
 from vlp.config import Config, ConfigError
 from vlp.data.scenes.negatives import SwapKind
 from vlp.data.scenes.sample import FULL, Variety
@@ -46,7 +46,7 @@ class VariantConfig(Config):
     """One kind of run: overrides of the stage's configuration."""
 
     backbone: str | None = Field(None, description="whose weights the run starts from")
-    overrides: Mapping[str, Any] = Field({}, description="by dotted key")
+    overrides: Overrides = Field({}, description="by dotted key")
 
 
 class StageConfig(Config):
@@ -54,7 +54,7 @@ class StageConfig(Config):
 
     config: str = Field(description="pretraining configuration, relative to this file")
     part: Literal["train", "twins"] = Field(description="part of the corpus that is trained on")
-    overrides: Mapping[str, Any] = Field({}, description="by dotted key")
+    overrides: Overrides = Field({}, description="by dotted key")
 
 
 class RowConfig(Config):

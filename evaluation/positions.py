@@ -9,25 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field, model_validator
 
-from evaluation.runs import Results, Run, do_runs, finished, plain, portable
+from evaluation.runs import Overrides, Results, Run, do_runs, finished, plain, portable
 from vlp.config import Config, ConfigError
 
 
 class VariantConfig(Config):
     """One kind of run: overrides of the shared configuration, by dotted key."""
 
-    overrides: Mapping[str, Any] = {}
+    overrides: Overrides = Field({}, description="by dotted key")
 
 
 class TrainingConfig(Config):
     """What all runs share; `config` is relative to this file."""
 
     config: str
-    overrides: Mapping[str, Any] = {}
+    overrides: Overrides = Field({}, description="by dotted key")
 
 
 class RowConfig(Config):

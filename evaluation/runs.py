@@ -17,7 +17,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import AfterValidator
 
 from vlp.config import ConfigError
 
@@ -31,6 +33,22 @@ Judge = Callable[[Path, int], dict[str, float]]
 
 Results = dict[tuple[str, int], dict[str, Any]]
 """What `result.json` says, by variant and seed."""
+
+
+def _told_once(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Refuse `training.steps` beside `training`: their order would say which of them counts."""
+    for key in overrides:
+        for outer in overrides:
+            if key.startswith(f"{outer}."):
+                raise ValueError(
+                    f"{key} and {outer} are both there; on the command line write "
+                    f"overrides='{{{key}: ...}}' for the first"
+                )
+    return overrides
+
+
+Overrides = Annotated[Mapping[str, Any], AfterValidator(_told_once)]
+"""Values by dotted key of the configuration that runs train with."""
 
 
 class Run(NamedTuple):

@@ -57,6 +57,14 @@ def found(config):
     }
 
 
+def test_an_override_is_told_in_one_way(tmp_path):
+    file = ROOT / "configs" / "ablation" / "fourier_widgets.yaml"
+    given = load_config(file, PositionsConfig, ["training.overrides={training.steps: 9}"])
+    assert plan(given, file)[0].settings["overrides"]["training.steps"] == 9
+    with pytest.raises(ConfigError, match=r"overrides='\{training.steps: ...\}' for the first"):
+        load_config(file, PositionsConfig, ["training.overrides.training.steps=9"])
+
+
 def test_the_plan_goes_seed_by_seed(config):
     runs = plan(config, SOURCE)
     assert [run.name for run in runs[:3]] == ["none/0", "ape/0", "none/1"]
