@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -110,19 +111,36 @@ def test_what_cannot_be_is_named():
             PositionsConfig.model_validate(PLAIN | {"tables": [{**table, **change}]})
 
 
-def test_the_configurations_in_the_box_are_valid():
+def commands(file):
+    """Overrides of each command that the head of a configuration gives; "..." stands for the first.
+
+    A command may go on in the next line.
+    """
+    lines = file.read_text().split("\noutput:")[0].split("\n")
+    text = "".join(line.removeprefix("#  ") for line in lines if line.startswith("#   "))
+    words = shlex.split(text.replace(" python -m evaluation positions --config ", " ... "))
+    starts = [number for number, word in enumerate(words) if word == "..."]
+    assert starts[0] == 0 or words[0].startswith("OMP_NUM_THREADS="), words
+    parts = [words[start + 1 : end] for start, end in zip(starts, [*starts[1:], None])]
+    assert parts[0] == [f"configs/ablation/{file.name}"]
+    return [[], *parts[1:]]
+
+
+def test_the_configurations_in_the_box_are_valid_with_the_overrides_of_their_heads():
     files = [
         file
         for file in (ROOT / "configs" / "ablation").glob("*.yaml")
         if "evaluation positions" in file.read_text()
     ]
     assert files
-    for file in files:
-        for run in plan(load_config(file, PositionsConfig), file):
-            overrides = [
+    given = [(file, overrides) for file in files for overrides in commands(file)]
+    assert len(given) > len(files)
+    for file, overrides in given:
+        for run in plan(load_config(file, PositionsConfig, overrides), file):
+            settings = [
                 f"{key}={json.dumps(value)}" for key, value in run.settings["overrides"].items()
             ]
-            load_config(ROOT / run.settings["config"], VisionConfig, overrides)
+            load_config(ROOT / run.settings["config"], VisionConfig, settings)
 
 
 @pytest.mark.distributed
