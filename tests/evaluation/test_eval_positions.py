@@ -58,7 +58,7 @@ def found(config):
     }
 
 
-def test_an_override_is_told_in_one_way(tmp_path):
+def test_an_override_is_told_in_one_way():
     file = ROOT / "configs" / "ablation" / "fourier_widgets.yaml"
     given = load_config(file, PositionsConfig, ["training.overrides={training.steps: 9}"])
     assert plan(given, file)[0].settings["overrides"]["training.steps"] == 9
