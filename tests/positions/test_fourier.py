@@ -280,6 +280,18 @@ def test_parameter_counts_of_reading_f13():
     assert count(norm=True) == 38_048 + 2 * 384 + 2 * 32
 
 
+@pytest.mark.parametrize(("norm", "low", "high"), [(False, 0.01, 0.04), (True, 0.4, 0.7)])
+def test_how_far_apart_places_start(norm, low, high):
+    """docs/positions.md: without LayerNorms the biases of the MLP prevail."""
+    torch.manual_seed(0)
+    places = [
+        added(FourierPosition(64, (8, 8), extent=6.2832, norm=norm).double(), PositionContext(), 64)
+        for _ in range(8)
+    ]
+    spread = torch.stack(places).var(2, correction=0).mean().sqrt().item()
+    assert low < spread < high
+
+
 def test_the_mlp_alone():
     encoding = MLPPosition(8, hidden=5).double()
     out = added(encoding, PositionContext((2, 3), 1), 7)

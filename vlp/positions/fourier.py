@@ -118,7 +118,8 @@ class FourierPosition(TokenEncoding):
         initialisation: "normal", or "uniform" in [0, 1] as in Table 6, where gamma plays no part.
         approximate: GELU of the MLP, "none" or "tanh" (reading F5).
         dropout: in the MLP, after the activation (reading F6).
-        norm: LayerNorm before each dense layer of the MLP (reading F6).
+        norm: LayerNorm before each dense layer of the MLP (reading F6): places differ by 0.5 a
+            channel at the start, in place of 0.02.
         regularised: learn the target variance of `regulariser`, which starts at gamma^-2.
         mixer: see `TokenEncoding`.
 

@@ -17,7 +17,9 @@ class Modulator(nn.Sequential):
         approximate: of the GELU: "none", or "tanh" as JAX has it by default (reading F5).
         dropout: share that is dropped after the activation; the paper's widget captioning has 0.2
             (reading F6).
-        norm: LayerNorm before each dense layer, as in the paper's Reformer (reading F6).
+        norm: LayerNorm before each dense layer, as in the paper's Reformer (reading F6). Without it
+            outputs differ little from place to place at first: Fourier features have a squared norm
+            of 1/2 in all, so biases prevail (docs/positions.md has what that does to training).
 
     Raises:
         ValueError: no channels, an unknown GELU, a dropout outside [0, 1).
