@@ -22,11 +22,14 @@ class Difference(NamedTuple):
     seeds: int
 
     def __str__(self) -> str:
-        """`+3.1 ± 1.2, p 0.041`."""
+        return self.text()
+
+    def text(self, decimals: int = 1) -> str:
+        """`+3.1 ± 1.2, p 0.041`, or a dash for fewer than two seeds."""
         if self.seeds < 2:
             return "–"
         p = f"p {self.p:.3f}" if self.p >= 0.001 else "p < 0.001"
-        return f"{self.mean:+.1f} ± {self.deviation:.1f}, {p}"
+        return f"{self.mean:+.{decimals}f} ± {self.deviation:.{decimals}f}, {p}"
 
 
 def detectable(deviation: float, seeds: int) -> float:

@@ -44,6 +44,7 @@ class TableConfig(Config):
     figures: Mapping[str, str] = Field(description="column heads to figures of the evaluation")
     paper: tuple[str, ...] = ()
     reference: str = Field(description="variant that the others are compared with, seed by seed")
+    decimals: int = Field(1, ge=0, le=6, description="of our figures")
     rows: tuple[RowConfig, ...]
 
 

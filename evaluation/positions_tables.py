@@ -15,10 +15,12 @@ from evaluation.runs import Results, write_csv
 def smallest_difference(config: PositionsConfig) -> str:
     """What this budget can find, said before anything is run."""
     seeds, deviation = len(config.seeds), config.expected_deviation
+    decimals = max((table.decimals for table in config.tables), default=1)
     return (
         f"{len(config.variants)} variants with {seeds} seeds each. If differences vary by "
-        f"{deviation:g} points from seed to seed, {detectable(deviation, seeds):.1f} points are "
-        "the smallest that a paired t-test (5 %, two-sided) finds in 80 of 100 such comparisons."
+        f"{deviation:g} points from seed to seed, {detectable(deviation, seeds):.{decimals}f} "
+        "points are the smallest that a paired t-test (5 %, two-sided) finds in 80 of 100 such "
+        "comparisons."
     )
 
 
@@ -37,11 +39,11 @@ def report(config: PositionsConfig, results: Results, folder: Path) -> str:
 def _table(table: TableConfig, results: Results) -> Table:
     first = next(iter(table.figures.values()))
     head = ["", *table.figures, f"− {table.reference}", "seeds"]
-    rows, deviations = [], []
+    rows, deviations, decimals = [], [], table.decimals
     for row in table.rows:
         seeds = sorted(seed for name, seed in results if name == row.variant)
         values = [_values(results, row.variant, figure) for figure in table.figures.values()]
-        cells = [mean_and_deviation(np.array(list(each.values()))) for each in values]
+        cells = [mean_and_deviation(np.array(list(each.values())), decimals) for each in values]
         own_first, reference = values[0], _values(results, table.reference, first)
         both = sorted(own_first.keys() & reference.keys())
         found = difference([own_first[seed] for seed in both], [reference[seed] for seed in both])
@@ -49,7 +51,9 @@ def _table(table: TableConfig, results: Results) -> Table:
         if not own and found.seeds > 1:
             deviations.append((found.deviation, found.seeds))
         paper = [f"{figure:g}" for figure in row.paper] or [""] * len(table.paper)
-        rows.append([row.label, *cells, "" if own else str(found), str(len(seeds)), *paper])
+        rows.append(
+            [row.label, *cells, "" if own else found.text(decimals), str(len(seeds)), *paper]
+        )
     notes = [
         "Ours: mean ± standard deviation over seeds; the difference is that of the first column, "
         "paired by seed, with a two-sided t-test."
@@ -58,8 +62,8 @@ def _table(table: TableConfig, results: Results) -> Table:
         typical = float(np.sqrt(np.mean([deviation**2 for deviation, _ in deviations])))
         fewest = min(count for _, count in deviations)
         notes.append(
-            f"Differences varied by {typical:.1f} between seeds: {detectable(typical, fewest):.1f} "
-            f"is what {fewest} seeds can detect."
+            f"Differences varied by {typical:.{decimals}f} between seeds: "
+            f"{detectable(typical, fewest):.{decimals}f} is what {fewest} seeds can detect."
         )
     return Table(table.title, [*head, *(f"paper: {name}" for name in table.paper)], rows, notes)
 
@@ -88,6 +92,6 @@ def _plot(file: Path, table: TableConfig, results: Results) -> None:
     axes.set_yticks(range(len(table.rows)), [row.label for row in table.rows])
     axes.invert_yaxis()
     axes.set_xlabel(title)
-    axes.set_title(table.title, fontsize="medium")
+    drawing.suptitle(table.title, fontsize="medium", wrap=True)
     axes.grid(axis="x", alpha=0.3)
     drawing.savefig(file, dpi=120)

@@ -98,6 +98,13 @@ def test_tables_have_means_tests_and_the_paper(config, tmp_path):
     (line,) = [x for x in report(config, without, tmp_path / "x").splitlines() if "APE" in x]
     assert "61.0 ± 1.4" in line
     assert "+10.0 ± 0.0" in line
+    table = config.tables[0].model_copy(update={"decimals": 3})
+    finer = config.model_copy(update={"tables": (table,), "expected_deviation": 0.02})
+    text = report(finer, found(finer), tmp_path / "finer")
+    (line,) = [x for x in text.splitlines() if x.startswith("APE")]
+    assert "61.000 ± 1.000" in line
+    assert "+10.000 ± 0.000" in line
+    assert "0.062 points are the smallest" in smallest_difference(finer)
 
 
 def test_what_cannot_be_is_named():
