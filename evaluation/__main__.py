@@ -9,8 +9,8 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from evaluation.ranks import process_group
-from evaluation.samples import EvaluationError
+from evaluation.core.samples import EvaluationError
+from evaluation.core.work_sharding import process_group
 from vlp.config import ConfigError
 
 # Name -> module and one line of help. A module is imported only when its command runs, so one

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vlp.config import ConfigError
-from vlp.data.text import TextProcessor
+from vlp.data.text.tokenizer import TextProcessor
 from vlp.models.folder import CONFIG, from_pretrained, save_pretrained
-from vlp.models.other_vocabulary import with_vocabulary
+from vlp.models.pretrained.change_vocabulary import with_vocabulary
 from vlp.tasks.downstream.task import TASK
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from evaluation.pointing import PointingResult
-    from evaluation.retrieval import Direction, RetrievalResult
+    from evaluation.probes.pointing import PointingResult
+    from evaluation.retrieval.retrieval import Direction, RetrievalResult
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN = Path("runs/demo")
@@ -63,7 +63,7 @@ def main() -> int:
 def _pretrain() -> None:
     import torch
 
-    from vlp.training.distributed import free_port
+    from vlp.distributed import free_port
 
     environment = dict(os.environ)
     gpus = torch.cuda.device_count()
@@ -87,10 +87,10 @@ def _pretrain() -> None:
 def _evaluate() -> list[str]:
     """Print the tables and draw the picture; returns where the model falls short."""
     import vlp
-    from evaluation.anchors import anchor_maps
-    from evaluation.pictures import draw_anchor_maps
-    from evaluation.pointing import evaluate_pointing
-    from evaluation.retrieval import evaluate_retrieval
+    from evaluation.probes.anchor_maps import anchor_maps
+    from evaluation.probes.anchor_plots import draw_anchor_maps
+    from evaluation.probes.pointing import evaluate_pointing
+    from evaluation.retrieval.retrieval import evaluate_retrieval
 
     loaded = vlp.load(RUN / "run" / "model")
     held_out = [SHARDS / "val"]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from evaluation.finetuning import finetuning_command
+from evaluation.downstream.finetuning import finetuning_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -19,12 +19,12 @@ from pathlib import Path
 import torch
 
 from vlp.config import ConfigError, load_config, save_config
-from vlp.data.text import TextProcessor
-from vlp.data.transforms import Preprocessing
-from vlp.models.albef import MEAN, STD, albef_config, load_albef
+from vlp.data.image.transforms import Preprocessing
+from vlp.data.text.tokenizer import TextProcessor
 from vlp.models.config import ModelConfig
 from vlp.models.folder import CONFIG, save_pretrained
-from vlp.models.pth import read_pth
+from vlp.models.pretrained.albef import MEAN, STD, albef_config, load_albef
+from vlp.models.pretrained.pth import read_pth
 from vlp.models.vlp import VLPModel
 
 

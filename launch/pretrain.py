@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 
-from vlp.objectives.groups import require_whole_groups
-from vlp.training import distributed
+from vlp import distributed
+from vlp.objectives.contrastive.sample_groups import require_whole_groups
 from vlp.training.command import training_command
 from vlp.training.config import PretrainConfig
 
 
 def build(config: PretrainConfig) -> tuple[Any, Any]:
     """The pretraining task and its data."""
-    from vlp.data.loader import PretrainData
+    from vlp.data.pretrain.loader import PretrainData
     from vlp.tasks.pretraining import Pretraining
 
     training = config.training

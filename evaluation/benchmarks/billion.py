@@ -34,14 +34,14 @@ from PIL import Image
 from evaluation.benchmarks.figures import Figure, print_figures
 from vlp.config import ConfigError
 from vlp.data.config import DataConfig, SourceConfig
-from vlp.data.index import ROW, ShardEntry, write_table
-from vlp.data.inputs import Inputs
-from vlp.data.loader import PretrainData
-from vlp.data.order import Pool, TrainingOrder
-from vlp.data.requests import read_at_once
+from vlp.data.pretrain.loader import PretrainData
 from vlp.data.schema import Annotation
-from vlp.data.shards import ShardIndex, ShardWriter
-from vlp.data.text import TextProcessor, train_wordpiece
+from vlp.data.shards.index import ROW, ShardEntry, write_table
+from vlp.data.shards.shard_index import ShardIndex, ShardWriter
+from vlp.data.stream.batch_sampler import read_at_once
+from vlp.data.stream.input_spec import Inputs
+from vlp.data.stream.sampler import Pool, TrainingOrder
+from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
 
 SEED = 0
 ONE = "one"  # the folder of the real shard

@@ -48,11 +48,11 @@ from evaluation.benchmarks.loader_shards import check_shards, make_shards, save_
 from evaluation.benchmarks.loader_turns import Measured, take_turns
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig, DataConfig, SourceConfig
-from vlp.data.inputs import Inputs
-from vlp.data.loader import PretrainData
-from vlp.data.shards import ShardIndex
-from vlp.data.text import TextProcessor
-from vlp.training.memory import keep_freed_memory
+from vlp.data.pretrain.loader import PretrainData
+from vlp.data.shards.shard_index import ShardIndex
+from vlp.data.stream.input_spec import Inputs
+from vlp.data.text.tokenizer import TextProcessor
+from vlp.training.logging.memory import keep_freed_memory
 
 OURS, THEIRS, RANDAUGMENT = "ours", "open_clip", "ours, RandAugment"
 MEAN = STD = (0.5, 0.5, 0.5)

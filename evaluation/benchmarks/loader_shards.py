@@ -11,9 +11,9 @@ from PIL import Image
 
 from vlp.config import ConfigError
 from vlp.data.schema import captions_of
-from vlp.data.shards import ShardIndex, index_folder
-from vlp.data.tar import append_member, close_tar
-from vlp.data.text import TextProcessor, train_wordpiece
+from vlp.data.shards.shard_index import ShardIndex, index_folder
+from vlp.data.shards.tar import append_member, close_tar
+from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
 
 
 def make_shards(folder: Path, samples: int, pictures: int = 64, per_shard: int = 128) -> None:

@@ -38,11 +38,11 @@ from evaluation.benchmarks.figures import Figure, print_figures
 from evaluation.benchmarks.memory import peak_memory
 from evaluation.benchmarks.pretrain_step import random_batch
 from vlp.config import ConfigError, load_config
-from vlp.data.batch import Batch
+from vlp.data.stream.batch import Batch
 from vlp.metrics.bootstrap import percentile_interval
 from vlp.tasks.pretraining import Pretraining
 from vlp.training.config import PretrainConfig
-from vlp.training.memory import keep_freed_memory
+from vlp.training.logging.memory import keep_freed_memory
 from vlp.training.optimiser import build_adamw
 
 WITH, WITHOUT = "with ACE-RPE", "without"

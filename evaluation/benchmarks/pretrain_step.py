@@ -22,11 +22,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from evaluation.benchmarks.figures import Figure, print_figures
 from vlp.config import ConfigError, load_config
-from vlp.data.batch import Batch
-from vlp.data.inputs import Inputs
+from vlp.data.stream.batch import Batch
+from vlp.data.stream.input_spec import Inputs
 from vlp.tasks.pretraining import Pretraining
 from vlp.training.config import PretrainConfig
-from vlp.training.memory import keep_freed_memory
+from vlp.training.logging.memory import keep_freed_memory
 from vlp.training.optimiser import build_adamw
 
 _CLS = 2

@@ -33,12 +33,12 @@ from torch import Tensor
 
 from evaluation.benchmarks.figures import Figure, print_figures
 from evaluation.benchmarks.stand_ins import StandIns, random_model
-from evaluation.blocks import GIBIBYTE, precision_context
-from evaluation.matching import PairScorer
-from evaluation.ranks import Ranks
-from evaluation.rerank import Pairs, match_pairs, nearest_pairs, reranked_ranks
-from evaluation.search import Search, search
-from evaluation.two_stages import DIRECTIONS, Direction
+from evaluation.core.feature_cache import GIBIBYTE, precision_context
+from evaluation.core.work_sharding import Ranks
+from evaluation.retrieval.pair_scoring import PairScorer
+from evaluation.retrieval.rerank import Pairs, match_pairs, nearest_pairs, reranked_ranks
+from evaluation.retrieval.search import Search, search
+from evaluation.retrieval.two_stages import DIRECTIONS, Direction
 from vlp.config import ConfigError, load_config
 from vlp.models.config import ModelConfig
 from vlp.models.features import ImageFeatures, TextFeatures

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from evaluation.blocks import Block, BlockCache
-from evaluation.features import Collection
+from evaluation.core.encoder import Collection
+from evaluation.core.feature_cache import Block, BlockCache
 from vlp.models.config import ModelConfig
 from vlp.models.features import ImageFeatures, TextFeatures
-from vlp.models.matcher import Matcher
+from vlp.models.itm_scorer import Matcher
 from vlp.models.vlp import VLPModel
 
 # Tokens of COCO's captions with bert-base-uncased's vocabulary, [CLS] and [SEP] counted: 14.0 in

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from evaluation.ablation import AblationConfig, results, run_ablation
-from evaluation.ablation_tables import report, smallest_difference
+from evaluation.ablations.ablation import AblationConfig, results, run_ablation
+from evaluation.ablations.ablation_tables import report, smallest_difference
 from evaluation.commands.options import add_compared, one_process
 from vlp.config import load_config
 

@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 from evaluation.commands.options import add_device
-from evaluation.ranks import Ranks
-from evaluation.suite import run_suite
-from evaluation.suite_config import SuiteConfig
+from evaluation.core.work_sharding import Ranks
+from evaluation.suite.suite import run_suite
+from evaluation.suite.suite_config import SuiteConfig
 from vlp.config import load_config
 
 

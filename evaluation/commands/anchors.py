@@ -10,11 +10,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from evaluation.anchors import anchor_details, anchor_maps, first_samples, read_pair
 from evaluation.commands.options import add_model, load_model
-from evaluation.pictures import draw_anchor_detail, draw_anchor_maps
-from evaluation.ranks import Ranks
-from evaluation.samples import EvaluationError
+from evaluation.core.samples import EvaluationError
+from evaluation.core.work_sharding import Ranks
+from evaluation.probes.anchor_maps import anchor_details, anchor_maps, first_samples, read_pair
+from evaluation.probes.anchor_plots import draw_anchor_detail, draw_anchor_maps
 
 CAPTIONS, GROUPS = 4, 8
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import argparse
 
-from evaluation.ranks import Ranks
-from evaluation.samples import EvaluationError
+from evaluation.core.samples import EvaluationError
+from evaluation.core.work_sharding import Ranks
 from vlp.models.folder import local_folder
 from vlp.models.model_card import CARD, write_model_card
 

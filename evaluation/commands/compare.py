@@ -11,8 +11,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from evaluation.compare import compare
-from evaluation.ranks import Ranks
+from evaluation.core.work_sharding import Ranks
+from evaluation.suite.compare import compare
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import argparse
 
 from evaluation.commands.options import add_model, one_process, positive
-from evaluation.try_it import TryIt
-from evaluation.try_page import HOST, PORT, gradio_module, serve
+from evaluation.demo.page import HOST, PORT, gradio_module, serve
+from evaluation.demo.session import TryIt
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 
 from evaluation.commands.options import add_model, load_model, positive
-from evaluation.embed import CAPTIONS, PICTURES, embed, embed_inputs
-from evaluation.feature_files import FeatureFiles
-from evaluation.ranks import Ranks
-from evaluation.samples import EvaluationError, kinds_in_words
+from evaluation.core.feature_files import FeatureFiles
+from evaluation.core.samples import EvaluationError, kinds_in_words
+from evaluation.core.work_sharding import Ranks
+from evaluation.retrieval.embed import CAPTIONS, PICTURES, embed, embed_inputs
 from vlp.models.folder import Loaded
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from evaluation.position_maps import draw_position_maps
-from evaluation.ranks import Ranks
-from evaluation.samples import EvaluationError
+from evaluation.core.samples import EvaluationError
+from evaluation.core.work_sharding import Ranks
+from evaluation.probes.position_maps import draw_position_maps
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 
 from evaluation.commands.options import add_measured, add_model, load_model, measured, report
-from evaluation.grounding import evaluate_grounding
-from evaluation.samples import EvaluationError
+from evaluation.core.samples import EvaluationError
+from evaluation.grounding.grounding import evaluate_grounding
 from vlp.tasks.downstream.grounding import map_of
 
 

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 
 import vlp
-from evaluation.ranks import Ranks
-from evaluation.report import Table
-from evaluation.samples import EvaluationError
+from evaluation.core.results import Table
+from evaluation.core.samples import EvaluationError
+from evaluation.core.work_sharding import Ranks
 from vlp.models.folder import RESULTS, Loaded, is_local
 
 

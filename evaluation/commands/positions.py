@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from evaluation.ablations.position_study import PositionsConfig, results, run_comparison
+from evaluation.ablations.position_tables import report, smallest_difference
 from evaluation.commands.options import add_compared, one_process
-from evaluation.positions import PositionsConfig, results, run_comparison
-from evaluation.positions_tables import report, smallest_difference
 from vlp.config import load_config
 
 

@@ -16,11 +16,11 @@ import sys
 from pathlib import Path
 
 from evaluation.commands.options import add_model, positive
-from evaluation.json_lines import write_lines
-from evaluation.predict import predict, write_official
-from evaluation.predict_one import predict_one
-from evaluation.ranks import Ranks
-from evaluation.samples import EvaluationError, kinds_in_words
+from evaluation.core.json_lines import write_lines
+from evaluation.core.samples import EvaluationError, kinds_in_words
+from evaluation.core.work_sharding import Ranks
+from evaluation.downstream.predict import predict, write_official
+from evaluation.downstream.predict_one import predict_one
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

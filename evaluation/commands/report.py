@@ -12,8 +12,8 @@ import argparse
 from pathlib import Path
 
 from evaluation.commands.options import add_device, one_process, positive
-from evaluation.html_report import make_report
-from evaluation.samples import EvaluationError
+from evaluation.core.samples import EvaluationError
+from evaluation.html_report.html_report import make_report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from evaluation.commands.options import add_measured, add_model, load_model, measured, report
-from evaluation.retrieval import evaluate_retrieval
-from evaluation.samples import EvaluationError
+from evaluation.core.samples import EvaluationError
+from evaluation.retrieval.retrieval import evaluate_retrieval
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

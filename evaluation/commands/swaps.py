@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from evaluation.commands.options import add_measured, add_model, load_model, measured, report
-from evaluation.swaps import evaluate_swaps
+from evaluation.probes.winoground import evaluate_swaps
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

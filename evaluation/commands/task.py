@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 
 from evaluation.commands.options import add_measured, add_model, measured, report
+from evaluation.core.samples import EvaluationError
 from evaluation.downstream import evaluate_task
-from evaluation.samples import EvaluationError
 from vlp.tasks.downstream.task import Downstream, load_task
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from evaluation.commands.options import add_device, one_process, positive, results_folder
-from evaluation.report import Table, write_report
-from evaluation.samples import EvaluationError
+from evaluation.core.results import Table, write_report
+from evaluation.core.samples import EvaluationError
 from evaluation.vision import evaluate_folder
 
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from evaluation.classed_pictures import LABEL
 from evaluation.commands.options import add_measured, add_model, load_model, measured, report
-from evaluation.prompts import read_prompts
-from evaluation.samples import EvaluationError
-from evaluation.zeroshot import evaluate_zeroshot
+from evaluation.core.samples import EvaluationError
+from evaluation.zeroshot.labelled_images import LABEL
+from evaluation.zeroshot.prompts import read_prompts
+from evaluation.zeroshot.zeroshot import evaluate_zeroshot
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

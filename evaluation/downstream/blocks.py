@@ -7,11 +7,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from tqdm import tqdm
 
-from evaluation.ranks import Ranks
-from evaluation.samples import EvaluationError, count_kinds
+from evaluation.core.samples import EvaluationError, count_kinds
+from evaluation.core.work_sharding import Ranks
 from vlp.data.downstream.items import Item
-from vlp.data.skips import Skip
-from vlp.data.stored import BadSample
+from vlp.data.shards.bad_samples import Skip
+from vlp.data.shards.sample_files import BadSample
 
 Made = TypeVar("Made")
 Read = TypeVar("Read", covariant=True)

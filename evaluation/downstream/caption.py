@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from evaluation.blocks import precision_context
+from evaluation.core.eval_mode import evaluating
+from evaluation.core.feature_cache import precision_context
+from evaluation.core.results import Figure
+from evaluation.core.samples import EvaluationError
+from evaluation.core.work_sharding import Ranks
 from evaluation.downstream.blocks import Judged, judge_blocks, picture_name
 from evaluation.downstream.result import TaskResult, clustered_figures, judgeable, keep_scores
-from evaluation.mode import evaluating
-from evaluation.ranks import Ranks
-from evaluation.report import Figure
-from evaluation.samples import EvaluationError
 from vlp.data.downstream.caption import Captioned
 from vlp.data.downstream.items import Item
 from vlp.metrics.captions import CaptionToolError, caption_scores

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.downstream.result import TaskResult
-from evaluation.grounding import evaluate_grounding
+from evaluation.grounding.grounding import evaluate_grounding
 from vlp.tasks.downstream.grounding import Grounding
 
 

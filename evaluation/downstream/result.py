@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evaluation.report import Figure, Table, write_report
-from evaluation.samples import EvaluationError, kinds_in_words
+from evaluation.core.results import Figure, Table, write_report
+from evaluation.core.samples import EvaluationError, kinds_in_words
 from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.downstream.result import TaskResult
-from evaluation.retrieval import DIRECTIONS, evaluate_retrieval
+from evaluation.retrieval.retrieval import DIRECTIONS, evaluate_retrieval
 from vlp.tasks.downstream.retrieval import Retrieval
 
 

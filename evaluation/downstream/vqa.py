@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from evaluation.blocks import precision_context
+from evaluation.core.eval_mode import evaluating
+from evaluation.core.feature_cache import precision_context
 from evaluation.downstream.blocks import Judged, judge_blocks, picture_name
 from evaluation.downstream.result import TaskResult, clustered_figures, judgeable, keep_scores
-from evaluation.mode import evaluating
 from vlp.data.downstream.items import Item
 from vlp.data.downstream.vqa import Asked
 from vlp.metrics.vqa import Version, normalise_answer, vqa_accuracy

@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from pathlib import Path
 
-from evaluation.samples import EvaluationError
-from vlp.data.stored import BadSample
+from evaluation.core.samples import EvaluationError
+from vlp.data.shards.sample_files import BadSample
 from vlp.metrics.captions import CaptionToolError
 from vlp.tasks.vision import load_task
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from evaluation.samples import EvaluationError
+from evaluation.core.samples import EvaluationError
 
 
 def evenly_spread(total: int, limit: int | None) -> list[int]:

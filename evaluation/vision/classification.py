@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from evaluation.mode import evaluating
+from evaluation.core.eval_mode import evaluating
 from evaluation.vision.chosen import evenly_spread
-from vlp.data.vision.labelled import open_labelled
+from vlp.data.vision.labelled_images import open_labelled
 from vlp.tasks.vision.classification import Classification
 
 BATCH = 256

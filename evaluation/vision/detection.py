@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torchvision.ops import box_convert
 
-from evaluation.mode import evaluating
+from evaluation.core.eval_mode import evaluating
 from evaluation.vision.chosen import evenly_spread
 from vlp.config import ConfigError
-from vlp.data.vision.detection import judged_pixels, open_objects
-from vlp.data.vision.objects import ObjectPictures
+from vlp.data.vision.detection.dataset import judged_pixels, open_objects
+from vlp.data.vision.detection.objects import ObjectPictures
 from vlp.metrics.detection import PictureFound, PictureTruth, coco_figures
 from vlp.tasks.vision.detection import Detection
 

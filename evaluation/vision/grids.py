@@ -8,11 +8,17 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from evaluation.mode import evaluating
+from evaluation.core.eval_mode import evaluating
 from evaluation.vision.chosen import evenly_spread
-from vlp.data.vision.arc import Pair
-from vlp.data.vision.grid_variants import Variant, held_out_variants
-from vlp.data.vision.grids import GridDataConfig, GridSample, collate_grids, grid_sample, open_grids
+from vlp.data.vision.arc.grid_variants import Variant, held_out_variants
+from vlp.data.vision.arc.grids import (
+    GridDataConfig,
+    GridSample,
+    collate_grids,
+    grid_sample,
+    open_grids,
+)
+from vlp.data.vision.arc.tasks import Pair
 from vlp.tasks.vision.grids import Grids, question_of
 
 TOKENS = 2**14  # of one batch

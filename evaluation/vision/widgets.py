@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from evaluation.mode import evaluating
+from evaluation.core.eval_mode import evaluating
 from evaluation.vision.chosen import evenly_spread
-from vlp.data.stored import BadSample
-from vlp.data.vision.hierarchy import Screen
-from vlp.data.vision.screen_sets import Screens, open_screens
-from vlp.data.vision.widgets import Collate, encode_screen
+from vlp.data.shards.sample_files import BadSample
+from vlp.data.vision.widgets.dataset import Collate, encode_screen
+from vlp.data.vision.widgets.screen_sets import Screens, open_screens
+from vlp.data.vision.widgets.view_hierarchy import Screen
 from vlp.metrics.captions import TokenizerName, caption_scores, require_caption_tools
 from vlp.tasks.vision.widgets import Widgets
 

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from vlp.data.schema import Annotation
-from vlp.data.shards import ShardWriter
-from vlp.data.text import TextProcessor, train_wordpiece
+from vlp.data.shards.shard_index import ShardWriter
+from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
 
 WORDS = ("red", "green", "blue", "dog", "cat", "house", "left", "runs")
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_tools import scenes
+from data_tools.generate import scenes
 from vlp.config import ConfigError
-from vlp.data.named_words import named_words
 from vlp.data.scenes.negatives import sample_swap, swap_kinds
 from vlp.data.scenes.sample import FULL, Variety, sample_scene
 from vlp.data.schema import captions_of
-from vlp.data.shards import ShardIndex, ShardWriter
+from vlp.data.shards.shard_index import ShardIndex, ShardWriter
+from vlp.data.text.word_boxes import named_words
 
 
 def _run(out: Path, *options: str) -> int:

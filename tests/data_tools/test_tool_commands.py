@@ -10,8 +10,8 @@ import pytest
 
 from data_tools.__main__ import COMMANDS, main
 from vlp.data.schema import Annotation
-from vlp.data.shards import ShardIndex, ShardWriter
-from vlp.data.text import TextProcessor
+from vlp.data.shards.shard_index import ShardIndex, ShardWriter
+from vlp.data.text.tokenizer import TextProcessor
 
 
 @pytest.fixture
@@ -123,7 +123,10 @@ def test_unknown_and_missing_commands(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_the_tools_do_not_wait_for_pytorch() -> None:
-    probe = "import sys, data_tools.verify, data_tools.coco; print('torch' in sys.modules)"
+    probe = (
+        "import sys, data_tools.inspect.verify, data_tools.converters.corpora.coco;"
+        " print('torch' in sys.modules)"
+    )
     found = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
     assert found.stdout == "False\n", found.stderr
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from claim_shards import tiny_folder
+from pair_shards import tiny_folder
 from tests_support import launch_script
 
-from vlp.data.text import TextProcessor, train_wordpiece
+from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
 from vlp.models.folder import from_pretrained, save_pretrained
 
 SENTENCES = ["a tower of red blocks", "the red circle left of a tower", "no wall", "Ω ω Ω ω"]

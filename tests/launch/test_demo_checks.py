@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from tests_support import launch_script
 
-from evaluation.pointing import KindFigures, PointingResult
-from evaluation.report import Figure
-from evaluation.retrieval import RetrievalResult
+from evaluation.core.results import Figure
+from evaluation.probes.pointing import KindFigures, PointingResult
+from evaluation.retrieval.retrieval import RetrievalResult
 
 DIRECTIONS = ("text_to_image", "image_to_text")
 

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import ranks
 import torch
-from claim_shards import entailment_shards, tiny_folder
+from pair_shards import entailment_shards, tiny_folder
 from safetensors.torch import load_file
 
 from vlp.config import load_config

@@ -11,7 +11,7 @@ from PIL import Image
 from tests_support import launch_script, tiny_text
 
 import vlp
-from vlp.models.albef import MEAN, STD, albef_config, load_albef
+from vlp.models.pretrained.albef import MEAN, STD, albef_config, load_albef
 from vlp.models.vlp import VLPModel
 
 

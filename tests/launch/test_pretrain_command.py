@@ -18,7 +18,7 @@ from launch_lab import Lab
 from PIL import Image
 
 from vlp.data.schema import Annotation
-from vlp.data.shards import ShardWriter
+from vlp.data.shards.shard_index import ShardWriter
 from vlp.training.checkpoint import verify
 
 COMMAND = ranks.ROOT / "launch" / "pretrain.py"

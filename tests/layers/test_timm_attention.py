@@ -11,8 +11,8 @@ from timm.models.vision_transformer import Attention as TimmAttention
 from torch import nn
 
 from vlp.layers.attention import Attention, attend
-from vlp.layers.timm_attention import PositionedAttention, PositionedWindowAttention
-from vlp.layers.timm_tokens import Places
+from vlp.layers.timm.attention import PositionedAttention, PositionedWindowAttention
+from vlp.layers.timm.tokens import Places
 from vlp.positions import PositionEncoding, create_position
 
 WIDTH, HEADS, GRID, PREFIX = 8, 2, (2, 3), 1

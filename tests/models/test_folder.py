@@ -12,7 +12,7 @@ from tests_support import TINY_MODEL, tiny_text
 
 import vlp
 from vlp.config import ConfigError, merged
-from vlp.data.transforms import Preprocessing
+from vlp.data.image.transforms import Preprocessing
 from vlp.models.config import ModelConfig
 from vlp.models.folder import save_pretrained, start_from
 from vlp.models.vlp import VLPModel

@@ -8,8 +8,8 @@ import shlex
 import huggingface_hub
 import pytest
 import yaml
-from claim_shards import entailment_shards, tiny_folder
 from huggingface_hub import ModelCard
+from pair_shards import entailment_shards, tiny_folder
 from PIL import Image
 
 import vlp
@@ -17,8 +17,13 @@ from evaluation.__main__ import main
 from evaluation.downstream import evaluate_task
 from vlp.models.folder import push_to_hub
 from vlp.models.model_card import MARK, model_card, write_model_card
-from vlp.tasks.downstream.claims import AssignmentConfig, Claims, EntailmentConfig, StatementsConfig
-from vlp.tasks.downstream.start import start_parts
+from vlp.tasks.downstream.init_from import start_parts
+from vlp.tasks.downstream.pair_classification import (
+    AssignmentConfig,
+    Claims,
+    EntailmentConfig,
+    StatementsConfig,
+)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 from tests_support import TINY_MODEL, tiny_text
 
 import vlp
-from vlp.data.batch import Batch
+from vlp.data.stream.batch import Batch
 from vlp.models.config import ModelConfig
 from vlp.objectives.config import ObjectivesConfig
 from vlp.tasks.pretraining import Pretraining

@@ -6,10 +6,10 @@ import json
 
 import torch
 
+from vlp import distributed
 from vlp.tasks.task import StepOutput
-from vlp.training import distributed
-from vlp.training.meter import Meter
-from vlp.training.progress import Progress
+from vlp.training.logging.meter import Meter
+from vlp.training.logging.progress import Progress
 
 distributed.start(with_deepspeed=False)
 empty = distributed.rank() == distributed.world_size() - 1

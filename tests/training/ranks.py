@@ -25,10 +25,10 @@ _server = multiprocessing.get_context("forkserver")
 _PRELOADED = [
     "deepspeed",
     "torch.utils.tensorboard",
-    "vlp.data.loader",
+    "vlp.data.pretrain.loader",
     "vlp.tasks.pretraining",
     "vlp.training.command",
-    "vlp.training.deepspeed_engine",
+    "vlp.training.engines.deepspeed",
     "vlp.training.loop",
 ]
 _server.set_forkserver_preload(_PRELOADED)

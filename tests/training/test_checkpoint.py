@@ -18,7 +18,7 @@ from training_toy import PlainEngine, ToyTask, toy_config
 from vlp.training import checkpoint as module
 from vlp.training.checkpoint import CheckpointError, Checkpoints, verify
 from vlp.training.config import PretrainConfig
-from vlp.training.progress import Progress
+from vlp.training.logging.progress import Progress
 
 
 def fresh(config: PretrainConfig) -> tuple[PlainEngine, ToyTask]:

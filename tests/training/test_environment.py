@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from vlp.training import distributed
+from vlp import distributed
 
 NAMES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"),

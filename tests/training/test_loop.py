@@ -13,13 +13,13 @@ import torch
 from training_toy import PlainEngine, ToyData, ToyTask, toy_config
 
 from vlp.config import ConfigError, load_config
+from vlp.training.best_checkpoint import Selection
 from vlp.training.config import PretrainConfig
+from vlp.training.engines.safetensors_io import broadcast_tensors
+from vlp.training.logging.progress import Progress
 from vlp.training.loop import NonFiniteError, poisoned, total_steps, train
-from vlp.training.progress import Progress
 from vlp.training.run_folder import RunFolder
 from vlp.training.schedule import learning_rate
-from vlp.training.selection import Selection
-from vlp.training.tensor_file import broadcast_tensors
 
 
 def run(
@@ -288,7 +288,7 @@ def test_a_used_folder_is_refused_and_left_alone(tmp_path: Path) -> None:
 def test_dead_features_are_warned_about(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vlp.objectives import collapse
+    from vlp.objectives.monitors import collapse
 
     monkeypatch.setattr(collapse.CollapseWatch.__init__, "__defaults__", (0.95, 0.1, 0, 2))
     forward = ToyTask.forward

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlp.data.batch import Batch
-from vlp.data.skips import Skip
+from vlp.data.shards.bad_samples import Skip
+from vlp.data.stream.batch import Batch
 from vlp.tasks.task import StepOutput
 from vlp.training.config import OptimiserConfig, PretrainConfig, TrainingConfig
-from vlp.training.engine import Update
-from vlp.training.tensor_file import broadcast_tensors, write_tensors
+from vlp.training.engines.base import Update
+from vlp.training.engines.safetensors_io import broadcast_tensors, write_tensors
 
 TOKENS = 31
 STREAMS = 2

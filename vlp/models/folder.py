@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from vlp.config import ConfigError, validated
-from vlp.data.text import TextProcessor
-from vlp.data.transforms import Preprocessing
-from vlp.models.carried_encodings import carry_encodings
+from vlp.data.image.transforms import Preprocessing
+from vlp.data.text.tokenizer import TextProcessor
 from vlp.models.config import ModelConfig
+from vlp.models.pretrained.load import LoadReport, copy_weights, resample_positions
+from vlp.models.pretrained.position_tables import carry_encodings
 from vlp.models.vlp import VLPModel
-from vlp.models.weights import LoadReport, copy_weights, resample_positions
 
 # What one model may have and another may lack: encodings and token projections.
 _OPTIONAL = r"(text|image)_tokens\.|cross_encoder\.(layers\.\d+\.(cross_)?attention\.)?positions\."

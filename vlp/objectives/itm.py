@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vlp.objectives.groups import sample_groups
+from vlp.objectives.contrastive.sample_groups import sample_groups
 from vlp.objectives.loss import Loss
 from vlp.objectives.precision import full_precision
 

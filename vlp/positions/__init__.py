@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from vlp.positions.attach import attach, drop_absolute
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from vlp.positions.base import PositionContext, PositionEncoding
 from vlp.positions.by_modality import ByModality
 from vlp.positions.registry import (
@@ -14,6 +16,9 @@ from vlp.positions.registry import (
     place_roles,
     position_options,
 )
+
+if TYPE_CHECKING:
+    from vlp.layers.timm.attach import attach, drop_absolute
 
 __all__ = [
     "CROSS_MODAL",
@@ -29,3 +34,10 @@ __all__ = [
     "place_roles",
     "position_options",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `attach` and `drop_absolute` on first use: their module builds on this package."""
+    if name in ("attach", "drop_absolute"):
+        return getattr(importlib.import_module("vlp.layers.timm.attach"), name)
+    raise AttributeError(f"module 'vlp.positions' has no attribute {name!r}")

@@ -11,32 +11,32 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from vlp.config import ConfigError
-from vlp.data.batch import Batch
-from vlp.data.named_words import OTHER, OWN
-from vlp.data.text import TextProcessor
-from vlp.data.transforms import Preprocessing
+from vlp.data.image.transforms import Preprocessing
+from vlp.data.stream.batch import Batch
+from vlp.data.text.tokenizer import TextProcessor
+from vlp.data.text.word_boxes import OTHER, OWN
 from vlp.layers.scale import LearnedScale
 from vlp.models.config import ModelConfig
 from vlp.models.cross_encoder import Pairs
 from vlp.models.features import ImageFeatures, TextFeatures
 from vlp.models.folder import save_pretrained, start_from
+from vlp.models.pretrained.load import load_public_weights
 from vlp.models.vlp import VLPModel
-from vlp.models.weights import load_public_weights
 from vlp.objectives.anchor import paper_anchor_loss
-from vlp.objectives.anchor_statistics import anchor_statistics
-from vlp.objectives.collapse import feature_spread, token_cosine
 from vlp.objectives.collective import gather, global_sum
 from vlp.objectives.config import ObjectivesConfig
-from vlp.objectives.itc import itc_loss, positives, soft_targets
+from vlp.objectives.contrastive.itc import itc_loss, positives, soft_targets
+from vlp.objectives.contrastive.momentum_teacher import Teacher, soft_target_share
+from vlp.objectives.contrastive.queue import KeyQueue
 from vlp.objectives.itm import hard_negatives, itm_loss
 from vlp.objectives.loss import Loss, normalise
 from vlp.objectives.mim import MIMHead, mim_loss
 from vlp.objectives.mlm import MLMHead, masked_positions, mlm_loss
-from vlp.objectives.phrase_term import phrase_loss
-from vlp.objectives.quantile import similarity_quantile
-from vlp.objectives.queue import KeyQueue
-from vlp.objectives.teacher import Teacher, soft_target_share
-from vlp.objectives.token_term import token_losses
+from vlp.objectives.monitors.anchor_statistics import anchor_statistics
+from vlp.objectives.monitors.collapse import feature_spread, token_cosine
+from vlp.objectives.running_quantile import similarity_quantile
+from vlp.objectives.token.phrase_term import phrase_loss
+from vlp.objectives.token.token_term import token_losses
 from vlp.positions.anchor_field import AnchorField
 from vlp.tasks.task import StepOutput
 

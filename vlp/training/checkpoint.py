@@ -17,14 +17,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from vlp.disk import sync, sync_folder
+from vlp import distributed
+from vlp.io import sync, sync_folder
 from vlp.tasks.task import Task
-from vlp.training import distributed
 from vlp.training.config import RunConfig
-from vlp.training.differences import compare
-from vlp.training.engine import Engine
-from vlp.training.progress import Progress
-from vlp.training.tensor_file import broadcast_tensors, write_tensors
+from vlp.training.engines.base import Engine
+from vlp.training.engines.safetensors_io import broadcast_tensors, write_tensors
+from vlp.training.logging.progress import Progress
+from vlp.training.resume_check import compare
 
 logger = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from vlp import distributed
 from vlp.config import ConfigError, load_config
-from vlp.training import distributed
+from vlp.training.best_checkpoint import Selection
 from vlp.training.config import RunConfig
-from vlp.training.engine import Engine
-from vlp.training.selection import Selection
+from vlp.training.engines.base import Engine
 
 AnyRun = TypeVar("AnyRun", bound=RunConfig)
 EngineName = Literal["deepspeed", "accelerate"]
@@ -122,12 +122,12 @@ def _run(
 def _engine(name: EngineName, config: Any) -> Callable[[Any], Engine]:
     """Makes the engine, once the configuration is known to fit it."""
     if name == "accelerate":
-        from vlp.training.accelerate_engine import AccelerateEngine
+        from vlp.training.engines.accelerate import AccelerateEngine
 
         config.training.require_equal_shares(distributed.world_size())
         return lambda task: AccelerateEngine(task, config.training)
-    from vlp.training.deepspeed_engine import DeepSpeedEngine
-    from vlp.training.zero import deepspeed_config
+    from vlp.training.engines.deepspeed import DeepSpeedEngine
+    from vlp.training.engines.deepspeed_config import deepspeed_config
 
     deepspeed_config(config.training, distributed.world_size())
     return lambda task: DeepSpeedEngine(task, config.training)
@@ -144,7 +144,7 @@ def _refuse(message: str) -> int:
 
 def _explain(error: BaseException) -> None:
     """Say what ended this rank; a traceback only where the message alone would not help."""
-    from vlp.data.loader import DataError
+    from vlp.data.pretrain.loader import DataError
     from vlp.training.checkpoint import CheckpointError
     from vlp.training.loop import NonFiniteError
 

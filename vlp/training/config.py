@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from vlp.config import Config, ConfigError
 from vlp.data.config import DataConfig
-from vlp.data.inputs import Inputs, PatchMasking
+from vlp.data.stream.input_spec import Inputs, PatchMasking
 from vlp.models.config import ModelConfig
 from vlp.objectives.config import ObjectivesConfig
 

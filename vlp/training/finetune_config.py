@@ -8,8 +8,12 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from vlp.tasks.downstream.caption import CaptionConfig
-from vlp.tasks.downstream.claims import AssignmentConfig, EntailmentConfig, StatementsConfig
 from vlp.tasks.downstream.grounding import GroundingConfig
+from vlp.tasks.downstream.pair_classification import (
+    AssignmentConfig,
+    EntailmentConfig,
+    StatementsConfig,
+)
 from vlp.tasks.downstream.retrieval import RetrievalConfig
 from vlp.tasks.downstream.vqa import VqaConfig
 from vlp.training.config import LoopConfig, RunConfig

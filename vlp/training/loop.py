@@ -18,27 +18,27 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from vlp import distributed
 from vlp.config import save_config
-from vlp.data.batch import Slots
-from vlp.data.draws import identity
-from vlp.objectives.collapse import CollapseWatch
+from vlp.data.stream.batch import Slots
+from vlp.data.stream.rng import identity
+from vlp.objectives.monitors.collapse import CollapseWatch
 from vlp.tasks.task import StepOutput, Task
-from vlp.training import distributed
+from vlp.training.best_checkpoint import Selection
 from vlp.training.checkpoint import Checkpoints
 from vlp.training.config import RunConfig
-from vlp.training.engine import Engine
-from vlp.training.log import RunLog
-from vlp.training.meter import Meter
-from vlp.training.progress import Progress
-from vlp.training.report import write_report
+from vlp.training.engines.base import Engine
+from vlp.training.logging.log import RunLog
+from vlp.training.logging.meter import Meter
+from vlp.training.logging.progress import Progress
+from vlp.training.logging.run_report import write_report
 from vlp.training.run_folder import RunFolder
 from vlp.training.schedule import learning_rate
-from vlp.training.selection import Selection
 from vlp.training.stop import StopSignals
 
 
 class StreamedData(Protocol):
-    """What the loop asks of the data (`vlp.data.loader.PretrainData`)."""
+    """What the loop asks of the data (`vlp.data.pretrain.loader.PretrainData`)."""
 
     def batches_left(self, samples_consumed: int, epochs: int) -> int:
         """Global batches after so many samples, until `epochs` epochs are over."""

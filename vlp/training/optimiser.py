@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vlp.config import ConfigError
 from vlp.positions.decay import POSITION_PARAMETERS
 from vlp.training.config import OptimiserConfig
-from vlp.training.engine import MOMENTS, STEP
+from vlp.training.engines.base import MOMENTS, STEP
 
 # Beside what position encodings own; matrices of the three encoders have none of these names.
 POSITIONS_AND_TOKENS = re.compile(

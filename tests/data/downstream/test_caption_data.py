@@ -7,10 +7,10 @@ from question_shards import AUGMENT, coloured, picture, toy_text, write_shards
 
 from vlp.data.config import AugmentConfig
 from vlp.data.downstream.caption import CaptionDataConfig, CaptionSet, captions_in
+from vlp.data.downstream.images import PicturePreparation
 from vlp.data.downstream.items import Items
-from vlp.data.downstream.pictures import PicturePreparation
+from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.schema import Annotation
-from vlp.data.transforms import Preprocessing, TrainTransform
 
 
 def captions(folder, parts=captions_in, **options):

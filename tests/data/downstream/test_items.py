@@ -2,14 +2,14 @@
 
 import numpy as np
 import pytest
-from claim_shards import annotated_shards
+from pair_shards import annotated_shards
 from PIL import Image
 
 from vlp.config import ConfigError
 from vlp.data.downstream.items import Items
 from vlp.data.scenes.render import encode_png
 from vlp.data.schema import Annotation, Question
-from vlp.data.stored import BadSample
+from vlp.data.shards.sample_files import BadSample
 
 PICTURE = encode_png(Image.fromarray(np.zeros((4, 4, 3), dtype=np.uint8)))
 

@@ -13,16 +13,16 @@ from question_shards import AUGMENT, coloured, picture, question, toy_text, writ
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig
 from vlp.data.downstream.answers import answers_of, frequent_answers, read_answers
+from vlp.data.downstream.images import PicturePreparation
 from vlp.data.downstream.items import Items
-from vlp.data.downstream.pictures import PicturePreparation
 from vlp.data.downstream.vqa import QuestionSet, VqaDataConfig, question_types, questions_in
-from vlp.data.order import Element
-from vlp.data.samples import Request
+from vlp.data.image.transforms import Preprocessing, TrainTransform
+from vlp.data.pretrain.dataset import Request
 from vlp.data.scenes.annotation import SOURCE
 from vlp.data.schema import Annotation
-from vlp.data.stored import BadSample
-from vlp.data.transforms import Preprocessing, TrainTransform
-from vlp.data.vision.indexed import IndexedSamples
+from vlp.data.shards.sample_files import BadSample
+from vlp.data.stream.map_dataset import IndexedSamples
+from vlp.data.stream.sampler import Element
 
 
 def questions(folder, limit=None, max_answer=5, **augment):

@@ -7,11 +7,11 @@ from vlp.data.scenes.annotation import (
     swap_annotation,
 )
 from vlp.data.scenes.captions import captions, words_of
-from vlp.data.scenes.entailment import sample_entailment
 from vlp.data.scenes.graph import relation_holds
 from vlp.data.scenes.negatives import sample_swap
+from vlp.data.scenes.nlvr2 import sample_statement
 from vlp.data.scenes.sample import sample_scene
-from vlp.data.scenes.statements import sample_statement
+from vlp.data.scenes.snli_ve import sample_entailment
 from vlp.data.schema import Annotation, captions_of
 
 

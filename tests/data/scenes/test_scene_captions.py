@@ -18,8 +18,8 @@ from vlp.data.scenes.captions import (
     words_of,
     write,
 )
-from vlp.data.scenes.claims import Claim, Noun, holds
 from vlp.data.scenes.graph import COLOURS, SHAPES, Scene
+from vlp.data.scenes.pair_claims import Claim, Noun, holds
 from vlp.data.scenes.sample import sample_scene
 
 NOUN = rf"(?:(small|little|large|big) )?({'|'.join(COLOURS)}) ({'|'.join(SHAPES)})"

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from vlp.data.scenes.captions import captions
-from vlp.data.scenes.claims import holds
 from vlp.data.scenes.distinct import ambiguous_share, distinct_scenes
+from vlp.data.scenes.pair_claims import holds
 from vlp.data.scenes.sample import sample_scene
 from vlp.data.scenes.splits import split_of
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from vlp.data.scenes.captions import fill, words_of
-from vlp.data.scenes.claims import Claim, Noun, truth
 from vlp.data.scenes.graph import gap, nearness
 from vlp.data.scenes.negatives import SWAP_KINDS, sample_swap, swap_pair
+from vlp.data.scenes.pair_claims import Claim, Noun, truth
 from vlp.data.scenes.splits import held_out_pairs
 
 BACK = {"left": "right", "right": "left", "above": "below", "over": "under"}

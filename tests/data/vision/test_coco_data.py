@@ -13,10 +13,10 @@ import pytest
 from PIL import Image
 
 from vlp.config import ConfigError
-from vlp.data.stored import BadSample
-from vlp.data.vision.coco import CocoPictures
-from vlp.data.vision.detection import DetectionDataConfig, detection_data
-from vlp.data.vision.objects import CocoSource
+from vlp.data.shards.sample_files import BadSample
+from vlp.data.vision.detection.coco import CocoPictures
+from vlp.data.vision.detection.dataset import DetectionDataConfig, detection_data
+from vlp.data.vision.detection.objects import CocoSource
 
 
 def config(source, **options):

@@ -11,15 +11,15 @@ from PIL import Image
 from pydantic import ValidationError
 
 from vlp.config import ConfigError
-from vlp.data.stored import BadSample
-from vlp.data.vision.detection import (
+from vlp.data.shards.sample_files import BadSample
+from vlp.data.vision.detection.dataset import (
     DetectionDataConfig,
     DetectionSamples,
     detection_data,
     fit_size,
     open_objects,
 )
-from vlp.data.vision.objects import ObjectPicture, ScenePictures, SceneSource
+from vlp.data.vision.detection.objects import ObjectPicture, ScenePictures, SceneSource
 
 SCENES = {"format": "scenes", "count": 12}
 PLAIN = {"mean": [0, 0, 0], "std": [1, 1, 1], "mirror": False}

@@ -14,9 +14,7 @@ from hypothesis.extra import numpy as arrays
 from pydantic import ValidationError
 
 from vlp.config import ConfigError
-from vlp.data.vision.arc import Pair
-from vlp.data.vision.arc_rules import RULES
-from vlp.data.vision.grid_tokens import (
+from vlp.data.vision.arc.grid_tokens import (
     BELOW,
     CORNER,
     PADDING,
@@ -25,8 +23,8 @@ from vlp.data.vision.grid_tokens import (
     to_grid,
     to_tokens,
 )
-from vlp.data.vision.grid_variants import orbit
-from vlp.data.vision.grids import (
+from vlp.data.vision.arc.grid_variants import orbit
+from vlp.data.vision.arc.grids import (
     GridDataConfig,
     GridSamples,
     collate_grids,
@@ -34,6 +32,8 @@ from vlp.data.vision.grids import (
     grid_sample,
     open_grids,
 )
+from vlp.data.vision.arc.rules import RULES
+from vlp.data.vision.arc.tasks import Pair
 from vlp.positions.object import object_ids
 
 GRIDS = arrays.arrays(

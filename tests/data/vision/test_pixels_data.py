@@ -8,8 +8,8 @@ import torch
 from PIL import Image
 
 from vlp.config import ConfigError
-from vlp.data.stored import BadSample
-from vlp.data.vision.labelled import open_labelled
+from vlp.data.shards.sample_files import BadSample
+from vlp.data.vision.labelled_images import open_labelled
 from vlp.data.vision.pixels import PixelDataConfig, pixel_data, pixel_values
 
 

@@ -14,13 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlp.config import ConfigError
-from vlp.data.draws import draw
-from vlp.data.stored import BadSample
-from vlp.data.vision.hierarchy import KINDS, read_screen
-from vlp.data.vision.screen_sets import GeneratedScreensConfig, RicoScreensConfig, open_screens
-from vlp.data.vision.screens import ORDINALS, generate_screen
-from vlp.data.vision.widget_text import read_tokenizer, widget_text
-from vlp.data.vision.widgets import Collate, WidgetDataConfig, encode_screen, widget_data
+from vlp.data.shards.sample_files import BadSample
+from vlp.data.stream.rng import draw
+from vlp.data.vision.widgets.dataset import Collate, WidgetDataConfig, encode_screen, widget_data
+from vlp.data.vision.widgets.screen_sets import (
+    GeneratedScreensConfig,
+    RicoScreensConfig,
+    open_screens,
+)
+from vlp.data.vision.widgets.screens import ORDINALS, generate_screen
+from vlp.data.vision.widgets.view_hierarchy import KINDS, read_screen
+from vlp.data.vision.widgets.widget_text import read_tokenizer, widget_text
 
 FIELDS = (
     "boxes",
@@ -393,7 +397,7 @@ class TestBatches:
 
     def test_samples_depend_on_the_draws_alone(self) -> None:
         screens, text, config = small()
-        from vlp.data.vision.widgets import WidgetSamples
+        from vlp.data.vision.widgets.dataset import WidgetSamples
 
         samples = WidgetSamples(screens, text, config)
         one, other = (samples(3, lambda purpose: draw(0, 0, "3:0", purpose)) for _ in range(2))
@@ -427,7 +431,7 @@ class TestBatches:
         _, text, _ = small()
         again = read_tokenizer(text.to_json())
         assert again.get_vocab() == small()[1]._tokenizer.get_vocab()
-        from vlp.data.text import TextProcessor
+        from vlp.data.text.tokenizer import TextProcessor
 
         TextProcessor(again, 12).save(tmp_path)
         stored = small(vocabulary=str(tmp_path))[1]

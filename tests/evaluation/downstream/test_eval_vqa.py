@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from question_shards import AUGMENT, coloured, picture, question, toy_parts, write_shards
 
+from evaluation.core.samples import EvaluationError
 from evaluation.downstream import evaluate_task
-from evaluation.samples import EvaluationError
-from evaluation.submissions import write_vqa
+from evaluation.downstream.submissions import write_vqa
 from vlp.data.schema import Annotation
 from vlp.metrics.vqa import vqa_accuracy
 from vlp.tasks.downstream.vqa import VqaConfig, build
@@ -112,7 +112,7 @@ def test_intervals_are_over_pictures(task, tmp_path) -> None:
 RANK = """
 import sys
 from evaluation.downstream import evaluate_task
-from evaluation.ranks import process_group
+from evaluation.core.work_sharding import process_group
 from vlp.tasks.downstream.task import load_task
 model, shards, out = sys.argv[1:]
 with process_group() as ranks:

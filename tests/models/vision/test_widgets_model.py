@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vlp.config import ConfigError
-from vlp.data.vision.widgets import WidgetBatch
+from vlp.data.vision.widgets.dataset import WidgetBatch
 from vlp.models.vision.widgets import WidgetCaptioner, WidgetModelConfig
 
 WORDS, PAD, START, END = 12, 0, 2, 3

@@ -6,19 +6,19 @@ import json
 
 import pytest
 import torch
-from claim_shards import annotated_shards, tiny_folder
+from pair_shards import annotated_shards, tiny_folder
 
 from evaluation.downstream import evaluate_task
-from evaluation.finetuning import build_task, select
-from evaluation.grounding import evaluate_grounding
-from evaluation.retrieval import evaluate_retrieval
+from evaluation.downstream.finetuning import build_task, select
+from evaluation.grounding.grounding import evaluate_grounding
+from evaluation.retrieval.retrieval import evaluate_retrieval
 from vlp.config import ConfigError, validated
 from vlp.data.scenes.annotation import annotation
 from vlp.data.scenes.render import encode_png, render
 from vlp.data.scenes.sample import sample_scene
 from vlp.models.folder import from_pretrained
 from vlp.training.finetune_config import FinetuneConfig
-from vlp.training.progress import Progress
+from vlp.training.logging.progress import Progress
 
 OBJECTIVES = {"mlm": None, "mim": None, "teacher": None, "itm": {"group": 4}}
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from vlp.config import ConfigError, load_config
-from vlp.data.skips import Skip
-from vlp.data.vision.detection import DetectionBatch
-from vlp.objectives.set_prediction import set_losses
+from vlp.data.shards.bad_samples import Skip
+from vlp.data.vision.detection.dataset import DetectionBatch
+from vlp.objectives.detection.set_prediction import set_losses
 from vlp.tasks.vision.detection import Detection, DetectionConfig, build, load
 from vlp.tasks.vision.folder import read_task
 from vlp.training.config import DeepSpeedRunConfig

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from evaluation.vision.grids import evaluate
 from vlp.config import ConfigError, load_config
-from vlp.data.vision.grids import collate_grids
+from vlp.data.vision.arc.grids import collate_grids
 from vlp.tasks.vision.folder import read_task
 from vlp.tasks.vision.grids import Grids, GridsConfig, build, load, question_of
 from vlp.training.config import DeepSpeedRunConfig

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vlp.config import ConfigError
-from vlp.data.vision.widgets import Collate
+from vlp.data.vision.widgets.dataset import Collate
 from vlp.objectives.loss import Loss
 from vlp.positions.fourier import kl_regulariser
 from vlp.tasks.task import Task

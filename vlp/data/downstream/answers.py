@@ -9,8 +9,8 @@ from pathlib import Path
 
 from vlp.config import ConfigError
 from vlp.data.schema import Question
-from vlp.data.shards import ShardIndex
-from vlp.data.stored import BadSample
+from vlp.data.shards.sample_files import BadSample
+from vlp.data.shards.shard_index import ShardIndex
 
 
 def answers_of(question: Question) -> dict[str, int]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pydantic import Field
 
 from vlp.data.config import AugmentConfig
-from vlp.data.views import View
-from vlp.data.vision.indexed import OrderConfig
+from vlp.data.image.ablated_views import View
+from vlp.data.stream.map_dataset import OrderConfig
 
 
 class DownstreamDataConfig(OrderConfig):

@@ -10,8 +10,8 @@ import numpy as np
 
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation
-from vlp.data.shards import ShardIndex
-from vlp.data.stored import BadSample, RawSample
+from vlp.data.shards.sample_files import BadSample, RawSample
+from vlp.data.shards.shard_index import ShardIndex
 
 Parts = Callable[[Annotation], int]
 """How many items a sample holds."""

@@ -9,18 +9,18 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vlp.data.batch import moved
 from vlp.data.downstream.answers import answers_of
 from vlp.data.downstream.config import DownstreamDataConfig
+from vlp.data.downstream.images import PicturePreparation, decoded
 from vlp.data.downstream.items import Item, Items
-from vlp.data.downstream.pictures import PicturePreparation, decoded
-from vlp.data.loader import OrderedData
+from vlp.data.pretrain.loader import OrderedData
 from vlp.data.scenes.annotation import SOURCE
 from vlp.data.schema import Annotation, Question
-from vlp.data.skips import Skip
-from vlp.data.stored import BadSample
-from vlp.data.text import TextProcessor, TextTokens
-from vlp.data.vision.indexed import Draws, indexed_data
+from vlp.data.shards.bad_samples import Skip
+from vlp.data.shards.sample_files import BadSample
+from vlp.data.stream.batch import moved
+from vlp.data.stream.map_dataset import Draws, indexed_data
+from vlp.data.text.tokenizer import TextProcessor, TextTokens
 
 
 class VqaDataConfig(DownstreamDataConfig):

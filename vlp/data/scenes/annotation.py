@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vlp.data.scenes.box_statements import BoxStatement
 from vlp.data.scenes.captions import Caption, captions, word_objects
-from vlp.data.scenes.entailment import Entailment
 from vlp.data.scenes.expressions import expressions
 from vlp.data.scenes.graph import Scene, relations
 from vlp.data.scenes.negatives import SwapPair
-from vlp.data.scenes.questions import questions
-from vlp.data.scenes.statements import Statement
+from vlp.data.scenes.nlvr2 import Statement
+from vlp.data.scenes.nlvr_v1.box_statements import BoxStatement
+from vlp.data.scenes.snli_ve import Entailment
+from vlp.data.scenes.vqa import questions
 from vlp.data.schema import Annotation, Answer, Expression, Question, Word
 
 SOURCE = "scenes"

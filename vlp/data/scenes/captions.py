@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vlp.data.draws import draw
-from vlp.data.scenes.claims import Claim, Noun
 from vlp.data.scenes.graph import Box, Scene, main_relation, nearness
+from vlp.data.scenes.pair_claims import Claim, Noun
+from vlp.data.stream.rng import draw
 
 MAX_WORDS = 18
 """Words and punctuation marks of a caption; [CLS] and [SEP] make it 20 tokens."""

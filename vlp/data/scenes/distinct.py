@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from vlp.data.scenes.captions import Caption, captions
-from vlp.data.scenes.claims import holds
 from vlp.data.scenes.graph import Scene
+from vlp.data.scenes.pair_claims import holds
 from vlp.data.scenes.sample import FULL, Variety, sample_scene
 from vlp.data.scenes.splits import Split
 

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vlp.data.draws import draw
 from vlp.data.scenes.captions import PLACE_WORDS, RELATION_WORDS
-from vlp.data.scenes.claims import Claim, Noun, holds, subjects
 from vlp.data.scenes.graph import Scene, main_relation
+from vlp.data.scenes.pair_claims import Claim, Noun, holds, subjects
+from vlp.data.stream.rng import draw
 
 
 class Referring(NamedTuple):

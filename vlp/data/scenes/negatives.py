@@ -13,12 +13,12 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-from vlp.data.draws import draw
 from vlp.data.scenes.captions import Caption, draw_style, fill
-from vlp.data.scenes.claims import truth
 from vlp.data.scenes.graph import LATTICE, Scene, gap, nearness
+from vlp.data.scenes.pair_claims import truth
 from vlp.data.scenes.sample import FULL, Variety, moved, sample_scene
 from vlp.data.scenes.splits import held_out_pairs, split_of, swap_family
+from vlp.data.stream.rng import draw
 
 SwapKind = Literal["place", "relation", "order", "binding", "distance"]
 SWAP_KINDS: tuple[SwapKind, ...] = get_args(SwapKind)

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vlp.data.draws import draw
 from vlp.data.scenes.graph import COLOURS, LATTICE, SHAPES, SIZES, Obj, Scene, place_name
 from vlp.data.scenes.splits import Split, split_of
+from vlp.data.stream.rng import draw
 
 OBJECT_SHARES = (0.08, 0.4, 0.52)
 """Shares of scenes with one, two and three objects."""

@@ -15,13 +15,13 @@ from pydantic import Field
 from torch import Tensor
 
 from vlp.config import Config, ConfigError
-from vlp.data.batch import moved
 from vlp.data.config import CropScale
-from vlp.data.loader import OrderedData
-from vlp.data.skips import Skip
-from vlp.data.transforms import Preprocessing, random_crop
-from vlp.data.vision.indexed import Draws, OrderConfig, indexed_data
-from vlp.data.vision.labelled import LabelledPictures, some_of
+from vlp.data.image.transforms import Preprocessing, random_crop
+from vlp.data.pretrain.loader import OrderedData
+from vlp.data.shards.bad_samples import Skip
+from vlp.data.stream.batch import moved
+from vlp.data.stream.map_dataset import Draws, OrderConfig, indexed_data
+from vlp.data.vision.labelled_images import LabelledPictures, some_of
 
 
 class PictureAugmentConfig(Config):

@@ -11,12 +11,12 @@ from PIL import Image, ImageOps
 from pydantic import Field
 from torch import Tensor
 
-from vlp.data.batch import moved
-from vlp.data.loader import OrderedData
-from vlp.data.skips import Skip
-from vlp.data.stored import BadSample
-from vlp.data.vision.indexed import Draws, OrderConfig, indexed_data
-from vlp.data.vision.labelled import LabelledPictures, some_of
+from vlp.data.pretrain.loader import OrderedData
+from vlp.data.shards.bad_samples import Skip
+from vlp.data.shards.sample_files import BadSample
+from vlp.data.stream.batch import moved
+from vlp.data.stream.map_dataset import Draws, OrderConfig, indexed_data
+from vlp.data.vision.labelled_images import LabelledPictures, some_of
 
 CHANNELS = 3
 LEVELS = 256

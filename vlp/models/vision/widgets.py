@@ -13,11 +13,11 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from vlp.config import Config, ConfigError
-from vlp.data.vision.hierarchy import KINDS
-from vlp.data.vision.widgets import WidgetBatch
+from vlp.data.vision.widgets.dataset import WidgetBatch
+from vlp.data.vision.widgets.view_hierarchy import KINDS
 from vlp.layers.attention import Attention
 from vlp.layers.post_norm import FeedForward
-from vlp.models.beam_search import beam_search
+from vlp.models.decoder.beam_search import beam_search
 from vlp.models.vision.config import PositionConfig
 from vlp.models.vision.encodings import create_encoding
 from vlp.positions import PositionContext, PositionEncoding

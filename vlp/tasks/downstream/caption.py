@@ -16,14 +16,14 @@ from pydantic import Field
 
 from vlp.data.downstream.caption import CaptionBatch, CaptionDataConfig, CaptionSet, captions_in
 from vlp.data.downstream.items import Items
-from vlp.data.loader import OrderedData
-from vlp.models.answer_decoder import AnswerDecoderConfig
-from vlp.models.answer_generation import generate
-from vlp.models.answer_likelihood import answer_likelihood
+from vlp.data.pretrain.loader import OrderedData
+from vlp.models.decoder.answer_decoder import AnswerDecoderConfig
+from vlp.models.decoder.answer_generation import generate
+from vlp.models.decoder.answer_likelihood import answer_likelihood
 from vlp.models.folder import Loaded
 from vlp.objectives.loss import Loss
+from vlp.tasks.downstream.answer_task import Sentences, create_decoder, marks, start
 from vlp.tasks.downstream.task import Downstream, DownstreamConfig, read_config
-from vlp.tasks.downstream.writing import Sentences, create_decoder, marks, start
 from vlp.tasks.plain import Precision
 from vlp.tasks.task import StepOutput
 
@@ -36,7 +36,7 @@ class CaptionConfig(DownstreamConfig):
     decoder: AnswerDecoderConfig = AnswerDecoderConfig()
     label_smoothing: float = Field(0.1, ge=0, lt=1)
     beams: int = Field(3, ge=1)
-    penalty: float = Field(0.6, ge=0, description="of length; see vlp.models.beam_search")
+    penalty: float = Field(0.6, ge=0, description="of length; see vlp.models.decoder.beam_search")
     java: bool = Field(
         True, description="evaluate with the PTB tokeniser and METEOR; false goes without both"
     )

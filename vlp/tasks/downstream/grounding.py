@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vlp.config import Config, validated
-from vlp.data.loader import PretrainData
+from vlp.data.pretrain.loader import PretrainData
 from vlp.models.folder import Loaded
 from vlp.tasks.downstream.retrieval import PairsConfig, PairsDataConfig, PairsTask, pairs
 from vlp.tasks.plain import Precision

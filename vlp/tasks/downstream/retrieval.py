@@ -14,12 +14,12 @@ from torch import Tensor
 
 from vlp.config import Config
 from vlp.data.config import DataConfig
-from vlp.data.inputs import Inputs
-from vlp.data.loader import PretrainData
+from vlp.data.pretrain.loader import PretrainData
+from vlp.data.stream.input_spec import Inputs
 from vlp.models.folder import Loaded, save_pretrained
 from vlp.objectives import collective
 from vlp.objectives.config import ObjectivesConfig
-from vlp.objectives.groups import require_whole_groups
+from vlp.objectives.contrastive.sample_groups import require_whole_groups
 from vlp.tasks.plain import Precision
 from vlp.tasks.pretraining import Pretraining
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from vlp.config import Config, validated
 from vlp.data.downstream.config import DownstreamDataConfig
-from vlp.data.downstream.pictures import PicturePreparation
-from vlp.data.text import TextProcessor
-from vlp.data.transforms import Preprocessing, TrainTransform
+from vlp.data.downstream.images import PicturePreparation
+from vlp.data.image.transforms import Preprocessing, TrainTransform
+from vlp.data.text.tokenizer import TextProcessor
 from vlp.models.folder import Loaded, from_pretrained, local_folder, save_pretrained
 from vlp.models.vlp import VLPModel
 from vlp.tasks.plain import PlainTask, Precision

@@ -16,17 +16,17 @@ from pydantic import Field
 from vlp.data.downstream.answers import frequent_answers, read_answers
 from vlp.data.downstream.items import Items
 from vlp.data.downstream.vqa import QuestionSet, VqaBatch, VqaDataConfig, questions_in
-from vlp.data.loader import OrderedData
-from vlp.data.text import TextProcessor
+from vlp.data.pretrain.loader import OrderedData
+from vlp.data.text.tokenizer import TextProcessor
 from vlp.metrics.vqa import Version
-from vlp.models.answer_decoder import AnswerDecoderConfig, Memory
-from vlp.models.answer_generation import generate
-from vlp.models.answer_likelihood import answer_likelihood
-from vlp.models.answer_ranking import CANDIDATES, AnswerRanking
+from vlp.models.decoder.answer_decoder import AnswerDecoderConfig, Memory
+from vlp.models.decoder.answer_generation import generate
+from vlp.models.decoder.answer_likelihood import answer_likelihood
+from vlp.models.decoder.answer_ranking import CANDIDATES, AnswerRanking
 from vlp.models.folder import Loaded
 from vlp.objectives.loss import Loss
+from vlp.tasks.downstream.answer_task import Sentences, create_decoder, marks, start
 from vlp.tasks.downstream.task import Downstream, DownstreamConfig, read_config
-from vlp.tasks.downstream.writing import Sentences, create_decoder, marks, start
 from vlp.tasks.plain import Precision
 from vlp.tasks.task import StepOutput
 

@@ -12,10 +12,10 @@ from pydantic import Field
 from torch import Tensor
 
 from vlp.config import Config
-from vlp.data.draws import draw
-from vlp.data.loader import OrderedData
+from vlp.data.pretrain.loader import OrderedData
+from vlp.data.stream.rng import draw
 from vlp.data.vision.classification import LabelledBatch, LabelledDataConfig, labelled_data
-from vlp.data.vision.labelled import open_labelled
+from vlp.data.vision.labelled_images import open_labelled
 from vlp.layers.fused import fuse_by_device
 from vlp.models.vision.backbone import create_backbone
 from vlp.models.vision.config import BackboneConfig

@@ -10,8 +10,8 @@ from pydantic import Field
 from torch import Tensor
 
 from vlp.config import Config, ConfigError
-from vlp.data.loader import OrderedData
-from vlp.data.vision.detection import (
+from vlp.data.pretrain.loader import OrderedData
+from vlp.data.vision.detection.dataset import (
     DetectionBatch,
     DetectionDataConfig,
     detection_data,
@@ -19,9 +19,9 @@ from vlp.data.vision.detection import (
     open_objects,
 )
 from vlp.models.vision.detection import Detr, DetrConfig
+from vlp.objectives.detection.set_prediction import SetLosses, set_losses
 from vlp.objectives.loss import Loss
 from vlp.objectives.precision import full_precision
-from vlp.objectives.set_prediction import SetLosses, set_losses
 from vlp.tasks.plain import PlainTask, Precision
 from vlp.tasks.task import StepOutput
 from vlp.tasks.vision.folder import save_task

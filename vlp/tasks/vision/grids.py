@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from vlp.config import Config
-from vlp.data.loader import OrderedData
-from vlp.data.vision.grid_tokens import TOKENS
-from vlp.data.vision.grids import GridBatch, GridDataConfig, grid_data, open_grids
+from vlp.data.pretrain.loader import OrderedData
+from vlp.data.vision.arc.grid_tokens import TOKENS
+from vlp.data.vision.arc.grids import GridBatch, GridDataConfig, grid_data, open_grids
 from vlp.models.vision.grids import GridModelConfig, GridTransformer, Question
 from vlp.objectives.loss import Loss
 from vlp.tasks.plain import PlainTask, Precision

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from vlp.config import Config
-from vlp.data.loader import OrderedData
-from vlp.data.vision.labelled import open_labelled
+from vlp.data.pretrain.loader import OrderedData
+from vlp.data.vision.labelled_images import open_labelled
 from vlp.data.vision.pixels import PixelBatch, PixelDataConfig, pixel_data
 from vlp.models.vision.pixels import PixelModelConfig, PixelTransformer
 from vlp.objectives.loss import Loss

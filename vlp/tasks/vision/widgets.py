@@ -10,10 +10,10 @@ from pydantic import Field
 from torch import Tensor
 
 from vlp.config import Config
-from vlp.data.loader import OrderedData
-from vlp.data.vision.screen_sets import open_screens
-from vlp.data.vision.widget_text import WidgetText, read_tokenizer, widget_text
-from vlp.data.vision.widgets import WidgetBatch, WidgetDataConfig, widget_data
+from vlp.data.pretrain.loader import OrderedData
+from vlp.data.vision.widgets.dataset import WidgetBatch, WidgetDataConfig, widget_data
+from vlp.data.vision.widgets.screen_sets import open_screens
+from vlp.data.vision.widgets.widget_text import WidgetText, read_tokenizer, widget_text
 from vlp.models.vision.widgets import WidgetCaptioner, WidgetModelConfig
 from vlp.objectives.loss import Loss
 from vlp.objectives.mlm import mlm_loss

@@ -1,0 +1,75 @@
+"""The way every converter of a pretraining corpus goes: parts of a corpus to folders of shards."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from data_tools.builder.build_shards import build_shards
+from data_tools.builder.manifest import print_manifest
+from data_tools.builder.options import build_options
+from data_tools.builder.sample_spec import Refused, Wanted
+from data_tools.sources.archives import unpacked
+from data_tools.sources.image_sources import Originals
+from vlp.config import ConfigError
+
+
+class Part(NamedTuple):
+    """One folder of shards, `OUT/NAME` (an empty name: OUT itself)."""
+
+    name: str
+    wanted: Iterable[Wanted | Refused]
+    total: int | None = None
+
+
+def make_corpus(
+    arguments: argparse.Namespace,
+    parts: Sequence[Part],
+    *,
+    title: str,
+    licence: str,
+    settings: Mapping[str, Any] | None = None,
+    originals: Callable[[Sequence[Path]], Originals] = Originals,
+) -> int:
+    """Build every part and print what was written and what was not.
+
+    Args:
+        arguments: with what `add_build_arguments` declares.
+        parts: of the corpus.
+        title: for the manifests.
+        licence: for the manifests, unless the command line says another.
+        settings: arguments of the command that the shards depend on, for the manifests.
+        originals: finds the pictures in the places.
+
+    Returns:
+        The exit code: 1 where not a single sample was written.
+
+    Raises:
+        ConfigError: a place cannot be read, or OUT not written.
+    """
+    options = build_options(arguments)
+    options = options._replace(licence=options.licence or licence)
+    written = 0
+    try:
+        with unpacked(arguments.images, arguments.out) as places:
+            found = originals(places)
+            for part in parts:
+                out = arguments.out / part.name
+                manifest = build_shards(
+                    part.wanted,
+                    found,
+                    out,
+                    options,
+                    title=f"{title}, {part.name}" if part.name else title,
+                    total=part.total,
+                    arguments=settings,
+                )
+                print_manifest(out, manifest)
+                written += manifest["samples"]
+    except OSError as error:
+        raise ConfigError(f"{error.filename or arguments.out}: {error.strerror}") from error
+    if not written:
+        print(f"{arguments.out}: no sample was written; are --images the pictures of this corpus?")
+    return 0 if written else 1

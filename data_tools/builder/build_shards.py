@@ -1,0 +1,145 @@
+"""Samples that are wanted, and originals, to shards: what every converter of a data set ends in.
+
+A shard's bytes depend on its piece of the list alone. So pieces are made by many processes at once,
+an interrupted build goes on with the pieces that are missing, and a sample that is taken down
+changes the one shard that holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from operator import length_hint
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from data_tools.builder.journal import Journal, Record
+from data_tools.builder.manifest import MANIFEST_NAME, make_manifest, print_manifest, write_manifest
+from data_tools.builder.options import BuildOptions, add_build_arguments, build_options
+from data_tools.builder.plan import Pieces
+from data_tools.builder.sample_spec import Refused, Wanted
+from data_tools.builder.take_down import TakeDown
+from data_tools.builder.workers import made
+from data_tools.builder.write_shard import temporary
+from data_tools.sources.image_sources import Originals
+from vlp.config import ConfigError
+from vlp.data.shards.shard_index import INDEX_NAME, ShardIndex, index_folder
+from vlp.io import sync_folder
+
+__all__ = [
+    "MANIFEST_NAME",
+    "BuildOptions",
+    "Refused",
+    "Wanted",
+    "add_build_arguments",
+    "build_options",
+    "build_shards",
+    "print_manifest",
+]
+
+BUILD_VERSION = 1
+"""Raised whenever equal inputs give other shards than before."""
+
+
+def build_shards(
+    wanted: Iterable[Wanted | Refused],
+    originals: Originals,
+    out: Path,
+    options: BuildOptions,
+    *,
+    title: str,
+    total: int | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Write the shards, their index and `OUT/manifest.json`; what is there already stays.
+
+    Args:
+        wanted: the samples in order, read once and not kept; what is refused is counted.
+        originals: where the pictures are.
+        out: folder of the shards.
+        options: see `BuildOptions`.
+        title: of the data set, for the manifest.
+        total: how many samples there are, if `wanted` cannot tell.
+        arguments: of the command, as far as the shards depend on them, for the manifest.
+
+    Returns:
+        The manifest: `title`, `licence`, `arguments`, `samples`, `captions`, `bytes`, `shards`
+        (`name`, `samples`, `bytes`, `sha256`), `failures` (by kind, `count` and `ids`), `problems`
+        (damaged archives) and `versions`.
+
+    Raises:
+        ConfigError: `out` holds other shards, or cannot be written.
+    """
+    settings = {
+        "version": BUILD_VERSION,
+        "samples_per_shard": options.samples_per_shard,
+        "max_side": options.max_side,
+        "quality": options.quality,
+    }
+    take_down = TakeDown.read(options.take_down)
+    total = total or length_hint(wanted) or None
+    try:
+        with Journal(out, settings) as journal, _swept(out):
+            pieces = Pieces(originals, journal, options, take_down)
+            with tqdm(total=total, desc=str(out), unit=" samples", smoothing=0.05) as bar:
+                jobs = pieces.jobs(wanted, bar)
+                with closing(made(jobs, options.processes, bar.update)) as results:
+                    for record, process in results:
+                        _publish(journal, record, process)
+            journal.finish(pieces.shards)
+            manifest = make_manifest(pieces, title, {**settings, **(arguments or {})})
+            _write_index(out, manifest)
+            write_manifest(out / MANIFEST_NAME, manifest)
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename or out}: cannot be written ({error.strerror}); finished shards stay, "
+            "run the same command again to go on"
+        ) from error
+    return manifest
+
+
+def _publish(journal: Journal, record: Record, process: int) -> None:
+    written = temporary(journal.folder, record.number, process)
+    place = journal.folder / record.name
+    # It knows the shards of before, and sizes alone would not tell: tars are filled up to 10 KiB.
+    (journal.folder / INDEX_NAME).unlink(missing_ok=True)
+    journal.withdraw(record.number)
+    if record.samples:
+        written.rename(place)
+    else:
+        written.unlink()
+        place.unlink(missing_ok=True)
+    sync_folder(journal.folder)
+    journal.add(record)
+
+
+@contextmanager
+def _swept(out: Path) -> Iterator[None]:
+    """Without the unfinished shards of a killed run before, and of this one behind."""
+    try:
+        _sweep(out)
+        yield
+    finally:
+        _sweep(out)
+
+
+def _sweep(out: Path) -> None:
+    for leftover in out.glob("shard-*.tmp"):
+        leftover.unlink(missing_ok=True)
+
+
+def _write_index(out: Path, manifest: Mapping[str, Any]) -> None:
+    """Index the folder, unless no shard changed since it was: a survey reads every shard."""
+    shards = [(shard["name"], shard["samples"], shard["bytes"]) for shard in manifest["shards"]]
+    if not shards:
+        (out / INDEX_NAME).unlink(missing_ok=True)
+        return
+    try:
+        index = ShardIndex.open(out)
+        if [(entry.name, entry.samples, entry.bytes) for entry in index.shards] == shards:
+            return
+    except ConfigError:
+        pass
+    index_folder(out)

@@ -1,0 +1,196 @@
+"""What a build has finished: one line of JSON a shard, kept beside the shards.
+
+The file is only ever appended to while shards are made, so a killed build loses at most the line
+it was writing; a clean end writes it anew, in the order of the shards. Before a shard is replaced
+its record is withdrawn: should a kill fall in between, its sha256 tells whether it still holds.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from vlp.config import ConfigError
+from vlp.io import sync, sync_folder
+
+JOURNAL_NAME = "build.jsonl"
+PATIENCE_SECONDS = 5.0
+
+
+class Record(BaseModel):
+    """One finished shard; without samples (all of them failed) it has no file."""
+
+    model_config = ConfigDict(frozen=True)
+
+    number: int
+    wanted: int
+    """Samples of the list that this shard stands for, written or not."""
+    inputs: str
+    """sha256 of those: keys, pictures and annotations."""
+    taken_down: list[str] = []
+    samples: int = 0
+    captions: int = 0
+    bytes: int = 0
+    sha256: str = ""
+    failures: dict[str, list[str]] = {}
+
+    @property
+    def name(self) -> str:
+        """File name of the shard."""
+        return shard_name(self.number)
+
+
+def shard_name(number: int) -> str:
+    """File name of a shard, as `ShardWriter` names them."""
+    return f"shard-{number:06d}.tar"
+
+
+class Journal:
+    """The records of a folder of shards, by number of the shard: `with Journal(...) as journal`.
+
+    Args:
+        folder: where the shards lie; made if it is not there.
+        settings: what the bytes of all shards depend on.
+
+    Raises:
+        ConfigError: the folder was begun with other settings, holds tars of another maker, or is
+            being written by another process.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        self.folder = folder
+        self.records: dict[int, Record] = {}
+        self._path = folder / JOURNAL_NAME
+        self._settings = settings
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = open(self._path, "ab")  # noqa: SIM115
+        try:
+            self._lock()
+            begun = self._read()
+            # A shard without a record was published just before a kill: it is made again. One in a
+            # folder where no build began, or of another kind of name, is somebody else's.
+            for path in folder.glob("*.tar"):
+                if not (begun and _is_ours(path.name)):
+                    raise ConfigError(
+                        f"{path}: a shard that this command did not write; choose another --out"
+                    )
+            if not begun:
+                self._append({"settings": settings})
+        except BaseException:
+            self._file.close()
+            raise
+
+    def add(self, record: Record) -> None:
+        """Remember a finished shard, whose file is already in its place."""
+        self.records[record.number] = record
+        self._append(record.model_dump())
+
+    def withdraw(self, number: int) -> None:
+        """Say that the shard's file is about to change, so that no old record speaks for it."""
+        if self.records.pop(number, None) is not None:
+            self._append({"withdrawn": number})
+
+    def finish(self, shards: int) -> None:
+        """Write the file anew with the first `shards` records, and drop the files of later ones."""
+        for number in [number for number in self.records if number >= shards]:
+            del self.records[number]
+        kept = {record.name for record in self.records.values() if record.samples}
+        temporary = self._path.with_suffix(".tmp")
+        with open(temporary, "wb") as file:
+            file.write(_line({"settings": self._settings}))
+            file.writelines(_line(self.records[number].model_dump()) for number in range(shards))
+            sync(file)
+        self._file.close()
+        temporary.replace(self._path)
+        for path in self.folder.glob("*.tar"):
+            if path.name not in kept and _is_ours(path.name):
+                path.unlink()
+        sync_folder(self.folder)
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def _read(self) -> bool:
+        """Read what is there; whether a build began."""
+        lines = self._path.read_bytes().split(b"\n")
+        whole = 0
+        withdrawn: dict[int, Record] = {}
+        for number, line in enumerate(lines[:-1], 1):
+            try:
+                content = json.loads(line)
+                if "settings" in content:
+                    self._compare(content["settings"])
+                elif "withdrawn" in content:
+                    withdrawn[content["withdrawn"]] = self.records.pop(content["withdrawn"])
+                else:
+                    record = Record.model_validate(content)
+                    self.records[record.number] = record
+                    withdrawn.pop(record.number, None)
+            except (ValueError, TypeError, LookupError) as error:
+                if isinstance(error, ConfigError):
+                    raise
+                reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+                raise ConfigError(
+                    f"{self._path}: line {number} is not of a build ({reason}); delete this file "
+                    "to build every shard again"
+                ) from error
+            whole += len(line) + 1
+        for record in withdrawn.values():
+            if _holds(self.folder / record.name, record):
+                self.records[record.number] = record
+        # Behind the last line break lies the line a kill cut off.
+        self._file.truncate(whole)
+        return whole > 0
+
+    def _lock(self) -> None:
+        """Keep a second build out; one that was killed lets go when the last worker has left."""
+        patience = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > patience:
+                    raise ConfigError(
+                        f"{self.folder}: another process is building here; wait for its end"
+                    ) from None
+                time.sleep(0.1)
+            except OSError:
+                return  # a file system without locks
+
+    def _compare(self, found: dict[str, Any]) -> None:
+        for name in sorted(found.keys() | self._settings.keys()):
+            if found.get(name) != self._settings.get(name):
+                raise ConfigError(
+                    f"{self.folder} was begun with {name} {found.get(name)}, this command says "
+                    f"{self._settings.get(name)}: choose another --out, or delete {self.folder}"
+                )
+
+    def _append(self, content: dict[str, Any]) -> None:
+        self._file.write(_line(content))
+        sync(self._file)
+
+
+def _line(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+
+
+def _holds(path: Path, record: Record) -> bool:
+    if not path.is_file():
+        return not record.samples
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() == record.sha256
+
+
+def _is_ours(name: str) -> bool:
+    digits = name.removeprefix("shard-").removesuffix(".tar")
+    return digits.isdecimal() and name == shard_name(int(digits))

@@ -1,0 +1,114 @@
+"""A list of wanted samples, cut into the pieces that become shards; which of them must be made."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from data_tools.builder.journal import Journal, Record
+from data_tools.builder.options import BuildOptions
+from data_tools.builder.sample_spec import Refused, Wanted, has_text
+from data_tools.builder.take_down import TakeDown
+from data_tools.builder.write_shard import RETRIED, Item, ShardJob
+from data_tools.sources.image_sources import Originals
+
+
+class Pieces:
+    """Cuts the list into pieces, and decides which of them must be made."""
+
+    def __init__(
+        self, originals: Originals, journal: Journal, options: BuildOptions, take_down: TakeDown
+    ) -> None:
+        self.originals = originals
+        self.journal = journal
+        self.options = options
+        self.take_down = take_down
+        self.refused: dict[str, list[str]] = defaultdict(list)
+        self.shards = 0
+
+    def jobs(self, wanted: Iterable[Wanted | Refused], bar: Any) -> Iterator[ShardJob]:
+        """The shards to be made, in order."""
+        for piece in self._pieces(self._usable(wanted)):
+            number, self.shards = self.shards, self.shards + 1
+            job = self._job(number, piece)
+            if job is not None:
+                yield job
+            else:
+                # What was there already is no part of the rate. A silenced bar has no start.
+                bar.initial = getattr(bar, "initial", 0) + len(piece)
+                bar.update(len(piece))
+
+    def _usable(self, wanted: Iterable[Wanted | Refused]) -> Iterator[Wanted]:
+        seen: set[str] = set()
+        for item in wanted:
+            if isinstance(item, Refused):
+                self.refused[item.kind].append(item.id)
+            elif not item.key.isprintable() or not item.key or {*item.key} & {*"./ "}:
+                self.refused["bad key"].append(item.key)
+            elif item.key in seen:
+                self.refused["duplicate key"].append(item.key)
+            elif not has_text(item.annotation):
+                self.refused["no text"].append(item.key)
+            else:
+                seen.add(item.key)
+                yield item
+
+    def _pieces(self, wanted: Iterator[Wanted]) -> Iterator[list[Item]]:
+        """Cut where an earlier run cut, else after as many samples as have their pictures.
+
+        A retry cuts the last piece after so many, too: while a list is downloaded in parts, all
+        that is not there yet is in that piece. Those before it stay as they are.
+        """
+        piece: list[Item] = []
+        present = number = 0
+        last = max(self.journal.records, default=-1)
+        for item in wanted:
+            places = tuple(map(self.originals.find, item.pictures))
+            piece.append(Item(item.key, item.annotation, item.size, places, item.pictures))
+            present += None not in places
+            before = self.journal.records.get(number)
+            cut_before = before is not None and len(piece) == before.wanted
+            may_cut = before is None or (self.options.retry and number == last)
+            if cut_before or (may_cut and present == self.options.samples_per_shard):
+                yield piece
+                piece, present, number = [], 0, number + 1
+        if piece:
+            yield piece
+
+    def _job(self, number: int, piece: list[Item]) -> ShardJob | None:
+        inputs = _digest(piece)
+        taken = frozenset(
+            item.key for item in piece if self.take_down.names(item.key, item.annotation)
+        )
+        before = self.journal.records.get(number)
+        if before is not None and (before.inputs != inputs or not self._is_there(before)):
+            before = None
+        retry = self.options.retry and before is not None and bool(before.failures.keys() & RETRIED)
+        if before is not None and set(before.taken_down) == taken and not retry:
+            return None
+        return ShardJob(
+            number,
+            self.journal.folder,
+            piece,
+            inputs,
+            taken,
+            self.options.max_side,
+            self.options.quality,
+            before,
+            self.options.retry,
+        )
+
+    def _is_there(self, record: Record) -> bool:
+        path = self.journal.folder / record.name
+        return not record.samples or (path.is_file() and path.stat().st_size == record.bytes)
+
+
+def _digest(piece: list[Item]) -> str:
+    digest = hashlib.sha256()
+    for item in piece:
+        digest.update(json.dumps([item.key, item.names, item.size]).encode())
+        digest.update(item.annotation.to_json())
+    return digest.hexdigest()

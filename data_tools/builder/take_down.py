@@ -1,0 +1,106 @@
+"""Take-down lists: one key, image id or URL a line; `#` starts a comment. Written and honoured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from data_tools.scan.atomic_file import whole_file
+from data_tools.scan.parallel_scan import Shard, ShardReader, in_order
+from vlp.config import ConfigError
+from vlp.data.schema import Annotation
+
+
+class Wanted(NamedTuple):
+    """Samples of a shard whose keys are asked for."""
+
+    shard: Shard
+    numbers: Sequence[int]
+
+    def __str__(self) -> str:
+        return str(self.shard)
+
+
+class Line(NamedTuple):
+    """A key to take down and why."""
+
+    folder: Path
+    key: str
+    reason: str
+
+
+class TakeDown:
+    """What is taken down, and which of its lines were met so far (`met`)."""
+
+    def __init__(self, lines: frozenset[str] = frozenset()) -> None:
+        self.lines = lines
+        self.met: set[str] = set()
+
+    @classmethod
+    def read(cls, path: Path | None) -> TakeDown:
+        """Read the list; empty lines and what follows ` #` (or a `#` in front) do not count.
+
+        Raises:
+            ConfigError: it cannot be read.
+        """
+        if path is None:
+            return cls()
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: the take-down list cannot be read ({error})") from error
+        # A URL may hold a `#`, so it starts a comment only behind white space.
+        lines = (f" {line}".split(" #")[0].strip() for line in text.splitlines())
+        return cls(frozenset(line for line in lines if line))
+
+    def names(self, key: str, annotation: Annotation) -> bool:
+        """Whether a line names this sample: by key, `image_id` or `url`."""
+        if not self.lines:
+            return False
+        url = (annotation.model_extra or {}).get("url")
+        said = self.lines.intersection(
+            name for name in (key, annotation.image_id, url) if isinstance(name, str)
+        )
+        self.met |= said
+        return bool(said)
+
+
+def keys_of(
+    wanted: Mapping[int, Sequence[int]], shards: Sequence[Shard], processes: int
+) -> Iterator[tuple[int, list[str]]]:
+    """The keys of some samples, read from the headers of their shards.
+
+    Args:
+        wanted: place of the shard in `shards` -> numbers of its samples.
+        shards: all shards.
+        processes: that read at the same time.
+
+    Yields:
+        The place of each shard and the keys, in the order of `wanted`.
+    """
+    jobs = [Wanted(shards[shard], numbers) for shard, numbers in wanted.items()]
+    return zip(wanted, in_order(_keys, jobs, processes))
+
+
+def write_list(path: Path, heading: str, lines: Iterable[Line]) -> int:
+    """Write a list whole or not at all; returns the number of keys.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    count, folder = 0, None
+    with whole_file(path) as file:
+        file.write(f"# {heading}\n".encode())
+        for line in lines:
+            if line.folder != folder:
+                folder = line.folder
+                file.write(f"# of {folder}:\n".encode())
+            file.write(f"# {line.reason}\n{line.key}\n".encode())
+            count += 1
+    return count
+
+
+def _keys(wanted: Wanted) -> list[str]:
+    with ShardReader(wanted.shard.path) as opened:
+        return [opened.samples[number].key for number in wanted.numbers]

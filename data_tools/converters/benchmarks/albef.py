@@ -1,0 +1,267 @@
+"""ALBEF's JSON lists to shards: retrieval, vqa, nlvr, ve or refcoco (--kind).
+
+--annotations takes the lists, --images the pictures (folders, tars, zips) under the paths that the
+lists name or just their file names. What the lists leave out is made up so that every sample has an
+id: pairs and statements are numbered by their place in the list (`row`, from 0), expressions by
+theirs in all lists (ref_id stands beside it), questions without an id by list and place. Captions,
+questions and expressions of one picture become one sample. ALBEF's lists for RefCOCO+ have no
+boxes: give --refs and --instances, the official refs(unc).p and instances.json, and they are found
+by ref_id.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from pydantic import Field
+
+from data_tools.builder.build_benchmark import Rows, convert, key_of, picture_identity
+from data_tools.builder.options import add_build_arguments
+from data_tools.builder.sample_spec import Refused, Wanted
+from data_tools.converters.benchmarks.nlvr2 import TRUTH
+from data_tools.converters.benchmarks.questions import (
+    PlainQuestion,
+    counted,
+    lone_answer,
+    plain_answer,
+)
+from data_tools.converters.benchmarks.refcoco import (
+    Boxes,
+    Proposals,
+    boxes_by_reference,
+    read_proposals,
+)
+from data_tools.converters.benchmarks.snli_ve import LABELS
+from data_tools.sources.annotation_rows import Faults, Row, json_list, parsed
+from vlp.config import ConfigError
+from vlp.data.schema import Annotation, Box, Expression
+
+LICENCE = "that of the data set which the lists were made from"
+
+# What the folders of the usual layouts say about where a picture is from.
+_SOURCES = {
+    "flickr30k": re.compile("flickr30k", re.IGNORECASE),
+    "visual_genome": re.compile(r"\bvg\b|vg_100k|visual.?genome", re.IGNORECASE),
+    "nlvr2": re.compile(r"-img[01]$"),
+}
+
+
+class Captioned(Row):
+    """A row of a retrieval list; training lists repeat the picture, the others list captions."""
+
+    image: str
+    caption: str | list[str]
+
+
+class Asked(Row):
+    """A row of a VQA list; a test list has no answers, Visual Genome's one each."""
+
+    image: str
+    question: str
+    question_id: str | None = None
+    answer: str | list[str] | None = None
+    dataset: str = "vqa"
+
+
+class Stated(Row):
+    """A row of an NLVR2 list."""
+
+    sentence: str
+    label: str
+    images: list[str] = Field(min_length=2, max_length=2)
+
+
+class Entailed(Row):
+    """A row of a visual entailment list."""
+
+    image: str
+    sentence: str
+    label: str
+
+
+class Referred(Row):
+    """A row of a RefCOCO+ list."""
+
+    image: str
+    text: str
+    ref_id: int
+    bbox: Box | None = None
+
+
+class Extra(NamedTuple):
+    """What a grounding list does not say itself: boxes by ref_id, and proposals."""
+
+    boxes: Mapping[int, Boxes]
+    proposals: Proposals | None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("--kind", choices=tuple(_KINDS), required=True, help="what the lists hold")
+    parser.add_argument("--annotations", type=Path, nargs="+", required=True, help="JSON lists")
+    parser.add_argument("--refs", type=Path, help="refcoco: refs(unc).p")
+    parser.add_argument("--instances", type=Path, help="refcoco: instances.json")
+    parser.add_argument("--detections", type=Path, help="refcoco: detected boxes, the proposals")
+    add_build_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Convert; what is left out is printed and named in the manifest.
+
+    Raises:
+        ConfigError: an option does not belong to the kind, or a file cannot be used.
+    """
+    grounding = [arguments.refs, arguments.instances, arguments.detections]
+    if arguments.kind != "refcoco" and any(path is not None for path in grounding):
+        raise ConfigError("--refs, --instances and --detections belong to --kind refcoco")
+    if (arguments.refs is None) != (arguments.instances is None):
+        raise ConfigError("--refs and --instances belong together: give both or neither")
+    stems = [path.stem for path in arguments.annotations]
+    if len(set(stems)) < len(stems):
+        raise ConfigError("--annotations: two lists share a name, which samples are named after")
+    faults: Faults = []
+    boxes: Mapping[int, Boxes] = {}
+    proposals: Proposals | None = None
+    if arguments.refs is not None:
+        boxes = boxes_by_reference(arguments.refs, arguments.instances, faults)
+    if arguments.detections is not None:
+        proposals = read_proposals(arguments.detections, faults)
+    make = _KINDS[arguments.kind]
+    wanted = list(make(arguments.annotations, Extra(boxes, proposals), faults))
+    rows = Rows(wanted, faults, len(wanted))
+    return convert(arguments, [rows], title=f"ALBEF {arguments.kind}", licence=LICENCE)
+
+
+def captioned(paths: Sequence[Path], extra: Extra, faults: Faults) -> Iterator[Wanted]:
+    """One sample a picture with all its captions, in the order of their first rows."""
+    captions: dict[str, list[str]] = {}
+    for path in paths:
+        for row in parsed(json_list(path), Captioned, faults):
+            texts = [row.caption] if isinstance(row.caption, str) else row.caption
+            captions.setdefault(row.image, []).extend(texts)
+    for image, found in captions.items():
+        yield _of_picture(image, {"captions": found})
+
+
+def asked(paths: Sequence[Path], extra: Extra, faults: Faults) -> Iterator[Wanted]:
+    """One sample a picture with all its questions, in the order of their first rows."""
+    questions: dict[str, list[PlainQuestion]] = {}
+    seen: set[str] = set()
+    for path in paths:
+        for number, row in enumerate(parsed(json_list(path), Asked, faults)):
+            which = f"{path.stem}-{number}" if row.question_id is None else row.question_id
+            if row.dataset == "vg" and row.question_id is not None:
+                which = f"vg-{which}"  # their numbers are not VQA's
+            if which in seen:
+                faults.append(Refused("question id given twice", which))
+                continue
+            seen.add(which)
+            if not row.question.strip():
+                faults.append(Refused("empty question", which))
+                continue
+            questions.setdefault(row.image, []).append(_question(which, row))
+    for image, found in questions.items():
+        yield _of_picture(image, {"questions": [question.typed() for question in found]})
+
+
+def stated(paths: Sequence[Path], extra: Extra, faults: Faults) -> Iterator[Wanted]:
+    """One sample a statement about two pictures."""
+    for path in paths:
+        for number, row in enumerate(parsed(json_list(path), Stated, faults)):
+            key = key_of(f"{path.stem}-{number}")
+            if row.label.lower() not in TRUTH:
+                faults.append(Refused("unknown label", f"{path}, row {number} ({row.label})"))
+                continue
+            source, first = _identity(row.images[0])
+            annotation = Annotation.model_validate(
+                {
+                    "source": source,
+                    "image_id": first.removesuffix("-img0"),
+                    "statement": row.sentence,
+                    "label": TRUTH[row.label.lower()],
+                    "row": number,
+                }
+            )
+            yield Wanted(key, tuple(row.images), annotation)
+
+
+def entailed(paths: Sequence[Path], extra: Extra, faults: Faults) -> Iterator[Wanted]:
+    """One sample a hypothesis."""
+    for path in paths:
+        for number, row in enumerate(parsed(json_list(path), Entailed, faults)):
+            if row.label not in LABELS:
+                faults.append(Refused("unknown label", f"{path}, row {number} ({row.label})"))
+                continue
+            source, image_id = _identity(row.image)
+            annotation = Annotation.model_validate(
+                {
+                    "source": source,
+                    "image_id": image_id,
+                    "hypothesis": row.sentence,
+                    "label": row.label,
+                    "row": number,
+                }
+            )
+            yield Wanted(key_of(f"{path.stem}-{number}"), (row.image,), annotation)
+
+
+def referred(paths: Sequence[Path], extra: Extra, faults: Faults) -> Iterator[Wanted]:
+    """One sample a picture with all its expressions, in the order of their first rows."""
+    expressions: dict[str, list[Expression]] = {}
+    sizes: dict[str, tuple[int, int]] = {}
+    numbers = count()
+    for path in paths:
+        for row in parsed(json_list(path), Referred, faults):
+            number = next(numbers)
+            known = extra.boxes.get(row.ref_id)
+            box = row.bbox if known is None else known.box
+            if box is None:
+                kind = "expression without a box (give --refs and --instances)"
+                faults.append(Refused(kind, f"{path}, ref_id {row.ref_id}: {row.text}"))
+                continue
+            if known is not None:
+                sizes[row.image] = known.size
+            expression = Expression.model_validate(
+                {"id": str(number), "text": row.text, "box": box, "ref_id": row.ref_id}
+            )
+            expressions.setdefault(row.image, []).append(expression)
+    for image, found in expressions.items():
+        content: dict[str, Any] = {"expressions": found}
+        if extra.proposals is not None:
+            content["proposals"] = extra.proposals.get(_identity(image)[1])
+            if not content["proposals"]:
+                faults.append(Refused("picture without proposals (kept)", image))
+        yield _of_picture(image, content)._replace(size=sizes.get(image))
+
+
+_KINDS: dict[str, Callable[[Sequence[Path], Extra, Faults], Iterator[Wanted]]] = {
+    "retrieval": captioned,
+    "vqa": asked,
+    "nlvr": stated,
+    "ve": entailed,
+    "refcoco": referred,
+}
+
+
+def _question(identifier: str, row: Asked) -> PlainQuestion:
+    if isinstance(row.answer, str):
+        return lone_answer(identifier, row.question, plain_answer(row.answer))
+    return PlainQuestion(identifier, row.question, counted(row.answer or ()))
+
+
+def _of_picture(image: str, content: dict[str, Any]) -> Wanted:
+    source, image_id = _identity(image)
+    annotation = Annotation.model_validate({"source": source, "image_id": image_id, **content})
+    # The folders too: two data sets may number their pictures alike.
+    return Wanted(key_of(image.rpartition(".")[0].strip("/.")), (image,), annotation)
+
+
+def _identity(image: str) -> tuple[str, str]:
+    path = str(PurePosixPath(image).with_suffix(""))
+    source = next((name for name, said in _SOURCES.items() if said.search(path)), "albef")
+    return picture_identity(image, source)

@@ -1,0 +1,150 @@
+"""Words of a caption that name an object of COCO, by its categories.
+
+A caption's word counts where it is a category's name, or a common word for one, and the picture has
+exactly one object of that category: then it is known which box is meant. Of a name of several words
+the last one counts. `orange` may be a colour and `bat` an animal; such words are rare.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tokenizers import normalizers, pre_tokenizers
+
+from data_tools.sources.annotation_rows import Faults, Row, members, parsed, read_json
+from vlp.data.schema import Box, Word
+
+KIND = "object"
+
+COMMON = {
+    "person": ("man", "woman", "boy", "girl", "child", "kid", "lady", "guy", "baby", "toddler"),
+    "bicycle": ("bike",),
+    "motorcycle": ("motorbike", "motor bike"),
+    "airplane": ("plane", "jet", "aeroplane"),
+    "boat": ("ship",),
+    "dog": ("puppy",),
+    "cat": ("kitten",),
+    "sports ball": ("ball",),
+    "baseball bat": ("bat",),
+    "tennis racket": ("racket", "racquet"),
+    "wine glass": ("glass",),
+    "cup": ("mug",),
+    "donut": ("doughnut",),
+    "couch": ("sofa",),
+    "potted plant": ("plant",),
+    "dining table": ("table",),
+    "tv": ("television",),
+    "cell phone": ("phone", "cellphone"),
+    "refrigerator": ("fridge",),
+}
+"""Other words that captions have for a category."""
+
+
+class _Picture(Row):
+    id: int
+    width: int
+    height: int
+
+
+class _Object(Row):
+    image_id: int
+    category_id: int
+    bbox: Box
+    iscrowd: int = 0
+
+
+class _Category(Row):
+    id: int
+    name: str
+
+
+class CategoryWords:
+    """The objects of COCO's instances_*.json (gzipped or not), and the words that name them.
+
+    Args:
+        paths: the files.
+        faults: what is wrong with rows.
+
+    Raises:
+        ConfigError: a file is missing or has another layout.
+    """
+
+    def __init__(self, paths: Iterable[Path], faults: Faults) -> None:
+        self._sizes: dict[int, tuple[int, int]] = {}
+        self._objects: dict[int, list[tuple[str, Box]]] = defaultdict(list)
+        self._crowds: dict[int, set[str]] = defaultdict(set)
+        self._names: dict[tuple[str, ...], str] = {}
+        for path in paths:
+            self._read(path, faults)
+        self._longest = max(map(len, self._names), default=0)
+
+    def size(self, image_id: int) -> tuple[int, int] | None:
+        """Width and height in pixels that the boxes of a picture refer to; None: not known."""
+        return self._sizes.get(image_id)
+
+    def boxes(self, image_id: int) -> list[Box]:
+        """Of all objects of a picture but crowds."""
+        return [box for _, box in self._objects.get(image_id, ())]
+
+    def words(self, image_id: int, captions: Sequence[str]) -> list[Word]:
+        """The words of captions that name the only object of their category."""
+        objects = self._objects.get(image_id, ())
+        count = Counter(category for category, _ in objects)
+        crowds = self._crowds.get(image_id, ())
+        alone = {
+            category: box
+            for category, box in objects
+            if count[category] == 1 and category not in crowds
+        }
+        return [
+            Word(caption=number, index=index, word=word, kind=KIND, box=alone[category])
+            for number, caption in enumerate(captions)
+            for index, word, category in self.said(caption)
+            if category in alone
+        ]
+
+    def said(self, caption: str) -> list[tuple[int, str, str]]:
+        """(place, word, category) of every category that a caption names.
+
+        Places count words and punctuation marks as BERT splits them. The longest name wins: a teddy
+        bear is no bear.
+        """
+        words, found, place = _words(caption), [], 0
+        while place < len(words):
+            name = next(
+                (
+                    tuple(words[place : place + length])
+                    for length in range(self._longest, 0, -1)
+                    if tuple(words[place : place + length]) in self._names
+                ),
+                None,
+            )
+            if name is not None:
+                found.append((place + len(name) - 1, name[-1], self._names[name]))
+            place += len(name or words[place : place + 1])
+        return found
+
+    def _read(self, path: Path, faults: Faults) -> None:
+        content = read_json(path)
+        names = {}
+        for category in parsed(members(content, path, "categories"), _Category, faults):
+            names[category.id] = category.name
+            for name in (category.name, *COMMON.get(category.name, ())):
+                self._names[tuple(_words(name))] = category.name
+        for picture in parsed(members(content, path, "images"), _Picture, faults):
+            self._sizes[picture.id] = picture.width, picture.height
+        for one in parsed(members(content, path, "annotations"), _Object, faults):
+            name = names.get(one.category_id, str(one.category_id))
+            if one.iscrowd:
+                self._crowds[one.image_id].add(name)
+            else:
+                self._objects[one.image_id].append((name, one.bbox))
+
+
+def _words(text: str) -> list[str]:
+    return [word for word, _ in _SPLIT.pre_tokenize_str(_NORMAL.normalize_str(text))]
+
+
+_NORMAL, _SPLIT = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer()

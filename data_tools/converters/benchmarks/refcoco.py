@@ -1,0 +1,292 @@
+"""RefCOCO, RefCOCO+ and RefCOCOg to shards: expressions with the box that each refers to.
+
+--refs takes the official pickle (refs(unc).p, refs(google).p, refs(umd).p), read without running
+anything in it, and --instances the instances.json beside it. One folder a split is made below OUT
+(train, val, testA, testB or test), one sample a picture with all the split's expressions. --images
+takes COCO's train2014 pictures. --detections adds proposals: MAttNet's list of {image_id, box} or
+ALBEF's boxes by picture, in pixels of the original picture.
+
+--expressions takes a list of {sent, gt_box, pred_boxes, pred_boxes_img_id} instead, which goes to
+OUT itself. Ids stay: an expression's id is its sent_id (in a list without ids its place, from 0),
+and ref_id, ann_id and category_id stand beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from data_tools.builder.build_benchmark import Rows, convert, key_of, picture_identity
+from data_tools.builder.options import add_build_arguments
+from data_tools.builder.sample_spec import Refused, Wanted
+from data_tools.converters.benchmarks.refs_pickle import read_refs
+from data_tools.sources.annotation_rows import Faults, Row, json_list, members, parsed, read_json
+from vlp.config import ConfigError
+from vlp.data.schema import Annotation, Box, Expression
+
+LICENCE = "annotations as published by lichengunc/refer; pictures under Flickr's terms of use"
+
+Proposals = Mapping[str, list[list[float]]]
+"""Boxes [x, y, width, height] in pixels of the original, by the number of the picture."""
+
+
+class Sentence(Row):
+    """An expression of a reference."""
+
+    sent_id: str
+    sent: str
+
+
+class Reference(Row):
+    """An object that is referred to, a row of the pickle."""
+
+    ref_id: int
+    ann_id: int
+    image_id: int
+    split: str
+    sentences: list[Sentence]
+    category_id: int | None = None
+
+
+class Picture(Row):
+    """A row of `images` of instances.json."""
+
+    id: int
+    file_name: str
+    width: int
+    height: int
+
+
+class Instance(Row):
+    """A row of `annotations` of instances.json."""
+
+    id: int
+    image_id: int
+    bbox: Box
+
+
+class References(NamedTuple):
+    """What the two official files hold, pictures and objects by their ids."""
+
+    references: list[Reference]
+    pictures: dict[int, Picture]
+    instances: dict[int, Instance]
+
+
+class Boxes(NamedTuple):
+    """A box [x, y, width, height] and the (width, height) of its picture, in pixels."""
+
+    box: list[float]
+    size: tuple[int, int]
+
+
+class Detection(Row):
+    """A detected object; only its place is read."""
+
+    image_id: str
+    box: Box
+
+
+class Scored(Row):
+    """A row of a list of expressions with their proposals."""
+
+    sent: str
+    gt_box: Box
+    pred_boxes: list[Box]
+    pred_boxes_img_id: list[str]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("--refs", type=Path, help="refs(unc).p or another split's")
+    parser.add_argument("--instances", type=Path, help="instances.json of the same data set")
+    parser.add_argument("--splits", nargs="+", help="only these (default: all)")
+    parser.add_argument("--detections", type=Path, help="JSON of detected boxes, the proposals")
+    parser.add_argument("--expressions", type=Path, help="list of expressions with proposals")
+    add_build_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Convert; what is left out is printed and named in the manifests.
+
+    Raises:
+        ConfigError: the files asked for do not fit together, or one cannot be used.
+    """
+    if (arguments.refs is None) == (arguments.expressions is None):
+        raise ConfigError("give either --refs (with --instances) or --expressions")
+    faults: Faults = []
+    if arguments.expressions is not None:
+        wanted = list(scored_pictures(arguments.expressions, faults))
+        rows = Rows(wanted, faults, len(wanted))
+        return convert(arguments, [rows], title="RefCOCO", licence=LICENCE)
+    if arguments.instances is None:
+        raise ConfigError("--refs needs --instances, the instances.json that lies beside it")
+    references, pictures, instances = read_references(arguments.refs, arguments.instances, faults)
+    splits = list(dict.fromkeys(reference.split for reference in references))
+    unknown = [split for split in arguments.splits or () if split not in splits]
+    if unknown:
+        raise ConfigError(f"--splits: there is no {unknown[0]!r}, only {', '.join(splits)}")
+    proposals = None
+    if arguments.detections is not None:
+        proposals = read_proposals(arguments.detections, faults)
+    folders = []
+    for split in arguments.splits or splits:
+        here = [reference for reference in references if reference.split == split]
+        of_split = list(faults)
+        wanted = list(wanted_pictures(here, pictures, instances, proposals, of_split))
+        folders.append(Rows(wanted, of_split, len(wanted), split))
+    return convert(arguments, folders, title=arguments.instances.parent.name, licence=LICENCE)
+
+
+def read_references(refs: Path, instances: Path, faults: Faults) -> References:
+    """The references of a pickle with the pictures and objects of its instances.json.
+
+    Raises:
+        ConfigError: a file cannot be used.
+    """
+    content = read_json(instances)
+    pictures = parsed(members(content, instances, "images"), Picture, faults)
+    objects = parsed(members(content, instances, "annotations"), Instance, faults)
+    return References(
+        list(parsed(read_refs(refs), Reference, faults)),
+        {picture.id: picture for picture in pictures},
+        {one.id: one for one in objects},
+    )
+
+
+def boxes_by_reference(refs: Path, instances: Path, faults: Faults) -> dict[int, Boxes]:
+    """The box of each ref_id, and the size of the picture that it was drawn on.
+
+    Raises:
+        ConfigError: a file cannot be used.
+    """
+    references, pictures, objects = read_references(refs, instances, faults)
+    found = {}
+    for reference in references:
+        picture, one = pictures.get(reference.image_id), objects.get(reference.ann_id)
+        if picture is not None and one is not None and one.image_id == picture.id:
+            found[reference.ref_id] = Boxes(one.bbox, (picture.width, picture.height))
+    return found
+
+
+def wanted_pictures(
+    references: Sequence[Reference],
+    pictures: Mapping[int, Picture],
+    instances: Mapping[int, Instance],
+    proposals: Proposals | None,
+    faults: Faults,
+) -> Iterator[Wanted]:
+    """One sample a picture with its expressions, in the order of the references."""
+    expressions: dict[int, list[Expression]] = defaultdict(list)
+    seen: set[str] = set()
+    for reference in references:
+        instance = instances.get(reference.ann_id)
+        which = f"ref {reference.ref_id}"
+        if reference.image_id not in pictures:
+            faults.append(Refused("picture not in instances.json", which))
+        elif instance is None:
+            faults.append(Refused("object not in instances.json", which))
+        elif instance.image_id != reference.image_id:
+            faults.append(Refused("object of another picture", which))
+        else:
+            expressions[reference.image_id] += _expressions(reference, instance, seen, faults)
+    for image_id, found in expressions.items():
+        if not found:
+            continue
+        picture = pictures[image_id]
+        source, name = picture_identity(picture.file_name, "coco")
+        boxes = None if proposals is None else proposals.get(str(image_id))
+        if proposals is not None and not boxes:
+            faults.append(Refused("picture without proposals (kept)", picture.file_name))
+        annotation = Annotation(source=source, image_id=name, expressions=found, proposals=boxes)
+        key = key_of(Path(picture.file_name).stem)
+        yield Wanted(key, (picture.file_name,), annotation, (picture.width, picture.height))
+
+
+def scored_pictures(path: Path, faults: Faults) -> Iterator[Wanted]:
+    """One sample a picture of a list of expressions, with the picture's proposals.
+
+    Raises:
+        ConfigError: the file cannot be read or is no such list.
+    """
+    expressions: dict[str, list[Expression]] = defaultdict(list)
+    proposals: dict[str, list[list[float]]] = {}
+    for number, row in enumerate(parsed(json_list(path), Scored, faults)):
+        if not row.pred_boxes_img_id:
+            faults.append(Refused("expression without a picture", str(number)))
+            continue
+        stem = row.pred_boxes_img_id[0].rpartition("_")[0]
+        if proposals.setdefault(stem, row.pred_boxes) != row.pred_boxes:
+            faults.append(Refused("other proposals for the same picture (the first kept)", stem))
+        expressions[stem].append(Expression(id=str(number), text=row.sent, box=row.gt_box))
+    for stem, found in expressions.items():
+        source, image_id = picture_identity(f"{stem}.jpg", "coco")
+        annotation = Annotation(
+            source=source, image_id=image_id, expressions=found, proposals=proposals[stem]
+        )
+        yield Wanted(key_of(stem), (f"{stem}.jpg",), annotation)
+
+
+def read_proposals(path: Path, faults: Faults) -> Proposals:
+    """Detected boxes by the number of their picture.
+
+    Args:
+        path: a list of {image_id, box or bbox}, the same under "dets", or an object
+            {image_id: [box or {box}, ...]}; of a longer box the first four numbers count.
+        faults: what is wrong with rows.
+
+    Raises:
+        ConfigError: the file cannot be read or is none of these.
+    """
+    content = read_json(path)
+    if isinstance(content, dict) and isinstance(content.get("dets"), list):
+        content = content["dets"]
+    if isinstance(content, dict):
+        content = [
+            {"image_id": image_id, "box": box}
+            for image_id, boxes in content.items()
+            for box in (boxes if isinstance(boxes, list) else [boxes])
+        ]
+    if not isinstance(content, list):
+        raise ConfigError(f"{path}: neither a list of detections nor boxes by picture")
+    rows = ((f"{path}, row {number}", _detection(row)) for number, row in enumerate(content, 1))
+    found: dict[str, list[list[float]]] = defaultdict(list)
+    for detection in parsed(rows, Detection, faults):
+        found[detection.image_id].append(detection.box)
+    return found
+
+
+def _detection(row: Any) -> Any:
+    """A row with its place as `box`, four numbers long."""
+    if not isinstance(row, dict):
+        return row
+    box = row.get("box", row.get("bbox"))
+    if isinstance(box, dict):  # one detection of the boxes of a picture
+        box = box.get("box", box.get("bbox"))
+    return {**row, "box": box[:4] if isinstance(box, list) else box}
+
+
+def _expressions(
+    reference: Reference, instance: Instance, seen: set[str], faults: Faults
+) -> Iterator[Expression]:
+    for sentence in reference.sentences:
+        which = f"{sentence.sent_id} of ref {reference.ref_id}"
+        if sentence.sent_id in seen:
+            faults.append(Refused("sent_id given twice", which))
+        elif not sentence.sent.strip():
+            faults.append(Refused("empty expression", which))
+        else:
+            yield Expression.model_validate(
+                {
+                    "id": sentence.sent_id,
+                    "text": sentence.sent,
+                    "box": instance.bbox,
+                    "ref_id": reference.ref_id,
+                    "ann_id": reference.ann_id,
+                    "category_id": reference.category_id,
+                }
+            )
+        seen.add(sentence.sent_id)

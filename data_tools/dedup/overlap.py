@@ -1,0 +1,218 @@
+"""Find the pictures of evaluation sets in pretraining data and list the keys to take out.
+
+    python -m data_tools overlap --pretraining shards/coco shards/vg shards/cc3m \\
+        --evaluation shards/flickr30k/test shards/coco/test --out leaked.txt --sheet leaked.png
+
+A pretraining picture is in an evaluation set if both name the same picture (`source` and
+`image_id`), or have the same bytes, or look alike; data_tools/dedup/perceptual_hash.py tells
+how the latter
+is measured and what it cannot see. Second pictures of samples count too.
+
+The list has one key a line with the reason above it; builders take it as `--take-down`. The exit
+code is 0 whether pictures overlap or not. Hashes of finished shards are kept in LIST.hashes, so
+that an interrupted run goes on. Memory: about a kilobyte for each evaluation picture, next to
+nothing for those of pretraining.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_tools.builder.take_down import Line, keys_of, write_list
+from data_tools.dedup.dedup_options import add_likeness, hash_folder, required_distance
+from data_tools.dedup.near_duplicates import NearIndex, Places
+from data_tools.dedup.perceptual_hash import (
+    FINE_DISTANCE,
+    READABLE,
+    UNREADABLE,
+    differing_bits,
+    fine_distance,
+    hash_shards,
+)
+from data_tools.inspect.contact_sheet import Shown, draw_pairs
+from data_tools.scan.parallel_scan import Shard, add_processes, shards_of
+
+BY_NAME, BY_BYTES, BY_LOOKS = 1, 2, 4
+WAYS = {BY_NAME: "the same image_id", BY_BYTES: "the same bytes", BY_LOOKS: "looks alike"}
+
+MATCH = np.dtype(
+    [
+        ("shard", "<i4"),  # of pretraining
+        ("sample", "<u4"),
+        ("picture", "<i8"),  # of evaluation
+        ("ways", "u1"),
+        ("bits", "u1"),  # of the 64 of the perceptual hash
+    ]
+)
+"""A pretraining sample that shows an evaluation picture."""
+
+
+class EvaluationPictures:
+    """The pictures that must not be trained on.
+
+    Args:
+        records: RECORDs of `picture_hash`.
+        distance: bits of 64 in which alike pictures may differ, or None for equal bytes only.
+    """
+
+    def __init__(self, records: NDArray[np.void], distance: int | None) -> None:
+        self.records = records
+        self._named = np.flatnonzero(records["name"])
+        self._names = NearIndex(records["name"][self._named], 0)
+        self._bytes = NearIndex(records["bytes"], 0)
+        self._looking = np.flatnonzero(records["state"] == READABLE)
+        self._looks = None
+        if distance is not None:
+            self._looks = NearIndex(records["coarse"][self._looking], distance)
+
+    def matches(self, records: NDArray[np.void], shard: int) -> NDArray[np.void]:
+        """A MATCH for every record that shows one of the pictures, with all the ways it does."""
+        ours, theirs, ways = [], [], []
+        for way, first, second in self._found(records):
+            ours.append(first)
+            theirs.append(second)
+            ways.append(np.full(len(first), way, np.uint8))
+        record, picture = np.concatenate(ours), np.concatenate(theirs)
+        pair, place = np.unique(record * len(self.records) + picture, return_inverse=True)
+        found = np.zeros(len(pair), MATCH)
+        if len(pair):
+            record, found["picture"] = np.divmod(pair, len(self.records))
+            found["shard"], found["sample"] = shard, records["sample"][record]
+            np.bitwise_or.at(found["ways"], place, np.concatenate(ways))
+            theirs_coarse = self.records["coarse"][found["picture"]]
+            found["bits"] = differing_bits(records["coarse"][record], theirs_coarse)
+        return found
+
+    def _found(self, records: NDArray[np.void]) -> Iterator[tuple[int, Places, Places]]:
+        named = np.flatnonzero(records["name"])
+        pairs = self._names.near(records["name"][named])
+        yield BY_NAME, named[pairs.first], self._named[pairs.second]
+        pairs = self._bytes.near(records["bytes"])
+        yield BY_BYTES, pairs.first, pairs.second
+        if self._looks is not None:
+            looking = np.flatnonzero(records["state"] == READABLE)
+            pairs = self._looks.near(records["coarse"][looking])
+            first, second = looking[pairs.first], self._looking[pairs.second]
+            fine = fine_distance(records["fine"][first], self.records["fine"][second])
+            yield BY_LOOKS, first[fine <= FINE_DISTANCE], second[fine <= FINE_DISTANCE]
+
+
+class Evaluation(NamedTuple):
+    """All evaluation pictures, and the place of each one's shard in `shards`."""
+
+    shards: Sequence[Shard]
+    records: NDArray[np.void]
+    places: Places
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument(
+        "--pretraining", type=Path, nargs="+", required=True, metavar="FOLDER", help="to look in"
+    )
+    parser.add_argument(
+        "--evaluation", type=Path, nargs="+", required=True, metavar="FOLDER", help="to look for"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="LIST", help="list of the keys to take out"
+    )
+    add_likeness(parser)
+    add_processes(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Hash, compare, write the list, say how much was found and in which way."""
+    distance = required_distance(arguments)
+    pretraining, evaluation = shards_of(arguments.pretraining), shards_of(arguments.evaluation)
+    hashes, processes = hash_folder(arguments), arguments.processes
+    parts = list(hash_shards(evaluation, hashes, processes, "evaluation"))
+    places = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    theirs = Evaluation(evaluation, np.concatenate(parts), places)
+    pictures = EvaluationPictures(theirs.records, distance)
+    found, samples, unreadable = [], 0, int((theirs.records["state"] == UNREADABLE).sum())
+    hashed = hash_shards(pretraining, hashes, processes, "pretraining")
+    for number, records in enumerate(hashed):
+        found.append(pictures.matches(records, number))
+        samples += int((~records["second"]).sum())
+        unreadable += int((records["state"] == UNREADABLE).sum())
+    matches = np.concatenate(found)
+    lines = _lines(matches, pretraining, theirs, processes)
+    count = write_list(
+        arguments.out, "overlap: pretraining samples that show evaluation pictures", lines
+    )
+    print(f"{arguments.out}: {count} of {samples} pretraining samples show an evaluation picture")
+    _print_counts(matches, theirs)
+    if unreadable:
+        print(f"  {unreadable} pictures cannot be decoded (see verify): only name and bytes count")
+    pairs = _pairs_to_show(matches, pretraining, theirs, arguments.pairs)
+    if arguments.sheet is not None and pairs:
+        draw_pairs(pairs, arguments.sheet)
+        print(f"{arguments.sheet}: {len(pairs)} pairs, the most different first")
+    return 0
+
+
+def _lines(
+    matches: NDArray[np.void], pretraining: Sequence[Shard], theirs: Evaluation, processes: int
+) -> Iterator[Line]:
+    """One line for each sample, whichever of its matches has the most ways."""
+    order = np.lexsort((matches["bits"], -matches["ways"].astype(int), matches["sample"],
+                        matches["shard"]))  # fmt: skip
+    ordered = matches[order]
+    places = ordered["shard"].astype(np.int64) << 32 | ordered["sample"]
+    best = ordered[np.unique(places, return_index=True)[1]]
+    pictures = np.unique(best["picture"])
+    by_shard = _grouped(theirs.places[pictures], theirs.records["sample"][pictures])
+    their_names = [key for _, keys in keys_of(by_shard, theirs.shards, processes) for key in keys]
+    ours = _grouped(best["shard"], best["sample"])
+    rows = iter(best)
+    for shard, keys in keys_of(ours, pretraining, processes):
+        for key, match in zip(keys, rows):
+            picture = int(match["picture"])
+            name = their_names[int(np.searchsorted(pictures, picture))]
+            ways = ", ".join(text for way, text in WAYS.items() if match["ways"] & way)
+            place = theirs.shards[theirs.places[picture]]
+            yield Line(pretraining[shard].folder, key, f"{name} of {place}: {ways}")
+
+
+def _grouped(shards: NDArray[np.integer], samples: NDArray[np.integer]) -> dict[int, list[int]]:
+    """Sample numbers by shard, in the order given; shards come in runs."""
+    grouped: dict[int, list[int]] = {}
+    for shard, sample in zip(shards.tolist(), samples.tolist()):
+        grouped.setdefault(shard, []).append(sample)
+    return grouped
+
+
+def _print_counts(matches: NDArray[np.void], theirs: Evaluation) -> None:
+    folders = list(dict.fromkeys(shard.folder for shard in theirs.shards))
+    number = {folder: place for place, folder in enumerate(folders)}
+    of_shard = np.array([number[shard.folder] for shard in theirs.shards])
+    of_picture = of_shard[theirs.places]
+    for place, folder in enumerate(folders):
+        here = matches[of_picture[matches["picture"]] == place]
+        pictures = int((of_picture == place).sum())
+        shown = len(np.unique(here["picture"]))
+        print(f"  {folder}: {shown} of {pictures} pictures are shown in pretraining")
+        for way, text in WAYS.items():
+            by_way = here[(here["ways"] & way) != 0]
+            samples = len(np.unique(by_way[["shard", "sample"]]))
+            print(f"    {text}: {len(np.unique(by_way['picture']))}, by {samples} samples")
+
+
+def _pairs_to_show(
+    matches: NDArray[np.void], pretraining: Sequence[Shard], theirs: Evaluation, count: int
+) -> list[tuple[Shown, Shown]]:
+    pairs = []
+    for match in matches[np.argsort(-matches["bits"].astype(int), kind="stable")][:count]:
+        picture = int(match["picture"])
+        ways = ", ".join(text for way, text in WAYS.items() if match["ways"] & way)
+        ours = Shown(pretraining[match["shard"]], int(match["sample"]), f"pretraining: {ways}")
+        their_shard = theirs.shards[theirs.places[picture]]
+        note = f"evaluation, {match['bits']} bits apart"
+        pairs.append((ours, Shown(their_shard, int(theirs.records["sample"][picture]), note)))
+    return pairs

@@ -1,0 +1,196 @@
+"""What a picture is recognised by: its bytes, and how it looks.
+
+How it looks is a perceptual hash of 64 bits for searching and one of 256 for making sure. Both are
+signs of a discrete cosine transform of the picture's luminance at 32 x 32: the lowest 8 x 8 and
+16 x 16 coefficients, each above its median or not (the arrangement of `imagehash.phash`, which is
+not used because it would bring PyWavelets along and decodes every JPEG at full size).
+
+Two pictures look alike if they differ in at most `distance` (default 6) of the 64 bits and in at
+most 48 of the 256. On Flickr8k and COCO this finds all copies that were saved again (JPEG, WebP,
+PNG), reduced to a third or squeezed, 99 % of those brightened by a fifth or cut by 1 % at each
+edge, and 68 % of those cut by 2.5 %. Of 26 million pairs of different pictures, the 167 that differ
+in at most 12 bits differ in at least 80 of the 256. Turned and mirrored copies are not found, and a
+change of colour that leaves the luminance alone is not seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import cache, partial
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+from data_tools.scan.atomic_file import whole_file
+from data_tools.scan.parallel_scan import Shard, ShardReader, scan
+from data_tools.scan.repeated_ids import number_of
+from vlp.data.image.decode import MAX_PIXELS, decode_picture
+from vlp.data.shards.sample_files import BadSample
+
+Hashes = NDArray[np.uint64]
+
+DISTANCE = 6
+"""Bits of 64 in which two pictures that look alike may differ."""
+FINE_DISTANCE = 48
+"""Bits of 256 in which they may."""
+FLAT = 3.0
+"""Standard deviation of the coarse luminance (of 255) below which noise would set the bits."""
+
+HASH_VERSION = 1
+"""Raised whenever equal pictures get other hashes than before."""
+
+READABLE, FLAT_PICTURE, UNREADABLE = 0, 1, 2
+
+RECORD = np.dtype(
+    [
+        ("key", "<u8"),  # number_of(key)
+        ("name", "<u8"),  # number_of(source and image_id), 0 without
+        ("bytes", "<u8"),  # first 64 bits of the sha256 of the stored bytes
+        ("coarse", "<u8"),
+        ("fine", "<u8", (4,)),
+        ("sample", "<u4"),  # its number in the shard
+        ("second", "?"),  # KEY.1.jpg
+        ("state", "u1"),  # READABLE, FLAT_PICTURE (no perceptual hash) or UNREADABLE (no hash)
+    ]
+)
+"""One picture: 70 bytes."""
+
+_SIDE = 32
+_LOW = 16
+
+
+def hash_picture(data: bytes, where: str = "the picture") -> tuple[int, Hashes] | None:
+    """The perceptual hashes of an encoded picture, of 64 bits and of 256 (4 words).
+
+    Returns:
+        None for a picture without structure, such as a single colour.
+
+    Raises:
+        BadSample: the picture cannot be decoded.
+    """
+    try:
+        with Image.open(BytesIO(data), formats=("JPEG",)) as image:
+            picture = _reduced(image) if image.width * image.height <= MAX_PIXELS else None
+    except Exception:  # of another format, or damaged: this decides which, and says so
+        picture = None
+    if picture is None:
+        picture = decode_picture(data, where).convert("L")
+    small = picture.resize((_SIDE, _SIDE), Image.Resampling.BOX)
+    luminance = np.asarray(small, dtype=np.float64)
+    waves = _cosines()
+    low = waves @ luminance @ waves.T
+    # The squares of an orthonormal transform add up to those of the pixels.
+    variance = ((low * low).sum() - low[0, 0] ** 2) / _SIDE**2
+    if variance < FLAT**2:
+        return None
+    return int(_signs(low[:8, :8])[0]), _signs(low)
+
+
+def hash_shards(
+    shards: Sequence[Shard], folder: Path, processes: int, title: str
+) -> Iterator[NDArray[np.void]]:
+    """A RECORD for every picture of each shard, in order; samples without a picture have none.
+
+    Args:
+        shards: the shards.
+        folder: where the records of shards are kept, so that none is hashed twice.
+        processes: that hash at the same time.
+        title: of the progress bar.
+    """
+    for _, kept in scan(partial(_keep_hashes, folder=folder), shards, processes, title):
+        records: NDArray[np.void] = np.load(kept)
+        yield records
+
+
+def _keep_hashes(shard: Shard, folder: Path) -> Path:
+    kept = folder / _kept_name(shard)
+    if not kept.is_file():
+        with ShardReader(shard.path) as opened:
+            rows = [row for number in range(len(opened)) for row in _rows(opened, number)]
+        with whole_file(kept) as file:
+            np.save(file, np.array(rows, dtype=RECORD))
+    return kept
+
+
+def fine_distance(first: Hashes, second: Hashes) -> NDArray[np.int64]:
+    """Bits in which hashes of 256 bits, (..., 4), differ."""
+    return differing_bits(first, second).sum(-1)
+
+
+def differing_bits(first: Hashes, second: Hashes) -> NDArray[np.int64]:
+    """Bits in which 64-bit words differ."""
+    count = np.bitwise_xor(first, second)
+    # Bits are added up in pairs, fours and eights; a product adds the eight bytes.
+    ones, pairs, fours = (np.uint64(mask) for mask in _MASKS)
+    count = count - ((count >> np.uint64(1)) & ones)
+    count = (count & pairs) + ((count >> np.uint64(2)) & pairs)
+    count = (count + (count >> np.uint64(4))) & fours
+    return ((count * np.uint64(0x0101010101010101)) >> np.uint64(56)).astype(np.int64)
+
+
+_MASKS = (0x5555555555555555, 0x3333333333333333, 0x0F0F0F0F0F0F0F0F)
+
+
+def _rows(shard: ShardReader, number: int) -> list[tuple[object, ...]]:
+    try:
+        sample = shard.read(number)
+    except BadSample:
+        return []
+    source, image_id = sample.annotation.source, sample.annotation.image_id
+    # The same id means another picture in another source, and nothing without one.
+    name = number_of(f"{source}\0{image_id}") if source and image_id else 0
+    rows: list[tuple[object, ...]] = []
+    for second, data in enumerate((sample.image, sample.second_image)):
+        if data is None:
+            continue
+        state, coarse, fine = READABLE, 0, np.zeros(4, np.uint64)
+        try:
+            found = hash_picture(data, shard.where(number))
+        except BadSample:
+            state = UNREADABLE
+        else:
+            if found is None:
+                state = FLAT_PICTURE
+            else:
+                coarse, fine = found
+        exact = int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
+        key = number_of(sample.key)
+        rows.append((key, name, exact, coarse, fine, number, bool(second), state))
+    return rows
+
+
+def _reduced(image: Image.Image) -> Image.Image:
+    """The luminance of a JPEG, decoded at an eighth to a half of its size where that is enough."""
+    image.draft("L", (4 * _SIDE, 4 * _SIDE))
+    image.load()
+    with suppress(Exception):  # garbage beside the pixels does not make the picture a bad one
+        image = ImageOps.exif_transpose(image)
+    return image.convert("L")
+
+
+def _signs(block: NDArray[np.float64]) -> Hashes:
+    """Which values lie above their median, packed into words of 64 bits."""
+    values = block.reshape(-1)
+    middle = values.size // 2
+    between = np.partition(values, (middle - 1, middle))[middle - 1 : middle + 1].sum() / 2
+    return np.packbits(values > between).view("<u8")
+
+
+@cache
+def _cosines() -> NDArray[np.float64]:
+    """The lowest rows of the orthonormal DCT-II, (coefficients, pixels)."""
+    frequency, place = np.arange(_LOW)[:, None], np.arange(_SIDE)[None]
+    waves = np.cos(np.pi * frequency * (2 * place + 1) / (2 * _SIDE)) * np.sqrt(2 / _SIDE)
+    waves[0] /= np.sqrt(2)
+    return waves
+
+
+def _kept_name(shard: Shard) -> str:
+    status = shard.path.stat()
+    place = f"{shard.path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\0{HASH_VERSION}"
+    return f"{shard.path.stem}-{number_of(place):016x}.npy"

@@ -1,0 +1,209 @@
+"""Contact sheets: small pictures of samples in a grid, with their captions under them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib
+from PIL import Image, ImageDraw, ImageFont, ImageOps
+
+from data_tools.scan.atomic_file import whole_file
+from data_tools.scan.parallel_scan import Shard, ShardReader
+from vlp.data.image.decode import decode_picture
+from vlp.data.schema import Annotation, captions_of
+from vlp.data.shards.sample_files import BadSample
+
+WIDTH = 240
+"""Of a card, and the height of its picture; in pixels."""
+LINES = 9
+"""A card shows at most so many lines of text."""
+
+_GAP, _LINE, _TEXT = 8, 15, 11
+_PAPER, _INK, _FAINT, _GREY = "white", "#202020", "#707070", "#c8c8c8"
+_COLOURS = ("#d62728", "#1f77b4", "#2ca02c", "#ff7f0e", "#9467bd", "#17becf", "#8c564b", "#e377c2")
+
+
+class Frame(NamedTuple):
+    """A box, [x, y, width, height] in pixels of the stored picture, and what it shows."""
+
+    box: Sequence[float]
+    text: str
+
+
+class Card(NamedTuple):
+    """One sample; without a picture, `problem` says why."""
+
+    title: str
+    picture: Image.Image | None
+    texts: Sequence[str] = ()
+    frames: Sequence[Frame] = ()
+    problem: str = ""
+
+
+def sample_card(shard: ShardReader, number: int, boxes: bool = False, note: str = "") -> Card:
+    """The card of a sample; a damaged one becomes a card that says what is wrong.
+
+    Args:
+        shard: open shard.
+        number: of the sample in the shard.
+        boxes: frame the boxes of its expressions, or its `boxes` where it has no expressions.
+        note: said above the captions.
+    """
+    notes = (note,) if note else ()
+    if number >= len(shard):
+        kind = "missing shard" if shard.missing else "corrupt shard"
+        return Card(f"{shard.path.name}, sample {number}", None, notes, problem=kind)
+    title = shard.samples[number].key
+    try:
+        sample = shard.read(number)
+    except BadSample as bad:
+        return Card(title, None, (*notes, _told(bad, shard, number)), problem=bad.kind)
+    annotation = sample.annotation
+    try:
+        picture = decode_picture(sample.image, shard.where(number))
+        second = None
+        if sample.second_image is not None:
+            second = decode_picture(sample.second_image, shard.where(number))
+    except BadSample as bad:
+        told = _told(bad, shard, number)
+        return Card(title, None, (*notes, told, *captions_of(annotation)), problem=bad.kind)
+    frames = _frames(annotation) if boxes else []
+    if second is not None:
+        picture = _beside(picture, second)
+    return Card(title, picture, (*notes, *_texts(annotation)), frames)
+
+
+def draw_sheet(cards: Sequence[Card], path: Path, columns: int = 6) -> Path:
+    """Draw the cards in rows and save them as a PNG; the folder is made if it is missing."""
+    drawn = [_draw_card(card) for card in cards]
+    rows = [drawn[start : start + columns] for start in range(0, len(drawn), columns)]
+    heights = [max(card.height for card in row) for row in rows]
+    widest = max((len(row) for row in rows), default=1)
+    size = widest * (WIDTH + _GAP) + _GAP, sum(heights) + _GAP * (len(rows) + 1)
+    sheet = Image.new("RGB", size, _PAPER)
+    top = _GAP
+    for row, height in zip(rows, heights):
+        for column, card in enumerate(row):
+            sheet.paste(card, (_GAP + column * (WIDTH + _GAP), top))
+        top += height + _GAP
+    with whole_file(path) as file:
+        sheet.save(file, "png")
+    return path
+
+
+class Shown(NamedTuple):
+    """A sample for a sheet of pairs, and what is said about it."""
+
+    shard: Shard
+    number: int
+    note: str
+
+
+def draw_pairs(pairs: Sequence[tuple[Shown, Shown]], path: Path) -> None:
+    """Draw pairs of samples side by side, three pairs in a row."""
+    cards = []
+    for shown in (each for pair in pairs for each in pair):
+        with ShardReader(shown.shard.path) as opened:
+            cards.append(sample_card(opened, shown.number, note=shown.note))
+    draw_sheet(cards, path, columns=6)
+
+
+def wrapped(text: str, width: float, font: ImageFont.FreeTypeFont) -> list[str]:
+    """Lines of at most `width` pixels; a word that is longer is cut."""
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if font.getlength(longer) <= width:
+            lines[-1] = longer
+            continue
+        if lines[-1]:
+            lines.append("")
+        for letter in word:
+            if lines[-1] and font.getlength(lines[-1] + letter) > width:
+                lines.append("")
+            lines[-1] += letter
+    return [line for line in lines if line]
+
+
+def _draw_card(card: Card) -> Image.Image:
+    # What the frames say comes first: it is what they were asked for.
+    texts = [
+        (frame.text, _COLOURS[number % len(_COLOURS)]) for number, frame in enumerate(card.frames)
+    ]
+    texts += [(text, _INK) for text in card.texts]
+    lines = [(line, colour) for text, colour in texts for line in _marked(text)]
+    if len(lines) > LINES:
+        lines = [*lines[: LINES - 1], (f"… and {len(lines) - LINES + 1} more lines", _FAINT)]
+    drawn = Image.new("RGB", (WIDTH, WIDTH + _LINE * (len(lines) + 1) + 4), _PAPER)
+    draw = ImageDraw.Draw(drawn)
+    if card.picture is None:
+        draw.rectangle((0, 0, WIDTH - 1, WIDTH - 1), _GREY)
+        for number, line in enumerate(wrapped(card.problem, WIDTH - 20, _font(16, bold=True))):
+            draw.text((10, WIDTH // 2 - 20 + 20 * number), line, _INK, _font(16, bold=True))
+    else:
+        # Small ones are enlarged: a sheet is for looking at.
+        small = ImageOps.contain(card.picture, (WIDTH, WIDTH), Image.Resampling.LANCZOS)
+        left, top = (WIDTH - small.width) // 2, (WIDTH - small.height) // 2
+        drawn.paste(small, (left, top))
+        across, down = small.width / card.picture.width, small.height / card.picture.height
+        for number, frame in enumerate(card.frames):
+            x, y, width, height = frame.box
+            corners = (
+                sorted((x * across, (x + width) * across)),
+                sorted((y * down, (y + height) * down)),
+            )
+            place = [(left + corners[0][end], top + corners[1][end]) for end in (0, 1)]
+            draw.rectangle(place, outline=_COLOURS[number % len(_COLOURS)], width=2)
+    title = wrapped(card.title, WIDTH, _font(_TEXT, bold=True))
+    draw.text((0, WIDTH + 2), title[0] if title else "", _INK, _font(_TEXT, bold=True))
+    for number, (line, colour) in enumerate(lines):
+        draw.text((0, WIDTH + 2 + _LINE * (number + 1)), line, colour, _font(_TEXT))
+    return drawn
+
+
+def _marked(text: str) -> list[str]:
+    """Lines of one text; all but the first are moved in, so that it shows where a text begins."""
+    first, *rest = wrapped(text, WIDTH - 12, _font(_TEXT)) or [""]
+    return [first, *(f"   {line}" for line in rest)]
+
+
+def _texts(annotation: Annotation) -> list[str]:
+    texts = captions_of(annotation)
+    for name in ("premise", "hypothesis", "statement", "label"):
+        value = getattr(annotation, name)
+        if value is not None:
+            texts.append(f"{name}: {value}")
+    for question in annotation.questions or ():
+        answers = ", ".join(answer.answer for answer in question.answers)
+        texts.append(f"{question.question} {answers}".strip())
+    return texts or ["(no caption)"]
+
+
+def _frames(annotation: Annotation) -> list[Frame]:
+    if annotation.expressions:
+        return [Frame(expression.box, expression.text) for expression in annotation.expressions]
+    return [Frame(box, f"box {number}") for number, box in enumerate(annotation.boxes or ())]
+
+
+def _beside(first: Image.Image, second: Image.Image) -> Image.Image:
+    height = max(first.height, second.height)
+    both = Image.new("RGB", (first.width + second.width + height // 20, height), _PAPER)
+    both.paste(first, (0, 0))
+    both.paste(second, (both.width - second.width, 0))
+    return both
+
+
+def _told(bad: BadSample, shard: ShardReader, number: int) -> str:
+    """What is wrong, without the place that the title says already."""
+    reason = bad.where.removeprefix(shard.where(number)).strip()
+    return reason.removeprefix("(").removesuffix(")") or bad.kind
+
+
+@cache
+def _font(size: int, bold: bool = False) -> ImageFont.FreeTypeFont:
+    # Matplotlib brings a font of many scripts along; Pillow's own knows Latin letters alone.
+    name = "DejaVuSans-Bold.ttf" if bold else "DejaVuSans.ttf"
+    return ImageFont.truetype(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / name, size)

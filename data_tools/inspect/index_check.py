@@ -1,0 +1,148 @@
+"""What `index.json` and `manifest.json` say of shards, against what was found in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ValidationError
+
+from vlp.config import ConfigError
+from vlp.data.shards.index import INDEX_NAME, ShardTable, map_samples, read_table, sample_rows
+from vlp.data.shards.sample_files import SampleFiles
+
+MANIFEST_NAME = "manifest.json"
+INDEX_KINDS = ("missing index", "unusable index", "index differs")
+"""Kinds of damage that a new index repairs."""
+
+
+class Damage(NamedTuple):
+    """What is wrong (one of few kinds) and where."""
+
+    kind: str
+    where: str
+
+
+class Found(NamedTuple):
+    """What a shard was found to hold; what was not looked for is None.
+
+    `rows` and `places` are digests of the index rows of its samples, with captions and without.
+    """
+
+    samples: int
+    bytes: int
+    places: str
+    captions: int | None = None
+    rows: str | None = None
+    sha256: str | None = None
+
+
+class ManifestShard(BaseModel):
+    """A shard as its builder wrote it; what a manifest does not say is not compared."""
+
+    name: str
+    samples: int | None = None
+    bytes: int | None = None
+    sha256: str | None = None
+
+
+class _Manifest(BaseModel):
+    shards: list[ManifestShard]
+
+
+def found_rows(samples: Sequence[SampleFiles], captions: Sequence[int]) -> tuple[str, str]:
+    """`places` and `rows` of `Found`."""
+    return _digests(sample_rows(samples, captions))
+
+
+def against_index(folder: Path, found: Mapping[str, Found]) -> list[Damage]:
+    """Where the index says something else than the shards.
+
+    Args:
+        folder: of the shards.
+        found: by name, every shard that is there.
+    """
+    path = folder / INDEX_NAME
+    remedy = "--fix writes a new one"
+    try:
+        shards = read_table(path.read_bytes(), str(path), remedy)
+        rows = map_samples(folder / shards.file, shards)
+    except FileNotFoundError:
+        return [Damage("missing index", f"{path} ({remedy})")]
+    except OSError as error:
+        return [Damage("unusable index", f"{path} ({error.strerror})")]
+    except ConfigError as error:
+        return [Damage("unusable index", str(error))]
+    listed = {entry.name for entry in shards}
+    damage = [
+        Damage("index differs", f"{folder / name}: is not in {INDEX_NAME}")
+        for name in sorted(found.keys() - listed)
+    ]
+    if rows is None:
+        damage.append(Damage("unusable index", f"{folder / shards.file}: is not there"))
+    for number, (entry, start) in enumerate(zip(shards, _starts(shards))):
+        there = found.get(entry.name)
+        if there is None:
+            damage.append(Damage("index differs", f"{folder / entry.name}: is not there"))
+            continue
+        difference = _difference(entry, there, ("samples", "bytes", "captions"))
+        if difference is None and rows is not None:
+            places, whole = _digests(rows[start : start + shards.samples[number]])
+            if places != there.places or there.rows not in (None, whole):
+                difference = "its samples lie elsewhere, or have other captions"
+        if difference is not None:
+            damage.append(Damage("index differs", f"{folder / entry.name}: {difference}"))
+    return damage
+
+
+def read_manifest(folder: Path) -> tuple[list[ManifestShard] | None, list[Damage]]:
+    """The shards of `manifest.json`; None without one, and the damage if it cannot be read."""
+    path = folder / MANIFEST_NAME
+    try:
+        return _Manifest.model_validate_json(path.read_bytes()).shards, []
+    except FileNotFoundError:
+        return None, []
+    except (OSError, ValidationError) as error:
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        return None, [Damage("unusable manifest", f"{path} ({reason})")]
+
+
+def against_manifest(
+    folder: Path, manifest: Sequence[ManifestShard], found: Mapping[str, Found]
+) -> list[Damage]:
+    """Where the manifest says something else than the shards; arguments as in `against_index`."""
+    damage = []
+    for entry in manifest:
+        there = found.get(entry.name)
+        difference = "is not there"
+        if there is not None:
+            difference = _difference(entry, there, ("samples", "bytes", "sha256")) or ""
+        if difference:
+            damage.append(Damage("manifest differs", f"{folder / entry.name}: {difference}"))
+    for name in sorted(found.keys() - {entry.name for entry in manifest}):
+        damage.append(Damage("manifest differs", f"{folder / name}: is not in {MANIFEST_NAME}"))
+    return damage
+
+
+def _difference(said: object, there: Found, fields: Sequence[str]) -> str | None:
+    """The first field that is known of both and not the same."""
+    for field in fields:
+        expected, is_there = getattr(said, field), getattr(there, field)
+        if expected is not None and is_there is not None and expected != is_there:
+            return f"{field}: {is_there}, {expected} is written"
+    return None
+
+
+def _starts(shards: ShardTable) -> list[int]:
+    """Where each shard's rows start."""
+    starts: list[int] = (np.cumsum(shards.samples) - shards.samples).tolist()
+    return starts
+
+
+def _digests(rows: NDArray[np.void]) -> tuple[str, str]:
+    places = np.stack((rows["start"], rows["blocks"]))
+    return tuple(blake2b(part.tobytes(), digest_size=8).hexdigest() for part in (places, rows))  # type: ignore[return-value]

@@ -1,0 +1,325 @@
+"""Deal the samples of folders of shards into new shards of another size, or in another order.
+
+    python -m data_tools reshard shards/sbu --out shards/sbu-4k --samples-per-shard 4000
+    python -m data_tools reshard shards/coco shards/vg --out shards/both --samples-per-shard 1000 \\
+        --shuffle 0 --prefix-keys
+
+Every file of every sample is kept, byte for byte, those that nothing here reads too; only the tar's
+headers are written anew, without times and users. Without `--shuffle` the order is that of the
+folders, their shards and the samples in them. Files that belong to no sample (no dot in their name)
+are left behind.
+
+Shards appear whole. After an interruption run the same command again: finished ones stay, and the
+result is the same. A damaged shard gives what lies before the damage; the exit code is then 1.
+Needs 10 bytes of disk a sample while it runs, and with `--shuffle` 8 bytes of memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterable, Sequence
+from functools import partial
+from hashlib import blake2b
+from io import BytesIO
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from data_tools.inspect.index import write_index_of
+from data_tools.scan.atomic_file import whole_file
+from data_tools.scan.keys import keys_in, prefixed, repeated_keys
+from data_tools.scan.parallel_scan import (
+    Shard,
+    ShardReader,
+    add_processes,
+    go_on,
+    in_order,
+    scan,
+    shards_of,
+)
+from data_tools.scan.repeated_ids import Numbers, Repeats, numbers_of
+from vlp.config import ConfigError
+from vlp.data.shards.index import BLOCK, ROW, sample_rows
+from vlp.data.shards.lru import Recent
+from vlp.data.shards.sample_files import grouped
+from vlp.data.shards.tar import append_member, close_tar, members_in
+from vlp.io import sync, sync_folder
+
+RESHARD_VERSION = 1
+"""Raised whenever equal arguments give other shards than before."""
+
+SETTINGS_NAME = "reshard.json"
+_PLAN_NAME = "reshard.places"
+_FILES_KEPT = 128
+_NAMED = 5
+
+
+class Surveyed(NamedTuple):
+    """Where a shard's samples lie, the numbers of their keys, and what is wrong behind them."""
+
+    rows: NDArray[np.void]
+    keys: Numbers
+    problem: str | None
+
+
+class Piece(NamedTuple):
+    """One new shard: its samples by their number among all, and where each one comes from."""
+
+    number: int
+    samples: NDArray[np.int64]
+    sources: list[Shard]
+    source: NDArray[np.int64]
+    """Of each sample, its place in `sources`."""
+
+    def __str__(self) -> str:
+        return _name(self.number)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER", help="folder of shards")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
+    parser.add_argument("--samples-per-shard", type=int, required=True, metavar="N")
+    parser.add_argument(
+        "--shuffle", type=int, metavar="SEED", help="deal all samples anew (default: keep order)"
+    )
+    parser.add_argument(
+        "--prefix-keys",
+        action="store_true",
+        help="put the name of its folder before every key, where folders use the same ones",
+    )
+    add_processes(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan, write what is not there yet, and index it; 1 if a source is damaged."""
+    if arguments.samples_per_shard < 1:
+        raise ConfigError(f"--samples-per-shard is {arguments.samples_per_shard}, at least 1")
+    out: Path = arguments.out
+    shards = shards_of(arguments.folders)
+    if out.resolve() in {folder.resolve() for folder in arguments.folders}:
+        raise ConfigError(f"{out}: is read from; choose another --out")
+    prefixes = folder_prefixes(arguments.folders) if arguments.prefix_keys else {}
+    settings = _settings(arguments, shards)
+    _refuse_others(out, settings)
+    plan = out / _PLAN_NAME
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        problems, counts = survey(shards, plan, prefixes, arguments.processes)
+        total = int(counts.sum())
+        if not total:
+            raise ConfigError("there are no samples in these folders")
+        _keep_settings(out, settings)
+        _sweep(out)
+        order = Order(total, arguments.samples_per_shard, arguments.shuffle)
+        missing = [n for n in range(len(order)) if not (out / _name(n)).exists()]
+        pieces = (order.piece(number, shards, counts) for number in missing)
+        write = partial(write_shard, out=out, plan=plan, prefixes=prefixes)
+        with tqdm(total=len(missing), desc=str(out), unit="shard") as bar:
+            for _ in in_order(write, pieces, arguments.processes):
+                bar.update()
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename or out}: {error.strerror}; finished shards stay, run the same "
+            "command again to go on"
+        ) from error
+    finally:
+        plan.unlink(missing_ok=True)
+    write_index_of(out, arguments.processes)
+    print(f"{out}: {total} samples in {len(order)} shards, {len(missing)} of them new")
+    for problem in problems:
+        print(f"  damaged: {problem}")
+    return 1 if problems else 0
+
+
+def survey(
+    shards: Sequence[Shard], plan: Path, prefixes: dict[Path, str], processes: int
+) -> tuple[list[str], NDArray[np.int64]]:
+    """Write the places of all samples to `plan`, one ROW each.
+
+    Returns:
+        What is wrong with the shards, and how many samples each one has.
+
+    Raises:
+        ConfigError: a key comes more than once.
+    """
+    problems, counts, keys = [], [], Repeats()
+    work = partial(_survey, prefixes=prefixes)
+    with open(plan, "wb") as file:
+        for shard, found in scan(work, shards, processes, "survey"):
+            if found.problem:
+                problems.append(f"{shard}: {found.problem}, {len(found.rows)} samples before it")
+            counts.append(len(found.rows))
+            keys.add(found.keys)
+            file.write(found.rows.tobytes())
+    repeated = keys.result().values
+    if len(repeated):
+        raise ConfigError(_say_repeated(repeated_keys(shards, repeated, processes, prefixes)))
+    return problems, np.array(counts, dtype=np.int64)
+
+
+class Order:
+    """Which samples go into which new shard.
+
+    Args:
+        total: samples there are.
+        per_shard: samples of a new shard; the last one has what is left.
+        seed: of the shuffle; None keeps the order.
+    """
+
+    def __init__(self, total: int, per_shard: int, seed: int | None) -> None:
+        self._total = total
+        self._per_shard = per_shard
+        self._order = None if seed is None else np.random.default_rng(seed).permutation(total)
+
+    def __len__(self) -> int:
+        return -(-self._total // self._per_shard)
+
+    def piece(self, number: int, shards: Sequence[Shard], counts: NDArray[np.int64]) -> Piece:
+        """The new shard of a number, from old shards and their numbers of samples."""
+        start = number * self._per_shard
+        end = min(start + self._per_shard, self._total)
+        samples = np.arange(start, end) if self._order is None else self._order[start:end]
+        places = np.searchsorted(np.cumsum(counts), samples, side="right")
+        used, source = np.unique(places, return_inverse=True)
+        return Piece(number, samples, [shards[place] for place in used], source)
+
+
+def write_shard(piece: Piece, out: Path, plan: Path, prefixes: dict[Path, str]) -> None:
+    """Write one new shard; it gets its name when it is whole and on disk."""
+    rows = np.memmap(plan, dtype=ROW, mode="r")
+    files: Recent[int] = Recent(_FILES_KEPT, dispose=os.close)
+    unfinished = out / f"{_name(piece.number)}.{os.getpid()}.tmp"
+    try:
+        with open(unfinished, "wb") as file:
+            for sample, source in zip(piece.samples, piece.source):
+                go_on()
+                shard = piece.sources[source]
+                handle = files.get(source, partial(os.open, shard.path, os.O_RDONLY))
+                _copy(handle, rows[sample], prefixes.get(shard.folder, ""), file, str(shard))
+            close_tar(file)
+            sync(file)
+        unfinished.rename(out / _name(piece.number))
+    finally:
+        files.clear()
+        unfinished.unlink(missing_ok=True)
+    sync_folder(out)
+
+
+def folder_prefixes(folders: Sequence[Path]) -> dict[Path, str]:
+    """What to put before the keys of each folder: as much of its path as tells it from the others.
+
+    Raises:
+        ConfigError: no part of the paths tells them apart.
+    """
+    parts = {folder: folder.resolve().parts[1:] for folder in folders}
+    for length in range(1, max(map(len, parts.values())) + 1):
+        names = {
+            folder: "_".join(part[-length:]).replace(".", "_").replace(" ", "_") + "_"
+            for folder, part in parts.items()
+        }
+        if len(set(names.values())) == len(names):
+            return names
+    raise ConfigError("--prefix-keys: the folders' names do not tell them apart; rename one")
+
+
+def _survey(shard: Shard, prefixes: dict[Path, str]) -> Surveyed:
+    prefix = prefixes.get(shard.folder, "")
+    with ShardReader(shard.path) as opened:
+        rows = sample_rows(opened.samples, [0] * len(opened))
+        return Surveyed(rows, numbers_of(keys_in(opened, prefix)), opened.problem)
+
+
+def _copy(handle: int, row: np.void, prefix: str, file: IO[bytes], where: str) -> None:
+    start, length = int(row["start"]) * BLOCK, int(row["blocks"]) * BLOCK
+    data = os.pread(handle, length, start)
+    # A tar ends in an empty block: with one behind it, the part is a tar like any other.
+    members, problem = members_in(BytesIO(data + bytes(BLOCK)), len(data) + BLOCK)
+    samples = grouped(members)
+    if not length or problem or len(samples) != 1:
+        raise ConfigError(f"{where}: cannot be read at byte {start}; has it changed meanwhile?")
+    for member in samples[0].files.values():
+        content = data[member.offset : member.offset + member.size]
+        append_member(file, prefixed(prefix, member.name), content)
+
+
+def _sweep(out: Path) -> None:
+    """Without the unfinished shards of a killed run."""
+    for leftover in out.glob("shard-*.tmp"):
+        leftover.unlink(missing_ok=True)
+
+
+def _refuse_others(out: Path, settings: dict[str, object]) -> None:
+    """Refuse a folder that holds other shards than this command writes."""
+    path = out / SETTINGS_NAME
+    try:
+        found = json.loads(path.read_bytes())
+    except NotADirectoryError as error:
+        raise ConfigError(f"{out}: is a file; choose another --out") from error
+    except FileNotFoundError:
+        if any(out.glob("*.tar")):
+            raise ConfigError(f"{out}: holds shards already; choose another --out") from None
+        return
+    except ValueError as error:
+        raise ConfigError(f"{path}: not JSON ({error}); delete {out} to begin again") from error
+    for name in settings:
+        if found.get(name) != settings[name]:
+            if name == "sources":
+                raise ConfigError(
+                    f"{out} was begun with other shards in these folders, or they were written "
+                    f"anew since: choose another --out, or delete {out}"
+                )
+            raise ConfigError(
+                f"{out} was begun with {name} {found.get(name)}, this command says "
+                f"{settings[name]}: choose another --out, or delete {out}"
+            )
+
+
+def _keep_settings(out: Path, settings: dict[str, object]) -> None:
+    with whole_file(out / SETTINGS_NAME) as file:
+        file.write(json.dumps(settings, indent=2).encode() + b"\n")
+
+
+def _settings(arguments: argparse.Namespace, shards: Sequence[Shard]) -> dict[str, object]:
+    sources = blake2b(digest_size=16)
+    for shard in shards:
+        # The size alone would not do: tars are filled up to 10 KiB.
+        size, time = _size_and_time(shard.path)
+        sources.update(f"{shard.folder.resolve()}\0{shard.name}\0{size}\0{time}\0".encode())
+    return {
+        "version": RESHARD_VERSION,
+        "folders": [str(folder.resolve()) for folder in arguments.folders],
+        "sources": sources.hexdigest(),
+        "samples_per_shard": arguments.samples_per_shard,
+        "shuffle": arguments.shuffle,
+        "prefix_keys": arguments.prefix_keys,
+    }
+
+
+def _size_and_time(path: Path) -> tuple[int, int]:
+    if not path.is_file():
+        return 0, 0
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
+
+
+def _say_repeated(places: Iterable[tuple[Shard, str]]) -> str:
+    found: dict[str, list[Shard]] = {}
+    for shard, key in places:
+        found.setdefault(key, []).append(shard)
+    found = {key: shards for key, shards in found.items() if len(shards) > 1}
+    remedy = "--prefix-keys tells the folders apart"
+    if any(len({shard.folder for shard in shards}) < len(shards) for shards in found.values()):
+        remedy = "a folder repeats its own keys: `verify` names them all"
+    named = [f"{key} ({shards[0]}, {shards[1]})" for key, shards in list(found.items())[:_NAMED]]
+    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    return f"{len(found)} keys come more than once: {', '.join(named)}{more}; {remedy}"
+
+
+def _name(number: int) -> str:
+    return f"shard-{number:06d}.tar"

@@ -1,0 +1,49 @@
+"""Which keys come more than once in folders of shards, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from data_tools.scan.parallel_scan import Shard, ShardReader, scan
+from data_tools.scan.repeated_ids import Numbers, numbers_of
+
+
+def prefixed(prefix: str, name: str) -> str:
+    """A key or file name with something before its last part: folders in a key stay folders."""
+    folder, slash, own = name.rpartition("/")
+    return f"{folder}{slash}{prefix}{own}"
+
+
+def keys_in(shard: ShardReader, prefix: str = "") -> list[str]:
+    """The keys of a shard in order."""
+    return [prefixed(prefix, sample.key) for sample in shard.samples]
+
+
+def repeated_keys(
+    shards: Sequence[Shard],
+    repeated: Numbers,
+    processes: int,
+    prefixes: Mapping[Path, str] | None = None,
+) -> Iterator[tuple[Shard, str]]:
+    """Every occurrence of the keys that come more than once, in order.
+
+    Args:
+        shards: all shards.
+        repeated: numbers of keys (`repeats.number_of`) of which some come more than once.
+        processes: that read headers at the same time.
+        prefixes: of the keys of each folder.
+    """
+    work = partial(_repeated, repeated=repeated, prefixes=prefixes or {})
+    for shard, names in scan(work, shards, processes, "repeated keys"):
+        for name in names:
+            yield shard, name
+
+
+def _repeated(shard: Shard, repeated: Numbers, prefixes: Mapping[Path, str]) -> list[str]:
+    with ShardReader(shard.path) as opened:
+        names = keys_in(opened, prefixes.get(shard.folder, ""))
+    return [names[number] for number in np.flatnonzero(np.isin(numbers_of(names), repeated))]

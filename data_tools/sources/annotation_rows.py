@@ -1,0 +1,149 @@
+"""Rows of annotation files: read, checked against what a converter needs, and counted if faulty."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from data_tools.builder.sample_spec import Refused
+from vlp.config import ConfigError
+
+Located = tuple[str, Any]
+"""Where a row stands (for messages), and what stands there."""
+
+
+class Row(BaseModel):
+    """Base of the rows of one layout; what a converter does not read may be there or not."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, coerce_numbers_to_str=True)
+
+
+AnyRow = TypeVar("AnyRow", bound=Row)
+
+
+Faults = list[Refused]
+"""What is wrong with rows, filled while they are read; the build's manifest counts and names it."""
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file, gzipped or not.
+
+    Raises:
+        ConfigError: it is missing or not JSON.
+    """
+    try:
+        with _opened(path) as file:
+            return json.loads(file.read())
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 ({error})") from error
+    except json.JSONDecodeError as error:
+        hint = "; it has one object a line" if error.msg == "Extra data" else ""
+        raise ConfigError(f"{path}: not a JSON file ({error}){hint}") from error
+
+
+def json_lines(path: Path, faults: Faults) -> Iterator[Located]:
+    """The objects of a file, gzipped or not, with one a line; what is no JSON is counted.
+
+    Raises:
+        ConfigError: the file is missing, or its first line is no JSON.
+    """
+    good = 0
+    for number, line in enumerate(_lines(path), 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            if not good:
+                raise ConfigError(
+                    f"{where}: no JSON object on a line of its own ({error})"
+                ) from None
+            faults.append(Refused("line that is not JSON", where))
+            continue
+        good += 1
+        yield where, row
+
+
+def line_count(paths: Iterable[Path]) -> int:
+    """How many lines some files have, gzipped or not, which tells how far a conversion is.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    return sum(1 for path in paths for _ in _lines(path))
+
+
+def json_list(path: Path, key: str | None = None) -> Iterator[Located]:
+    """The members of the list in a JSON file, perhaps under a key of its outermost object.
+
+    Raises:
+        ConfigError: the file is missing, not JSON, or holds no such list.
+    """
+    return members(read_json(path), path, key)
+
+
+def members(content: Any, path: Path, key: str | None = None) -> Iterator[Located]:
+    """As `json_list`, of what was read from a file already."""
+    rows = content.get(key) if key is not None and isinstance(content, dict) else content
+    if not isinstance(rows, list) or (key is not None and not isinstance(content, dict)):
+        place = "a list" if key is None else f'an object with a list "{key}"'
+        raise ConfigError(f"{path}: this should be {place}; is it the right file?")
+    name = f"{path}" if key is None else f"{path}, {key}"
+    return ((f"{name}, row {number}", row) for number, row in enumerate(rows, 1))
+
+
+def parsed(rows: Iterable[Located], layout: type[AnyRow], faults: Faults) -> Iterator[AnyRow]:
+    """Rows in their layout; one that does not fit is counted.
+
+    Raises:
+        ConfigError: already the first one does not fit, so the file has another layout.
+    """
+    good = 0
+    for where, row in rows:
+        try:
+            fitting = layout.model_validate(row)
+        except ValidationError as error:
+            problem = f"{where}: {explained(error)}"
+            if not good:
+                raise ConfigError(f"{problem}; is it the right file?") from None
+            faults.append(Refused("row of another layout", problem))
+            continue
+        good += 1
+        yield fitting
+
+
+def explained(error: ValidationError) -> str:
+    """The first problem of a row: the field and what is wrong with it."""
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"]) or "the row"
+    return f"{place}: {first['msg']}"
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """A file's bytes, of a gzipped one those inside; what goes wrong meanwhile is a ConfigError."""
+    try:
+        with open(path, "rb") as file:
+            if file.read(2) != b"\x1f\x8b":
+                file.seek(0)
+                yield file
+                return
+        with gzip.open(path) as inside:
+            yield inside  # type: ignore[misc]
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ConfigError(f"{path}: a damaged gzip file ({error}); download it again") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    with _opened(path) as file:
+        yield from file

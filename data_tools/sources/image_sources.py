@@ -1,0 +1,173 @@
+"""Pictures of a raw data set by file name, wherever they lie: folders, tars or zips."""
+
+from __future__ import annotations
+
+import os
+import sys
+import zipfile
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from vlp.config import ConfigError
+from vlp.data.shards.sample_files import BadSample
+from vlp.data.shards.tar import read_members
+
+DEPTH = 2
+"""Levels of folders below a place that are looked through (`ab/cd/picture.jpg`)."""
+
+
+class Place(NamedTuple):
+    """Where the bytes of one picture lie: a file, a part of a tar, or a member of a zip."""
+
+    path: Path
+    offset: int = 0
+    size: int | None = None
+    member: str | None = None
+
+    def read(self) -> bytes:
+        """The bytes.
+
+        Raises:
+            BadSample: they can no longer be read.
+        """
+        try:
+            if self.member is not None:
+                return _zip(self.path).read(self.member)
+            with open(self.path, "rb") as file:
+                file.seek(self.offset)
+                data = file.read() if self.size is None else file.read(self.size)
+        except Exception as error:  # zipfile raises a dozen kinds for damaged members
+            raise BadSample("unreadable picture", f"{self.path} ({error})") from error
+        if self.size is not None and len(data) != self.size:
+            raise BadSample("unreadable picture", f"{self.path}: cut off at byte {self.offset}")
+        return data
+
+
+class _Found(NamedTuple):
+    container: int
+    folder: str
+    offset: int
+    size: int
+
+
+class Originals:
+    """Finds pictures by name in folders (two levels deep), tars and zips.
+
+    The first place that has one wins. A folder that holds tars or zips stands for those too. A name
+    is looked for by its last part; where several files share that, the folders before it decide.
+
+    Raises:
+        ConfigError: a place does not exist, or a file is neither a tar nor a zip.
+    """
+
+    def __init__(self, places: Sequence[Path]) -> None:
+        self.problems: list[str] = []
+        self._containers: list[Path] = []
+        self._found: dict[str, _Found] = {}
+        self._more: dict[str, list[_Found]] = {}
+        for place in places:
+            if place.is_dir():
+                self._add_folder(place)
+            elif place.is_file():
+                self._add_archive(place)
+            else:
+                raise ConfigError(f"{place}: no such folder, tar or zip of pictures")
+
+    def find(self, name: str) -> Place | None:
+        """Where a picture lies (a file name, perhaps with folders before it), or None."""
+        folder, _, base = name.removeprefix("./").rpartition("/")
+        found = self._found.get(base)
+        if found is None:
+            return None
+        if folder and not _agree(found.folder, folder):
+            others = self._more.get(base, ())
+            found = next((other for other in others if _agree(other.folder, folder)), found)
+        path = self._containers[found.container]
+        full = f"{found.folder}/{base}" if found.folder else base
+        if found.offset == _IN_FOLDER:
+            return Place(path / full)
+        if found.offset == _IN_ZIP:
+            return Place(path, member=full)
+        return Place(path, found.offset, found.size)
+
+    def read(self, name: str) -> bytes | None:
+        """The bytes of a picture, or None where there is none.
+
+        Raises:
+            BadSample: there is one, and it can no longer be read.
+        """
+        place = self.find(name)
+        return None if place is None else place.read()
+
+    def __len__(self) -> int:
+        return len(self._found) + sum(map(len, self._more.values()))
+
+    def _add_folder(self, folder: Path) -> None:
+        archives = []
+        self._containers.append(folder)
+        number = len(self._containers) - 1
+        for inside, name in _listed(folder, "", DEPTH):
+            if name.lower().endswith(_ARCHIVES):
+                archives.append(folder / inside / name)
+            else:
+                self._add(name, _Found(number, inside, _IN_FOLDER, 0))
+        for archive in archives:
+            self._add_archive(archive)
+
+    def _add_archive(self, path: Path) -> None:
+        self._containers.append(path)
+        number = len(self._containers) - 1
+        if zipfile.is_zipfile(path):
+            for info in _zip(path).infolist():
+                if not info.is_dir():
+                    folder, _, name = info.filename.rpartition("/")
+                    self._add(name, _Found(number, sys.intern(folder), _IN_ZIP, 0))
+            return
+        members, problem = read_members(path)
+        if problem and not members:
+            raise ConfigError(f"{path}: neither a tar nor a zip that can be read ({problem})")
+        if problem:
+            self.problems.append(f"{path}: {problem}")
+        for member in members:
+            folder, _, name = member.name.removeprefix("./").rpartition("/")
+            self._add(name, _Found(number, sys.intern(folder), member.offset, member.size))
+
+    def _add(self, name: str, found: _Found) -> None:
+        if name.lower().endswith(_BESIDE):
+            return
+        if name in self._found:
+            self._more.setdefault(name, []).append(found)
+        else:
+            self._found[name] = found
+
+
+# In place of an offset.
+_IN_FOLDER, _IN_ZIP = -1, -2
+
+_ARCHIVES = (".tar", ".zip")
+# What lies beside pictures and is none: to remember it would take memory.
+_BESIDE = (".txt", ".json", ".parquet", ".csv")
+
+
+def _agree(there: str, wanted: str) -> bool:
+    """Whether two paths of folders end alike, as far as the shorter one goes."""
+    return f"/{there}".endswith(f"/{wanted}") or f"/{wanted}".endswith(f"/{there}")
+
+
+def _listed(folder: Path, inside: str, depth: int) -> Iterator[tuple[str, str]]:
+    """Files below a folder in the order of their names: the folders in between, and the name."""
+    deeper = []
+    for entry in sorted(os.scandir(folder / inside), key=lambda entry: entry.name):
+        if entry.is_dir():
+            deeper.append(entry.name)
+        elif not entry.name.startswith("."):
+            yield sys.intern(inside), entry.name
+    for name in deeper if depth else ():
+        yield from _listed(folder, f"{inside}/{name}" if inside else name, depth - 1)
+
+
+@lru_cache(maxsize=8)
+def _zip(path: Path) -> zipfile.ZipFile:
+    return zipfile.ZipFile(path)

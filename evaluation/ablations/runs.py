@@ -1,0 +1,192 @@
+"""Trainings that a comparison is made of: done side by side, once each, and resumable.
+
+A run that is finished is never done again, one that was cut off goes on from its checkpoint.
+"""
+
+from __future__ import annotations
+
+import csv
+import ctypes
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import AfterValidator
+
+from vlp.config import ConfigError
+
+LAUNCH = Path(__file__).resolve().parents[2] / "launch"
+RESULT = "result.json"
+
+_PARENT_DEATH_SIGNAL = 1
+
+Judge = Callable[[Path, int], dict[str, float]]
+"""Model folder and number of threads to figures by name; None where a run is not judged."""
+
+Results = dict[tuple[str, int], dict[str, Any]]
+"""What `result.json` says, by variant and seed."""
+
+
+def _told_once(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Refuse `training.steps` beside `training`: their order would say which of them counts."""
+    for key in overrides:
+        for outer in overrides:
+            if key.startswith(f"{outer}."):
+                raise ValueError(
+                    f"{key} and {outer} are both there; on the command line write "
+                    f"overrides='{{{key}: ...}}' for the first"
+                )
+    return overrides
+
+
+Overrides = Annotated[Mapping[str, Any], AfterValidator(_told_once)]
+"""Values by dotted key of the configuration that runs train with."""
+
+
+class Run(NamedTuple):
+    """One training: where it lies, what it is made of, and the script that does it.
+
+    `settings` has `config`, a file as `portable` names it, and `overrides` by dotted key; whatever
+    else is in it makes the run another one.
+    """
+
+    name: str
+    folder: Path
+    settings: dict[str, Any]
+    script: str = "pretrain.py"
+
+
+def portable(file: Path) -> str:
+    """A file of this checkout by its place in it, so that results may move with the checkout."""
+    root, file = LAUNCH.parent, file.resolve()
+    return file.relative_to(root).as_posix() if file.is_relative_to(root) else str(file)
+
+
+def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as they come back from a file: JSON knows no tuples."""
+    found: dict[str, Any] = json.loads(json.dumps(settings))
+    return found
+
+
+def finished(run: Run) -> dict[str, Any] | None:
+    """The result of a run that is done, or None.
+
+    Raises:
+        ConfigError: its folder holds a run of other settings.
+    """
+    file = run.folder / RESULT
+    if not file.is_file():
+        return None
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    if found["settings"] != run.settings:
+        raise ConfigError(
+            f"{run.folder} holds a run of other settings: delete it, or change output"
+        )
+    return found
+
+
+def write_csv(file: Path, results: Results) -> None:
+    """Every figure of every run, a line each."""
+    names = sorted({name for result in results.values() for name in result["figures"]})
+    with file.open("w", encoding="utf-8", newline="") as lines:
+        writer = csv.writer(lines)
+        writer.writerow(["variant", "seed", *names])
+        for (variant, seed), result in sorted(results.items()):
+            cells = [result["figures"].get(name, "") for name in names]
+            writer.writerow([variant, seed, *cells])
+
+
+def do_runs(
+    runs: Sequence[Run], jobs: int, judge: Judge | None, say: Callable[[str], object] = print
+) -> None:
+    """Do what is not done yet, `jobs` side by side; they share the cores.
+
+    Raises:
+        ConfigError: there is no checkout to train from, a folder holds a run of other settings,
+            or a training failed (its log is named).
+    """
+    if not LAUNCH.is_dir():
+        raise ConfigError(f"comparisons train with {LAUNCH}, which only a checkout has")
+    todo = [run for run in runs if finished(run) is None]
+    say(f"{len(runs)} runs, {len(runs) - len(todo)} of them done")
+    for number, (run, seconds) in enumerate(_executed(todo, jobs, judge), 1):
+        say(f"  {number}/{len(todo)} {run.name}: {seconds:.0f} s")
+
+
+def _executed(runs: Sequence[Run], jobs: int, judge: Judge | None) -> Iterator[tuple[Run, float]]:
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    # Spawned, not forked: a process that holds threads of torch must not be copied.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, context, initializer=_end_with_parent) as pool:
+        futures = {pool.submit(execute, run, judge, threads): run for run in runs}
+        try:
+            for future in as_completed(futures):
+                run = futures[future]
+                try:
+                    seconds = future.result()
+                except Exception as error:
+                    error.add_note(f"This was {run.name}, in {run.folder}.")
+                    raise
+                yield run, seconds
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _end_with_parent() -> None:
+    """Have this process told to stop when the one that started it is gone, whatever ended it.
+
+    Else trainings, and those still in the queue, would go on by themselves. Linux alone can.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+
+
+def execute(run: Run, judge: Judge | None, threads: int) -> float:
+    """Train and judge one run with so many threads; returns the seconds it took."""
+    started = time.monotonic()
+    if not (run.folder / "model").is_dir():
+        _train(run, threads)
+    result: dict[str, Any] = {"settings": run.settings, "figures": {}}
+    if judge is not None:
+        result["figures"] = judge(run.folder / "model", threads)
+    result["seconds"] = time.monotonic() - started
+    partial_file = run.folder / (RESULT + ".tmp")
+    partial_file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    partial_file.rename(run.folder / RESULT)
+    return time.monotonic() - started
+
+
+def _train(run: Run, threads: int) -> None:
+    from vlp.distributed import free_port
+
+    log = run.folder.with_suffix(".log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    overrides = [f"{key}={json.dumps(value)}" for key, value in run.settings["overrides"].items()]
+    script = str(LAUNCH / run.script)
+    config = str(LAUNCH.parent / run.settings["config"])
+    command = [sys.executable, script, "--config", config, "--resume"]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "MASTER_PORT": str(free_port()),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(LAUNCH.parent), os.environ.get("PYTHONPATH")])
+        ),
+    }
+    with log.open("ab") as file:
+        done = subprocess.run(
+            [*command, f"output={run.folder}", *overrides],
+            env=environment, stdout=file, stderr=subprocess.STDOUT, check=False,
+            preexec_fn=_end_with_parent,
+        )  # fmt: skip
+    if done.returncode or not (run.folder / "model").is_dir():
+        raise ConfigError(f"{run.name} ended with code {done.returncode}; see {log}")

@@ -1,0 +1,29 @@
+"""A model on a device and in evaluation mode for as long as it is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from evaluation.core.work_sharding import default_device
+
+
+@contextmanager
+def evaluating(
+    model: nn.Module, device: torch.device | str | None = None
+) -> Iterator[torch.device]:
+    """Move the model, put it into evaluation mode, and give the device; None is this rank's own.
+
+    Afterwards every submodule is back in its own mode; the model stays where it is.
+    """
+    place = torch.device(device) if device is not None else default_device()
+    modes = [(module, module.training) for module in model.modules()]
+    model.to(place).eval()
+    try:
+        yield place
+    finally:
+        for module, training in modes:
+            module.training = training

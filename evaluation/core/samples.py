@@ -1,0 +1,97 @@
+"""Samples of several shard folders in a fixed order, with bad ones counted instead of fatal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from PIL import Image
+
+from vlp.data.image.decode import decode_picture
+from vlp.data.schema import Annotation, captions_of
+from vlp.data.shards.bad_samples import Skip
+from vlp.data.shards.shard_index import BadSample, ShardIndex
+
+
+class EvaluationError(ValueError):
+    """An evaluation that cannot be done; the message is meant for the person at the terminal."""
+
+
+class Sample(NamedTuple):
+    """One picture with its captions.
+
+    identity is equal for samples that show the same picture (same source and image_id); key is
+    that of its shard.
+    """
+
+    image: Image.Image
+    captions: list[str]
+    annotation: Annotation
+    identity: tuple[str, str]
+    key: str = ""
+
+
+class Samples:
+    """Random access over shard folders, in their order, shard by shard."""
+
+    def __init__(self, folders: Sequence[str | Path], limit: int | None = None) -> None:
+        """Open the folders' indices.
+
+        Args:
+            folders: shard folders.
+            limit: only the first so many samples.
+
+        Raises:
+            EvaluationError: there is no folder or no sample.
+        """
+        if not folders:
+            raise EvaluationError("no shard folder is given")
+        self.folders = [str(folder) for folder in folders]
+        self._indices = [ShardIndex.open(Path(folder)) for folder in folders]
+        self._places = [
+            (folder, shard, sample)
+            for folder, index in enumerate(self._indices)
+            for shard, entry in enumerate(index.shards)
+            for sample in range(entry.samples)
+        ]
+        if limit is not None:
+            if limit < 1:
+                raise EvaluationError(f"limit {limit}: at least one sample is needed")
+            self._places = self._places[:limit]
+        if not self._places:
+            raise EvaluationError(f"{', '.join(self.folders)}: the shards hold no sample")
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def read(self, position: int) -> Sample | Skip:
+        """Read and decode one sample; a bad one comes back as what is wrong with it."""
+        folder, shard, number = self._places[position]
+        index = self._indices[folder]
+        try:
+            raw = index.read(shard, number)
+            where = f"{index.folder / index.shards[shard].name}, {raw.key}"
+            captions = captions_of(raw.annotation)
+            if not captions:
+                raise BadSample("no text", where)
+            image = decode_picture(raw.image, where)
+        except BadSample as bad:
+            return Skip(bad.kind, bad.where)
+        image_id = raw.annotation.image_id
+        if image_id is None:
+            identity = (self.folders[folder], where)
+        else:
+            identity = (raw.annotation.source or self.folders[folder], image_id)
+        return Sample(image, captions, raw.annotation, identity, raw.key)
+
+
+def count_kinds(skipped: Sequence[Skip]) -> dict[str, int]:
+    """How often each kind of bad sample came."""
+    return dict(sorted(Counter(skip.kind for skip in skipped).items()))
+
+
+def kinds_in_words(counts: Mapping[str, int]) -> str:
+    """What `count_kinds` found, as it stands under a table: `3 no text, 1 unreadable picture`."""
+    return ", ".join(f"{count} {kind}" for kind, count in counts.items())

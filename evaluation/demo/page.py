@@ -1,0 +1,260 @@
+"""A local page around `evaluation.demo.session`: it only shows what that says. Needs Gradio."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from html import escape
+from typing import Any, TypeVar
+
+from PIL import Image
+
+from evaluation.core.samples import EvaluationError
+from evaluation.demo.session import TryIt
+from vlp.config import ConfigError
+
+Answer = TypeVar("Answer")
+
+HOST, PORT = "127.0.0.1", 7860
+
+
+STYLE = """
+.picture .image-frame img { object-fit: contain; }
+.tiles .grid-wrap { max-height: none; }
+.tiles .caption-label { max-width: 100%; }
+@media (max-width: 600px) {
+  .tab-container button { padding: 0 6px; }
+  .found .grid-container { grid-template-columns: repeat(2, minmax(0, 1fr)) !important; }
+  .words .grid-container { grid-template-columns: repeat(3, minmax(0, 1fr)) !important; }
+}
+"""
+"""Small pictures fill their frames; a phone shows every tab, and no column leaves its screen."""
+
+
+def page(tried: TryIt) -> Any:
+    """The page as `gradio.Blocks`, with what the model can do and no more.
+
+    Each action has a name of the interface too: `/search`, `/answer`, `/caption`, `/judge`,
+    `/match`, `/ground`, `/anchors`.
+
+    Raises:
+        EvaluationError: Gradio is not installed.
+    """
+    gradio = gradio_module()
+
+    def shown(act: Callable[..., Answer]) -> Callable[..., Answer]:
+        """Mistakes of the person who tries are said on the page."""
+
+        def acted(*given: Any) -> Answer:
+            try:
+                return act(*given)
+            except (EvaluationError, ConfigError) as error:
+                # Gradio would read the message as HTML.
+                said = escape(str(error))
+                raise gradio.Error(said, duration=8, print_exception=False) from error
+
+        return acted
+
+    def action(
+        button: Any, name: str, act: Callable[..., Any], inputs: list[Any], out: list[Any]
+    ) -> None:
+        typed = [part.submit for part in inputs if isinstance(part, gradio.Textbox)]
+        event = gradio.on([button.click, *typed], shown(act), inputs, out, api_name=name)
+        # Else the badge of an error, or an older result, stays where the result would be.
+        nothing = None if len(out) == 1 else [None] * len(out)
+        event.failure(lambda: nothing, None, out, api_visibility="private")
+
+    def press(label: str) -> Any:
+        return gradio.Button(label, variant="primary")
+
+    def tiles(kind: str, columns: int, preview: bool) -> Any:
+        return gradio.Gallery(
+            show_label=False,
+            columns=columns,
+            height="auto",
+            object_fit="contain",
+            type="pil",
+            format="png",
+            allow_preview=preview,
+            interactive=False,
+            buttons=[],
+            elem_classes=["tiles", kind],
+        )
+
+    def chosen(label: str, visible: bool = True) -> Any:
+        return gradio.Image(
+            type="pil",
+            label=label,
+            sources=["upload", "clipboard"],
+            format="png",
+            height=260,
+            visible=visible,
+            elem_classes="picture",
+        )
+
+    def drawn() -> Any:
+        return gradio.Image(
+            show_label=False,
+            interactive=False,
+            format="png",
+            min_width=140,
+            buttons=[],
+            elem_classes="picture",
+        )
+
+    with gradio.Blocks(title=f"Try {tried.name}", analytics_enabled=False) as blocks:
+        gradio.Markdown(f"# Try `{tried.name}`\n{abilities(tried)}")
+        with gradio.Row():
+            picture = chosen("Picture")
+            second = chosen("Second picture, right of the first", tried.pictures_judged == 2)
+        if tried.gallery is not None:
+            with gradio.Tab("Search"):
+                wanted = gradio.Textbox(label=f"Look for, in {len(tried.gallery)} pictures")
+                button = press("Search")
+                gradio.Markdown(
+                    "The best first, with similarity and probability of a match; a click makes "
+                    "one the picture above."
+                )
+                found = tiles("found", 4, preview=False)
+
+                def search(text: str) -> list[tuple[Image.Image, str]]:
+                    return [(one.image, one.text) for one in tried.search(text)]
+
+                action(button, "search", search, [wanted], [found])
+
+                def choose(every: list[tuple[Image.Image, str]], event: Any) -> Image.Image:
+                    return every[event.index][0]
+
+                choose.__annotations__["event"] = gradio.SelectData
+                found.select(choose, found, picture, api_visibility="private")
+        if tried.answers_questions:
+            with gradio.Tab("Ask"):
+                question = gradio.Textbox(label="Question")
+                button = press("Ask")
+                answers = gradio.Label(label="Answer")
+                action(
+                    button,
+                    "answer",
+                    lambda image, text: dict(tried.answer(image, text)),
+                    [picture, question],
+                    [answers],
+                )
+        if tried.writes_captions:
+            with gradio.Tab("Caption"):
+                button = press("Write")
+                said = gradio.Label(label="Caption")
+                action(
+                    button, "caption", lambda image: dict(tried.caption(image)), [picture], [said]
+                )
+        if tried.pictures_judged:
+            with gradio.Tab("Judge"):
+                claim = gradio.Textbox(label="Hypothesis or statement")
+                button = press("Judge")
+                classes = gradio.Label(label="Judgement")
+                both = [picture, second][: tried.pictures_judged]
+                action(
+                    button,
+                    "judge",
+                    lambda *given: dict(tried.judge(given[:-1], given[-1])),
+                    [*both, claim],
+                    [classes],
+                )
+        with gradio.Tab("Match"):
+            text = gradio.Textbox(label="Does this text belong to the picture?")
+            button = press("Match")
+            matched = gradio.Label(label="Match")
+            action(
+                button,
+                "match",
+                lambda image, said: dict(tried.match(image, said)),
+                [picture, text],
+                [matched],
+            )
+        with gradio.Tab("Ground"):
+            phrase = gradio.Textbox(label="Where is")
+            button = press("Show")
+            gradio.Markdown("The picture, and Grad-CAM of the phrase, from blue (weak) to red.")
+            with gradio.Row():
+                plain, heat = drawn(), drawn()
+            action(button, "ground", tried.ground, [picture, phrase], [plain, heat])
+        with gradio.Tab("Anchors"):
+            caption = gradio.Textbox(label="Caption")
+            button = press("Show")
+            gradio.Markdown("For each word the share of channel groups that anchor a patch.")
+            words = tiles("words", 6, preview=True)
+            action(
+                button,
+                "anchors",
+                lambda image, said: [(one.image, one.text) for one in tried.anchors(image, said)],
+                [picture, caption],
+                [words],
+            )
+    return blocks
+
+
+def abilities(tried: TryIt) -> str:
+    """A line on what the model was trained for, and what each thing that it cannot do needs."""
+    lacking = {
+        "Search": None if tried.gallery is not None else "`--shards DIR`",
+        "Ask": None if tried.answers_questions else "a model fine-tuned for vqa",
+        "Caption": None if tried.writes_captions else "one for caption",
+        "Judge": None if tried.pictures_judged else "one for entailment or statements",
+    }
+    trained = f"Fine-tuned for {tried.kind}." if tried.kind else "Pretrained."
+    needs = ", ".join(f"{name} ({need})" for name, need in lacking.items() if need)
+    return f"{trained} Not offered, with what it needs: {needs}."
+
+
+def serve(tried: TryIt, host: str = HOST, port: int = PORT, block: bool = True) -> Any:
+    """Serve the page until it is interrupted, without a public link.
+
+    Args:
+        tried: the model.
+        host: the default lets this machine in, and no other.
+        port: where.
+        block: whether to wait; the page is given back otherwise.
+
+    Raises:
+        EvaluationError: Gradio is not installed, the port is taken, or a proxy is in the way.
+    """
+    gradio, blocks = gradio_module(), page(tried)
+    # The usual theme would fetch its fonts from a server.
+    theme = gradio.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
+    try:
+        blocks.launch(
+            server_name=host,
+            server_port=port,
+            share=False,
+            theme=theme,
+            css=STYLE,
+            prevent_thread_lock=not block,
+            footer_links=[],
+        )
+    except OSError as error:
+        raise EvaluationError(f"{host}:{port} cannot be used ({error}); try --port") from error
+    except ValueError as error:
+        # Gradio asks for its own page, and wants a public link where a proxy answers instead.
+        blocks.close()
+        raise EvaluationError(
+            f"the page at {host}:{port} does not answer; is a proxy in the way (set "
+            f"NO_PROXY={host}), or the machine too busy?"
+        ) from error
+    return blocks
+
+
+def gradio_module() -> Any:
+    """Gradio, told not to report to anybody.
+
+    Raises:
+        EvaluationError: it is not installed.
+    """
+    # Said before the import: Gradio asks its servers for its newest version and counts starts.
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+    try:
+        import gradio
+    except ImportError as error:
+        raise EvaluationError(
+            "the page needs Gradio, which is not installed: pip install 'vlp[demo]', "
+            "or pip install gradio"
+        ) from error
+    return gradio

@@ -1,0 +1,108 @@
+"""A fine-tuning command: training on Accelerate, judged by the evaluation of the same benchmark."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from evaluation.core.samples import EvaluationError
+from evaluation.downstream import evaluate_task
+from vlp import distributed
+from vlp.config import ConfigError
+from vlp.metrics.captions import CaptionToolError
+from vlp.tasks.downstream.init_from import start_parts
+from vlp.tasks.downstream.retrieval import PairsTask
+from vlp.tasks.downstream.task import Downstream, task_module
+from vlp.training.best_checkpoint import Selection
+from vlp.training.command import run_training
+from vlp.training.finetune_config import FinetuneConfig
+
+_TRIED = 16
+"""Samples of the validation data that are judged before the training."""
+
+
+def finetuning_command(
+    description: str | None, kinds: Sequence[str], arguments: Sequence[str] | None = None
+) -> int:
+    """Parse the command line of a script `launch/finetune_*.py` and run one rank.
+
+    Args:
+        description: the script's docstring, for `--help`.
+        kinds: of tasks that the script is for.
+        arguments: the command line; None is the process's own.
+
+    Returns:
+        The exit code (see `vlp.training.command`).
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", required=True, metavar="FILE")
+    parser.add_argument("--from", dest="start", metavar="DIR", help="same as start=DIR")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
+    chosen = parser.parse_intermixed_args(arguments)
+    overrides = [*([f"start={chosen.start}"] if chosen.start else []), *chosen.overrides]
+
+    def build(config: FinetuneConfig) -> tuple[Any, Any]:
+        if config.task.kind not in kinds:
+            raise ConfigError(
+                f"task.kind {config.task.kind} is not what this script trains ({', '.join(kinds)})"
+            )
+        return build_task(config)
+
+    return run_training(
+        chosen.config, FinetuneConfig, overrides, chosen.resume, build, "accelerate", select
+    )
+
+
+def build_task(config: FinetuneConfig) -> tuple[Downstream | PairsTask, Any]:
+    """The task of a configuration and its training data.
+
+    Raises:
+        ConfigError: start, task and data do not fit.
+    """
+    training = config.training
+    # Every rank, and every start of the same configuration, begins with the same weights.
+    torch.manual_seed(training.seed)
+    parts, report = start_parts(config.start, config.model)
+    if distributed.rank() == 0:
+        print(report, flush=True)
+    built: tuple[Downstream | PairsTask, Any] = task_module(config.task.kind).build(
+        config.task, parts, training.batch, training.seed, training.precision
+    )
+    return built
+
+
+def select(config: FinetuneConfig, task: Downstream | PairsTask, data: Any) -> Selection | None:
+    """Judges the model on the validation data; None where the configuration names none.
+
+    A few samples are judged at once, so that what cannot be judged is known before the training.
+
+    Raises:
+        ConfigError: the validation data, the figure that decides or a tool cannot be used.
+    """
+    folders, limit = config.task.data.validation, config.task.data.validation_limit
+    training = config.training
+    if not folders:
+        return None
+
+    def judge(limit: int | None = limit) -> Mapping[str, float]:
+        device = next(task.parameters()).device
+        result = evaluate_task(
+            task, folders, limit=limit, device=device, precision=training.precision, resamples=1
+        )
+        return result.metrics
+
+    every = training.evaluate_every
+    if every is None:
+        every = max(1, data.batches_in_epoch(0) // training.accumulation)
+    selection = Selection(judge, training.metric or task.metric, every, training.patience)
+    try:
+        selection.require(judge(_TRIED if limit is None else min(limit, _TRIED)))
+    except (EvaluationError, CaptionToolError) as error:
+        raise ConfigError(f"the model cannot be judged while it is trained: {error}") from error
+    return selection

@@ -1,0 +1,213 @@
+"""Predictions in the file format that each benchmark takes.
+
+Rows are plain mappings. Every writer checks them first (ids given twice, ids that are no numbers
+where the benchmark wants numbers, values that it does not know, and, where the ids that were asked
+for are given, missing and strange ones), then replaces the file in one step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from evaluation.core.samples import EvaluationError
+
+LABELS = ("entailment", "neutral", "contradiction")
+_NAMED = 5
+
+Row = Mapping[str, Any]
+
+
+def write_vqa(path: Path, rows: Iterable[Row], expected: Collection[Any] | None = None) -> None:
+    """VQA's results file, a JSON list of {"question_id": number, "answer": text}.
+
+    Args:
+        path: the file to write.
+        rows: {"question_id", "answer"}.
+        expected: ids of all questions; None: not checked.
+
+    Raises:
+        EvaluationError: an id is no number, given twice, missing or strange, or an answer is no
+            text.
+    """
+    _write_texts(path, rows, "question_id", "answer", expected)
+
+
+def write_captions(
+    path: Path, rows: Iterable[Row], expected: Collection[Any] | None = None
+) -> None:
+    """COCO's caption results, a JSON list of {"image_id": number, "caption": text}.
+
+    Args:
+        path: the file to write.
+        rows: {"image_id", "caption"}.
+        expected: ids of all pictures; None: not checked.
+
+    Raises:
+        EvaluationError: an id is no number, given twice, missing or strange, or a caption is no
+            text.
+    """
+    _write_texts(path, rows, "image_id", "caption", expected)
+
+
+def write_nlvr2(path: Path, rows: Iterable[Row], expected: Collection[Any] | None = None) -> None:
+    """NLVR2's predictions, CSV lines `identifier,True` or `identifier,False` without a header.
+
+    Args:
+        path: the file to write.
+        rows: {"identifier", "label": bool}.
+        expected: identifiers of all statements; None: not checked.
+
+    Raises:
+        EvaluationError: an identifier holds a comma, is given twice, missing or strange, or a label
+            is no truth value.
+    """
+    ready = []
+    for row in rows:
+        identifier = _id(row, "identifier", path)
+        if "," in identifier or "\n" in identifier:
+            raise EvaluationError(f"{path}: identifier {identifier!r} does not fit into a CSV line")
+        label = _value(row, "label", path)
+        if not isinstance(label, bool):
+            raise EvaluationError(f"{path}: label {label!r} of {identifier} is not True or False")
+        ready.append((identifier, label))
+    _check_ids([identifier for identifier, _ in ready], "identifier", path, expected)
+    _replace(path, "".join(f"{identifier},{label}\n" for identifier, label in ready))
+
+
+def write_snli_ve(path: Path, rows: Iterable[Row], expected: Collection[Any] | None = None) -> None:
+    """SNLI-VE predictions, one JSON object {"pairID", "label"} a line.
+
+    Args:
+        path: the file to write.
+        rows: {"pairID", "label"}, the label one of `LABELS`.
+        expected: pairIDs of all pairs; None: not checked.
+
+    Raises:
+        EvaluationError: a pairID is given twice, missing or strange, or a label is none of the
+            three.
+    """
+    ready = []
+    for row in rows:
+        pair, label = _id(row, "pairID", path), _value(row, "label", path)
+        if label not in LABELS:
+            raise EvaluationError(f"{path}: label {label!r} of {pair} is not {', '.join(LABELS)}")
+        ready.append({"pairID": pair, "label": label})
+    _check_ids([row["pairID"] for row in ready], "pairID", path, expected)
+    _replace(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ready))
+
+
+def write_refcoco(path: Path, rows: Iterable[Row], expected: Collection[Any] | None = None) -> None:
+    """Boxes for referring expressions, a JSON list of {"ref_id" or "sent_id": number, "box"}.
+
+    RefCOCO has no evaluation server. `sent_id` names one expression; `ref_id` names an object, so
+    it suits files that have one expression for each, as ALBEF's do.
+
+    Args:
+        path: the file to write.
+        rows: {"sent_id" or "ref_id", "box": [x, y, width, height] in pixels}, all with the same id.
+        expected: ids of all expressions; None: not checked.
+
+    Raises:
+        EvaluationError: an id is no number, given twice, missing or strange, rows name their
+            expressions by different ids, or a box is not four finite numbers with an area.
+    """
+    rows = list(rows)
+    name = "sent_id" if rows and "sent_id" in rows[0] else "ref_id"
+    ready = []
+    for row in rows:
+        number = _number(row, name, path)
+        ready.append((number, _box(row, f"{name} {number}", path)))
+    _check_ids([number for number, _ in ready], name, path, expected)
+    _write_json(path, [{name: number, "box": box} for number, box in ready])
+
+
+def _write_texts(
+    path: Path, rows: Iterable[Row], name: str, text: str, expected: Collection[Any] | None
+) -> None:
+    texts = [(_number(row, name, path), _text(row, text, path)) for row in rows]
+    _check_ids([number for number, _ in texts], name, path, expected)
+    _write_json(path, [{name: number, text: said} for number, said in texts])
+
+
+def _value(row: Row, name: str, path: Path) -> Any:
+    if name not in row:
+        raise EvaluationError(f"{path}: a prediction without {name}: {json.dumps(dict(row))[:200]}")
+    return row[name]
+
+
+def _id(row: Row, name: str, path: Path) -> str:
+    text = str(_value(row, name, path))
+    if not text:
+        raise EvaluationError(f"{path}: a prediction whose {name} is empty")
+    return text
+
+
+def _number(row: Row, name: str, path: Path) -> int:
+    value = _value(row, name, path)
+    # Shards keep ids as text; int() alone would also take 1.5, True, "1_000" and " 7".
+    if isinstance(value, bool) or not str(value).isascii() or not str(value).isdigit():
+        raise EvaluationError(
+            f"{path}: {name} {value!r} is no number; this format only knows the numbers of the "
+            "official files, so use shards that were made from those"
+        )
+    return int(value)
+
+
+def _text(row: Row, name: str, path: Path) -> str:
+    value = _value(row, name, path)
+    if not isinstance(value, str):
+        raise EvaluationError(f"{path}: {name} {value!r} is no text")
+    return value
+
+
+def _box(row: Row, whose: str, path: Path) -> list[float]:
+    value = _value(row, "box", path)
+    try:
+        box = [float(number) for number in value]
+    except (TypeError, ValueError):
+        box = []
+    if len(box) != 4 or not all(map(math.isfinite, box)) or min(box[2:]) <= 0:
+        raise EvaluationError(
+            f"{path}: box {value!r} of {whose} is not [x, y, width, height] with an area"
+        )
+    return box
+
+
+def _check_ids(
+    ids: Sequence[int | str], name: str, path: Path, expected: Collection[Any] | None
+) -> None:
+    twice = [str(one) for one, count in Counter(ids).items() if count > 1]
+    if twice:
+        raise EvaluationError(f"{path}: predicted more than once: {name} {_listed(twice)}")
+    if expected is None:
+        return
+    wanted, given = {str(one) for one in expected}, {str(one) for one in ids}
+    if missing := sorted(wanted - given):
+        raise EvaluationError(f"{path}: no prediction for {name} {_listed(missing)}")
+    if strange := sorted(given - wanted):
+        raise EvaluationError(
+            f"{path}: predictions nobody asked for: {name} {_listed(strange)}; are they of another "
+            "split?"
+        )
+
+
+def _listed(ids: Sequence[str]) -> str:
+    rest = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
+    return ", ".join(ids[:_NAMED]) + rest
+
+
+def _write_json(path: Path, rows: Sequence[Row]) -> None:
+    _replace(path, json.dumps(rows, ensure_ascii=False) + "\n")
+
+
+def _replace(path: Path, content: str) -> None:
+    """A run that ends half-way leaves the file from before, never half of one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(content, encoding="utf-8")
+    temporary.replace(path)

@@ -1,0 +1,229 @@
+"""Grounding: where in a picture lies what an expression means? (RefCOCO, RefCOCO+, RefCOCOg)
+
+Nobody tells the model a box in training: the map of an expression over the patches is Grad-CAM of a
+cross-attention layer (ACE-RPE, section 4.2, after ALBEF), or the cosine of words and patches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from evaluation.core.eval_mode import evaluating
+from evaluation.core.feature_cache import precision_context
+from evaluation.core.samples import EvaluationError
+from evaluation.downstream.blocks import judge_blocks, picture_name
+from evaluation.downstream.result import TaskResult, clustered_figures, keep_scores
+from evaluation.grounding.gradcam import grad_cam, layer_number
+from vlp.data.downstream.items import Item, Items
+from vlp.data.image.ablated_views import View, viewed
+from vlp.data.image.decode import decode_picture
+from vlp.data.image.patches import patches_in_box
+from vlp.data.shards.sample_files import BadSample
+from vlp.data.text.tokenizer import TextTokens
+from vlp.metrics.grounding import RIGHT_IOU, box_scores, intersection_over_union
+from vlp.models.folder import Loaded
+from vlp.tasks.downstream.grounding import map_of
+
+SAID = ("key", "id", "ref_id", "text", "point", "box", "picture", "scores")
+By = Literal["gradcam", "similarity"]
+
+
+class Referring(NamedTuple):
+    """An expression and its picture: pixels (3, size, size), tokens of one row, size in pixels."""
+
+    pixels: torch.Tensor
+    tokens: TextTokens
+    size: tuple[int, int]
+
+
+def evaluate_grounding(
+    loaded: Loaded,
+    shards: Sequence[str | Path],
+    *,
+    by: By | None = None,
+    layer: int | None = None,
+    head: int | None = None,
+    view: View = "picture",
+    limit: int | None = None,
+    batch: int = 32,
+    device: torch.device | str | None = None,
+    precision: Literal["float32", "bf16"] = "float32",
+    resamples: int = 1000,
+    progress: bool = False,
+) -> TaskResult:
+    """Judge every expression of every sample; the same for any number of ranks.
+
+    `pointing`: the highest patch of the map lies in the box (all of them, where several are equal).
+    `IoU ≥ 0.5`, for samples with proposals: the proposal with the best score has that overlap with
+    the box; `best possible` is the share of expressions with such a proposal at all. Chance is a
+    random patch, and a random proposal.
+
+    Args:
+        loaded: model, text and picture preparation.
+        shards: folders whose samples have `expressions`, and perhaps `proposals`.
+        by: what makes the map. None is what the model was chosen by, of a folder that fine-tuning
+            for grounding left, else Grad-CAM; layer and head are then that folder's, too, where
+            they are None.
+        layer: of Grad-CAM; None is the middle one.
+        head: only so many first word pieces of an expression make its map, since nothing but the
+            custom of a language tells which of its objects is meant: in English "the circle left
+            of the square" the first. None: all words.
+        view: what the model is shown.
+        limit: only the first so many expressions.
+        batch: expressions of one block.
+        device: where to compute; None is this rank's GPU, or the CPU.
+        precision: of the encoders.
+        resamples: bootstrap draws over pictures.
+        progress: a bar on the first rank.
+
+    Raises:
+        EvaluationError: no expression can be used, there is no such layer, `head` is below 1, or
+            Grad-CAM of the last layer, which knows [CLS] alone, with `head`.
+        ConfigError: a shard folder cannot be read.
+    """
+    if by is None:
+        made = map_of(loaded.folder)
+        by = made.by
+        layer = made.layer if layer is None else layer
+        head = made.head if head is None else head
+    items = Items(shards, lambda annotation: len(annotation.expressions or ()), limit)
+    try:
+        number = layer_number(loaded.model, layer) if by == "gradcam" else 0
+    except ValueError as error:
+        raise EvaluationError(str(error)) from error
+    if head is not None and head < 1:
+        raise EvaluationError(f"an expression's map needs a word piece at least, not {head}")
+    last = len(loaded.model.cross_encoder.layers) - 1
+    if by == "gradcam" and head is not None and number == last:
+        raise EvaluationError(
+            f"in the last cross-modal layer, {last}, the match reads [CLS] alone, and the first "
+            f"{head} word pieces have no map; choose an earlier layer, or by similarity"
+        )
+    patch_size = loaded.model.config.image.patch_size
+
+    def make(item: Item, place: int) -> Referring:
+        picture = decode_picture(item.raw.image, item.where)
+        said = _checked(item, picture.size)
+        pixels = viewed(loaded.preprocess(picture)[None], view, patch_size, place)[0]
+        return Referring(pixels, loaded.text([said]), picture.size)
+
+    def judge(made: Sequence[tuple[Item, Referring]]) -> list[dict[str, Any]]:
+        maps = _maps(loaded, [one for _, one in made], by, number, head, where, precision)
+        return [_row(item, one.size, heat) for (item, one), heat in zip(made, maps)]
+
+    with evaluating(loaded.model, device) as where:
+        rows, skipped = judge_blocks(items, batch, make, judge, progress)
+    proposed = np.array([row["right"] is not None for row in rows])
+    values = {"pointing": np.array([row["hit"] for row in rows])}
+    chances = {"pointing": float(np.mean([row["share"] for row in rows]))}
+    if proposed.any():
+        name = f"IoU ≥ {RIGHT_IOU}"
+        values[name] = np.array([bool(row["right"]) for row in rows])
+        values["best possible"] = np.array([bool(row["possible"]) for row in rows])
+        chances[name] = float(np.mean([row["possible"] for row in rows if row["box"]]))
+    counted = {name: proposed for name in values if name != "pointing"}
+    figures = clustered_figures(
+        values, [row["picture"] for row in rows], chances, resamples, counted
+    )
+    keep_scores(rows, values, counted)
+    made_by = f"Grad-CAM of cross-modal layer {number}" if by == "gradcam" else "cosine of tokens"
+    return TaskResult(
+        kind="grounding",
+        items=len(rows),
+        shards=items.folders,
+        figures=figures,
+        predictions=[{name: row[name] for name in SAID if name in row} for row in rows],
+        skipped=skipped,
+        notes=(f"Maps: {made_by}{'' if head is None else f', first {head} word pieces'}.",),
+    )
+
+
+def _checked(item: Item, size: tuple[int, int]) -> str:
+    expressions = item.raw.annotation.expressions or ()
+    if item.part >= len(expressions):
+        raise BadSample("no text", f"{item.where}: it has no expression")
+    expression = expressions[item.part]
+    x, y, width, height = expression.box
+    if width <= 0 or height <= 0 or not (0 <= x < size[0] and 0 <= y < size[1]):
+        raise BadSample(
+            "bad annotation",
+            f"{item.where}: box {expression.box} of expression {expression.id} does not lie in the "
+            f"picture of {size[0]} x {size[1]} px",
+        )
+    if not expression.text.strip():
+        raise BadSample("no text", f"{item.where}: expression {expression.id} is empty")
+    return expression.text
+
+
+def _maps(
+    loaded: Loaded,
+    asked: Sequence[Referring],
+    by: By,
+    layer: int,
+    head: int | None,
+    device: torch.device,
+    precision: str,
+) -> NDArray[np.float64]:
+    """(expressions, rows, columns); cosines may be negative everywhere."""
+    model = loaded.model
+    pixels = torch.stack([one.pixels for one in asked]).to(device)
+    tokens = [torch.cat(parts).to(device) for parts in zip(*(one.tokens for one in asked))]
+    with torch.no_grad(), precision_context(device, precision):
+        image, text = model.encode_image(pixels), model.encode_text(*tokens)
+    words, real = text.word_mask, text.attention_mask
+    if head is not None:
+        words = real = words & (words.cumsum(-1) <= head)
+    if by == "gradcam":
+        with precision_context(device, precision):
+            maps = grad_cam(model, image, text, layer)  # (B, N, rows, columns)
+        # ALBEF's: the mean over all tokens of the text, [CLS] among them.
+        counted = real[..., None, None]
+        heat = (maps * counted).sum(1) / counted.sum(1).clamp(min=1)
+    else:
+        cosine = image.tokens.double() @ text.tokens.double().transpose(1, 2)  # (B, M, N)
+        mean = (cosine * words[:, None]).sum(-1) / words.sum(-1, keepdim=True).clamp(min=1)
+        heat = mean.unflatten(-1, model.config.image.grid)
+    found: NDArray[np.float64] = heat.double().cpu().numpy()
+    return found
+
+
+def _row(item: Item, size: tuple[int, int], heat: NDArray[np.float64]) -> dict[str, Any]:
+    annotation = item.raw.annotation
+    expression = (annotation.expressions or [])[item.part]
+    inside = patches_in_box(expression.box, heat.shape, size).reshape(heat.shape)
+    best = np.argwhere(heat == heat.max())
+    row, column = best[0]
+    centre = ((column + 0.5) * size[0] / heat.shape[1], (row + 0.5) * size[1] / heat.shape[0])
+    extra = expression.model_extra or {}
+    found: dict[str, Any] = {
+        "key": item.raw.key,
+        "id": expression.id,
+        **({"ref_id": extra["ref_id"]} if "ref_id" in extra else {}),
+        "text": expression.text,
+        "point": [float(value) for value in centre],
+        "hit": bool(inside[tuple(best.T)].all()),
+        "share": float(inside.mean()),
+        "picture": picture_name(item),
+        "box": None,
+        "right": None,
+        "possible": None,
+    }
+    if annotation.proposals:
+        proposals = np.array(annotation.proposals, dtype=np.float64)
+        overlap = intersection_over_union(proposals, expression.box)
+        # What is unlike counts nothing, unless nothing is alike.
+        alike = heat.clip(min=0) if heat.max() > 0 else heat - heat.min()
+        chosen = int(box_scores(alike, proposals, size).argmax())
+        right = overlap >= RIGHT_IOU
+        found |= {
+            "box": proposals[chosen].tolist(),
+            "right": bool(right[chosen]),
+            "possible": float(right.mean()),
+        }
+    return found

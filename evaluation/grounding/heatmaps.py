@@ -1,0 +1,87 @@
+"""A map over the patches of a picture, drawn over it, as a picture of its own."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from io import BytesIO
+from typing import Literal
+
+import numpy as np
+from matplotlib import colormaps
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw
+
+from evaluation.probes.anchor_plots import GRADCAM_COLOURS, SHARE_COLOURS
+
+Drawn = tuple[Sequence[float], str]
+"""A box [x, y, width, height] in pixels of the picture, and a colour."""
+
+OWN_BOX, CHOSEN_BOX = "#19d419", "#ff40d9"
+
+
+def anchors_over(
+    image: Image.Image, share: NDArray[np.floating], boxes: Sequence[Drawn] = (), side: int = 128
+) -> Image.Image:
+    """Shares (rows, columns) from 0 to 1 over the pale picture; what is 0 stays clear.
+
+    Args:
+        image: any size.
+        share: of channel groups that anchor a patch.
+        boxes: frames.
+        side: pixels of the longer side of what comes back.
+    """
+    return _over(image, share, SHARE_COLOURS, np.where(share > 0, 0.75, 0.0), boxes, side)
+
+
+def heat_over(
+    image: Image.Image, heat: NDArray[np.floating], boxes: Sequence[Drawn] = (), side: int = 240
+) -> Image.Image:
+    """A map (rows, columns), scaled by its strongest patch; the weaker, the more picture shows."""
+    strongest = float(heat.max())
+    scaled = heat / strongest if strongest > 0 else heat
+    return _over(image, scaled, GRADCAM_COLOURS, np.sqrt(scaled) * 0.75, boxes, side)
+
+
+def framed(image: Image.Image, boxes: Sequence[Drawn] = (), side: int = 240) -> Image.Image:
+    """The picture itself with frames, its longer side `side` pixels."""
+    scale = side / max(image.size)
+    size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
+    # Patches and shapes of a small picture are to keep their edges.
+    way = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS
+    shown = image.convert("RGB").resize(size, way)
+    pen = ImageDraw.Draw(shown)
+    for (x, y, width, height), colour in boxes:
+        frame = [x * scale, y * scale, (x + width) * scale - 1, (y + height) * scale - 1]
+        if frame[2] > frame[0] and frame[3] > frame[1]:
+            pen.rectangle(frame, outline=colour, width=max(2, side // 80))
+    return shown
+
+
+def data_uri(image: Image.Image, kind: Literal["JPEG", "PNG"] | None = None) -> str:
+    """A picture as an address that holds it; by default in the shorter of two formats."""
+    if kind is None:
+        return min((data_uri(image, "PNG"), data_uri(image, "JPEG")), key=len)
+    file = BytesIO()
+    image.save(file, kind, **({"quality": 85} if kind == "JPEG" else {"optimize": True}))
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def _over(
+    image: Image.Image,
+    values: NDArray[np.floating],
+    colours: str,
+    alpha: NDArray[np.floating],
+    boxes: Sequence[Drawn],
+    side: int,
+) -> Image.Image:
+    pale = image.convert("L").point(lambda grey: 128 + grey // 2).convert("RGB")
+    shown = framed(pale, (), side).convert("RGBA")
+    painted = colormaps[colours](np.clip(values, 0, 1))
+    painted[..., 3] = np.clip(alpha, 0, 1)
+    layer = Image.fromarray((painted * 255).astype(np.uint8))
+    # Preprocessing squashes the picture to a square, so its patches share it out evenly.
+    shown.alpha_composite(layer.resize(shown.size, Image.Resampling.NEAREST))
+    scale = side / max(image.size)
+    scaled = [([part * scale for part in box], colour) for box, colour in boxes]
+    return framed(shown, scaled, max(shown.size))

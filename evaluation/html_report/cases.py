@@ -1,0 +1,250 @@
+"""The best and the worst of what a model said, with pictures and the truth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+
+from evaluation.core.json_lines import read_lines
+from evaluation.core.samples import EvaluationError
+from evaluation.core.samples_by_key import pictures_of, samples_of
+from evaluation.grounding.heatmaps import CHOSEN_BOX, OWN_BOX, Drawn, framed, heat_over
+from evaluation.grounding.phrase_map import phrase_heat
+from evaluation.html_report.sources import Result
+from evaluation.retrieval.gallery import Gallery
+from evaluation.retrieval.search import search
+from vlp.data.schema import Annotation, captions_of
+from vlp.data.shards.sample_files import RawSample
+from vlp.models.folder import Loaded
+
+Row = Mapping[str, Any]
+
+FOUND = 3
+"""What a search found instead: so many."""
+
+_SCORES = ("IoU ≥ 0.5", "accuracy", "cider", "pointing")
+
+
+class Shown(NamedTuple):
+    """A picture and what is to be read where it cannot be seen."""
+
+    image: Image.Image
+    text: str
+
+
+class Case(NamedTuple):
+    """One item: labelled texts of one line or more, its pictures, and what was found instead."""
+
+    lines: list[tuple[str, str]]
+    pictures: list[Shown]
+    found: Sequence[Shown] = ()
+
+
+class CaseGroup(NamedTuple):
+    """Cases under one heading."""
+
+    title: str
+    cases: list[Case]
+    note: str = ""
+
+
+def task_cases(
+    result: Result,
+    shards: Sequence[str | Path],
+    count: int,
+    loaded: Loaded | None = None,
+    device: torch.device | str | None = None,
+) -> list[CaseGroup]:
+    """Worst and best items of a judged task, their pictures from the shards.
+
+    Args:
+        result: with predictions.
+        shards: where its items lie.
+        count: cases of each group.
+        loaded: draws the maps of expressions; without it only boxes are drawn.
+        device: of the model.
+
+    Raises:
+        EvaluationError: there are no predictions, none was judged, or none is of these shards.
+        ConfigError: a shard folder cannot be read.
+    """
+    if result.predictions is None:
+        raise EvaluationError(f"{result.file}: no {result.file.stem}.predictions.jsonl beside it")
+    rows = read_lines(result.predictions)
+    score = next((name for name in _SCORES for row in rows if name in row.get("scores", ())), None)
+    if score is None:
+        raise EvaluationError(f"{result.predictions}: none of its items was judged")
+    judged = [row for row in rows if score in row.get("scores", ())]
+    groups = []
+    for title, chosen in (
+        ("Worst", _extreme(judged, score, count, worst=True)),
+        ("Best", _extreme(judged, score, count, worst=False)),
+    ):
+        raws = samples_of(chosen, shards, _fits)
+        cases = [
+            _case(row, raw, score, loaded, device)
+            for row, raw in zip(chosen, raws)
+            if raw is not None
+        ]
+        lost = len(chosen) - len(cases)
+        note = f"{lost} of {len(chosen)} were not found in the shards." if lost else ""
+        groups.append(CaseGroup(f"{title} by {score}", cases, note))
+    if not any(group.cases for group in groups):
+        raise EvaluationError(
+            f"{', '.join(map(str, shards))}: holds none of the items of {result.predictions}"
+        )
+    return [group for group in groups if group.cases or group.note]
+
+
+def retrieval_cases(gallery: Gallery, count: int) -> list[CaseGroup]:
+    """Queries whose right answer the dual encoder ranks last, and first, with what came before."""
+    collection = gallery.collection
+    by_text = search(collection.text, collection.image, collection.image_of_text[:, None], FOUND)
+    by_image = search(collection.image, collection.text, collection.texts_of_image(), FOUND)
+    owners = collection.image_of_text
+    pictures = len(gallery)
+
+    def text_case(query: int) -> Case:
+        own = int(owners[query])
+        return Case(
+            [
+                ("text", collection.captions[query]),
+                ("rank of its picture", f"{by_text.ranks[query] + 1} of {pictures}"),
+            ],
+            [_shown(gallery, own, "its picture")],
+            [
+                _shown(gallery, int(found), f"found at place {place}, similarity {value:.2f}")
+                for place, (found, value) in enumerate(
+                    zip(by_text.nearest[query], by_text.scores[query]), 1
+                )
+            ],
+        )
+
+    def image_case(query: int) -> Case:
+        found = [collection.captions[text] for text in by_image.nearest[query]]
+        return Case(
+            [
+                ("its texts", "\n".join(gallery.picture(query).captions)),
+                ("rank of the first", f"{by_image.ranks[query] + 1} of {len(owners)}"),
+                *((f"found at place {place}", text) for place, text in enumerate(found, 1)),
+            ],
+            [_shown(gallery, query, "the picture asked about")],
+        )
+
+    groups = []
+    for arrow, ranks, owner, make in (
+        ("text → image", by_text.ranks, owners, text_case),
+        ("image → text", by_image.ranks, np.arange(pictures), image_case),
+    ):
+        order = np.argsort(ranks, kind="stable")
+        for title, queries in (("Worst", order[::-1]), ("Best", order)):
+            chosen = _of_different(queries.tolist(), owner, count)
+            groups.append(CaseGroup(f"{title}, {arrow}", [make(query) for query in chosen]))
+    return groups
+
+
+def _of_different(queries: Sequence[int], owner: Any, count: int) -> list[int]:
+    """The first queries of different pictures."""
+    chosen: dict[int, int] = {}
+    for query in queries:
+        if len(chosen) == count:
+            break
+        chosen.setdefault(int(owner[query]), query)
+    return list(chosen.values())
+
+
+def _shown(gallery: Gallery, number: int, text: str) -> Shown:
+    return Shown(framed(gallery.picture(number).image), text)
+
+
+def _extreme(rows: Sequence[Row], score: str, count: int, worst: bool) -> list[Row]:
+    """Rows with the lowest or highest scores; of many equal ones some from all over the set."""
+    side = -1 if worst else 1
+    ordered = sorted(rows, key=lambda row: -side * row["scores"][score])
+    edge = ordered[0]["scores"][score]
+    equal = [row for row in ordered if row["scores"][score] == edge]
+    if len(equal) > count:
+        places = np.linspace(0, len(equal) - 1, count).round().astype(int)
+        return [equal[place] for place in places]
+    return ordered[:count]
+
+
+def _fits(row: Row, annotation: Annotation) -> bool:
+    if "question_id" in row:
+        return _answers(row, annotation) is not None
+    if "point" in row:
+        return _box(row, annotation) is not None
+    if "caption" in row:
+        return row.get("image_id") == annotation.image_id
+    said = annotation.statement, annotation.hypothesis, "\n".join(captions_of(annotation))
+    return row.get("text") in said
+
+
+def _answers(row: Row, annotation: Annotation) -> str | None:
+    for question in annotation.questions or ():
+        if question.id == row["question_id"] and question.question == row["question"]:
+            return ", ".join(f"{one.answer} ({one.count})" for one in question.answers)
+    return None
+
+
+def _box(row: Row, annotation: Annotation) -> Sequence[float] | None:
+    for expression in annotation.expressions or ():
+        if expression.id == row["id"] and expression.text == row["text"]:
+            return expression.box
+    return None
+
+
+def _case(
+    row: Row, raw: RawSample, score: str, loaded: Loaded | None, device: torch.device | str | None
+) -> Case:
+    try:
+        pictures = pictures_of(raw)
+    except EvaluationError as error:
+        return Case([("picture", str(error))], [])
+    lines = [*_lines(row, raw.annotation), (score, f"{row['scores'][score]:.3g}")]
+    if "point" in row:
+        return Case(lines, _grounded(row, raw.annotation, pictures[0], loaded, device))
+    sides = [""] if len(pictures) == 1 else [", left", ", right"]
+    return Case(
+        lines,
+        [Shown(framed(image), f"picture {raw.key}{side}") for image, side in zip(pictures, sides)],
+    )
+
+
+def _lines(row: Row, annotation: Annotation) -> Iterator[tuple[str, str]]:
+    if "question_id" in row:
+        yield "question", str(row["question"])
+        yield "said", str(row["answer"])
+        yield "people said", _answers(row, annotation) or ""
+    elif "caption" in row:
+        yield "said", str(row["caption"])
+        yield "people said", "\n".join(captions_of(annotation))
+    else:
+        yield "text", str(row.get("text"))
+        if "prediction" in row:
+            yield "said", str(row["prediction"])
+            yield "truth", str(row["label"])
+
+
+def _grounded(
+    row: Row,
+    annotation: Annotation,
+    image: Image.Image,
+    loaded: Loaded | None,
+    device: torch.device | str | None,
+) -> list[Shown]:
+    boxes: list[Drawn] = [(_box(row, annotation) or (0, 0, 0, 0), OWN_BOX)]
+    words = "green: the box meant"
+    if row.get("box"):
+        boxes.append((row["box"], CHOSEN_BOX))
+        words += ", pink: the box chosen"
+    shown = [Shown(framed(image, boxes), words)]
+    if loaded is not None:
+        heat = phrase_heat(loaded, image, str(row["text"]), device=device)
+        shown.append(Shown(heat_over(image, heat, boxes), f"Grad-CAM of “{row['text']}”"))
+    return shown

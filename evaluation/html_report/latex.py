@@ -1,0 +1,83 @@
+"""Tables as LaTeX, with the rules of booktabs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from evaluation.core.results import Table
+
+_SPECIAL = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    **{sign: rf"\{sign}" for sign in "&%$#_{}"},
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    "`": r"\textasciigrave{}",
+    '"': r"\textquotedbl{}",
+    "→": r"$\rightarrow$",
+    "≥": r"$\geq$",
+    "≤": r"$\leq$",
+    "±": r"$\pm$",
+    "×": r"$\times$",
+    "−": r"$-$",
+    "–": "--",
+    "…": r"\ldots{}",
+}
+
+
+def latex(tables: Sequence[Table]) -> str:
+    """A file to `\\input`; it needs the packages booktabs and graphicx, and UTF-8 text in T1."""
+    lines = ["% \\usepackage[T1]{fontenc} \\usepackage{booktabs} \\usepackage{graphicx}"]
+    return "\n\n".join([*lines, *(latex_table(table) for table in tables)]) + "\n"
+
+
+def latex_table(table: Table) -> str:
+    """One floating table; a rule sets off the paper's rows."""
+    head = " & ".join(escaped(cell) for cell in table.head)
+    body: list[str] = []
+    for number, row in enumerate(table.rows):
+        if number and _is_paper(row) and not _is_paper(table.rows[number - 1]):
+            body.append(r"\midrule")
+        # A row that begins with [ would be an option of the line break before it.
+        body.append("{}" + " & ".join(escaped(cell) for cell in row) + r" \\")
+    notes = [_typed(note) for note in table.notes]
+    return "\n".join(
+        [
+            r"\begin{table}",
+            r"\centering",
+            rf"\caption{{{escaped(table.title)}. {' '.join(notes)}}}",
+            rf"\label{{tab:{re.sub('[^a-z0-9]+', '-', table.title.lower()).strip('-')}}}",
+            r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%",
+            rf"\begin{{tabular}}{{l{'r' * (len(table.head) - 1)}}}",
+            r"\toprule",
+            head + r" \\",
+            r"\midrule",
+            *body,
+            r"\bottomrule",
+            r"\end{tabular}}",
+            r"\end{table}",
+        ]
+    )
+
+
+def escaped(text: str) -> str:
+    """Text whose characters all mean themselves."""
+    return "".join(_SPECIAL.get(sign, sign) for sign in text)
+
+
+def _typed(note: str) -> str:
+    """A note; what stands between backticks is set as code."""
+    parts = note.split("`")
+    if len(parts) % 2 == 0:
+        return escaped(note)
+    return "".join(
+        rf"\texttt{{{escaped(part)}}}" if number % 2 else escaped(part)
+        for number, part in enumerate(parts)
+    )
+
+
+def _is_paper(row: Sequence[str]) -> bool:
+    return row[0].startswith("paper, ")

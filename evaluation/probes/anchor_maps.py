@@ -1,0 +1,286 @@
+"""Where the anchors of each word of a caption lie in its picture, and what follows from them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from evaluation.core.eval_mode import evaluating
+from evaluation.core.samples import EvaluationError, Sample, Samples
+from evaluation.grounding.gradcam import grad_cam, layer_number
+from vlp.data.image.decode import decode_picture
+from vlp.data.schema import Annotation
+from vlp.data.shards.sample_files import BadSample
+from vlp.data.text.tokenizer import TextProcessor
+from vlp.data.text.word_boxes import named_words, word_positions, word_text
+from vlp.models.features import ImageFeatures, TextFeatures
+from vlp.models.folder import Loaded
+from vlp.models.vlp import VLPModel
+from vlp.positions.anchor import group_similarity
+
+logger = logging.getLogger(__name__)
+
+Box = tuple[float, ...]
+
+
+class WordMap(NamedTuple):
+    """One word and, for each patch (rows, columns), the share of channel groups that anchor it.
+
+    box: of the object the word names, in pixels of the picture, where that is known.
+    """
+
+    word: str
+    heat: NDArray[np.float32]
+    box: Box | None = None
+
+
+class AnchorMap(NamedTuple):
+    """A picture, its caption, and one map for each word of the caption."""
+
+    image: Image.Image
+    caption: str
+    words: list[WordMap]
+    threshold: float
+
+
+class AnchorDetail(NamedTuple):
+    """Everything of one picture and caption: W words, G channel groups, patches (rows, columns).
+
+    words: as the tokenizer sees them; boxes: in pixels of the picture, of what a word names, where
+    that is known. anchors (W, G, rows, columns): 1 where S >= threshold (Eq. 4), the share of its
+    pieces for a word of several. path (W, G, rows, columns): P of Eq. 7, at least 1 and 0 where not
+    reachable, the mean over those pieces that reach the patch; reachable says where. G is 0 in path
+    and reachable of a model without ACE-RPE. gradcam (W, rows, columns) and gradcam_caption (rows,
+    columns), the map of [CLS]: of cross-modal layer number `layer` out of `layers`, not scaled.
+    match: log-odds that the caption describes the picture.
+    """
+
+    image: Image.Image
+    caption: str
+    words: list[str]
+    boxes: list[Box | None]
+    anchors: NDArray[np.float32]
+    path: NDArray[np.float32]
+    reachable: NDArray[np.bool_]
+    gradcam: NDArray[np.float32]
+    gradcam_caption: NDArray[np.float32]
+    threshold: float
+    layer: int
+    layers: int
+    match: float
+
+    def save(self, path: str | Path) -> Path:
+        """Write the arrays as `.npz`, for `numpy.load`.
+
+        Names: `words`, `anchors`, `path`, `reachable`, `gradcam`, `gradcam_caption`, `threshold`,
+        `layer` and `match` as above, `caption`, and `grid`, the patches (rows, columns).
+        """
+        arrays: dict[str, Any] = self._asdict()
+        for name in ("image", "boxes", "layers"):
+            del arrays[name]
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            np.savez_compressed(file, grid=self.gradcam_caption.shape, **arrays)
+        return path
+
+
+def anchor_maps(
+    loaded: Loaded,
+    shards: Sequence[str | Path],
+    *,
+    count: int = 4,
+    device: torch.device | str | None = None,
+) -> list[AnchorMap]:
+    """Anchor maps of the first caption of the first `count` usable samples.
+
+    An anchor is a patch, word and channel group whose similarity S (Eq. 3) is at least the model's
+    threshold (Eq. 4). A word of several pieces has the mean of their maps.
+
+    Raises:
+        EvaluationError: no sample is usable, or the count is below 1.
+        ConfigError: a shard folder cannot be read.
+    """
+    samples = first_samples(shards, count)
+    with evaluating(loaded.model, device) as place:
+        return [map_caption(loaded, sample, place) for sample in samples]
+
+
+def anchor_details(
+    loaded: Loaded,
+    samples: Sequence[Sample],
+    *,
+    layer: int | None = None,
+    device: torch.device | str | None = None,
+) -> list[AnchorDetail]:
+    """Anchors, paths and Grad-CAM maps of the first caption of each sample.
+
+    Args:
+        loaded: model, text and picture preparation.
+        samples: from `first_samples` or `read_pair`.
+        layer: whose cross-attention Grad-CAM reads, see `evaluation.grounding.gradcam.grad_cam`.
+        device: where to compute; None is this rank's GPU, or the CPU.
+
+    Raises:
+        EvaluationError: there is no such layer, or a caption without words.
+    """
+    try:
+        number = layer_number(loaded.model, layer)
+    except ValueError as error:
+        raise EvaluationError(str(error)) from error
+    with evaluating(loaded.model, device) as place:
+        return [detail_caption(loaded, sample, number, place) for sample in samples]
+
+
+def first_samples(shards: Sequence[str | Path], count: int) -> list[Sample]:
+    """The first `count` usable samples of shard folders.
+
+    Raises:
+        EvaluationError: no sample is usable, or the count is below 1.
+        ConfigError: a shard folder cannot be read.
+    """
+    if count < 1:
+        raise EvaluationError(f"count {count}: at least one caption is needed")
+    samples = Samples(shards)
+    usable: list[Sample] = []
+    for place in range(len(samples)):
+        sample = samples.read(place)
+        if isinstance(sample, Sample):
+            usable.append(sample)
+        if len(usable) == count:
+            break
+    if not usable:
+        raise EvaluationError(f"{', '.join(samples.folders)}: no usable sample")
+    return usable
+
+
+def read_pair(picture: str | Path, text: str) -> Sample:
+    """A picture file, upright as its camera notes, and a text as a sample.
+
+    Raises:
+        EvaluationError: the file is not there or no picture.
+    """
+    try:
+        image = decode_picture(Path(picture).read_bytes(), str(picture))
+    except OSError as error:
+        raise EvaluationError(f"{picture}: cannot be read ({error.strerror})") from error
+    except BadSample as error:
+        raise EvaluationError(str(error)) from error
+    return Sample(image, [text], Annotation(), ("", str(picture)))
+
+
+def map_caption(loaded: Loaded, sample: Sample, device: torch.device) -> AnchorMap:
+    """Anchor maps of a sample's first caption."""
+    model, caption = loaded.model, sample.captions[0]
+    with torch.no_grad():
+        image, text = _encode(loaded, sample, device)
+        share = _anchors(model, image, text).mean(1).cpu().numpy()  # (N, rows, columns)
+    pieces = loaded.text.words(caption)
+    boxes = _boxes(sample)
+    words = [
+        WordMap(word_text(pieces, positions), share[list(positions)].mean(axis=0), boxes.get(index))
+        for index, positions in enumerate(word_positions(pieces))
+    ]
+    return AnchorMap(sample.image, caption, words, float(model.anchor_threshold))
+
+
+def detail_caption(
+    loaded: Loaded, sample: Sample, layer: int, device: torch.device
+) -> AnchorDetail:
+    """Anchors, paths and Grad-CAM of a sample's first caption.
+
+    A caption longer than the model takes is cut, with a warning.
+
+    Raises:
+        EvaluationError: the caption holds no word.
+    """
+    model, caption = loaded.model, sample.captions[0]
+    pieces = loaded.text.words(caption)
+    places = [list(positions) for positions in word_positions(pieces)]
+    with torch.no_grad():
+        image, text = _encode(loaded, sample, device)
+        if not text.word_mask.any():
+            raise EvaluationError(f"the text {caption!r} holds no word")
+        _warn_if_cut(loaded.text, caption)
+        anchors = _anchors(model, image, text).cpu()
+        path, reachable = (part.cpu() for part in _paths(model, image, text))
+        match = float(model.match(image, text))
+    gradcam = grad_cam(model, image, text, layer)[0].float().cpu()
+    boxes = _boxes(sample)
+    return AnchorDetail(
+        image=sample.image,
+        caption=caption,
+        words=[word_text(pieces, positions) for positions in word_positions(pieces)],
+        boxes=[boxes.get(index) for index in range(len(places))],
+        anchors=torch.stack([anchors[own].mean(0) for own in places]).numpy(),
+        path=torch.stack(
+            [path[own].sum(0) / reachable[own].sum(0).clamp(min=1) for own in places]
+        ).numpy(),
+        reachable=torch.stack([reachable[own].any(0) for own in places]).numpy(),
+        gradcam=torch.stack([gradcam[own].mean(0) for own in places]).numpy(),
+        gradcam_caption=gradcam[0].numpy(),
+        threshold=float(model.anchor_threshold),
+        layer=layer,
+        layers=len(model.cross_encoder.layers),
+        match=match,
+    )
+
+
+def _encode(
+    loaded: Loaded, sample: Sample, device: torch.device
+) -> tuple[ImageFeatures, TextFeatures]:
+    """Features of a batch of one: the picture and its first caption."""
+    model = loaded.model
+    image = model.encode_image(loaded.preprocess(sample.image)[None].to(device))
+    text = model.encode_text(*(part.to(device) for part in loaded.text(sample.captions[:1])))
+    return image, text
+
+
+def _anchors(model: VLPModel, image: ImageFeatures, text: TextFeatures) -> Tensor:
+    """Which patches anchor each token in each group: (N, G, rows, columns), 0 or 1.
+
+    Also for a model that has no ACE-RPE, or constant paths: from the features it would use.
+    """
+    field = model.anchors(image, text)
+    if field is not None and "anchor" in model.config.cross.position:
+        similarity = field.similarity[0]
+    else:
+        groups = model.config.cross.anchor.groups
+        similarity = group_similarity(image.tokens.float(), text.tokens.float(), groups)[0]
+    return _by_token(model, (similarity >= model.anchor_threshold).float())
+
+
+def _paths(model: VLPModel, image: ImageFeatures, text: TextFeatures) -> tuple[Tensor, Tensor]:
+    """Path and reachable of each token, (N, G, rows, columns); G = 0 without ACE-RPE."""
+    field = model.anchors(image, text)
+    if field is None:
+        nothing = torch.zeros(text.tokens.shape[1], 0, *model.config.image.grid)
+        return nothing, nothing.bool()
+    # The image side of the path counts [CLS].
+    return _by_token(model, field.path[0, 1:].float()), _by_token(model, field.reachable[0])
+
+
+def _by_token(model: VLPModel, x: Tensor) -> Tensor:
+    """(M, N, G) to (N, G, rows, columns)."""
+    return x.permute(1, 2, 0).unflatten(-1, model.config.image.grid)
+
+
+def _boxes(sample: Sample) -> dict[int, Box]:
+    """Boxes by word of the first caption; none outside the generated corpus."""
+    return {word.position: word.box for word in named_words(sample.annotation) if word.caption == 0}
+
+
+def _warn_if_cut(text: TextProcessor, caption: str) -> None:
+    # Pieces never span white space, and [CLS] and [SEP] frame each part.
+    pieces = sum(len(text.words(part)) - 2 for part in caption.split())
+    room = text.max_tokens - 2
+    if pieces > room:
+        logger.warning("the text has %d word pieces, the model reads the first %d", pieces, room)

@@ -1,0 +1,310 @@
+"""Swaps: two pictures and two captions, each caption true of exactly one of the pictures.
+
+The pictures show the same objects in another arrangement (`place`, `relation`, `order`,
+`distance`), or the same boxes with exchanged colours (`binding`), so neither a caption alone nor a
+bag of words can answer. The scores are Winoground's (Thrush et al. 2022, section 3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from evaluation.core.eval_mode import evaluating
+from evaluation.core.feature_cache import precision_context
+from evaluation.core.results import Figure, Table, write_report
+from evaluation.core.samples import EvaluationError, count_kinds
+from evaluation.core.work_sharding import Ranks
+from vlp.data.image.ablated_views import View, viewed
+from vlp.data.image.decode import decode_picture
+from vlp.data.scenes.negatives import SWAP_KINDS
+from vlp.data.shards.bad_samples import Skip
+from vlp.data.shards.shard_index import BadSample, ShardIndex
+from vlp.data.text.tokenizer import TextTokens
+from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
+from vlp.models.features import ImageFeatures
+from vlp.models.folder import Loaded
+from vlp.objectives.mlm import MLMHead
+
+CHANCE = {"text": 1 / 4, "image": 1 / 4, "group": 1 / 6, "pair": 1 / 2}
+SCORES = tuple(CHANCE)
+SCORERS = ("dual", "match", "words")
+
+
+class Swap(NamedTuple):
+    """Pixels (2, 3, size, size) and captions; caption i is true of picture i."""
+
+    pixels: torch.Tensor
+    captions: tuple[str, str]
+    kind: str
+
+
+@dataclass(frozen=True)
+class SwapResult:
+    """Figures by (scorer, kind, score); kind `all` is over every swap.
+
+    Scorers: `dual`, the cosine of both encoders' features; `match`, the cross-modal encoder's
+    log-odds; `words`, where the folder has the head of masked language modelling, the
+    log-probability of the words that the captions do not share, all masked. Scores: `pair`, the
+    share of the four comparisons (each picture's two captions, each caption's two pictures) that
+    come out right; `text`, both pictures get their caption; `image`, both captions get their
+    picture; `group`, both. Ties count against the model. `scores` (swaps, scorer, score) holds
+    them one by one.
+    """
+
+    swaps: int
+    shards: tuple[str, ...]
+    figures: dict[tuple[str, str, str], Figure]
+    scores: NDArray[np.float64]
+    kinds: tuple[str, ...]
+    scorers: tuple[str, ...] = SCORERS
+    skipped: dict[str, int] = field(default_factory=dict)
+
+    def table(self) -> Table:
+        """One row for each scorer and kind, in percent."""
+        rows = [
+            [
+                f"{scorer}, {kind}",
+                *(self.figures[scorer, kind, score].percent() for score in SCORES),
+            ]
+            for scorer in self.scorers
+            for kind in (*self.kinds, "all")
+        ]
+        chance = ["chance", *(f"{100 * CHANCE[score]:.1f}" for score in SCORES)]
+        notes = ["Percent; in brackets 95 % bootstrap intervals over swaps."]
+        head = ["", "text", "image", "group", "pair"]
+        return Table(f"Swaps, {self.swaps} of them", head, [*rows, chance], notes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as plain JSON values; figures are shares."""
+        return {
+            "task": "swaps",
+            "shards": list(self.shards),
+            "swaps": self.swaps,
+            "skipped": self.skipped,
+            "figures": {"/".join(key): figure._asdict() for key, figure in self.figures.items()},
+        }
+
+    def save(self, folder: str | Path) -> Path:
+        """Write `swaps.json` and `swaps.md`."""
+        return write_report(folder, "swaps", self.table(), self.to_json())
+
+
+def evaluate_swaps(
+    loaded: Loaded,
+    shards: Sequence[str | Path],
+    *,
+    limit: int | None = None,
+    batch: int = 64,
+    device: torch.device | str | None = None,
+    precision: Literal["float32", "bf16"] = "float32",
+    view: View = "picture",
+    resamples: int = 1000,
+    progress: bool = False,
+) -> SwapResult:
+    """Score every swap; the same for any number of ranks.
+
+    Args:
+        loaded: model, text and picture preparation.
+        shards: folders of the part `swaps` of the generated corpus.
+        limit: only the first so many swaps.
+        batch: swaps of one encoder call.
+        device: where to compute; None is this rank's GPU, or the CPU.
+        precision: of the encoders.
+        view: what the model is shown: the pictures; `shuffled`, their patches in random order, so
+            that nothing is where it was; `blank`, the same grey for both: only text is left.
+        resamples: bootstrap draws over swaps.
+        progress: a bar on the first rank.
+
+    Raises:
+        EvaluationError: the shards hold something else than swaps, or nothing usable.
+        ConfigError: a shard folder cannot be read.
+    """
+    ranks = Ranks.current()
+    places = _places(shards, limit)
+    blocks = [places[start : start + batch] for start in range(0, len(places), batch)]
+
+    def score(number: int) -> tuple[NDArray[np.float32], list[str], list[Skip]]:
+        read = [_read(loaded, *place) for place in blocks[number]]
+        swaps = [swap for swap in read if isinstance(swap, Swap)]
+        bar.update(len(read))
+        seen = [
+            swap._replace(pixels=viewed(swap.pixels, view, patch_size, number * batch + row))
+            for row, swap in enumerate(swaps)
+        ]
+        with torch.no_grad(), precision_context(where, precision):
+            scores = _score(loaded, seen, where, head)
+        return scores, [swap.kind for swap in swaps], [s for s in read if isinstance(s, Skip)]
+
+    patch_size = loaded.model.config.image.patch_size
+    head = word_head(loaded)
+    scorers = SCORERS if head is not None else SCORERS[:2]
+    quiet = not (progress and ranks.first)
+    with (
+        evaluating(loaded.model, device) as where,
+        tqdm(total=len(ranks.share(len(places))), desc="swap", disable=quiet) as bar,
+    ):
+        parts = ranks.map_blocks(len(blocks), score)
+    skipped = count_kinds([skip for _, _, skips in parts for skip in skips])
+    scores = np.concatenate([scores for scores, _, _ in parts])
+    kinds = np.array([kind for _, kinds, _ in parts for kind in kinds])
+    if not len(kinds):
+        raise EvaluationError(f"{', '.join(map(str, shards))}: no usable swap (skipped: {skipped})")
+    present = tuple(kind for kind in SWAP_KINDS if kind in kinds)
+    figures = {}
+    correct = swap_scores(scores)
+    for number, scorer in enumerate(scorers):
+        for kind in (*present, "all"):
+            rows = correct[kinds == kind] if kind != "all" else correct
+            means = bootstrap_means(rows[:, number].astype(float), resamples=resamples)
+            low, high = percentile_interval(means)
+            for column, name in enumerate(SCORES):
+                value = float(rows[:, number, column].mean())
+                figure = Figure(value, float(low[column]), float(high[column]), CHANCE[name])
+                figures[scorer, kind, name] = figure
+    names = tuple(map(str, shards))
+    return SwapResult(len(kinds), names, figures, correct, present, scorers, skipped)
+
+
+def swap_scores(scores: NDArray[np.floating]) -> NDArray[np.float64]:
+    """Winoground's scores of each swap.
+
+    Args:
+        scores: (..., picture 2, caption 2), where picture i and caption i belong together.
+
+    Returns:
+        (..., 4): text, image and group score, 0 or 1, and the share of right comparisons. Ties and
+        NaN are wrong.
+    """
+    own = np.diagonal(scores, axis1=-2, axis2=-1)
+    by_caption = own > np.diagonal(scores[..., ::-1], axis1=-2, axis2=-1)  # picture i: caption i?
+    by_picture = own > np.diagonal(
+        scores[..., ::-1, :], axis1=-2, axis2=-1
+    )  # caption i: picture i?
+    text, image = by_caption.all(-1), by_picture.all(-1)
+    pair = np.concatenate([by_caption, by_picture], axis=-1).mean(-1)
+    return np.stack([text, image, text & image, pair], axis=-1).astype(np.float64)
+
+
+def _places(shards: Sequence[str | Path], limit: int | None) -> list[tuple[ShardIndex, int, int]]:
+    if not shards:
+        raise EvaluationError("no shard folder is given")
+    indices = [ShardIndex.open(Path(folder)) for folder in shards]
+    places = [
+        (index, shard, sample)
+        for index in indices
+        for shard, entry in enumerate(index.shards)
+        for sample in range(entry.samples)
+    ]
+    if limit is not None and limit < 1:
+        raise EvaluationError(f"limit {limit}: at least one swap is needed")
+    return places[:limit]
+
+
+def _read(loaded: Loaded, index: ShardIndex, shard: int, sample: int) -> Swap | Skip:
+    try:
+        raw = index.read(shard, sample)
+        where = f"{index.folder / index.shards[shard].name}, {raw.key}"
+        swap = (raw.annotation.scene or {}).get("swap")
+        if swap is None or raw.second_image is None or raw.annotation.caption is None:
+            raise EvaluationError(
+                f"{where} is not a swap; write some with `python -m data_tools scenes --swaps N`"
+            )
+        pictures = [decode_picture(content, where) for content in (raw.image, raw.second_image)]
+    except BadSample as bad:
+        return Skip(bad.kind, bad.where)
+    pixels = torch.stack([loaded.preprocess(picture) for picture in pictures])
+    return Swap(pixels, (raw.annotation.caption, swap["foil"]), swap["kind"])
+
+
+def word_head(loaded: Loaded) -> MLMHead | None:
+    """The head of masked language modelling, where the model folder has one."""
+    prefix = "mlm_head."
+    state = {
+        name.removeprefix(prefix): value
+        for name, value in loaded.heads.items()
+        if name.startswith(prefix)
+    }
+    if not state:
+        return None
+    text = loaded.model.config.text
+    head = MLMHead(text.width, text.vocab_size)
+    head.load_state_dict(state)
+    return head.eval()
+
+
+def differing_words(ids: torch.Tensor, word_mask: torch.Tensor) -> torch.Tensor:
+    """Where two captions differ: tokens between their longest common start and end.
+
+    Args:
+        ids: (2, N) int64.
+        word_mask: (2, N) bool, True = a real word piece.
+
+    Returns:
+        (2, N) bool.
+    """
+    words = [row[mask].tolist() for row, mask in zip(ids, word_mask)]
+    start = _common(words[0], words[1])
+    end = _common(words[0][start:][::-1], words[1][start:][::-1])
+    chosen = torch.zeros_like(word_mask)
+    for row, mask, sentence in zip(chosen, word_mask, words):
+        row[mask.nonzero()[start : len(sentence) - end, 0]] = True
+    return chosen
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    """Length of the common start."""
+    return next(
+        (place for place, (a, b) in enumerate(zip(one, other)) if a != b),
+        min(len(one), len(other)),
+    )
+
+
+def _score(
+    loaded: Loaded, swaps: Sequence[Swap], device: torch.device, head: MLMHead | None
+) -> NDArray[np.float32]:
+    """(swaps, scorers, picture 2, caption 2)."""
+    if not swaps:
+        return np.zeros((0, 2 if head is None else 3, 2, 2), dtype=np.float32)
+    model, count = loaded.model, len(swaps)
+    images = model.encode_image(torch.cat([swap.pixels for swap in swaps]).to(device))
+    tokens = loaded.text([caption for swap in swaps for caption in swap.captions])
+    texts = model.encode_text(*(part.to(device) for part in tokens))
+    picture = torch.arange(2 * count, device=device).view(count, 2, 1).expand(-1, -1, 2).flatten()
+    caption = torch.arange(2 * count, device=device).view(count, 1, 2).expand(-1, 2, -1).flatten()
+    with torch.autocast(device.type, enabled=False):
+        dual = (images.feature[picture].double() * texts.feature[caption].double()).sum(-1)
+    scores = [dual.float(), model.match(images.select(picture), texts.select(caption)).float()]
+    if head is not None:
+        scores.append(_named(loaded, head, images, tokens, picture, caption))
+    every = torch.stack(scores).view(len(scores), count, 2, 2).transpose(0, 1)
+    return every.cpu().numpy()
+
+
+def _named(
+    loaded: Loaded,
+    head: MLMHead,
+    images: ImageFeatures,
+    tokens: TextTokens,
+    picture: torch.Tensor,
+    caption: torch.Tensor,
+) -> torch.Tensor:
+    """Log-probability of the captions' own words, masked, given each picture: (pairs,)."""
+    model, device = loaded.model, picture.device
+    pairs = zip(tokens.text_ids.split(2), tokens.word_mask.split(2))
+    chosen = torch.cat([differing_words(ids, words) for ids, words in pairs])
+    masked = tokens.text_ids.masked_fill(chosen, loaded.text.mask_id)
+    texts = model.encode_text(*(part.to(device) for part in tokens._replace(text_ids=masked)))
+    # The masked words are words still: what they could be is looked for in the picture.
+    crossed = model.cross(images.select(picture), texts.select(caption), need_image=False)
+    embedding = model.text_encoder.embedding.word.weight
+    logits = head.to(device)(crossed.text, embedding).float().log_softmax(-1)
+    own = logits.gather(-1, tokens.text_ids.to(device)[caption, :, None]).squeeze(-1)
+    return (own * chosen.to(device)[caption]).sum(-1)

@@ -1,0 +1,135 @@
+"""Pictures of shards, encoded once and searched by any text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from evaluation.core.encoder import Encoder
+from evaluation.core.eval_mode import evaluating
+from evaluation.core.feature_cache import GIBIBYTE
+from evaluation.core.samples import EvaluationError, Sample, Samples
+from evaluation.core.work_sharding import Ranks
+from evaluation.retrieval.search import similarity
+from vlp.data.shards.bad_samples import Skip
+from vlp.models.features import TextFeatures
+from vlp.models.folder import Loaded
+
+
+class Hit(NamedTuple):
+    """A picture that was found: its number, its cosine with the text, and its match log-odds.
+
+    match is None where the cross-modal encoder was not asked.
+    """
+
+    picture: int
+    similarity: float
+    match: float | None
+
+
+class Gallery:
+    """The pictures of shard folders with their features; samples of one picture are one.
+
+    `collection` and `encoder` are those of `evaluation.core.encoder`.
+
+    Args:
+        loaded: model, text and picture preparation.
+        shards: folders whose samples have captions.
+        limit: only the first so many samples.
+        batch: pictures of one encoder call.
+        device: where to compute; None is this rank's GPU, or the CPU.
+
+    Raises:
+        EvaluationError: nothing in the shards can be used.
+        ConfigError: a shard folder cannot be read.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        shards: Sequence[str | Path],
+        *,
+        limit: int | None = None,
+        batch: int = 64,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.loaded = loaded
+        self._samples = _PlacedSamples(shards, limit)
+        with evaluating(loaded.model, device) as place:
+            self.encoder = Encoder(
+                loaded,
+                self._samples,
+                batch=batch,
+                device=place,
+                precision="float32",
+                memory=GIBIBYTE,
+            )
+            self.collection = self.encoder.collect(Ranks.current(), lambda done: None)
+        self._places = list(self._samples.first.values())
+
+    def __len__(self) -> int:
+        return len(self.collection.image)
+
+    def picture(self, number: int) -> Sample:
+        """A picture with the captions of its first sample.
+
+        Raises:
+            EvaluationError: there is no such picture, or it can no longer be read.
+        """
+        if not 0 <= number < len(self):
+            raise EvaluationError(f"there are {len(self)} pictures, none has number {number}")
+        sample = self._samples.read(self._places[number])
+        if isinstance(sample, Skip):
+            raise EvaluationError(f"{sample.kind}: {sample.where}")
+        return sample
+
+    def search(self, text: str, top: int = 8, rerank: int = 16) -> list[Hit]:
+        """The pictures that fit a text, the best first.
+
+        The dual encoder's nearest `rerank` pictures are ordered by similarity / temperature plus
+        match log-odds, as `evaluation.retrieval.retrieval` does.
+
+        Raises:
+            EvaluationError: the text holds no word, or top or rerank are out of range.
+        """
+        if top < 1 or rerank < 0:
+            raise EvaluationError(f"top {top}, rerank {rerank}: at least 1 and 0")
+        model = self.loaded.model
+        with torch.no_grad(), evaluating(model, self.encoder.device) as place:
+            query = model.encode_text(*(part.to(place) for part in self.loaded.text([text])))
+            if not query.word_mask.any():
+                raise EvaluationError(f"the text {text!r} holds no word")
+            scores = similarity(query.feature, self.collection.image)[0]
+            near = torch.argsort(scores, descending=True, stable=True)[: max(top, rerank)].tolist()
+            hits = [
+                Hit(number, float(scores[number]), self._match(number, query))
+                for number in near[:rerank]
+            ]
+            temperature = float(model.temperature())
+        hits.sort(key=lambda hit: -(hit.similarity / temperature + (hit.match or 0.0)))
+        hits += [Hit(number, float(scores[number]), None) for number in near[rerank:]]
+        return hits[:top]
+
+    def _match(self, number: int, text: TextFeatures) -> float:
+        block, row = self.collection.image_place[number]
+        features = self.encoder.images[int(block)].features
+        image = features.select(torch.tensor([row], device=self.encoder.device))
+        return float(self.loaded.model.match(image, text))
+
+
+class _PlacedSamples(Samples):
+    """Samples that remember where each picture came first; read in order the first time."""
+
+    def __init__(self, folders: Sequence[str | Path], limit: int | None = None) -> None:
+        super().__init__(folders, limit)
+        self.first: dict[tuple[str, str], int] = {}
+
+    def read(self, position: int) -> Sample | Skip:
+        """Read and decode one sample."""
+        sample = super().read(position)
+        if isinstance(sample, Sample):
+            self.first.setdefault(sample.identity, position)
+        return sample

@@ -1,0 +1,240 @@
+"""Text-to-image and image-to-text retrieval: dual encoder first, then re-ranked pairs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from evaluation.core.encoder import Collection, Encoder
+from evaluation.core.eval_mode import evaluating
+from evaluation.core.feature_cache import GIBIBYTE
+from evaluation.core.results import Figure, Table, write_report
+from evaluation.core.samples import EvaluationError, kinds_in_words
+from evaluation.core.work_sharding import Ranks
+from evaluation.retrieval.retrieval_rows import KeyedSamples, query_rows
+from evaluation.retrieval.two_stages import DIRECTIONS, Direction, ranks_of_right
+from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
+from vlp.metrics.recall import RECALL_AT, chance_recall
+from vlp.models.folder import Loaded
+
+Stage = Literal["dual", "rerank"]
+_ARROWS = {"text_to_image": "text → image", "image_to_text": "image → text"}
+MEAN = "mean"
+
+
+@dataclass(frozen=True)
+class RetrievalResult:
+    """Recall of one model on one set of pairs; figures are shares between 0 and 1.
+
+    figures: by (stage, direction, "R@1" | "R@5" | "R@10" | "mean"), and the mean over both
+    directions by (stage, "both", "mean"). predictions: one row a query: its direction, the key of
+    the picture's first sample and `picture`, for a caption its number among the picture's and its
+    text, and the rank of the first right answer by stage, from 1.
+    """
+
+    images: int
+    texts: int
+    rerank: int
+    shards: tuple[str, ...]
+    figures: dict[tuple[str, str, str], Figure]
+    skipped: dict[str, int] = field(default_factory=dict)
+    predictions: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """`dual`, and `rerank` where pairs were re-ranked."""
+        return ("dual", "rerank") if self.rerank else ("dual",)
+
+    def recall(self, stage: Stage, direction: Direction, k: int) -> Figure:
+        """Recall at k of one stage in one direction."""
+        return self.figures[stage, direction, f"R@{k}"]
+
+    def mean(self, stage: Stage, direction: Direction | Literal["both"] = "both") -> Figure:
+        """Mean of R@1, R@5 and R@10, of one direction or of both."""
+        return self.figures[stage, direction, MEAN]
+
+    def table(self) -> Table:
+        """Recall in percent with intervals, and chance, for the terminal or Markdown."""
+        columns = [*(f"R@{k}" for k in RECALL_AT), MEAN]
+        labels = {"dual": "dual encoder", "rerank": f"re-ranked top {self.rerank}"}
+        rows = []
+        for direction in DIRECTIONS:
+            for stage in self.stages:
+                cells = [self.figures[stage, direction, column].percent() for column in columns]
+                rows.append([f"{_ARROWS[direction]}, {labels[stage]}", *cells])
+            chances = [self.figures["dual", direction, column].chance for column in columns]
+            rows.append(
+                [f"{_ARROWS[direction]}, chance", *(f"{100 * chance:.1f}" for chance in chances)]
+            )
+        for stage in self.stages:
+            cells = ["", "", "", self.mean(stage).percent()]
+            rows.append([f"both, {labels[stage]}", *cells])
+        notes = ["Percent; in brackets 95 % bootstrap intervals over pictures."]
+        if self.skipped:
+            kinds = kinds_in_words(self.skipped)
+            notes.append(f"Skipped samples: {kinds}.")
+        title = f"Retrieval: {self.images} images, {self.texts} captions"
+        return Table(title, ["", *columns], rows, notes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but the predictions, as plain JSON values; figures are shares."""
+        return {
+            "task": "retrieval",
+            "shards": list(self.shards),
+            "images": self.images,
+            "texts": self.texts,
+            "rerank": self.rerank,
+            "skipped": self.skipped,
+            "figures": [
+                {"stage": stage, "direction": direction, "name": name, **figure._asdict()}
+                for (stage, direction, name), figure in self.figures.items()
+            ],
+        }
+
+    def save(self, folder: str | Path) -> Path:
+        """Write `retrieval.json`, `retrieval.md` and `retrieval.predictions.jsonl`."""
+        path = write_report(folder, "retrieval", self.table(), self.to_json())
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self.predictions)
+        (path / "retrieval.predictions.jsonl").write_text(lines, encoding="utf-8")
+        return path
+
+
+def evaluate_retrieval(
+    loaded: Loaded,
+    shards: Sequence[str | Path],
+    *,
+    rerank: int = 0,
+    rerank_by: Literal["sum", "match"] = "sum",
+    temperature: float | None = None,
+    limit: int | None = None,
+    batch: int = 64,
+    match_batch: int = 64,
+    device: torch.device | str | None = None,
+    precision: Literal["float32", "bf16"] = "float32",
+    memory: int = 2 * GIBIBYTE,
+    resamples: int = 1000,
+    progress: bool = False,
+) -> RetrievalResult:
+    """Recall of a model on all pairs of some shards; the same for any number of ranks.
+
+    Re-ranking adds the cross-modal log-odds to similarity / temperature ("sum") or replaces it
+    ("match", as ALBEF does). ITM is trained against negatives drawn in proportion to
+    exp(similarity / temperature), so its log-odds say what the similarity does not know yet, and
+    the sum is the log-odds against all candidates. An ITM head that has not learned anything
+    leaves the order as it is.
+
+    Args:
+        loaded: model, text and picture preparation; the model is moved to the device and back to
+            its mode of training afterwards.
+        shards: shard folders, evaluated as one set. Samples of the same source and image_id are
+            one picture with several captions.
+        rerank: candidates of each query that the cross-modal encoder sees; 0 is none.
+        rerank_by: how its score enters.
+        temperature: of the similarity in "sum"; None is the model's own.
+        limit: only the first so many samples.
+        batch: pictures or captions of one encoder call.
+        match_batch: most pairs of one cross-modal call.
+        device: where to compute; None is this rank's GPU, or the CPU.
+        precision: of encoders and cross-modal encoder; similarities are float32 in any case.
+        memory: bytes of token states kept for re-ranking, for pictures and for captions each.
+        resamples: bootstrap draws over pictures.
+        progress: bars on the first rank.
+
+    Raises:
+        EvaluationError: there is nothing to evaluate, or rerank is negative.
+        ConfigError: a shard folder cannot be read.
+    """
+    if rerank < 0:
+        raise EvaluationError(f"rerank {rerank}: the number of candidates cannot be negative")
+    ranks = Ranks.current()
+    if temperature is None:
+        temperature = loaded.model.temperature().item()
+    samples = KeyedSamples(shards, limit)
+    quiet = not (progress and ranks.first)
+    with evaluating(loaded.model, device) as place:
+        encoder = Encoder(
+            loaded,
+            samples,
+            batch=batch,
+            device=place,
+            precision=precision,
+            memory=memory if rerank else 0,
+        )
+        with tqdm(total=len(ranks.share(len(samples))), desc="encode", disable=quiet) as bar:
+            collection = encoder.collect(ranks, bar.update)
+        pictures = samples.pictures(ranks)
+        all_ranks = ranks_of_right(
+            encoder,
+            collection,
+            rerank,
+            temperature if rerank_by == "sum" else None,
+            match_batch,
+            ranks,
+            quiet,
+        )
+    return RetrievalResult(
+        images=len(collection.image),
+        texts=len(collection.text),
+        rerank=rerank,
+        shards=tuple(str(folder) for folder in shards),
+        figures=_figures(all_ranks, collection, resamples),
+        skipped=collection.skipped,
+        predictions=[
+            row
+            for direction in DIRECTIONS
+            for row in query_rows(
+                {stage: found for (stage, of), found in all_ranks.items() if of == direction},
+                direction,
+                collection,
+                pictures,
+            )
+        ],
+    )
+
+
+def _figures(
+    all_ranks: dict[tuple[str, str], NDArray[np.int64]], collection: Collection, resamples: int
+) -> dict[tuple[str, str, str], Figure]:
+    """Recall at each k and the means, with intervals from the same resamples of pictures."""
+    images, texts = len(collection.image), len(collection.text)
+    captions = np.bincount(collection.image_of_text, minlength=images).astype(np.float64)
+    chances = {
+        "text_to_image": [chance_recall(np.ones(texts, int), images, k) for k in RECALL_AT],
+        "image_to_text": [chance_recall(captions.astype(int), texts, k) for k in RECALL_AT],
+    }
+    figures: dict[tuple[str, str, str], Figure] = {}
+    for stage in dict.fromkeys(stage for stage, _ in all_ranks):
+        hits, queries = [], []
+        for direction in DIRECTIONS:
+            for k in RECALL_AT:
+                hit = all_ranks[stage, direction] < k
+                by_text = direction == "text_to_image"
+                owner = collection.image_of_text if by_text else np.arange(images)
+                hits.append(np.bincount(owner, hit, minlength=images))
+                queries.append(captions if by_text else np.ones(images))
+        values, weights = np.stack(hits, axis=1), np.stack(queries, axis=1)
+        point = _with_means(values.sum(axis=0, keepdims=True) / weights.sum(axis=0))[0]
+        draws = _with_means(bootstrap_means(values, weights, resamples=resamples))
+        low, high = percentile_interval(draws)
+        chance = _with_means(np.array([chances["text_to_image"] + chances["image_to_text"]]))[0]
+        columns = [*(f"R@{k}" for k in RECALL_AT), MEAN]
+        keys: list[tuple[str, str]] = [(side, name) for side in DIRECTIONS for name in columns]
+        for column, key in enumerate([*keys, ("both", MEAN)]):
+            cells = (array[column] for array in (point, low, high, chance))
+            figures[stage, *key] = Figure(*map(float, cells))
+    return figures
+
+
+def _with_means(recalls: NDArray[np.float64]) -> NDArray[np.float64]:
+    """(…, 2 directions x k) -> each direction followed by its mean, then the mean of both."""
+    parts = np.split(recalls, 2, axis=1)
+    means = [part.mean(axis=1, keepdims=True) for part in parts]
+    return np.concatenate([parts[0], means[0], parts[1], means[1], sum(means) / 2], axis=1)

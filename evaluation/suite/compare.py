@@ -1,0 +1,245 @@
+"""Two results of the same task on the same items: which one is better, and is it chance?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evaluation.core.json_lines import read_lines
+from evaluation.core.results import Table, write_report
+from evaluation.core.samples import EvaluationError
+from evaluation.suite.item_tests import ItemDifference, item_difference
+from vlp.metrics.recall import RECALL_AT
+
+SUFFIX = ".predictions.jsonl"
+_NAMED = 5
+_TRUTH = {"True", "False"}
+
+Row = dict[str, Any]
+Values = dict[str, dict[tuple[Any, ...], float]]
+"""By figure, the value of each item by its identity."""
+
+# What tells the items of a task apart, and by which field its rows are known.
+_IDENTITY = {
+    "direction": ("direction", "key", "caption", "text"),
+    "question_id": ("key", "question_id", "question"),
+    "image_id": ("key", "image_id"),
+    "point": ("key", "id", "text"),
+    "prediction": ("key", "identifier", "pairID", "text"),
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Of two results: differences by figure, second minus first."""
+
+    first: str
+    second: str
+    pictures: int
+    differences: dict[str, ItemDifference]
+
+    def table(self) -> Table:
+        """A row a figure, in percent."""
+        rows = []
+        for name, one in self.differences.items():
+            interval = f"{100 * one.difference:+.1f} [{100 * one.low:+.1f}, {100 * one.high:+.1f}]"
+            rows.append(
+                [
+                    name,
+                    str(one.items),
+                    f"{100 * one.first:.1f}",
+                    f"{100 * one.second:.1f}",
+                    interval,
+                    f"{one.p:.4f}",
+                    "" if one.mcnemar is None else f"{one.mcnemar:.4f}",
+                    f"{one.only_first} / {one.only_second}",
+                ]
+            )
+        notes = [
+            f"A: {self.first}",
+            f"B: {self.second}",
+            "Percent; in brackets 95 % paired bootstrap intervals over pictures. p: sign-flip test "
+            "over pictures; McNemar: exact, over items. Each row is tested by itself.",
+        ]
+        head = ["", "items", "A", "B", "B - A", "p", "McNemar", "only A / B better"]
+        return Table(f"B against A on {self.pictures} pictures", head, rows, notes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as plain JSON values; figures are shares."""
+        return {
+            "first": self.first,
+            "second": self.second,
+            "pictures": self.pictures,
+            "figures": {name: one._asdict() for name, one in self.differences.items()},
+        }
+
+    def save(self, folder: str | Path) -> Path:
+        """Write `compare.json` and `compare.md`."""
+        return write_report(folder, "compare", self.table(), self.to_json())
+
+
+def compare(
+    first: str | Path,
+    second: str | Path,
+    task: str | None = None,
+    *,
+    resamples: int = 2000,
+    draws: int = 10_000,
+) -> Comparison:
+    """Compare two predictions files, or folders that hold them.
+
+    Args:
+        first: KIND.predictions.jsonl, its folder, or a model folder with `evaluation` in it.
+        second: likewise.
+        task: KIND, where the folders hold several.
+        resamples: bootstrap draws.
+        draws: of the sign-flip test.
+
+    Raises:
+        EvaluationError: there are no such results, they are of different tasks or items, or nothing
+            in them was judged.
+    """
+    files = _files(Path(first), Path(second), task)
+    parts = [_judged(file) for file in files]
+    kinds = [_kind(rows[0], file) for rows, file in zip(parts, files)]
+    if kinds[0] != kinds[1]:
+        raise EvaluationError(f"{files[0]} and {files[1]} are results of different tasks")
+    own, other = (_by_identity(rows, kinds[0]) for rows in parts)
+    _check_same(own, other, files)
+    pictures = {identity: row.get("picture", row["key"]) for identity, row in own.items()}
+    values = [_values(rows, kinds[0]) for rows in (own, other)]
+    differences = {}
+    for name, found in values[0].items():
+        if name not in values[1] or found.keys() != values[1][name].keys():
+            continue
+        differences[name] = item_difference(
+            np.array(list(found.values())),
+            np.array([values[1][name][identity] for identity in found]),
+            [pictures.get(identity, identity) for identity in found],
+            resamples=resamples,
+            draws=draws,
+        )
+    if not differences:
+        raise EvaluationError(f"{files[0]} and {files[1]} have no figure in common")
+    return Comparison(str(files[0]), str(files[1]), len(set(pictures.values())), differences)
+
+
+def _files(first: Path, second: Path, task: str | None) -> tuple[Path, Path]:
+    if first.is_file() and second.is_file():
+        return first, second
+    own, other = _results(first), _results(second)
+    both = sorted(own.keys() & other.keys())
+    chosen = both if task is None else [name for name in both if name == task]
+    if len(chosen) == 1:
+        return own[chosen[0]], other[chosen[0]]
+    if len(chosen) > 1:
+        raise EvaluationError(f"both hold results of {', '.join(both)}: choose one with --task")
+    raise EvaluationError(
+        f"no results of the same task{'' if task is None else f' {task}'} in both: {first} has "
+        f"{', '.join(own)}, {second} has {', '.join(other)}"
+    )
+
+
+def _results(path: Path) -> dict[str, Path]:
+    if path.is_file():
+        return {_task_of(path): path}
+    if not path.is_dir():
+        raise EvaluationError(f"{path}: there is neither a folder nor a file of results")
+    for folder in (path, path / "evaluation"):
+        if found := sorted(folder.glob(f"*{SUFFIX}")):
+            return {_task_of(file): file for file in found}
+    raise EvaluationError(
+        f"{path}: holds no *{SUFFIX}; make them with python -m evaluation TASK --out {path}"
+    )
+
+
+def _task_of(file: Path) -> str:
+    return file.name.removesuffix(SUFFIX)
+
+
+def _judged(file: Path) -> list[Row]:
+    rows = read_lines(file)
+    judged = [row for row in rows if "scores" in row or "ranks" in row]
+    if not judged:
+        raise EvaluationError(
+            f"{file}: nothing in it was judged; `python -m evaluation TASK` writes judged "
+            "predictions where there are labels"
+        )
+    return judged
+
+
+def _kind(row: Row, file: Path) -> str:
+    for name in _IDENTITY:
+        if name in row:
+            return name
+    raise EvaluationError(f"{file}: not a file of predictions (its rows have {', '.join(row)})")
+
+
+def _by_identity(rows: Sequence[Row], kind: str) -> dict[tuple[Any, ...], Row]:
+    """Rows of equal names, as one key in two folders, are told apart by their order."""
+    seen: Counter[tuple[Any, ...]] = Counter()
+    found = {}
+    for row in rows:
+        name = tuple(row.get(part) for part in _IDENTITY[kind])
+        seen[name] += 1
+        found[*name, seen[name]] = row
+    return found
+
+
+def _check_same(
+    own: dict[tuple[Any, ...], Row], other: dict[tuple[Any, ...], Row], files: Sequence[Path]
+) -> None:
+    problems = []
+    for here, there, file in ((other, own, files[0]), (own, other, files[1])):
+        missing = [_named(identity) for identity in here if identity not in there]
+        if missing:
+            rest = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+            problems.append(f"{file} lacks {', '.join(missing[:_NAMED])}{rest}")
+    if problems:
+        raise EvaluationError(
+            f"not the same items: {'; '.join(problems)}. Judge both models on the same shards"
+        )
+    for identity, row in own.items():
+        if row.get("label") != other[identity].get("label"):
+            raise EvaluationError(
+                f"not the same labels: {_named(identity)} is {row.get('label')} in {files[0]} and "
+                f"{other[identity].get('label')} in {files[1]}"
+            )
+
+
+def _named(identity: tuple[Any, ...]) -> str:
+    return " ".join(str(part) for part in identity[:-1] if part is not None)
+
+
+def _values(rows: dict[tuple[Any, ...], Row], kind: str) -> Values:
+    values: Values = {}
+    for identity, row in rows.items():
+        scores = row["scores"] if "scores" in row else _recalls(row)
+        for name, value in scores.items():
+            values.setdefault(name, {})[identity] = float(value)
+    if kind == "prediction" and {str(row.get("label")) for row in rows.values()} <= _TRUTH:
+        values["consistency"] = _consistency(rows)
+    return values
+
+
+def _recalls(row: Row) -> dict[str, float]:
+    arrow = row["direction"].replace("_to_", " → ")
+    return {
+        f"{arrow} R@{k}, {stage}": float(rank <= k)
+        for stage, rank in row["ranks"].items()
+        for k in RECALL_AT
+    }
+
+
+def _consistency(rows: dict[tuple[Any, ...], Row]) -> dict[tuple[Any, ...], float]:
+    """NLVR2's: sentences that are judged rightly every time, a sentence being one item."""
+    right: dict[tuple[Any, ...], float] = {}
+    for row in rows.values():
+        sentence = ("sentence", row["text"])
+        right[sentence] = min(right.get(sentence, 1.0), row["scores"]["accuracy"])
+    return right

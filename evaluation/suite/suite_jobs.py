@@ -1,0 +1,150 @@
+"""One job of a suite: what it depends on, and how it is done."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+import vlp
+from evaluation.core.results import Table
+from evaluation.core.samples import EvaluationError
+from evaluation.downstream import evaluate_task
+from evaluation.grounding.grounding import evaluate_grounding
+from evaluation.probes.pointing import evaluate_pointing
+from evaluation.probes.winoground import evaluate_swaps
+from evaluation.retrieval.retrieval import evaluate_retrieval
+from evaluation.suite.suite_config import (
+    FinetunedJob,
+    GroundingJob,
+    Job,
+    PointingJob,
+    RetrievalJob,
+    SwapsJob,
+    VqaJob,
+    ZeroShotJob,
+)
+from evaluation.zeroshot.prompts import read_prompts
+from evaluation.zeroshot.zeroshot import evaluate_zeroshot
+from vlp.data.shards.index import INDEX_NAME
+from vlp.models.folder import local_folder
+from vlp.tasks.downstream.task import load_task
+
+_NOT_THE_MODEL = ("README.md", ".gitattributes")
+_CHUNK = 2**22
+
+
+class JobResult(Protocol):
+    """What a job gives."""
+
+    def table(self) -> Table:
+        """For the person."""
+
+    def to_json(self) -> dict[str, Any]:
+        """For `evaluation.core.saved_results`."""
+
+    def save(self, folder: str | Path) -> Path:
+        """For files."""
+
+
+def job_key(job: Job, folder: Path, sums: dict[Path, str]) -> str:
+    """What a result depends on: the model's files, the options, the data, the prompts.
+
+    The data are the shards' index, which knows their contents; of class folders and tars, which
+    have none, they are names, sizes and times of change.
+
+    Args:
+        job: what is judged.
+        folder: of the model.
+        sums: of model folders that were read before; filled.
+
+    Raises:
+        EvaluationError: there are no such shards, or a file cannot be read.
+    """
+    options = job.model_dump(mode="json", exclude={"name", "model"})
+    parts = [json.dumps(options, sort_keys=True)]
+    try:
+        if folder not in sums:
+            sums[folder] = model_checksum(folder)
+        parts.append(sums[folder])
+        for shards in map(Path, job.shards):
+            if not shards.exists():
+                raise EvaluationError(f"{shards}: there is no such folder of shards")
+            index = shards / INDEX_NAME
+            parts.append(_checksum(index) if index.is_file() else _stamps(shards))
+        for name in ("classes", "templates"):
+            file = getattr(job, name, None)
+            parts.append("" if file is None else _checksum(Path(file)))
+    except OSError as error:
+        raise EvaluationError(f"{error.filename}: cannot be read ({error.strerror})") from error
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def model_checksum(folder: Path) -> str:
+    """SHA-256 over names and contents of a model folder's own files; a model card is none."""
+    whole = hashlib.sha256()
+    for file in sorted(folder.iterdir()):
+        if file.is_file() and file.name not in _NOT_THE_MODEL:
+            whole.update(f"{file.name}\n{_checksum(file)}\n".encode())
+    return whole.hexdigest()
+
+
+def run_job(job: Job, folder: Path, device: str | None, progress: bool) -> JobResult:
+    """Judge a model folder; the same for any number of ranks.
+
+    Raises:
+        EvaluationError: the model is of another kind, or nothing can be judged.
+        ConfigError: shards cannot be read.
+        FileNotFoundError: there is no such model.
+        ValueError: the model folder is damaged.
+    """
+    shared = {"limit", "batch", "precision"}
+    own = set(type(job).model_fields) - set(Job.model_fields)
+    options = job.model_dump(include=shared | own)
+    options |= {"device": device, "progress": progress}
+    if isinstance(job, FinetunedJob | VqaJob):
+        task = load_task(folder)
+        if task.kind != job.task:
+            raise EvaluationError(f"{folder} is fine-tuned for {task.kind}, not for {job.task}")
+        return evaluate_task(task, job.shards, **options)
+    loaded = vlp.load(folder)
+    if isinstance(job, ZeroShotJob):
+        prompts = read_prompts(options.pop("classes"), options.pop("templates"))
+        return evaluate_zeroshot(loaded, job.shards, prompts, **options)
+    judges: dict[type[Job], Any] = {
+        RetrievalJob: evaluate_retrieval,
+        GroundingJob: evaluate_grounding,
+        PointingJob: evaluate_pointing,
+        SwapsJob: evaluate_swaps,
+    }
+    result: JobResult = judges[type(job)](loaded, job.shards, **options)
+    return result
+
+
+def model_of(job: Job, model: str | None) -> Path:
+    """The folder of a job's model, `model` being that of its entry.
+
+    Raises:
+        FileNotFoundError: there is no such model.
+    """
+    return local_folder(job.model or model or "")
+
+
+def _stamps(place: Path) -> str:
+    """Of a file, or of a folder's files and those of its class folders."""
+    files = sorted([*place.glob("*"), *place.glob("*/*")]) if place.is_dir() else [place]
+    stamps = []
+    for file in files:
+        if file.is_file():
+            about = file.stat()
+            stamps.append(f"{file.relative_to(place)}\t{about.st_size}\t{about.st_mtime_ns}")
+    return hashlib.sha256("\n".join(stamps).encode()).hexdigest()
+
+
+def _checksum(file: Path) -> str:
+    content = hashlib.sha256()
+    with file.open("rb") as opened:
+        while chunk := opened.read(_CHUNK):
+            content.update(chunk)
+    return content.hexdigest()

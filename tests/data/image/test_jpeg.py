@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import ExifTags, Image
+from torch import Tensor
+
+from vlp.data.image.decode import decode_picture
+from vlp.data.image.jpeg import EncodedPicture, levels_of
+from vlp.data.shards.sample_files import BadSample
+
+
+def picture(width: int = 90, height: int = 70, seed: int = 0) -> Image.Image:
+    rng = np.random.default_rng(seed)
+    small = Image.fromarray(rng.integers(0, 256, (9, 12, 3), dtype=np.uint8))
+    return small.resize((width, height), Image.Resampling.BICUBIC)
+
+
+def encoded(image: Image.Image, kind: str = "jpeg", **how: Any) -> bytes:
+    stream = BytesIO()
+    image.save(stream, kind, **how)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("subsampling", ["4:4:4", "4:2:2", "4:2:0"])
+@pytest.mark.parametrize("progressive", [False, True])
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+def test_levels_of_a_jpeg_are_exactly_pillows(
+    subsampling: str, progressive: bool, mode: str
+) -> None:
+    image = picture(91, 67).convert(mode)
+    data = encoded(image, subsampling=subsampling, progressive=progressive, quality=80)
+    found = EncodedPicture(data, "x").levels()
+    assert found.dtype == torch.uint8
+    assert torch.equal(found, levels_of(decode_picture(data, "x")))
+
+
+def test_photographs_too(shared: Path) -> None:
+    for place in ("flickr8k/images_original.tar", "coco_mini/val2017_original_16.tar"):
+        with tarfile.open(shared / "data" / place) as archive:
+            for member in [part for part in archive.getmembers() if part.isfile()][:4]:
+                data = archive.extractfile(member).read()  # type: ignore[union-attr]
+                own = EncodedPicture(data, "x")
+                assert torch.equal(own.levels(), levels_of(decode_picture(data, "x")))
+
+
+@pytest.mark.parametrize("kind", ["png", "webp", "gif", "bmp"])
+def test_other_formats_are_decoded_by_pillow_at_full_size(kind: str) -> None:
+    data = encoded(picture(), kind)
+    for least in ((0, 0), (5, 5)):
+        found = EncodedPicture(data, "x").levels(least)
+        assert torch.equal(found, levels_of(decode_picture(data, "x")))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_size_and_levels_are_of_the_upright_picture(orientation: int) -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    data = encoded(picture(64, 40), exif=exif)
+    upright = decode_picture(data, "x")
+    own = EncodedPicture(data, "x")
+    assert own.size == upright.size
+    assert own.image().tobytes() == upright.tobytes()
+    for least in ((0, 0), (4, 4)):
+        width, height = upright.size
+        rows, columns = own.levels(least).shape[1:]
+        assert columns / rows == pytest.approx(width / height, rel=0.1)
+    assert torch.equal(own.levels(), levels_of(upright))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(8, 200), st.integers(8, 200), st.floats(0.02, 1.2), st.floats(0.02, 1.2))
+def test_a_reduced_picture_is_never_smaller_than_asked(
+    width: int, height: int, across: float, down: float
+) -> None:
+    least = max(1, int(across * width)), max(1, int(down * height))
+    own = EncodedPicture(encoded(picture(width, height)), "x")
+    rows, columns = own.levels(least).shape[1:]
+    assert columns >= min(least[0], width)
+    assert rows >= min(least[1], height)
+    assert (columns, rows) in {
+        (-(-width * number // 8), -(-height * number // 8)) for number in (8, 4, 3, 2, 1)
+    }
+    half = -(-width // 2), -(-height // 2)
+    if least[0] <= half[0] and least[1] <= half[1]:
+        assert (columns, rows) <= half  # whatever half can serve is not decoded at full size
+
+
+def test_a_reduced_picture_is_the_picture() -> None:
+    image = picture(400, 320)
+    own = EncodedPicture(encoded(image, quality=95), "x")
+    for size in ((200, 160), (100, 80), (50, 40)):
+        found = own.levels(size).permute(1, 2, 0).numpy()
+        expected = np.array(image.resize(size, Image.Resampling.BOX))
+        assert found.shape == expected.shape
+        assert np.abs(found.astype(int) - expected).mean() < 2
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_damaged_pictures_are_refused_where_pillow_refuses_them(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    data = bytearray(encoded(picture(), quality=85, progressive=bool(seed % 2)))
+    for place in rng.integers(0, len(data), 3):
+        data[place] = rng.integers(256)
+    if seed % 4 == 0:
+        del data[rng.integers(len(data)) :]
+
+    def outcome(decode: Callable[[], Tensor]) -> str | bytes:
+        try:
+            return decode().numpy().tobytes()
+        except BadSample as bad:
+            return bad.kind
+
+    expected = outcome(lambda: levels_of(decode_picture(bytes(data), "x")))
+    assert outcome(lambda: EncodedPicture(bytes(data), "x").levels()) == expected
+
+
+def test_what_is_no_picture_is_said_at_once() -> None:
+    with pytest.raises(BadSample, match=r"unreadable picture: shard-3\.tar, key"):
+        EncodedPicture(b"<html>not found</html>", "shard-3.tar, key")

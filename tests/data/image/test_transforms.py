@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from vlp.config import ConfigError
+from vlp.data.config import AugmentConfig
+from vlp.data.image.decode import decode_picture, upright_rgb
+from vlp.data.image.jpeg import EncodedPicture, levels_of
+from vlp.data.image.transforms import (
+    Preprocessing,
+    TrainTransform,
+    _least_size,
+    normalise,
+    random_crop,
+)
+
+PLAIN = AugmentConfig(randaugment=False, crop_scale=(1.0, 1.0), mirror=False)
+
+
+def picture(width: int = 40, height: int = 30, seed: int = 0) -> Image.Image:
+    rng = np.random.default_rng(seed)
+    small = Image.fromarray(rng.integers(0, 256, (5, 6, 3), dtype=np.uint8))
+    return small.resize((width, height), Image.Resampling.BICUBIC)
+
+
+def test_preprocessing_is_a_bicubic_squash_and_a_normalisation() -> None:
+    prepare = Preprocessing(16, mean=(0.5, 0.4, 0.3), std=(0.5, 0.25, 0.2))
+    image = picture()
+    squashed = np.asarray(image.resize((16, 16), Image.Resampling.BICUBIC)) / 255
+    expected = (squashed - np.array([0.5, 0.4, 0.3])) / np.array([0.5, 0.25, 0.2])
+    tensor = prepare(image)
+    assert tensor.dtype == torch.float32
+    assert tensor.is_contiguous()
+    assert torch.allclose(tensor.double(), torch.from_numpy(expected).permute(2, 0, 1), atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "1"])
+def test_pictures_of_every_mode(mode: str) -> None:
+    assert Preprocessing(8)(picture().convert(mode)).shape == (3, 8, 8)
+
+
+def turned() -> Image.Exif:
+    tags = Image.Exif()
+    tags[0x0112] = 6
+    return tags
+
+
+SHADES = np.linspace(0, 65535, 1200).astype(np.uint16).reshape(30, 40)
+
+
+@pytest.mark.parametrize(
+    ("image", "kind", "how"),
+    [
+        (picture().convert("LA").convert("RGBA"), "png", {}),
+        (Image.new("RGBA", (40, 30), (0, 0, 0, 0)), "png", {}),
+        (picture().quantize(8), "png", {"transparency": 3}),
+        (picture(), "png", {"transparency": picture().getpixel((0, 0))}),
+        (Image.fromarray(SHADES), "png", {}),
+        (picture(), "jpeg", {"exif": turned()}),
+        (picture(), "png", {"exif": turned()}),
+        (picture(), "webp", {"exif": turned()}),
+    ],
+)
+def test_a_file_that_pillow_opened_is_what_training_sees(
+    image: Image.Image, kind: str, how: dict[str, Any]
+) -> None:
+    stream = BytesIO()
+    image.save(stream, kind, **how)
+    prepare, train = Preprocessing(16), TrainTransform(AugmentConfig(), Preprocessing(16))
+    decoded = decode_picture(stream.getvalue(), "x")
+    with Image.open(stream) as opened:
+        assert torch.equal(prepare(opened), prepare(decoded))
+        augmented = train(opened, np.random.default_rng(0), "x")
+    assert torch.equal(augmented, train(decoded, np.random.default_rng(0), "x"))
+    assert upright_rgb(decoded) is decoded  # neither turned twice nor copied
+
+
+def test_levels_of_any_type_and_batch_are_normalised_alike() -> None:
+    prepare = Preprocessing(16, mean=(0.5, 0.4, 0.3), std=(0.5, 0.25, 0.2))
+    expected = prepare(picture())
+    levels = levels_of(prepare.squash(picture()))
+    for given_levels in (levels, levels.float(), levels.contiguous().float()):
+        before = given_levels.clone()
+        assert torch.equal(prepare.normalise(given_levels), expected)
+        assert torch.equal(given_levels, before)
+        several = normalise(given_levels.expand(2, 3, 16, 16), prepare.mean, prepare.std)
+        assert several.is_contiguous()
+        assert torch.equal(several[1], expected)
+
+
+def test_preprocessing_is_saved_and_loaded(tmp_path: Path) -> None:
+    Preprocessing(24, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)).save(tmp_path / "model")
+    again = Preprocessing.load(tmp_path / "model")
+    assert (again.image_size, again.mean, again.std) == (24, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    with pytest.raises(ConfigError, match=r"preprocessing\.json"):
+        Preprocessing.load(tmp_path)
+    (tmp_path / "preprocessing.json").write_text('{"image_size": 3}')
+    with pytest.raises(ConfigError, match="not a preprocessing file"):
+        Preprocessing.load(tmp_path)
+
+
+def test_without_augmentation_training_sees_what_evaluation_sees() -> None:
+    prepare = Preprocessing(16)
+    train = TrainTransform(PLAIN, prepare)
+    image = picture()
+    assert torch.equal(train(image, np.random.default_rng(0), "a dog"), prepare(image))
+
+
+def test_all_choices_come_from_the_generator() -> None:
+    train = TrainTransform(AugmentConfig(), Preprocessing(16))
+    image = picture()
+    first = [train(image, np.random.default_rng(seed), "x") for seed in range(20)]
+    np.random.seed(5)
+    torch.manual_seed(7)
+    second = [train(image, np.random.default_rng(seed), "x") for seed in range(20)]
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+    assert len({tensor.numpy().tobytes() for tensor in first}) == 20
+
+
+@pytest.mark.parametrize(
+    "caption", ["left of it", "A dog on the Right", "leftmost", "the right-hand door", "RIGHT"]
+)
+def test_no_mirror_when_the_caption_tells_sides(caption: str) -> None:
+    prepare = Preprocessing(16)
+    train = TrainTransform(PLAIN.model_copy(update={"mirror": True}), prepare)
+    image = picture()
+    plain, mirrored = prepare(image), prepare(image).flip(2)
+    for seed in range(10):
+        assert torch.equal(train(image, np.random.default_rng(seed), caption), plain)
+    free = [train(image, np.random.default_rng(seed), "a bright cleft") for seed in range(40)]
+    flips = sum(torch.allclose(tensor, mirrored, atol=0.02) for tensor in free)
+    assert 10 < flips < 30
+    assert flips + sum(torch.equal(tensor, plain) for tensor in free) == 40
+
+
+def test_crops_have_the_stated_area_and_stay_inside() -> None:
+    boxes = [random_crop(100, 80, (0.3, 0.6), np.random.default_rng(seed)) for seed in range(100)]
+    left, upper, right, lower = np.array(boxes).T
+    width, height = right - left, lower - upper
+    areas = width * height / 8000
+    assert 0.28 < areas.min() < 0.35
+    assert 0.55 < areas.max() < 0.62
+    assert left.min() >= 0
+    assert right.max() <= 100
+    assert upper.min() >= 0
+    assert lower.max() <= 80
+    assert 0.7 < (width / height).min() < 0.85
+    assert 1.2 < (width / height).max() < 1.4
+
+
+def test_a_crop_is_resized_as_pillow_does() -> None:
+    """To one level, where rounding between rows and columns falls otherwise."""
+    size = (120, 90)
+    noise = np.random.default_rng(0).integers(60, 200, (90, 120, 3), dtype=np.uint8)
+    config = AugmentConfig(randaugment=False, mirror=False, crop_scale=(0.3, 0.9))
+    train = TrainTransform(config, Preprocessing(48))
+    for image in (picture(*size), Image.fromarray(noise)):
+        for seed in range(10):
+            box = random_crop(*size, config.crop_scale, np.random.default_rng(seed))
+            found = train.levels(image, np.random.default_rng(seed), "x").permute(1, 2, 0).numpy()
+            expected = np.array(image.crop(box).resize((48, 48), Image.Resampling.BICUBIC))
+            difference = np.abs(found.astype(int) - expected)
+            assert difference.mean() < 0.35
+            assert (difference > 1).mean() < 0.01
+
+
+def jpeg(image: Image.Image) -> EncodedPicture:
+    stream = BytesIO()
+    image.save(stream, "jpeg", quality=95)
+    return EncodedPicture(stream.getvalue(), "x")
+
+
+@pytest.mark.parametrize("config", [PLAIN, AugmentConfig(quick_decode=False), AugmentConfig()])
+def test_encoded_pictures_give_what_decoded_ones_give(config: AugmentConfig) -> None:
+    encoded = jpeg(picture(60, 44))  # too small to be decoded at half size
+    train = TrainTransform(config, Preprocessing(32))
+    for seed in range(10):
+        found = train(encoded, np.random.default_rng(seed), "x")
+        assert torch.equal(found, train(encoded.image(), np.random.default_rng(seed), "x"))
+
+
+def test_a_reduced_picture_shows_the_same_crop() -> None:
+    image = picture(640, 480)
+    image.paste((255, 0, 0), (300, 200, 420, 330))  # an edge would show a crop that is off
+    encoded = jpeg(image)
+    for scale in ((0.2, 0.5), (0.5, 1.0), (0.99, 1.0)):
+        config = AugmentConfig(randaugment=False, mirror=False, crop_scale=scale, quick_decode=True)
+        full = config.model_copy(update={"quick_decode": False})
+        for seed in range(8):
+            small, large = (
+                TrainTransform(how, Preprocessing(64)).levels(
+                    encoded, np.random.default_rng(seed), "x"
+                )
+                for how in (config, full)
+            )
+            assert small.shape == large.shape == (3, 64, 64)
+            assert not torch.equal(small, large)
+            assert (small.float() - large.float()).abs().mean() < 3
+
+
+@given(st.integers(8, 900), st.integers(8, 900), st.integers(1, 300), st.integers(0, 99))
+def test_a_crop_keeps_its_resolution(width: int, height: int, side: int, seed: int) -> None:
+    """Or, where it had less from the start, the picture is decoded at full size."""
+    box = random_crop(width, height, (0.1, 1.0), np.random.default_rng(seed))
+    least = _least_size((width, height), box, side)
+    for numerator in (4, 3, 2, 1):
+        columns, rows = -(-width * numerator // 8), -(-height * numerator // 8)
+        if columns >= least[0] and rows >= least[1]:
+            assert (box[2] - box[0]) * columns >= side * width
+            assert (box[3] - box[1]) * rows >= side * height
+
+
+def test_a_picture_too_narrow_to_crop_is_taken_whole() -> None:
+    prepare = Preprocessing(8)
+    train = TrainTransform(AugmentConfig(randaugment=False, mirror=False), prepare)
+    strip = picture(400, 4)
+    found = train(strip, np.random.default_rng(0), "x")
+    assert torch.allclose(found, prepare(strip), atol=1.01 * 2 / 255)

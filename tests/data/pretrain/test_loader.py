@@ -1,0 +1,542 @@
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from vlp.config import ConfigError
+from vlp.data.config import AugmentConfig, DataConfig, SourceConfig
+from vlp.data.image.transforms import Preprocessing
+from vlp.data.pretrain.loader import DataError, PretrainData
+from vlp.data.schema import Annotation, captions_of
+from vlp.data.shards.shard_index import ShardIndex, ShardWriter, index_folder
+from vlp.data.stream.batch import Batch
+from vlp.data.stream.input_spec import Inputs, PatchMasking
+from vlp.data.stream.rng import identity
+
+MakeShards = Callable[..., Path]
+MakeData = Callable[..., PretrainData]
+
+INPUTS = Inputs(16, (4, 4), 10, 90, word_masking=0.15, patch_masking=PatchMasking(0.5, 2))
+PLAIN = AugmentConfig(randaugment=False, crop_scale=(1.0, 1.0), mirror=False)
+
+
+@pytest.fixture
+def make_data(vocabulary: Path) -> MakeData:
+    def make(
+        *folders: Path | tuple[Path, float],
+        batch: int = 8,
+        seed: int = 5,
+        inputs: Inputs = INPUTS,
+        **options: Any,
+    ) -> PretrainData:
+        sources = [
+            SourceConfig(path=str(folder[0]), weight=folder[1])
+            if isinstance(folder, tuple)
+            else SourceConfig(path=str(folder))
+            for folder in folders
+        ]
+        settings = {
+            "sources": tuple(sources),
+            "vocabulary": str(vocabulary),
+            "canonical_streams": 4,
+            "shuffle_window": 6,
+            "workers": 0,
+        }
+        return PretrainData(DataConfig(**(settings | options)), inputs, batch, seed)
+
+    return make
+
+
+def assert_same(first: Batch, second: Batch) -> None:
+    for name, one, other in zip(Batch._fields, first, second):
+        if name == "skipped" or one is None:
+            assert one == other
+        else:
+            assert one.dtype == other.dtype, name
+            assert torch.equal(one, other), name
+
+
+def joined(parts: Iterable[Batch]) -> Batch:
+    *tensors, skipped = zip(*parts)
+    whole = (None if field[0] is None else torch.cat(field) for field in tensors)
+    return Batch(*whole, tuple(sum(skipped, ())))
+
+
+def test_fields_shapes_and_values(make_shards: MakeShards, make_data: MakeData) -> None:
+    folder = make_shards(count=8, per_shard=8)
+    data = make_data(folder, augment=PLAIN)
+    [(batch, consumed)] = data.batches(stop_after=1)
+    assert consumed == 8
+    shapes = {
+        "pixels": (8, 3, 16, 16),
+        "mim_mask": (8, 4, 4),
+        "draws": (8, 2),
+        "image_ids": (8,),
+        "valid": (8,),
+        "sample_ids": (8,),
+        "word_patches": (8, 10, 16),
+    }
+    for name, field in zip(Batch._fields[:-1], batch):
+        assert tuple(field.shape) == shapes.get(name, (8, 10)), name
+    types = (torch.uint8, torch.int64, torch.bool, torch.bool, torch.int64, torch.int64)
+    types += (torch.bool, torch.int64, torch.float64, torch.bool, torch.int64, torch.int8)
+    assert tuple(field.dtype for field in batch[:-1]) == types
+    there = batch.to("cpu")
+    torch.testing.assert_close(there.pixels, batch.pixels / 127.5 - 1)
+    assert there.to("cpu").pixels.equal(there.pixels)  # once is enough
+    assert batch.valid.all()
+    assert (batch.mim_mask.sum((1, 2)) == 8).all()
+    assert ((batch.mlm_labels != -100).sum(1) >= 1).all()
+    masked = batch.mlm_labels != -100
+    assert (masked & ~batch.word_mask).sum() == 0
+    assert torch.equal(batch.mlm_labels[masked], batch.text_ids[masked])
+    assert torch.equal(batch.mlm_ids[~masked], batch.text_ids[~masked])
+    assert (batch.draws >= 0).all()
+    assert len(batch.draws.unique()) == 16
+    # Every row is the picture and one of the captions of the sample that its image id names.
+    index = ShardIndex.open(folder)
+    prepare = Preprocessing(16)
+    by_id = {}
+    for number in range(8):
+        raw = index.read(0, number)
+        by_id[identity("picture", "shards", str(number))] = raw
+    assert set(batch.image_ids.tolist()) == set(by_id)
+    for row, image_id in enumerate(batch.image_ids.tolist()):
+        raw = by_id[image_id]
+        assert torch.equal(batch.to("cpu").pixels[row], prepare(Image.open(io.BytesIO(raw.image))))
+        texts = data.text(captions_of(raw.annotation)).text_ids
+        assert (texts == batch.text_ids[row]).all(1).any()
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_see_the_same_global_batches(
+    make_shards: MakeShards, make_data: MakeData, world_size: int
+) -> None:
+    """1 rank x batch 8 and 2 ranks x batch 4, value by value, over the end of an epoch."""
+    folders = make_shards("a", 23), (make_shards("b", 9), 0.5)
+    alone = list(make_data(*folders).batches(stop_after=9))
+    ranks = [
+        list(make_data(*folders).batches(rank=rank, world_size=world_size, stop_after=9))
+        for rank in range(world_size)
+    ]
+    for number, (whole, consumed) in enumerate(alone):
+        parts = [rank[number] for rank in ranks]
+        assert {part[1] for part in parts} == {consumed}
+        assert {len(part[0].valid) for part in parts} == {8 // world_size}
+        assert_same(joined(part[0] for part in parts), whole)
+    assert sum(int(batch.valid.sum()) for batch, _ in alone) == alone[-1][1]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_any_number_of_workers_gives_the_same(
+    make_shards: MakeShards, make_data: MakeData, workers: int
+) -> None:
+    folder = make_shards()
+    expected = list(make_data(folder).batches(stop_after=6))
+    found = list(make_data(folder, workers=workers).batches(stop_after=6))
+    assert len(found) == 6
+    for (one, consumed), (other, consumed_too) in zip(expected, found):
+        assert_same(one, other)
+        assert consumed == consumed_too
+
+
+def test_resume_at_any_batch_on_any_number_of_ranks(
+    make_shards: MakeShards, make_data: MakeData
+) -> None:
+    folders = make_shards("a", 11), (make_shards("b", 5), 2.0)
+    whole = list(make_data(*folders).batches(stop_after=7))
+    for stopped, (_, consumed) in enumerate(whole[:-1], start=1):
+        data = make_data(*folders)
+        ranks = [list(data.batches(consumed, rank, 2, stop_after=7 - stopped)) for rank in range(2)]
+        for number, (batch, after) in enumerate(whole[stopped:]):
+            assert_same(joined(rank[number][0] for rank in ranks), batch)
+            assert {rank[number][1] for rank in ranks} == {after}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ranks_workers_accumulation_and_stops_change_nothing(
+    make_shards: MakeShards, make_data: MakeData, workers: int
+) -> None:
+    """The same global batches, value by value, before a stop and after it, each sample once."""
+    folders = make_shards("a", 13, per_shard=4), (make_shards("b", 6), 0.5)
+    data = make_data(*folders)
+    per_epoch = data.batches_in_epoch(0)
+    whole = list(data.batches(stop_after=2 * per_epoch))
+    ends = [0, *(after for _, after in whole)]
+    assert [data.batches_left(after, 2) for after in ends] == [*range(2 * per_epoch, -1, -1)]
+
+    def run(world_size: int, consumed: int, batches: int) -> list[tuple[Batch, int]]:
+        data = make_data(*folders, workers=workers)
+        shares = [list(data.batches(consumed, r, world_size, batches)) for r in range(world_size)]
+        found = []
+        for together in zip(*shares, strict=True):
+            (after,) = {after for _, after in together}
+            found.append((joined(batch for batch, _ in together), after))
+        return found
+
+    @settings(max_examples=8 if workers == 0 else 2, deadline=None)
+    @given(
+        st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(0, 3)
+    )
+    def check(ranks: int, later: int, accumulation: int, steps: int) -> None:
+        stopped = min(steps * accumulation, len(whole) - 1)
+        found = run(ranks, 0, stopped)
+        found += run(later, found[-1][1] if found else 0, len(whole) - stopped)
+        for (batch, after), (expected, expected_after) in zip(found, whole, strict=True):
+            assert_same(batch, expected)
+            assert after == expected_after
+        once = joined(batch for batch, _ in found[:per_epoch])
+        ids = once.sample_ids[once.valid].tolist()
+        assert len(ids) == len(set(ids)) == 13 + 3
+
+    check()
+
+
+@pytest.mark.parametrize(
+    "sizes", [[1], [30], [3, 40], [0, 9, 0], [1, 1, 25, 2, 0, 7], [2] * 9], ids=str
+)
+def test_shards_of_any_number_and_size(
+    tmp_path: Path, make_shards: MakeShards, make_data: MakeData, sizes: list[int]
+) -> None:
+    """Fewer shards than ranks, a single one, empty ones, large beside small: nothing is lost."""
+    given = ShardIndex.open(make_shards("given", sum(sizes), per_shard=sum(sizes)))
+    number = 0
+    for shard, size in enumerate(sizes):
+        with ShardWriter(tmp_path / "sized", max(size, 1), prefix=f"part{shard}") as writer:
+            for _ in range(size):
+                raw = given.read(0, number)
+                writer.write(raw.key, raw.image, raw.extension, raw.annotation)
+                number += 1
+        if not size:
+            with tarfile.open(tmp_path / "sized" / f"empty{shard}.tar", "w"):
+                pass
+    index_folder(tmp_path / "sized")
+    data = make_data(tmp_path / "sized")
+    per_epoch = data.batches_in_epoch(0)
+    ranks = [
+        list(data.batches(rank=rank, world_size=4, stop_after=2 * per_epoch)) for rank in range(4)
+    ]
+    assert {len(rank) for rank in ranks} == {2 * per_epoch}
+    assert len({tuple(after for _, after in rank) for rank in ranks}) == 1
+    for epoch in range(2):
+        part = slice(epoch * per_epoch, (epoch + 1) * per_epoch)
+        batch = joined(batch for rank in ranks for batch, _ in rank[part])
+        ids = batch.sample_ids[batch.valid].tolist()
+        assert len(ids) == len(set(ids)) == sum(sizes)
+        assert batch.skipped == ()
+    assert ranks[0][-1][1] == 2 * sum(sizes)
+
+
+TEN_EPOCHS = """
+import os, sys
+from pathlib import Path
+from vlp.data.config import DataConfig
+from vlp.data.stream.input_spec import Inputs
+from vlp.data.pretrain.loader import PretrainData
+
+def resident():
+    found = {}
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            fields = dict(line.split(":\t", 1) for line in status.read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        kilobytes = int(fields.get("RssAnon", "0 kB").split()[0])
+        found[int(fields["Pid"])] = int(fields["PPid"]), kilobytes
+    own = [size for pid, (parent, size) in found.items() if os.getpid() in (pid, parent)]
+    return len(own), sum(own)
+
+folder, vocabulary = sys.argv[1:]
+config = DataConfig(sources=[{"path": folder}], vocabulary=vocabulary, canonical_streams=4,
+                    shuffle_window=50, workers=1, captions="all")
+data = PretrainData(config, Inputs(32, (4, 4), 10, 90, word_masking=0.15), 20, 0)
+per_epoch = data.batches_in_epoch(0)
+for number, _ in enumerate(data.batches(stop_after=10 * per_epoch + 8), 1):
+    if number == 2 * per_epoch or number == 10 * per_epoch:
+        print(*resident())
+"""
+
+
+def test_memory_does_not_grow_with_epochs(make_shards: MakeShards, vocabulary: Path) -> None:
+    folder = make_shards(count=100, per_shard=2, captions=1)
+    command = [sys.executable, "-c", TEN_EPOCHS, str(folder), str(vocabulary)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (count, early), (count_too, late) = (
+        map(int, line.split()) for line in done.stdout.splitlines()
+    )
+    assert count == count_too == 2
+    # A sample of 32 pixels is 3 kB of a batch: 800 of them that stayed would be seen.
+    assert late - early < 2_000, f"kB after 2 epochs {early}, after 10 {late}"
+
+
+def test_each_sample_once_an_epoch_with_fresh_draws(
+    make_shards: MakeShards, make_data: MakeData
+) -> None:
+    data = make_data(make_shards(count=23))
+    per_epoch = data.batches_in_epoch(0)
+    assert data.samples_in_epoch(0) == 23
+    batches = [batch for batch, _ in data.batches(stop_after=2 * per_epoch)]
+    epochs = [joined(batches[:per_epoch]), joined(batches[per_epoch:])]
+    rows = []
+    for epoch in epochs:
+        ids = epoch.sample_ids[epoch.valid].tolist()
+        assert len(ids) == len(set(ids)) == 23
+        rows.append({n: row for row, n in enumerate(epoch.sample_ids.tolist()) if n != -1})
+    assert rows[0].keys() == rows[1].keys()
+    same_text = 0
+    for sample, row in rows[0].items():
+        other = rows[1][sample]
+        assert epochs[0].image_ids[row] == epochs[1].image_ids[other]
+        assert not torch.equal(epochs[0].pixels[row], epochs[1].pixels[other])
+        assert not torch.equal(epochs[0].draws[row], epochs[1].draws[other])
+        same_text += int(torch.equal(epochs[0].text_ids[row], epochs[1].text_ids[other]))
+    assert 3 < same_text < 20  # one of two captions, drawn afresh on each visit
+
+
+def test_weights_and_pictures_shared_by_sources(
+    tmp_path: Path, make_shards: MakeShards, make_data: MakeData
+) -> None:
+    common = make_shards("a", 6)
+    data = make_data(
+        (common, 2.0), common, (make_shards("b", 8), 0.5), canonical_streams=2, batch=2
+    )
+    batch = joined(batch for batch, _ in data.batches(stop_after=data.batches_in_epoch(0)))
+    pictures = Counter(batch.image_ids[batch.valid].tolist())
+    assert sorted(pictures.values()) == [1] * 4 + [3] * 6
+    samples = Counter(batch.sample_ids[batch.valid].tolist())
+    assert sorted(samples.values()) == [1] * (6 + 4) + [2] * 6
+    # The two visits of one epoch are two draws.
+    twice = next(sample for sample, count in samples.items() if count == 2)
+    first, second = batch.draws[batch.sample_ids == twice]
+    assert not torch.equal(first, second)
+
+
+def test_every_caption_is_a_sample_when_asked(make_shards: MakeShards, make_data: MakeData) -> None:
+    folder = make_shards(count=7, per_shard=3, captions=3)
+    data = make_data(folder, captions="all")
+    assert data.samples_in_epoch(0) == 21
+    batch = joined(batch for batch, _ in data.batches(stop_after=data.batches_in_epoch(0)))
+    assert batch.valid.sum() == 21
+    assert len(set(batch.sample_ids[batch.valid].tolist())) == 21
+    assert set(Counter(batch.image_ids[batch.valid].tolist()).values()) == {3}
+    index = ShardIndex.open(folder)
+    expected = Counter(
+        tuple(row)
+        for shard, entry in enumerate(index.shards)
+        for sample in range(entry.samples)
+        for row in data.text(captions_of(index.read_annotation(shard, sample))).text_ids.tolist()
+    )
+    assert Counter(map(tuple, batch.text_ids[batch.valid].tolist())) == expected
+
+
+def test_objectives_that_are_off_mask_nothing(make_shards: MakeShards, make_data: MakeData) -> None:
+    folder = make_shards()
+    none = INPUTS._replace(word_masking=None, patch_masking=None)
+    [(batch, _)] = make_data(folder, inputs=none).batches(stop_after=1)
+    assert torch.equal(batch.mlm_ids, batch.text_ids)
+    assert (batch.mlm_labels == -100).all()
+    assert not batch.mim_mask.any()
+    # Leaving objectives out changes no other draw.
+    [(full, _)] = make_data(folder).batches(stop_after=1)
+    for name in ("pixels", "text_ids", "draws", "sample_ids"):
+        assert torch.equal(getattr(batch, name), getattr(full, name))
+
+
+def test_slots_beyond_the_end_are_empty(make_shards: MakeShards, make_data: MakeData) -> None:
+    data = make_data(make_shards(count=5))
+    [(batch, consumed)] = data.batches(stop_after=1)
+    assert consumed == 5
+    empty = ~batch.valid
+    assert empty.sum() == 3
+    assert batch.skipped == ()
+    assert (batch.pixels[empty] == 128).all()  # grey, about zero once normalised
+    assert not batch.word_mask[empty].any()
+    assert batch.attention_mask[empty].sum(1).tolist() == [2, 2, 2]
+    ids = batch.text_ids[empty][:, :2].unique(dim=0).tolist()
+    assert ids == [[data.text.cls_id, data.text.sep_id]]
+    assert (batch.mlm_labels[empty] == -100).all()
+    assert set(batch.image_ids[empty].tolist()) == {-1}
+
+
+def write_bad_shards(folder: Path, good: Callable[[int], bytes]) -> None:
+    """16 samples, 5 of them bad in five ways, then a shard that is gone and a damaged one."""
+    truncated = io.BytesIO()
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(truncated, "jpeg")
+    with ShardWriter(folder, 8) as writer:
+        for number in range(24):
+            annotation = Annotation(caption=f"a red dog number {number}")
+            image, kind = good(number), "png"
+            if number == 1:
+                image, kind = truncated.getvalue()[:-2000], "jpg"
+            if number == 2:
+                annotation = Annotation(image_id="no text")
+            if number == 3:
+                image = b"no picture"
+            if number == 4:
+                annotation = Annotation(caption="  ")
+            writer.write(f"k{number}", image, kind, annotation)
+    second, third = folder / "shard-000001.tar", folder / "shard-000002.tar"
+    with tarfile.open(second) as archive:
+        cut = archive.getmember("k13.png").offset_data + 10
+    second.write_bytes(second.read_bytes()[:cut])
+    third.unlink()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bad_samples_leave_their_slots_empty_and_are_named(
+    tmp_path: Path, make_shards: MakeShards, make_data: MakeData, workers: int
+) -> None:
+    good = ShardIndex.open(make_shards(count=24, per_shard=24))
+    write_bad_shards(tmp_path / "bad", lambda number: good.read(0, number).image)
+    data = make_data(tmp_path / "bad", max_skipped_share=0.7, workers=workers)
+    assert data.samples_in_epoch(0) == 24
+    batches = list(data.batches(stop_after=3))
+    batch = joined(batch for batch, _ in batches)
+    assert batches[-1][1] == 24
+    kinds = Counter(skip.kind for skip in batch.skipped)
+    assert kinds == {
+        "unreadable picture": 2,
+        "no text": 2,
+        "corrupt shard": 3,
+        "missing shard": 8,
+    }
+    assert batch.valid.sum() == 24 - 15
+    assert (batch.pixels[~batch.valid] == 128).all()
+    places = " ".join(skip.where for skip in batch.skipped)
+    for name in ("k1 ", "k3 ", "shard-000001.tar, sample 5", "shard-000002.tar"):
+        assert name in places
+    assert {skip.where.split(", ")[-1] for skip in batch.skipped if skip.kind == "no text"} == {
+        "k2",
+        "k4",
+    }
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_mostly_bad_data_ends_in_an_error_and_leaves_no_worker(
+    tmp_path: Path, make_data: MakeData, workers: int
+) -> None:
+    with ShardWriter(tmp_path / "bad", 50) as writer:
+        for number in range(40):
+            writer.write(f"k{number}", b"x", "png", Annotation(caption="a dog"))
+    data = make_data(tmp_path / "bad", workers=workers)
+    with pytest.raises(DataError, match=r"24 of 40 samples.*max_skipped_share.*unreadable picture"):
+        list(data.batches())
+    assert multiprocessing.active_children() == []
+    # Allowed to be bad to the last one: still not an endless run on nothing.
+    data = make_data(tmp_path / "bad", max_skipped_share=1.0, workers=workers)
+    with pytest.raises(DataError, match="nothing is left of epoch 0: all of its 40"):
+        list(data.batches())
+    assert multiprocessing.active_children() == []
+
+
+def test_samples_without_text_are_seen_with_all_captions_too(
+    tmp_path: Path, make_shards: MakeShards, make_data: MakeData
+) -> None:
+    image = ShardIndex.open(make_shards()).read(0, 0).image
+    with ShardWriter(tmp_path / "some", 50) as writer:
+        for number in range(8):
+            captions = [f"dog {n}" for n in range(number % 3)]
+            writer.write(f"k{number}", image, "png", Annotation(captions=captions))
+    data = make_data(tmp_path / "some", captions="all")
+    assert data.samples_in_epoch(0) == 10
+    batch = joined(batch for batch, _ in data.batches(stop_after=data.batches_in_epoch(0)))
+    assert batch.valid.sum() == 7
+    assert [skip.kind for skip in batch.skipped] == ["no text"] * 3
+
+
+def test_what_cannot_start_says_so(
+    tmp_path: Path, make_shards: MakeShards, make_data: MakeData, vocabulary: Path
+) -> None:
+    folder = make_shards()
+    with pytest.raises(ConfigError, match="no such folder"):
+        make_data(folder, tmp_path / "nowhere")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with tarfile.open(empty / "0.tar", "w"):
+        pass
+    index_folder(empty)
+    with pytest.raises(ConfigError, match=r"empty.*hold no samples"):
+        make_data(folder, empty)
+    with pytest.raises(ConfigError, match="batch of 6 is not a multiple"):
+        make_data(folder, batch=6)
+    with pytest.raises(ConfigError, match=r"has \d\d tokens, but model\.text\.vocab_size is 50"):
+        make_data(folder, inputs=INPUTS._replace(vocab_size=50))
+    data = make_data(folder)
+    with pytest.raises(ConfigError, match="3 ranks cannot share"):
+        data.batches(world_size=3)
+    with pytest.raises(ConfigError, match="no batch ends there"):
+        data.batches(samples_consumed=7)
+
+
+def test_an_empty_shard_among_others_is_no_trouble(
+    make_shards: MakeShards, make_data: MakeData
+) -> None:
+    folder = make_shards(count=8)
+    with tarfile.open(folder / "empty.tar", "w"):
+        pass
+    index_folder(folder)
+    [(batch, _)] = make_data(folder).batches(stop_after=1)
+    assert batch.valid.all()
+
+
+def test_left_early_no_worker_stays(make_shards: MakeShards, make_data: MakeData) -> None:
+    batches = make_data(make_shards(), workers=2).batches()
+    next(batches)
+    assert len(multiprocessing.active_children()) == 2
+    batches.close()  # type: ignore[attr-defined]
+    assert multiprocessing.active_children() == []
+
+
+def test_workers_outlive_the_signals_that_end_a_job(
+    make_shards: MakeShards, make_data: MakeData
+) -> None:
+    """A scheduler signals every process; the main one must still get to its checkpoint."""
+    batches = make_data(make_shards(), workers=2).batches()
+    for _ in range(2):  # one from each worker: both are up
+        next(batches)
+    for worker in multiprocessing.active_children():
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGTERM)
+        os.kill(worker.pid, signal.SIGINT)
+    time.sleep(0.2)
+    for _ in range(20):
+        next(batches)
+    batches.close()  # type: ignore[attr-defined]
+    assert multiprocessing.active_children() == []
+
+
+def test_real_pictures(shared: Path, tmp_path: Path, make_data: MakeData) -> None:
+    """Photographs of several shapes at full size, two ranks against one."""
+    originals = shared / "data" / "flickr8k" / "images_original.tar"
+    with ShardWriter(tmp_path / "photographs", 8) as writer, tarfile.open(originals) as archive:
+        for number, member in enumerate(archive.getmembers()[:16]):
+            stream = archive.extractfile(member)
+            assert stream is not None
+            annotation = Annotation(caption=f"dog {number}")
+            writer.write(f"k{number}", stream.read(), "jpg", annotation)
+    data = make_data(tmp_path / "photographs")
+    alone = [batch for batch, _ in data.batches(stop_after=2)]
+    apart = [[b for b, _ in data.batches(rank=rank, world_size=2, stop_after=2)] for rank in (0, 1)]
+    for whole, first, second in zip(alone, *apart):
+        assert whole.valid.all()
+        assert_same(joined([first, second]), whole)
+        assert whole.to("cpu").pixels.std() > 0.2

@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import os
+import tarfile
+from collections import Counter
+from collections.abc import Callable
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from shard_server import serve
+
+from vlp.config import ConfigError
+from vlp.data.config import DataConfig
+from vlp.data.pretrain.loader import DataError, PretrainData
+from vlp.data.pretrain.resampled import EndlessOrder, ListedShards
+from vlp.data.shards import remote as remote_module
+from vlp.data.stream.batch import Batch
+from vlp.data.stream.input_spec import Inputs, PatchMasking
+from vlp.data.stream.rng import identity
+
+MakeShards = Callable[..., Path]
+Stream = list[tuple[Batch, int]]
+
+
+@pytest.fixture
+def stream(vocabulary: Path) -> Callable[..., Stream]:
+    def make(
+        *paths: str | tuple[str, float],
+        consumed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        stop_after: int = 6,
+        seed: int = 1,
+        **options: Any,
+    ) -> Stream:
+        pairs = [path if isinstance(path, tuple) else (path, 1.0) for path in paths]
+        sources = [{"path": path, "weight": weight} for path, weight in pairs]
+        settings = {"sources": sources, "vocabulary": str(vocabulary), "order": "resampled"}
+        settings |= {"epoch_samples": 40, "shuffle_window": 7, "workers": 0}
+        config = DataConfig.model_validate(settings | options)
+        inputs = Inputs(16, (4, 4), 10, 90, word_masking=0.15, patch_masking=PatchMasking(0.5, 2))
+        data = PretrainData(config, inputs, 8, seed)
+        assert data.samples_in_epoch(0) == 40
+        assert data.batches_in_epoch(3) == 5
+        return list(data.batches(consumed, rank, world_size, stop_after))
+
+    return make
+
+
+def ids(stream: Stream) -> list[int]:
+    return [number for batch, _ in stream for number in batch.sample_ids.tolist()]
+
+
+def equal(one: Stream, other: Stream) -> bool:
+    return len(one) == len(other) and all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+        for first, second in zip(one, other)
+        for a, b in zip(first[0], second[0])
+    )
+
+
+def without_index(folder: Path) -> Path:
+    for path in [*folder.glob("*.json"), *folder.glob("*.npy")]:
+        path.unlink()
+    return folder
+
+
+def test_everything_comes_in_the_long_run_and_batches_are_full(
+    make_shards: MakeShards, stream: Callable[..., Stream]
+) -> None:
+    folder = without_index(make_shards(count=23))
+    found = stream(str(folder), stop_after=25)
+    assert [consumed for _, consumed in found] == list(range(8, 201, 8))
+    assert all(batch.valid.all() for batch, _ in found)
+    counts = Counter(ids(found))
+    assert len(counts) == 23
+    # About 9 visits each, by whole shards: far from once an epoch, and no sample is left out.
+    assert max(counts.values()) < 30
+    # What comes twice is drawn afresh.
+    draws = torch.cat([batch.draws for batch, _ in found])
+    assert len(draws.unique(dim=0)) == 200
+    texts = torch.cat([batch.mlm_ids for batch, _ in found])
+    assert len(texts.unique(dim=0)) > 80
+
+
+def test_neighbours_of_a_shard_are_mixed(
+    make_shards: MakeShards, stream: Callable[..., Stream]
+) -> None:
+    folder = str(without_index(make_shards(count=40, per_shard=40)))
+    in_order = ids(stream(folder, shuffle_window=1, stop_after=5))
+    mixed = ids(stream(folder, shuffle_window=20, stop_after=5))
+    assert len(set(in_order)) == 40
+    assert mixed != in_order
+    place = {number: n for n, number in enumerate(in_order)}
+    steps = [place[b] - place[a] for a, b in pairwise(mixed)]
+    assert sum(step == 1 for step in steps) < 10
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_same_start_gives_the_same_stream_and_another_another(
+    make_shards: MakeShards, stream: Callable[..., Stream], workers: int
+) -> None:
+    folder = str(without_index(make_shards()))
+    first = stream(folder, workers=workers)
+    assert equal(first, stream(folder, workers=workers))
+    for other in ({"seed": 2}, {"consumed": 48}):
+        assert not equal(first, stream(folder, workers=workers, **other))  # type: ignore[arg-type]
+
+
+def test_ranks_and_workers_read_different_things(
+    make_shards: MakeShards, stream: Callable[..., Stream]
+) -> None:
+    folder = str(without_index(make_shards(count=60, per_shard=2)))
+    ranks = [stream(folder, rank=rank, world_size=2, workers=2) for rank in range(2)]
+    assert {len(batch.valid) for rank in ranks for batch, _ in rank} == {4}
+    assert [consumed for _, consumed in ranks[0]] == [consumed for _, consumed in ranks[1]]
+    assert ids(ranks[0]) != ids(ranks[1])
+    # A worker's batches come in turn: the first of each are of different shards.
+    assert ids(ranks[0][:1]) != ids(ranks[0][1:2])
+    draws = torch.cat([batch.draws for rank in ranks for batch, _ in rank])
+    assert len(draws.unique(dim=0)) == len(draws)
+
+
+def test_weights_say_how_often_a_source_comes(
+    make_shards: MakeShards, stream: Callable[..., Stream]
+) -> None:
+    often = without_index(make_shards("often", 20, 2))
+    seldom = without_index(make_shards("seldom", 20, 2))
+    found = ids(stream((str(often), 3.0), (str(seldom), 1.0), stop_after=25))
+    assert len(ListedShards(str(often)).shards) == 10
+    first = {identity("sample", 0, shard, number, 0) for shard in range(10) for number in range(2)}
+    share = sum(number in first for number in found) / len(found)
+    assert 0.6 < share < 0.9  # 0.75; 100 shards are drawn, one deviation is 0.04
+
+
+def test_patterns_lists_and_urls(
+    make_shards: MakeShards, stream: Callable[..., Stream], tmp_path: Path
+) -> None:
+    folder = without_index(make_shards(count=20))
+    expected = stream(str(folder))
+    assert equal(expected, stream(f"{folder}/shard-{{000000..000003}}.tar"))
+    (tmp_path / "list.txt").write_text(
+        f"{folder}/shard-{{000000..000001}}.tar\n\n{folder}/shard-000002.tar\n"
+        f"{folder}/shard-000003.tar\n"
+    )
+    assert equal(expected, stream(str(tmp_path / "list.txt")))
+    with serve(folder) as server:
+        url = f"{server.url}/shard-{{000000..000003}}.tar"
+        before = len(os.listdir("/proc/self/fd"))
+        cache = {"folder": str(tmp_path / "cache"), "limit": "1MB"}
+        assert equal(expected, stream(url, cache=cache))
+        assert os.listdir(tmp_path / "cache") == []
+        assert equal(expected[:2], stream(url, workers=1, stop_after=2))
+        assert len(os.listdir("/proc/self/fd")) <= before + 8
+
+
+def test_bad_samples_and_shards_are_counted(
+    make_shards: MakeShards,
+    stream: Callable[..., Stream],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote_module, "_FIRST_WAIT", 0.001)
+    folder = without_index(make_shards(count=25, per_shard=5))
+    cut = folder / "shard-000001.tar"
+    cut.write_bytes(cut.read_bytes()[:9000])
+    (folder / "shard-000002.tar").write_bytes(b"")
+    with tarfile.open(folder / "shard-000003.tar", "w"):
+        pass
+    found = stream(str(folder), stop_after=12, max_skipped_share=0.9)
+    kinds = Counter(skip.kind for batch, _ in found for skip in batch.skipped)
+    assert set(kinds) == {"corrupt shard"}
+    assert all(len(batch.valid) == 8 for batch, _ in found)
+    assert sum(int((~batch.valid).sum()) for batch, _ in found) == sum(kinds.values())
+    with serve(folder) as server:
+        server.fails["shard-000000.tar"] = 10_000
+        url = f"{server.url}/shard-00000{{0,4,7}}.tar"
+        found = stream(url, stop_after=12, max_skipped_share=0.9)
+    skips = [skip for batch, _ in found for skip in batch.skipped]
+    assert {skip.kind for skip in skips} == {"missing shard"}
+    assert {skip.where.split(" ")[0][-8:] for skip in skips} == {"0000.tar", "0007.tar"}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_nothing_but_bad_shards_is_an_error_not_a_hang(
+    tmp_path: Path, stream: Callable[..., Stream], workers: int
+) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.tar").write_bytes(b"no tar" * 1000)
+    with pytest.raises(DataError, match=r"^16 shards in a row gave nothing.*corrupt shard: .*tar"):
+        stream(str(tmp_path), max_skipped_share=1.0, workers=workers)
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("nowhere", "name tars, as in"),
+        ("nowhere.tar", "no such shard"),
+        ("list.txt", "cannot read this list"),
+        ("pipe:cat x.tar", "no such shard"),
+        ("gopher://host/x.tar", "protocol 'gopher' is not known"),
+        ("", "names no shards"),
+    ],
+)
+def test_what_names_no_shards(
+    tmp_path: Path, stream: Callable[..., Stream], path: str, reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        stream(path)
+    with pytest.raises(ConfigError, match="names no shards"):
+        stream(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"order": "resampled"}, "needs epoch_samples"),
+        ({"order": "resampled", "epoch_samples": 5, "captions": "all"}, "one caption"),
+        ({"epoch_samples": 5}, "an index says how many"),
+    ],
+)
+def test_what_cannot_be_meant(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        DataConfig.model_validate({"sources": [{"path": "a"}], **options})
+
+
+def test_endless_order() -> None:
+    order = EndlessOrder(25, 10)
+    assert order.samples_in_epoch(0) == 30
+    steps = list(islice(order.steps(20, 10), 5))
+    assert [(step.epoch, step.consumed) for step in steps] == [
+        (0, 30), (1, 40), (1, 50), (1, 60), (2, 70),
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="3 ranks cannot share a batch of 10"):
+        order.share(0, 0, 3)

@@ -1,0 +1,202 @@
+"""A writer of shards that is killed, or whose disk is full: nothing half written keeps its name."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vlp.config import ConfigError
+from vlp.data.schema import Annotation
+from vlp.data.shards.shard_index import ShardIndex, ShardWriter, index_folder
+
+# What changes a file or a folder, and when it is done.
+STEPS = ("write", "flush", "fsync", "rename", "replace", "close", "unlink", "open")
+
+
+def write(
+    folder: Path, count: int = 10, before: Callable[[int], None] = lambda number: None
+) -> None:
+    with ShardWriter(folder, 4) as writer:
+        for number in range(count):
+            before(number)
+            if f"k{number}" not in writer.done:
+                image = bytes([number % 256]) * (700 + 5000 * (number % 3))
+                writer.write(f"k{number}", image, "png", Annotation(caption=f"picture {number}"))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def in_child(work: Callable[..., None], *arguments: object) -> int:
+    """The exit code of a forked process; the signal that ended it, below zero."""
+    child = multiprocessing.get_context("fork").Process(target=work, args=arguments)
+    child.start()
+    child.join()
+    assert child.exitcode is not None
+    return child.exitcode
+
+
+def killed_at(step: int | None, work: Callable[[Path], object], folder: Path) -> None:
+    """SIGKILL before step number `step` of some work, or count its steps into a file beside."""
+    seen = 0
+
+    def watch(frame: Any, event: str, called: Any) -> None:
+        nonlocal seen
+        if event == "c_call" and called.__name__ in STEPS:
+            if seen == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            seen += 1
+
+    sys.setprofile(watch)
+    work(folder)
+    sys.setprofile(None)
+    folder.with_suffix(".steps").write_text(str(seen))
+
+
+def steps_of(work: Callable[[Path], object], folder: Path) -> int:
+    assert in_child(killed_at, None, work, folder) == 0
+    return int(folder.with_suffix(".steps").read_text())
+
+
+def require_whole(folder: Path, whole: dict[str, bytes]) -> None:
+    """Whatever has its final name has its final content, and there is no index too early."""
+    found = {name: data for name, data in files(folder).items() if not name.endswith(".tmp")}
+    for name, data in found.items():
+        assert data == whole[name], name
+    tars = [name for name in whole if name.endswith(".tar")]
+    there = [name for name in tars if name in found]
+    assert there == tars[: len(there)]
+    if "index.json" in found:
+        assert found == whole
+
+
+def test_killed_before_any_step_of_writing(tmp_path: Path) -> None:
+    write(tmp_path / "whole")
+    whole = files(tmp_path / "whole")
+    steps = steps_of(write, tmp_path / "counted")
+    assert steps > 80
+    for step in range(0, steps, 3):
+        folder = tmp_path / f"killed at {step}"
+        folder.mkdir()
+        assert in_child(killed_at, step, write, folder) == -signal.SIGKILL
+        require_whole(folder, whole)
+        write(folder)
+        assert files(folder) == whole
+
+
+def test_killed_at_any_moment_again_and_again(tmp_path: Path) -> None:
+    count = 200
+    started = time.monotonic()
+    write(tmp_path / "whole", count)
+    whole_run = time.monotonic() - started
+    whole, folder = files(tmp_path / "whole"), tmp_path / "killed"
+    rng = np.random.default_rng(0)
+    kills = 0
+    for _ in range(12):
+        child = multiprocessing.get_context("fork").Process(target=write, args=(folder, count))
+        child.start()
+        child.join(float(rng.uniform(0, whole_run / 4)))
+        child.kill()
+        child.join()
+        kills += child.exitcode == -signal.SIGKILL
+        if folder.exists():
+            require_whole(folder, whole)
+    assert kills >= 3
+    write(folder, count)
+    assert files(folder) == whole
+
+
+def test_killed_while_indexing_the_old_index_or_the_new_one_is_there(tmp_path: Path) -> None:
+    write(tmp_path / "old", 4)
+    write(tmp_path / "new", 8)
+    shard = "shard-000001.tar"
+    start = files(tmp_path / "old") | {shard: files(tmp_path / "new")[shard]}
+
+    def folder_before(name: str) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        for file, data in start.items():
+            (folder / file).write_bytes(data)
+        return folder
+
+    outcomes = set()
+    for step in range(steps_of(index_folder, folder_before("counted"))):
+        folder = folder_before(f"killed at {step}")
+        assert in_child(killed_at, step, index_folder, folder) == -signal.SIGKILL
+        try:
+            index = ShardIndex.open(folder)
+        except ConfigError as error:
+            outcomes.add("old" if f"does not know {shard}" in str(error) else str(error))
+            continue
+        assert [index.read(1, number).key for number in range(4)] == ["k4", "k5", "k6", "k7"]
+        outcomes.add("new")
+    assert outcomes == {"old", "new"}
+
+
+def test_a_disk_that_is_full_is_named_and_finished_shards_stay(tmp_path: Path) -> None:
+    write(tmp_path / "whole")
+    whole, folder = files(tmp_path / "whole"), tmp_path / "full"
+
+    def full_at(number: int) -> None:
+        if number == 4:  # /dev/full takes no byte, as a disk without room
+            (folder / "shard-000001.tar.tmp").symlink_to("/dev/full")
+
+    with pytest.raises(
+        ConfigError, match=r"shard-000001\.tar.*No space left on device.*finished shards stay"
+    ):
+        write(folder, before=full_at)
+    assert files(folder) == {"shard-000000.tar": whole["shard-000000.tar"]}
+    write(folder)
+    assert files(folder) == whole
+
+
+@pytest.mark.parametrize("deleted", [[0], [1], [0, 1], [2]])
+def test_deleted_shards_come_back_and_the_others_stay(tmp_path: Path, deleted: list[int]) -> None:
+    write(tmp_path)
+    whole = files(tmp_path)
+    for number in deleted:
+        (tmp_path / f"shard-{number:06d}.tar").unlink()
+    for _ in range(2):
+        write(tmp_path)
+        assert files(tmp_path) == whole
+    assert [entry.name for entry in ShardIndex.open(tmp_path).shards] == sorted(
+        name for name in whole if name.endswith(".tar")
+    )
+
+
+def test_a_shard_of_another_process_is_not_written_over(tmp_path: Path) -> None:
+    other = tmp_path / "shard-000000.tar"
+    with pytest.raises(ConfigError, match=r"shard-000000\.tar: was written by another process"):
+        write(tmp_path, before=lambda number: other.write_bytes(b"theirs") if number == 3 else None)
+    assert files(tmp_path) == {other.name: b"theirs"}
+
+
+@pytest.mark.parametrize("limit", [0, 300, 4000, 20_000, 23_000])
+def test_room_for_so_many_bytes_of_a_file(tmp_path: Path, limit: int) -> None:
+    write(tmp_path / "whole")
+    whole, folder = files(tmp_path / "whole"), tmp_path / "limited"
+    assert max(len(data) for data in whole.values()) > 23_000
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        try:
+            write(folder)
+        except ConfigError as error:
+            os._exit(7 if "File too large" in str(error) else 8)
+
+    assert in_child(limited) == 7
+    require_whole(folder, whole)
+    assert not [name for name in files(folder) if name.endswith(".tar.tmp")]
+    write(folder)
+    assert files(folder) == whole

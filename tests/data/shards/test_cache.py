@@ -1,0 +1,490 @@
+from __future__ import annotations
+
+import fcntl
+import json
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from shard_server import ShardServer, serve
+
+from vlp.config import ConfigError
+from vlp.data.config import DataConfig
+from vlp.data.pretrain.loader import DataError, PretrainData
+from vlp.data.shards import cache as cache_module
+from vlp.data.shards import remote as remote_module
+from vlp.data.shards.cache import CachedFile, ShardCache
+from vlp.data.shards.remote import RemoteFolder
+from vlp.data.shards.shard_index import BadSample, ShardIndex
+from vlp.data.stream.batch import Batch
+from vlp.data.stream.input_spec import Inputs, PatchMasking
+
+MakeShards = Callable[..., Path]
+MB = 10**6
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_module, "_FIRST_WAIT", 0.002)
+
+
+@pytest.fixture
+def server(make_shards: MakeShards) -> Iterator[ShardServer]:
+    """Five shards of five samples each."""
+    with serve(make_shards(count=25, per_shard=5)) as told:
+        yield told
+
+
+def file_of(server: ShardServer, number: int, sha: str | None = None) -> CachedFile:
+    name = f"shard-{number:06d}.tar"
+    size = (server.folder / name).stat().st_size
+    return CachedFile(RemoteFolder(server.url), name, size, sha)
+
+
+def room_for(server: ShardServer, *numbers: int) -> int:
+    return sum(file_of(server, number).bytes for number in numbers)
+
+
+def held(cache: ShardCache) -> list[int]:
+    """The numbers of the shards that the cache holds whole."""
+    paths = sorted(path.name for path in cache.folder.glob("*/shard-*") if path.suffix != ".part")
+    return [int(name.partition("-")[2][:6]) for name in paths]
+
+
+def on_disk(folder: Path) -> int:
+    """Bytes of all files; what was only about to be fetched takes none."""
+    return sum(path.stat().st_size for path in folder.glob("*/*"))
+
+
+def content(handle: int) -> bytes:
+    data = os.pread(handle, MB, 0)
+    os.close(handle)
+    return data
+
+
+def read_all(index: ShardIndex) -> list[Any]:
+    return [
+        index.read(shard, sample)
+        for shard, entry in enumerate(index.shards)
+        for sample in range(entry.samples)
+    ]
+
+
+@pytest.mark.parametrize("protocol", ["http", "file", "memory"])
+def test_a_url_gives_what_the_folder_gives(
+    server: ShardServer, tmp_path: Path, protocol: str
+) -> None:
+    url = {"http": server.url, "file": f"file://{server.folder}", "memory": "memory://bucket/s"}
+    if protocol == "memory":
+        for path in server.folder.iterdir():
+            fsspec.filesystem("memory").pipe_file(f"/bucket/s/{path.name}", path.read_bytes())
+    cache = ShardCache(tmp_path / "cache", MB)
+    index = ShardIndex.open(url[protocol], cache)
+    local = ShardIndex.open(server.folder)
+    assert read_all(index) == read_all(local)
+    assert [index.caption_ends(n).tolist() for n in range(5)] == [
+        local.caption_ends(n).tolist() for n in range(5)
+    ]
+    assert str(index.folder) == url[protocol]
+    assert len(index) == 25
+    assert held(cache) == [0, 1, 2, 3, 4]
+    if protocol == "http":
+        assert {server.asked[f"shard-{n:06d}.tar"] for n in range(5)} == {1}
+    again = pickle.loads(pickle.dumps(index))
+    assert again.read(3, 2) == local.read(3, 2)
+
+
+def batches(
+    path: str, vocabulary: Path, cache: dict[str, Any] | None, **options: Any
+) -> Iterator[tuple[Batch, int]]:
+    config = DataConfig(
+        **(
+            {
+                "sources": ({"path": path},),
+                "vocabulary": str(vocabulary),
+                "canonical_streams": 2,
+                "shuffle_window": 4,
+                "workers": 0,
+                "cache": cache,
+            }
+            | options
+        )
+    )
+    inputs = Inputs(16, (4, 4), 10, 90, word_masking=0.15, patch_masking=PatchMasking(0.5, 2))
+    return PretrainData(config, inputs, 4, 3).batches(stop_after=14)
+
+
+@pytest.mark.parametrize("options", [{}, {"workers": 2}, {"captions": "all", "workers": 1}])
+def test_training_from_a_url_is_training_from_the_folder(
+    server: ShardServer, vocabulary: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Two epochs through a cache that holds few of the shards, prefetch and eviction included."""
+    limit = room_for(server, 0, 1, 2, 3) + 1000
+    cache = {"folder": str(tmp_path / "cache"), "limit": limit}
+    local = batches(str(server.folder), vocabulary, None, **options)
+    remote = batches(server.url, vocabulary, cache, **options)
+    for (expected, consumed), (found, consumed_too) in zip(local, remote, strict=True):
+        assert found.valid.any()
+        assert consumed == consumed_too
+        for one, other in zip(expected, found):
+            assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+    assert on_disk(tmp_path / "cache") <= limit
+
+
+def test_the_unused_for_longest_goes_first_and_none_in_use(
+    server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_module, "_FULL_SECONDS", 0.5)
+    cache = ShardCache(tmp_path / "cache", room_for(server, 0, 1, 2))
+    for number in (0, 1, 2, 0):  # 1 is the one unused for longest now
+        os.close(cache.open(file_of(server, number)))
+        time.sleep(0.02)
+    os.close(cache.open(file_of(server, 3)))
+    assert held(cache) == [0, 2, 3]
+    in_use = cache.open(file_of(server, 2))
+    time.sleep(0.02)
+    for number in (4, 0, 1):
+        os.close(cache.open(file_of(server, number)))
+        time.sleep(0.02)
+        assert 2 in held(cache)
+    more = [cache.open(file_of(server, number)) for number in (0, 1)]
+    with pytest.raises(DataError, match=r"cache\.limit [\d,]+ bytes is too small: everything.*"):
+        cache.open(file_of(server, 3))
+    assert held(cache) == [0, 1, 2]
+    assert cache.used() <= cache.limit
+    # A reader that is asked for room closes what it holds.
+    cache.when_full(lambda: os.close(more.pop()) if more else None)
+    assert (
+        content(cache.open(file_of(server, 3))) == (server.folder / "shard-000003.tar").read_bytes()
+    )
+    assert content(in_use) == (server.folder / "shard-000002.tar").read_bytes()
+
+
+def test_an_index_makes_room_for_itself(server: ShardServer, tmp_path: Path) -> None:
+    """Its own open files are no reason to wait for room."""
+    cache = ShardCache(tmp_path / "cache", room_for(server, 0))
+    index = ShardIndex.open(server.url, cache)
+    started = time.monotonic()
+    assert len({index.read(shard, 0).key for shard in range(5)}) == 5
+    assert time.monotonic() - started < 10
+    assert len(held(cache)) == 1
+
+
+def _fetch_in_any_order(folder: Path, limit: int, files: list[CachedFile], seed: int) -> None:
+    cache = ShardCache(folder, limit)
+    for file in random.Random(seed).sample(files * 2, 2 * len(files)):
+        data = content(cache.open(file))
+        assert len(data) == file.bytes
+        assert data[:6] == b"shards"
+
+
+def together(work: Callable[..., None], *arguments: Any) -> None:
+    context = multiprocessing.get_context("fork")
+    children = [context.Process(target=work, args=(*arguments, seed)) for seed in range(4)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(60)
+    assert [child.exitcode for child in children] == [0] * 4
+
+
+def test_processes_fetch_each_shard_once(server: ShardServer, tmp_path: Path) -> None:
+    files = [file_of(server, number) for number in range(5)]
+    together(_fetch_in_any_order, tmp_path / "cache", MB, files)
+    assert [server.asked[file.name] for file in files] == [1] * 5
+    assert not list((tmp_path / "cache").glob("*/*.part"))
+
+
+def test_processes_share_a_cache_that_is_too_small(server: ShardServer, tmp_path: Path) -> None:
+    """Four processes and room for two shards: what one fetches another removes."""
+    files = [file_of(server, number) for number in range(5)]
+    limit = room_for(server, 0, 1) + 100
+    together(_fetch_in_any_order, tmp_path / "cache", limit, files)
+    assert on_disk(tmp_path / "cache") <= limit
+
+
+def test_readers_of_a_file_fetched_meanwhile_keep_nobody_waiting(
+    server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It becomes whole, and is read by another, just before its lock would be waited for."""
+    file = file_of(server, 1)
+    cache = ShardCache(tmp_path / "cache", MB)
+    path = cache.folder / file.path
+    readers: list[int] = []
+
+    def lock(handle: int, how: int) -> None:
+        if not readers:
+            part = path.with_name(path.name + ".part")
+            part.write_bytes((server.folder / file.name).read_bytes())
+            part.rename(path)
+            readers.append(os.open(path, os.O_RDONLY))
+            fcntl.flock(readers[0], fcntl.LOCK_SH)
+        fcntl.flock(handle, how)
+
+    monkeypatch.setattr(cache_module, "flock", lock)
+    found: list[bytes] = []
+    other = threading.Thread(target=lambda: found.append(content(cache.open(file))), daemon=True)
+    other.start()
+    other.join(20)
+    waits = other.is_alive()
+    os.close(readers[0])
+    assert not waits
+    assert found == [path.read_bytes()]
+    assert server.asked[file.name] == 0
+    assert not list(cache.folder.glob("*/*.part"))
+
+
+KILLED = """
+import os, sys
+from vlp.data.shards.cache import CachedFile, ShardCache
+from vlp.data.shards.remote import RemoteFolder
+url, name, size, folder = sys.argv[1:]
+ShardCache(folder, 10**6).open(CachedFile(RemoteFolder(url), name, int(size)))
+"""
+
+
+def test_a_killed_fetch_leaves_nothing_that_is_taken_for_good(
+    server: ShardServer, tmp_path: Path
+) -> None:
+    file, folder = file_of(server, 1), tmp_path / "cache"
+    server.stalls.add(file.name)
+    command = [sys.executable, "-c", KILLED, server.url, file.name, str(file.bytes), str(folder)]
+    child = subprocess.Popen(command)
+    deadline = time.monotonic() + 60
+    while not any(part.stat().st_size for part in folder.glob("*/*.part")):
+        assert child.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    server.go.set()
+    cache = ShardCache(folder, MB)
+    assert held(cache) == []
+    [part] = folder.glob("*/*.part")
+    assert 0 < part.stat().st_size < file.bytes
+    assert cache.used() == file.bytes  # counted in full, as if it were going on
+    assert content(cache.open(file)) == (server.folder / file.name).read_bytes()
+    assert not part.exists()
+
+
+def test_what_a_killed_fetch_left_makes_room(server: ShardServer, tmp_path: Path) -> None:
+    cache = ShardCache(tmp_path / "cache", room_for(server, 0, 1))
+    left = cache.folder / (file_of(server, 2).path + ".part")
+    left.parent.mkdir()
+    left.write_bytes(b"half")
+    os.utime(left, (0, 0))
+    for number in (0, 1):
+        os.close(cache.open(file_of(server, number)))
+    assert not left.exists()
+    assert held(cache) == [0, 1]
+
+
+def test_a_file_cut_off_on_the_disk_is_fetched_again(server: ShardServer, tmp_path: Path) -> None:
+    cache, file = ShardCache(tmp_path / "cache", MB), file_of(server, 0)
+    os.close(cache.open(file))
+    os.truncate(cache.folder / file.path, 100)
+    assert content(cache.open(file)) == (server.folder / file.name).read_bytes()
+    assert server.asked[file.name] == 2
+
+
+@pytest.mark.parametrize("trouble", ["fails", "halves"])
+def test_trouble_that_passes_is_sat_out(server: ShardServer, tmp_path: Path, trouble: str) -> None:
+    file = file_of(server, 0)
+    getattr(server, trouble)[file.name] = 3
+    handle = ShardCache(tmp_path / "cache", MB).open(file)
+    assert content(handle) == (server.folder / file.name).read_bytes()
+    assert server.asked[file.name] == 4
+
+
+@pytest.mark.parametrize(("status", "times"), [(404, 1), (403, 1), (500, 6), (503, 6), (429, 6)])
+def test_trouble_that_stays_is_a_missing_shard_and_not_tried_for_each_sample(
+    server: ShardServer, tmp_path: Path, status: int, times: int
+) -> None:
+    index = ShardIndex.open(server.url, ShardCache(tmp_path / "cache", MB))
+    server.status, server.fails["shard-000001.tar"] = status, 1000
+    for sample in range(3):
+        with pytest.raises(BadSample) as bad:
+            index.read(1, sample)
+        assert bad.value.kind == "missing shard"
+        assert f"{server.url}/shard-000001.tar" in bad.value.where
+    assert server.asked["shard-000001.tar"] == times
+    assert index.read(2, 0).key == "shards_0010"
+
+
+def test_a_store_that_has_gone_ends_the_run(
+    server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_module, "_MOST_FAILURES", 4)
+    index = ShardIndex.open(server.url, ShardCache(tmp_path / "cache", MB))
+    for number in range(5):
+        server.fails[f"shard-{number:06d}.tar"] = 1000
+    server.fails["shard-000002.tar"] = 0
+    for number in (0, 1, 2, 3, 4):  # one that comes in between starts the count anew
+        if number != 2:
+            with pytest.raises(BadSample):
+                index.read(number, 0)
+        else:
+            index.read(number, 0)
+    index = ShardIndex.open(server.url, ShardCache(tmp_path / "other", MB))
+    server.fails["shard-000002.tar"] = 1000
+    for number in range(3):
+        with pytest.raises(BadSample):
+            index.read(number, 0)
+    with pytest.raises(DataError, match=r"4 shards in a row cannot be fetched.*500"):
+        index.read(3, 0)
+
+
+def test_a_worker_says_why_it_cannot_go_on(
+    server: ShardServer, vocabulary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_module, "_MOST_FAILURES", 1)
+    cache = {"folder": str(tmp_path / "cache"), "limit": MB}
+    stream = batches(server.url, vocabulary, cache, workers=1)
+    for number in range(5):
+        server.fails[f"shard-{number:06d}.tar"] = 1000
+    with pytest.raises(DataError) as error:
+        list(stream)
+    assert str(error.value).startswith(f"{server.url}: 1 shards in a row cannot be fetched")
+    assert "Traceback" not in str(error.value)
+
+
+def manifest(server: ShardServer, *wrong: int) -> None:
+    rows = []
+    for number in range(5):
+        data = (server.folder / f"shard-{number:06d}.tar").read_bytes()
+        digest = sha256(data + b"x" * (number in wrong)).hexdigest()
+        rows.append({"name": f"shard-{number:06d}.tar", "sha256": digest, "samples": 5})
+    (server.folder / "manifest.json").write_text(json.dumps({"shards": rows}))
+
+
+def test_a_manifest_is_held_against_what_comes(server: ShardServer, tmp_path: Path) -> None:
+    manifest(server, 3)
+    index = ShardIndex.open(server.url, ShardCache(tmp_path / "cache", MB))
+    assert index.read(2, 0).key == "shards_0010"
+    with pytest.raises(BadSample, match=r"corrupt shard.*shard-000003\.tar.*SHA-256"):
+        index.read(3, 0)
+    manifest(server)
+    index = ShardIndex.open(server.url, ShardCache(tmp_path / "cache", MB))
+    assert index.read(3, 0).key == "shards_0015"
+    for content in ("", "[]", '{"shards": [{"sha256": "1"}]}', '{"shards": 3}'):
+        (server.folder / "manifest.json").write_text(content)
+        with pytest.raises(ConfigError, match=r"manifest\.json: not a manifest"):
+            ShardIndex.open(server.url, ShardCache(tmp_path / "cache", MB))
+
+
+def test_another_shard_of_that_name_is_another_file(server: ShardServer, tmp_path: Path) -> None:
+    manifest(server)
+    cache = ShardCache(tmp_path / "cache", MB)
+    assert ShardIndex.open(server.url, cache).read(0, 0).image != b""
+    path = server.folder / "shard-000000.tar"
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"number 0", b"number 9"))
+    manifest(server)
+    captions = ShardIndex.open(server.url, cache).read(0, 0).annotation.captions
+    assert captions is not None
+    assert "number 9" in captions[0]
+    path.write_bytes(data + bytes(10240))
+    manifest(server)
+    with pytest.raises(BadSample, match=r"corrupt shard.*bytes came, its index says"):
+        ShardIndex.open(server.url, cache).read(0, 0)
+
+
+def test_prefetch_fetches_and_keeps_trouble_to_itself(server: ShardServer, tmp_path: Path) -> None:
+    cache = ShardCache(tmp_path / "cache", MB)
+    index = ShardIndex.open(server.url, cache)
+    server.fails["shard-000001.tar"] = 1000
+    for number in (3, 1, 4):
+        index.prefetch(number)
+    deadline = time.monotonic() + 30
+    while held(cache) != [3, 4]:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert index.read(3, 0).key == "shards_0015"
+    with pytest.raises(BadSample, match="missing shard"):
+        index.read(1, 0)
+    assert server.asked["shard-000001.tar"] == 6  # the background's tries were enough
+    assert server.asked["shard-000003.tar"] == 1
+
+
+def test_rows_come_in_the_background_and_spare_the_headers(
+    server: ShardServer, tmp_path: Path
+) -> None:
+    """If they are few beside the cache; without them headers do."""
+    [rows] = server.folder.glob("samples-*.npy")
+    cache = ShardCache(tmp_path / "cache", MB)
+    index = ShardIndex.open(server.url, cache)
+    assert index.read(0, 1).key == "shards_0001"
+    deadline = time.monotonic() + 30
+    while not list(cache.folder.glob(f"*/{rows.name}.unknown.{rows.stat().st_size}")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    scanned = len(index._scans)
+    assert [index.read(shard, 2).key for shard in (3, 4)] == ["shards_0017", "shards_0022"]
+    assert len(index._scans) == scanned
+    assert server.asked[rows.name] == 1
+    small = ShardIndex.open(server.url, ShardCache(tmp_path / "small", 30_000))
+    assert [small.read(shard, 2).key for shard in (3, 4)] == ["shards_0017", "shards_0022"]
+    assert len(small._scans) == 2
+    assert server.asked[rows.name] == 1
+    rows.unlink()
+    index = ShardIndex.open(server.url, ShardCache(tmp_path / "other", MB))
+    with pytest.raises(ConfigError, match=r"samples-\w+\.npy: missing shard"):
+        index.caption_ends(0)
+    assert read_all(index) == read_all(ShardIndex.open(server.folder))
+
+
+def test_what_cannot_start_says_so(server: ShardServer, vocabulary: Path, tmp_path: Path) -> None:
+    cache = ShardCache(tmp_path / "cache", MB)
+    with pytest.raises(ConfigError, match=r"say where.*data\.cache=\{folder"):
+        ShardIndex.open(server.url, None)
+    with pytest.raises(ConfigError, match=r"protocol 'gopher' is not known"):
+        ShardIndex.open("gopher://host/shards", cache)
+    with pytest.raises(ConfigError, match=r"s3://bucket: Install s3fs"):
+        ShardIndex.open("s3://bucket", cache)
+    with pytest.raises(ConfigError, match=r"index\.json: cannot be fetched.*tried 6 times"):
+        ShardIndex.open("http://127.0.0.1:9/shards", cache)
+    small = {"folder": str(tmp_path / "cache"), "limit": room_for(server, 0)}
+    with pytest.raises(ConfigError, match=r"cache\.limit [\d,]+ bytes is too small: one rank"):
+        batches(server.url, vocabulary, small)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"data\.cache\.folder .*file"):
+        ShardCache(tmp_path / "file" / "cache", MB)
+    tiny = ShardCache(tmp_path / "cache", 100)
+    with pytest.raises(DataError, match=r"100 bytes cannot hold .*shard-000000\.tar"):
+        ShardIndex.open(server.url, tiny).read(0, 0)
+    (server.folder / "index.json").unlink()
+    with pytest.raises(ConfigError, match=r"has no index\.json; .*order=resampled"):
+        ShardIndex.open(server.url, cache)
+
+
+def test_a_full_disk_is_no_missing_shard(
+    server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    index = ShardIndex.open(server.url, ShardCache(tmp_path / "cache", MB))
+    monkeypatch.setattr(RemoteFolder, "fetch", full)
+    with pytest.raises(DataError, match=r"cache\.folder.*No space left.*limit 1,000,000"):
+        index.read(0, 0)
+
+
+@pytest.mark.parametrize(("limit", "size"), [("200GB", 2 * 10**11), ("1.5MiB", 1572864), (9, 9)])
+def test_the_limit_as_people_write_it(limit: Any, size: int) -> None:
+    config = DataConfig(sources=({"path": "s"},), cache={"folder": "c", "limit": limit})  # type: ignore[arg-type]
+    assert config.cache is not None
+    assert config.cache.limit == size
+    assert DataConfig.model_validate(config.model_dump(mode="json")) == config

@@ -1,0 +1,293 @@
+"""Thousands of damaged tars, pictures and annotations: each costs its own samples, nothing more."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from broken_images import picture, png_of
+from broken_shards import BYTES, TARS, Damage, plain_tar, splice_json
+
+from vlp.config import ConfigError
+from vlp.data.config import AugmentConfig, DataConfig, SourceConfig
+from vlp.data.pretrain.dataset import Request, Slot
+from vlp.data.pretrain.loader import PretrainData
+from vlp.data.schema import Annotation
+from vlp.data.shards.bad_samples import DataError
+from vlp.data.shards.sample_files import KINDS, BadSample
+from vlp.data.shards.shard_index import index_folder
+from vlp.data.stream.input_spec import Inputs, PatchMasking
+from vlp.data.stream.sampler import Element
+
+# Pillow warns of sizes that are refused, and of what it finds beside the pixels.
+pytestmark = pytest.mark.filterwarnings("ignore:Image size", "ignore:Corrupt EXIF")
+
+INPUTS = Inputs(16, (4, 4), 10, 90, word_masking=0.15, patch_masking=PatchMasking(0.5, 2))
+PLAIN = AugmentConfig(randaugment=False, crop_scale=(1.0, 1.0), mirror=False)
+ENCODED = {
+    "jpg": picture("jpeg"),
+    "png": picture("png"),
+    "webp": picture("webp"),
+    "progressive": picture("jpeg", progressive=True),
+    "grey": picture("jpeg", mode="L"),
+    "cmyk": picture("jpeg", mode="CMYK"),
+    "palette": picture("png", mode="P"),
+    "alpha": picture("png", mode="RGBA"),
+    "gif": picture("gif", mode="P"),
+    "bmp": picture("bmp"),
+}
+
+COUNT = 60  # mutants of one kind
+
+
+def caption(number: int) -> str:
+    return f"a red dog number {number}"
+
+
+def annotation(number: int) -> bytes:
+    text = caption(number)
+    word = {"caption": 0, "index": 1, "word": "red", "kind": "colour", "box": [1, 2, 3, 4]}
+    return Annotation(
+        captions=[text, f"{text} again"],
+        source="here",
+        image_id=str(number),
+        boxes=[[0, 0, 5, 6]],
+        questions=[{"id": "1", "question": "what", "answers": [{"answer": "red", "count": 3}]}],
+        expressions=[{"id": "2", "text": "the dog", "box": [1, 1, 2, 2]}],
+        words=[word],
+        scene={"objects": [{"colour": "red"}]},
+        url="http://nowhere",
+    ).to_json()
+
+
+def sample(number: int) -> tuple[str, dict[str, bytes]]:
+    kind = ("jpg", "png", "webp")[number % 3]
+    files = {kind: ENCODED[kind]}
+    if number % 4 == 3:
+        return f"k{number}", files | {"txt": caption(number).encode()}
+    return f"k{number}", files | {"json": annotation(number)}
+
+
+def open_data(folder: Path, vocabulary: Path, **options: Any) -> PretrainData:
+    config = DataConfig(
+        sources=(SourceConfig(path=str(folder)),),
+        vocabulary=str(vocabulary),
+        canonical_streams=4,
+        workers=0,
+        **({"augment": PLAIN} | options),
+    )
+    return PretrainData(config, INPUTS, 8, seed=1)
+
+
+def slots(data: PretrainData) -> Iterator[tuple[str, Slot]]:
+    """Every place of the index with its shard, as training would ask for it."""
+    [index] = data.sources
+    for shard, entry in enumerate(index.shards):
+        for position in range(entry.samples):
+            yield entry.name, data.samples[Request(0, Element(0, shard, position, 0))]
+
+
+def outcomes(data: PretrainData) -> Counter[str]:
+    """How many slots were good and how many bad by kind; each is one or the other."""
+    found: Counter[str] = Counter()
+    for shard, slot in slots(data):
+        assert slot.valid == (slot.skip is None)
+        assert slot.levels is None or slot.levels.isfinite().all()
+        if slot.skip is None:
+            found["good"] += 1
+            continue
+        assert slot.skip.kind in KINDS, slot.skip
+        assert shard in slot.skip.where
+        assert slot.skip.where.encode()  # can be printed and written
+        assert slot.levels is None
+        found[slot.skip.kind] += 1
+    return found
+
+
+def shard(first: int) -> bytes:
+    return plain_tar(sample(number) for number in range(first, first + 3))
+
+
+@pytest.mark.parametrize("damage", TARS, ids=lambda damage: damage.__name__)
+def test_tars_damaged_before_they_are_indexed(
+    tmp_path: Path, vocabulary: Path, damage: Damage
+) -> None:
+    for number in range(COUNT):
+        rng = np.random.default_rng((TARS.index(damage), number))
+        (tmp_path / f"{number:03d}.tar").write_bytes(damage(rng, shard(number)))
+    problems = index_folder(tmp_path)
+    names = {f"{number:03d}.tar" for number in range(COUNT)}
+    assert all(problem.split(":")[0] in names for problem in problems)
+    found = outcomes(open_data(tmp_path, vocabulary))
+    assert found["missing shard"] == 0
+    assert found["good"] >= COUNT / 2
+
+
+@pytest.mark.parametrize("damage", TARS, ids=lambda damage: damage.__name__)
+def test_tars_damaged_after_they_were_indexed(
+    tmp_path: Path, vocabulary: Path, damage: Damage
+) -> None:
+    for number in range(COUNT):
+        (tmp_path / f"{number:03d}.tar").write_bytes(shard(number))
+    index_folder(tmp_path)
+    for number, path in enumerate(sorted(tmp_path.glob("*.tar"))):
+        rng = np.random.default_rng((100 + TARS.index(damage), number))
+        path.write_bytes(damage(rng, path.read_bytes()))
+    found = outcomes(open_data(tmp_path, vocabulary))
+    assert found.total() == 3 * COUNT  # every sample of the index is good or counted
+    assert found["good"] >= COUNT / 2
+
+
+def test_a_tar_cut_at_every_block_loses_what_is_behind_the_cut(
+    tmp_path: Path, vocabulary: Path
+) -> None:
+    whole = shard(0)
+    lengths = sorted({*range(0, len(whole), 512), *range(7, len(whole), 512)})
+    for length in lengths:
+        (tmp_path / f"{length:06d}.tar").write_bytes(whole)
+    index_folder(tmp_path)
+    for length in lengths:
+        (tmp_path / f"{length:06d}.tar").write_bytes(whole[:length])
+    good = Counter(
+        name for name, slot in slots(open_data(tmp_path, vocabulary)) if slot.skip is None
+    )
+    parts = [plain_tar([sample(number)])[:-1024] for number in range(3)]
+    ends = np.cumsum([len(part) for part in parts])
+    contents = ends - [len(part) - len(part.rstrip(b"\0")) for part in parts]
+    for length in lengths:
+        found = good[f"{length:06d}.tar"]
+        # What fills up the last block of a sample may be missing or not.
+        assert (ends <= length).sum() <= found <= (contents <= length).sum()
+
+
+@pytest.mark.parametrize("augment", [AugmentConfig(), PLAIN], ids=["augmented", "plain"])
+@pytest.mark.parametrize("kind", ENCODED)
+def test_damaged_pictures(
+    tmp_path: Path, vocabulary: Path, kind: str, augment: AugmentConfig
+) -> None:
+    mutants = list(damaged(BYTES, ENCODED[kind], 5 * COUNT, seed=len(kind)))
+    text = annotation(0)
+    (tmp_path / "0.tar").write_bytes(
+        plain_tar(
+            (f"k{number}", {"jpg": data, "json": text}) for number, data in enumerate(mutants)
+        )
+    )
+    index_folder(tmp_path)
+    found = outcomes(open_data(tmp_path, vocabulary, augment=augment))
+    assert found.total() == len(mutants)
+    assert set(found) <= {"good", "unreadable picture", "picture too large"}
+    assert min(found["good"], found["unreadable picture"]) > 0.05 * len(mutants)
+
+
+@pytest.mark.parametrize("name", ["values", "bytes"])
+def test_damaged_annotations(tmp_path: Path, vocabulary: Path, name: str) -> None:
+    damages = (splice_json,) if name == "values" else BYTES
+    mutants = list(damaged(damages, annotation(0), 12 * COUNT, seed=1))
+    (tmp_path / "0.tar").write_bytes(
+        plain_tar(
+            (f"k{number}", {"png": ENCODED["png"], "json": data})
+            for number, data in enumerate(mutants)
+        )
+    )
+    index_folder(tmp_path)
+    data = open_data(tmp_path, vocabulary)
+    found = outcomes(data)
+    assert found.total() == len(mutants)
+    assert set(found) <= {"good", "bad annotation", "no text"}
+    assert min(found["good"], found["bad annotation"]) > 0.01 * len(mutants)
+    # Whatever was accepted can be written, and read again as the same.
+    [index] = data.sources
+    for number in range(len(mutants)):
+        try:
+            content = index.read_annotation(0, number)
+        except BadSample:
+            continue
+        again = Annotation.model_validate_json(content.to_json())
+        assert again.to_json() == content.to_json()
+
+
+def damaged(damages: Sequence[Damage], data: bytes, count: int, seed: int) -> Iterator[bytes]:
+    """Mutants of one file; every fifth is damaged twice, by bytes the second time."""
+    for number in range(count):
+        rng = np.random.default_rng((seed, number))
+        mutant = damages[int(rng.integers(len(damages)))](rng, data)
+        yield BYTES[number % len(BYTES)](rng, mutant) if number % 5 == 4 and mutant else mutant
+
+
+@pytest.mark.parametrize("content", ["cut", "flip_bits", "overwrite", "drop", "insert"])
+def test_a_damaged_index_is_refused_or_leads_to_counted_samples(
+    tmp_path: Path, vocabulary: Path, content: str
+) -> None:
+    [damage] = [one for one in BYTES if one.__name__ == content]
+    for number in range(4):
+        (tmp_path / f"{number}.tar").write_bytes(shard(number))
+    index_folder(tmp_path)
+    originals = {path: path.read_bytes() for path in tmp_path.iterdir() if path.suffix != ".tar"}
+    refused = 0
+    for number in range(2 * COUNT):
+        rng = np.random.default_rng((7, BYTES.index(damage), number))
+        for path, data in originals.items():
+            path.write_bytes(data)
+        path = sorted(originals)[number % len(originals)]
+        path.write_bytes(damage(rng, originals[path]))
+        try:
+            data = open_data(tmp_path, vocabulary)
+        except ConfigError:
+            refused += 1
+            continue
+        [index] = data.sources
+        if len(index) < 1000:  # a digit more can make any number of samples
+            outcomes(data)
+    assert refused > COUNT / 4
+
+
+def test_bad_samples_up_to_the_stated_share_are_counted_once(
+    tmp_path: Path, vocabulary: Path
+) -> None:
+    """Through the loader: an epoch of every kind, then an index that says too much."""
+    files: list[dict[str, bytes]] = [
+        dict(sample(0)[1]),
+        {"png": ENCODED["png"][:300], "json": annotation(1)},
+        {"png": png_of(9000, 8000), "json": annotation(2)},
+        {"json": annotation(3)},
+        {"png": ENCODED["png"]},
+        {"png": ENCODED["png"], "json": b"{"},
+        {"png": ENCODED["png"], "txt": b"\xff"},
+        {"txt": b"a text that is called a picture".ljust(99), "jpg": b"a red dog"},
+        {"jpg": ENCODED["png"], "txt": b"a red dog"},
+        dict(sample(0)[1]),
+    ]
+    names = [*(f"k{number}" for number in range(9)), "k0"]
+    for shard_number in range(4):
+        (tmp_path / f"{shard_number}.tar").write_bytes(plain_tar(zip(names, files)))
+    index_folder(tmp_path)
+    (tmp_path / "2.tar").write_bytes((tmp_path / "2.tar").read_bytes()[:900])
+    (tmp_path / "3.tar").unlink()
+    expected = {
+        "unreadable picture": 4,
+        "picture too large": 2,
+        "missing picture": 2,
+        "no text": 2,
+        "bad annotation": 4,
+        "duplicate key": 2,
+        "corrupt shard": 10,
+        "missing shard": 10,
+    }
+    assert set(expected) == set(KINDS)
+    bad = sum(expected.values())
+    data = open_data(tmp_path, vocabulary, max_skipped_share=bad / 40)
+    batches = [batch for batch, _ in data.batches(stop_after=data.batches_in_epoch(0))]
+    skipped = [skip for batch in batches for skip in batch.skipped]
+    assert Counter(skip.kind for skip in skipped) == expected
+    places = [skip.where for skip in skipped if skip.kind != "missing shard"]
+    assert len(set(places)) == len(places)
+    assert sum(int(batch.valid.sum()) for batch in batches) == 40 - bad == 4
+    data = open_data(tmp_path, vocabulary, max_skipped_share=(bad - 1) / 40)
+    with pytest.raises(
+        DataError, match=rf"{bad} of 40 samples of epoch 0 are bad, .*the last one: "
+    ):
+        list(data.batches(stop_after=data.batches_in_epoch(0)))

@@ -1,0 +1,417 @@
+from __future__ import annotations
+
+import io
+import json
+import multiprocessing
+import os
+import pickle
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import webdataset
+
+from vlp.config import ConfigError
+from vlp.data.schema import Annotation, captions_of
+from vlp.data.shards.index import ShardTable
+from vlp.data.shards.locations import LocalFolder
+from vlp.data.shards.shard_index import BadSample, ShardEntry, ShardIndex, ShardWriter, index_folder
+
+MakeShards = Callable[..., Path]
+
+
+def write(folder: Path, numbers: Iterator[int] | range, per_shard: int = 4) -> None:
+    with ShardWriter(folder, per_shard) as writer:
+        for number in numbers:
+            if f"k{number}" not in writer.done:
+                annotation = Annotation(caption=f"picture {number}")
+                writer.write(f"k{number}", bytes([number]) * 700, "png", annotation)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def foreign(path: Path, members: dict[str, bytes]) -> None:
+    with tarfile.open(path, "w") as archive:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size, info.mtime = len(content), 1_700_000_000
+            archive.addfile(info, io.BytesIO(content))
+
+
+def test_what_is_written_is_read_at_random(tmp_path: Path) -> None:
+    first = Annotation(captions=["a", "b"], boxes=[[0, 1, 2, 3]])
+    with ShardWriter(tmp_path, 2) as writer:
+        writer.write("x", b"X" * 513, "jpg", first)
+        writer.write("y", b"", "png", Annotation(statement="s", label=True), second_image=b"second")
+        writer.write("z", b"Z", "webp", Annotation(caption="c"))
+    index = ShardIndex.open(tmp_path)
+    assert len(index) == 3
+    sizes = [(tmp_path / f"shard-00000{number}.tar").stat().st_size for number in range(2)]
+    assert list(index.shards) == [
+        ShardEntry("shard-000000.tar", 2, sizes[0], captions=2, uncaptioned=1),
+        ShardEntry("shard-000001.tar", 1, sizes[1], captions=1, uncaptioned=0),
+    ]
+    assert [index.caption_ends(shard).tolist() for shard in range(2)] == [[2, 3], [1]]
+    assert index.read(1, 0)[:3] == ("z", b"Z", "webp")
+    second = index.read(0, 1)
+    assert (second.image, second.second_image, second.annotation.label) == (b"", b"second", True)
+    assert index.read(0, 0) == ("x", b"X" * 513, "jpg", first, None)
+    assert index.read_annotation(0, 0) == first
+    with pytest.raises(IndexError):
+        index.read(1, 1)
+
+
+def test_webdataset_reads_our_shards(make_shards: MakeShards) -> None:
+    folder = make_shards(count=7, per_shard=7)
+    stream = webdataset.WebDataset(str(folder / "shard-000000.tar"), shardshuffle=False)
+    theirs = list(stream)
+    index = ShardIndex.open(folder)
+    ours = [index.read(0, number) for number in range(7)]
+    assert [sample["__key__"] for sample in theirs] == [sample.key for sample in ours]
+    assert [sample["png"] for sample in theirs] == [sample.image for sample in ours]
+    captions = [json.loads(sample["json"])["captions"] for sample in theirs]
+    assert captions == [captions_of(sample.annotation) for sample in ours]
+
+
+def test_we_read_what_webdataset_writes(tmp_path: Path) -> None:
+    long = "a_very_long_key_" * 10
+    with webdataset.TarWriter(str(tmp_path / "00000.tar")) as sink:
+        sink.write({"__key__": "folder/one", "jpg": b"1", "txt": "first", "json": {"url": "u"}})
+        sink.write({"__key__": long, "webp": b"2", "txt": "second"})
+        sink.write({"__key__": "three", "png": b"3", "json": {"caption": "third", "width": 5}})
+    assert index_folder(tmp_path) == []
+    index = ShardIndex.open(tmp_path)
+    read = [index.read(0, number) for number in range(3)]
+    assert [(sample.key, sample.image, sample.extension) for sample in read] == [
+        ("folder/one", b"1", "jpg"),
+        (long, b"2", "webp"),
+        ("three", b"3", "png"),
+    ]
+    assert [captions_of(s.annotation) for s in read] == [["first"], ["second"], ["third"]]
+    assert read[0].annotation.model_extra == {"url": "u"}
+    assert index.caption_ends(0).tolist() == [1, 2, 3]
+
+
+def test_equal_content_gives_equal_bytes_and_a_tar_that_tarfile_accepts(tmp_path: Path) -> None:
+    write(tmp_path / "a", range(9))
+    write(tmp_path / "b", range(9))
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+    with tarfile.open(tmp_path / "a" / "shard-000000.tar") as archive:
+        assert [member.mtime for member in archive.getmembers()] == [0] * 8
+
+
+def test_a_shard_is_on_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def note(handle: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{handle}"))
+        fsync(handle)
+
+    def check(path: Path, target: Path) -> Path:
+        assert synced[-1] == str(path)
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(Path, "rename", check)
+    write(tmp_path, range(9))
+    [rows] = tmp_path.glob("samples-*.npy")
+    names = [*(f"shard-00000{number}.tar" for number in range(3)), rows.name, "index.json"]
+    expected = [path for name in names for path in (f"{tmp_path}/{name}.tmp", str(tmp_path))]
+    assert synced == expected
+
+
+@pytest.mark.parametrize("stop", [0, 3, 4, 6, 8, 9])
+def test_interrupted_and_run_again_gives_the_same_files(tmp_path: Path, stop: int) -> None:
+    def interrupted() -> Iterator[int]:
+        yield from range(stop)
+        raise KeyboardInterrupt
+
+    write(tmp_path / "whole", range(10))
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "twice", interrupted())
+    left = files(tmp_path / "twice")
+    assert list(left) == [f"shard-{number:06d}.tar" for number in range(stop // 4)]
+    # As after SIGKILL, when nobody could clean up.
+    (tmp_path / "twice" / f"shard-{stop // 4:06d}.tar.tmp").write_bytes(b"half")
+    write(tmp_path / "twice", range(10))
+    assert files(tmp_path / "twice") == files(tmp_path / "whole")
+
+
+def test_run_again_when_finished_changes_nothing(tmp_path: Path) -> None:
+    write(tmp_path, range(10))
+    before = files(tmp_path)
+    write(tmp_path, range(10))
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize("key", ["", "a.b", "a/b"])
+def test_keys_that_readers_would_split_are_refused(tmp_path: Path, key: str) -> None:
+    with ShardWriter(tmp_path) as writer, pytest.raises(ValueError, match="cannot be a key"):
+        writer.write(key, b"", "png", Annotation())
+
+
+def test_a_key_twice_or_an_unknown_extension_is_refused(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path) as writer:
+        writer.write("a", b"", "png", Annotation())
+        with pytest.raises(ValueError, match="already"):
+            writer.write("a", b"", "png", Annotation())
+        with pytest.raises(ValueError, match="gif"):
+            writer.write("b", b"", "gif", Annotation())
+
+
+def test_missing_folder_no_shards_no_index(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such folder"):
+        ShardIndex.open(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="no such folder"):
+        index_folder(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="holds no shards"):
+        ShardIndex.open(tmp_path)
+    with pytest.raises(ConfigError, match="holds no shards"):
+        index_folder(tmp_path)
+    foreign(tmp_path / "0.tar", {"a.jpg": b"1"})
+    with pytest.raises(ConfigError, match=r"python -m data_tools index .*") as error:
+        ShardIndex.open(tmp_path)
+    assert str(tmp_path) in str(error.value)
+
+
+ROW = '{"name": "a.tar", "samples": 1, "bytes": 9, "captions": 1, "uncaptioned": 0}'
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("", "not an index"),
+        ("{}", "not an index"),
+        ("[1, 2]", "not an index"),
+        ("[" * 100_000, "not an index"),
+        ('{"version": 2, "shards": []}', "table: "),
+        ('{"version": 2, "table": "../x.npy", "shards": []}', "table: "),
+        ('{"version": 1, "shards": [{"name": "a.tar", "captions": [1, 1]}]}', "an older version"),
+        ('{"version": 3, "rows": []}', "a newer version"),
+        (ROW.replace("a.tar", "../a.tar"), "name: "),
+        (ROW.replace('"a.tar"', '""'), "name: "),
+        (ROW.replace("9", "-9"), "bytes: "),
+        (ROW.replace("9", "1e99"), "bytes: "),
+    ],
+)
+def test_an_index_that_cannot_be_used(tmp_path: Path, content: str, reason: str) -> None:
+    if content.startswith('{"name"'):
+        content = f'{{"version": 2, "table": "samples-0.npy", "shards": [{content}]}}'
+    (tmp_path / "index.json").write_text(content)
+    with pytest.raises(ConfigError, match=rf"index\.json: .*{reason}.*data_tools index"):
+        ShardIndex.open(tmp_path)
+
+
+def test_without_its_rows_an_index_reads_headers(make_shards: MakeShards, tmp_path: Path) -> None:
+    folder = make_shards()
+    places = [(shard, n) for shard, entry in enumerate(ShardIndex.open(folder).shards)
+              for n in range(entry.samples)]  # fmt: skip
+    expected = [ShardIndex.open(folder).read(*place) for place in places]
+    [rows] = folder.glob("samples-*.npy")
+    content = rows.read_bytes()
+    rows.unlink()
+    index = ShardIndex.open(folder)
+    assert [index.read(*place) for place in places] == expected
+    with pytest.raises(ConfigError, match=r"samples-\w+\.npy is missing.*captions: all.*index"):
+        index.caption_ends(0)
+    for damaged in (content[:-1], content[:40], b"", content + b"x"):
+        rows.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"samples-\w+\.npy.*index the folder again"):
+            ShardIndex.open(folder).read(0, 0)
+    index_folder(folder)
+    assert ShardIndex.open(folder).read(*places[7]) == expected[7]
+
+
+def test_rows_spare_the_headers(make_shards: MakeShards, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = ShardIndex.open(make_shards(count=30, per_shard=30, kind="jpg"))
+    read, asked = os.pread, []
+
+    def note(file: int, size: int, offset: int) -> bytes:
+        asked.append(size)
+        return read(file, size, offset)
+
+    monkeypatch.setattr(os, "pread", note)
+    index.read(0, 29)
+    [size] = asked
+    assert size < index.shards[0].bytes / 20
+
+
+def test_a_shard_that_was_replaced_is_read_anew_or_named(tmp_path: Path) -> None:
+    foreign(tmp_path / "0.tar", {f"a{n}.jpg": bytes([n]) * 600 for n in range(4)})
+    index_folder(tmp_path)
+    foreign(tmp_path / "0.tar", {f"b{n}.png": bytes([n]) * 9000 for n in range(3)})
+    expected = ["b0", "b1", "b2", "corrupt shard"]
+    assert read_all(ShardIndex.open(tmp_path)) == expected
+    # Of the same length, what does not fit the index is seen, sample by sample.
+    foreign(tmp_path / "0.tar", {f"a{n}.jpg": bytes([n]) * 600 for n in range(4)})
+    data = (tmp_path / "0.tar").read_bytes()
+    (tmp_path / "0.tar").write_bytes(data[512:] + data[:512])
+    assert set(read_all(ShardIndex.open(tmp_path))) == {"corrupt shard"}
+
+
+def test_an_index_goes_to_workers_small(tmp_path: Path) -> None:
+    name = "a-shard-of-some-corpus-{:06d}.tar"
+    entries = [ShardEntry(name.format(n), 10_000, 3 * 10**8, 10_000, 0) for n in range(20_000)]
+    table = ShardTable(dict(zip(ShardEntry._fields, zip(*entries))), "samples-0.npy")
+    index = ShardIndex(LocalFolder(tmp_path), table)
+    assert len(pickle.dumps(index)) < 80 * len(entries)
+    again = pickle.loads(pickle.dumps(index))
+    assert len(again) == 200_000_000
+    assert again.shards[19_999] == entries[19_999]
+    assert list(again.shards) == entries
+    with pytest.raises(IndexError):
+        again.shards[20_000]
+
+
+def test_old_rows_go_with_the_old_index(make_shards: MakeShards) -> None:
+    folder = make_shards()
+    [old] = folder.glob("samples-*.npy")
+    foreign(folder / "more.tar", {"a.jpg": b"1"})
+    index_folder(folder)
+    [new] = folder.glob("samples-*.npy")
+    assert new.name != old.name
+    assert ShardIndex.open(folder).caption_ends(0).tolist() == [1]  # more.tar comes first
+
+
+def test_several_processes_index_as_one(make_shards: MakeShards) -> None:
+    folder = make_shards(per_shard=1)
+    (folder / "zero.tar").write_bytes(b"")
+    assert index_folder(folder) == ["zero.tar: empty"]
+    written = files(folder)
+    (folder / "index.json").unlink()
+    assert index_folder(folder, processes=2) == ["zero.tar: empty"]
+    assert files(folder) == written
+
+
+def test_empty_shards_are_named_and_hold_nothing(tmp_path: Path) -> None:
+    foreign(tmp_path / "0.tar", {})
+    (tmp_path / "1.tar").write_bytes(b"")
+    foreign(tmp_path / "2.tar", {"a.jpg": b"1", "a.txt": b"text"})
+    assert index_folder(tmp_path) == ["0.tar: empty", "1.tar: empty"]
+    index = ShardIndex.open(tmp_path)
+    assert [entry.samples for entry in index.shards] == [0, 0, 1]
+    assert index.read(2, 0).annotation.caption == "text"
+
+
+def read_all(index: ShardIndex) -> list[str]:
+    """What each place of the index gives: its key, or the kind of what is wrong."""
+    found = []
+    for shard, entry in enumerate(index.shards):
+        for sample in range(entry.samples):
+            try:
+                found.append(index.read(shard, sample).key)
+            except BadSample as bad:
+                found.append(bad.kind if entry.name in bad.where else f"not named: {bad.where}")
+    return found
+
+
+def test_a_truncated_tar_loses_only_what_is_behind_the_cut(tmp_path: Path) -> None:
+    write(tmp_path, range(8))
+    path = tmp_path / "shard-000000.tar"
+    with tarfile.open(path) as archive:
+        cut = archive.getmember("k2.png").offset_data + 100
+    path.write_bytes(path.read_bytes()[:cut])
+    expected = ["k0", "k1", "corrupt shard", "corrupt shard", "k4", "k5", "k6", "k7"]
+    assert read_all(ShardIndex.open(tmp_path)) == expected
+    [problem] = index_folder(tmp_path)
+    assert problem.startswith("shard-000000.tar: cut off inside k2.png")
+    assert read_all(ShardIndex.open(tmp_path)) == ["k0", "k1", "k4", "k5", "k6", "k7"]
+
+
+def test_cut_between_the_files_of_a_sample(tmp_path: Path) -> None:
+    write(tmp_path, range(4))
+    path = tmp_path / "shard-000000.tar"
+    with tarfile.open(path) as archive:
+        cut = archive.getmember("k3.json").offset
+    path.write_bytes(path.read_bytes()[:cut])
+    [problem] = index_folder(tmp_path)
+    assert "cut off" in problem
+    index = ShardIndex.open(tmp_path)
+    assert index.shards[0][3:] == (3, 1)  # captions, and samples without one
+    assert captions_of(index.read(0, 3).annotation) == []
+
+
+def test_a_damaged_header_in_the_middle(tmp_path: Path) -> None:
+    write(tmp_path, range(8))
+    path = tmp_path / "shard-000000.tar"
+    with tarfile.open(path) as archive:
+        offset = archive.getmember("k2.png").offset
+    data = bytearray(path.read_bytes())
+    data[offset : offset + 512] = b"\xff" * 512
+    path.write_bytes(data)
+    # The index knows where the next sample lies.
+    expected = ["k0", "k1", "corrupt shard", "k3", "k4", "k5", "k6", "k7"]
+    assert read_all(ShardIndex.open(tmp_path)) == expected
+    [problem] = index_folder(tmp_path)
+    assert "damaged header" in problem
+    assert read_all(ShardIndex.open(tmp_path)) == ["k0", "k1", "k4", "k5", "k6", "k7"]
+
+
+def test_not_a_tar_at_all_and_a_shard_that_is_gone(tmp_path: Path) -> None:
+    write(tmp_path, range(8))
+    (tmp_path / "shard-000000.tar").write_bytes(os.urandom(4096))
+    (tmp_path / "shard-000001.tar").unlink()
+    expected = ["corrupt shard"] * 4 + ["missing shard"] * 4
+    assert read_all(ShardIndex.open(tmp_path)) == expected
+
+
+def test_a_sample_without_picture_or_with_a_bad_annotation(tmp_path: Path) -> None:
+    foreign(
+        tmp_path / "0.tar",
+        {
+            "a.txt": b"no picture",
+            "b.jpg": b"1",
+            "b.json": b"{not json",
+            "c.jpg": b"1",
+            "c.txt": b"\xff\xfe",
+            "d.jpg": b"1",
+            "d.json": b'{"boxes": [[1]]}',
+            "e.jpg": b"1",
+        },
+    )
+    assert index_folder(tmp_path) == []
+    index = ShardIndex.open(tmp_path)
+    bad = "bad annotation"
+    assert read_all(index) == ["missing picture", bad, bad, bad, "e"]
+    assert index.shards[0][3:] == (1, 4)
+    assert captions_of(index.read(0, 4).annotation) == []
+
+
+def _keys(index: ShardIndex, queue: multiprocessing.Queue) -> None:
+    queue.put([index.read(shard, 1).key for shard in (1, 0, 1)])
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_an_index_in_use_goes_to_other_processes(make_shards: MakeShards, method: str) -> None:
+    index = ShardIndex.open(make_shards())
+    index.read(0, 0)
+    if method == "spawn":
+        # What spawn does with it, without the seconds that a fresh interpreter costs.
+        again = pickle.loads(pickle.dumps(index))
+        assert [again.read(shard, 1).key for shard in (1, 0)] == ["shards_0006", "shards_0001"]
+        return
+    context = multiprocessing.get_context(method)
+    queue = context.Queue()
+    children = [context.Process(target=_keys, args=(index, queue)) for _ in range(2)]
+    for child in children:
+        child.start()
+    for _ in children:
+        assert queue.get(timeout=30) == ["shards_0006", "shards_0001", "shards_0006"]
+    for child in children:
+        child.join()
+
+
+def test_few_files_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vlp.data.shards.shard_index._FILES_KEPT", 3)
+    write(tmp_path, range(20), per_shard=1)
+    index = ShardIndex.open(tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        assert [index.read(number, 0).key for number in range(20)] == [f"k{n}" for n in range(20)]
+    assert len(os.listdir("/proc/self/fd")) - before <= 3 + 1  # and the rows of samples

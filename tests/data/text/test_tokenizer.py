@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from vlp.config import ConfigError
+from vlp.data.text.tokenizer import SPECIALS, TextProcessor, bert_tokenizer, train_wordpiece
+
+CAPTIONS = [
+    "A black dog is running after a white dog in the snow .",
+    "Two dogs play together in the snow .",
+    "Ein Café : l'été, naïve!",
+]
+
+
+@pytest.fixture(scope="module")
+def text() -> TextProcessor:
+    return TextProcessor(train_wordpiece(CAPTIONS, 90), 10)
+
+
+def test_ids_and_masks(text: TextProcessor) -> None:
+    tokens = text(["dog", CAPTIONS[0], ""])
+    assert [tuple(part.shape) for part in tokens] == [(3, 10)] * 3
+    assert [part.dtype for part in tokens] == [torch.int64, torch.bool, torch.bool]
+    for row, caption in enumerate(["dog", CAPTIONS[0], ""]):
+        words = text.words(caption)
+        count = len(words)
+        assert words[0] == "[CLS]"
+        assert words[-1] == "[SEP]"
+        assert tokens.text_ids[row, count:].tolist() == [text.pad_id] * (10 - count)
+        assert tokens.attention_mask[row].tolist() == [True] * count + [False] * (10 - count)
+        real = [False, *[True] * (count - 2), False, *[False] * (10 - count)]
+        assert tokens.word_mask[row].tolist() == real
+    assert len(text.words(CAPTIONS[0])) == 10  # cut, and [SEP] is still there
+    assert text.words("") == ["[CLS]", "[SEP]"]
+
+
+def test_case_and_accents_do_not_matter(text: TextProcessor) -> None:
+    assert torch.equal(text(["CAFÉ Dog"]).text_ids, text(["cafe dog"]).text_ids)
+
+
+def test_special_tokens_written_in_a_caption_are_no_words(text: TextProcessor) -> None:
+    tokens = text(["dog [SEP] dog [MASK]"])
+    assert tokens.text_ids[0].tolist()[2] == text.sep_id
+    words = tokens.word_mask[0].tolist()
+    assert words[:6] == [False, True, False, True, False, False]
+
+
+def test_unknown_letters_are_words(text: TextProcessor) -> None:
+    tokens = text(["犬 dog"])
+    assert tokens.text_ids[0, 1] == text.unk_id
+    assert tokens.word_mask[0, :3].tolist() == [False, True, True]
+
+
+def test_one_caption_gives_the_same_as_many(text: TextProcessor) -> None:
+    many = text(CAPTIONS)
+    for row, caption in enumerate(CAPTIONS):
+        for one, all_rows in zip(text([caption]), many):
+            assert torch.equal(one[0], all_rows[row])
+    assert text([]).text_ids.shape == (0, 10)
+
+
+def test_trained_vocabulary(text: TextProcessor) -> None:
+    vocabulary = train_wordpiece(CAPTIONS, 90).get_vocab()
+    assert [vocabulary[name] for name in SPECIALS] == [0, 1, 2, 3, 4]
+    assert sorted(vocabulary.values()) == list(range(len(vocabulary)))
+    assert len(vocabulary) <= 90
+    assert text.vocab_size == len(vocabulary)
+    for caption in CAPTIONS:
+        assert "[UNK]" not in TextProcessor(train_wordpiece(CAPTIONS, 90), 64).words(caption)
+
+
+def test_training_is_the_same_in_every_process() -> None:
+    # The library seeds its hash tables afresh in each process.
+    code = (
+        "import json, sys; from vlp.data.text.tokenizer import train_wordpiece;"
+        "print(json.dumps(train_wordpiece(json.loads(sys.argv[1]), 90).get_vocab()))"
+    )
+    command = [sys.executable, "-c", code, json.dumps(CAPTIONS)]
+    fresh = subprocess.run(command, capture_output=True, check=True)
+    assert json.loads(fresh.stdout) == train_wordpiece(CAPTIONS, 90).get_vocab()
+
+
+def test_a_size_that_cannot_hold_the_letters() -> None:
+    with pytest.raises(ConfigError, match="too small"):
+        train_wordpiece(CAPTIONS, 20)
+    with pytest.raises(ConfigError, match="no captions"):
+        train_wordpiece([], 100)
+
+
+def test_saved_and_loaded(text: TextProcessor, tmp_path: Path) -> None:
+    text.save(tmp_path)
+    again = TextProcessor.load(tmp_path, 10)
+    assert torch.equal(again(CAPTIONS).text_ids, text(CAPTIONS).text_ids)
+    assert TextProcessor.load(tmp_path, 6)(CAPTIONS).text_ids.shape == (3, 6)
+    (tmp_path / "tokenizer.json").unlink()  # old BERT folders hold vocab.txt alone
+    from_vocabulary = TextProcessor.load(tmp_path, 10)
+    assert torch.equal(from_vocabulary(CAPTIONS).text_ids, text(CAPTIONS).text_ids)
+
+
+def test_transformers_reads_the_same_ids(text: TextProcessor, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    text.save(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    out = theirs(
+        CAPTIONS, padding="max_length", truncation=True, max_length=10, return_tensors="pt"
+    )
+    ours = text(CAPTIONS)
+    assert torch.equal(out["input_ids"], ours.text_ids)
+    assert torch.equal(out["attention_mask"].bool(), ours.attention_mask)
+    assert theirs.mask_token_id == text.mask_id
+    assert theirs.model_max_length == 10
+
+
+def test_nothing_usable_to_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"neither tokenizer\.json nor vocab\.txt"):
+        TextProcessor.load(tmp_path, 8)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        TextProcessor.load(tmp_path, 8)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"shards/typo.*neither a folder"):
+        TextProcessor.load("shards/typo", 8)
+
+
+def test_a_vocabulary_without_the_special_tokens(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no \[MASK\]"):
+        bert_tokenizer({"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "dog": 4})
+    from tokenizers import models
+
+    with pytest.raises(ConfigError, match="not BERT-like"):
+        TextProcessor(Tokenizer(models.WordLevel({"dog": 0}, unk_token="dog")), 8)

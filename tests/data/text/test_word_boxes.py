@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from vlp.data.schema import Annotation
+from vlp.data.text.tokenizer import SPECIALS, TextProcessor, bert_tokenizer
+from vlp.data.text.word_boxes import (
+    OTHER,
+    OWN,
+    named_patches,
+    named_words,
+    word_positions,
+    word_text,
+)
+
+
+def test_pieces_of_a_word_stand_together():
+    words = ["re", "##d", "circle", ",", "a", "squ", "##a", "##re"]
+    text = TextProcessor(
+        bert_tokenizer({piece: place for place, piece in enumerate([*SPECIALS, *words])}), 12
+    )
+    pieces = text.words("a red circle, a Square unheard")
+    positions = word_positions(pieces)
+    found = [word_text(pieces, places) for places in positions]
+    assert found == ["a", "red", "circle", ",", "a", "square", "[UNK]"]
+    assert [list(places) for places in positions][1] == [2, 3]
+    assert positions[-1].stop == len(pieces) - 1
+
+
+def test_other_data_names_nothing():
+    assert named_words(Annotation(caption="a dog")) == []
+    assert not named_patches(
+        Annotation(caption="a dog"), 0, ["[CLS]", "a"], 4, (2, 2), (8, 8)
+    ).any()
+
+
+def test_named_patches_are_the_boxes_of_the_named_objects():
+    left, right = [0.0, 0.0, 4.0, 8.0], [4.0, 4.0, 4.0, 4.0]
+    words = [
+        {"caption": 0, "index": 0, "word": "red", "kind": "colour", "box": left},
+        {"caption": 0, "index": 2, "word": "blue", "kind": "colour", "box": right},
+        {"caption": 1, "index": 0, "word": "blue", "kind": "colour", "box": right},
+        {"caption": 0, "index": 9, "word": "cut", "kind": "shape", "box": right},
+    ]
+    scene = Annotation(captions=["red and blue", "blue"], words=words)
+    pieces = ["[CLS]", "r", "##ed", "and", "blue", "[SEP]"]
+    shown = named_patches(scene, 0, pieces, 8, (2, 2), (8, 8))
+    in_left, in_right = [OWN, 0, OWN, OTHER], [OTHER, 0, OTHER, OWN]
+    nothing = [0, 0, 0, 0]
+    assert shown.tolist() == [nothing, in_left, in_left, nothing, in_right, *[nothing] * 3]

@@ -1,0 +1,476 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import resource
+import signal
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from raw_images import files_of, raw_picture
+
+from data_tools.builder import write_shard as shard_job
+from data_tools.builder.build_shards import (
+    BuildOptions,
+    Refused,
+    Wanted,
+    build_shards,
+    journal,
+    print_manifest,
+)
+from data_tools.sources.image_sources import Originals
+from vlp.config import ConfigError
+from vlp.data.schema import Annotation, Expression, captions_of
+from vlp.data.shards.shard_index import ShardIndex
+
+FOUR = BuildOptions(samples_per_shard=4, processes=1)
+
+
+def wanted(number: int, **more: Any) -> Wanted:
+    about = {"caption": f"picture {number}", "source": "toy", "image_id": f"i{number}"} | more
+    return Wanted(f"k{number:03d}", (f"{number}.jpg",), Annotation(**about))
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Path:
+    """Twenty pictures; 3 and 9 are missing, 6 is cut."""
+    folder = tmp_path / "raw"
+    folder.mkdir()
+    for number in range(20):
+        if number not in (3, 9):
+            data = raw_picture(number)
+            (folder / f"{number}.jpg").write_bytes(data[:-200] if number == 6 else data)
+    return folder
+
+
+def build(
+    places: Path, out: Path, options: BuildOptions = FOUR, samples: Iterable[Any] | None = None
+) -> dict[str, Any]:
+    samples = list(map(wanted, range(20))) if samples is None else samples
+    return build_shards(samples, Originals([places]), out, options, title="Toy")
+
+
+def keys_of(folder: Path) -> list[list[str]]:
+    index = ShardIndex.open(folder)
+    return [
+        [index.read(number, sample).key for sample in range(entry.samples)]
+        for number, entry in enumerate(index.shards)
+    ]
+
+
+def failures_of(manifest: dict[str, Any]) -> dict[str, list[str]]:
+    return {kind: failed["ids"] for kind, failed in manifest["failures"].items()}
+
+
+def test_shards_hold_what_was_wanted_and_the_manifest_what_failed(
+    places: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    out = tmp_path / "out"
+    samples: list[Any] = [
+        Refused("torn page", "page 7"),
+        *map(wanted, range(12)),
+        wanted(2),
+        wanted(13)._replace(key="a.b"),
+        wanted(13)._replace(key="a/b"),
+        wanted(14, caption=" "),
+    ]
+    manifest = build(places, out, FOUR._replace(licence="of toys"), samples)
+    # Four of a shard are there; the fifth of the first one is missing.
+    assert keys_of(out) == [
+        ["k000", "k001", "k002", "k004"],
+        ["k005", "k007", "k008"],
+        ["k010", "k011"],
+    ]
+    assert failures_of(manifest) == {
+        "bad key": ["a.b", "a/b"],
+        "duplicate key": ["k002"],
+        "missing picture": ["k003", "k009"],
+        "no text": ["k014"],
+        "torn page": ["page 7"],
+        "unreadable picture": ["k006"],
+    }
+    first = ShardIndex.open(out).read(0, 1)
+    assert first.image == raw_picture(1)
+    assert captions_of(first.annotation) == ["picture 1"]
+    assert json.loads((out / "manifest.json").read_text()) == manifest
+    assert (manifest["samples"], manifest["captions"]) == (9, 9)
+    assert (manifest["title"], manifest["licence"]) == ("Toy", "of toys")
+    for shard in manifest["shards"]:
+        data = (out / shard["name"]).read_bytes()
+        assert shard["bytes"] == len(data)
+        assert shard["sha256"] == hashlib.sha256(data).hexdigest()
+    print_manifest(out, manifest)
+    printed = capsys.readouterr().out
+    assert "9 samples, 9 captions in 3 shards" in printed
+    assert "missing picture: 2 (first: k003)" in printed
+
+
+def test_the_number_of_processes_does_not_change_a_byte(places: Path, tmp_path: Path) -> None:
+    for processes in (1, 2, 3):
+        build(places, tmp_path / str(processes), FOUR._replace(processes=processes))
+    assert files_of(tmp_path / "2") == files_of(tmp_path / "1")
+    assert files_of(tmp_path / "3") == files_of(tmp_path / "1")
+
+
+def test_run_again_nothing_is_done(
+    places: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    manifest = build(places, out)
+    whole = files_of(out)
+    monkeypatch.setattr(shard_job, "prepare_picture", None)
+    assert build(places, out) == manifest
+    assert files_of(out) == whole
+
+
+@pytest.mark.parametrize("stop", [1, 4, 5, 11])
+def test_interrupted_and_run_again(
+    places: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
+) -> None:
+    build(places, tmp_path / "whole")
+    prepare, calls = shard_job.prepare_picture, []
+
+    def interrupted(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) > stop:
+            raise KeyboardInterrupt
+        return prepare(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shard_job, "prepare_picture", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            build(places, tmp_path / "twice")
+    assert not list((tmp_path / "twice").glob("*.tmp"))
+    assert len(list((tmp_path / "twice").glob("*.tar"))) == stop // 4
+    build(places, tmp_path / "twice")
+    assert files_of(tmp_path / "twice") == files_of(tmp_path / "whole")
+
+
+def test_a_killed_worker_ends_the_build(
+    places: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare = shard_job.prepare_picture
+
+    def killed(data: bytes, where: str, *rest: Any) -> Any:
+        if where == "17.jpg":
+            assert multiprocessing.parent_process() is not None
+            os.kill(os.getpid(), signal.SIGKILL)
+        return prepare(data, where, *rest)
+
+    options = FOUR._replace(processes=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(shard_job, "prepare_picture", killed)
+        with pytest.raises(ConfigError, match="a worker process was killed"):
+            build(places, tmp_path / "out", options)
+    assert not list((tmp_path / "out").glob("*.tmp"))
+    build(places, tmp_path / "out", options)
+    build(places, tmp_path / "whole")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def test_a_full_disk_keeps_what_is_finished(
+    tmp_path: Path, places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Sizes of files are limited, as nothing else of a disk can be here: the third shard is larger.
+    large = tmp_path / "large"
+    large.mkdir()
+    for number in range(20):
+        data = raw_picture(number, (24, 16) if number < 8 else (300, 200), "png")
+        (large / f"{number}.jpg").write_bytes(data)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**17, before[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"cannot be written .*run the same command again"):
+            build(large, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "build.jsonl",
+        "shard-000000.tar",
+        "shard-000001.tar",
+    ]
+    build(large, tmp_path / "out")
+    build(large, tmp_path / "whole")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def test_take_down_changes_only_the_shards_that_held_a_sample(
+    places: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    samples = [wanted(number, url=f"http://x.org/{number}#a") for number in range(20)]
+    said = tmp_path / "take_down.txt"
+    said.write_text("# asked for on Monday\n\nk005\ni17 # by image id\nhttp://x.org/16#a\nnobody\n")
+    out, fresh = tmp_path / "out", tmp_path / "fresh"
+    build(places, out, samples=samples)
+    before = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
+    for path in places.iterdir():  # the originals are gone; what is stored is enough
+        path.rename(tmp_path / path.name)
+    manifest = build(places, out, FOUR._replace(take_down=said), samples)
+    after = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
+    assert {name for name in before if before[name] != after[name]} == {
+        "shard-000001.tar",
+        "shard-000003.tar",
+    }
+    assert failures_of(manifest)["taken down"] == ["k005", "k016", "k017"]
+    assert manifest["take_down_without_a_sample"] == ["nobody"]
+    print_manifest(out, manifest)
+    assert "name no sample here: 1 (first: nobody)" in capsys.readouterr().out
+    for path in tmp_path.glob("*.jpg"):
+        path.rename(places / path.name)
+    build(places, fresh, FOUR._replace(take_down=said), samples)
+    assert files_of(out) == files_of(fresh)
+    # Taken off the list, they come back from the originals.
+    build(places, tmp_path / "all", samples=samples)
+    build(places, out, samples=samples)
+    assert files_of(out) == files_of(tmp_path / "all")
+
+
+def test_a_shard_whose_samples_are_all_taken_down_goes(places: Path, tmp_path: Path) -> None:
+    said = tmp_path / "take_down.txt"
+    said.write_text("k000\nk001\nk002\nk004\n")
+    build(places, tmp_path / "out")
+    build(places, tmp_path / "out", FOUR._replace(take_down=said))
+    names = [entry.name for entry in ShardIndex.open(tmp_path / "out").shards]
+    assert names[0] == "shard-000001.tar"
+    said.write_text("".join(f"k{number:03d}\n" for number in range(20)))
+    manifest = build(places, tmp_path / "out", FOUR._replace(take_down=said))
+    assert (manifest["samples"], manifest["shards"]) == (0, [])
+    assert not (tmp_path / "out" / "index.json").exists()
+    assert not list((tmp_path / "out").glob("*.tar"))
+
+
+def test_failed_pictures_are_tried_again_only_when_asked(places: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = build(places, out)
+    for number in (3, 6):
+        (places / f"{number}.jpg").write_bytes(raw_picture(number))
+    assert build(places, out) == first
+    again = build(places, out, FOUR._replace(retry=True))
+    assert failures_of(again) == {"missing picture": ["k009"]}
+    assert keys_of(out)[0] == ["k000", "k001", "k002", "k003", "k004"]
+    assert build(places, out) == again
+
+
+def test_what_arrives_later_fills_shards_like_the_others(places: Path, tmp_path: Path) -> None:
+    """As when a list is downloaded in parts: what was not there yet is one long piece."""
+    out = tmp_path / "out"
+    for number in range(6, 20):
+        (places / f"{number}.jpg").unlink(missing_ok=True)
+    build(places, out)
+    assert [len(keys) for keys in keys_of(out)] == [4, 1]
+    for number in range(3, 17):
+        (places / f"{number}.jpg").write_bytes(raw_picture(number))
+    again = build(places, out, FOUR._replace(retry=True))
+    # The one that was missing among others joins them.
+    assert [len(keys) for keys in keys_of(out)] == [5, 4, 4, 4]
+    assert failures_of(again) == {"missing picture": ["k017", "k018", "k019"]}
+    whole = files_of(out)
+    for retry in (False, True, False):
+        assert build(places, out, FOUR._replace(retry=retry)) == again
+        assert files_of(out) == whole
+
+
+def test_a_changed_annotation_changes_its_shard(places: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    build(places, out)
+    before = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
+    samples = [wanted(number) for number in range(20)]
+    samples[12] = wanted(12, caption="said better")
+    build(places, out, samples=samples)
+    after = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
+    assert [name for name in sorted(before) if before[name] != after[name]] == ["shard-000002.tar"]
+    build(places, tmp_path / "whole", samples=samples)
+    assert files_of(out) == files_of(tmp_path / "whole")
+
+
+def test_a_changed_shard_is_indexed_again_though_it_has_its_size(
+    places: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    build(places, out, samples=[wanted(0), wanted(1)])
+    before = files_of(out)
+
+    def corrected(length: int) -> list[Wanted]:
+        return [wanted(0, caption="said at length " * length), wanted(1)]
+
+    manifest = build(places, out, samples=corrected(40))
+    assert len(files_of(out)["shard-000000.tar"]) == len(before["shard-000000.tar"])
+    assert keys_of(out) == [["k000", "k001"]]
+    # A run that ends between the shard and its index leaves none that is too old.
+
+    def ends(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("data_tools.builder.build_shards.make_manifest", ends)
+        with pytest.raises(KeyboardInterrupt):
+            build(places, out, samples=corrected(80))
+    assert not (out / "index.json").exists()
+    assert build(places, out, samples=corrected(80)) != manifest
+    assert keys_of(out) == [["k000", "k001"]]
+
+
+def test_a_shorter_list_drops_the_shards_behind(places: Path, tmp_path: Path) -> None:
+    build(places, tmp_path / "out")
+    build(places, tmp_path / "out", samples=[wanted(number) for number in range(5)])
+    build(places, tmp_path / "whole", samples=[wanted(number) for number in range(5)])
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def test_a_damaged_or_lost_shard_is_made_again(places: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    build(places, out)
+    whole = files_of(out)
+    (out / "shard-000000.tar").unlink()
+    (out / "shard-000002.tar").write_bytes(whole["shard-000002.tar"][:-512])
+    build(places, out)
+    assert files_of(out) == whole
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_killed_while_a_shard_is_replaced(places: Path, tmp_path: Path, replaced: bool) -> None:
+    """The record was withdrawn; whether the new file was in place already, its sha256 tells."""
+    out = tmp_path / "out"
+    build(places, out)
+    whole = files_of(out)
+    with open(out / "build.jsonl", "ab") as file:
+        file.write(b'{"withdrawn":1}\n')
+    if replaced:
+        path = out / "shard-000001.tar"
+        data = bytearray(path.read_bytes())
+        data[700] ^= 1
+        path.write_bytes(data)
+    else:
+        places.rename(tmp_path / "away")  # nothing has to be read
+        places.mkdir()
+    build(places, out)
+    assert files_of(out) == whole
+
+
+def interrupted() -> Iterator[Wanted]:
+    yield wanted(0)
+    raise KeyboardInterrupt
+
+
+def test_a_line_cut_off_in_the_journal_is_that_of_a_kill(places: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    build(places, out)
+    whole = files_of(out)
+    path = out / "build.jsonl"
+    for cut in (1, 40):
+        path.write_bytes(whole["build.jsonl"][:-cut])
+        build(places, out)
+        assert files_of(out) == whole
+    # Cut off within the first line, no shard can have been there.
+    for name in whole:
+        if name != "build.jsonl":
+            (out / name).unlink()
+    path.write_bytes(whole["build.jsonl"][:10])
+    with pytest.raises(KeyboardInterrupt):
+        build(places, out, samples=interrupted())
+    with pytest.raises(ConfigError, match="was begun with"):
+        build(places, out, FOUR._replace(quality=50))
+    build(places, out)
+    assert files_of(out) == whole
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("no JSON", "line 2 is not of a build"),
+        ("[]", "line 2 is not of a build"),
+        ('{"number":"a"}', "line 2 is not of a build"),
+        ('{"withdrawn":9}', "line 2 is not of a build"),
+    ],
+)
+def test_a_damaged_journal(places: Path, tmp_path: Path, line: str, message: str) -> None:
+    build(places, tmp_path)
+    path = tmp_path / "build.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], line, *lines[1:]]) + "\n")
+    with pytest.raises(ConfigError, match=message):
+        build(places, tmp_path)
+
+
+def test_other_settings_and_other_peoples_shards_are_refused(places: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    build(places, out)
+    with pytest.raises(ConfigError, match="was begun with max_side None, this command says 8"):
+        build(places, out, FOUR._replace(max_side=8))
+    (out / "theirs.tar").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"theirs.tar: a shard that this command did not write"):
+        build(places, out)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "shard-000000.tar").write_bytes(b"")
+    for _ in range(2):  # the first one leaves nothing that lets the second one in
+        with pytest.raises(ConfigError, match="did not write"):
+            build(places, other)
+    with pytest.raises(ConfigError, match=r"cannot be written .Not a directory"):
+        build(places, places / "1.jpg" / "out")
+
+
+def test_two_builds_of_one_folder(
+    places: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "PATIENCE_SECONDS", 0)
+    out = tmp_path / "out"
+
+    def samples() -> Iterator[Wanted]:
+        yield wanted(0)
+        with pytest.raises(ConfigError, match="another process is building here"):
+            build(places, out)
+        yield wanted(1)
+
+    build(places, out, samples=samples())
+    assert keys_of(out) == [["k000", "k001"]]
+    build(places, out, samples=[wanted(0), wanted(1)])
+
+
+def test_pairs_keep_a_format_each(tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").write_bytes(raw_picture(1))
+    (tmp_path / "b.jpg").write_bytes(raw_picture(2, kind="png"))
+    about = Annotation(statement="They differ.", label=True)
+    samples = [
+        Wanted("pair", ("a.jpg", "b.jpg"), about),
+        Wanted("half", ("a.jpg", "c.jpg"), about),
+    ]
+    manifest = build(tmp_path, tmp_path / "out", samples=samples)
+    sample = ShardIndex.open(tmp_path / "out").read(0, 0)
+    assert (sample.image, sample.second_image) == (raw_picture(1), raw_picture(2, kind="png"))
+    assert failures_of(manifest) == {"missing picture": ["half"]}
+
+
+def test_boxes_outside_are_named_and_counted_again(places: Path, tmp_path: Path) -> None:
+    inside = Expression(id="7", text="left", box=[0, 0, 5, 5])
+    outside = Expression(id="8", text="right", box=[20, 0, 9, 5])
+    samples = [
+        wanted(0, expressions=[inside, outside]),
+        wanted(1, caption=None, expressions=[outside]),
+        wanted(2),
+    ]
+    out = tmp_path / "out"
+    manifest = build(places, out, samples=samples)
+    failed = {
+        "box outside its picture": ["k000/expression 8", "k001/expression 8"],
+        "no text": ["k001"],
+    }
+    assert failures_of(manifest) == failed
+    [kept] = ShardIndex.open(out).read(0, 0).annotation.expressions or []
+    assert kept == inside
+    said = tmp_path / "said.txt"
+    said.write_text("k002")
+    manifest = build(places, out, FOUR._replace(take_down=said), samples)
+    assert failures_of(manifest) == failed | {"taken down": ["k002"]}
+
+
+def test_pictures_are_reduced_on_request_and_boxes_with_them(tmp_path: Path) -> None:
+    (tmp_path / "1.jpg").write_bytes(raw_picture(1, (200, 100)))
+    boxed = wanted(1, boxes=[[20, 10, 100, 50]])
+    build(tmp_path, tmp_path / "out", FOUR._replace(max_side=50), [boxed])
+    sample = ShardIndex.open(tmp_path / "out").read(0, 0)
+    assert sample.annotation.boxes == [[5, 2.5, 25, 12.5]]

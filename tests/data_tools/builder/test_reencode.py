@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+from raw_images import raw_picture
+
+from data_tools.builder.reencode import Prepared, prepare_picture
+from vlp.data.image.decode import MAX_PIXELS, decode_picture
+from vlp.data.shards.sample_files import BadSample
+
+
+def prepared(data: bytes, max_side: int | None = None) -> Prepared:
+    return prepare_picture(data, "it", max_side, 90)
+
+
+def opened(picture: Prepared) -> Image.Image:
+    return Image.open(io.BytesIO(picture.data))
+
+
+def turned(orientation: int, size: tuple[int, int] = (24, 16)) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return raw_picture(orientation, size, exif=exif, quality=95)
+
+
+@pytest.mark.parametrize(
+    ("kind", "extension"), [("jpeg", "jpg"), ("png", "png"), ("webp", "webp"), ("mpo", "jpg")]
+)
+def test_what_a_shard_can_hold_stays_as_it_is(kind: str, extension: str) -> None:
+    data = raw_picture(1, kind=kind)
+    assert prepared(data) == Prepared(data, extension, (24, 16), (24, 16))
+
+
+@pytest.mark.parametrize("kind", ["gif", "bmp"])
+def test_other_formats_become_jpeg(kind: str) -> None:
+    picture = prepared(raw_picture(1, kind=kind))
+    assert (picture.extension, picture.size) == ("jpg", (24, 16))
+    assert opened(picture).format == "JPEG"
+
+
+@pytest.mark.parametrize("orientation", range(2, 9))
+def test_turned_pictures_are_stored_upright(orientation: int) -> None:
+    data = turned(orientation)
+    picture = prepared(data)
+    assert picture.size == ((16, 24) if orientation > 4 else (24, 16))
+    assert 0x0112 not in opened(picture).getexif()
+    shown = np.asarray(decode_picture(data, ""), dtype=float)
+    stored = np.asarray(decode_picture(picture.data, ""), dtype=float)
+    assert np.abs(shown - stored).mean() < 25  # noise written as JPEG again
+    flipped = np.abs(shown[::-1] - stored).mean()
+    assert flipped > 2 * np.abs(shown - stored).mean()
+
+
+def test_garbage_exif_is_no_fault() -> None:
+    data = raw_picture(1, exif=b"Exif\x00\x00garbage")
+    assert prepared(data).data == data
+
+
+@pytest.mark.parametrize(
+    ("size", "max_side", "expected"),
+    [((200, 100), 50, (50, 25)), ((1, 300), 30, (1, 30)), ((50, 20), 50, (50, 20))],
+)
+def test_reduced_to_the_longest_side(
+    size: tuple[int, int], max_side: int, expected: tuple[int, int]
+) -> None:
+    for kind, extension in (("jpeg", "jpg"), ("png", "png"), ("webp", "jpg")):
+        data = raw_picture(1, size, kind)
+        picture = prepared(data, max_side)
+        assert picture.size == opened(picture).size == expected
+        assert (picture.data == data) == (size == expected)
+        if size != expected:
+            assert picture.extension == extension
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7, 0.99])
+@pytest.mark.parametrize("how", [{}, {"progressive": True}])
+def test_a_cut_jpeg_is_noticed_though_only_an_eighth_is_decoded(share: float, how: dict) -> None:
+    data = raw_picture(1, (320, 200), **how)
+    prepared(data)
+    with pytest.raises(BadSample, match="unreadable picture"):
+        prepared(data[: int(len(data) * share)])
+
+
+def test_what_is_no_picture() -> None:
+    for data in (b"", b"text", b"<svg/>", raw_picture(1, kind="tiff")):
+        with pytest.raises(BadSample, match="unreadable picture: it"):
+            prepared(data)
+
+
+def test_absurd_dimensions_are_refused_by_the_header() -> None:
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(content))
+            + kind
+            + content
+            + struct.pack(">I", zlib.crc32(kind + content))
+        )
+
+    for side in (8193, 60000, 2**31 - 1):
+        header = chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0))
+        data = b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+        assert side * side > MAX_PIXELS
+        with pytest.raises(BadSample, match="picture too large"):
+            prepared(data)

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmark_files import failures_of, json_of, samples_of
+from raw_images import raw_picture
+
+from data_tools.__main__ import main
+from vlp.data.schema import captions_of
+
+
+def region(number: int, phrase: str, *box: int) -> dict[str, Any]:
+    x, y, width, height = box
+    return {
+        "region_id": number, "image_id": 1, "phrase": phrase,
+        "x": x, "y": y, "width": width, "height": height,
+    }  # fmt: skip
+
+
+def test_the_real_layout(shared: Path, tmp_path: Path) -> None:
+    path = shared / "data" / "web_formats" / "visual_genome_region_descriptions_schema.json"
+    (tmp_path / "VG_100K").mkdir()
+    (tmp_path / "VG_100K" / "1.jpg").write_bytes(raw_picture(1, (800, 600)))
+    arguments = ["visual_genome", "--regions", str(path), "--images", str(tmp_path / "VG_100K")]
+    assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
+    [(key, sample)] = samples_of(tmp_path / "out").items()
+    about = sample.annotation
+    assert (key, about.source, about.image_id) == ("vg-1", "visual_genome", "1")
+    assert captions_of(about) == ["the clock is green in colour", "shade is along the street"]
+    assert [(one.id, one.text, one.box) for one in about.expressions or []] == [
+        ("1382", "the clock is green in colour", [421, 57, 82, 139]),
+        ("1383", "shade is along the street", [194, 372, 182, 228]),
+    ]
+    # This one does stick out, of the real picture of 800 x 600 too.
+    cut = {"box cut at the edge of its picture (kept)": ["vg-1/expression 1383"]}
+    assert failures_of(tmp_path / "out") == cut
+
+
+def test_cocos_pictures_have_cocos_identity(tmp_path: Path) -> None:
+    regions = [
+        {"id": number, "regions": [region(10 * number, "a dog", 20, 10, 100, 40)]}
+        for number in (1, 2, 3)
+    ]
+    data = [
+        {"image_id": 1, "width": 200, "height": 100, "coco_id": 139, "flickr_id": 5, "url": "u1"},
+        {"image_id": 2, "width": 200, "height": 100, "coco_id": None, "flickr_id": None},
+    ]
+    for number in (1, 2, 3):
+        (tmp_path / f"{number}.jpg").write_bytes(raw_picture(number, (100, 50)))
+    arguments = ["visual_genome", "--images", str(tmp_path), "--out", str(tmp_path / "out")]
+    arguments += ["--regions", str(json_of(tmp_path / "regions.json", regions))]
+    assert main([*arguments, "--image-data", str(json_of(tmp_path / "data.json", data))]) == 0
+    samples = samples_of(tmp_path / "out")
+    assert {
+        key: (sample.annotation.source, sample.annotation.image_id)
+        for key, sample in samples.items()
+    } == {
+        "vg-1": ("coco", "139"),
+        "vg-2": ("visual_genome", "2"),
+        "vg-3": ("visual_genome", "3"),
+    }
+    # The pictures are smaller than those the boxes were drawn on: their sizes are in image_data.
+    boxes = [
+        expression.box
+        for sample in samples.values()
+        for expression in sample.annotation.expressions or []
+    ]
+    assert boxes == [[10, 5, 50, 20], [10, 5, 50, 20], [20, 10, 80, 40]]
+    assert failures_of(tmp_path / "out") == {
+        "box cut at the edge of its picture (kept)": ["vg-3/expression 30"]
+    }
+
+
+def test_faults_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    regions = [
+        {"id": 1, "regions": [
+            region(10, "a dog", 0, 0, 5, 5),
+            region(11, "a dog", 3, 3, 5, 5),
+            region(12, " ", 3, 3, 5, 5),
+            region(13, "negative", 3, 3, -5, 5),
+            region(14, "outside", 30, 3, 5, 5),
+            {"region_id": 15, "phrase": "no box"},
+        ]},
+        {"id": 2, "regions": []},
+        {"id": 3, "regions": [region(30, "missing", 0, 0, 5, 5)]},
+        {"regions": []},
+        {"id": 1, "regions": [region(16, "again", 0, 0, 5, 5)]},
+    ]  # fmt: skip
+    for number in (1, 2):
+        (tmp_path / f"{number}.jpg").write_bytes(raw_picture(number))
+    path = json_of(tmp_path / "regions.json", regions)
+    arguments = ["visual_genome", "--regions", str(path), "--images", str(tmp_path)]
+    assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
+    failures = failures_of(tmp_path / "out")
+    assert failures.pop("row of another layout")[0].startswith(f"{path}, row 4: ")
+    assert failures == {
+        "box outside its picture": ["vg-1/expression 13", "vg-1/expression 14"],
+        "duplicate key": ["vg-1"],
+        "empty caption": ["vg-1/region 12"],
+        "missing picture": ["vg-3"],
+        "no text": ["vg-2"],
+        "region of another layout": ["vg-1/region 15"],
+    }
+    [sample] = samples_of(tmp_path / "out").values()
+    # A phrase that two regions share is one caption and two expressions.
+    assert captions_of(sample.annotation) == ["a dog", "negative", "outside"]
+    assert [one.id for one in sample.annotation.expressions or []] == ["10", "11"]
+    wrong = json_of(tmp_path / "wrong.json", {"images": []})
+    arguments[2] = str(wrong)
+    assert main([*arguments, "--out", str(tmp_path / "other")]) == 2
+    assert "wrong.json: this should be a list" in capsys.readouterr().err

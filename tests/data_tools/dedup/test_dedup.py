@@ -1,0 +1,226 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from made_shards import encoded, jpeg, listed, picture, pictures_of, run, write, write_tar
+from PIL import Image
+
+from data_tools.__main__ import main
+from data_tools.builder.take_down import TakeDown
+from data_tools.dedup import perceptual_hash as picture_hash
+from data_tools.dedup.perceptual_hash import RECORD, differing_bits, fine_distance
+from data_tools.dedup.repeated_pictures import repeated_pictures
+from data_tools.sources.image_sources import Originals
+from vlp.data.schema import Annotation
+from vlp.data.shards.shard_index import ShardWriter
+
+TWINS = "2851198725_37b6027625", "3050606344_af711c726c"
+"""Two pictures of Flickr8k with the same bytes."""
+
+
+def copies(image: Image.Image) -> list[bytes]:
+    image = image.convert("RGB")
+    width, height = image.size
+    return [
+        encoded(image, quality=40),
+        encoded(image, "png"),
+        encoded(image.resize((width // 2, height // 2), Image.Resampling.LANCZOS), quality=75),
+        encoded(image.resize((256, 256), Image.Resampling.BICUBIC), "webp", quality=80),
+    ]
+
+
+def test_real_pictures_and_their_copies(
+    shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    originals = pictures_of(shared / "data" / "coco_mini" / "val2017_short256.tar", 60)
+    flickr = shared / "data" / "flickr8k" / "images_sq160"
+    originals |= pictures_of(flickr / "shard-000.tar", 60)
+    place = Originals([flickr])
+    for key in TWINS:
+        found = place.find(f"{key}.jpg")
+        assert found is not None
+        originals[key] = found.read()
+    first = write(tmp_path / "first", originals, 50)
+    with ShardWriter(tmp_path / "second", 20) as writer:
+        for key, data in list(originals.items())[::9]:
+            for number, copy in enumerate(copies(Image.open(BytesIO(data)))):
+                kind = ("jpg", "png", "jpg", "webp")[number]
+                writer.write(f"{key}-{number}", copy, kind, Annotation(caption="copy"))
+    out, sheet = tmp_path / "list.txt", tmp_path / "pairs.png"
+    assert run("dedup", first, tmp_path / "second", "--out", out, "--sheet", sheet) == 0
+    expected = {f"{key}-{number}" for key in list(originals)[::9] for number in range(4)}
+    later_twin = [key for key in originals if key in TWINS][1]
+    assert set(listed(out)) == expected | {later_twin}
+    assert TakeDown.read(out).lines == expected | {later_twin}  # as the builders read it
+    printed = capsys.readouterr().out
+    assert f"{len(expected) + 1} of {len(originals) + len(expected)} pictures" in printed
+    assert "1 with the same bytes" in printed
+    assert Image.open(sheet).width > 1000
+
+    assert run("dedup", first, tmp_path / "second", "--out", out, "--exact") == 0
+    assert listed(out) == [later_twin]
+
+
+def test_who_is_kept_and_why(tmp_path: Path) -> None:
+    small = encoded(picture(2).resize((48, 36)))
+    first = write(tmp_path / "a", {"one": jpeg(1), "again": jpeg(1), "two": jpeg(2)}, 2)
+    write(tmp_path / "b", {"small": small, "one": jpeg(1), "three": jpeg(3)})
+    out = tmp_path / "list.txt"
+    assert run("dedup", first, tmp_path / "b", "--out", out) == 0
+    text = out.read_text().splitlines()
+    assert text[1:] == [
+        f"# of {first}:",
+        f"# the same bytes as one of {first / 'shard-000000.tar'}",
+        "again",
+        f"# of {tmp_path / 'b'}:",
+        f"# like ({text[5].split('(')[1].split()[0]} bits of 64) two of "
+        f"{first / 'shard-000001.tar'}",
+        "small",
+        f"# the same bytes as one of {first / 'shard-000000.tar'}",
+        "one",
+    ]
+
+
+def test_what_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    red = encoded(Image.new("RGB", (64, 64), "red"), "png")
+    blue = encoded(Image.new("RGB", (64, 64), "blue"), "png")
+    folder = tmp_path / "shards"
+    write_tar(
+        folder / "0.tar",
+        [
+            ("red.png", red),
+            ("blue.png", blue),
+            ("red2.png", red),
+            ("a.jpg", jpeg(1)),
+            ("a.1.jpg", jpeg(2)),
+            ("b.jpg", jpeg(1)),
+            ("b.1.jpg", jpeg(2)),
+            ("cut.jpg", jpeg(3)[:-200]),
+            ("cut2.jpg", jpeg(3)[:-200]),
+            ("none.txt", b"no picture"),
+        ],
+    )
+    out = tmp_path / "list.txt"
+    assert run("dedup", folder, "--out", out) == 0
+    assert listed(out) == ["red2"]
+    printed = capsys.readouterr().out
+    assert "2 pictures cannot be decoded" in printed
+    assert "3 pictures of one colour" in printed
+    assert "2 samples have two pictures" in printed
+
+
+def test_the_same_key_in_two_folders_is_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    write(tmp_path / "a", {"x": jpeg(1), "y": jpeg(2)})
+    write(tmp_path / "b", {"y": jpeg(1)})
+    out = tmp_path / "list.txt"
+    assert run("dedup", tmp_path / "a", tmp_path / "b", "--out", out) == 0
+    assert listed(out) == ["y"]
+    assert "careful: 1 samples that are kept have the same key" in capsys.readouterr().out
+
+
+def test_hashes_are_kept_and_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    folder = write(tmp_path / "shards", {f"k{n}": jpeg(n % 7) for n in range(12)})
+    out = tmp_path / "list.txt"
+    calls: list[str] = []
+    hash_picture = picture_hash.hash_picture
+
+    def stopped(data: bytes, where: str) -> object:
+        calls.append(where)
+        if len(calls) == 10:
+            raise KeyboardInterrupt
+        return hash_picture(data, where)
+
+    monkeypatch.setattr(picture_hash, "hash_picture", stopped)
+    assert run("dedup", folder, "--out", out) == 130
+    assert not out.exists()
+    assert run("dedup", folder, "--out", out) == 0
+    assert len(calls) == 10 + 4  # two shards of four were finished
+    assert listed(out) == ["k7", "k8", "k9", "k10", "k11"]
+    text = out.read_text()
+    assert run("dedup", folder, "--out", out) == 0
+    assert len(calls) == 14
+    os.utime(folder / "shard-000000.tar", (1, 1))  # another file, for all we know
+    assert run("dedup", folder, "--out", out) == 0
+    assert len(calls) == 18
+    assert out.read_text() == text
+
+
+def test_processes_find_the_same(tmp_path: Path) -> None:
+    folder = write(tmp_path / "shards", {f"k{n}": jpeg(n % 5) for n in range(12)}, 2)
+    lists = []
+    for processes in ("1", "3"):
+        out = tmp_path / f"{processes}.txt"
+        assert main(["dedup", str(folder), "--out", str(out), "--processes", processes]) == 0
+        lists.append(out.read_text())
+    assert lists[0] == lists[1]
+    assert multiprocessing.active_children() == []
+
+
+def test_wrong_numbers_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = write(tmp_path / "shards", {"a": jpeg(1)})
+    dedup = partial(run, "dedup", folder, "--out", tmp_path / "list.txt")
+    assert dedup("--distance", 20) == 2
+    assert "--distance is 20, 0 to 16" in capsys.readouterr().err
+    assert main(["dedup", str(folder), "--out", str(tmp_path / "l"), "--processes", "0"]) == 2
+    assert "--processes is 0" in capsys.readouterr().err
+    (tmp_path / "file").write_text("in the way")
+    for option in ("--out", "--hashes", "--sheet"):
+        given = ["--out", tmp_path / "list.txt", option, tmp_path / "file" / "x"]
+        twins = write(tmp_path / option, {"a": jpeg(1), "b": jpeg(1)})
+        assert run("dedup", twins, *given) == 2
+        assert "file/x" in capsys.readouterr().err
+
+
+def by_hand(pictures: np.ndarray, distance: int) -> set[int]:
+    """One by one: dropped if it is near an earlier one that is kept."""
+    kept: list[int] = []
+    for place in range(len(pictures)):
+        one, others = pictures[place : place + 1], pictures[kept]
+        near = differing_bits(one["coarse"], others["coarse"]) <= distance
+        near &= fine_distance(one["fine"], others["fine"]) <= 48
+        if not (near | (one["bytes"] == others["bytes"])).any():
+            kept.append(place)
+    return set(range(len(pictures))) - set(kept)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_earlier_one_is_kept(seed: int) -> None:
+    """In chains too: one that looks like a dropped picture alone stays."""
+    rng = np.random.default_rng(seed)
+    pictures = np.zeros(300, RECORD)
+    pictures["coarse"] = rng.integers(0, 2**64, 300, dtype=np.uint64)
+    pictures["fine"] = rng.integers(0, 2**64, (300, 4), dtype=np.uint64)
+    pictures["bytes"] = rng.integers(0, 2**64, 300, dtype=np.uint64)
+    for place in range(40, 300):
+        earlier = rng.integers(place - 40, place)
+        kind = rng.integers(4)
+        if kind == 0:
+            pictures[place] = pictures[earlier]
+        if kind in (1, 2):  # of the latter, only these 64 bits are the same
+            pictures["coarse"][place] = pictures["coarse"][earlier]
+        if kind == 1:
+            pictures["fine"][place] = pictures["fine"][earlier]
+            for bit in rng.integers(0, 64, 4):
+                pictures["coarse"][place] ^= np.uint64(1) << np.uint64(bit)
+    drops = repeated_pictures(pictures, 6)
+    assert set(drops.dropped.tolist()) == by_hand(pictures, 6)
+    assert (drops.kept < drops.dropped).all()
+    assert not set(drops.kept.tolist()) & set(drops.dropped.tolist())
+
+
+def test_thousands_of_copies_of_one_picture_are_no_burden() -> None:
+    rng = np.random.default_rng(0)
+    pictures = np.zeros(20_000, RECORD)
+    pictures["bytes"] = rng.integers(0, 2**64, 20_000, dtype=np.uint64)
+    pictures["fine"][:, 0] = np.uint64(1) << rng.integers(0, 64, 20_000).astype(np.uint64)
+    assert len(repeated_pictures(pictures, 6).dropped) == 19_999

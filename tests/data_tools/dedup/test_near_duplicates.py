@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.fft
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_shards import encoded, jpeg, picture
+from PIL import Image
+
+from data_tools.dedup.near_duplicates import NearIndex, block_masks, near_pairs
+from data_tools.dedup.perceptual_hash import differing_bits, fine_distance, hash_picture
+from data_tools.scan.repeated_ids import Repeats, number_of, numbers_of
+from vlp.data.shards.sample_files import BadSample
+
+
+def hashes(seed: int, count: int) -> np.ndarray:
+    """Some at random, some a few bits beside others, some equal."""
+    rng = np.random.default_rng(seed)
+    made = rng.integers(0, 2**64, count, dtype=np.uint64)
+    for place in range(count // 2):
+        bits = rng.integers(0, 64, rng.integers(0, 9)).astype(np.uint64)
+        for bit in bits:
+            made[place] = made[place + count // 2] ^ (np.uint64(1) << bit)
+    return made
+
+
+def near_by_hand(first: np.ndarray, second: np.ndarray, distance: int) -> set[tuple[int, int, int]]:
+    return {
+        (i, j, (int(a) ^ int(b)).bit_count())
+        for i, a in enumerate(first)
+        for j, b in enumerate(second)
+        if (int(a) ^ int(b)).bit_count() <= distance
+    }
+
+
+@settings(max_examples=15)
+@given(st.integers(0, 2**32), st.integers(0, 60), st.integers(0, 8))
+def test_all_near_pairs_are_found_once(seed: int, count: int, distance: int) -> None:
+    made = hashes(seed, count)
+    found = [each for pairs in near_pairs(made, distance) for each in zip(*pairs)]
+    expected = {(i, j, d) for i, j, d in near_by_hand(made, made, distance) if i < j}
+    assert set(found) == expected
+    assert len(found) == len(expected)
+    others = hashes(seed + 1, count // 3)
+    others[: count // 6] = made[: count // 6]
+    pairs = list(zip(*NearIndex(made, distance).near(others)))
+    assert set(pairs) == near_by_hand(others, made, distance)
+    assert len(pairs) == len(set(pairs))
+
+
+@pytest.mark.parametrize("count", [10, 10**5, 10**9])
+@pytest.mark.parametrize("distance", [0, 3, 6, 16])
+def test_near_hashes_always_agree_in_some_blocks(count: int, distance: int) -> None:
+    masks = block_masks(distance, count)
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        bits = rng.choice(64, distance, replace=False)
+        different = sum(1 << int(bit) for bit in bits)
+        assert any(different & int(mask) == 0 for mask in masks)
+
+
+def test_pairs_grow_slower_than_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = 0
+
+    def counted(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+        nonlocal compared
+        compared += len(first)
+        return differing_bits(first, second)
+
+    monkeypatch.setattr("data_tools.dedup.near_duplicates.differing_bits", counted)
+    rng = np.random.default_rng(0)
+    list(near_pairs(rng.integers(0, 2**64, 30_000, dtype=np.uint64), 6))
+    assert compared < 30_000**2 / 2 / 50
+
+
+def test_bits_are_counted() -> None:
+    rng = np.random.default_rng(1)
+    first, second = rng.integers(0, 2**64, (2, 50), dtype=np.uint64)
+    by_hand = [(int(a) ^ int(b)).bit_count() for a, b in zip(first, second)]
+    assert differing_bits(first, second).tolist() == by_hand
+    assert differing_bits(np.uint64([2**64 - 1]), np.uint64([0])).tolist() == [64]
+
+
+def test_the_hash_is_the_sign_of_the_lowest_cosines() -> None:
+    image = picture(3, (32, 32)).convert("L")
+    waves = scipy.fft.dctn(np.asarray(image, dtype=float), norm="ortho")
+    found = hash_picture(encoded(image, "png"))
+    assert found is not None
+    for block, words in ((waves[:8, :8], [found[0]]), (waves[:16, :16], found[1].tolist())):
+        above = np.unpackbits(np.array(words, dtype="<u8").view(np.uint8))
+        assert (above == (block > np.median(block)).reshape(-1)).all()
+
+
+def test_copies_are_near_and_other_pictures_are_not() -> None:
+    for seed in range(20):
+        original = picture(seed, (320, 240))
+        turned = Image.Exif()
+        turned[0x0112] = 6
+        copies = [
+            encoded(original, "png"),
+            encoded(original, "webp", quality=60),
+            encoded(original.resize((160, 120)), quality=40),
+            encoded(original.resize((200, 200)), quality=70),
+            encoded(original.convert("L")),
+            encoded(original.rotate(90, expand=True), exif=turned),  # type: ignore[arg-type]
+        ]
+        first = hash_picture(encoded(original))
+        other = hash_picture(jpeg(seed + 100))
+        assert first is not None
+        assert other is not None
+        for copy in copies:
+            found = hash_picture(copy)
+            assert found is not None
+            assert (first[0] ^ found[0]).bit_count() <= 6
+            assert fine_distance(first[1], found[1]) <= 48
+        assert fine_distance(first[1], other[1]) > 80
+
+
+def test_pictures_without_a_hash() -> None:
+    assert hash_picture(encoded(Image.new("RGB", (64, 64), "red"), "png")) is None
+    for bad in (b"", b"no picture", jpeg(0)[:-100]):
+        with pytest.raises(BadSample, match="here"):
+            hash_picture(bad, "here")
+
+
+@settings(max_examples=20)
+@given(st.lists(st.integers(0, 40), max_size=60), st.integers(1, 30))
+def test_repeats_in_memory_and_on_disk(values: list[int], limit: int) -> None:
+    names = [f"name {value}" for value in values]
+    repeats = Repeats(limit)
+    for start in range(0, len(names), 7):
+        repeats.add(numbers_of(names[start : start + 7]))
+    found = repeats.result()
+    assert found.distinct == len(set(names))
+    assert sorted(found.values.tolist()) == sorted(
+        {number_of(name) for name in names if names.count(name) > 1}
+    )
+    assert repeats.result().distinct == 0

@@ -1,0 +1,193 @@
+"""Comparisons of encodings: their plan, tables, and a whole one at the smallest size."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from evaluation.ablations.position_study import (
+    PositionsConfig,
+    TrainingConfig,
+    plan,
+    results,
+    run_comparison,
+)
+from evaluation.ablations.position_tables import report, smallest_difference
+from evaluation.ablations.runs import RESULT
+from vlp.config import ConfigError, load_config
+from vlp.training.vision_config import VisionConfig
+
+ROOT = Path(__file__).resolve().parents[3]
+PLAIN = {
+    "output": "runs/x",
+    "training": {"config": "../vision/cifar10_vit_tiny.yaml"},
+    "variants": {"none": {}, "ape": {"overrides": {"task.model.absolute": "keep"}}},
+    "tables": [
+        {
+            "title": "Table 1",
+            "figures": {"top-1": "top1", "loss": "loss"},
+            "paper": ["C10"],
+            "reference": "none",
+            "rows": [
+                {"label": "None", "variant": "none"},
+                {"label": "APE", "variant": "ape", "paper": [87.41]},
+            ],
+        }
+    ],
+}
+SOURCE = ROOT / "configs" / "ablation" / "x.yaml"
+
+
+@pytest.fixture
+def config(tmp_path):
+    return PositionsConfig.model_validate(PLAIN | {"output": str(tmp_path / "out")})
+
+
+def found(config):
+    return {
+        (name, seed): {"figures": {"top1": base + seed, "loss": 1.0}}
+        for name, base in (("none", 50.0), ("ape", 60.0))
+        for seed in config.seeds
+    }
+
+
+def test_an_override_is_told_in_one_way():
+    file = ROOT / "configs" / "ablation" / "fourier_widgets.yaml"
+    given = load_config(file, PositionsConfig, ["training.overrides={training.steps: 9}"])
+    assert plan(given, file)[0].settings["overrides"]["training.steps"] == 9
+    with pytest.raises(ConfigError, match=r"overrides='\{training.steps: ...\}' for the first"):
+        load_config(file, PositionsConfig, ["training.overrides.training.steps=9"])
+
+
+def test_the_plan_goes_seed_by_seed(config):
+    runs = plan(config, SOURCE)
+    assert [run.name for run in runs[:3]] == ["none/0", "ape/0", "none/1"]
+    assert runs[1].settings["overrides"] == {"task.model.absolute": "keep", "training.seed": 0}
+    assert runs[0].settings["config"] == "configs/vision/cifar10_vit_tiny.yaml"
+    elsewhere = config.model_copy(update={"training": TrainingConfig(config="/elsewhere/x.yaml")})
+    assert plan(elsewhere, SOURCE)[0].settings["config"] == "/elsewhere/x.yaml"
+    assert [run.name for run in plan(config, SOURCE, ["ape"])] == ["ape/0", "ape/1", "ape/2"]
+    with pytest.raises(ConfigError, match="unknown variants rope; there are none, ape"):
+        run_comparison(config, SOURCE, ["rope"])
+
+
+def test_tables_have_means_tests_and_the_paper(config, tmp_path):
+    text = report(config, found(config), tmp_path / "kept")
+    lines = [line for line in text.splitlines() if line.startswith(("None", "APE"))]
+    assert lines[0].split() == ["None", "51.0", "±", "1.0", "1.0", "±", "0.0", "3"]
+    assert "61.0 ± 1.0" in lines[1]
+    assert "+10.0 ± 0.0, p < 0.001" in lines[1]
+    assert lines[1].endswith("87.41")
+    rows = list(csv.reader((tmp_path / "kept" / "figures.csv").open()))
+    assert rows[0] == ["variant", "seed", "loss", "top1"]
+    assert rows[1] == ["ape", "0", "1.0", "60.0"]
+    assert len(rows) == 7
+    with Image.open(tmp_path / "kept" / "figures.png") as picture:
+        assert len(set(picture.convert("L").getdata())) > 10
+    assert "2 variants with 3 seeds" in smallest_difference(config)
+    assert "–" in report(config, {}, tmp_path / "nothing")
+    without = found(config)
+    del without["ape", 1]["figures"]["top1"], without["none", 0]["figures"]["loss"]
+    (line,) = [x for x in report(config, without, tmp_path / "x").splitlines() if "APE" in x]
+    assert "61.0 ± 1.4" in line
+    assert "+10.0 ± 0.0" in line
+    table = config.tables[0].model_copy(update={"decimals": 3})
+    finer = config.model_copy(update={"tables": (table,), "expected_deviation": 0.02})
+    text = report(finer, found(finer), tmp_path / "finer")
+    (line,) = [x for x in text.splitlines() if x.startswith("APE")]
+    assert "61.000 ± 1.000" in line
+    assert "+10.000 ± 0.000" in line
+    assert "0.062 points are the smallest" in smallest_difference(finer)
+
+
+def test_what_cannot_be_is_named():
+    table = PLAIN["tables"][0]
+    for change, message in (
+        ({"reference": "rope"}, "unknown variants rope"),
+        ({"rows": [{"label": "A", "variant": "ape", "paper": [1, 2]}]}, "A has 2 figures"),
+        ({"figures": {}}, "no figures"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            PositionsConfig.model_validate(PLAIN | {"tables": [{**table, **change}]})
+
+
+def commands(file):
+    """Overrides of each command that the head of a configuration gives; "..." stands for the first.
+
+    A command may go on in the next line.
+    """
+    lines = file.read_text().split("\noutput:")[0].split("\n")
+    text = "".join(line.removeprefix("#  ") for line in lines if line.startswith("#   "))
+    words = shlex.split(text.replace(" python -m evaluation positions --config ", " ... "))
+    starts = [number for number, word in enumerate(words) if word == "..."]
+    assert starts[0] == 0 or words[0].startswith("OMP_NUM_THREADS="), words
+    parts = [words[start + 1 : end] for start, end in zip(starts, [*starts[1:], None])]
+    assert parts[0] == [f"configs/ablation/{file.name}"]
+    return [[], *parts[1:]]
+
+
+def test_the_configurations_in_the_box_are_valid_with_the_overrides_of_their_heads():
+    files = [
+        file
+        for file in (ROOT / "configs" / "ablation").glob("*.yaml")
+        if "evaluation positions" in file.read_text()
+    ]
+    assert files
+    given = [(file, overrides) for file in files for overrides in commands(file)]
+    assert len(given) > len(files)
+    for file, overrides in given:
+        for run in plan(load_config(file, PositionsConfig, overrides), file):
+            settings = [
+                f"{key}={json.dumps(value)}" for key, value in run.settings["overrides"].items()
+            ]
+            load_config(ROOT / run.settings["config"], VisionConfig, settings)
+
+
+@pytest.mark.distributed
+def test_a_whole_comparison_is_trained_judged_and_never_done_twice(tmp_path):
+    rng = np.random.default_rng(0)
+    for name, level in (("dark", 40), ("light", 200)):
+        (tmp_path / "pictures" / name).mkdir(parents=True)
+        for number in range(8):
+            pixels = rng.integers(level - 40, level + 40, (16, 16, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "pictures" / name / f"{number}.png")
+    tiny = {"patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
+    overrides = {
+        "task.model.options": tiny,
+        "task.data.train": str(tmp_path / "pictures"),
+        "task.data.test": str(tmp_path / "pictures"),
+        "task.data.image_size": 16,
+        "training.batch": 8,
+        "training.steps": 2,
+        "training.optimiser.warmup_steps": 0,
+    }
+    plain = {
+        **PLAIN,
+        "output": str(tmp_path / "out"),
+        "seeds": [0, 1],
+        "training": {
+            "config": str(ROOT / "configs/vision/cifar10_vit_tiny.yaml"),
+            "overrides": overrides,
+        },
+        "variants": {"none": {"overrides": {"task.model.positions": []}}, "ape": {}},
+    }
+    file = tmp_path / "x.yaml"
+    file.write_text(yaml.safe_dump(plain))
+    config = load_config(file, PositionsConfig)
+    said: list[str] = []
+    run_comparison(config, file, ["none"], said.append)
+    assert said[0] == "2 runs, 0 of them done"
+    done = results(config, file)
+    assert set(done) == {("none", 0), ("none", 1)}
+    assert 0 <= done["none", 0]["figures"]["top1"] <= 100
+    (Path(config.output) / "none" / "1" / RESULT).unlink()
+    again = run_comparison(config, file, ["none"], said.append)
+    assert said[-2] == "2 runs, 1 of them done"
+    assert again["none", 1]["figures"] == done["none", 1]["figures"]

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evaluation.__main__ import main
+from evaluation.core.work_sharding import Ranks
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@given(st.integers(0, 50), st.integers(1, 9))
+def test_blocks_are_shared_once_and_evenly(count, world_size):
+    shares = [Ranks(rank, world_size).share(count) for rank in range(world_size)]
+    assert [block for share in shares for block in share] == list(range(count))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_one_process_runs_all_blocks_and_raises_what_fails():
+    assert Ranks().map_blocks(4, lambda block: block**2) == [0, 1, 4, 9]
+    with pytest.raises(ZeroDivisionError):
+        Ranks().map_blocks(2, lambda block: 1 // block)
+
+
+def launch(world_size: int, code: list[str]) -> list[subprocess.CompletedProcess]:
+    """Run `python code...` as torchrun would, each rank a process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = []
+    for rank in range(world_size):
+        announced = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
+        environment = {
+            **os.environ,
+            **{name: str(value) for name, value in announced.items()},
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, *code],
+                cwd=ROOT,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    done = []
+    for process in ranks:
+        out, err = process.communicate(timeout=120)
+        done.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
+    return done
+
+
+@pytest.mark.distributed
+def test_one_and_two_ranks_write_the_same_tables(tmp_path, model_folder, scene_shards):
+    command = ["retrieval", "--model", str(model_folder), "--shards", str(scene_shards)]
+    command += ["--rerank", "5", "--batch", "4", "--out"]
+    assert main([*command, str(tmp_path / "1")]) == 0
+    first, second = launch(2, ["-m", "evaluation", *command, str(tmp_path / "2")])
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert "text → image" in first.stdout
+    assert second.stdout == ""
+    one, two = (
+        json.loads((tmp_path / ranks / "retrieval.json").read_text()) for ranks in ("1", "2")
+    )
+    assert one == two
+    assert one["images"] == 21
+
+
+FAILING = """
+from evaluation.core.work_sharding import process_group
+def work(block):
+    if block == 3:
+        raise ValueError("block 3 is bad")
+with process_group() as ranks:
+    ranks.map_blocks(4, work)
+"""
+
+
+@pytest.mark.distributed
+def test_a_rank_that_fails_ends_the_others():
+    first, second = launch(2, ["-c", FAILING])
+    assert first.returncode == second.returncode == 1
+    assert "failed on rank 1: ValueError('block 3 is bad')" in first.stderr
+    assert "ValueError: block 3 is bad" in second.stderr

@@ -1,0 +1,219 @@
+"""What can be tried by hand, and the page around it."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+import sys
+
+import numpy as np
+import pytest
+import torch
+from pair_shards import tiny_folder
+from PIL import Image
+from question_shards import AUGMENT, coloured, toy_parts, write_shards
+
+import vlp
+from evaluation.__main__ import main
+from evaluation.core.samples import EvaluationError
+from evaluation.demo.page import abilities, page, serve
+from evaluation.demo.session import TryIt
+from evaluation.downstream.predict_one import predict_one
+from vlp.tasks.downstream import caption, vqa
+from vlp.tasks.downstream.init_from import start_parts
+from vlp.tasks.downstream.pair_classification import Claims, EntailmentConfig, StatementsConfig
+
+TEXT = "a small red circle left of a blue square"
+needs_gradio = pytest.mark.skipif(
+    importlib.util.find_spec("gradio") is None, reason="gradio is not installed"
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """An untrained folder of each kind."""
+    root = tmp_path_factory.mktemp("tried")
+    plain = tiny_folder(root / "plain")
+    made = {}
+    for kind, config in (("entailment", EntailmentConfig), ("statements", StatementsConfig)):
+        parts, _ = start_parts(str(plain), {})
+        made[kind] = Claims(config.model_validate({"data": {"train": ["unused"]}}), parts)
+    shards = write_shards(root / "shards", coloured(6))
+    data = {"train": [str(shards)], "canonical_streams": 1, "augment": AUGMENT}
+    values = {"data": {**data, "max_answer": 6}, "decoder": {"layers": 1}}
+    config = vqa.VqaConfig.model_validate(values)
+    made["vqa"], _ = vqa.build(config, toy_parts(seed=3), 4, 0, "float32")
+    values = {"data": {**data, "max_caption": 6}, "decoder": {"layers": 1}, "java": False}
+    written = caption.CaptionConfig.model_validate(values)
+    made["caption"], _ = caption.build(written, toy_parts(seed=1), 2, 0, "float32")
+    for kind, task in made.items():
+        task.save_model(root / kind, task.state_dict())
+    return {kind: root / kind for kind in ("plain", *made)}
+
+
+@pytest.fixture(scope="module")
+def tried(model_folder, scene_shards):
+    return TryIt(model_folder, [scene_shards], device="cpu")
+
+
+@pytest.fixture
+def red():
+    return Image.new("RGB", (24, 20), (220, 20, 20))
+
+
+def test_a_search_orders_pictures_as_both_encoders_say(tried, model_folder):
+    gallery = tried.gallery
+    loaded = vlp.load(str(model_folder))
+    with torch.no_grad():
+        text = loaded.model.encode_text(*loaded.text([TEXT]))
+        pixels = [loaded.preprocess(gallery.picture(n).image) for n in range(len(gallery))]
+        image = loaded.model.encode_image(torch.stack(pixels))
+        cosine = (image.feature @ text.feature[0]).tolist()
+        every = text.select(torch.zeros(len(gallery), dtype=torch.int64))
+        odds = loaded.model.match(image, every).tolist()
+        temperature = loaded.model.temperature().item()
+    whole = [value / temperature + odd for value, odd in zip(cosine, odds)]
+    hits = gallery.search(TEXT, top=len(gallery), rerank=len(gallery))
+    assert [hit.picture for hit in hits] == np.argsort(whole)[::-1].tolist()
+    assert [hit.match for hit in hits] == pytest.approx([odds[h.picture] for h in hits], abs=1e-4)
+    plain = gallery.search(TEXT, top=5, rerank=0)
+    assert [hit.picture for hit in plain] == np.argsort(cosine)[::-1][:5].tolist()
+    assert all(hit.match is None for hit in plain)
+    some = gallery.search(TEXT, top=6, rerank=3)
+    near = np.argsort(cosine)[::-1]
+    assert {hit.picture for hit in some[:3]} == set(near[:3].tolist())
+    assert [hit.picture for hit in some[3:]] == near[3:6].tolist()
+    found = tried.search(TEXT, top=2, rerank=2)
+    odds_of_first = gallery.search(TEXT, top=2, rerank=2)[0]
+    chance = torch.tensor(odds_of_first.match).sigmoid()
+    assert found[0].text == f"{odds_of_first.similarity:.2f} · match {chance:.2f}"
+    first = gallery.search(TEXT, top=2, rerank=2)[0].picture
+    assert np.array_equal(np.asarray(found[0].image), np.asarray(gallery.picture(first).image))
+
+
+@pytest.mark.parametrize("kind", ["plain", "entailment", "statements", "vqa", "caption"])
+def test_a_folder_does_what_it_was_trained_for_as_predict_does(folders, kind, tmp_path, red):
+    one = TryIt(folders[kind], device="cpu")
+    blue = Image.new("RGB", (16, 16), (10, 20, 210))
+    files = [tmp_path / "red.png", tmp_path / "blue.png"]
+    for image, file in zip((red, blue), files):
+        image.save(file)
+    acts = {
+        "plain": lambda: one.match(red, TEXT),
+        "entailment": lambda: one.judge([red], TEXT),
+        "statements": lambda: one.judge([red, blue], TEXT),
+        "vqa": lambda: one.answer(red, "what colour is it?"),
+        "caption": lambda: one.caption(red),
+    }
+    text = {"vqa": "what colour is it?", "caption": None}.get(kind, TEXT)
+    expected = predict_one(folders[kind], files[: 1 + (kind == "statements")], text, "cpu")
+    assert [said for said, _ in acts[kind]()] == [said for said, _ in expected.answers]
+    assert [p for _, p in acts[kind]()] == pytest.approx([p for _, p in expected.answers], abs=1e-5)
+    for other in {"entailment", "vqa", "caption"} - {kind}:
+        if kind == "statements" and other == "entailment":
+            continue
+        with pytest.raises(EvaluationError, match="cannot"):
+            acts[other]()
+
+
+def test_maps_and_anchors_are_pictures_of_the_picture(tried, red):
+    wide = Image.new("RGB", (64, 32), (220, 20, 20))
+    plain, heat = tried.ground(wide, "a red circle")
+    assert plain.size == heat.size == (480, 240)
+    assert plain.getpixel((5, 5)) == (220, 20, 20)
+    assert not np.array_equal(np.asarray(plain), np.asarray(heat))
+    shown = tried.anchors(wide, "a red circle")
+    assert [one.text for one in shown[1:]] == ["a", "red", "circle"]
+    assert {one.image.size for one in shown} == {(240, 120)}
+
+
+def test_mistakes_are_told_to_the_person(tried, folders, red):
+    for act in (
+        lambda: tried.search("  "),
+        lambda: tried.ground(None, "a"),
+        lambda: tried.match(red, ""),
+        lambda: tried.search(TEXT, top=0),
+        lambda: tried.gallery.picture(10_000),
+        lambda: TryIt(folders["plain"]).search("a red circle"),
+        lambda: TryIt(folders["statements"]).judge([red], TEXT),
+    ):
+        with pytest.raises(EvaluationError):
+            act()
+
+
+def test_without_gradio_the_command_says_what_to_install(model_folder, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    assert main(["demo", "--model", str(model_folder)]) == 2
+    assert "pip install" in capsys.readouterr().err
+
+
+@needs_gradio
+def test_the_page_offers_what_the_model_can_do(tried, folders):
+    def actions(one):
+        return {
+            function.api_name
+            for function in page(one).fns.values()
+            if function.api_visibility == "public"
+        }
+
+    always = {"match", "ground", "anchors"}
+    assert actions(tried) == always | {"search"}
+    assert actions(TryIt(folders["statements"], device="cpu")) == always | {"judge"}
+    assert actions(TryIt(folders["vqa"], device="cpu")) == always | {"answer"}
+    assert actions(TryIt(folders["caption"], device="cpu")) == always | {"caption"}
+
+
+@needs_gradio
+def test_every_button_stands_above_what_it_shows(tried):
+    made = page(tried)
+    order = list(made.blocks)
+    acts = [one for one in made.fns.values() if one.api_visibility == "public"]
+    assert len(acts) == 4
+    for act in acts:
+        (button,) = [block for block, event in act.targets if event == "click"]
+        assert all(order.index(button) < order.index(out._id) for out in act.outputs)
+
+
+@needs_gradio
+def test_a_mistake_leaves_no_older_result(tried):
+    made = page(tried)
+    acts = {n: one for n, one in made.fns.items() if one.api_visibility == "public"}
+    for number, act in acts.items():
+        (after,) = [one for one in made.fns.values() if one.trigger_after == number]
+        assert after.trigger_only_on_failure
+        assert after.outputs == act.outputs
+        assert after.fn() == (None if len(act.outputs) == 1 else [None] * len(act.outputs))
+
+
+def test_the_page_says_what_the_model_lacks(tried, folders):
+    said = abilities(tried)
+    assert said.startswith("Pretrained.")
+    assert "Search" not in said
+    assert all(name in said for name in ("Ask (", "Caption (", "Judge ("))
+    said = abilities(TryIt(folders["vqa"], device="cpu"))
+    assert said.startswith("Fine-tuned for vqa.")
+    assert "Ask" not in said
+    assert "Search (`--shards DIR`)" in said
+
+
+@needs_gradio
+def test_the_page_answers_a_call(tried, tmp_path, red):
+    client = pytest.importorskip("gradio_client")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    blocks = serve(tried, port=port, block=False)
+    try:
+        assert blocks.share_url is None
+        asked = client.Client(f"http://127.0.0.1:{port}", verbose=False, analytics_enabled=False)
+        assert len(asked.predict(TEXT, api_name="/search")) == 8
+        red.save(tmp_path / "red.png")
+        file = client.handle_file(str(tmp_path / "red.png"))
+        said = asked.predict(file, TEXT, api_name="/match")
+        assert {one["label"] for one in said["confidences"]} == {"matches", "does not"}
+        with pytest.raises(Exception, match="type a text first"):
+            asked.predict(file, "", api_name="/ground")
+        with pytest.raises(EvaluationError, match="--port"):
+            serve(tried, port=port, block=False)
+    finally:
+        blocks.close()

@@ -1,0 +1,90 @@
+"""Accuracy, consistency, and what is counted."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from pair_shards import annotated_shards, entailment_shards, statement_shards, tiny_folder
+
+from evaluation.core.samples import EvaluationError
+from evaluation.core.work_sharding import Ranks
+from evaluation.downstream import evaluate_task
+from vlp.data.scenes.render import encode_png, render
+from vlp.data.scenes.sample import sample_scene
+from vlp.data.schema import Annotation
+from vlp.tasks.downstream.init_from import start_parts
+from vlp.tasks.downstream.pair_classification import Claims, EntailmentConfig, StatementsConfig
+
+
+def task_of(kind, tmp_path):
+    parts, _ = start_parts(str(tiny_folder(tmp_path / "model")), {})
+    return Claims(kind.model_validate({"data": {"train": ["unused"]}}), parts)
+
+
+def test_accuracy_is_the_share_of_right_predictions(tmp_path):
+    shards = entailment_shards(tmp_path / "shards", 30)
+    result = evaluate_task(task_of(EntailmentConfig, tmp_path), [shards], batch=7)
+    rows = result.predictions
+    assert len(rows) == result.items == 30
+    right = [row["prediction"] == row["label"] for row in rows]
+    assert result.figures["accuracy"].value == pytest.approx(sum(right) / 30)
+    for name in ("entailment", "neutral", "contradiction"):
+        own = [ok for ok, row in zip(right, rows) if row["label"] == name]
+        assert result.figures[name].value == pytest.approx(sum(own) / len(own))
+    most = max(sum(row["label"] == name for row in rows) for name in result.figures)
+    assert result.figures["accuracy"].chance == pytest.approx(most / 30)
+    result.save(tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "entailment.json").read_text())["items"] == 30
+    lines = (tmp_path / "out" / "entailment.predictions.jsonl").read_text().splitlines()
+    assert json.loads(lines[3]) == rows[3]
+
+
+def test_consistency_counts_sentences_that_are_always_right(tmp_path):
+    shards = statement_shards(tmp_path / "shards", 24)
+    result = evaluate_task(task_of(StatementsConfig, tmp_path), [shards])
+    wrong = {row["text"] for row in result.predictions if row["prediction"] != row["label"]}
+    every = {row["text"] for row in result.predictions}
+    assert len(every) < 24, "some sentence comes twice"
+    expected = 1 - len(wrong) / len(every)
+    assert result.figures["consistency"].value == pytest.approx(expected)
+
+
+def test_any_number_of_ranks_gives_the_same_rows(tmp_path, monkeypatch):
+    shards = entailment_shards(tmp_path / "shards", 13)
+    task = task_of(EntailmentConfig, tmp_path)
+    alone = evaluate_task(task, [shards], batch=3)
+    whole = Ranks.map_blocks
+
+    def played(self, count, work):
+        """Blocks of every rank of three, put together."""
+        parts = {}
+        for rank in range(3):
+            parts |= {block: work(block) for block in Ranks(rank, 3).share(count)}
+        return [parts[block] for block in range(count)]
+
+    monkeypatch.setattr(Ranks, "map_blocks", played)
+    assert evaluate_task(task, [shards], batch=3) == alone
+    monkeypatch.setattr(Ranks, "map_blocks", whole)
+
+
+def test_bad_samples_are_counted_and_unlabelled_ones_predicted(tmp_path):
+    picture = encode_png(render(sample_scene(0, 0, image_size=16)))
+    annotations = [
+        Annotation(hypothesis="a red circle", label="neutral"),
+        Annotation(hypothesis="a red circle", label="perhaps"),
+        Annotation(hypothesis="a red circle"),
+        Annotation(hypothesis="a blue square", label="entailment"),
+    ]
+    shards = annotated_shards(tmp_path / "shards", annotations, picture)
+    task = task_of(EntailmentConfig, tmp_path)
+    result = evaluate_task(task, [shards])
+    assert result.skipped == {"unknown label": 1}
+    assert result.items == 3
+    assert "contradiction" not in result.figures
+    unlabelled = annotated_shards(tmp_path / "test", annotations[2:3], picture)
+    with pytest.raises(EvaluationError, match="no sample has a label"):
+        evaluate_task(task, [unlabelled])
+    nothing = annotated_shards(tmp_path / "nothing", annotations[1:2], picture)
+    with pytest.raises(EvaluationError, match="nothing could be used; the first: unknown label"):
+        evaluate_task(task, [nothing])

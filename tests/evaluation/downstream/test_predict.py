@@ -1,0 +1,340 @@
+"""Predictions without labels: rows, each benchmark's format, and single files."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from pair_shards import annotated_shards, entailment_shards, statement_shards, tiny_folder
+from PIL import Image
+from question_shards import AUGMENT, coloured, picture, question, toy_parts, write_shards
+
+import vlp
+from evaluation.__main__ import main
+from evaluation.core.samples import EvaluationError
+from evaluation.demo.session import TryIt
+from evaluation.downstream import evaluate_task
+from evaluation.downstream.predict import predict
+from evaluation.downstream.predict_one import predict_one
+from vlp.data.scenes.annotation import annotation
+from vlp.data.scenes.render import encode_png, render
+from vlp.data.scenes.sample import sample_scene
+from vlp.data.schema import Annotation, Expression
+from vlp.data.shards.shard_index import ShardWriter
+from vlp.models.decoder.answer_likelihood import answer_likelihood
+from vlp.tasks.downstream import caption, vqa
+from vlp.tasks.downstream.init_from import start_parts
+from vlp.tasks.downstream.pair_classification import Claims, EntailmentConfig, StatementsConfig
+
+PICTURE = encode_png(render(sample_scene(0, 3, image_size=16)))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """An untrained folder of each kind."""
+    root = tmp_path_factory.mktemp("models")
+    made = {"plain": tiny_folder(root / "plain")}
+    for kind, config in (("entailment", EntailmentConfig), ("statements", StatementsConfig)):
+        parts, _ = start_parts(str(made["plain"]), {})
+        tasks = Claims(config.model_validate({"data": {"train": ["unused"]}}), parts)
+        made[kind] = root / kind
+        tasks.save_model(made[kind], tasks.state_dict())
+    shards = write_shards(root / "shards", coloured(12))
+    data = {"train": [str(shards)], "canonical_streams": 1, "augment": AUGMENT}
+    values = {"data": {**data, "max_answer": 6}, "decoder": {"layers": 1}}
+    asked, _ = vqa.build(vqa.VqaConfig.model_validate(values), toy_parts(seed=3), 4, 0, "float32")
+    values = {"data": {**data, "max_caption": 6}, "decoder": {"layers": 1}, "java": False}
+    writes, _ = caption.build(
+        caption.CaptionConfig.model_validate(values), toy_parts(seed=1), 2, 0, "float32"
+    )
+    for kind, task in (("vqa", asked), ("caption", writes)):
+        made[kind] = root / kind
+        task.save_model(made[kind], task.state_dict())
+    return {name: str(folder) for name, folder in made.items()} | {"shards": str(shards)}
+
+
+def predicted(folders, kind, shards, out, *more):
+    command = ["predict", "--model", folders[kind], "--shards", str(shards), "--out", str(out)]
+    return main([*command, *more])
+
+
+def test_vqa_results_of_questions_that_nobody_answered(folders, tmp_path):
+    test = [
+        (picture(colour), Annotation(questions=[question(7 + n, "is it red?", {})]))
+        for n, colour in enumerate(("red", "blue"))
+    ]
+    shards = write_shards(tmp_path / "test", test)
+    assert predicted(folders, "vqa", shards, tmp_path / "out" / "results.json") == 0
+    rows = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [row["question_id"] for row in rows] == [7, 8]
+    assert all(set(row) == {"question_id", "answer"} for row in rows)
+    assert predicted(folders, "vqa", shards, tmp_path / "rows.jsonl", "--format", "jsonl") == 0
+    lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [line["answer"] for line in lines] == [row["answer"] for row in rows]
+    assert set(lines[0]) == {"key", "question_id", "question", "answer", "picture"}
+
+
+def test_captions_of_pictures_without_any(folders, tmp_path):
+    shards = write_shards(tmp_path / "test", [(picture(), Annotation(image_id="000042"))])
+    assert predicted(folders, "caption", shards, tmp_path / "c.json") == 0
+    (row,) = json.loads((tmp_path / "c.json").read_text())
+    assert row["image_id"] == 42
+    assert isinstance(row["caption"], str)
+
+
+def test_snli_ve_and_nlvr2(folders, tmp_path):
+    pairs = [Annotation(hypothesis="a red circle", pairID=f"{n}.jpg#0r1c") for n in range(3)]
+    shards = annotated_shards(tmp_path / "pairs", pairs, PICTURE)
+    assert predicted(folders, "entailment", shards, tmp_path / "test.jsonl") == 0
+    rows = [json.loads(line) for line in (tmp_path / "test.jsonl").read_text().splitlines()]
+    assert [row["pairID"] for row in rows] == [one.pairID for one in pairs]
+    own = predict(folders["entailment"], [shards]).rows
+    assert [row["label"] for row in rows] == [row["prediction"] for row in own]
+    shards = tmp_path / "statements"
+    with ShardWriter(shards, samples_per_shard=5) as writer:
+        for n in range(3):
+            said = Annotation(statement="two red circles", identifier=f"test1-0-0-{n}")
+            writer.write(f"{n}", PICTURE, "png", said, PICTURE)
+    assert predicted(folders, "statements", shards, tmp_path / "test.csv") == 0
+    lines = [line.split(",") for line in (tmp_path / "test.csv").read_text().splitlines()]
+    assert [line[0] for line in lines] == [f"test1-0-0-{n}" for n in range(3)]
+    assert {line[1] for line in lines} <= {"True", "False"}
+
+
+def test_boxes_of_expressions_need_no_task(folders, tmp_path, capsys):
+    says = [
+        Expression(id=str(n), text="a red circle", box=[1, 1, 4, 4], ref_id=5) for n in (30, 31)
+    ]
+    proposals = [[0.0, 0, 8, 8], [8.0, 8, 8, 8]]
+    asked = [Annotation(expressions=says, proposals=proposals)]
+    shards = annotated_shards(tmp_path / "asked", asked, PICTURE)
+    assert predicted(folders, "plain", shards, tmp_path / "boxes.json") == 0
+    rows = json.loads((tmp_path / "boxes.json").read_text())
+    assert [row["sent_id"] for row in rows] == [30, 31]
+    assert all(row["box"] in proposals for row in rows)
+    asked = [Annotation(expressions=says)]
+    shards = annotated_shards(tmp_path / "no_proposals", asked, PICTURE)
+    assert predicted(folders, "plain", shards, tmp_path / "none.json") == 2
+    assert "has no proposals to choose from" in capsys.readouterr().err
+    assert predicted(folders, "plain", shards, tmp_path / "none.jsonl", "--format", "jsonl") == 0
+    first = json.loads((tmp_path / "none.jsonl").read_text().splitlines()[0])
+    assert (first["ref_id"], first["box"]) == (5, None)
+
+
+def test_predictions_equal_those_that_are_judged(folders, tmp_path):
+    from vlp.tasks.downstream.task import load_task
+
+    shards = entailment_shards(tmp_path / "labelled", 9)
+    judged = evaluate_task(load_task(folders["entailment"]), [shards], resamples=2, batch=4)
+    plain = predict(folders["entailment"], [shards], batch=4)
+    assert [row["prediction"] for row in plain.rows] == [
+        row["prediction"] for row in judged.predictions
+    ]
+    assert [row["key"] for row in predict(folders["entailment"], [shards], limit=2).rows] == [
+        row["key"] for row in plain.rows[:2]
+    ]
+
+
+def test_missing_items_are_warned_of(folders, tmp_path, capsys):
+    samples = [(picture(), Annotation(questions=[question(1, "is it red?", {})])),
+               (b"", Annotation(questions=[question(2, "is it red?", {})]))]  # fmt: skip
+    shards = write_shards(tmp_path / "bad", samples)
+    assert predicted(folders, "vqa", shards, tmp_path / "r.json") == 0
+    assert "not predicted: 1 unreadable picture" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "shards", "message"),
+    [
+        ("entailment", "generated", "has no pairID"),
+        ("vqa", "scenes", "is no number"),
+        ("plain", "toy", "was not fine-tuned for a task"),
+        ("nowhere", "toy", "there is no model folder"),
+        ("vqa", "nowhere", "no such folder"),
+    ],
+)
+def test_what_cannot_be_predicted_is_one_line_and_code_2(
+    folders, tmp_path, capsys, kind, shards, message
+):
+    named = {**folders, "nowhere": "./nowhere"}
+    places = {"toy": folders["shards"], "nowhere": tmp_path / "nowhere"}
+    if shards == "generated":
+        places[shards] = entailment_shards(tmp_path / shards, 2)
+    if shards == "scenes":
+        scenes = [annotation(sample_scene(0, 1, image_size=16))]
+        places[shards] = annotated_shards(tmp_path / shards, scenes, PICTURE)
+    assert predicted(named, kind, places[shards], tmp_path / "out") == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ")
+    assert message in error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def files(tmp_path):
+    names = []
+    for colour in ("red", "blue"):
+        names.append(str(tmp_path / f"{colour}.png"))
+        (tmp_path / f"{colour}.png").write_bytes(picture(colour))
+    return names
+
+
+def test_labels_of_files_with_probabilities(folders, files, capsys):
+    said = predict_one(folders["statements"], files, "two red circles")
+    assert sorted(name for name, _ in said.answers) == ["False", "True"]
+    assert sum(share for _, share in said.answers) == pytest.approx(1)
+    assert said.answers[0][1] >= said.answers[1][1]
+    swapped = predict_one(folders["statements"], files[::-1], "two red circles")
+    assert dict(swapped.answers) != dict(said.answers), "left and right are told apart"
+    command = ["predict", "--model", folders["entailment"], "--image", files[0]]
+    assert main([*command, "--text", "a red circle"]) == 0
+    printed = capsys.readouterr().out.split()
+    assert set(printed[::2]) == {"entailment", "neutral", "contradiction"}
+
+
+def test_an_answer_of_a_file_is_that_of_the_shards_with_its_likelihood(folders, files):
+    from vlp.tasks.downstream.task import load_task
+
+    said = predict_one(folders["vqa"], files[:1], "is it red?")
+    rows = predict(folders["vqa"], [folders["shards"]]).rows
+    same = [row for row in rows if row["key"] == "000" and row["question"] == "is it red?"]
+    ((answer, share),) = said.answers
+    assert answer == same[0]["answer"]
+    task = load_task(folders["vqa"])
+    pixels = task.preprocess(vlp_picture(files[0]))[None]
+    words = task.text(["is it red?"])
+    with torch.no_grad():
+        crossed = task.model.cross(
+            task.model.encode_image(pixels), task.model.encode_text(*words), need_image=False
+        )
+        likely = answer_likelihood(
+            task.decoder,
+            task.decoder.remember(crossed.text, words.attention_mask),
+            task.answer_text([answer]).text_ids,
+            task.model.text_encoder.embedding,
+            task.text.pad_id,
+        ).log_probability
+    assert math.log(share) == pytest.approx(float(likely), abs=1e-4)
+
+
+def vlp_picture(path):
+    from evaluation.probes.anchor_maps import read_pair
+
+    return read_pair(path, "").image
+
+
+def test_captions_and_matches_of_files(folders, files):
+    ((text, share),) = predict_one(folders["caption"], files[:1]).answers
+    rows = predict(folders["caption"], [folders["shards"]]).rows
+    assert text == rows[0]["caption"]
+    assert 0 < share <= 1
+    said = dict(predict_one(folders["plain"], files[:1], "a red circle").answers)
+    loaded = vlp.load(folders["plain"])
+    with torch.no_grad():
+        odds = loaded.model.match(
+            loaded.model.encode_image(loaded.preprocess(vlp_picture(files[0]))[None]),
+            loaded.model.encode_text(*loaded.text(["a red circle"])),
+        )
+    assert said["matches"] == pytest.approx(float(odds.sigmoid()), abs=1e-6)
+    rounded = dict(
+        predict_one(folders["plain"], files[:1], "a red circle", precision="bf16").answers
+    )
+    assert 0 < abs(rounded["matches"] - said["matches"]) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "message"),
+    [
+        ("statements", ["--image", "red.png", "--text", "a"], "about 2 pictures, not 1"),
+        ("entailment", ["--image", "red.png"], "needs a text"),
+        ("caption", ["--image", "red.png", "--text", "a"], "leave --text out"),
+        ("vqa", ["--image", "gone.png", "--text", "a"], "gone.png: cannot be read"),
+        ("vqa", ["--image", "red.png", "--text", "a", "--batch", "2"], "--batch is for --shards"),
+        ("vqa", ["--image", "red.png", "--text", "a", "--format", "jsonl"], "--format is for"),
+        ("vqa", [], "give either --shards and --out"),
+        ("vqa", ["--shards", "x"], "--shards and --out go together"),
+        ("vqa", ["--shards", "x", "--out", "y", "--text", "a"], "--text is for --image"),
+        ("vqa", ["--shards", "x", "--out", "."], "is a folder"),
+    ],
+)
+def test_options_that_do_not_fit(folders, files, capsys, monkeypatch, kind, more, message):
+    from pathlib import Path
+
+    monkeypatch.chdir(Path(files[0]).parent)
+    assert main(["predict", "--model", folders[kind], *more]) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+def test_statement_shards_of_the_generated_corpus_need_jsonl(folders, tmp_path, capsys):
+    shards = statement_shards(tmp_path / "made", 3)
+    assert predicted(folders, "statements", shards, tmp_path / "out.csv") == 2
+    error = capsys.readouterr().err
+    assert "--format jsonl" in error
+    kept = tmp_path / "out.csv.rows.jsonl"
+    assert str(kept) in error
+    assert len(kept.read_text().splitlines()) == 3
+
+
+@pytest.fixture(scope="module")
+def panelled(folders, tmp_path_factory):
+    """A folder for statements about one picture of three boxes, and such a picture."""
+    root = tmp_path_factory.mktemp("panelled")
+    parts, _ = start_parts(folders["plain"], {})
+    values = {"data": {"train": ["unused"]}, "pictures": 1, "panels": 3}
+    task = Claims(StatementsConfig.model_validate(values), parts)
+    task.save_model(root / "model", task.state_dict())
+    strip = Image.new("RGB", (48, 16))
+    for left, colour in zip((0, 16, 32), ("red", "green", "blue")):
+        strip.paste(colour, (left, 0, left + 16, 16))
+    strip.save(root / "strip.png")
+    return str(root / "model"), root / "strip.png", task.eval()
+
+
+def test_a_picture_of_several_panels_is_one_file(panelled, tmp_path, capsys):
+    folder, strip, task = panelled
+    said = Annotation(statement="a red circle", identifier="1572-0")
+    shards = annotated_shards(tmp_path / "strips", [said], strip.read_bytes())
+    claims = task.claims([shards])
+    with torch.no_grad():
+        inputs = claims.collate([claims.make(claims.items.read(0), 0)])
+        wanted = dict(zip(("False", "True"), task.logits(inputs).softmax(-1)[0].tolist()))
+    found = predict_one(folder, [strip], "a red circle", "cpu")
+    assert dict(found.answers) == pytest.approx(wanted, abs=1e-6)
+    one = TryIt(folder, device="cpu")
+    assert one.pictures_judged == 1
+    judged = one.judge([Image.open(strip)], "a red circle")
+    assert dict(judged) == pytest.approx(wanted, abs=1e-6)
+    files = ["--image", *[str(strip)] * 3]
+    assert main(["predict", "--model", folder, *files, "--text", "a red circle"]) == 2
+    error = capsys.readouterr().err
+    assert "about 1 picture, to be cut into 3 parts, not 3: give --image FILE once" in error
+    with pytest.raises(EvaluationError, match="about 1 picture, not 3"):
+        one.judge([Image.open(strip)] * 3, "a red circle")
+
+
+def test_permutations_are_named_by_their_keys(panelled, tmp_path, capsys):
+    folder, strip, _ = panelled
+
+    def submitted(*keys):
+        shards = tmp_path / "-".join(keys)
+        with ShardWriter(shards, samples_per_shard=5) as writer:
+            for key in keys:
+                identifier = key.split("-", 1)[1].rsplit("-", 1)[0]
+                said = Annotation(statement="a red circle", identifier=identifier)
+                writer.write(key, strip.read_bytes(), "png", said)
+        out = tmp_path / "out.csv"
+        assert predicted({"model": folder}, "model", shards, out) == 0
+        return [line.split(",")[0] for line in out.read_text().splitlines()]
+
+    assert submitted("dev-1572-0-0", "dev-1573-0-0") == ["1572-0", "1573-0"]
+    # As lil-lab/nlvr's nlvr/metrics_images.py reads them: split-identifier-permutation.
+    keys = ["dev-1572-0-0", "dev-1572-0-1", "dev-1572-0-5"]
+    assert submitted(*keys) == keys
+    twice = [str(tmp_path / "-".join(keys))] * 2
+    command = ["predict", "--model", folder, "--shards", *twice]
+    assert main([*command, "--out", str(tmp_path / "twice.csv")]) == 2
+    assert "predicted more than once" in capsys.readouterr().err

@@ -1,0 +1,147 @@
+"""Grounding on generated scenes: what counts as right, proposals, and bad expressions."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+from pair_shards import annotated_shards, tiny_folder
+
+import vlp
+from evaluation.__main__ import main
+from evaluation.core.samples import EvaluationError
+from evaluation.grounding import grounding as module
+from evaluation.grounding.gradcam import grad_cam
+from evaluation.grounding.grounding import evaluate_grounding
+from vlp.config import ConfigError
+from vlp.data.image.decode import decode_picture
+from vlp.data.image.patches import patches_in_box
+from vlp.data.scenes.annotation import annotation
+from vlp.data.scenes.render import encode_png, render
+from vlp.data.scenes.sample import sample_scene
+from vlp.data.schema import Annotation, Expression
+
+SCENE = sample_scene(0, 3, image_size=32)
+PICTURE = encode_png(render(SCENE))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def shards(tmp_path):
+    scenes = [annotation(sample_scene(0, number, image_size=32)) for number in range(4)]
+    return annotated_shards(tmp_path / "shards", scenes, PICTURE)
+
+
+def test_the_map_is_grad_cams_mean_over_the_text(folder, shards):
+    loaded = vlp.load(folder)
+    result = evaluate_grounding(loaded, [shards], batch=3)
+    row = result.predictions[0]
+    image = loaded.model.encode_image(loaded.preprocess(decode_picture(PICTURE, ""))[None])
+    text = loaded.model.encode_text(*loaded.text([row["text"]]))
+    maps = grad_cam(loaded.model, image, text)[0]
+    heat = maps[text.attention_mask[0]].mean(0).detach().numpy()
+    best = np.unravel_index(heat.argmax(), heat.shape)
+    side = 32 / heat.shape[0]
+    assert row["point"] == [(best[1] + 0.5) * side, (best[0] + 0.5) * side]
+
+
+def test_only_the_first_words_make_the_map_where_asked(folder, shards):
+    loaded = vlp.load(folder)
+    rows = evaluate_grounding(loaded, [shards], by="similarity", head=2).predictions
+    image = loaded.model.encode_image(loaded.preprocess(decode_picture(PICTURE, ""))[None])
+    for row in rows:
+        text = loaded.model.encode_text(*loaded.text([row["text"]]))
+        heat = (image.tokens[0].double() @ text.tokens[0, 1:3].double().mT).mean(-1)
+        best = np.unravel_index(int(heat.argmax()), (4, 4))
+        assert row["point"] == [(best[1] + 0.5) * 8, (best[0] + 0.5) * 8]
+    every = [evaluate_grounding(loaded, [shards], head=head) for head in (None, 1)]
+    points = [[row["point"] for row in result.predictions] for result in every]
+    assert points[1] != points[0]
+    assert "first 1 word pieces" in every[1].notes[0]
+    with pytest.raises(EvaluationError, match="at least, not 0"):
+        evaluate_grounding(loaded, [shards], head=0)
+    with pytest.raises(EvaluationError, match=r"the match reads \[CLS\] alone"):
+        evaluate_grounding(loaded, [shards], head=1, layer=-1)
+
+
+def test_pointing_counts_hits_in_the_named_box(folder, shards):
+    result = evaluate_grounding(vlp.load(folder), [shards], by="similarity")
+    every = [
+        one for n in range(4) for one in annotation(sample_scene(0, n, image_size=32)).expressions
+    ]
+    assert [row["id"] for row in result.predictions] == [one.id for one in every]
+    shares = [patches_in_box(one.box, (4, 4), (32, 32)).mean() for one in every]
+    assert result.figures["pointing"].chance == pytest.approx(np.mean(shares))
+    assert "IoU ≥ 0.5" not in result.figures
+
+
+def test_a_map_below_zero_has_a_highest_patch_too(folder, tmp_path, monkeypatch):
+    heat = np.full((1, 4, 4), -0.5)
+    heat[0, 1, 2] = -0.1  # 16 to 24 px across, 8 to 16 down
+    monkeypatch.setattr(module, "_maps", lambda *arguments: heat)
+    box, far = [16.0, 8.0, 8.0, 8.0], [0.0, 16.0, 8.0, 8.0]
+    says = [Expression(id="1", text="a red circle", box=box)]
+    shards = annotated_shards(
+        tmp_path / "shards", [Annotation(expressions=says, proposals=[far, box])], PICTURE
+    )
+    result = evaluate_grounding(vlp.load(folder), [shards], by="similarity")
+    assert result.figures["pointing"].value == 1
+    assert result.predictions[0]["box"] == box
+
+
+def test_a_fine_tuned_folder_is_judged_as_it_was_chosen(folder, shards, tmp_path):
+    tuned = tmp_path / "tuned"
+    shutil.copytree(folder, tuned)
+    asked = evaluate_grounding(vlp.load(folder), [shards], by="similarity", head=2)
+    (tuned / "grounding.json").write_text('{"by": "similarity", "layer": null, "head": 2}')
+    found = evaluate_grounding(vlp.load(tuned), [shards])
+    assert (found.notes, found.predictions) == (asked.notes, asked.predictions)
+    other = evaluate_grounding(vlp.load(tuned), [shards], by="gradcam")
+    assert other.notes == evaluate_grounding(vlp.load(folder), [shards]).notes
+    (tuned / "grounding.json").write_text('{"by": "guess"}')
+    with pytest.raises(ConfigError, match=r"grounding\.json: 'by'"):
+        evaluate_grounding(vlp.load(tuned), [shards])
+
+
+def test_proposals_are_judged_by_their_overlap(folder, tmp_path):
+    box = [4.0, 4.0, 12.0, 12.0]
+    far = [20.0, 20.0, 8.0, 8.0]
+    says = [Expression(id="1", text="a red circle", box=box)]
+    annotations = [
+        Annotation(expressions=says, proposals=[box, far]),
+        Annotation(expressions=says, proposals=[far]),
+        Annotation(expressions=says),
+    ]
+    shards = annotated_shards(tmp_path / "shards", annotations, PICTURE)
+    figures = evaluate_grounding(vlp.load(folder), [shards]).figures
+    assert figures["best possible"].value == pytest.approx(0.5)
+    assert figures["IoU ≥ 0.5"].chance == pytest.approx(0.25)
+    assert figures["IoU ≥ 0.5"].value in (0, 0.5)
+
+
+def test_bad_expressions_are_counted(folder, tmp_path):
+    boxes = [[0.0, 0, 5, 5], [1.0, 1, 0, 4], [40.0, 40, 5, 5]]
+    says = [Expression(id=str(n), text="a red circle", box=box) for n, box in enumerate(boxes)]
+    annotations = [Annotation(expressions=says), Annotation(caption="nothing is asked")]
+    shards = annotated_shards(tmp_path / "shards", annotations, PICTURE)
+    result = evaluate_grounding(vlp.load(folder), [shards])
+    assert result.skipped == {"bad annotation": 2}
+    assert [row["id"] for row in result.predictions] == ["0"]
+
+
+def test_the_command_prints_a_table_and_refuses_a_layer_that_is_not_there(
+    folder, shards, tmp_path, capsys
+):
+    common = ["grounding", "--model", str(folder), "--shards", str(shards)]
+    assert main([*common, "--out", str(tmp_path / "out")]) == 0
+    assert "pointing" in capsys.readouterr().out
+    assert (tmp_path / "out" / "grounding.predictions.jsonl").is_file()
+    assert main([*common, "--layer", "7"]) == 2
+    assert "no cross-modal layer 7" in capsys.readouterr().err
+    with pytest.raises(EvaluationError, match="no cross-modal layer"):
+        evaluate_grounding(vlp.load(folder), [shards], layer=7)

@@ -1,0 +1,399 @@
+from __future__ import annotations
+
+import io
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from retrieval_stub import png
+
+import vlp
+from evaluation.__main__ import main
+from evaluation.core.samples import EvaluationError, Samples
+from evaluation.grounding.gradcam import grad_cam
+from evaluation.probes.anchor_maps import (
+    AnchorDetail,
+    AnchorMap,
+    WordMap,
+    anchor_details,
+    anchor_maps,
+    first_samples,
+    read_pair,
+)
+from evaluation.probes.anchor_plots import draw_anchor_detail, draw_anchor_maps
+from vlp.data.schema import Annotation
+from vlp.data.shards.shard_index import ShardWriter
+from vlp.models.config import ModelConfig
+from vlp.models.vlp import VLPModel
+
+
+def test_heat_is_the_share_of_groups_at_the_threshold(model_folder, scene_shards):
+    loaded = vlp.load(model_folder)
+    loaded.model.anchor_threshold.fill_(0.1)
+    maps = anchor_maps(loaded, [scene_shards], count=3)
+    assert len(maps) == 3
+    sample = Samples([scene_shards]).read(1)
+    row = maps[1]
+    assert row.caption == sample.captions[0]
+    # The corpus' words are whole pieces of its own vocabulary, so token = word + 1.
+    assert [word.word for word in row.words] == loaded.text.words(row.caption)[1:-1]
+    with torch.no_grad():
+        image = loaded.model.encode_image(loaded.preprocess(sample.image)[None]).tokens[0]
+        text = loaded.model.encode_text(*loaded.text([row.caption])).tokens[0]
+    seen = set()
+    for place, word in enumerate(row.words):
+        assert word.heat.shape == (4, 4)
+        for patch in range(16):
+            share = 0.0
+            for part in (slice(0, 4), slice(4, 8)):  # two groups of four channels
+                a, b = image[patch, part], text[place + 1, part]
+                share += float(a @ b / (a.norm() * b.norm()) >= 0.1) / 2
+            assert word.heat[patch // 4, patch % 4] == share
+            seen.add(share)
+    assert seen == {0.0, 0.5, 1.0}
+
+
+def test_words_that_name_an_object_carry_its_box(model_folder, scene_shards):
+    loaded = vlp.load(model_folder)
+    row = anchor_maps(loaded, [scene_shards], count=1)[0]
+    sample = Samples([scene_shards]).read(0)
+    named = {word.index: tuple(word.box) for word in sample.annotation.words if word.caption == 0}
+    assert {place: word.box for place, word in enumerate(row.words) if word.box} == named
+
+
+def test_pictures_without_a_scene_are_drawn_too(model_folder, tmp_path):
+    with ShardWriter(tmp_path / "dogs") as writer:
+        writer.write("0", png((1, 2, 3)), "png", Annotation(caption="a circle"))
+    maps = anchor_maps(vlp.load(model_folder), [tmp_path / "dogs"])
+    assert len(maps) == 1
+    assert all(word.box is None for word in maps[0].words)
+
+
+def test_the_picture_shows_heat_where_it_is(tmp_path):
+    heat = np.zeros((2, 2), np.float32)
+    none = WordMap("a", heat)
+    full = WordMap("b", heat + 1, box=(1, 1, 4, 4))
+    image = Image.new("RGB", (16, 16), (128, 128, 128))
+    path = draw_anchor_maps(
+        [AnchorMap(image, "a b", [none, full], 0.5)], tmp_path / "new" / "a.png"
+    )
+    drawn = np.asarray(Image.open(path).convert("RGB"), dtype=int)
+    assert drawn.shape[1] > drawn.shape[0] > 100
+    # The hottest colour of the map over pale grey, and only in one panel of three.
+    warm = (drawn[..., 0] > 200) & (drawn[..., 2] < 200)
+    columns = np.flatnonzero(warm[:, : int(0.9 * drawn.shape[1])].any(axis=0))
+    assert columns.size > 50
+    assert np.ptp(columns) < 0.35 * drawn.shape[1]
+
+
+def test_count_and_empty_folders_are_checked(model_folder, scene_shards, tmp_path):
+    loaded = vlp.load(model_folder)
+    with pytest.raises(EvaluationError, match="at least one"):
+        anchor_maps(loaded, [scene_shards], count=0)
+    with ShardWriter(tmp_path / "blank") as writer:
+        writer.write("0", png((1, 2, 3)), "png", Annotation())
+    with pytest.raises(EvaluationError, match="no usable sample"):
+        anchor_maps(loaded, [tmp_path / "blank"])
+
+
+TEXT = "a bluered circle"  # the second word is several pieces
+
+
+@pytest.fixture
+def picture(tmp_path):
+    """A wide photograph of noise."""
+    noise = np.random.default_rng(0).integers(0, 255, (30, 50, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "photo.png")
+    return tmp_path / "photo.png"
+
+
+def test_details_equal_what_the_model_computes(model_folder, picture, tmp_path):
+    loaded = vlp.load(model_folder)
+    model = loaded.model
+    model.anchor_threshold.fill_(0.1)
+    (detail,) = anchor_details(loaded, [read_pair(picture, TEXT)])
+    detail.save(tmp_path / "new" / "a.npz")
+    arrays = np.load(tmp_path / "new" / "a.npz")
+    assert set(arrays) == {
+        *("anchors", "path", "reachable", "gradcam", "gradcam_caption", "words", "grid"),
+        *("threshold", "caption", "layer", "match"),
+    }
+    assert arrays["words"].tolist() == ["a", "bluered", "circle"]
+    assert arrays["grid"].tolist() == [4, 4]
+    assert arrays["threshold"] == pytest.approx(0.1)
+    assert arrays["caption"] == TEXT
+    pieces = loaded.text.words(TEXT)
+    tokens = [[1], list(range(2, len(pieces) - 2)), [len(pieces) - 2]]
+    assert len(tokens[1]) > 1
+
+    with torch.no_grad():
+        image = model.encode_image(loaded.preprocess(Image.open(picture))[None])
+        text = model.encode_text(*loaded.text([TEXT]))
+        field = model.anchors(image, text)
+        assert arrays["match"] == pytest.approx(model.match(image, text).item(), abs=1e-6)
+    maps = grad_cam(model, image, text, 0)[0].numpy()
+    np.testing.assert_allclose(arrays["gradcam_caption"], maps[0], rtol=1e-5)
+    assert arrays["gradcam_caption"].max() > 0
+    some = set()
+    for word, own in enumerate(tokens):
+        np.testing.assert_allclose(arrays["gradcam"][word], maps[own].mean(0), rtol=1e-5)
+        for group in range(2):
+            part = slice(4 * group, 4 * group + 4)
+            for patch in range(16):
+                row, column = divmod(patch, 4)
+                at = (word, group, row, column)
+                a = image.tokens[0, patch, part]
+                share = 0.0
+                for token in own:
+                    b = text.tokens[0, token, part]
+                    share += float(a @ b / (a.norm() * b.norm()) >= 0.1) / len(own)
+                assert arrays["anchors"][at] == pytest.approx(share)
+                reached = [token for token in own if field.reachable[0, patch, token, group]]
+                assert arrays["reachable"][at] == bool(reached)
+                some.add(bool(reached))
+                paths = [float(field.path[0, 1 + patch, token, group]) for token in reached]
+                expected = sum(paths) / max(len(paths), 1)
+                assert arrays["path"][at] == pytest.approx(expected, rel=1e-5)
+                assert not reached or arrays["path"][at] >= 1
+    assert True in some
+
+
+def test_out_of_reach_is_not_reachable(model_folder, picture):
+    loaded = vlp.load(model_folder)
+    loaded.model.anchor_threshold.fill_(1.1)  # no cosine is as large
+    (detail,) = anchor_details(loaded, [read_pair(picture, TEXT)])
+    assert not detail.anchors.any()
+    assert not detail.reachable.any()
+    assert not detail.path.any()
+
+
+def with_position(loaded, *position):
+    """An untrained model with other positions between the streams."""
+    plain = loaded.model.config.model_dump()
+    plain["cross"]["position"] = position
+    model = VLPModel(ModelConfig.model_validate(plain)).eval()
+    model.load_state_dict(loaded.model.state_dict(), strict=False)
+    model.anchor_threshold.fill_(0.1)
+    return loaded._replace(model=model)
+
+
+def test_a_model_without_anchor_paths_has_anchors_and_gradcam(model_folder, picture, tmp_path):
+    loaded = vlp.load(model_folder)
+    sample = read_pair(picture, TEXT)
+    (ace,) = anchor_details(with_position(loaded, "anchor"), [sample])
+    (detail,) = anchor_details(with_position(loaded), [sample])
+    np.testing.assert_array_equal(detail.anchors, ace.anchors)
+    assert detail.anchors.any()
+    assert detail.gradcam_caption.any()
+    assert detail.path.shape == detail.reachable.shape == (3, 0, 4, 4)
+    assert_drawn(draw_anchor_detail(detail, tmp_path / "a.png"))
+
+
+def test_constant_paths_do_not_make_everything_an_anchor(model_folder, picture):
+    loaded = vlp.load(model_folder)
+    sample = read_pair(picture, TEXT)
+    (ace,) = anchor_details(with_position(loaded, "anchor"), [sample])
+    (uniform,) = anchor_details(with_position(loaded, "uniform"), [sample])
+    np.testing.assert_array_equal(uniform.anchors, ace.anchors)
+    assert uniform.reachable.all()
+    assert (uniform.path == 1).all()
+
+
+def test_details_of_shards_carry_boxes_and_leave_the_model_in_training(model_folder, scene_shards):
+    loaded = vlp.load(model_folder)
+    loaded.model.train()
+    details = anchor_details(loaded, first_samples([scene_shards], 2))
+    assert loaded.model.training
+    overview = anchor_maps(loaded, [scene_shards], count=2)
+    for detail, row in zip(details, overview):
+        assert detail.caption == row.caption
+        assert detail.words == [word.word for word in row.words]
+        assert detail.boxes == [word.box for word in row.words]
+        assert any(detail.boxes)
+        for anchors, word in zip(detail.anchors, row.words):
+            np.testing.assert_allclose(anchors.mean(0), word.heat)
+
+
+def made_up(size=(60, 20), words=2, groups=2, **fields):
+    """Nothing anywhere on a grey picture, but what `fields` says."""
+    maps, empty = (words, 2, 4), (words, groups, 2, 4)
+    detail = AnchorDetail(
+        image=Image.new("RGB", size, (128, 128, 128)),
+        caption=" ".join(["word"] * words),
+        words=["word"] * words,
+        boxes=[None] * words,
+        anchors=np.zeros(empty, np.float32),
+        path=np.zeros(empty, np.float32),
+        reachable=np.zeros(empty, np.bool_),
+        gradcam=np.zeros(maps, np.float32),
+        gradcam_caption=np.zeros(maps[1:], np.float32),
+        threshold=0.5,
+        layer=0,
+        layers=2,
+        match=0.0,
+    )
+    return detail._replace(**fields)
+
+
+def pixels(detail, folder, **options):
+    path = draw_anchor_detail(detail, folder / "drawn.png", **options)
+    return np.asarray(Image.open(path).convert("RGB"), dtype=int)
+
+
+def changed(one, other):
+    """Top, bottom, left and right of where two drawings differ."""
+    rows, columns = np.nonzero(np.abs(one - other).max(-1) > 8)
+    return rows.min(), rows.max(), columns.min(), columns.max()
+
+
+def assert_drawn(path):
+    drawn = np.asarray(Image.open(path).convert("RGB"))
+    assert min(drawn.shape[:2]) > 200
+    assert len(np.unique(drawn.reshape(-1, 3), axis=0)) > 100
+
+
+@pytest.mark.parametrize("size", [(60, 20), (20, 30), (3000, 2000)])
+@pytest.mark.parametrize("name", ["anchors", "gradcam", "path"])
+def test_maps_lie_where_their_patches_are_in_the_picture(name, size, tmp_path):
+    # Each map alone: no dots in the panels of groups, nothing that says there is no gradient, and
+    # scales that stay.
+    blank = made_up(size, groups=1 if name == "path" else 0)
+    blank = blank._replace(anchors=np.zeros((2, 1, 2, 4), np.float32), path=blank.path + 3)
+    blank.gradcam[:] = [[[1e-9]], [[1]]]
+
+    def with_patches(rows, columns):
+        field = "reachable" if name == "path" else name
+        heat = getattr(blank, field).copy()
+        heat[0, ..., rows, columns] = 1
+        return blank._replace(**{field: heat})
+
+    nothing = pixels(blank, tmp_path)
+    top, bottom, left, right = changed(nothing, pixels(with_patches(slice(2), slice(4)), tmp_path))
+    low, high, first, last = changed(nothing, pixels(with_patches(1, 2), tmp_path))
+    height, width = bottom + 1 - top, right + 1 - left
+    assert width / height == pytest.approx(size[0] / size[1], rel=0.08)
+    assert low == pytest.approx(top + height / 2, abs=2)
+    assert high == pytest.approx(bottom, abs=2)
+    assert first == pytest.approx(left + width / 2, abs=2)
+    assert last == pytest.approx(left + 3 * width / 4, abs=2)
+
+
+def test_each_word_and_group_has_its_own_panel(tmp_path):
+    blank = made_up(groups=5)
+    whole = pixels(blank, tmp_path, dots=60)
+    places = set()
+    for word in range(2):
+        for group in range(5):
+            reachable = blank.reachable.copy()
+            reachable[word, group] = True
+            drawn = pixels(blank._replace(reachable=reachable), tmp_path, dots=60)
+            top, _, left, _ = changed(whole, drawn)
+            places.add((top, left))
+    assert len(places) == 10
+    assert len({top for top, _ in places}) == 2
+    fewer = pixels(blank, tmp_path, groups=4, dots=60)
+    assert fewer.shape[1] < whole.shape[1]
+    assert fewer.shape[0] == whole.shape[0]
+
+
+def test_captions_that_look_like_formulas_or_have_no_end_are_drawn(tmp_path):
+    words = ["$x_{", "a" * 40, "^$"]
+    detail = made_up(words=3, caption="costs $x_{ and ^$ " * 40)._replace(words=words)
+    assert_drawn(draw_anchor_detail(detail, tmp_path / "a.png"))
+    image = Image.new("RGB", (4, 4))
+    row = AnchorMap(image, "$x_{ ^$", [WordMap("$x_{$", np.ones((2, 2), np.float32))], 0.5)
+    assert draw_anchor_maps([row], tmp_path / "b.png").is_file()
+
+
+def command(model_folder, tmp_path, *options):
+    out = ("--out", str(tmp_path / "out" / "a.png"))
+    return main(["anchors", "--model", str(model_folder), *out, *map(str, options)])
+
+
+def test_a_picture_and_a_text_give_a_grid_and_arrays(model_folder, picture, tmp_path, capsys):
+    assert command(model_folder, tmp_path, "--image", picture, "--text", TEXT) == 0
+    drawn, arrays = tmp_path / "out" / "a.png", tmp_path / "out" / "a.npz"
+    assert capsys.readouterr().out.split() == [str(drawn), str(arrays)]
+    assert_drawn(drawn)
+    assert np.load(arrays)["words"].tolist() == ["a", "bluered", "circle"]
+
+
+def test_detail_of_shards_gives_a_grid_for_each_caption(model_folder, scene_shards, tmp_path):
+    options = ("--shards", scene_shards, "--detail", "--groups", 1, "--layer", -1)
+    assert command(model_folder, tmp_path, *options) == 0
+    assert command(model_folder, tmp_path, *options, "--count", 2) == 0
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    stems = ("a-0", "a-1", "a")
+    assert names == [f"{stem}.{kind}" for stem in stems for kind in ("npz", "png")]
+
+
+def test_a_text_longer_than_the_model_takes_is_cut_with_a_warning(model_folder, picture, caplog):
+    loaded = vlp.load(model_folder)
+    (fits,) = anchor_details(loaded, [read_pair(picture, " ".join(["circle"] * 22))])
+    assert not caplog.messages
+    (cut,) = anchor_details(loaded, [read_pair(picture, " ".join(["circle"] * 23))])
+    assert caplog.messages == ["the text has 23 word pieces, the model reads the first 22"]
+    assert fits.words == cut.words == ["circle"] * 22
+
+
+def test_a_picture_is_turned_as_its_camera_notes(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # taken with the camera on its side
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 4)).save(buffer, "JPEG", exif=exif)
+    (tmp_path / "a.jpg").write_bytes(buffer.getvalue())
+    assert read_pair(tmp_path / "a.jpg", "a").image.size == (4, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "either --image and --text, or --shards"),
+        (["--image", "PICTURE", "--text", "a", "--shards", "SHARDS"], "either --image"),
+        (["--image", "PICTURE"], "--image and --text go together"),
+        (["--shards", "SHARDS", "--text", "a"], "--image and --text go together"),
+        (["--image", "PICTURE", "--text", "a", "--count", "2"], "--count is for --shards"),
+        (["--shards", "SHARDS", "--layer", "0"], "--layer is for the grid: add --detail"),
+        (["--shards", "SHARDS", "--groups", "2"], "--groups is for the grid"),
+        (["--shards", "SHARDS", "--detail", "--groups", "0"], "--groups 0: at least one"),
+        (["--shards", "SHARDS", "--detail", "--count", "0"], "count 0: at least one"),
+        (["--shards", "SHARDS", "--out", "a.jpg"], "a.jpg: the picture is a .png"),
+        (["--shards", "SHARDS", "--detail", "--layer", "1"], "layer 1: the model has 1, 0 to 0"),
+        (["--image", "nowhere.png", "--text", "a"], "nowhere.png: cannot be read (No such file"),
+        (["--image", "FOLDER", "--text", "a"], "cannot be read (Is a directory)"),
+        (["--image", "BROKEN", "--text", "a"], "unreadable picture"),
+        (["--image", "PICTURE", "--text", " "], "the text ' ' holds no word"),
+        (["--image", "PICTURE", "--text", "[SEP]"], "holds no word"),
+    ],
+)
+def test_what_cannot_be_drawn_is_one_line_and_code_2(
+    model_folder, scene_shards, picture, tmp_path, capsys, options, message
+):
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(picture.read_bytes()[:300])
+    names = {"PICTURE": picture, "SHARDS": scene_shards, "FOLDER": tmp_path, "BROKEN": broken}
+    options = [names.get(option, option) for option in options]
+    assert command(model_folder, tmp_path, *options) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.err.startswith("error: ")
+    assert len(printed.err.splitlines()) == 1
+    assert printed.out == ""
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_folder_that_does_not_fit_together_is_one_line(
+    model_folder, picture, tmp_path, capsys
+):
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder, ignore=shutil.ignore_patterns("evaluation"))
+    config = json.loads((folder / "config.json").read_text())
+    config["cross"]["heads"] = 3
+    (folder / "config.json").write_text(json.dumps(config))
+    assert command(folder, tmp_path, "--image", picture, "--text", TEXT) == 2
+    error = capsys.readouterr().err
+    assert "cross.heads" in error
+    assert len(error.splitlines()) == 1

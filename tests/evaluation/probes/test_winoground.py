@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import vlp
+from data_tools.generate.scenes import make_sample
+from evaluation.core.samples import EvaluationError
+from evaluation.probes.winoground import (
+    CHANCE,
+    SCORES,
+    differing_words,
+    evaluate_swaps,
+    swap_scores,
+    word_head,
+)
+from vlp.data.image.decode import decode_picture
+from vlp.data.shards.shard_index import ShardIndex, ShardWriter
+
+
+@pytest.fixture(scope="module")
+def swap_shards(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("swaps")
+    with ShardWriter(folder, samples_per_shard=4) as writer:
+        for number in range(9):
+            sample = make_sample("swaps", 0, 64, number)
+            writer.write(sample.key, sample.image, "png", sample.annotation, sample.second_image)
+    return folder
+
+
+def test_scores_are_winogrounds():
+    right = np.array([[2.0, 1.0], [0.0, 3.0]])  # picture 0: 2 > 1; caption 1: 3 > 1
+    assert swap_scores(right).tolist() == [1, 1, 1, 1]
+    text_only = np.array([[2.0, 1.0], [5.0, 6.0]])  # captions: picture 1 wins both
+    assert swap_scores(text_only).tolist() == [1, 0, 0, 0.75]
+    image_only = text_only.T
+    assert swap_scores(image_only).tolist() == [0, 1, 0, 0.75]
+    assert swap_scores(np.zeros((2, 2))).tolist() == [0, 0, 0, 0]
+    assert swap_scores(np.full((2, 2), np.nan)).tolist() == [0, 0, 0, 0]
+
+
+def test_chance_is_that_of_random_orders():
+    orders = np.array(list(itertools.permutations(range(4))), dtype=float).reshape(-1, 2, 2)
+    expected = swap_scores(orders).mean(0)
+    assert dict(zip(SCORES, expected)) == pytest.approx(CHANCE)
+
+
+def test_figures_equal_pair_by_pair_scoring(model_folder, swap_shards):
+    loaded = vlp.load(model_folder)
+    # An untrained head hardly tells pairs apart; larger weights do.
+    torch.nn.init.normal_(loaded.model.match_head.weight)
+    result = evaluate_swaps(loaded, [swap_shards], batch=2)
+    index = ShardIndex.open(swap_shards)
+    hits = []
+    for number in range(9):
+        raw = index.read(*divmod(number, 4))
+        captions = [raw.annotation.caption, raw.annotation.scene["swap"]["foil"]]
+        scores = np.zeros((2, 2))
+        for row, content in enumerate((raw.image, raw.second_image)):
+            pixels = loaded.preprocess(decode_picture(content, ""))[None]
+            for column, caption in enumerate(captions):
+                with torch.no_grad():
+                    image = loaded.model.encode_image(pixels)
+                    scores[row, column] = loaded.model.match(
+                        image, loaded.model.encode_text(*loaded.text([caption]))
+                    )
+        hits.append(swap_scores(scores))
+    for column, name in enumerate(SCORES):
+        figure = result.figures["match", "all", name]
+        assert figure.value == pytest.approx(np.mean([row[column] for row in hits]))
+        assert figure.low <= figure.value <= figure.high
+    assert result.kinds == ("place", "relation", "order", "binding")
+    assert result.swaps == 9
+    one_by_one = evaluate_swaps(loaded, [swap_shards], batch=9)
+    assert one_by_one.figures == result.figures
+
+
+def test_words_are_scored_by_their_likelihood_when_masked(model_folder, swap_shards):
+    loaded = vlp.load(model_folder)
+    head = word_head(loaded)
+    raw = ShardIndex.open(swap_shards).read(0, 0)
+    captions = [raw.annotation.caption, raw.annotation.scene["swap"]["foil"]]
+    scores = np.zeros((2, 2))
+    for column, caption in enumerate(captions):
+        own, other = (loaded.text.words(text)[1:-1] for text in (caption, captions[1 - column]))
+        same_start = next(n for n, (a, b) in enumerate(zip(own, other)) if a != b)
+        same_end = next(n for n, (a, b) in enumerate(zip(own[::-1], other[::-1])) if a != b)
+        asked = range(1 + same_start, 1 + len(own) - same_end)
+        tokens = loaded.text([caption])
+        ids = tokens.text_ids.clone()
+        for place in asked:
+            ids[0, place] = loaded.text.mask_id
+        for row, content in enumerate((raw.image, raw.second_image)):
+            pixels = loaded.preprocess(decode_picture(content, ""))[None]
+            with torch.no_grad():
+                image = loaded.model.encode_image(pixels)
+                text = loaded.model.encode_text(ids, *tokens[1:])
+                states = loaded.model.cross(image, text).text
+                words = loaded.model.text_encoder.embedding.word.weight
+                logits = head(states, words)[0].log_softmax(-1)
+            scores[row, column] = sum(
+                float(logits[place, tokens.text_ids[0, place]]) for place in asked
+            )
+    result = evaluate_swaps(loaded, [swap_shards], limit=1)
+    assert result.scorers == ("dual", "match", "words")
+    assert result.scores[0, 2].tolist() == swap_scores(scores).tolist()
+    headless = evaluate_swaps(loaded._replace(heads={}), [swap_shards], limit=1)
+    assert headless.scorers == ("dual", "match")
+    assert "words, all" not in headless.table().text()
+
+
+def test_what_captions_do_not_share_is_between_start_and_end():
+    ids = torch.tensor([[1, 5, 6, 7, 9, 2, 0], [1, 5, 8, 9, 2, 0, 0]])
+    words = torch.tensor([[0, 1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 0, 0, 0]]).bool()
+    found = differing_words(ids, words)
+    assert found.int().tolist() == [[0, 0, 1, 1, 0, 0, 0], [0, 0, 1, 0, 0, 0, 0]]
+    longer = torch.tensor([[1, 5, 5, 2], [1, 5, 2, 0]])
+    words = torch.tensor([[0, 1, 1, 0], [0, 1, 0, 0]]).bool()
+    assert differing_words(longer, words).int().tolist() == [[0, 0, 1, 0], [0, 0, 0, 0]]
+    assert not differing_words(ids[:1].expand(2, -1), torch.ones(2, 7).bool()).any()
+
+
+def test_without_pictures_nothing_can_be_told(model_folder, swap_shards):
+    loaded = vlp.load(model_folder)
+    torch.nn.init.normal_(loaded.model.match_head.weight)
+    blank = evaluate_swaps(loaded, [swap_shards], view="blank")
+    for scorer in blank.scorers:
+        # One of the two captions wins at both pictures, and every caption's pictures tie.
+        assert blank.figures[scorer, "all", "pair"].value == pytest.approx(0.25)
+        assert blank.figures[scorer, "all", "group"].value == 0
+
+
+def test_report_is_written(model_folder, swap_shards, tmp_path):
+    result = evaluate_swaps(vlp.load(model_folder), [swap_shards], limit=3)
+    result.save(tmp_path)
+    written = json.loads((tmp_path / "swaps.json").read_text())
+    assert written["swaps"] == 3
+    assert written["figures"]["dual/all/pair"]["chance"] == 0.5
+    assert "dual, relation" in (tmp_path / "swaps.md").read_text()
+
+
+def test_other_shards_are_refused(model_folder, scene_shards):
+    with pytest.raises(EvaluationError, match="is not a swap"):
+        evaluate_swaps(vlp.load(model_folder), [scene_shards])
+    with pytest.raises(EvaluationError, match="limit 0"):
+        evaluate_swaps(vlp.load(model_folder), [scene_shards], limit=0)
+    with pytest.raises(EvaluationError, match="no shard folder"):
+        evaluate_swaps(vlp.load(model_folder), [])

@@ -1,0 +1,195 @@
+"""Features as files: equal to the model's, in shard order, from any number of ranks, never half."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from question_shards import coloured, picture, write_shards
+from test_work_sharding import launch
+
+import vlp
+from evaluation.__main__ import main
+from evaluation.core.feature_files import FeatureFiles
+from evaluation.core.samples import EvaluationError, Samples
+from evaluation.core.work_sharding import Ranks
+from evaluation.retrieval.embed import embed, embed_inputs
+from vlp.data.schema import Annotation
+
+ROOT = Path(__file__).resolve().parents[3]
+NAMES = ("captions.jsonl", "captions.npy", "pictures.jsonl", "pictures.npy")
+
+
+def lines(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_rows_are_the_models_features_in_shard_order(model_folder, scene_shards, tmp_path):
+    loaded = vlp.load(model_folder)
+    found = embed(loaded, [scene_shards], tmp_path / "out", batch=4)
+    pictures = np.load(tmp_path / "out" / "pictures.npy", mmap_mode="r")
+    captions = np.load(tmp_path / "out" / "captions.npy", mmap_mode="r")
+    assert (len(pictures), len(captions)) == (found.pictures, found.captions)
+    assert pictures.dtype == np.float32
+    said = lines(tmp_path / "out" / "captions.jsonl")
+    assert [row["key"] for row in lines(tmp_path / "out" / "pictures.jsonl")] == [
+        f"{number:05d}" for number in range(21)
+    ]
+    row = 0
+    for number, sample in enumerate(map(Samples([scene_shards]).read, range(21))):
+        with torch.no_grad():
+            image = loaded.model.encode_image(loaded.preprocess(sample.image)[None]).feature
+            text = loaded.model.encode_text(*loaded.text(sample.captions)).feature
+        assert pictures[number] == pytest.approx(image[0].numpy(), abs=1e-6)
+        for count, caption in enumerate(sample.captions):
+            assert captions[row] == pytest.approx(text[count].numpy(), abs=1e-6)
+            assert (said[row]["text"], said[row]["caption"]) == (caption, count)
+            assert said[row]["pictures"] == number
+            row += 1
+    assert row == found.captions
+
+
+def test_half_precision_limits_and_pictures_without_captions(model_folder, tmp_path):
+    samples = [(picture(side=20), Annotation(image_id="1")), (b"", Annotation()), *coloured(3)]
+    shards = write_shards(tmp_path / "shards", samples)
+    loaded = vlp.load(model_folder)
+    found = embed(loaded, [shards], tmp_path / "out", dtype="float16", limit=4, batch=2)
+    assert (found.pictures, found.captions) == (3, 4)
+    assert found.skipped == {"unreadable picture": 1}
+    assert np.load(tmp_path / "out" / "pictures.npy").dtype == np.float16
+    assert [row["pictures"] for row in lines(tmp_path / "out" / "captions.jsonl")] == [1, 1, 2, 2]
+    plain = write_shards(tmp_path / "plain", samples[:1])
+    embed(loaded, [plain], tmp_path / "none")
+    assert np.load(tmp_path / "none" / "captions.npy").shape == (0, 8)
+
+
+@pytest.mark.distributed
+def test_one_and_two_ranks_write_the_same_files(model_folder, scene_shards, tmp_path):
+    command = ["embed", "--model", str(model_folder), "--shards", str(scene_shards), "--batch", "4"]
+    assert main([*command, "--out", str(tmp_path / "1")]) == 0
+    first, second = launch(2, ["-m", "evaluation", *command, "--out", str(tmp_path / "2")])
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert "21 pictures" in first.stdout
+    for out in ("1", "2"):
+        assert sorted(file.name for file in (tmp_path / out).iterdir()) == list(NAMES)
+    for name in NAMES:
+        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes(), name
+
+
+def test_parts_of_ranks_are_joined_in_their_order(tmp_path, monkeypatch):
+    """Three ranks one after the other in this process, the last one empty."""
+    only_first = lambda self, count, work: [work(0)] if self.first else [None]  # noqa: E731
+    monkeypatch.setattr(Ranks, "map_blocks", only_first)
+    ranks = [
+        FeatureFiles(tmp_path / "out", ("a", "b"), 2, "float32", Ranks(rank, 3))
+        for rank in range(3)
+    ]
+    for number, one in enumerate(ranks[:2]):
+        for step in range(2):
+            value = 10 * number + step
+            first = one.add("a", np.full((2, 2), value), [{"n": value}, {"n": value}])
+            assert first == 2 * step
+            one.add("b", np.full((1, 2), value), [{"a": first + 1}])
+    written = [one._rows for one in ranks]
+    ranks[0]._join(written, {"b": "a"})
+    assert np.load(tmp_path / "out" / "a.npy")[:, 0].tolist() == [0, 0, 1, 1, 10, 10, 11, 11]
+    assert [row["a"] for row in lines(tmp_path / "out" / "b.jsonl")] == [1, 3, 5, 7]
+    assert not (tmp_path / "out.tmp").exists()
+
+
+SLOW = """
+import sys, time
+import evaluation.retrieval.embed
+from evaluation.__main__ import main
+decode = evaluation.retrieval.embed.decode_picture
+def slow(*arguments):
+    time.sleep(0.2)
+    return decode(*arguments)
+evaluation.retrieval.embed.decode_picture = slow
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_killed_run_leaves_no_folder_and_the_next_one_ends_well(
+    model_folder, scene_shards, tmp_path
+):
+    out = tmp_path / "out"
+    command = ["embed", "--model", str(model_folder), "--shards", str(scene_shards)]
+    command += ["--batch", "2", "--out", str(out)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW, *command], cwd=ROOT, stderr=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    part = tmp_path / "out.tmp" / "pictures.0.raw"
+    for _ in range(3000):
+        if part.is_file() and part.stat().st_size:
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=60)
+    assert part.is_file()
+    assert not out.exists()
+    assert main(command) == 0
+    assert len(np.load(out / "pictures.npy")) == 21
+    assert not (tmp_path / "out.tmp").exists()
+
+
+def test_single_inputs_are_printed_or_written(model_folder, tmp_path, capsys):
+    (tmp_path / "red.png").write_bytes(picture())
+    image, texts = str(tmp_path / "red.png"), ["a red circle", "a blue square"]
+    command = ["embed", "--model", str(model_folder), "--image", image, "--text", *texts]
+    assert main(command) == 0
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert printed[0]["image"] == image
+    assert [row["text"] for row in printed[1:]] == texts
+    assert np.linalg.norm(printed[0]["feature"]) == pytest.approx(1, abs=1e-5)
+    assert main([*command, "--out", str(tmp_path / "out")]) == 0
+    capsys.readouterr()
+    written = np.load(tmp_path / "out" / "captions.npy")
+    assert written == pytest.approx(np.array([row["feature"] for row in printed[1:]]), abs=1e-6)
+    assert lines(tmp_path / "out" / "captions.jsonl") == [{"text": text} for text in texts]
+    assert main([*command, "--precision", "bf16"]) == 0
+    half = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    for row, rough in zip(printed, half):
+        assert rough["feature"] != row["feature"]
+        assert rough["feature"] == pytest.approx(row["feature"], abs=0.05)
+    with pytest.raises(EvaluationError, match="nothing to embed"):
+        embed_inputs(vlp.load(model_folder), [], [])
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ([], "give either --shards and --out"),
+        (["--shards", "x"], "--shards needs --out"),
+        (["--shards", "x", "--text", "a", "--out", "y"], "give either"),
+        (["--shards", "x", "--out", "fresh"], "x: there is no such folder of shards"),
+        (["--text", "a", "--out", "taken"], "--out taken: is there already"),
+        (["--image", "gone.png"], "gone.png: cannot be read"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(
+    model_folder, tmp_path, monkeypatch, capsys, more, message
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").write_text("")
+    assert main(["embed", "--model", str(model_folder), *more]) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+def test_shards_without_a_usable_picture(model_folder, tmp_path):
+    shards = write_shards(tmp_path / "bad", [(b"", Annotation(caption="a"))])
+    with pytest.raises(EvaluationError, match=r"no picture could be used; the first: unreadable"):
+        embed(vlp.load(model_folder), [shards], tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from retrieval_stub import StubMatcher, StubModel, make_stub, png, write_numbered
+
+import vlp
+from evaluation.core.feature_cache import Block, BlockCache
+from evaluation.core.samples import EvaluationError
+from evaluation.retrieval.retrieval import evaluate_retrieval
+from vlp.config import ConfigError
+from vlp.data.schema import Annotation
+from vlp.data.shards.shard_index import ShardWriter
+from vlp.metrics.recall import pessimistic_ranks
+from vlp.models.itm_scorer import Matcher
+
+CAPTIONS = [2, 1, 3, 1, 2, 5, 1, 1, 2, 4, 1, 3, 2, 1]
+
+
+@pytest.fixture(autouse=True)
+def stubs_are_matched_by_their_tables(monkeypatch):
+    def matcher(model):
+        return StubMatcher(model) if isinstance(model, StubModel) else Matcher(model)
+
+    monkeypatch.setattr("evaluation.core.encoder.Matcher", matcher)
+
+
+@pytest.fixture
+def numbered(tmp_path):
+    folder = tmp_path / "numbered"
+    write_numbered(folder, CAPTIONS)
+    return folder
+
+
+def slow_recalls(stub, captions, rerank, rerank_by):
+    """Recall from full matrices: candidates outside the nearest fall below all others."""
+    owner = np.repeat(np.arange(len(captions)), captions)
+    right = owner[None] == np.arange(len(captions))[:, None]  # (images, texts)
+    dual = (stub.model.image.double() @ stub.model.text.double().T).float().numpy()
+    match = stub.model.scores.numpy().astype(np.float64)
+    recalls = {}
+    for direction, scores, cross, positive in (
+        ("text_to_image", dual.T, match.T, right.T),
+        ("image_to_text", dual, match, right),
+    ):
+        final = {"dual": scores.astype(np.float64)}
+        if rerank:
+            new = cross + (scores.astype(np.float64) / 0.07 if rerank_by == "sum" else 0)
+            order = np.argsort(-scores, axis=1, kind="stable")
+            ranked = scores.astype(np.float64) - 1e6
+            for query, near in enumerate(order[:, :rerank]):
+                ranked[query, near] = new[query, near]
+            final["rerank"] = ranked
+        for stage, table in final.items():
+            ranks = pessimistic_ranks(table, positive)
+            for k in (1, 5, 10):
+                recalls[stage, direction, f"R@{k}"] = (ranks < k).mean()
+    return recalls
+
+
+@pytest.mark.parametrize(
+    ("rerank", "rerank_by"), [(0, "sum"), (4, "sum"), (4, "match"), (99, "match")]
+)
+@pytest.mark.parametrize("batch", [4, 100])
+def test_recall_equals_the_full_matrices(numbered, rerank, rerank_by, batch):
+    stub = make_stub(CAPTIONS)
+    result = evaluate_retrieval(
+        stub, [numbered], rerank=rerank, rerank_by=rerank_by, batch=batch, match_batch=3
+    )
+    expected = slow_recalls(stub, CAPTIONS, rerank, rerank_by)
+    assert (result.images, result.texts) == (len(CAPTIONS), sum(CAPTIONS))
+    for key, value in expected.items():
+        figure = result.figures[key]
+        assert figure.value == pytest.approx(value), key
+        assert figure.low <= figure.value <= figure.high
+    dual = [
+        expected["dual", side, f"R@{k}"]
+        for side in ("text_to_image", "image_to_text")
+        for k in (1, 5, 10)
+    ]
+    assert result.mean("dual").value == pytest.approx(np.mean(dual))
+    assert result.mean("dual", "text_to_image").value == pytest.approx(np.mean(dual[:3]))
+    assert result.recall("dual", "text_to_image", 1).chance == pytest.approx(1 / len(CAPTIONS))
+    # No pair is matched twice, and a call never exceeds its batch.
+    pairs = sum(stub.model.calls)
+    assert pairs <= min(rerank, 14) * sum(CAPTIONS) + min(rerank, 29) * 14
+    assert max(stub.model.calls, default=0) <= 3
+
+
+def test_dropped_blocks_change_nothing(numbered):
+    stub = make_stub(CAPTIONS)
+    plenty = evaluate_retrieval(stub, [numbered], rerank=5, batch=2)
+    none = evaluate_retrieval(stub, [numbered], rerank=5, batch=2, memory=0)
+    assert plenty == none
+
+
+def test_an_unlearned_match_head_leaves_the_order(numbered):
+    stub = make_stub(CAPTIONS)
+    stub.model.scores.fill_(-2.0)
+    result = evaluate_retrieval(stub, [numbered], rerank=6)
+    for k in (1, 5, 10):
+        for direction in ("text_to_image", "image_to_text"):
+            assert result.recall("dual", direction, k) == result.recall("rerank", direction, k)
+
+
+def test_collapsed_features_score_zero(numbered):
+    stub = make_stub(CAPTIONS)
+    stub.model.image = torch.ones_like(stub.model.image)
+    result = evaluate_retrieval(stub, [numbered])
+    assert result.recall("dual", "text_to_image", 10).value == 0
+
+
+def test_samples_of_one_picture_become_one_picture(tmp_path):
+    """One row per caption, as some corpora come, against one row per picture."""
+    apart = tmp_path / "apart"
+    with ShardWriter(apart, samples_per_shard=4) as writer:
+        for number, count in enumerate(CAPTIONS):
+            for slot in range(count):
+                annotation = Annotation(
+                    caption=f"{number} {slot}", source="s", image_id=str(number)
+                )
+                writer.write(f"{number}-{slot}", png((number, 0, 0)), "png", annotation)
+    together = tmp_path / "together"
+    write_numbered(together, CAPTIONS)
+    stub = make_stub(CAPTIONS)
+    one = evaluate_retrieval(stub, [apart], rerank=4, batch=3)
+    other = evaluate_retrieval(stub, [together], rerank=4, batch=3)
+    assert one.images == len(CAPTIONS)
+    assert one.figures == other.figures
+
+
+def test_several_folders_are_one_set_and_limit_cuts_it(tmp_path, numbered):
+    stub = make_stub(CAPTIONS)
+    assert evaluate_retrieval(stub, [numbered], limit=5).images == 5
+    again = tmp_path / "again"
+    with ShardWriter(again) as writer:
+        writer.write("x", png((3, 0, 0)), "png", Annotation(captions=["3 0"]))
+    result = evaluate_retrieval(stub, [numbered, again])
+    assert (result.images, result.texts) == (len(CAPTIONS) + 1, sum(CAPTIONS) + 1)
+
+
+def test_bad_samples_are_counted_and_named(tmp_path):
+    folder = tmp_path / "bad"
+    with ShardWriter(folder, samples_per_shard=3) as writer:
+        for number in range(3):
+            writer.write(str(number), png((number, 0, 0)), "png", Annotation(caption=f"{number} 0"))
+        writer.write("blank", png((1, 0, 0)), "png", Annotation(caption="  "))
+        writer.write("broken", png((1, 0, 0))[:-30], "png", Annotation(caption="1 0"))
+    result = evaluate_retrieval(make_stub([1, 1, 1]), [folder], batch=2)
+    assert result.images == 3
+    assert result.skipped == {"no text": 1, "unreadable picture": 1}
+    assert "1 no text, 1 unreadable picture" in result.table().text()
+
+
+def test_nothing_to_evaluate_is_one_clear_error(tmp_path):
+    folder = tmp_path / "blank"
+    with ShardWriter(folder) as writer:
+        writer.write("blank", png((1, 0, 0)), "png", Annotation())
+    with pytest.raises(EvaluationError, match="no usable sample in 1 \\(1 no text\\)"):
+        evaluate_retrieval(make_stub([1]), [folder])
+    with pytest.raises(ConfigError, match="no such folder"):
+        evaluate_retrieval(make_stub([1]), [tmp_path / "missing"])
+    with pytest.raises(EvaluationError, match="cannot be negative"):
+        evaluate_retrieval(make_stub([1]), [folder], rerank=-1)
+
+
+def test_report_files_hold_the_printed_figures(tmp_path, numbered):
+    result = evaluate_retrieval(make_stub(CAPTIONS), [numbered], rerank=4)
+    folder = result.save(tmp_path / "out")
+    written = json.loads((folder / "retrieval.json").read_text())
+    first = written["figures"][0]
+    assert (first["stage"], first["direction"], first["name"]) == ("dual", "text_to_image", "R@1")
+    assert first["value"] == result.recall("dual", "text_to_image", 1).value
+    markdown = (folder / "retrieval.md").read_text()
+    cell = result.recall("rerank", "image_to_text", 5).percent()
+    assert cell in markdown
+    assert cell in result.table().text()
+    heads = [line for line in markdown.splitlines() if line.startswith("|")]
+    assert len({line.count("|") for line in heads}) == 1
+
+
+def test_block_cache_drops_the_least_recently_used():
+    encoded = []
+
+    def encode(key):
+        encoded.append(key)
+        return Block((torch.zeros(10),), key)  # 40 bytes
+
+    cache = BlockCache(encode, 100)
+    assert [cache[key].extra for key in (1, 2, 1, 3, 1, 2)] == [1, 2, 1, 3, 1, 2]
+    assert encoded == [1, 2, 3, 2]
+
+
+def test_a_real_model_keeps_its_mode_and_gives_the_same_table_twice(model_folder, scene_shards):
+    loaded = vlp.load(model_folder)
+    loaded.model.train()
+    first = evaluate_retrieval(loaded, [scene_shards], rerank=4, batch=8)
+    assert loaded.model.training
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        second = evaluate_retrieval(loaded, [scene_shards], rerank=4, batch=8, memory=0)
+    assert first == second
+    assert first.images == 21
+    assert 0 <= first.recall("rerank", "text_to_image", 10).value <= 1
+
+
+def test_real_reranking_equals_matching_every_pair(model_folder, scene_shards):
+    """All pairs through the public calls in one batch, against blocks and nearest candidates."""
+    from evaluation.core.samples import Samples
+
+    loaded = vlp.load(model_folder)
+    samples = [Samples([scene_shards], 6).read(place) for place in range(6)]
+    texts = [text for sample in samples for text in sample.captions]
+    owner = np.repeat(np.arange(6), [len(sample.captions) for sample in samples])
+    with torch.no_grad():
+        image = loaded.model.encode_image(
+            torch.stack([loaded.preprocess(sample.image) for sample in samples])
+        )
+        text = loaded.model.encode_text(*loaded.text(texts))
+        rows = torch.arange(6).repeat_interleave(len(texts))
+        columns = torch.arange(len(texts)).repeat(6)
+        scores = loaded.model.match(image.select(rows), text.select(columns)).view(6, -1)
+    ranks = pessimistic_ranks(scores.numpy().T, owner[:, None] == np.arange(6))
+    result = evaluate_retrieval(
+        loaded, [scene_shards], rerank=6, rerank_by="match", limit=6, batch=4
+    )
+    for k in (1, 5):
+        assert result.recall("rerank", "text_to_image", k).value == pytest.approx(
+            (ranks < k).mean()
+        )

@@ -1,0 +1,211 @@
+"""Paired differences against slow references and known answers, and results that do not match."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+from pair_shards import statement_shards, tiny_folder
+from scipy import stats
+
+import vlp
+from evaluation.__main__ import main
+from evaluation.core.json_lines import write_lines
+from evaluation.core.samples import EvaluationError
+from evaluation.downstream import evaluate_task
+from evaluation.retrieval.retrieval import evaluate_retrieval
+from evaluation.suite.compare import compare
+from evaluation.suite.item_tests import item_difference, sign_flip_p
+from vlp.tasks.downstream.init_from import start_parts
+from vlp.tasks.downstream.pair_classification import Claims, StatementsConfig
+
+
+def slow_sign_flip(differences):
+    observed = abs(sum(differences))
+    sums = [
+        abs(sum(sign * one for sign, one in zip(signs, differences)))
+        for signs in itertools.product((1, -1), repeat=len(differences))
+    ]
+    return np.mean([one >= observed - 1e-12 for one in sums])
+
+
+def test_the_sign_flip_test_tries_all_signs_of_few_pictures():
+    differences = np.array([1.0, 2.0, -0.5, 0.0, 1.5, 1.0])
+    assert sign_flip_p(differences) == pytest.approx(slow_sign_flip(differences))
+    assert sign_flip_p(np.zeros(5)) == 1
+    assert sign_flip_p(np.ones(10)) == pytest.approx(2 / 1024)
+
+
+def test_drawn_signs_come_close_to_all_signs():
+    differences = np.random.default_rng(0).normal(0.4, 1, 16)
+    assert sign_flip_p(differences, 40_000) == pytest.approx(slow_sign_flip(differences), abs=0.01)
+    assert sign_flip_p(np.ones(200), 999) == pytest.approx(1 / 1000)
+
+
+def test_mcnemar_is_the_binomial_test_of_the_items_that_differ():
+    first, second = np.zeros(40), np.zeros(40)
+    first[:3], second[3:15] = 1, 1
+    found = item_difference(first, second, range(40))
+    assert found.mcnemar == pytest.approx(stats.binomtest(12, 15).pvalue)
+    assert (found.only_first, found.only_second) == (3, 12)
+    assert found.difference == pytest.approx(9 / 40)
+    assert found.low <= found.difference <= found.high
+    assert item_difference(first, second / 2, range(40)).mcnemar is None
+    assert item_difference(first, first, range(40)).mcnemar == 1
+
+
+def test_items_of_one_picture_are_one_draw():
+    """Ten times the same item of a picture must not look like ten times the evidence."""
+    rng = np.random.default_rng(0)
+    first, second = (rng.random(30) < share for share in (0.4, 0.6))
+    once = item_difference(first * 1.0, second * 1.0, range(30))
+    often = item_difference(
+        np.repeat(first, 10) * 1.0, np.repeat(second, 10) * 1.0, np.repeat(np.arange(30), 10)
+    )
+    assert often.p == once.p
+    assert (often.low, often.high) == pytest.approx((once.low, once.high))
+    assert often.mcnemar is not None
+    assert once.mcnemar is not None
+    assert often.mcnemar < once.mcnemar, "McNemar's is over items"
+
+
+def test_no_items_or_other_lengths_are_refused():
+    with pytest.raises(ValueError, match="one at least"):
+        item_difference(np.zeros(0), np.zeros(0), [])
+    with pytest.raises(ValueError, match="2 and 1 values"):
+        item_difference(np.zeros(2), np.zeros(1), [0, 1])
+
+
+@pytest.fixture(scope="module")
+def statements(tmp_path_factory):
+    """Results of two heads on the same pairs of pictures, in folders `a` and `b`."""
+    folder = tmp_path_factory.mktemp("statements")
+    shards = statement_shards(folder / "shards", 24)
+    parts, _ = start_parts(str(tiny_folder(folder / "model")), {})
+    task = Claims(StatementsConfig.model_validate({"data": {"train": ["unused"]}}), parts)
+    results = []
+    for name in ("a", "b"):
+        result = evaluate_task(task, [shards], resamples=2)
+        result.save(folder / name)
+        results.append(result)
+        task.head[-1].weight.data.neg_()
+        task.head[-1].bias.data.neg_()
+    return folder, results
+
+
+def test_figures_are_those_of_the_two_results(statements):
+    folder, (one, other) = statements
+    found = compare(folder / "a", folder / "b").differences
+    assert {"accuracy", "consistency"} <= found.keys()
+    for name, difference in found.items():
+        assert difference.first == pytest.approx(one.figures[name].value), name
+        assert difference.second == pytest.approx(other.figures[name].value), name
+    changed = [a != b for a, b in zip(one.predictions, other.predictions)]
+    assert any(changed)
+    accuracy = found["accuracy"]
+    assert accuracy.only_first + accuracy.only_second == sum(changed)
+
+
+def test_a_result_does_not_differ_from_itself(statements):
+    folder, _ = statements
+    found = compare(folder / "a", folder / "a" / "statements.predictions.jsonl")
+    for one in found.differences.values():
+        assert (one.difference, one.low, one.high, one.p) == (0, 0, 0, 1)
+
+
+def test_retrieval_is_compared_query_by_query(model_folder, scene_shards, tmp_path):
+    loaded = vlp.load(model_folder)
+    dual = evaluate_retrieval(loaded, [scene_shards], resamples=5)
+    both = evaluate_retrieval(loaded, [scene_shards], rerank=6, rerank_by="match", resamples=5)
+    dual.save(tmp_path / "dual")
+    both.save(tmp_path / "both")
+    found = compare(tmp_path / "dual", tmp_path / "both", draws=50)
+    assert set(found.differences) == {
+        f"{arrow} R@{k}, dual" for arrow in ("text → image", "image → text") for k in (1, 5, 10)
+    }
+    again = compare(tmp_path / "both", tmp_path / "both", draws=50).differences
+    for direction, arrow in (("text_to_image", "text → image"), ("image_to_text", "image → text")):
+        for stage in ("dual", "rerank"):
+            for k in (1, 5, 10):
+                own = again[f"{arrow} R@{k}, {stage}"]
+                assert own.first == pytest.approx(both.recall(stage, direction, k).value)
+    assert found.pictures == 21
+
+
+def test_retrieval_rows_name_picture_caption_and_ranks(model_folder, scene_shards):
+    result = evaluate_retrieval(vlp.load(model_folder), [scene_shards], rerank=3, resamples=2)
+    texts = [row for row in result.predictions if row["direction"] == "text_to_image"]
+    images = [row for row in result.predictions if row["direction"] == "image_to_text"]
+    assert (len(texts), len(images)) == (result.texts, result.images)
+    assert [row["key"] for row in images] == [f"{number:05d}" for number in range(21)]
+    first = [row for row in texts if row["key"] == "00000"]
+    assert [row["caption"] for row in first] == list(range(len(first)))
+    assert texts[len(first)]["key"] == "00001"
+    assert min(row["ranks"]["dual"] for row in result.predictions) == 1
+    for stage in ("dual", "rerank"):
+        hits = np.mean([row["ranks"][stage] <= 5 for row in texts])
+        assert hits == pytest.approx(result.recall(stage, "text_to_image", 5).value)
+
+
+def rows(*items):
+    return [
+        {"key": key, "text": "t", "label": label, "picture": key, "prediction": "x",
+         "scores": {"accuracy": score}}
+        for key, label, score in items
+    ]  # fmt: skip
+
+
+def test_other_items_are_named(tmp_path):
+    write_lines(tmp_path / "a.jsonl", rows(*((f"{n:02d}", "x", 1) for n in range(9))))
+    write_lines(tmp_path / "b.jsonl", rows(("00", "x", 1), ("other", "x", 0)))
+    with pytest.raises(EvaluationError) as problem:
+        compare(tmp_path / "a.jsonl", tmp_path / "b.jsonl")
+    message = str(problem.value)
+    assert "a.jsonl lacks other t" in message
+    assert "b.jsonl lacks 01 t, 02 t, 03 t, 04 t, 05 t and 3 more" in message
+    write_lines(tmp_path / "b.jsonl", rows(*((f"{n:02d}", "y", 1) for n in range(9))))
+    with pytest.raises(EvaluationError, match="not the same labels: 00 t is x in"):
+        compare(tmp_path / "a.jsonl", tmp_path / "b.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ("nowhere", "neither a folder nor a file"),
+        ("empty", "holds no *.predictions.jsonl"),
+        ("vqa", "no results of the same task in both"),
+        ("torn.jsonl", "torn.jsonl, line 1: not JSON"),
+        ("unjudged.jsonl", "nothing in it was judged"),
+        ("queries.jsonl", "results of different tasks"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_line_and_code_2(tmp_path, capsys, second, message):
+    first = tmp_path / "first" / "entailment.predictions.jsonl"
+    write_lines(first, rows(("0", "x", 1)))
+    (tmp_path / "empty").mkdir()
+    write_lines(tmp_path / "vqa" / "vqa.predictions.jsonl", [{"key": "0", "question_id": 1}])
+    (tmp_path / "torn.jsonl").write_text('{"key": ')
+    write_lines(tmp_path / "unjudged.jsonl", [{"key": "0", "prediction": "x"}])
+    write_lines(
+        tmp_path / "queries.jsonl",
+        [{"direction": "image_to_text", "key": "0", "ranks": {"dual": 1}}],
+    )
+    is_file = second.endswith(".jsonl")
+    code = main(["compare", str(first if is_file else first.parent), str(tmp_path / second)])
+    error = capsys.readouterr().err.strip()
+    assert code == 2
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+def test_the_command_prints_and_writes(statements, tmp_path, capsys):
+    folder, _ = statements
+    command = ["compare", str(folder / "a"), str(folder / "b"), "--draws", "99"]
+    assert main([*command, "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "consistency" in printed
+    assert "McNemar" in printed
+    written = json.loads((tmp_path / "compare.json").read_text())
+    assert written["figures"]["accuracy"]["items"] == 24

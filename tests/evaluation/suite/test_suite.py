@@ -1,0 +1,311 @@
+"""Suites: what is missing is judged, what is there is kept, what fails is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+import yaml
+from pair_shards import annotated_shards, entailment_shards, tiny_folder
+from test_work_sharding import launch
+
+import evaluation.suite.suite
+from evaluation.__main__ import main
+from evaluation.core.results import Figure
+from evaluation.core.saved_results import saved_figures
+from evaluation.suite.suite import SuiteResult, run_suite
+from evaluation.suite.suite_config import SuiteConfig, ZeroShotJob
+from evaluation.suite.suite_jobs import job_key, model_checksum
+from vlp.config import ConfigError, load_config
+from vlp.data.scenes.annotation import annotation
+from vlp.data.scenes.render import encode_png, render
+from vlp.data.scenes.sample import sample_scene
+from vlp.tasks.downstream.init_from import start_parts
+from vlp.tasks.downstream.pair_classification import Claims, EntailmentConfig
+
+ROOT = Path(__file__).resolve().parents[3]
+PICTURE = encode_png(render(sample_scene(0, 3, image_size=16)))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A plain and a fine-tuned folder, shards of scenes and of hypotheses."""
+    root = tmp_path_factory.mktemp("suite")
+    plain = tiny_folder(root / "plain")
+    parts, _ = start_parts(str(plain), {})
+    task = Claims(EntailmentConfig.model_validate({"data": {"train": ["unused"]}}), parts)
+    task.save_model(root / "fine", task.state_dict())
+    scenes = [annotation(sample_scene(0, number, image_size=16)) for number in range(5)]
+    annotated_shards(root / "scenes", scenes, PICTURE)
+    entailment_shards(root / "claims", 8)
+    return root
+
+
+def suite(data, *more):
+    """A configuration of one model on two tasks, and what else is given."""
+    tasks = [
+        {"task": "retrieval", "model": str(data / "plain"), "shards": [str(data / "scenes")],
+         "rerank": 2},
+        {"task": "entailment", "shards": [str(data / "claims")], "batch": 3},
+    ]  # fmt: skip
+    return {"models": [{"name": "one", "model": str(data / "fine"), "tasks": tasks}, *more]}
+
+
+def written(tmp_path, values):
+    file = tmp_path / "suite.yaml"
+    file.write_text(yaml.safe_dump(values))
+    return file
+
+
+def test_everything_is_judged_once_and_kept(data, tmp_path, capsys, monkeypatch):
+    other = {"name": "two", "model": str(data / "plain"),
+             "tasks": [suite(data)["models"][0]["tasks"][0]]}  # fmt: skip
+    file = written(tmp_path, suite(data, other))
+    command = ["all", "--config", str(file), "--out", str(tmp_path / "out")]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("judged in") == 3
+    summary = printed.split("All models")[1]
+    entailment = json.loads(
+        (tmp_path / "out" / "one" / "entailment" / "entailment.json").read_text()
+    )
+    accuracy = saved_figures(entailment).figures["accuracy"].percent()
+    assert accuracy in summary
+    assert "–" in summary, "the second model has no entailment"
+    assert (tmp_path / "out" / "one" / "retrieval" / "retrieval.predictions.jsonl").is_file()
+    before = (tmp_path / "out" / "all.md").read_text()
+
+    monkeypatch.setattr(evaluation.suite.suite, "run_job", None)  # nothing may be judged again
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("kept") == 3
+    assert (tmp_path / "out" / "all.md").read_text() == before
+
+
+def test_an_interrupted_suite_goes_on(data, tmp_path, monkeypatch):
+    config = SuiteConfig.model_validate(suite(data))
+    judged, real = [], evaluation.suite.suite.run_job
+
+    def interrupted(job, *more):
+        judged.append(job.label)
+        if job.label == "entailment" and len(judged) == 2:
+            raise KeyboardInterrupt
+        return real(job, *more)
+
+    monkeypatch.setattr(evaluation.suite.suite, "run_job", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_suite(config, tmp_path)
+    assert not (tmp_path / "one" / "entailment").exists()
+    result = run_suite(config, tmp_path)
+    assert judged == ["retrieval", "entailment", "entailment"]
+    assert set(result.results) == {("one", "retrieval"), ("one", "entailment")}
+
+
+@pytest.mark.parametrize("change", ["model", "option", "shards", "damage"])
+def test_what_a_result_depends_on_is_judged_anew(data, tmp_path, monkeypatch, change):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in (data / "fine").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    shards = tmp_path / "claims"
+    entailment_shards(shards, 3)
+
+    def config(**options):
+        tasks = [{"task": "entailment", "shards": [str(shards)], **options}]
+        return SuiteConfig.model_validate(
+            {"models": [{"name": "m", "model": str(folder), "tasks": tasks}]}
+        )
+
+    out, judged, real = tmp_path / "out", [], evaluation.suite.suite.run_job
+    monkeypatch.setattr(
+        evaluation.suite.suite,
+        "run_job",
+        lambda job, *more: (judged.append(job), real(job, *more))[1],
+    )
+    run_suite(config(), out)
+    (folder / "README.md").write_text("a card is none of the model's files")
+    (folder / "evaluation").mkdir()
+    run_suite(config(), out)
+    assert len(judged) == 1
+    options = {}
+    if change == "model":
+        (folder / "task.json").write_text((folder / "task.json").read_text() + " ")
+    if change == "option":
+        options = {"limit": 2}
+    if change == "shards":
+        for file in shards.iterdir():
+            file.unlink()
+        entailment_shards(shards, 4)
+    if change == "damage":
+        (out / "m" / "entailment" / "entailment.json").write_text('{"task": ')
+    run_suite(config(**options), out)
+    assert len(judged) == 2
+
+
+def test_one_that_fails_is_named_and_the_rest_goes_on(data, tmp_path, capsys):
+    values = suite(
+        data,
+        {"name": "gone", "model": "./nowhere", "tasks": suite(data)["models"][0]["tasks"][1:]},
+    )
+    values["models"][0]["tasks"].insert(
+        0, {"task": "vqa", "shards": [str(data / "scenes")], "name": "asked"}
+    )
+    values["models"][0]["tasks"].insert(1, {"task": "pointing", "shards": [str(data / "none")]})
+    file = written(tmp_path, values)
+    assert main(["all", "--config", str(file), "--out", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr()
+    errors = [line for line in said.err.splitlines() if line.startswith("failed: ")]
+    assert len(errors) == 3
+    assert "one/asked: " in errors[0]
+    assert "is fine-tuned for entailment, not for vqa" in errors[0]
+    assert "no such folder of shards" in errors[1]
+    assert "gone/entailment: there is no model folder ./nowhere" in errors[2]
+    assert "All models" in said.out
+    assert "failed" in said.out.split("All models")[1]
+    content = json.loads((tmp_path / "out" / "all.json").read_text())
+    assert {one["name"] for one in content["results"]} == {"retrieval", "entailment"}
+    assert len(content["failures"]) == 3
+
+
+@pytest.mark.distributed
+def test_one_and_two_ranks_write_the_same(data, tmp_path):
+    file = written(tmp_path, suite(data))
+    command = ["all", "--config", str(file), "--out"]
+    assert main([*command, str(tmp_path / "1")]) == 0
+    first, second = launch(2, ["-m", "evaluation", *command, str(tmp_path / "2")])
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert "All models" in first.stdout
+    assert second.stdout == ""
+    for name in ("all.md", "all.json", "one/entailment/entailment.predictions.jsonl"):
+        assert (tmp_path / "1" / name).read_text() == (tmp_path / "2" / name).read_text()
+
+
+JOB = {"task": "retrieval", "shards": ["s"], "model": "m"}
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        ([{"name": "a", "tasks": [{"task": "guessing", "shards": ["s"]}]}], "'retrieval'"),
+        ([{"name": "a", "tasks": [{**JOB, "reranc": 3}]}], "did you mean 'rerank'?"),
+        ([{"name": "a", "tasks": [{**JOB, "colour": 3}]}], "it has task, shards, name"),
+        ([{"name": "a", "tasks": [{**JOB, "rerank_by": "match"}]}], "give rerank, too"),
+        (
+            [
+                {
+                    "name": "a",
+                    "tasks": [{**JOB, "task": "zeroshot", "classes": "c", "match_by": "match"}],
+                }
+            ],
+            "give match, too",
+        ),
+        (
+            [
+                {
+                    "name": "a",
+                    "tasks": [{**JOB, "task": "grounding", "by": "similarity", "layer": 1}],
+                }
+            ],
+            "layer is of Grad-CAM",
+        ),
+        ([{"name": "a", "tasks": [JOB, JOB]}], "give each a `name`"),
+        ([{"name": "a", "tasks": [{"task": "swaps", "shards": ["s"]}]}], "has a model"),
+        ([{"name": "a", "tasks": [JOB]}, {"name": "a", "tasks": [JOB]}], "are called 'a'"),
+        (
+            [{"name": "a", "tasks": [JOB]}, {"name": "b", "tasks": [{**JOB, "shards": ["t"]}]}],
+            "other shards, in b than in a",
+        ),
+        ([{"name": "../a", "tasks": [JOB]}], "name"),
+        ([], "models"),
+    ],
+)
+def test_configurations_that_cannot_be_used(tmp_path, capsys, models, message):
+    file = written(tmp_path, {"models": models})
+    assert main(["all", "--config", str(file)]) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error
+    assert str(file) in error
+    assert error.startswith("error: ")
+    with pytest.raises(ConfigError):
+        load_config(file, SuiteConfig)
+
+
+@pytest.mark.parametrize("name", ["paper", "scenes"])
+def test_the_examples_are_valid(name):
+    config = load_config(ROOT / "configs" / "evaluation" / f"{name}.yaml", SuiteConfig)
+    assert config.models[0].tasks
+
+
+def test_checksums_tell_names_and_contents(tmp_path):
+    (tmp_path / "a").write_bytes(b"x")
+    sums = {model_checksum(tmp_path)}
+    (tmp_path / "a").write_bytes(b"y")
+    sums.add(model_checksum(tmp_path))
+    (tmp_path / "a").rename(tmp_path / "b")
+    sums.add(model_checksum(tmp_path))
+    (tmp_path / "README.md").write_text("a card")
+    sums.add(model_checksum(tmp_path))
+    assert len(sums) == 3
+
+
+def test_figures_of_every_kind_are_read(data, model_folder, scene_shards, tmp_path):
+    tasks = [
+        {"task": "pointing", "shards": [str(scene_shards)]},
+        {"task": "grounding", "shards": [str(scene_shards)], "limit": 5},
+    ]
+    config = {"models": [{"name": "m", "model": str(model_folder), "tasks": tasks}]}
+    result = run_suite(SuiteConfig.model_validate(config), tmp_path)
+    assert result.failures == {}
+    for (_, label), content in result.results.items():
+        saved = saved_figures(content)
+        assert saved.main in saved.figures, label
+    with pytest.raises(ValueError, match="not the figures of a result"):
+        saved_figures({"task": "vqa", "figures": {}})
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_data_without_an_index_are_known_by_their_files(data, tmp_path, packed):
+    folder, classes = tmp_path / "pictures", tmp_path / "classes.txt"
+    classes.write_text("red\nblue\n")
+    place = tmp_path / "pictures.tar" if packed else folder
+
+    def key():
+        if packed:
+            with tarfile.open(place, "w") as tar:
+                tar.add(folder, "pictures")
+            os.utime(place, ns=(0, folder.joinpath("red", "0.png").stat().st_mtime_ns))
+        job = ZeroShotJob(shards=(str(place),), classes=str(classes))
+        return job_key(job, data / "plain", {})
+
+    for colour in ("red", "blue"):
+        (folder / colour).mkdir(parents=True)
+        (folder / colour / "0.png").write_bytes(PICTURE)
+    first = key()
+    assert key() == first
+    (folder / "red" / "0.png").write_bytes(PICTURE[::-1])
+    os.utime(folder / "red" / "0.png", ns=(0, 10**9))
+    changed = key()
+    (folder / "blue" / "1.png").write_bytes(PICTURE * 40)
+    assert len({first, changed, key()}) == 3
+
+
+def test_notes_and_skipped_items_stand_under_the_table_of_all():
+    def content(bleu, *notes, **more):
+        figures = {"cider": (0.5, 0.4, 0.6), "bleu4": (bleu, bleu, bleu)}
+        told = {name: Figure(*three, 0.0)._asdict() for name, three in figures.items()}
+        return {"task": "caption", "shards": ["s"], "figures": told, "notes": notes, **more}
+
+    results = {
+        ("a", "caption"): content(0.3, "bleu4 has no interval.", "No SPICE."),
+        ("b", "caption"): content(0.2, "bleu4 has no interval.", skipped={"no text": 2}),
+    }
+    table, _ = SuiteResult(("a", "b"), ("caption",), results, {}).tables()
+    assert table.rows[1] == ["bleu4", "30.0", "20.0", ""]
+    assert list(table.notes[1:]) == [
+        "bleu4 has no interval.",
+        "a: No SPICE.",
+        "b: Skipped: 2 no text.",
+    ]

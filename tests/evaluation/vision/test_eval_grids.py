@@ -1,0 +1,119 @@
+"""Exact matches on real test pairs and their held-out variants, against greedy writing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from evaluation.vision import grids as evaluation_grids
+from evaluation.vision.grids import evaluate
+from vlp.config import ConfigError
+from vlp.data.vision.arc.grid_tokens import to_grid, to_tokens
+from vlp.data.vision.arc.grid_variants import held_out_variants
+from vlp.data.vision.arc.grids import open_grids
+from vlp.data.vision.arc.rules import RULES
+from vlp.models.vision.grids import GridTransformer, Question
+from vlp.tasks.vision.grids import Grids, GridsConfig
+
+NAMES = ("74dd1130", "25ff71a9")
+
+
+@pytest.fixture(scope="module")
+def archive(shared):
+    return shared / "data_tasks" / "arc_agi1" / "arc_agi1.tar.gz"
+
+
+def task(path, *names, **data):
+    return Grids(
+        GridsConfig.model_validate(
+            {
+                "model": {"width": 16, "encoder_layers": 1, "decoder_layers": 1, "heads": 2,
+                          "feed_forward": 16, "positions": [{"name": "sine-2d"}]},
+                "data": {"path": str(path), "size": 3, "tasks": [{"name": n} for n in names]}
+                | data,
+            }
+        )
+    )  # fmt: skip
+
+
+class Knowing(GridTransformer):
+    """Answers by the tasks' rules, but for those it is told to get wrong."""
+
+    wrong: tuple[str, ...] = ()
+
+    def forward(self, question: Question, outputs: torch.Tensor) -> torch.Tensor:
+        logits = torch.zeros(*outputs.shape, 14)
+        for row, (inputs, number) in enumerate(zip(question.inputs, question.tasks.tolist())):
+            answer = RULES[NAMES[number]].answer(to_grid(inputs.numpy(), 3))
+            if NAMES[number] in self.wrong:
+                answer = (answer + 1) % 10
+            logits[row, range(16), torch.from_numpy(to_tokens(np.ascontiguousarray(answer), 3))] = 1
+        return logits
+
+
+def test_right_answers_are_counted_task_by_task(archive):
+    judged = task(archive, *NAMES, variants=7)
+    judged.model.__class__ = Knowing
+    assert evaluate(judged) == {
+        f"{kind}{name}": 100.0
+        for kind in ("exact", "original")
+        for name in ("", *(f"/{one}" for one in NAMES))
+    }
+    judged.model.wrong = ("74dd1130",)
+    figures = evaluate(judged)
+    assert (figures["exact"], figures["exact/74dd1130"], figures["exact/25ff71a9"]) == (50, 0, 100)
+
+
+def test_one_pass_says_what_greedy_writing_gives(archive):
+    judged = task(archive, *NAMES, variants=12)
+    for parameter in judged.model.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    # What it writes stands for what is asked for, every other time with one token changed.
+    asked = evaluation_grids._questions(judged.config.data)
+    batch = evaluation_grids.collate_grids(3, [one.sample for one in asked])
+    with torch.no_grad():
+        written = judged.model.generate(Question(batch.inputs, batch.boxes, batch.tasks))
+    expected = written.clone()
+    expected[::2, 3] = (expected[::2, 3] + 1) % 14
+    with torch.no_grad():
+        question = Question(batch.inputs, batch.boxes, batch.tasks)
+        one_pass = (judged.model(question, expected).argmax(-1) == expected).all(-1)
+    assert torch.equal(one_pass, (written == expected).all(-1))
+    assert one_pass[1::2].all()
+
+
+def test_questions_are_the_test_pairs_and_their_held_out_variants(archive, monkeypatch):
+    judged = task(archive, *NAMES, variants=5)
+    asked = evaluation_grids._questions(judged.config.data)
+    tasks = open_grids(judged.config.data)
+    # 74dd1130 has one test pair, 25ff71a9 two.
+    assert [one.name for one in asked] == ["74dd1130"] * 6 + ["25ff71a9"] * 12
+    assert sum(not one.varied for one in asked) == 3
+    assert np.array_equal(to_grid(asked[0].sample.inputs.numpy(), 3), tasks[NAMES[0]].test[0].input)
+    assert np.array_equal(
+        to_grid(asked[12].sample.outputs.numpy(), 3), tasks[NAMES[1]].test[1].output
+    )
+    variants = held_out_variants(RULES[NAMES[0]].symmetry, 5, np.random.default_rng(0))
+    for variant, one in zip(variants, asked[1:6], strict=True):
+        for tokens, grid in zip(one.sample[:2], tasks[NAMES[0]].test[0], strict=True):
+            assert np.array_equal(to_grid(tokens.numpy(), 3), variant(grid))
+    # Batches of every size give the same.
+    figures = evaluate(judged)
+    monkeypatch.setattr(evaluation_grids, "TOKENS", 1)
+    assert evaluate(judged) == figures
+
+
+def test_limit_spreads_over_the_tasks(archive):
+    figures = evaluate(task(archive, *NAMES, variants=5), limit=2)
+    assert set(figures) == {"original", "original/74dd1130", "exact", "exact/25ff71a9"}
+
+
+def test_tasks_without_held_out_variants_have_no_figure_of_them(archive):
+    figures = evaluate(task(archive, "74dd1130", variants=0))
+    assert set(figures) == {"original", "original/74dd1130"}
+
+
+def test_missing_data_is_refused():
+    with pytest.raises(ConfigError, match="neither a folder nor a tar file"):
+        evaluate(task("nowhere", "74dd1130"))

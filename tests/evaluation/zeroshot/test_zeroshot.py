@@ -1,0 +1,227 @@
+"""Zero-shot classes against a slow reference, from shards, folders and tars."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+from question_shards import COLOURS, picture
+
+import vlp
+from evaluation.__main__ import main
+from evaluation.core.samples import EvaluationError
+from evaluation.core.work_sharding import Ranks
+from evaluation.suite.compare import compare
+from evaluation.zeroshot.prompts import Prompts, class_features, read_prompts
+from evaluation.zeroshot.zeroshot import evaluate_zeroshot, reordered
+from vlp.data.image.decode import decode_picture
+from vlp.data.schema import Annotation
+from vlp.data.shards.shard_index import ShardWriter
+
+CLASSES = ("red", "green", "blue", "a circle", "yellow", "purple")
+TEMPLATES = ("a photo of a {}.", "{}")
+PROMPTS = Prompts(CLASSES, CLASSES, TEMPLATES)
+LABELS = [list(COLOURS)[number % 3] for number in range(7)]
+
+
+def shade(number):
+    """Pictures of one class differ in size, so in what the model sees of their borders."""
+    return picture(LABELS[number], 20 + number)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("classed")
+    with ShardWriter(folder, samples_per_shard=3) as writer:
+        for number, label in enumerate(LABELS):
+            said = Annotation(label=label, colour=label, image_id=str(number), source="toy")
+            writer.write(f"{number}", shade(number), "png", said)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def loaded(model_folder):
+    return vlp.load(model_folder)
+
+
+def slow_scores(loaded, templates=TEMPLATES):
+    """(pictures, classes) cosines and (pictures, classes, templates) log-odds, one by one."""
+    model, cosines, odds = loaded.model, [], []
+    with torch.no_grad():
+        for number in range(len(LABELS)):
+            image = model.encode_image(loaded.preprocess(decode_picture(shade(number), ""))[None])
+            row, own = [], []
+            for name in CLASSES:
+                texts = [
+                    model.encode_text(*loaded.text([template.replace("{}", name)]))
+                    for template in templates
+                ]
+                mean = sum(text.feature[0].double() for text in texts) / len(texts)
+                row.append(float(image.feature[0].double() @ mean / mean.norm()))
+                own.append([float(model.match(image, text)) for text in texts])
+            cosines.append(row)
+            odds.append(own)
+    return np.array(cosines), np.array(odds)
+
+
+def hits(scores, k):
+    own = np.array([CLASSES.index(label) for label in LABELS])
+    right = np.take_along_axis(scores, own[:, None], 1)
+    return ((scores >= right).sum(1) <= k).mean()
+
+
+def test_figures_equal_the_slow_ones(loaded, shards):
+    cosines, _ = slow_scores(loaded)
+    result = evaluate_zeroshot(loaded, [shards], PROMPTS, batch=3, resamples=20)
+    for k in (1, 5):
+        assert result.metrics[f"top-{k}"] == pytest.approx(hits(cosines, k))
+        assert result.figures[f"top-{k}"].chance == pytest.approx(k / 6)
+    assert [row["prediction"] for row in result.predictions] == [
+        CLASSES[number] for number in cosines.argmax(1)
+    ]
+    by_class = {
+        name: np.mean([row["ranks"]["dual"] == 1 for row in result.predictions
+                       if row["label"] == name])
+        for name in COLOURS
+    }  # fmt: skip
+    assert {name: figure.value for name, figure in result.classes.items()} == by_class
+    assert result.metrics["mean over classes"] == pytest.approx(np.mean(list(by_class.values())))
+
+
+@pytest.mark.parametrize("by", ["match", "sum"])
+def test_the_best_classes_are_scored_again(loaded, shards, by):
+    cosines, odds = slow_scores(loaded)
+    new = odds.mean(-1)
+    if by == "sum":
+        new = new + cosines / loaded.model.temperature().item()
+    final = cosines - 1000
+    for row, near in enumerate(np.argsort(-cosines, axis=1)[:, :3]):
+        final[row, near] = new[row, near]
+    result = evaluate_zeroshot(
+        loaded, [shards], PROMPTS, match=3, match_by=by, batch=4, resamples=5
+    )
+    assert result.metrics["top-1"] == pytest.approx(hits(final, 1))
+    assert result.metrics["top-1, dual encoder"] == pytest.approx(hits(cosines, 1))
+    assert [row["prediction"] for row in result.predictions] == [
+        CLASSES[number] for number in final.argmax(1)
+    ]
+    all_again = evaluate_zeroshot(loaded, [shards], PROMPTS, match=99, match_by=by, resamples=5)
+    assert all_again.metrics["top-1"] == pytest.approx(hits(new, 1))
+
+
+def test_reordered_scores_keep_the_rest_behind():
+    scores = np.array([[0.9, 0.1, 0.5, 0.4], [0.2, 0.3, 0.1, 0.0]])
+    near = np.array([[0, 2], [1, 0]])
+    found = reordered(scores, near, np.array([[-7.0, 3.0], [np.nan, 1.0]]))
+    assert np.argsort(-found, axis=1).tolist() == [[2, 0, 3, 1], [0, 1, 2, 3]]
+
+
+def test_ensembles_are_the_unit_mean_of_the_prompts():
+    rng = np.random.default_rng(0)
+    table = {text: rng.normal(size=4) for number in range(6) for text in PROMPTS.of(number)}
+    found = class_features(PROMPTS, lambda texts: np.stack([table[t] for t in texts]), Ranks())
+    assert np.linalg.norm(found, axis=1) == pytest.approx(np.ones(6))
+    mean = table["a photo of a blue."] + table["blue"]
+    assert found[2] == pytest.approx(mean / np.linalg.norm(mean))
+
+
+def test_folders_tars_and_other_fields_are_the_same_pictures(loaded, shards, tmp_path):
+    folder = tmp_path / "folder"
+    for number, label in enumerate(LABELS):
+        (folder / label).mkdir(parents=True, exist_ok=True)
+        (folder / label / f"{number}.png").write_bytes(shade(number))
+    with tarfile.open(tmp_path / "set.tar.xz", "w:xz") as tar:
+        tar.add(folder, arcname="test")
+    one = evaluate_zeroshot(loaded, [shards], PROMPTS, resamples=5)
+    for place, options in (
+        (folder, {}),
+        (tmp_path / "set.tar.xz", {}),
+        (shards, {"label_field": "colour"}),
+    ):
+        other = evaluate_zeroshot(loaded, [place], PROMPTS, resamples=5, **options)
+        assert other.metrics == pytest.approx(one.metrics), place
+    both = evaluate_zeroshot(loaded, [folder, shards], PROMPTS, resamples=5)
+    assert both.items == 14
+    assert both.metrics["top-1"] == pytest.approx(one.metrics["top-1"])
+    some = evaluate_zeroshot(loaded, [folder, shards], PROMPTS, limit=9, resamples=5)
+    assert [row["key"] for row in some.predictions][7:] == ["0", "1"]
+
+
+def test_pictures_of_unknown_classes_are_counted(loaded, shards, tmp_path):
+    with ShardWriter(tmp_path / "odd") as writer:
+        for number, label in enumerate(("red", "zebra", None)):
+            writer.write(f"{number}", picture(), "png", Annotation(label=label))
+    result = evaluate_zeroshot(loaded, [tmp_path / "odd"], PROMPTS, resamples=5)
+    assert result.items == 1
+    assert result.skipped == {"no class": 1, "unknown class": 1}
+    with pytest.raises(EvaluationError, match=r"nothing could be used; the first: no class"):
+        evaluate_zeroshot(loaded, [shards], PROMPTS, label_field="nothing", resamples=5)
+    with pytest.raises(EvaluationError, match="cannot be negative"):
+        evaluate_zeroshot(loaded, [shards], PROMPTS, match=-1)
+
+
+def test_any_number_of_ranks_finds_the_same(loaded, shards, monkeypatch):
+    one = evaluate_zeroshot(loaded, [shards], PROMPTS, match=2, batch=2, resamples=5)
+
+    def shared(self, count, work):
+        mine = {block: work(block) for rank in (2, 0, 1) for block in Ranks(rank, 3).share(count)}
+        return [mine[block] for block in range(count)]
+
+    monkeypatch.setattr(Ranks, "map_blocks", shared)
+    assert evaluate_zeroshot(loaded, [shards], PROMPTS, match=2, batch=2, resamples=5) == one
+
+
+def test_of_many_classes_the_worst_and_the_best_are_shown(loaded, tmp_path):
+    names = tuple(f"class {n}" for n in range(30))
+    with ShardWriter(tmp_path / "many") as writer:
+        for number, label in enumerate(names):
+            writer.write(f"{number}", picture(side=16 + number), "png", Annotation(label=label))
+    result = evaluate_zeroshot(loaded, [tmp_path / "many"], Prompts(names, names), resamples=5)
+    assert len(result.classes) == 30
+    assert len(result.table().rows) == len(result.figures) + 20
+    assert "of 30." in result.table().text()
+    assert len(result.to_json()["classes"]) == 30
+
+
+def test_the_command_and_files_of_names(model_folder, shards, tmp_path, capsys):
+    (tmp_path / "classes.txt").write_text("red\n\ngreen\tthe green one\nblue\n")
+    (tmp_path / "templates.txt").write_text("a {} square\na photo of {}\n")
+    prompts = read_prompts(tmp_path / "classes.txt", tmp_path / "templates.txt")
+    assert prompts.labels == ("red", "green", "blue")
+    assert prompts.of(1) == ["a the green one square", "a photo of the green one"]
+    command = ["zeroshot", "--model", str(model_folder), "--shards", str(shards)]
+    command += ["--classes", str(tmp_path / "classes.txt")]
+    command += ["--templates", str(tmp_path / "templates.txt"), "--out", str(tmp_path / "out")]
+    assert main([*command, "--match", "2"]) == 0
+    assert "mean over classes" in capsys.readouterr().out
+    written = json.loads((tmp_path / "out" / "zeroshot.json").read_text())
+    assert set(written["classes"]) == {"red", "green", "blue"}
+    again = compare(tmp_path / "out", tmp_path / "out", draws=9).differences
+    assert again["top-1"].first == pytest.approx(written["figures"]["top-1"]["value"])
+
+
+@pytest.mark.parametrize(
+    ("classes", "templates", "message"),
+    [
+        (None, "a {}", "classes.txt: cannot be read"),
+        ("", "a {}", "classes.txt: is empty"),
+        ("red", "a {}", "leaves nothing to choose"),
+        ("red\nred", "a {}", "the class 'red' comes twice"),
+        ("red\nblue", "a photo", "the template 'a photo' has no {}"),
+    ],
+)
+def test_names_that_cannot_be_used(
+    model_folder, shards, tmp_path, capsys, classes, templates, message
+):
+    if classes is not None:
+        (tmp_path / "classes.txt").write_text(classes)
+    (tmp_path / "templates.txt").write_text(templates)
+    command = ["zeroshot", "--model", str(model_folder), "--shards", str(shards)]
+    command += ["--classes", str(tmp_path / "classes.txt")]
+    assert main([*command, "--templates", str(tmp_path / "templates.txt")]) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error
+    assert len(error.splitlines()) == 1

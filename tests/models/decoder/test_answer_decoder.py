@@ -1,0 +1,404 @@
+"""The answer decoder: what it sees, where it starts, and what it writes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from answer_toy import CLS, MASK, PAD, SEP, UNK, WORDS, decoder, embedding, model, padded
+from torch.nn import functional
+
+from vlp.config import ConfigError
+from vlp.layers.causal import Past
+from vlp.models.decoder.answer_decoder import AnswerDecoder, AnswerDecoderConfig
+from vlp.models.decoder.answer_generation import Marks, generate
+from vlp.models.decoder.answer_likelihood import answer_likelihood
+from vlp.models.decoder.answer_ranking import AnswerRanking
+from vlp.models.decoder.init_decoder import start_decoder
+from vlp.models.pretrained.published import Published
+from vlp.objectives.mlm import MLMHead
+from vlp.positions.base import PositionContext
+
+SILENT = (PAD, UNK, CLS, MASK)
+MARKS = Marks(CLS, SEP, SILENT)
+
+
+@pytest.fixture
+def parts():
+    """A decoder, the embedding, and what three questions left it; the last is shorter."""
+    of = model()
+    made, words = decoder(of), embedding(of)
+    states = torch.randn(3, 5, 16, dtype=torch.float64)
+    mask = torch.ones(3, 5, dtype=torch.bool)
+    mask[2, 3:] = False
+    return made, words, states, mask
+
+
+def written_out(made, words, states, mask, ids):
+    """The same layer by layer, with whole matrices and masks."""
+    x = words(ids)
+    later = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
+    for layer in made.layers:
+        own, cross = layer.attention, layer.cross_attention
+        for attention, source, hidden in (
+            (own, None, later),
+            (cross, states, ~mask[:, None, None]),
+        ):
+            source = x if source is None else source
+            query, key, value = (
+                project(part).unflatten(-1, (2, 8)).transpose(1, 2)
+                for project, part in (
+                    (attention.query, x),
+                    (attention.key, source),
+                    (attention.value, source),
+                )
+            )
+            logits = (query @ key.mT / 8**0.5).masked_fill(hidden, -torch.inf)
+            out = attention.output((logits.softmax(-1) @ value).transpose(1, 2).flatten(-2))
+            x = (layer.attention_norm if attention is own else layer.cross_norm)(x + out)
+        x = layer.feed_forward_norm(x + layer.feed_forward(x))
+    return x
+
+
+class TestDecoder:
+    def test_the_definition(self, parts) -> None:
+        made, words, states, mask = parts
+        ids = torch.randint(5, WORDS, (3, 6))
+        out = made(ids, made.remember(states, mask), words)
+        torch.testing.assert_close(out, written_out(made, words, states, mask, ids))
+
+    def test_padding_on_either_side_changes_nothing(self, parts) -> None:
+        made, words, states, mask = parts
+        ids = padded([[7, 8, 9], [7], [10, 11]])
+        whole = made(ids, made.remember(states, mask), words)
+        alone = made(ids[2:, :3], made.remember(states[2:, :3]), words)
+        torch.testing.assert_close(whole[2:, :3], alone)
+
+    def test_token_by_token_is_the_whole_text(self, parts) -> None:
+        made, words, states, mask = parts
+        memory = made.remember(states, mask)
+        ids = torch.randint(5, WORDS, (3, 6))
+        pasts = [Past() for _ in made.layers]
+        steps = [made(ids[:, : n + 1], memory, words, pasts) for n in range(6)]
+        assert all(step.shape == (3, 1, 16) for step in steps)
+        whole = made(ids, memory, words)
+        torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-12, atol=1e-12)
+
+    def test_own_words_are_used_in_and_out(self) -> None:
+        of = model()
+        made, words = decoder(of, embedding="own"), embedding(of)
+        memory = made.remember(torch.randn(1, 2, 16, dtype=torch.float64))
+        ids = padded([[7, 8]])
+        before = made.logits(made(ids, memory, words), words)
+        words.word.weight.data.zero_()
+        assert torch.equal(before, made.logits(made(ids, memory, words), words))
+        shared = decoder(of)
+        states = shared(ids, shared.remember(torch.randn(1, 2, 16).double()), words)
+        assert torch.equal(shared.logits(states, words), shared.head.bias.expand(1, 4, WORDS))
+
+    def test_select_repeats_rows(self, parts) -> None:
+        made, words, states, mask = parts
+        rows = torch.tensor([2, 0, 2])
+        ids = padded([[7], [8], [9]])
+        picked = made(ids, made.remember(states, mask).select(rows), words)
+        torch.testing.assert_close(
+            picked, made(ids, made.remember(states[rows], mask[rows]), words)
+        )
+
+    def test_bf16_has_no_nan_and_finite_gradients(self, parts) -> None:
+        made, words, states, mask = parts
+        made, words = made.float(), words.float()
+        mask[2] = False
+        with torch.autocast("cpu", torch.bfloat16):
+            memory = made.remember(states.float(), mask)
+            found = answer_likelihood(made, memory, padded([[7], [8, 9], [5]]), words, PAD)
+        assert found.log_probability.dtype == torch.float32
+        found.log_probability.sum().backward()
+        assert all(p.grad.isfinite().all() for p in made.parameters())
+
+    def test_heads_that_do_not_divide(self) -> None:
+        with pytest.raises(ConfigError, match="heads 3 do not divide"):
+            decoder(heads=3)
+
+    def test_more_tokens_than_positions(self, parts) -> None:
+        made, words, states, mask = parts
+        with pytest.raises(ValueError, match="exceeds the 16 positions"):
+            made(torch.full((3, 17), 7), made.remember(states, mask), words)
+
+
+class TestLikelihood:
+    TEXTS = ([7, 8, 9], [], [10, 11])
+
+    def test_it_is_the_sum_of_log_probabilities(self, parts) -> None:
+        made, words, states, mask = parts
+        found = answer_likelihood(made, made.remember(states, mask), padded(self.TEXTS), words, PAD)
+        for row, text in enumerate(self.TEXTS):
+            ids = torch.tensor([[CLS, *text, SEP]])
+            memory = made.remember(states[row : row + 1], mask[row : row + 1])
+            odds = made.logits(made(ids, memory, words), words).log_softmax(-1)[0]
+            said = [*text, SEP]
+            each = odds[range(len(said)), said]
+            torch.testing.assert_close(found.log_probability[row], each.sum())
+            assert found.tokens[row] == len(said)
+            assert found.right[row] == (odds[: len(said)].argmax(-1) == torch.tensor(said)).sum()
+
+    def test_smoothing_spreads_the_target(self, parts) -> None:
+        made, words, states, mask = parts
+        memory, ids = made.remember(states, mask), padded([[7], [8], [9]])
+        found = answer_likelihood(made, memory, ids, words, PAD, smoothing=0.3)
+        odds = made.logits(made(ids[:, :-1], memory, words), words).log_softmax(-1)
+        target = 0.7 * functional.one_hot(ids[:, 1:], WORDS) + 0.3 / WORDS
+        torch.testing.assert_close(found.log_probability, (odds * target).sum((1, 2)))
+
+    def test_its_gradient_is_right(self, parts) -> None:
+        made, words, states, mask = parts
+        ids = padded(self.TEXTS)
+
+        def total(given):
+            found = answer_likelihood(made, made.remember(given, mask), ids, words, PAD)
+            return found.log_probability
+
+        assert torch.autograd.gradcheck(total, states[:, :, :].requires_grad_())
+
+    def test_a_row_of_padding_counts_nothing(self, parts) -> None:
+        made, words, states, mask = parts
+        ids = torch.full((3, 4), PAD)
+        ids[:, 0] = CLS
+        found = answer_likelihood(made, made.remember(states, mask), ids, words, PAD)
+        assert found.log_probability.tolist() == [0, 0, 0]
+        assert found.tokens.tolist() == [0, 0, 0]
+
+
+class TestGeneration:
+    @pytest.mark.parametrize("beams", [1, 3])
+    def test_the_cache_changes_nothing(self, parts, beams) -> None:
+        made, words, states, mask = parts
+        memory = made.remember(states, mask)
+        both = [
+            generate(made, memory, words, MARKS, 6, beams, cached=cached)
+            for cached in (True, False)
+        ]
+        assert torch.equal(*both)
+        assert len(set(map(tuple, both[0].tolist()))) > 1
+
+    def test_enough_beams_find_the_likeliest_text(self, parts) -> None:
+        made, words, states, mask = parts
+        memory = made.remember(states, mask)
+        silent = (*SILENT, *range(9, WORDS))  # four words and the end are left
+        found = generate(made, memory, words, Marks(CLS, SEP, silent), 3, 200, penalty=0)
+        spoken = [SEP, *range(5, 9)]
+        texts = [
+            [*text, SEP] for n in range(3) for text in itertools.product(spoken[1:], repeat=n)
+        ] + [list(text) for text in itertools.product(spoken[1:], repeat=3)]
+        for row in range(3):
+            own = made.remember(states[row : row + 1], mask[row : row + 1])
+
+            @torch.no_grad()
+            def odds(text, own=own):
+                ids = torch.tensor([[CLS, *text]])
+                logits = made.logits(made(ids[:, :-1], own, words), words)
+                logits[..., list(silent)] = -torch.inf
+                return float(logits.log_softmax(-1)[0, range(len(text)), text].sum())
+
+            best = max(texts, key=odds)
+            said = found[row].tolist()
+            assert said[: len(best)] == best
+            assert set(said[len(best) :]) <= {SEP}
+
+    def test_specials_are_never_said(self, parts) -> None:
+        made, words, states, mask = parts
+        with torch.no_grad():
+            made.head.bias[: MASK + 1] = 50
+            made.head.bias[SEP] = -50
+        said = generate(made, made.remember(states, mask), words, MARKS, 4, 2)
+        assert said.shape == (3, 4)
+        assert (said > MASK).all()
+
+    def test_it_stops_at_the_end(self, parts) -> None:
+        made, words, states, mask = parts
+        with torch.no_grad():
+            made.head.bias[SEP] = 500
+        assert generate(made, made.remember(states, mask), words, MARKS, 9).tolist() == [[SEP]] * 3
+
+
+class TestRanking:
+    @pytest.fixture
+    def answers(self):
+        """40 answers of one to three words, of which many share their first."""
+        words = torch.randint(5, 12, (400, 3), generator=torch.Generator().manual_seed(3)).tolist()
+        texts = {tuple(text[: 1 + n % 3]): None for n, text in enumerate(words)}
+        return padded([list(text) for text in texts][:40])
+
+    def brute_force(self, parts, answers):
+        made, words, states, mask = parts
+        odds = torch.stack(
+            [
+                answer_likelihood(
+                    made, made.remember(states, mask), one[one != PAD].expand(3, -1), words, PAD
+                ).log_probability
+                for one in answers
+            ],
+            1,
+        )
+        return odds
+
+    def rank(self, parts, answers, **options):
+        made, words, states, mask = parts
+        return AnswerRanking(made, answers, words, PAD, **options)(made.remember(states, mask))
+
+    @pytest.mark.parametrize("candidates", [40, 400, None])
+    @pytest.mark.parametrize("logits", [2**26, 500, 1])
+    def test_all_candidates_are_brute_force(self, parts, answers, candidates, logits) -> None:
+        found = self.rank(parts, answers, candidates=candidates, logits=logits)
+        odds, best = self.brute_force(parts, answers).max(1)
+        assert torch.equal(found.best, best)
+        torch.testing.assert_close(found.log_probability, odds, rtol=1e-12, atol=1e-12)
+
+    def test_candidates_are_those_of_the_first_token(self, parts, answers) -> None:
+        made, words, states, mask = parts
+        odds = self.brute_force(parts, answers)
+        memory = made.remember(states, mask)
+        first = made.logits(made(torch.full((3, 1), CLS), memory, words)[:, 0], words)
+        for candidates in (1, 3, 10):
+            found = self.rank(parts, answers, candidates=candidates).best
+            for row in range(3):
+                by_first = sorted(
+                    range(len(answers)), key=lambda n, row=row: (-first[row, answers[n, 1]], n)
+                )
+                chosen = by_first[:candidates]
+                assert found[row] == max(chosen, key=lambda n, row=row: odds[row, n])
+
+    def test_leaving_out_is_exact_where_candidates_are_not(self, parts) -> None:
+        """The likeliest answer need not begin with the likeliest token."""
+        made, words, states, mask = parts
+        spread = [[5, n, m] for n in range(6, 13) for m in range(6, 13)]
+        answers = padded([*spread, [6], [7], [8], [9], [10]])
+        with torch.no_grad():
+            start = torch.full((3, 1), CLS)
+            first = made.logits(made(start, made.remember(states, mask), words)[:, 0], words)
+            made.head.bias[5] += (first.amax(1) - first[:, 5]).max() + 0.1
+        odds = self.brute_force(parts, answers)
+        exact = self.rank(parts, answers, candidates=None)
+        assert torch.equal(exact.best, odds.argmax(1))
+        few = self.rank(parts, answers, candidates=40).best
+        assert (odds.gather(1, few[:, None]) < odds.amax(1, keepdim=True) - 0.1).any()
+
+    def test_the_first_of_equals_wins(self, parts) -> None:
+        found = self.rank(parts, padded([[7], [7], [7]]), candidates=None)
+        assert found.best.tolist() == [0, 0, 0]
+
+    def test_memory_is_bounded(self, parts, answers) -> None:
+        made, words, states, mask = parts
+        most = []
+        made.head.register_forward_hook(lambda _, given, out: most.append(out.numel()))
+        ranking = AnswerRanking(made, answers, words, PAD, None, logits=20 * WORDS)
+        ranking(made.remember(states, mask))
+        assert max(most) <= 20 * WORDS
+
+    @pytest.mark.parametrize(("answers", "candidates"), [(0, 3), (2, 0)])
+    def test_nothing_to_rank(self, parts, answers, candidates) -> None:
+        with pytest.raises(ValueError, match=f"ranking {answers} answers by {candidates}"):
+            self.rank(parts, padded([[7], [8]])[:answers], candidates=candidates)
+
+
+def bert(layers=3, width=16, **more):
+    """A public BERT's names with numbers of its own."""
+    state = {
+        f"encoder.layer.{n}.{module}.{kind}": torch.randn(
+            *sizes[: 2 if kind == "weight" and "Norm" not in module else 1]
+        ).double()
+        for n in range(layers)
+        for module, sizes in {
+            **{f"attention.self.{one}": (width, width) for one in ("query", "key", "value")},
+            "attention.output.dense": (width, width),
+            "attention.output.LayerNorm": (width,),
+            "intermediate.dense": (32, width),
+            "output.dense": (width, 32),
+            "output.LayerNorm": (width,),
+        }.items()
+        for kind in ("weight", "bias")
+    }
+    return {**state, "embeddings.word_embeddings.weight": torch.randn(WORDS, width), **more}
+
+
+class TestStart:
+    @pytest.mark.parametrize("layout", ["ace", "text", "albef"])
+    def test_it_computes_what_the_cross_encoder_does(self, layout) -> None:
+        """One token, so that causal attention sees what full attention sees; paths are zero."""
+        of = model(layout)
+        made = AnswerDecoder(AnswerDecoderConfig(layers=2), of.config, MLMHead(16, WORDS)).double()
+        (report,) = start_decoder(made, of)
+        assert "cross-modal encoder -> answer decoder" in str(report)
+        ids, states = torch.tensor([[CLS]]), torch.randn(1, 5, 16, dtype=torch.float64)
+        wanted = of.text_encoder.embedding(ids)
+        context = PositionContext((1, 1), 1)
+        for layer in of.cross_encoder.layers:
+            for encoding in layer.cross_attention.positions:
+                for table in encoding.parameters():
+                    table.data.zero_()
+            layer.cross_attention.positions = torch.nn.ModuleList()
+            wanted = layer("attend_self", wanted, None, context)
+            wanted = layer("attend_other", wanted, states, None, context)
+        out = made(ids, made.remember(states), of.text_encoder.embedding)
+        torch.testing.assert_close(out, wanted)
+
+    def test_more_layers_than_the_cross_encoder(self) -> None:
+        of = model()
+        made = AnswerDecoder(AnswerDecoderConfig(layers=3), of.config, MLMHead(16, WORDS)).double()
+        before = made.layers[2].attention.query.weight.clone()
+        (report,) = start_decoder(made, of)
+        assert any("layers" in part for part in report.missing)
+        assert torch.equal(made.layers[2].attention.query.weight, before)
+        shared = of.cross_encoder.layers[1].attention.query.weight
+        assert torch.equal(made.layers[1].attention.query.weight, shared)
+
+    def test_own_words_start_as_the_encoders(self) -> None:
+        of = model()
+        made = decoder(of, embedding="own", start="none")
+        (report,) = start_decoder(made, of)
+        assert "text encoder" in report.source
+        own, theirs = made.embedding.state_dict(), of.text_encoder.embedding.state_dict()
+        assert all(torch.equal(own[name], theirs[name]) for name in theirs)
+
+    def test_nothing_to_start_from(self) -> None:
+        of = model()
+        assert start_decoder(decoder(of, start="none"), of) == []
+
+    def test_the_last_layers_of_a_bert(self, monkeypatch) -> None:
+        state = bert()
+        monkeypatch.setattr(
+            "vlp.models.decoder.init_decoder.bert_state", lambda name: Published(state)
+        )
+        of = model()
+        made = decoder(of, weights="some-bert")
+        crossed = made.layers[0].cross_attention.query.weight.clone()
+        (report,) = start_decoder(made, of)
+        for number in range(2):
+            wanted = state[f"encoder.layer.{number + 1}.output.dense.weight"]
+            assert torch.equal(made.layers[number].feed_forward.contract.weight, wanted)
+        assert torch.equal(made.layers[0].cross_attention.query.weight, crossed)
+        assert report.unused
+
+    @pytest.mark.parametrize(
+        ("state", "message"),
+        [
+            (bert(layers=1), "has 1 layers, the decoder 2"),
+            (bert(strange=torch.zeros(1)), "no rule maps these keys of BERT: strange"),
+            (bert(width=8), r"is \(8, 8\) there and \(16, 16\) here"),
+        ],
+    )
+    def test_a_bert_that_does_not_fit(self, monkeypatch, state, message) -> None:
+        monkeypatch.setattr(
+            "vlp.models.decoder.init_decoder.bert_state", lambda name: Published(state)
+        )
+        of = model()
+        with pytest.raises(ValueError, match=message):
+            start_decoder(decoder(of, weights="some-bert"), of)
+
+    def test_a_bert_of_other_heads_has_the_same_shapes_and_is_refused(self, monkeypatch) -> None:
+        published = Published(bert(), {"num_attention_heads": 16})
+        monkeypatch.setattr("vlp.models.decoder.init_decoder.bert_state", lambda name: published)
+        of = model()
+        with pytest.raises(ConfigError, match="has 16 heads and the decoder"):
+            start_decoder(decoder(of, weights="some-bert"), of)

@@ -1,0 +1,356 @@
+"""An ALBEF checkpoint loads whole, computes what ALBEF computes, and ACE-RPE starts from there."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+import pytest
+import torch
+from albef_names import TINY, Sizes, albef_shapes, albef_tensors
+from timm.models.vision_transformer import VisionTransformer
+from torch.nn import functional
+from transformers import BertConfig
+from transformers.models.bert.modeling_bert import BertEmbeddings, BertLayer
+
+from vlp.models.config import ModelConfig
+from vlp.models.pretrained.albef import albef_config, load_albef
+from vlp.models.pretrained.pth import read_pth
+from vlp.models.vlp import VLPModel
+
+
+def loaded(state, *, dtype=torch.float64, cross=None, **changes):
+    config = albef_config(state).model_dump()
+    config |= changes
+    config["cross"] = config["cross"] | (cross or {})
+    model = VLPModel(ModelConfig.model_validate(config)).to(dtype).eval()
+    return model, load_albef(model, state, "tiny.pth")
+
+
+def inputs(rows=3, dtype=torch.float64):
+    pixels = torch.randn(rows, 3, 16, 16, dtype=dtype)
+    ids = torch.randint(5, TINY.vocabulary, (rows, 9))
+    lengths = torch.tensor([6, 9, 4])[:rows, None]
+    attention = torch.arange(9) < lengths
+    words = attention & (torch.arange(9) > 0) & (torch.arange(9) < lengths - 1)
+    return pixels, (ids, attention, words)
+
+
+def strip(state, prefix):
+    return {
+        key.removeprefix(prefix): tensor
+        for key, tensor in state.items()
+        if key.startswith(prefix) and not key.endswith("position_ids")
+    }
+
+
+def transformers_text(state, bert, ids, attention, pictures):
+    """Text and fusion states of transformers' own BERT layers, which ALBEF's names come from."""
+    plain = {
+        "vocab_size": TINY.vocabulary,
+        "hidden_size": TINY.width,
+        "num_attention_heads": TINY.width // 64,
+        "intermediate_size": TINY.intermediate,
+        "max_position_embeddings": TINY.tokens,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "attn_implementation": "eager",
+    }
+    text_config = BertConfig(**plain)
+    fusion_config = BertConfig(**plain, is_decoder=True, add_cross_attention=True)
+    embeddings = BertEmbeddings(text_config).double().eval()
+    embeddings.load_state_dict(strip(state, f"{bert}embeddings."))
+    # Additive and the same for every query: nothing is causal.
+    mask = torch.where(attention, 0.0, -torch.inf).double()[:, None, None, :]
+    states = embeddings(ids)
+    between = None
+    for number in range(TINY.text_layers + TINY.fusion_layers):
+        fusion = number >= TINY.text_layers
+        if number == TINY.text_layers:
+            between = states
+        layer = BertLayer(fusion_config if fusion else text_config).double().eval()
+        layer.load_state_dict(strip(state, f"{bert}encoder.layer.{number}."))
+        states = layer(states, mask, pictures if fusion else None)
+    return between, states
+
+
+@pytest.mark.parametrize(
+    ("kind", "bert"), [("pretrain", "text_encoder.bert."), ("retrieval", "text_encoder.")]
+)
+def test_outputs_are_those_of_timm_and_transformers(kind, bert):
+    state = albef_tensors(kind=kind)
+    model, _ = loaded(state)
+    pixels, text_inputs = inputs()
+    vit = VisionTransformer(
+        img_size=16, patch_size=4, embed_dim=128, depth=2, num_heads=2, mlp_ratio=0.5, num_classes=0
+    )
+    vit = vit.double().eval()
+    vit.load_state_dict(strip(state, "visual_encoder."))
+    with torch.no_grad():
+        image, text = model.encode_image(pixels), model.encode_text(*text_inputs)
+        crossed = model.cross(image, text)
+        pictures = vit.forward_features(pixels)
+        between, last = transformers_text(state, bert, *text_inputs[:2], pictures)
+    expected = {
+        "picture": (image.states, pictures),
+        "text": (text.states, between),
+        "fusion": (crossed.text, last),
+    }
+    for side, states, feature in (
+        ("vision", pictures, image.feature),
+        ("text", between, text.feature),
+    ):
+        projected = states[:, 0] @ state[f"{side}_proj.weight"].T + state[f"{side}_proj.bias"]
+        expected[f"{side} feature"] = (feature, functional.normalize(projected, dim=-1))
+    logits = last[:, 0] @ state["itm_head.weight"].T + state["itm_head.bias"]
+    expected["logits"] = (model.match_logits(crossed), logits)
+    for name, (ours, theirs) in expected.items():
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9, msg=lambda m, n=name: n + m)
+    # ALBEF's class 1 is 'matched'; the log-odds come out in float32.
+    odds = (logits[:, 1] - logits[:, 0]).float()
+    torch.testing.assert_close(model.match(image, text), odds, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(model.temperature(), state["temp"], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["pretrain", "retrieval"])
+def test_every_tensor_of_the_published_sizes_is_accounted_for(kind):
+    side = 24 if kind == "retrieval" else 16
+    shapes = albef_shapes(Sizes(side=side), kind)
+    with torch.device("meta"):
+        state = {name: torch.empty(shape) for name, shape in shapes.items()}
+        state["temp"] = torch.tensor(0.07, device="cpu")
+        config = albef_config(state)
+        model = VLPModel(config)
+    # The ALBEF paper: 123.7M parameters of BERT (the decoder is the word embedding), 85.8M of ViT.
+    count = {
+        part: sum(
+            math.prod(shape)
+            for name, shape in shapes.items()
+            if name.startswith(part) and not name.endswith("position_ids") and "decoder" not in name
+        )
+        for part in ("text_encoder.", "visual_encoder.")
+    }
+    if kind == "pretrain":
+        assert {part: round(n / 1e5) for part, n in count.items()} == {
+            "text_encoder.": 1237,
+            "visual_encoder.": 858,
+        }
+    assert config == ModelConfig.model_validate(
+        {
+            "image": {"image_size": 16 * side, "layers": 12},
+            "cross": {"layout": "albef"},
+            "token_projection": False,
+        }
+    )
+    reports = load_albef(model, state, "ALBEF.pth")
+    matched = [name for report in reports for name in report.matched]
+    unused = [name for report in reports for name in report.unused]
+    assert len(matched) + len(unused) == len(shapes)
+    assert len(set(unused)) == len(unused)
+    assert not any(report.resized for report in reports)
+    own = set(model.state_dict()) - set(matched)
+    assert {name for name in own if ".cross_attention.positions." not in name} == {
+        "anchor_threshold"
+    }
+    teacher = {name for name in unused if name.partition(".")[0].endswith("_m")}
+    expected = {"image_queue", "text_queue", "queue_ptr"}
+    if kind == "retrieval":
+        expected |= {"idx_queue", "text_encoder.embeddings.position_ids"}
+    else:
+        mlm = {name for name in shapes if name.startswith("text_encoder.cls.")}
+        assert len(mlm) == 7
+        expected |= mlm | {"text_encoder.bert.embeddings.position_ids"}
+    assert set(unused) - teacher == expected
+    assert len(teacher) == sum("_m." in name for name in shapes)
+
+
+def test_reports_say_what_became_of_each_part():
+    _, reports = loaded(albef_tensors(), token_projection=True)
+    lines = [str(report) for report in reports]
+    assert [line.partition(":")[0] for line in lines] == [
+        f"tiny.pth -> {part}"
+        for part in ("image encoder", "text encoder", "cross-modal encoder", "heads")
+    ]
+    # 6 tensors of the ViT, 12 of each block, a projection.
+    assert "32 matched; 0 resized; 30 not used" in lines[0]
+    keep = "keep their own start (cross_encoder.layers.*.cross_attention.positions)"
+    assert keep in lines[2]
+    assert "(anchor_threshold, image_tokens, text_tokens)" in lines[3]
+
+
+def test_positions_of_another_picture_size_are_resampled():
+    state = albef_tensors()
+    config = albef_config(state, image_size=24)
+    assert config.image.grid == (6, 6)
+    model = VLPModel(config)
+    report = load_albef(model, state, "tiny.pth")[0]
+    assert report.resized == ["image_encoder.vit.pos_embed"]
+    assert report.resized[0] not in report.matched
+    places, before = model.image_encoder.vit.pos_embed, state["visual_encoder.pos_embed"].float()
+    assert torch.equal(places[:, 0], before[:, 0])
+    # A ramp over the columns stays one: resampling knows rows from columns.
+    state["visual_encoder.pos_embed"][:, 1:] = torch.arange(4.0).repeat(4)[:, None]
+    load_albef(model, state, "tiny.pth")
+    grid = model.image_encoder.vit.pos_embed[0, 1:, 0].view(6, 6)
+    torch.testing.assert_close(grid, grid[:1].expand(6, 6))
+    assert (grid[0].diff() > 0).all()
+
+
+@pytest.mark.parametrize(
+    "anchor",
+    [
+        {"mode": "contextual"},
+        {"mode": "contextual", "roles": ("query", "key")},
+        {"mode": "bias"},
+    ],
+)
+@pytest.mark.parametrize(
+    ("fused", "dtype"), [(False, torch.float32), (True, torch.float32), (True, torch.float64)]
+)
+def test_zero_tables_change_nothing(anchor, fused, dtype):
+    state = albef_tensors()
+    pixels, text_inputs = inputs(dtype=dtype)
+    given = []
+    for position in (("anchor",), ()):
+        model, _ = loaded(state, dtype=dtype, cross={"position": position, "anchor": anchor})
+        model.anchor_threshold.fill_(0.1)
+        for layer in model.cross_encoder.layers:
+            layer.attention.fused = layer.cross_attention.fused = fused
+        with torch.no_grad():
+            image, text = model.encode_image(pixels), model.encode_text(*text_inputs)
+            crossed = model.cross(image, text)
+            given.append([crossed.text] if fused else [crossed.text, model.match(image, text)])
+            if position:
+                # There are paths, and with other tables they would be seen.
+                assert crossed.anchors.reachable.any()
+                for name, parameter in model.named_parameters():
+                    if "table" in name:
+                        parameter.normal_()
+                assert (model.cross(image, text).text - crossed.text).abs().max() > 1e-2
+    for ours, without in zip(*given, strict=True):
+        if fused:  # another kernel: a few roundings, of the largest value
+            close = 1e-6 if dtype == torch.float32 else 1e-12
+            assert (ours - without).abs().max() <= close * without.abs().max()
+        else:
+            assert torch.equal(ours, without)
+
+
+@pytest.mark.parametrize("mode", ["contextual", "bias"])
+def test_zero_tables_can_be_learned(mode):
+    model, _ = loaded(albef_tensors(), cross={"anchor": {"mode": mode}})
+    model.anchor_threshold.fill_(0.1)
+    pixels, text_inputs = inputs()
+    crossed = model.cross(model.encode_image(pixels), model.encode_text(*text_inputs))
+    # Not the ITM head: it reads [CLS], which has no position (A25), so that the last layer's query
+    # and bias tables reach it through nothing.
+    (crossed.text * torch.randn_like(crossed.text)).sum().backward()
+    tables = {
+        name: parameter.grad.abs().max()
+        for name, parameter in model.named_parameters()
+        if "positions." in name and not parameter.any()
+    }
+    assert len(tables) == (6 if mode == "contextual" else 2)
+    assert all(gradient > 0 for gradient in tables.values()), tables
+
+
+def test_a_temperature_outside_the_range_is_held_and_reported():
+    model, reports = loaded(albef_tensors(temp=0.004))
+    assert model.temperature().item() == pytest.approx(0.01)
+    assert str(reports[3]).endswith("; temperature 0.004 held at 0.01")
+    with pytest.raises(ValueError, match=r"temp is -0\.1, not a positive"):
+        loaded(albef_tensors(temp=-0.1))
+
+
+def test_keys_that_do_not_fit_are_named():
+    state = albef_tensors()
+    surprise = {"text_encoder.bert.encoder.layer.0.extra.weight": torch.zeros(1), "cls_head": 1}
+    with pytest.raises(
+        ValueError, match=r"no rule maps .*: text_encoder\S+layer.0.extra.weight, cls_head$"
+    ):
+        loaded(state | surprise)
+    # Twice under two names: neither may win in silence.
+    twice = {"text_encoder.embeddings.LayerNorm.bias": torch.zeros(128)}
+    with pytest.raises(ValueError, match=r"no rule maps .*: text_encoder.embeddings.LayerNorm"):
+        loaded(state | twice)
+    lost = {key: tensor for key, tensor in state.items() if key != "itm_head.bias"}
+    with pytest.raises(ValueError, match=r"these weights are missing: match_head.bias"):
+        loaded(lost)
+    narrow = state | {"itm_head.weight": torch.zeros(3, 128)}
+    with pytest.raises(ValueError, match=r"match_head.weight is \(3, 128\) there and \(2, 128\)"):
+        loaded(narrow)
+
+
+def test_a_model_of_other_depth_or_layout_is_refused():
+    state = albef_tensors()
+    config = albef_config(state).model_dump()
+    fewer = ModelConfig.model_validate(config | {"text": config["text"] | {"layers": 1}})
+    with pytest.raises(ValueError, match=r"1 text, 2 fusion and 2 image layers: \S*layer\.3\.att"):
+        load_albef(VLPModel(fewer), state, "tiny.pth")
+    with pytest.raises(ValueError, match=r"fit cross\.layout albef, not ace"):
+        loaded(state, cross={"layout": "ace"})
+
+
+def test_nothing_is_copied_when_something_is_wrong():
+    state = albef_tensors()
+    model = VLPModel(albef_config(state))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError):
+        load_albef(model, state | {"itm_head.bias": torch.zeros(5)}, "tiny.pth")
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"text_proj.weight": None}, "text_proj.weight is missing"),
+        ({"visual_encoder.pos_embed": torch.zeros(1, 13, 128)}, "12 patches are not a square"),
+        (
+            {"text_encoder.bert.embeddings.word_embeddings.weight": torch.zeros(50, 96)},
+            "the text encoder's width 96 is not a multiple of 64",
+        ),
+    ],
+)
+def test_sizes_that_cannot_be_read_are_named(change, message):
+    state = albef_tensors() | change
+    state = {key: tensor for key, tensor in state.items() if tensor is not None}
+    with pytest.raises(ValueError, match=message):
+        albef_config(state)
+
+
+def test_a_bert_without_fusion_layers_is_no_albef():
+    state = albef_tensors()
+    plain = {key: tensor for key, tensor in state.items() if ".crossattention." not in key}
+    with pytest.raises(ValueError, match=r"of layers \[0, 1, 2, 3\] these have one: \[\]"):
+        albef_config(plain)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("wrap", [lambda state: {"model": state, "epoch": 3}, lambda state: state])
+def test_files_are_read_wrapped_and_bare(tmp_path, wrap, zipped):
+    state = albef_tensors()
+    torch.save(wrap(state), tmp_path / "a.pth", _use_new_zipfile_serialization=zipped)
+    read = read_pth(tmp_path / "a.pth")
+    assert read.keys() == state.keys()
+    assert all(torch.equal(read[key], state[key]) for key in state)
+
+
+def test_files_that_cannot_be_read_say_why(tmp_path):
+    file = tmp_path / "a.pth"
+    with pytest.raises(FileNotFoundError, match=r"there is no checkpoint .*a\.pth"):
+        read_pth(file)
+    state = {"temp": torch.ones(())}
+    torch.save({"model": state, "args": argparse.Namespace(lr=1)}, file)
+    with pytest.raises(ValueError, match=r"holds a pickled argparse.Namespace .* run code"):
+        read_pth(file)
+    torch.save({"model": state}, file)
+    whole = file.read_bytes()
+    for damaged in (whole[:-60], b"", b"<html>404</html>", b"hello"):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"a\.pth: damaged, or not a checkpoint \(.+\)"):
+            read_pth(file)
+    torch.save([1, 2], file)
+    with pytest.raises(ValueError, match="holds no state dict"):
+        read_pth(file)
+    torch.save({"model": {"epoch": 1}}, file)
+    with pytest.raises(ValueError, match="holds no state dict"):
+        read_pth(file)

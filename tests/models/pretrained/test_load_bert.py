@@ -1,0 +1,217 @@
+"""bert-base-uncased's names and sizes, as the hub's older files have them; and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import BertConfig, BertForPreTraining
+
+from vlp.config import ConfigError
+from vlp.models.config import ModelConfig
+from vlp.models.pretrained.load import bert_state, load_public_weights
+from vlp.models.vlp import VLPModel
+
+TINY = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "intermediate_size": 24, "max_position_embeddings": 20}  # fmt: skip
+
+
+def random_bert(**sizes):
+    """Norms and biases are random too: at a library's start they are all ones and zeros."""
+    torch.manual_seed(3)
+    bert = BertForPreTraining(BertConfig(**sizes, attn_implementation="eager")).eval()
+    with torch.no_grad():
+        for name, parameter in bert.named_parameters():
+            if parameter.ndim == 1:
+                parameter.normal_(std=0.1).add_("LayerNorm.weight" in name)
+    return bert
+
+
+def old_names(bert):
+    """As files converted from TensorFlow have them."""
+    state = {
+        key.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+            "LayerNorm.bias", "LayerNorm.beta"
+        ): tensor
+        for key, tensor in bert.state_dict().items()
+    }
+    return state | {"bert.embeddings.position_ids": torch.arange(512)[None]}
+
+
+def write(folder, bert, state=None, **settings):
+    config = bert.config.to_dict() | settings
+    (folder / "config.json").write_text(json.dumps(config, default=str))
+    torch.save(old_names(bert) if state is None else state, folder / "pytorch_model.bin")
+    return str(folder)
+
+
+def sizes(name, layers=(2, 1), **text):
+    return ModelConfig.model_validate(
+        {
+            "text": {"vocab_size": 50, "width": 32, "layers": layers[0], "heads": 4,
+                     "intermediate": 24, "max_positions": 20, "max_tokens": 12, "weights": name,
+                     **text},
+            "image": {"image_size": 32, "width": text.get("width", 32), "layers": 1, "heads": 4,
+                      "intermediate": 64},
+            "cross": {"layers": layers[1], "heads": 4, "intermediate": 24},
+            "embed_dim": 32,
+        }
+    )  # fmt: skip
+
+
+def loaded(*given, **text):
+    model = VLPModel(sizes(*given, **text)).eval()
+    return model, load_public_weights(model)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    bert = random_bert(**TINY)
+    return bert, write(tmp_path_factory.mktemp("bert"), bert)
+
+
+@torch.no_grad()
+def test_bert_base_uncased(tmp_path):
+    """Layers 1 to 6 of twelve are the text encoder's, 7 to 12 the cross-modal encoder's."""
+    bert = random_bert()
+    folder = write(tmp_path, bert)
+    config = ModelConfig.model_validate(
+        {
+            "text": {"weights": folder},
+            "image": {"image_size": 32, "layers": 1, "intermediate": 64},
+            "cross": {"layout": "text", "position": []},
+        }
+    )
+    model = VLPModel(config).eval()
+    text, cross = load_public_weights(model)
+    ids = torch.randint(5, 30522, (2, 9))
+    mask = torch.tensor([[True] * 9, [True] * 5 + [False] * 4])
+    expected = bert.bert(ids, attention_mask=mask.long(), output_hidden_states=True).hidden_states
+    states = model.text_encoder(ids, mask)
+    torch.testing.assert_close(states[mask], expected[6][mask], rtol=1e-5, atol=1e-5)
+    for layer in model.cross_encoder.layers:  # without the cross-attention, which BERT has not
+        states = layer.attention_norm(states + layer.attention(states, mask=mask))
+        states = layer.feed_forward_norm(states + layer.feed_forward(states))
+    torch.testing.assert_close(states[mask], expected[12][mask], rtol=1e-5, atol=1e-5)
+    assert (len(text.matched), len(cross.matched)) == (5 + 6 * 16, 6 * 16)
+    assert cross.missing == ["layers.*.cross_attention", "layers.*.cross_norm"]
+    unused = {key.removeprefix("bert.") for key in text.unused}
+    heads = {key for key in unused if key.startswith("cls.")}
+    assert len(heads) == 9
+    assert unused - heads == {
+        "embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias"
+    }  # fmt: skip
+
+
+def test_state_of_the_encoder_alone_has_today_s_names(tiny):
+    bert, folder = tiny
+    state, wanted = bert_state(folder).state, bert.bert.state_dict()
+    assert state.keys() == {name for name in wanted if not name.startswith("pooler.")}
+    assert all(torch.equal(state[name], wanted[name]) for name in state)
+
+
+def test_a_file_alone_says_nothing_of_its_heads(tiny, tmp_path):
+    bert, _ = tiny
+    file = tmp_path / "bert.safetensors"
+    save_file(bert.bert.state_dict(), file)
+    _, reports = loaded(str(file))
+    for report in reports:
+        assert str(report).endswith("; the source does not tell its heads: taken as 4")
+
+
+def test_a_bert_that_ends_with_the_text_encoder_leaves_the_rest_as_it_was(tiny):
+    torch.manual_seed(9)
+    model = VLPModel(sizes(tiny[1], (3, 2)))
+    before = {name: tensor.clone() for name, tensor in model.cross_encoder.state_dict().items()}
+    _, cross = load_public_weights(model)
+    assert (cross.matched, "layers" in cross.missing) == ([], True)
+    after = model.cross_encoder.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_becomes_float32_and_is_noted(tiny, tmp_path, dtype):
+    bert, _ = tiny
+    state = {key: tensor.to(dtype) for key, tensor in bert.bert.state_dict().items()}
+    model, reports = loaded(write(tmp_path, bert, state))
+    word = model.text_encoder.embedding.word.weight
+    assert word.dtype == torch.float32
+    assert torch.equal(word, state["embeddings.word_embeddings.weight"].float())
+    kind = str(dtype).removeprefix("torch.")
+    assert [str(report).rpartition("; ")[2] for report in reports] == [
+        f"{kind} there, float32 here"
+    ] * 2
+
+
+def test_quantised_weights_are_refused(tiny, tmp_path):
+    bert, _ = tiny
+    state = bert.bert.state_dict()
+    state["encoder.layer.0.output.dense.weight"] = torch.zeros(32, 24, dtype=torch.int8)
+    with pytest.raises(ConfigError, match=r"layers.0.feed_forward.contract.weight is int8 there"):
+        loaded(write(tmp_path, bert, state))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_attention_heads": 8}, "num_attention_heads is 8 there and text.heads is 4 here; set "
+         "text.heads=8; num_attention_heads is 8 there and cross.heads is 4"),
+        ({"hidden_act": "relu"}, "hidden_act is 'relu' there and 'gelu' in this model"),
+        ({"layer_norm_eps": 1e-5}, "layer_norm_eps is 1e-05 there and 1e-12 in this model"),
+        ({"type_vocab_size": 1}, "type_vocab_size is 1 there and 2 in this model"),
+        ({"position_embedding_type": "relative_key"},
+         "position_embedding_type is 'relative_key' there and 'absolute' in this model"),
+        ({"model_type": "roberta"}, "model_type is 'roberta' there and 'bert' in this model"),
+        ({"is_decoder": True}, "is_decoder is True there and False in this model"),
+    ],
+)  # fmt: skip
+def test_another_bert_with_the_same_shapes_is_refused(tiny, tmp_path, settings, message):
+    folder = write(tmp_path, tiny[0], **settings)
+    with pytest.raises(ConfigError) as caught:
+        loaded(folder)
+    assert str(caught.value).startswith(f"text.weights: {folder} does not fit: {message}")
+
+
+def test_other_sizes_are_named_by_key(tiny):
+    with pytest.raises(ConfigError) as caught:
+        loaded(tiny[1], width=64, intermediate=48, vocab_size=60, max_positions=24)
+    for part in (
+        "hidden_size is 32 there and text.width is 64 here; set text.width=32",
+        "intermediate_size is 24 there and text.intermediate is 48",
+        "vocab_size is 50 there and text.vocab_size is 60",
+        "max_position_embeddings is 20 there and text.max_positions is 24",
+    ):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("layers", [(4, 1), (2, 2)])
+def test_too_few_layers(tiny, layers):
+    text, cross = layers
+    message = rf"has 3 layers; text.layers {text} and cross.layers {cross} need {text + cross} "
+    with pytest.raises(ConfigError, match=message):
+        loaded(tiny[1], layers)
+
+
+def test_a_weight_that_stands_there_twice(tiny, tmp_path):
+    state = old_names(tiny[0])
+    state["embeddings.LayerNorm.weight"] = torch.ones(32)
+    with pytest.raises(
+        ConfigError,
+        match=r"bert.embeddings.LayerNorm.gamma and embeddings.LayerNorm.weight are the same",
+    ):
+        loaded(write(tmp_path, tiny[0], state))
+
+
+def test_what_is_missing_is_not_filled_in(tiny, tmp_path):
+    state = old_names(tiny[0])
+    del state["bert.encoder.layer.1.attention.self.key.bias"]
+    with pytest.raises(ConfigError, match=r"weights are missing: layers.1.attention.key.bias$"):
+        loaded(write(tmp_path, tiny[0], state))
+
+
+def test_many_keys_are_listed_in_part(tiny, tmp_path):
+    state = old_names(tiny[0]) | {f"adapter.{n}": torch.zeros(1) for n in range(20)}
+    with pytest.raises(ConfigError, match=r"keys of BERT: adapter.0, .*adapter.7 and 12 more$"):
+        loaded(write(tmp_path, tiny[0], state))

@@ -1,0 +1,275 @@
+"""ViT and DeiT of timm from every kind of source, held against timm's own model of 384 px."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+import timm
+import torch
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+from timm.models import save_for_hf
+
+from vlp.config import ConfigError
+from vlp.models.config import ModelConfig
+from vlp.models.pretrained.load import load_public_weights
+from vlp.models.vlp import VLPModel
+
+TRUSTED = "the source does not tell its heads: taken as 3"
+
+
+def random_vit(name, **options):
+    """Norms and biases are random too: at timm's start they are all ones and zeros."""
+    torch.manual_seed(3)
+    vit = timm.create_model(name, pretrained=False, **options).eval()
+    with torch.no_grad():
+        for key, parameter in vit.named_parameters():
+            if parameter.ndim == 1:
+                parameter.normal_(std=0.1).add_("norm" in key and key.endswith("weight"))
+    return vit
+
+
+def sizes(name, width=192, **image):
+    image = {"image_size": 224, "width": width, "heads": width // 64, "intermediate": 4 * width,
+             "layers": 12, "weights": name} | image  # fmt: skip
+    return ModelConfig.model_validate(
+        {
+            "text": {"vocab_size": 50, "width": width, "layers": 1, "heads": 3, "intermediate": 64,
+                     "max_positions": 20, "max_tokens": 12},
+            "image": image,
+            "cross": {"layers": 1, "heads": 3, "intermediate": 64},
+        }
+    )  # fmt: skip
+
+
+def loaded(name, width=192, **image):
+    model = VLPModel(sizes(str(name), width, **image)).eval()
+    (report,) = load_public_weights(model)
+    return model.image_encoder, report
+
+
+def at_384(name, file, **options):
+    """Timm's own model of 384 px, which reads the file and resamples the positions itself."""
+    given = {"pretrained_cfg_overlay": {"file": str(file)}, "img_size": 384}
+    return timm.create_model(name, pretrained=True, **given, **options).eval()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A model with its head, and as a hub folder in timm's form."""
+    vit, folder = random_vit("vit_tiny_patch16_224"), tmp_path_factory.mktemp("timm") / "vit"
+    save_for_hf(vit, folder, safe_serialization=True)
+    return vit, folder
+
+
+@pytest.fixture
+def folder(tiny, tmp_path):
+    """A folder of its own, whose configuration may be edited: `edit(key=value)`."""
+    save_file(load_file(tiny[1] / "model.safetensors"), tmp_path / "model.safetensors")
+    config = json.loads((tiny[1] / "config.json").read_text())
+
+    def edit(**changes):
+        (tmp_path / "config.json").write_text(json.dumps(config | changes))
+        return tmp_path
+
+    return edit
+
+
+@torch.no_grad()
+def test_base_size_at_384_pixels_from_224(tmp_path):
+    """The paper's image encoder: the first six blocks of ViT-B/16."""
+    name, file = "vit_base_patch16_224", tmp_path / "vit.safetensors"
+    save_file(random_vit(name).state_dict(), file)
+    encoder, report = loaded(file, 768, image_size=384, layers=6, heads=12)
+    reference = at_384(name, file)
+    reference.blocks = reference.blocks[:6]
+    pixels = torch.randn(1, 3, 384, 384)
+    torch.testing.assert_close(
+        encoder(pixels), reference.forward_features(pixels), rtol=1e-5, atol=1e-5
+    )
+    assert report.resized == ["vit.pos_embed"]
+    assert len(report.matched) == 5 + 6 * 12
+    assert len(report.unused) == 2 + 6 * 12
+    assert report.notes == ("the source does not tell its heads: taken as 12",)
+
+
+def as_file(vit, folder):
+    save_file(vit.state_dict(), folder / "vit.safetensors")
+    return folder / "vit.safetensors"
+
+
+def as_pth(vit, folder):
+    torch.save({"model": vit.state_dict()}, folder / "deit.pth")
+    return folder / "deit.pth"
+
+
+def as_folder(vit, folder):
+    save_for_hf(vit, folder, safe_serialization=True)
+    return folder
+
+
+def as_folder_of_torch(vit, folder):
+    save_for_hf(vit, folder)
+    return folder
+
+
+def as_hub_name(vit, folder):
+    """In the cache of the hub, as a download leaves it."""
+    repository = folder / "models--acme--vit"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    save_for_hf(vit, as_directory(repository / "snapshots" / ("0" * 40)), safe_serialization=True)
+    return "acme/vit"
+
+
+def as_directory(folder):
+    folder.mkdir(parents=True)
+    return folder
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("form", "classes"),
+    [(as_file, 0), (as_pth, 1000), (as_folder, 1000), (as_folder_of_torch, 0), (as_hub_name, 1000)],
+)
+def test_every_source_gives_timm_s_own_features(tmp_path, monkeypatch, form, classes):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    name = "deit_tiny_patch16_224"
+    vit = random_vit(name, num_classes=classes)
+    source = form(vit, tmp_path)
+    encoder, report = loaded(source, image_size=384, layers=2)
+    file = tmp_path / "reference.safetensors"
+    save_file(vit.state_dict(), file)
+    reference = at_384(name, file, num_classes=classes)
+    reference.blocks = reference.blocks[:2]
+    pixels = torch.randn(1, 3, 384, 384)
+    theirs = reference.forward_features(pixels)
+    torch.testing.assert_close(encoder(pixels), theirs, rtol=1e-5, atol=1e-5)
+    assert report.resized == ["vit.pos_embed"]
+    assert len(report.matched) == 5 + 2 * 12
+    assert len(report.unused) == 10 * 12 + (2 if classes else 0)
+    assert report.notes == ((TRUSTED,) if form in (as_file, as_pth) else ())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pixels", [224, 384])
+def test_distilled_deit_without_its_distillation_token(tmp_path, pixels):
+    """Timm's model with the token masked out of every attention is the same function."""
+    name, file = "deit_tiny_distilled_patch16_224", tmp_path / "deit.safetensors"
+    vit = random_vit(name)
+    save_file(vit.state_dict(), file)
+    encoder, report = loaded(file, image_size=pixels)
+    if pixels == 384:
+        vit = at_384(name, file)
+    pictures = torch.randn(1, 3, pixels, pixels)
+    states = vit._pos_embed(vit.patch_embed(pictures))
+    mask = torch.zeros(states.shape[1], states.shape[1])
+    mask[:, 1] = -torch.inf
+    for block in vit.blocks:
+        states = block(states, attn_mask=mask)
+    states = vit.norm(states)
+    theirs = torch.cat([states[:, :1], states[:, 2:]], dim=1)
+    torch.testing.assert_close(encoder(pictures), theirs, rtol=1e-5, atol=1e-5)
+    assert report.resized == (["vit.pos_embed"] if pixels == 384 else [])
+    assert "dist_token" in report.unused
+    assert "; the distillation token and its position are left out; " in str(report)
+
+
+def test_positions_may_be_left_out(tiny):
+    encoder, report = loaded(tiny[1], position="none", image_size=384)
+    assert encoder.vit.pos_embed is None
+    assert "pos_embed" in report.unused
+    assert str(report).endswith("its positions are left out, as image.position is none")
+
+
+def test_bfloat16_positions_are_resampled_in_float32(tiny, tmp_path):
+    state = {key: tensor.bfloat16() for key, tensor in tiny[0].state_dict().items()}
+    save_file(state, tmp_path / "vit.safetensors")
+    encoder, report = loaded(tmp_path / "vit.safetensors", image_size=384, layers=1)
+    assert report.notes[0] == "bfloat16 there, float32 here"
+    places = encoder.vit.pos_embed
+    assert not torch.equal(places, places.bfloat16().float())
+    assert torch.equal(encoder.vit.cls_token, state["cls_token"].float())
+
+
+def test_pickled_objects_are_refused(tiny, tmp_path):
+    file = tmp_path / "deit.pth"
+    torch.save({"model": tiny[0].state_dict(), "args": argparse.Namespace(lr=1)}, file)
+    with pytest.raises(ConfigError, match=r"image.weights: .*deit.pth: refused.*argparse.Namesp"):
+        loaded(file)
+
+
+def test_training_checkpoints_of_timm(tiny, tmp_path):
+    file = tmp_path / "last.pth"
+    torch.save({"state_dict": tiny[0].state_dict(), "epoch": 3}, file)
+    encoder, _ = loaded(file)
+    assert torch.equal(encoder.vit.cls_token, tiny[0].cls_token)
+
+
+def test_other_heads_are_refused_by_name(tiny):
+    with pytest.raises(ConfigError) as caught:
+        loaded(tiny[1], heads=6)
+    assert str(caught.value) == (
+        f"image.weights: {tiny[1]} does not fit: it has 3 heads and image.heads is 6; "
+        "set image.heads=3"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"model_args": {"act_layer": "gelu_tanh"}},
+            r"activation is GELUTanh\(\) there and GELU\(",
+        ),
+        ({"architecture": "mixer_s32_224", "model_args": {}}, "is a MlpMixer, not a vision trans"),
+        ({"architecture": "vit_of_mine"}, "timm makes no model of it .*vit_of_mine"),
+    ],
+)
+def test_another_function_with_the_same_names_is_refused(folder, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        loaded(folder(**changes))
+
+
+def test_what_a_folder_lacks_is_named(folder, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"config.json: names neither a timm architecture nor"):
+        loaded(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config.json: not valid JSON"):
+        loaded(tmp_path)
+    edited = folder()
+    (edited / "model.safetensors").write_bytes(b"hello")
+    with pytest.raises(ConfigError, match=r"model.safetensors: damaged"):
+        loaded(edited)
+    (edited / "model.safetensors").unlink()
+    with pytest.raises(
+        FileNotFoundError, match=r"image.weights: .*has no model.safetensors or pytorch_model.bin"
+    ):
+        loaded(edited)
+
+
+def test_names_that_are_nowhere(monkeypatch, tmp_path):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for name, message in (
+        ("acme/none", "cannot load acme/none: no such folder here, and the hub gave none"),
+        ("vit_of_mine", "neither a file, a folder, a hub name .* nor a model of timm"),
+        ("vit_tiny_patch16_224", "cannot load vit_tiny_patch16_224: "),
+        ("./none", "there is no such folder"),
+    ):
+        with pytest.raises(FileNotFoundError, match=f"^image.weights: .*{message}"):
+            loaded(name)
+
+
+def test_too_few_blocks_and_unknown_keys(tiny, tmp_path):
+    with pytest.raises(ConfigError, match=r"has 12 blocks, image.layers needs 13"):
+        loaded(tiny[1], layers=13)
+    file = tmp_path / "deit3.safetensors"
+    state = tiny[0].state_dict() | {"blocks.0.ls1.gamma": torch.ones(192)}
+    save_file(state, file)
+    with pytest.raises(ConfigError, match=r"keys of a ViT: blocks.0.ls1.gamma$"):
+        loaded(file)

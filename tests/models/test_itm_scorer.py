@@ -1,0 +1,158 @@
+"""Scores with shared parts are those of `VLPModel.match`, pair by pair."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests_support import TINY_MODEL
+
+from vlp.models import itm_scorer as module
+from vlp.models.config import ModelConfig
+from vlp.models.itm_scorer import Matcher, PreparedTexts
+from vlp.models.vlp import VLPModel
+from vlp.positions import CROSS_MODAL, list_positions
+
+LENGTHS = torch.tensor([6, 8, 4, 12, 3])
+ANCHORS = [
+    {"mode": "bias"},
+    {"roles": ("query",)},
+    {"roles": ("key",)},
+    {"roles": ("value",)},
+    {"value_pooled": False},
+    {"features": "encoder"},
+    {"shared_heads": True, "scale": 2.0},
+    {"mode": "bias", "shared_heads": True},
+    {"text_window": None, "patch_window": None, "metric": "manhattan"},
+    {"hard": False, "tau": 5.0},
+]
+
+
+def strong(layout, position, layers=3, dtype=torch.float64, **anchor):
+    """A model whose every part matters to its scores: from a plain start few of them would."""
+    torch.manual_seed(0)
+    cross = TINY_MODEL["cross"] | {
+        "layers": layers, "layout": layout, "position": position, "anchor": {"groups": 2} | anchor
+    }  # fmt: skip
+    model = VLPModel(ModelConfig.model_validate(TINY_MODEL | {"cross": cross})).to(dtype).eval()
+    for name, parameter in model.named_parameters():
+        scale = "norm" in name and name.endswith("weight")
+        torch.nn.init.normal_(parameter, mean=float(scale), std=0.3 if parameter.ndim > 1 else 0.1)
+    model.anchor_threshold.fill_(0.1)
+    return model
+
+
+def encoded(model, dtype=torch.float64):
+    ids = torch.randint(5, 40, (len(LENGTHS), 12))
+    attention = torch.arange(12) < LENGTHS[:, None]
+    words = attention & (torch.arange(12) > 0) & (torch.arange(12) < LENGTHS[:, None] - 1)
+    with torch.no_grad():
+        pictures = model.encode_image(torch.randn(2, 3, 16, 16, dtype=dtype))
+        return pictures, model.encode_text(ids, attention, words)
+
+
+def both_ways(model, pictures, texts, picture=1):
+    rows = torch.full((len(texts.states),), picture)
+    with torch.no_grad():
+        plain = model.match(pictures.select(rows), texts)
+    matcher = Matcher(model)
+    prepared = matcher.prepare_picture(pictures.select(rows[:1]))
+    return plain, matcher.match(prepared, matcher.prepare_texts(texts))
+
+
+@pytest.mark.parametrize("layout", ["text", "albef", "ace"])
+@pytest.mark.parametrize(
+    "position", [(), ("anchor",), ("uniform",), ("alignment",), ("ape", "anchor", "alignment")]
+)
+@pytest.mark.parametrize("layers", [1, 2, 4])
+def test_scores_are_those_of_the_model(layout, position, layers):
+    model = strong(layout, position, layers)
+    plain, shared = both_ways(model, *encoded(model))
+    assert plain.std() > 0.05
+    assert shared.dtype == torch.float32
+    torch.testing.assert_close(shared, plain, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["text", "albef", "ace"])
+@pytest.mark.parametrize("anchor", ANCHORS)
+def test_every_form_of_ace_rpe_is_kept(layout, anchor):
+    model = strong(layout, ("anchor",), **anchor)
+    features = encoded(model)
+    plain, shared = both_ways(model, *features)
+    torch.testing.assert_close(shared, plain, rtol=1e-6, atol=1e-6)
+    for name, parameter in model.named_parameters():
+        if "cross_attention.positions" in name:
+            torch.nn.init.zeros_(parameter)
+    without, _ = both_ways(model, *features)
+    assert (without - plain).abs().max() > 1e-3  # it was seen
+
+
+@pytest.mark.parametrize("name", [each for each in list_positions() if each not in CROSS_MODAL])
+def test_every_encoding_of_the_streams_is_kept(name):
+    model = strong("ace", (name, "anchor"))
+    plain, shared = both_ways(model, *encoded(model))
+    torch.testing.assert_close(shared, plain, rtol=1e-6, atol=1e-6)
+    assert Matcher(model).reads_padding
+
+
+def test_float32_and_bf16_agree_with_the_model():
+    for layout in ("albef", "ace"):
+        model = strong(layout, ("anchor",), dtype=torch.float32)
+        features = encoded(model, torch.float32)
+        plain, shared = both_ways(model, *features)
+        torch.testing.assert_close(shared, plain, rtol=1e-5, atol=1e-5)
+        with torch.autocast("cpu", torch.bfloat16):
+            plain_bf16, shared_bf16 = both_ways(model, *features)
+        spread = plain.std()
+        assert (plain_bf16 - plain).abs().max() < 0.2 * spread
+        assert (shared_bf16 - plain).abs().max() < 0.2 * spread
+
+
+def test_stacked_and_selected_texts_score_as_they_did():
+    model = strong("ace", ("anchor",))
+    pictures, texts = encoded(model)
+    plain, _ = both_ways(model, pictures, texts)
+    matcher = Matcher(model)
+    assert not matcher.reads_padding
+    parts = []
+    for rows, width in ((torch.tensor([4, 2]), 4), (torch.tensor([0, 1, 3]), 12)):
+        part = texts.select(rows)
+        cut = type(part)(part.states[:, :width], part.feature, part.tokens[:, :width],
+                         part.attention_mask[:, :width], part.word_mask[:, :width])  # fmt: skip
+        parts.append(matcher.prepare_texts(cut))
+    stacked = PreparedTexts.stack(parts)
+    assert stacked.states.shape[:2] == (5, 12)
+    picture = matcher.prepare_picture(pictures.select(torch.tensor([1])))
+    for rows, own, width in (([2, 0, 1], [0, 4, 2], 6), ([0], [4], 3), ([4, 3], [3, 1], 12)):
+        odds = matcher.match(picture, stacked.select(torch.tensor(rows), width))
+        torch.testing.assert_close(odds, plain[own], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_few_pairs_at_a_time_change_nothing(monkeypatch, tokens):
+    monkeypatch.setattr(module, "_CACHED_TOKENS", tokens)
+    model = strong("ace", ("anchor",))
+    plain, shared = both_ways(model, *encoded(model))
+    torch.testing.assert_close(shared, plain, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("layout", "layers"), [("text", 3), ("albef", 3), ("ace", 1)])
+def test_a_picture_is_projected_once_for_all_its_texts(layout, layers):
+    model = strong(layout, ("anchor",), layers)
+    pictures, texts = encoded(model)
+    matcher = Matcher(model)
+    seen = []
+    for layer in matcher.layers:
+        for projection in (layer.cross_attention.key, layer.cross_attention.value):
+            projection.register_forward_hook(lambda _, __, out: seen.append(out.shape[0]))
+    picture = matcher.prepare_picture(pictures.select(torch.tensor([0])))
+    assert seen == [1, 1] * layers
+    prepared = matcher.prepare_texts(texts)
+    for _ in range(3):
+        matcher.match(picture, prepared)
+    assert seen == [1, 1] * layers
+
+
+def test_nothing_is_kept_for_a_backward_pass():
+    model = strong("ace", ("anchor",))
+    _, shared = both_ways(model, *encoded(model))
+    assert not shared.requires_grad

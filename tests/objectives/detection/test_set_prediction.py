@@ -1,0 +1,113 @@
+"""DETR's loss against a slow one, picture by picture and query by query."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from boxes_by_hand import random_boxes, slow_giou
+
+from vlp.objectives.detection.hungarian import matching_cost
+from vlp.objectives.detection.set_prediction import set_losses
+
+CLASSES, QUERIES, LAYERS = 3, 4, 2
+
+
+def problem(counts=(2, 0, 3)):
+    torch.manual_seed(1)
+    logits = torch.randn(LAYERS, len(counts), QUERIES, CLASSES + 1).double().requires_grad_()
+    boxes = random_boxes(LAYERS, len(counts), QUERIES).requires_grad_()
+    labels = [torch.randint(CLASSES, (count,)) for count in counts]
+    return logits, boxes, labels, [random_boxes(count) for count in counts]
+
+
+def slow(logits, boxes, labels, objects, layer, no_object):
+    """The best assignment of every picture by trying all, then the sums by hand."""
+    classes = weights = l1 = giou = 0.0
+    right = 0
+    for picture, (label, target) in enumerate(zip(labels, objects)):
+        cost = matching_cost(logits[layer, picture], boxes[layer, picture], label, target)
+        best = min(
+            itertools.permutations(range(QUERIES), len(label)),
+            key=lambda one: sum(cost[q, n].item() for n, q in enumerate(one)),
+        )
+        owner = {query: number for number, query in enumerate(best)}
+        for query in range(QUERIES):
+            odds = [math.exp(value) for value in logits[layer, picture, query].tolist()]
+            wanted = label[owner[query]].item() if query in owner else CLASSES
+            weight = 1.0 if query in owner else no_object
+            classes -= weight * math.log(odds[wanted] / sum(odds))
+            weights += weight
+            if query in owner:
+                box = boxes[layer, picture, query].detach()
+                l1 += (box - target[owner[query]]).abs().sum().item()
+                giou += 1 - slow_giou(box, target[owner[query]])
+                right += max(range(CLASSES), key=lambda c: odds[c]) == wanted
+    return classes / weights, l1, giou, right
+
+
+@pytest.mark.parametrize("no_object", [0.1, 1.0, 0.025])
+def test_every_layer_is_judged_as_by_hand(no_object):
+    logits, boxes, labels, objects = problem()
+    layers = set_losses(logits, boxes, labels, objects, no_object=no_object)
+    assert len(layers) == LAYERS
+    for layer, losses in enumerate(layers):
+        classes, l1, giou, right = slow(logits, boxes, labels, objects, layer, no_object)
+        found = losses.classes.total / losses.classes.count
+        assert found.item() == pytest.approx(classes, abs=1e-9)
+        assert losses.l1.total.item() == pytest.approx(l1, abs=1e-9)
+        assert losses.giou.total.item() == pytest.approx(giou, abs=1e-6)  # torchvision's eps
+        assert losses.l1.count == losses.giou.count == losses.matched == 5
+        assert losses.right == right
+
+
+def test_losses_do_not_depend_on_the_order_of_objects():
+    logits, boxes, labels, objects = problem()
+    turned = [one.flip(0) for one in labels], [one.flip(0) for one in objects]
+    for one, other in zip(
+        set_losses(logits, boxes, labels, objects), set_losses(logits, boxes, *turned)
+    ):
+        for name in ("classes", "l1", "giou"):
+            assert torch.allclose(getattr(one, name).total, getattr(other, name).total)
+
+
+@pytest.mark.parametrize("counts", [(2, 0, 3), (0, 0), ()])
+def test_gradients_are_finite_also_without_objects(counts):
+    logits, boxes, labels, objects = problem(counts)
+    layers = set_losses(logits, boxes, labels, objects)
+    sum(one.classes.total + one.l1.total + one.giou.total for one in layers).backward()
+    assert torch.isfinite(logits.grad).all()
+    assert torch.isfinite(boxes.grad).all()
+    assert bool(logits.grad.abs().sum() > 0) == bool(counts)
+
+
+def test_perfect_predictions_cost_almost_nothing():
+    labels, objects = [torch.tensor([2, 0])], [random_boxes(2)]
+    boxes = torch.cat([objects[0].flip(0), random_boxes(2)])[None, None]
+    logits = torch.full((1, 1, QUERIES, CLASSES + 1), -30.0).double()
+    for query, wanted in enumerate((0, 2, CLASSES, CLASSES)):
+        logits[0, 0, query, wanted] = 30.0
+    (losses,) = set_losses(logits, boxes, labels, objects)
+    assert losses.classes.total < 1e-9
+    assert losses.l1.total < 1e-9
+    assert losses.giou.total < 1e-5
+    assert losses.right == 2
+
+
+def test_losses_that_are_not_finite_come_out_as_such():
+    logits, boxes, labels, objects = problem()
+    with torch.no_grad():
+        boxes[:, 0] = math.nan
+    layers = set_losses(logits, boxes, labels, objects)
+    assert not torch.isfinite(layers[0].l1.total)
+    assert torch.isfinite(layers[0].classes.total)
+
+
+def test_refusals():
+    logits, boxes, labels, objects = problem((5,))
+    with pytest.raises(ValueError, match="5 objects are more than 4 queries"):
+        set_losses(logits, boxes, labels, objects)
+    with pytest.raises(ValueError, match=r"no_object 0\.0001 is no whole number of thousandths"):
+        set_losses(logits, boxes, labels, objects, no_object=0.0001)

@@ -1,0 +1,58 @@
+"""Small files in the layouts of benchmarks, and what a converter made of them."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from vlp.data.shards.shard_index import RawSample, ShardIndex
+
+
+def picture(width: int = 12, height: int = 8, kind: str = "jpeg") -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGB", (width, height), (90, 60, 200)).save(stream, kind)
+    return stream.getvalue()
+
+
+def tar_of(path: Path, files: Mapping[str, bytes], mode: str = "w") -> Path:
+    with tarfile.open(path, mode) as archive:  # type: ignore[call-overload]
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return path
+
+
+def lines_of(path: Path, rows: Iterable[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def json_of(path: Path, content: Any) -> Path:
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return path
+
+
+def samples_of(folder: Path) -> dict[str, RawSample]:
+    index = ShardIndex.open(folder)
+    read = [
+        index.read(shard, number)
+        for shard, entry in enumerate(index.shards)
+        for number in range(entry.samples)
+    ]
+    return {sample.key: sample for sample in read}
+
+
+def said_of(sample: RawSample) -> dict[str, Any]:
+    return json.loads(sample.annotation.to_json())
+
+
+def failures_of(folder: Path) -> dict[str, list[str]]:
+    failures = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["failures"]
+    return {kind: one["ids"] for kind, one in failures.items()}

@@ -1,0 +1,238 @@
+"""Tars and JSON that are broken on purpose; the random damages are functions of their seed."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from broken_images import picture
+
+from vlp.data.shards.sample_files import BadSample
+from vlp.data.shards.shard_index import ShardIndex, index_folder
+
+END = bytes(1024)
+
+
+def header(
+    name: bytes | str,
+    size: int,
+    kind: bytes = b"0",
+    link: bytes = b"",
+    size_field: bytes | None = None,
+) -> bytes:
+    """One 512-byte tar header whose checksum is right, whatever its fields say."""
+    name = name.encode() if isinstance(name, str) else name
+    block = bytearray(512)
+    block[:100] = name[:100].ljust(100, b"\0")
+    block[100:108] = b"0000644\0"
+    block[108:124] = b"0000000\0" * 2
+    block[124:136] = size_field or tarfile.itn(size, 12, tarfile.GNU_FORMAT)
+    block[136:148] = b"00000000000\0"
+    block[156:157] = kind
+    block[157:257] = link[:100].ljust(100, b"\0")
+    block[257:265] = b"ustar\x0000"
+    return checked(block)
+
+
+def checked(block: bytes | bytearray) -> bytes:
+    """A header with the checksum of its other bytes."""
+    block = bytearray(block)
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    return bytes(block)
+
+
+def member(name: bytes | str, content: bytes, kind: bytes = b"0", link: bytes = b"") -> bytes:
+    """A header and its content, filled up to whole blocks."""
+    return header(name, len(content), kind, link) + content + bytes(-len(content) % 512)
+
+
+def pax(records: dict[str, str | bytes], kind: bytes = b"x") -> bytes:
+    """An extended header that says `records` of the member behind it."""
+    body = b""
+    for key, value in records.items():
+        value = value.encode() if isinstance(value, str) else value
+        rest = b" " + key.encode() + b"=" + value + b"\n"
+        length = len(rest)
+        while length != len(str(length)) + len(rest):
+            length = len(str(length)) + len(rest)
+        body += str(length).encode() + rest
+    return member("././@PaxHeader", body, kind)
+
+
+def tar(*parts: bytes) -> bytes:
+    """The parts and the end of a tar."""
+    return b"".join(parts) + END
+
+
+def plain_tar(samples: Iterable[tuple[str, dict[str, bytes]]]) -> bytes:
+    """A tar of samples, each a key and its files by extension."""
+    return tar(
+        *(
+            member(f"{key}.{extension}", content)
+            for key, files in samples
+            for extension, content in files.items()
+        )
+    )
+
+
+PNG = picture("png")
+JSON = b'{"caption": "a dog"}'
+GOOD = member("good.png", PNG) + member("good.json", JSON)
+FINE = member("fine.png", PNG) + member("fine.json", JSON)
+
+
+def found(folder: Path, content: bytes | None) -> list[str]:
+    """What each sample of `0.tar` gives: its key, or the kind of what is wrong.
+
+    Args:
+        folder: holds it.
+        content: written to it first, if there is any.
+    """
+    if content is not None:
+        (folder / "0.tar").write_bytes(content)
+    index_folder(folder)
+    index = ShardIndex.open(folder)
+    results = []
+    for number in range(len(index)):
+        try:
+            sample = index.read(0, number)
+        except BadSample as bad:
+            results.append(bad.kind)
+            continue
+        assert sample.image == PNG
+        results.append(sample.key)
+    return results
+
+
+Damage = Callable[[np.random.Generator, bytes], bytes]
+
+
+def cut(rng: np.random.Generator, data: bytes) -> bytes:
+    """Ends anywhere."""
+    return data[: int(rng.integers(len(data)))]
+
+
+def flip_bits(rng: np.random.Generator, data: bytes) -> bytes:
+    """One to eight bits changed anywhere."""
+    changed = bytearray(data)
+    for place in rng.integers(len(data), size=int(rng.integers(1, 9))):
+        changed[place] ^= 1 << int(rng.integers(8))
+    return bytes(changed)
+
+
+def overwrite(rng: np.random.Generator, data: bytes) -> bytes:
+    """A run of other bytes: zeros, ones or noise."""
+    length = int(rng.integers(1, 700))
+    start = int(rng.integers(len(data)))
+    filling = [bytes(length), b"\xff" * length, rng.bytes(length)][int(rng.integers(3))]
+    return (data[:start] + filling + data[start + length :])[: len(data)]
+
+
+def drop(rng: np.random.Generator, data: bytes) -> bytes:
+    """A run of bytes missing."""
+    start = int(rng.integers(len(data)))
+    return data[:start] + data[start + int(rng.integers(1, 700)) :]
+
+
+def repeat(rng: np.random.Generator, data: bytes) -> bytes:
+    """A run of bytes twice."""
+    start, length = int(rng.integers(len(data))), int(rng.integers(1, 1500))
+    return data[: start + length] + data[start:]
+
+
+def insert(rng: np.random.Generator, data: bytes) -> bytes:
+    """Noise in between."""
+    start = int(rng.integers(len(data)))
+    return data[:start] + rng.bytes(int(rng.integers(1, 700))) + data[start:]
+
+
+BYTES: tuple[Damage, ...] = (cut, flip_bits, overwrite, drop, repeat, insert)
+
+
+def drop_blocks(rng: np.random.Generator, data: bytes) -> bytes:
+    """Whole blocks of a tar missing."""
+    start = 512 * int(rng.integers(len(data) // 512))
+    return data[:start] + data[start + 512 * int(rng.integers(1, 4)) :]
+
+
+def swap_blocks(rng: np.random.Generator, data: bytes) -> bytes:
+    """Two blocks of a tar in each other's place."""
+    first, second = 512 * np.sort(rng.integers(len(data) // 512, size=2))
+    one, other = data[first : first + 512], data[second : second + 512]
+    if first == second:
+        return data
+    return data[:first] + other + data[first + 512 : second] + one + data[second + 512 :]
+
+
+def zero_blocks(rng: np.random.Generator, data: bytes) -> bytes:
+    """A hole, as a crash of the machine leaves it."""
+    start = 512 * int(rng.integers(len(data) // 512))
+    length = 512 * int(rng.integers(1, 5))
+    return (data[:start] + bytes(length) + data[start + length :])[: len(data)]
+
+
+_SIZES = (b"\xff" * 12, b"\x80" + b"\x7f" * 11, b"77777777777\0", b"-0000000001\0", b"\0" * 12)
+_SIZES += (b"\xff" * 10 + b"\xfc\0", b"99999999999\0", b"\x80" + b"\xff" * 11, b"0x10       \0")
+_KINDS = b"0\x001234567xgLKNSVMAXZ~\xff"
+
+
+def lying_header(rng: np.random.Generator, data: bytes) -> bytes:
+    """A header whose name, size or kind is another, under a right checksum."""
+    starts = [place for place in range(0, len(data), 512) if data[place + 257 :][:5] == b"ustar"]
+    start = starts[int(rng.integers(len(starts)))]
+    block = bytearray(data[start : start + 512])
+    what = int(rng.integers(3))
+    if what == 0:
+        block[124:136] = _SIZES[int(rng.integers(len(_SIZES)))]
+    elif what == 1:
+        block[156] = _KINDS[int(rng.integers(len(_KINDS)))]
+    else:
+        block[:100] = rng.bytes(int(rng.integers(1, 101))).ljust(100, b"\0")
+    return data[:start] + checked(block) + data[start + 512 :]
+
+
+TARS: tuple[Damage, ...] = (*BYTES, drop_blocks, swap_blocks, zero_blocks, lying_header)
+
+
+def splice_json(rng: np.random.Generator, data: bytes) -> bytes:
+    """JSON in which one value is another: of another kind, absurd, or no JSON at all."""
+    tree = json.loads(data)
+    places = list(_places(tree, ()))
+    place = places[int(rng.integers(len(places)))]
+    text = json.dumps(_with(tree, place, "@@"), ensure_ascii=False)
+    return text.encode().replace(b'"@@"', ABSURD[int(rng.integers(len(ABSURD)))])
+
+
+ABSURD = (
+    b"NaN", b"-Infinity", b"1e999", b"-1", b"-0.5", b"0", b"1e308", b"9" * 400, b"9" * 5000,
+    b"null", b"true", b"{}", b"[]", b"[[]]", b'""', b'" "', b'"\xff\xfe"', b'"\\ud800"',
+    b'"\\u0000"', b'{"a": 1, "a": 2}', b"[1, 2, 3, 4, 5]", b"[-1, -1, -1, -1]", b"[0, 0, 1e999, 1]",
+    b'[{"caption": 0}]', b'["a", null]', b'"' + b"word " * 3000 + b'"', b'"' + b"x" * 70000 + b'"',
+    b"[" * 300 + b"]" * 300, b'{"a":' * 2000 + b"1" + b"}" * 2000, b"[" * 50000, b"undefined", b"",
+    '"\U0001f600\u0301\u200b\ufeff\u2028 [MASK] [SEP] ##ing"'.encode(),
+)  # fmt: skip
+
+
+def _places(tree: Any, path: tuple[Any, ...]) -> Iterable[tuple[Any, ...]]:
+    if path:
+        yield path
+    children: Iterable[tuple[Any, Any]] = ()
+    if isinstance(tree, dict):
+        children = tree.items()
+    elif isinstance(tree, list):
+        children = enumerate(tree)
+    for key, value in children:
+        yield from _places(value, (*path, key))
+
+
+def _with(tree: Any, path: Sequence[Any], value: Any) -> Any:
+    if not path:
+        return value
+    copy = dict(tree) if isinstance(tree, dict) else list(tree)
+    copy[path[0]] = _with(copy[path[0]], path[1:], value)
+    return copy

@@ -1,0 +1,98 @@
+"""Shards with pictures that can be told apart, and copies of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tarfile
+from collections.abc import Iterable, Mapping
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from data_tools.__main__ import main
+from vlp.data.schema import Annotation
+from vlp.data.shards.shard_index import ShardWriter
+from vlp.data.shards.tar import read_members
+
+
+def picture(seed: int, size: tuple[int, int] = (96, 72)) -> Image.Image:
+    """Soft blobs: like a photograph, most of it is in low frequencies."""
+    rng = np.random.default_rng(seed)
+    blobs = Image.fromarray(rng.integers(0, 256, (9, 12, 3), dtype=np.uint8))
+    return blobs.resize(size, Image.Resampling.BICUBIC)
+
+
+def encoded(image: Image.Image, kind: str = "jpeg", **options: int) -> bytes:
+    stream = BytesIO()
+    image.save(stream, kind, **options)
+    return stream.getvalue()
+
+
+def jpeg(seed: int, **options: int) -> bytes:
+    return encoded(picture(seed), **options)
+
+
+def write(folder: Path, samples: Mapping[str, bytes], per_shard: int = 4) -> Path:
+    """JPEG samples by key; the nth picture of a folder is called n."""
+    with ShardWriter(folder, per_shard) as writer:
+        for number, (key, data) in enumerate(samples.items()):
+            known = Annotation(
+                captions=[f"number {number}"], source=folder.name, image_id=str(number)
+            )
+            writer.write(key, data, "jpg", known)
+    return folder
+
+
+def write_tar(path: Path, members: Iterable[tuple[str, bytes]]) -> None:
+    """A tar of another maker: any names, with times and users."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as archive:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size, info.mtime, info.uname = len(content), 1_700_000_000, "somebody"
+            archive.addfile(info, BytesIO(content))
+
+
+def cut(path: Path) -> None:
+    """Cut a tar off inside its last member."""
+    members, _ = read_members(path)
+    path.write_bytes(path.read_bytes()[: members[-1].offset + 1])
+
+
+def write_manifest(folder: Path) -> None:
+    """As builders write it, as far as `verify` reads it."""
+    shards = [
+        {
+            "name": path.name,
+            "bytes": path.stat().st_size,
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        }
+        for path in sorted(folder.glob("*.tar"))
+    ]
+    (folder / "manifest.json").write_text(json.dumps({"title": "made", "shards": shards}))
+
+
+def run(*arguments: object) -> int:
+    """A command, in this process."""
+    return main([*map(str, arguments), "--processes", "1"])
+
+
+def pictures_of(tar: Path, count: int) -> dict[str, bytes]:
+    """The first pictures of a plain tar by their name without extension."""
+    found: dict[str, bytes] = {}
+    with tarfile.open(tar) as archive:
+        for member in archive:
+            content = archive.extractfile(member) if member.isfile() else None
+            if content is not None and member.name.endswith(".jpg"):
+                found[Path(member.name).stem] = content.read()
+            if len(found) == count:
+                break
+    return found
+
+
+def listed(path: Path) -> list[str]:
+    """The keys of a take-down list."""
+    return [line for line in path.read_text().splitlines() if not line.startswith("#")]

@@ -1,0 +1,60 @@
+"""Shards of claims, and a tiny model folder, that tests of downstream tasks share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tests_support import TINY_MODEL, tiny_text
+
+from vlp.data.image.transforms import Preprocessing
+from vlp.data.scenes.annotation import entailment_annotation, statement_annotation
+from vlp.data.scenes.nlvr2 import sample_statement
+from vlp.data.scenes.render import encode_png, render
+from vlp.data.scenes.snli_ve import sample_entailment
+from vlp.data.schema import Annotation
+from vlp.data.shards.shard_index import ShardWriter
+from vlp.models.config import ModelConfig
+from vlp.models.folder import save_pretrained
+from vlp.models.vlp import VLPModel
+
+
+def tiny_folder(folder: Path, **cross: object) -> Path:
+    """A model folder of width 16 and 16 px pictures, its position tables not zero."""
+    text = tiny_text()
+    config = ModelConfig.model_validate(TINY_MODEL | {"cross": TINY_MODEL["cross"] | cross})
+    torch.manual_seed(0)
+    model = VLPModel(config)
+    for name, parameter in model.named_parameters():
+        if "table" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.anchor_threshold.fill_(0.2)
+    save_pretrained(folder, config, model.state_dict(), text, Preprocessing(16))
+    return folder
+
+
+def entailment_shards(folder: Path, count: int = 12) -> Path:
+    """Hypotheses of the generated corpus, in shards of five."""
+    with ShardWriter(folder, samples_per_shard=5) as writer:
+        for number in range(count):
+            one = sample_entailment(0, number, image_size=16)
+            writer.write(one.key, encode_png(render(one.scene)), "png", entailment_annotation(one))
+    return folder
+
+
+def statement_shards(folder: Path, count: int = 8) -> Path:
+    """Statements about two pictures of the generated corpus, in shards of five."""
+    with ShardWriter(folder, samples_per_shard=5) as writer:
+        for number in range(count):
+            one = sample_statement(0, number, image_size=16)
+            left, right = (encode_png(render(scene)) for scene in (one.left, one.right))
+            writer.write(one.key, left, "png", statement_annotation(one), right)
+    return folder
+
+
+def annotated_shards(folder: Path, annotations: list[Annotation], image: bytes) -> Path:
+    """One sample an annotation, all of one picture."""
+    with ShardWriter(folder, samples_per_shard=3) as writer:
+        for number, annotation in enumerate(annotations):
+            writer.write(f"{number:04d}", image, "png", annotation)
+    return folder

@@ -1,0 +1,94 @@
+"""Shards of small plain pictures with questions and captions, and a small model for them."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import torch
+from PIL import Image
+from tests_support import TINY_MODEL
+
+from vlp.data.image.transforms import Preprocessing
+from vlp.data.schema import Annotation, Answer, Question
+from vlp.data.shards.shard_index import ShardWriter
+from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
+from vlp.models.config import ModelConfig
+from vlp.models.folder import Loaded
+from vlp.models.vlp import VLPModel
+from vlp.objectives.mlm import MLMHead
+
+COLOURS = {"red": (220, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 220)}
+TEXTS = [
+    "what colour is it? is it red green blue?",
+    "yes no two 10:30 left right",
+    "a red picture . a plain green one . all blue",
+]
+AUGMENT = {"randaugment": False, "crop_scale": [1.0, 1.0], "mirror": False}
+
+
+def picture(colour: str = "red", side: int = 16) -> bytes:
+    """A PNG of one colour."""
+    data = io.BytesIO()
+    Image.new("RGB", (side, side), COLOURS[colour]).save(data, "PNG")
+    return data.getvalue()
+
+
+def question(number: int | str, text: str, answers: dict[str, int], **extra: str) -> Question:
+    """A question with answers and how many gave them."""
+    given = [Answer(answer=answer, count=count) for answer, count in answers.items()]
+    return Question(id=str(number), question=text, answers=given, **extra)
+
+
+def write_shards(folder: Path, samples: list[tuple[bytes, Annotation]], per_shard: int = 4) -> Path:
+    """Samples 0, 1, ... in shards of a few."""
+    with ShardWriter(folder, samples_per_shard=per_shard) as writer:
+        for number, (data, annotation) in enumerate(samples):
+            writer.write(f"{number:03d}", data, "png", annotation)
+    return folder
+
+
+def coloured(count: int = 12) -> list[tuple[bytes, Annotation]]:
+    """Pictures of one colour with two questions and two captions each."""
+    made = []
+    for number in range(count):
+        colour = list(COLOURS)[number % 3]
+        made.append(
+            (
+                picture(colour),
+                Annotation(
+                    source="toy",
+                    image_id=str(number),
+                    captions=[f"a {colour} picture", f"a plain {colour} one"],
+                    questions=[
+                        question(
+                            10 * number, "what colour is it?", {colour: 10},
+                            answer_type="other", question_type="what",
+                        ),
+                        question(
+                            10 * number + 1, "is it red?",
+                            {"yes" if colour == "red" else "no": 7, "left": 3},
+                            answer_type="yes/no",
+                        ),
+                    ],
+                ),
+            )
+        )  # fmt: skip
+    return made
+
+
+def toy_text(max_tokens: int = 12) -> TextProcessor:
+    """A vocabulary of all words here."""
+    return TextProcessor(train_wordpiece(TEXTS, 90), max_tokens)
+
+
+def toy_parts(heads: bool = True, seed: int = 0) -> Loaded:
+    """An untrained model of width 16 and what prepares its inputs."""
+    text = toy_text()
+    values = {**TINY_MODEL, "text": {**TINY_MODEL["text"], "vocab_size": text.vocab_size}}
+    torch.manual_seed(seed)
+    config = ModelConfig.model_validate(values)
+    model, head = VLPModel(config), MLMHead(16, text.vocab_size)
+    torch.nn.init.normal_(head.bias)
+    own = {f"mlm_head.{name}": value for name, value in head.state_dict().items()}
+    return Loaded(model, text, Preprocessing(16), own if heads else {})

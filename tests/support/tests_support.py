@@ -1,0 +1,40 @@
+"""Small models and vocabularies that several tests share."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
+
+TINY_MODEL = {
+    "text": {"vocab_size": 64, "width": 16, "layers": 1, "heads": 2, "intermediate": 32,
+             "max_positions": 16, "max_tokens": 12},
+    "image": {"image_size": 16, "patch_size": 4, "width": 16, "layers": 1, "heads": 2,
+              "intermediate": 32},
+    "cross": {"layers": 2, "heads": 2, "intermediate": 32, "anchor": {"groups": 2}},
+    "embed_dim": 8,
+}  # fmt: skip
+
+CAPTIONS = [
+    "a small red circle left of a blue square",
+    "a large green triangle above a red star",
+    "a blue cross at the top left",
+]
+
+
+def tiny_text(max_tokens: int = 12) -> TextProcessor:
+    """A WordPiece vocabulary of a few words."""
+    return TextProcessor(train_wordpiece(CAPTIONS, 64), max_tokens)
+
+
+def launch_script(name: str) -> ModuleType:
+    """A script of `launch/`, which is no package, as a module."""
+    file = Path(__file__).resolve().parents[2] / "launch" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

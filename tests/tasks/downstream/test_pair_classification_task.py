@@ -1,0 +1,226 @@
+"""Entailment, statements and text assignment on a tiny model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pair_shards import annotated_shards, entailment_shards, statement_shards, tiny_folder
+from tests_support import CAPTIONS
+
+from vlp.config import ConfigError
+from vlp.data.scenes.render import encode_png, render
+from vlp.data.scenes.sample import sample_scene
+from vlp.data.schema import Annotation
+from vlp.data.shards.sample_files import BadSample
+from vlp.models.folder import from_pretrained
+from vlp.tasks.downstream.init_from import start_parts
+from vlp.tasks.downstream.pair_classification import (
+    AssignmentConfig,
+    EntailmentConfig,
+    StatementsConfig,
+    build,
+)
+from vlp.tasks.downstream.task import load_task
+
+PLAIN = {"randaugment": False, "crop_scale": [1.0, 1.0], "mirror": False}
+
+
+def settings(kind, *folders, **more):
+    data = {"train": [str(folder) for folder in folders], "augment": PLAIN, "canonical_streams": 4}
+    return kind.model_validate({"data": data | more})
+
+
+def built(config, folder, batch=4):
+    parts, _ = start_parts(str(folder), {})
+    return build(config, parts, batch, 0, "float32")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tiny_folder(tmp_path / "start")
+
+
+def test_entailment_learns_a_batch(folder, tmp_path):
+    config = settings(EntailmentConfig, entailment_shards(tmp_path / "train"))
+    task, data = built(config, folder)
+    batch, _ = next(iter(data.batches()))
+    assert batch.pixels.shape == (4, 1, 3, 16, 16)
+    optimiser = torch.optim.AdamW(task.parameters(), lr=1e-2)
+    losses = []
+    for step in range(30):
+        output = task(batch, step)
+        losses.append(float(output.loss.detach()))
+        optimiser.zero_grad()
+        output.loss.backward()
+        optimiser.step()
+    assert losses[-1] < 0.1 * losses[0]
+
+
+def test_a_saved_task_gives_the_same_answers_in_a_fresh_place(folder, tmp_path):
+    config = settings(StatementsConfig, statement_shards(tmp_path / "train"))
+    task, data = built(config, folder)
+    batch, _ = next(iter(data.batches()))
+    task.save_model(tmp_path / "saved", task.state_dict())
+    loaded = load_task(tmp_path / "saved")
+    assert loaded.kind == "statements"
+    with torch.no_grad():
+        assert torch.equal(loaded.logits(batch), task.eval().logits(batch))
+    assert from_pretrained(tmp_path / "saved").heads.keys() >= {"tags", "head.0.weight"}
+
+
+def test_each_of_two_pictures_has_its_own_paths(folder, tmp_path):
+    """Against a second run in which the other picture is another one."""
+    task, _ = built(settings(StatementsConfig, statement_shards(tmp_path / "train")), folder)
+    model = task.eval().model
+    pixels = torch.randn(3, 1, 3, 16, 16)
+    text = model.encode_text(*task.text([CAPTIONS[0]]))
+    images = [model.encode_image(one) for one in pixels]
+    alone = model.anchors(images[0], text)
+    for other in (1, 2):
+        both = model.cross_several([images[0], images[other]], text, task.tags).anchors
+        patches = alone.similarity.shape[1]
+        assert torch.equal(both.path[:, : 1 + patches], alone.path)
+        assert torch.equal(both.text_path[:, :, : 1 + patches], alone.text_path)
+        theirs = model.anchors(images[other], text)
+        assert torch.equal(both.path[:, 1 + patches :], theirs.path)
+        mean = (alone.text_mean + theirs.text_mean) / 2
+        torch.testing.assert_close(both.text_mean, mean)
+        assert not both.path[:, 1 + patches].any()  # the second [CLS]
+
+
+def test_one_picture_in_several_is_that_picture(folder, tmp_path):
+    task, _ = built(settings(StatementsConfig, statement_shards(tmp_path / "train")), folder)
+    model = task.eval().model
+    image = model.encode_image(torch.randn(2, 3, 16, 16))
+    text = model.encode_text(*task.text(CAPTIONS[:2]))
+    several = model.cross_several([image], text, torch.zeros(1, 16)).text
+    torch.testing.assert_close(several, model.cross(image, text).text)
+
+
+def test_the_order_of_two_pictures_matters_by_their_tags(folder, tmp_path):
+    task, data = built(settings(StatementsConfig, statement_shards(tmp_path / "train")), folder)
+    batch, _ = next(iter(data.batches()))
+    turned = batch._replace(pixels=batch.pixels.flip(1))
+    task.eval()
+    with torch.no_grad():
+        assert not torch.allclose(task.logits(batch), task.logits(turned))
+        task.tags.zero_()
+        torch.testing.assert_close(task.logits(batch), task.logits(turned), rtol=0, atol=1e-5)
+
+
+def test_a_picture_of_panels_is_read_as_pictures_side_by_side(folder, tmp_path):
+    scene = render(sample_scene(0, 0, image_size=48))
+    wide = scene.resize((50, 16))
+    label = Annotation(statement="a b", label=True)
+    shards = annotated_shards(tmp_path / "wide", [label] * 4, encode_png(wide))
+    shown = [wide.crop(box) for box in ((0, 0, 16, 16), (16, 0, 33, 16), (33, 0, 50, 16))]
+    task, data = built(
+        settings(StatementsConfig, shards).model_copy(update={"pictures": 1, "panels": 3}), folder
+    )
+    batch, _ = next(iter(data.batches()))
+    assert batch.pixels.shape == (4, 3, 3, 16, 16)
+    assert torch.equal(batch.pixels[0], torch.stack([task.prepare.evaluate(one) for one in shown]))
+    assert task.tags.shape[0] == 3
+    assert task.logits(batch).shape == (4, 2)
+
+
+def test_assignment_puts_the_caption_with_its_picture(folder, tmp_path):
+    shards = tmp_path / "captioned"
+    pictures = [encode_png(render(sample_scene(0, number, image_size=16))) for number in range(9)]
+    from vlp.data.shards.shard_index import ShardWriter
+
+    with ShardWriter(shards) as writer:
+        for number, picture in enumerate(pictures):
+            said = Annotation(caption=f"number {number}", source="test", image_id=str(number))
+            writer.write(f"{number}", picture, "png", said)
+    task, _ = built(settings(AssignmentConfig, shards), folder)
+    claims = task.claims([shards])
+    own = [claims.prepare([_decoded(picture)], "", 0, None)[0] for picture in pictures]
+    places = []
+    for number in range(9):
+        claim = claims.make(claims.items.read(number), number)
+        shown = [next(k for k in range(9) if torch.equal(own[k], p)) for p in claim.pixels]
+        assert shown[0] != shown[1]
+        assert (shown.index(number) if number in shown else 2) == claim.label
+        places.append(claim.label)
+    assert set(places) == {0, 1, 2}
+
+
+def _decoded(picture):
+    from vlp.data.image.decode import decode_picture
+
+    return decode_picture(picture, "test")
+
+
+def test_bad_samples_are_named(folder, tmp_path):
+    picture = encode_png(render(sample_scene(0, 0, image_size=16)))
+    annotations = [
+        Annotation(hypothesis="a red circle", label="maybe"),
+        Annotation(label="neutral"),
+        Annotation(hypothesis="a red circle"),
+        Annotation(hypothesis="a red circle", label="neutral"),
+    ]
+    shards = annotated_shards(tmp_path / "bad", annotations, picture)
+    task, data = built(settings(EntailmentConfig, shards, max_skipped_share=1.0), folder)
+    batch, _ = next(iter(data.batches()))
+    assert int(batch.valid.sum()) == 1
+    kinds = sorted(skip.kind for skip in batch.skipped)
+    assert kinds == ["no text", "unknown label", "unknown label"]
+    where = " ".join(skip.where for skip in batch.skipped)
+    assert "'maybe' is none of entailment, neutral, contradiction" in where
+    statements = task.claims([shards])
+    statements.pictures = 2
+    with pytest.raises(BadSample, match="no second picture"):
+        statements.make(statements.items.read(3), 3)
+
+
+def test_a_batch_without_a_good_sample_counts_nowhere(folder, tmp_path):
+    picture = encode_png(render(sample_scene(0, 0, image_size=16)))
+    shards = annotated_shards(tmp_path / "bad", [Annotation(label="neutral")] * 4, picture)
+    task, data = built(settings(EntailmentConfig, shards, max_skipped_share=1.0), folder)
+    batch, _ = next(iter(data.batches()))
+    assert not batch.valid.any()
+    assert float(task(batch, 0).loss.detach()) == 0
+
+
+@pytest.mark.parametrize("view", ["blank", "shuffled"])
+def test_what_the_model_is_shown_can_be_taken_away(folder, tmp_path, view):
+    shards = entailment_shards(tmp_path / "train")
+    whole, _ = built(settings(EntailmentConfig, shards), folder)
+    less, _ = built(settings(EntailmentConfig, shards, view=view), folder)
+    item = whole.claims([shards]).items.read(0)
+    seen, left = (task.claims([shards]).make(item, 0).pixels for task in (whole, less))
+    assert not torch.equal(seen, left)
+    assert torch.equal(left, less.claims([shards]).make(item, 0).pixels)
+    if view == "shuffled":
+        assert torch.equal(seen.sum((1, 2, 3)), left.sum((1, 2, 3))) or torch.allclose(
+            seen.sum(), left.sum(), atol=1e-3
+        )
+
+
+def test_a_start_that_cannot_be_used_is_refused(folder, tmp_path):
+    with pytest.raises(ConfigError, match="is no model folder"):
+        start_parts(str(tmp_path / "nowhere"), {})
+    with pytest.raises(ConfigError, match=r"image\.image_size: "):
+        start_parts(str(folder), {"image": {"image_size": "large"}})
+    with pytest.raises(ConfigError, match="start: "):
+        start_parts(str(folder), {"text": {"layers": 3}})
+    with pytest.raises(FileNotFoundError, match="pretrained, not fine-tuned"):
+        load_task(folder)
+
+
+def test_pictures_may_grow(folder):
+    parts, report = start_parts(str(folder), {"image": {"image_size": 24}})
+    assert parts.preprocess.image_size == 24
+    assert report.resized == ["image_encoder.vit.pos_embed"]
+    assert parts.model.encode_image(torch.randn(1, 3, 24, 24)).tokens.shape[1] == 36
+
+
+def test_a_folder_with_a_key_that_is_none_is_refused_by_file_and_key(folder, tmp_path):
+    config = settings(EntailmentConfig, entailment_shards(tmp_path / "train"))
+    task, _ = built(config, folder)
+    task.save_model(tmp_path / "saved", task.state_dict())
+    file = tmp_path / "saved" / "task.json"
+    file.write_text(file.read_text().replace('"label_smoothing"', '"label_smothing"'))
+    with pytest.raises(ConfigError, match=r"task\.json.*label_smothing.*label_smoothing"):
+        load_task(tmp_path / "saved")

@@ -1,0 +1,160 @@
+"""One rank of test_engines.py: every ZeRO stage, and Accelerate, against plain PyTorch.
+
+usage: engine_ranks.py FOLDER (train | load). The folder keeps checkpoints from one number of ranks
+to the next.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from training_toy import TOKENS, PlainEngine, ToyTask, toy_batch, toy_config
+
+from vlp import distributed
+from vlp.training.config import TrainingConfig
+from vlp.training.engines.accelerate import AccelerateEngine
+from vlp.training.engines.base import Engine, Update
+from vlp.training.engines.deepspeed import DeepSpeedEngine
+
+FOLDER = Path(sys.argv[1])
+SAVED_AFTER, POISONED, STEPS = 3, 4, 8
+# Stage 3 twice: with every parameter cut up between uses, and with small ones kept whole.
+KINDS = {"0": 0, "1": 1, "2": 2, "3": 3, "3-whole": 3}
+ACCELERATE = "accelerate"
+
+
+def training(kind: str, accumulation: int = 1) -> TrainingConfig:
+    zero = {"stage": KINDS[kind]}
+    if KINDS[kind] == 3:
+        zero["stage3_param_persistence_threshold"] = 0 if kind == "3" else 100_000
+    path = FOLDER / f"{kind}_{distributed.world_size()}_{distributed.rank()}.json"
+    path.write_text(json.dumps({"zero_optimization": zero}))
+    return toy_config(deepspeed=str(path), batch=8, accumulation=accumulation).training
+
+
+def make(task: ToyTask, kind: str, accumulation: int = 1) -> Engine:
+    if kind == ACCELERATE:
+        return AccelerateEngine(task, toy_config(batch=8, accumulation=accumulation).training)
+    return DeepSpeedEngine(task, training(kind, accumulation))
+
+
+def steps(engine: Engine, first: int, last: int) -> list[Update]:
+    """Optimiser steps on fixed global batches; one rank alone poisons step `POISONED`."""
+    updates = []
+    accumulation = engine.config.accumulation if isinstance(engine, PlainEngine) else ACCUMULATION
+    for step in range(first, last):
+        for micro in range(accumulation):
+            generator = torch.Generator().manual_seed(100 * step + micro)
+            ids = torch.randint(TOKENS, (8, 5), generator=generator)
+            share = len(ids) // engine.world_size
+            own = ids[engine.rank * share : (engine.rank + 1) * share]
+            loss = engine.forward(toy_batch(own), step).loss
+            if step == POISONED and engine.rank == engine.world_size - 1:
+                loss = loss * float("nan")
+            engine.backward(loss)
+        updates.append(engine.step(1e-2))
+    return updates
+
+
+ACCUMULATION = 1
+
+
+def copied(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in state.items()}
+
+
+def distance(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
+    """Of what is trained: ZeRO lets weight decay shrink what no loss uses, Accelerate does not."""
+    assert first.keys() == second.keys()
+    used = [name for name in first if not name.startswith("unused.")]
+    return max(float((first[name] - second[name]).abs().max()) for name in used)
+
+
+def plain(accumulation: int = 1) -> tuple[dict[str, Tensor], list[Update]]:
+    torch.manual_seed(0)
+    engine = PlainEngine(ToyTask(), toy_config(accumulation=accumulation).training)
+    updates = steps(engine, 0, STEPS)
+    return copied(engine.gather()), updates
+
+
+def check(kind: str) -> None:
+    expected, expected_updates = plain()
+    # Ranks start with different weights; rank 0's count.
+    torch.manual_seed(distributed.rank())
+    task = ToyTask()
+    engine = make(task, kind)
+    home = FOLDER / f"state_{kind}_{engine.world_size}"
+    home.mkdir(exist_ok=True)
+    updates = steps(engine, 0, SAVED_AFTER)
+    engine.save(home if engine.rank == 0 else None)
+    updates += steps(engine, SAVED_AFTER, POISONED)
+    before = copied(engine.gather())
+    updates += steps(engine, POISONED, POISONED + 1)
+    assert distance(before, engine.gather()) == 0, "a skipped step moved weights"
+    updates += steps(engine, POISONED + 1, STEPS)
+    final = copied(engine.gather())
+    assert final["log_temperature"].shape == ()
+    assert distance(final, expected) < 2e-6, distance(final, expected)
+    for mine, other in zip(updates, expected_updates, strict=True):
+        assert mine.applied == other.applied
+        assert mine.applied == (abs(mine.gradient_norm - other.gradient_norm) < 1e-5)
+    assert [update.applied for update in updates].count(False) == 1
+    state = engine.state_dict()
+    assert (state.keys() == task.state_dict().keys()) == (engine.rank == 0)
+    if engine.rank == 0:
+        assert distance({name: state[name] for name in final}, final) == 0
+
+    assert distance(resumed(kind, home), final) == 0, "resuming is not exact"
+
+    mixed = ToyTask(precision="bf16")
+    steps(make(mixed, kind), 0, 1)
+    assert mixed.dtypes == {torch.bfloat16}, "the task's autocast is not respected"
+    assert {parameter.dtype for parameter in mixed.parameters()} == {torch.float32}
+
+
+def resumed(kind: str, home: Path) -> dict[str, Tensor]:
+    """Final weights of a run that another engine began."""
+    torch.manual_seed(7)
+    engine = make(ToyTask(), kind)
+    steps(engine, 0, 1)  # what it has learned and gathered so far must not shine through
+    engine.load(home if engine.rank == 0 else None)
+    assert float(engine.module.encoder.seen) > 0, "buffers are part of the state"
+    steps(engine, SAVED_AFTER, STEPS)
+    return copied(engine.gather())
+
+
+def check_loading(kind: str) -> None:
+    """From the other number of ranks, of the same and of other stages."""
+    expected, _ = plain()
+    for source in sorted({kind, "0", "3", ACCELERATE}):
+        home = FOLDER / f"state_{source}_{3 - distributed.world_size()}"
+        assert distance(resumed(kind, home), expected) < 2e-6, home
+
+
+def check_accumulation(kind: str) -> None:
+    global ACCUMULATION
+    expected, _ = plain(accumulation=3)
+    torch.manual_seed(0)
+    engine = make(ToyTask(), kind, accumulation=3)
+    ACCUMULATION = 3
+    updates = steps(engine, 0, STEPS)
+    ACCUMULATION = 1
+    assert [update.applied for update in updates].count(False) == 1
+    assert distance(engine.gather(), expected) < 2e-6
+
+
+distributed.prepare_environment()
+distributed.start()
+for each in (*KINDS, ACCELERATE):
+    if sys.argv[2] == "train":
+        check(each)
+        check_accumulation(each)
+    else:
+        check_loading(each)
+    if distributed.rank() == 0:
+        print(f"{each} holds on {distributed.world_size()} ranks")
+distributed.end()

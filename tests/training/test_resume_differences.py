@@ -1,0 +1,97 @@
+from copy import deepcopy
+from typing import Any
+
+import pytest
+from training_toy import toy_config
+
+from vlp.training.resume_check import compare
+
+SAVED = toy_config().model_dump(mode="json")
+
+
+def changed(key: str, value: Any) -> dict[str, Any]:
+    result = deepcopy(SAVED)
+    *parents, leaf = key.split(".")
+    node = result
+    for parent in parents:
+        node = node[int(parent)] if isinstance(node, list) else node[parent]
+    node[leaf] = value
+    return result
+
+
+def test_the_same_configuration_has_no_differences() -> None:
+    assert compare(SAVED, deepcopy(SAVED)) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model.text.layers", 3),
+        ("model.cross.anchor.roles", ["query"]),
+        ("objectives.mlm", None),
+        ("objectives.itm.group", 8),
+        ("data.canonical_streams", 4),
+        ("data.captions", "all"),
+        ("data.sources.0.weight", 2.0),
+        ("data.augment.magnitude", 3),
+        ("training.seed", 1),
+    ],
+)
+def test_what_is_trained_may_not_change(key: str, value: Any) -> None:
+    fatal, tolerated = compare(SAVED, changed(key, value))
+    assert tolerated == []
+    assert fatal
+    assert all(line.startswith(key) for line in fatal)
+
+
+def test_a_difference_shows_both_values() -> None:
+    assert compare(SAVED, changed("model.text.layers", 3)).fatal == [
+        "model.text.layers: saved 6, now 3"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("training.steps", 99),
+        ("training.batch", 16),
+        ("training.deepspeed", "zero3"),
+        ("training.optimiser.learning_rate", 1.0),
+        ("data.sources.0.path", "moved"),
+        ("data.vocabulary", "moved"),
+    ],
+)
+def test_how_a_run_goes_on_may_change_with_a_warning(key: str, value: Any) -> None:
+    fatal, tolerated = compare(SAVED, changed(key, value))
+    assert fatal == []
+    assert [line.split(":")[0] for line in tolerated] == [key]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("output", "moved"), ("data.workers", 7), ("training.keep", 9)]
+)
+def test_convenience_is_free(key: str, value: Any) -> None:
+    assert compare(SAVED, changed(key, value)) == ([], [])
+
+
+def test_tasks_may_be_moved_and_judged_otherwise_too() -> None:
+    data = {"train": ["a", "b"], "workers": 1, "max_skipped_share": 0.5, "validation": ["v"]}
+    saved = {"start": "model", "task": {"kind": "vqa", "data": data}}
+    now = {"start": "moved", "task": {"kind": "vqa", "data": data | {"train": ["a", "c"]}}}
+    now["task"]["data"] |= {"workers": 2, "max_skipped_share": 0.9, "validation": ["v", "w"]}
+    fatal, tolerated = compare(saved, now)
+    assert fatal == []
+    assert [line.split(":")[0] for line in tolerated] == [
+        "start", "task.data.train.1", "task.data.validation.1"
+    ]  # fmt: skip
+    now["task"]["data"]["train"] = ["a", "b", "c"]
+    assert compare(saved, now).fatal == ["task.data.train.2: saved 'absent', now 'c'"]
+    screens = [{"task": {"data": {"train": number}}} for number in (2000, 300)]
+    assert compare(*screens).fatal == ["task.data.train: saved 2000, now 300"]
+
+
+def test_an_added_or_removed_key_is_a_difference() -> None:
+    older = deepcopy(SAVED)
+    del older["model"]["embed_dim"]
+    assert compare(older, SAVED).fatal == ["model.embed_dim: saved 'absent', now 256"]
+    assert compare(SAVED, older).fatal == ["model.embed_dim: saved 256, now 'absent'"]

@@ -1,0 +1,117 @@
+"""A picture whose size is known before it is decoded, so that a crop can be chosen first."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from PIL import Image
+from simplejpeg import decode_jpeg, decode_jpeg_header
+from torch import Tensor
+
+from vlp.data.image.decode import (
+    MAX_PIXELS,
+    TURNS,
+    decode_picture,
+    open_picture,
+    orientation,
+    reading,
+)
+
+# Those that swap width and height.
+_SIDEWAYS = (5, 6, 7, 8)
+
+# Of a JPEG: its first bytes, the marker before the pixels, and the one of EXIF and XMP, which may
+# hold an orientation.
+_JPEG, _SCAN, _APP1 = b"\xff\xd8\xff", 0xDA, 0xE1
+_ORIENTED = (b"Exif\0\0", b"tiff:Orientation")
+
+
+class EncodedPicture:
+    """An encoded picture, of which the header alone has been read.
+
+    Args:
+        data: the bytes.
+        where: names the place in errors.
+
+    Raises:
+        BadSample: as `vlp.data.image.decode.decode_picture`; the methods too.
+    """
+
+    def __init__(self, data: bytes, where: str) -> None:
+        self._data, self._where = data, where
+        size = _upright_jpeg(data)
+        if size is not None:
+            self._plain, self.size = True, size
+            return
+        with reading(where), open_picture(data, where) as image:
+            turn = orientation(image)
+            # Nothing is left for Pillow to do.
+            self._plain = (
+                image.format == "JPEG" and image.mode in ("L", "RGB") and turn not in TURNS
+            )
+            width, height = image.size
+        self.size = (height, width) if turn in _SIDEWAYS else (width, height)
+        """(width, height) in pixels, upright."""
+
+    def image(self) -> Image.Image:
+        """Decoded by `decode_picture`."""
+        return decode_picture(self._data, self._where)
+
+    def levels(self, least: tuple[int, int] | None = None) -> Tensor:
+        """Decoded to levels, (3, height, width) uint8: those of `image`, or quicker ones.
+
+        Args:
+            least: (width, height) that must be left, for a quick result: a JPEG is decoded by the
+                less exact transforms (1 level off on average), and at 1/2, 3/8, 1/4 or 1/8 of its
+                size, the smallest that leaves so much, straight from its low frequencies (3 levels
+                off once resized). None is exact.
+        """
+        if self._plain:
+            try:
+                # The levels of Pillow's decoder, without its fourth byte per pixel and its copies.
+                # From a factor of 2 on, reduced decoding also saves time.
+                quick = least is not None
+                width, height = least or (0, 0)
+                data = decode_jpeg(
+                    self._data,
+                    fastdct=quick,
+                    fastupsample=quick,
+                    min_width=width,
+                    min_height=height,
+                    min_factor=2,
+                )
+                return torch.from_numpy(data).permute(2, 0, 1)
+            except ValueError:
+                pass  # damaged somewhere: what is bad and what can pass is for Pillow to say
+        return levels_of(self.image())
+
+
+def _upright_jpeg(data: bytes) -> tuple[int, int] | None:
+    """(width, height) of a JPEG that there is nothing special about; None leaves it to Pillow."""
+    # A tenth of the time that Pillow takes for it, which also builds tables for its own decoder.
+    if not data.startswith(_JPEG) or _may_be_turned(data):
+        return None
+    try:
+        height, width, colours, _ = decode_jpeg_header(data)
+    except ValueError:
+        return None
+    plain = colours in ("YCbCr", "RGB", "Gray") and 0 < width * height <= MAX_PIXELS
+    return (width, height) if plain else None
+
+
+def _may_be_turned(data: bytes) -> bool:
+    """Whether a segment before the pixels says, or the segments cannot be followed."""
+    start = 2
+    while start + 4 <= len(data) and data[start] == 0xFF:
+        marker, end = data[start + 1], start + 2 + int.from_bytes(data[start + 2 : start + 4])
+        if marker == _SCAN:
+            return False
+        if marker == _APP1 and any(data.find(mark, start, end) >= 0 for mark in _ORIENTED):
+            return True
+        start = end
+    return True
+
+
+def levels_of(image: Image.Image) -> Tensor:
+    """An RGB picture's levels, (3, height, width) uint8."""
+    return torch.from_numpy(np.array(image, dtype=np.uint8)).permute(2, 0, 1)

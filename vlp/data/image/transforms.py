@@ -1,0 +1,212 @@
+"""Pictures to tensors: the plain preparation of evaluation, and the augmented one of training."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from vlp.config import ConfigError
+from vlp.data.config import AugmentConfig
+from vlp.data.image.decode import upright_rgb
+from vlp.data.image.jpeg import EncodedPicture, levels_of
+from vlp.data.image.randaugment import randaugment
+
+FILE_NAME = "preprocessing.json"
+
+# As timm's `augreg` ViTs were trained; close to the range [-1, 1] that MIM regresses.
+MEAN = STD = (0.5, 0.5, 0.5)
+
+# `left`, `right`, `leftmost`, `right-hand`, ...: a mirrored picture would make the caption false.
+_SIDES = re.compile(r"\b(?:left|right)", re.IGNORECASE)
+
+Box = tuple[int, int, int, int]
+"""(left, upper, right, lower) in pixels."""
+
+
+class Preprocessing:
+    """Squash a picture to a square, bicubic, and normalise it (as ALBEF evaluates).
+
+    Nothing is cropped, so whatever a caption names stays in the picture.
+
+    Args:
+        image_size: side in pixels.
+        mean: per channel, of pixel values in [0, 1].
+        std: per channel.
+    """
+
+    def __init__(
+        self,
+        image_size: int,
+        mean: tuple[float, float, float] = MEAN,
+        std: tuple[float, float, float] = STD,
+    ) -> None:
+        self.image_size = image_size
+        self.mean = mean
+        self.std = std
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        """A picture as `squash` takes it, to (3, image_size, image_size) float32."""
+        return self.normalise(self.squash(image))
+
+    def squash(self, image: Image.Image) -> Image.Image:
+        """A picture of any mode and size as RGB of image_size x image_size.
+
+        As in training, it is turned by its EXIF orientation, what is transparent shows white, and
+        16 bits become their upper 8.
+        """
+        size = (self.image_size, self.image_size)
+        image = upright_rgb(image)
+        return image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
+
+    def normalise(self, picture: Image.Image | Tensor) -> Tensor:
+        """An RGB picture, or its levels (3, height, width) in 0..255, to float32 of that size."""
+        levels = picture if isinstance(picture, Tensor) else levels_of(picture)
+        return normalise(levels, self.mean, self.std)
+
+    def save(self, folder: str | Path) -> None:
+        """Write `preprocessing.json`."""
+        settings = {"image_size": self.image_size, "mean": self.mean, "std": self.std}
+        path = Path(folder) / FILE_NAME
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Preprocessing:
+        """Read `preprocessing.json`.
+
+        Raises:
+            ConfigError: it is not there, or not what `save` writes.
+        """
+        path = Path(folder) / FILE_NAME
+        try:
+            settings = json.loads(path.read_text(encoding="utf-8"))
+            red, green, blue = settings["mean"]
+            red_std, green_std, blue_std = settings["std"]
+            return cls(
+                int(settings["image_size"]), (red, green, blue), (red_std, green_std, blue_std)
+            )
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{path}: not a preprocessing file ({error!r})") from error
+
+
+def normalise(
+    levels: Tensor,
+    mean: tuple[float, float, float] = MEAN,
+    std: tuple[float, float, float] = STD,
+) -> Tensor:
+    """(x / 255 - mean) / std of levels (..., 3, height, width): float32, on their device.
+
+    Args:
+        levels: 0..255, of any type; they are left as they are.
+        mean: per channel, of pixel values in [0, 1].
+        std: per channel.
+    """
+    pixels = levels.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    # In two steps over the pixels instead of three; by numbers, as a tensor of them would have to
+    # be copied to a GPU, which waits until all that is queued there is done.
+    scales = (1 / (255 * torch.tensor(std))).tolist()
+    shifts = (torch.tensor(mean) / torch.tensor(std)).tolist()
+    for channel, scale, shift in zip(pixels.unbind(-3), scales, shifts):
+        channel.mul_(scale).sub_(shift)
+    return pixels
+
+
+class TrainTransform:
+    """Random crop, RandAugment and mirror; every choice comes from the given generator.
+
+    Crops are resized by PyTorch's bicubic filter on 8 bits, three times as fast as Pillow's and
+    equal to it but for a level here and there. Without crops (`crop_scale` from 1) pictures are
+    squashed exactly as `Preprocessing` does.
+    """
+
+    def __init__(self, config: AugmentConfig, preprocessing: Preprocessing) -> None:
+        self.config = config
+        self.preprocessing = preprocessing
+
+    @property
+    def keeps_places(self) -> bool:
+        """Whether what lies at a place of the picture lies there in the pixels too."""
+        return (
+            not self.config.randaugment
+            and not self.config.mirror
+            and self.config.crop_scale[0] >= 1
+        )
+
+    def __call__(
+        self, picture: Image.Image | EncodedPicture, rng: np.random.Generator, caption: str
+    ) -> Tensor:
+        """A picture to (3, image_size, image_size) float32; `caption` decides about mirroring.
+
+        Raises:
+            BadSample: an encoded picture cannot be decoded.
+        """
+        return self.preprocessing.normalise(self.levels(picture, rng, caption))
+
+    def levels(
+        self, picture: Image.Image | EncodedPicture, rng: np.random.Generator, caption: str
+    ) -> Tensor:
+        """As a call, but not normalised yet: (3, image_size, image_size) uint8."""
+        if isinstance(picture, Image.Image):
+            picture = upright_rgb(picture)
+        levels = self._cropped(picture, random_crop(*picture.size, self.config.crop_scale, rng))
+        # Drawn even where the caption forbids it, so the draws that follow stay the same.
+        mirror = rng.random() < 0.5
+        if self.config.mirror and mirror and not _SIDES.search(caption):
+            levels = levels.flip(2)
+        if self.config.randaugment:
+            levels = levels.to(torch.float32, memory_format=torch.contiguous_format)
+            levels = randaugment(levels, self.config.operations, self.config.magnitude, rng)
+            levels = levels.round_().clamp_(0, 255).to(torch.uint8)
+        return levels
+
+    def _cropped(self, picture: Image.Image | EncodedPicture, box: Box) -> Tensor:
+        if self.config.crop_scale[0] >= 1:
+            image = picture if isinstance(picture, Image.Image) else picture.image()
+            return levels_of(self.preprocessing.squash(image))
+        side = self.preprocessing.image_size
+        if isinstance(picture, Image.Image):
+            levels = levels_of(picture)
+        elif self.config.quick_decode:
+            levels = picture.levels(_least_size(picture.size, box, side))
+        else:
+            levels = picture.levels()
+        # In whole pixels of what was decoded, outwards.
+        (width, height), (rows, columns) = picture.size, levels.shape[1:]
+        left, upper = box[0] * columns // width, box[1] * rows // height
+        right, lower = -(-box[2] * columns // width), -(-box[3] * rows // height)
+        part = levels[None, :, upper:lower, left:right]
+        return interpolate(part, (side, side), mode="bicubic", antialias=True)[0]
+
+
+def _least_size(size: tuple[int, int], box: Box, side: int) -> tuple[int, int]:
+    """(width, height) at which a picture's crop still has `side` pixels both ways."""
+    left, upper, right, lower = box
+    return math.ceil(size[0] * side / (right - left)), math.ceil(size[1] * side / (lower - upper))
+
+
+def random_crop(
+    width: int, height: int, scale: tuple[float, float], rng: np.random.Generator
+) -> Box:
+    """torchvision's random resized crop: area in `scale`, aspect in 3/4..4/3; (l, u, r, d) px."""
+    if scale[0] >= 1:
+        return 0, 0, width, height
+    # All tries at once, most of them for nothing: a draw costs more than a number.
+    for in_scale, in_aspect in rng.random((10, 2)).tolist():
+        area = width * height * (scale[0] + (scale[1] - scale[0]) * in_scale)
+        aspect = (3 / 4) ** (1 - 2 * in_aspect)
+        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            left = int(rng.integers(width - w + 1))
+            upper = int(rng.integers(height - h + 1))
+            return left, upper, left + w, upper + h
+    return 0, 0, width, height

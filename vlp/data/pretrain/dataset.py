@@ -1,0 +1,249 @@
+"""One element of the training order, as the tensors of one slot."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, get_worker_info
+
+from vlp.data.image.jpeg import EncodedPicture
+from vlp.data.image.transforms import TrainTransform
+from vlp.data.schema import TextKind, texts_of
+from vlp.data.shards.bad_samples import Skip
+from vlp.data.shards.sample_files import BadSample, RawSample
+from vlp.data.shards.shard_index import ShardIndex
+from vlp.data.stream.batch import Batch
+from vlp.data.stream.input_spec import Inputs
+from vlp.data.stream.rng import draw, identity
+from vlp.data.stream.sampler import Element
+from vlp.data.text.masking import IGNORED, mask_patches, mask_words
+from vlp.data.text.tokenizer import TextProcessor
+from vlp.data.text.word_boxes import named_patches
+
+NO_ID = -1
+_GREY = torch.tensor(128, dtype=torch.uint8)  # of an empty slot: normalises to about zero
+
+
+class Slot(NamedTuple):
+    """One row of a `Batch`, and the slot's element in one epoch as asked for.
+
+    levels: pixels before they are normalised, (3, height, width) uint8; None in an empty slot.
+    """
+
+    levels: Tensor | None
+    text_ids: Tensor
+    attention_mask: Tensor
+    word_mask: Tensor
+    mlm_ids: Tensor
+    mlm_labels: Tensor
+    mim_mask: Tensor
+    image_id: int
+    draws: Tensor
+    valid: bool
+    sample_id: int
+    word_patches: Tensor | None = None
+    skip: Skip | None = None
+
+
+class Request(NamedTuple):
+    """What a slot asks for: an element in an epoch, or nothing."""
+
+    epoch: int
+    element: Element | None
+
+
+class CaptionedSamples(Dataset[Slot]):
+    """Prepares slots; every random choice is drawn from (seed, epoch, element, purpose).
+
+    Args:
+        sources: the folders of shards, in the order of the configuration.
+        every_caption: whether each caption makes an element; else one is drawn on each visit.
+        text: captions to ids.
+        transform: pictures to pixels.
+        inputs: patch grid and masking.
+        seed: of the run.
+        texts: which texts of a sample are its captions.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[ShardIndex],
+        every_caption: bool,
+        text: TextProcessor,
+        transform: TrainTransform,
+        inputs: Inputs,
+        seed: int,
+        texts: TextKind = "captions",
+    ) -> None:
+        self.sources = sources
+        self.texts = texts
+        self.text = text
+        self.transform = transform
+        self.grid = inputs.grid
+        self.inputs = inputs
+        self.seed = seed
+        self.every_caption = every_caption
+
+    def __getitem__(self, request: Request) -> Slot:
+        """The slot of a request; a bad sample gives an empty one that says why."""
+        if request.element is None:
+            return self._empty(None)
+        try:
+            return self._slot(request.epoch, request.element)
+        except BadSample as bad:
+            return self._empty(Skip(bad.kind, bad.where))
+
+    def _slot(self, epoch: int, element: Element) -> Slot:
+        source, shard, _, visit = element
+        sample, caption_number = self._sample(element)
+        raw = self.sources[source].read(shard, sample)
+        where = (
+            f"{self.sources[source].folder / self.sources[source].shards[shard].name}, {raw.key}"
+        )
+        name = f"{source}:{shard}:{sample}:{caption_number}:{visit}"
+
+        def rng(purpose: str) -> np.random.Generator:
+            return draw(self.seed, epoch, name, purpose)
+
+        captions = texts_of(raw.annotation, self.texts)
+        if caption_number is None and captions:
+            several = len(captions) > 1
+            caption_number = int(rng("caption").integers(len(captions))) if several else 0
+        if caption_number is None or caption_number >= len(captions):
+            raise BadSample("no text", where)
+        caption = captions[caption_number]
+        picture = EncodedPicture(raw.image, where)
+        tokens = self.text([caption])
+        ids, words = tokens.text_ids[0], tokens.word_mask[0]
+        masked, labels = self._mask_words(ids, words, rng)
+        return Slot(
+            levels=self.transform.levels(picture, rng("augment"), caption),
+            text_ids=ids,
+            attention_mask=tokens.attention_mask[0],
+            word_mask=words,
+            mlm_ids=masked,
+            mlm_labels=labels,
+            mim_mask=self._mask_patches(rng),
+            image_id=self._image_id(source, shard, raw),
+            draws=torch.from_numpy(rng("itm").random(2)),
+            valid=True,
+            sample_id=identity("sample", source, shard, sample, self._sample(element)[1] or 0),
+            word_patches=self._word_patches(raw, caption_number, caption, picture.size),
+        )
+
+    def _sample(self, element: Element) -> tuple[int, int | None]:
+        """The sample's number in its shard, and the caption's where each pair is an element."""
+        if not self.every_caption:
+            return element.position, None
+        ends = self.sources[element.source].caption_ends(element.shard)
+        sample = int(np.searchsorted(ends, element.position, side="right"))
+        return sample, element.position - (int(ends[sample - 1]) if sample else 0)
+
+    def _image_id(self, source: int, shard: int, raw: RawSample) -> int:
+        annotation = raw.annotation
+        if annotation.image_id is None:
+            name = self.sources[source].shards[shard].name
+            return identity("place", source, name, raw.key)
+        # Two folders may hold the same picture (COCO and Visual Genome do): the annotation's own
+        # source name comes before the folder's number.
+        return identity("picture", annotation.source or source, annotation.image_id)
+
+    def _mask_words(
+        self, ids: Tensor, words: Tensor, rng: Callable[[str], np.random.Generator]
+    ) -> tuple[Tensor, Tensor]:
+        if self.inputs.word_masking is None:
+            return ids.clone(), torch.full_like(ids, IGNORED)
+        masked, labels = mask_words(
+            ids.numpy(),
+            words.numpy(),
+            self.inputs.word_masking,
+            self.text.vocab_size,
+            self.text.mask_id,
+            self.text.special_ids,
+            rng("mlm"),
+        )
+        return torch.from_numpy(masked), torch.from_numpy(labels)
+
+    def _word_patches(
+        self, raw: RawSample, number: int, caption: str, size: tuple[int, int]
+    ) -> Tensor | None:
+        if not self.transform.keeps_places:
+            return None
+        if self.texts != "captions":
+            return self._no_words()
+        pieces = self.text.words(caption)
+        shown = named_patches(raw.annotation, number, pieces, self.text.max_tokens, self.grid, size)
+        return torch.from_numpy(shown)
+
+    def _mask_patches(self, rng: Callable[[str], np.random.Generator]) -> Tensor:
+        if self.inputs.patch_masking is None:
+            return torch.zeros(self.grid, dtype=torch.bool)
+        masked = mask_patches(self.grid, *self.inputs.patch_masking, rng("mim"))
+        return torch.from_numpy(masked)
+
+    def _no_words(self) -> Tensor:
+        patches = self.grid[0] * self.grid[1]
+        return torch.zeros(self.text.max_tokens, patches, dtype=torch.int8)
+
+    def _empty(self, skip: Skip | None) -> Slot:
+        tokens = self.text([""])
+        ids = tokens.text_ids[0]
+        return Slot(
+            levels=None,
+            text_ids=ids,
+            attention_mask=tokens.attention_mask[0],
+            word_mask=tokens.word_mask[0],
+            mlm_ids=ids.clone(),
+            mlm_labels=torch.full_like(ids, IGNORED),
+            mim_mask=torch.zeros(self.grid, dtype=torch.bool),
+            image_id=NO_ID,
+            draws=torch.zeros(2, dtype=torch.float64),
+            valid=False,
+            sample_id=NO_ID,
+            word_patches=self._no_words() if self.transform.keeps_places else None,
+            skip=skip,
+        )
+
+    def collate(self, slots: Sequence[Slot]) -> Batch:
+        """Stack slots into a batch."""
+        return Batch(
+            pixels=self._pixels(slots),
+            text_ids=torch.stack([slot.text_ids for slot in slots]),
+            attention_mask=torch.stack([slot.attention_mask for slot in slots]),
+            word_mask=torch.stack([slot.word_mask for slot in slots]),
+            mlm_ids=torch.stack([slot.mlm_ids for slot in slots]),
+            mlm_labels=torch.stack([slot.mlm_labels for slot in slots]),
+            mim_mask=torch.stack([slot.mim_mask for slot in slots]),
+            image_ids=torch.tensor([slot.image_id for slot in slots], dtype=torch.int64),
+            draws=torch.stack([slot.draws for slot in slots]),
+            valid=torch.tensor([slot.valid for slot in slots], dtype=torch.bool),
+            sample_ids=torch.tensor([slot.sample_id for slot in slots], dtype=torch.int64),
+            word_patches=_optional([slot.word_patches for slot in slots]),
+            skipped=tuple(slot.skip for slot in slots if slot.skip is not None),
+        )
+
+    def _pixels(self, slots: Sequence[Slot]) -> Tensor:
+        side = self.transform.preprocessing.image_size
+        pixels = _empty((len(slots), 3, side, side))
+        for slot, row in zip(slots, pixels):
+            row.copy_(_GREY if slot.levels is None else slot.levels)
+        return pixels
+
+
+def _optional(fields: Sequence[Tensor | None]) -> Tensor | None:
+    there = [field for field in fields if field is not None]
+    return torch.stack(there) if there else None
+
+
+def _empty(shape: tuple[int, ...]) -> Tensor:
+    if get_worker_info() is None:
+        return torch.empty(shape, dtype=torch.uint8)
+    # The memory that the main process will read: a batch of pictures is megabytes, and a worker
+    # would otherwise write it twice.
+    storage = torch.empty(0).untyped_storage()._new_shared(math.prod(shape))
+    return torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)

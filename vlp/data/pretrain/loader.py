@@ -1,0 +1,289 @@
+"""Batches in the training order, read by worker processes; pretraining's among them."""
+
+from __future__ import annotations
+
+import atexit
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import islice, takewhile
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from vlp.config import ConfigError
+from vlp.data.config import DataConfig, SourceConfig
+from vlp.data.image.transforms import Preprocessing, TrainTransform
+from vlp.data.pretrain.dataset import CaptionedSamples
+from vlp.data.pretrain.resampled import EndlessOrder, ListedShards, ResampledSamples
+from vlp.data.shards.bad_samples import DataError, SkipWatch
+from vlp.data.shards.cache import ShardCache
+from vlp.data.shards.shard_index import ShardIndex
+from vlp.data.stream.batch import Slots
+from vlp.data.stream.batch_sampler import Answers, Prefetch, Requests, read_at_once
+from vlp.data.stream.input_spec import Inputs
+from vlp.data.stream.sampler import Pool, TrainingOrder
+from vlp.data.text.tokenizer import TextProcessor
+
+__all__ = ["DataError", "OrderedData", "PretrainData"]
+
+
+class OrderedData:
+    """Batches in a training order, the same for any number of ranks and workers.
+
+    Args:
+        order: which sample stands where.
+        samples: maps a `Request` to what `collate` takes.
+        collate: makes a batch (see `vlp.data.stream.batch.Slots`) of a rank's samples.
+        batch: slots of a global batch (all ranks).
+        workers: loader processes of each rank.
+        max_skipped_share: more bad samples than this share of an epoch end the run.
+        prefetch: has a shard fetched that is needed soon; None where every shard is at hand.
+
+    Raises:
+        ConfigError: the batch does not fit the order.
+    """
+
+    def __init__(
+        self,
+        order: TrainingOrder | EndlessOrder,
+        samples: Dataset[Any],
+        collate: Callable[[list[Any]], Slots],
+        batch: int,
+        workers: int = 0,
+        max_skipped_share: float = 0.5,
+        prefetch: Prefetch | None = None,
+    ) -> None:
+        self.order, self.samples, self.collate = order, samples, collate
+        self.prefetch = prefetch
+        self.batch, self.workers, self.max_skipped_share = batch, workers, max_skipped_share
+        order.batches_in_epoch(0, batch)  # complains now when the batch does not fit
+
+    def samples_in_epoch(self, epoch: int) -> int:
+        """Samples of one epoch over all ranks (pairs with `captions: all`)."""
+        return self.order.samples_in_epoch(epoch)
+
+    def batches_in_epoch(self, epoch: int) -> int:
+        """Global batches of one epoch."""
+        return self.order.batches_in_epoch(epoch, self.batch)
+
+    def batches_left(self, samples_consumed: int, epochs: int) -> int:
+        """Global batches after so many samples, until `epochs` epochs are over.
+
+        Raises:
+            ConfigError: no batch ends at samples_consumed.
+        """
+        now, _ = self.order.locate(samples_consumed)
+        if now >= epochs:
+            return 0
+        steps = self.order.steps(samples_consumed, self.batch)
+        left = sum(1 for _ in takewhile(lambda step: step.epoch == now, steps))
+        return left + sum(map(self.batches_in_epoch, range(now + 1, epochs)))
+
+    def batches(
+        self,
+        samples_consumed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        stop_after: int | None = None,
+    ) -> Iterator[tuple[Any, int]]:
+        """One rank's share of the global batches, epoch after epoch without end.
+
+        Args:
+            samples_consumed: where to go on; the number that came with the last batch used, by any
+                number of ranks.
+            rank: whose share.
+            world_size: number of ranks; it divides `canonical_streams`.
+            stop_after: number of batches after which to end; None is never.
+
+        Yields:
+            The batch, and the samples consumed by all ranks after it.
+
+        Raises:
+            ConfigError: the ranks cannot share the streams, or no batch ends at samples_consumed.
+            DataError: more than `max_skipped_share` of this rank's epoch, or all of it, is bad.
+        """
+        self.order.locate(samples_consumed)
+        self.order.share(0, rank, world_size)
+        loader = self._loader(samples_consumed, rank, world_size, stop_after)
+        return self._watched(loader, samples_consumed, rank, world_size, stop_after)
+
+    def _loader(
+        self, consumed: int, rank: int, world_size: int, stop_after: int | None
+    ) -> DataLoader[Any]:
+        assert isinstance(self.order, TrainingOrder)
+        fetchers = 0 if self.prefetch is None else max(self.workers, 1)
+        requests = Requests(
+            self.order, self.batch, consumed, rank, world_size, stop_after, fetchers
+        )
+        return DataLoader(
+            Answers(self.samples, self.prefetch),
+            batch_sampler=requests,  # type: ignore[arg-type]  # what `Answers` takes, no list
+            **self._settings(),
+        )
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "collate_fn": self.collate,
+            "num_workers": self.workers,
+            "prefetch_factor": 4 if self.workers else None,
+            "worker_init_fn": _prepare_worker if self.workers else None,
+            "pin_memory": torch.cuda.is_available(),
+        }
+
+    def _watched(
+        self,
+        loader: DataLoader[Any],
+        samples_consumed: int,
+        rank: int,
+        world_size: int,
+        stop_after: int | None,
+    ) -> Iterator[tuple[Any, int]]:
+        batches = iter(loader)
+        # A generator that is never closed, as after an exception, must not leave workers behind.
+        stop = getattr(batches, "_shutdown_workers", None)
+        if stop is not None:
+            atexit.register(stop)
+        try:
+            watch = SkipWatch(self.order, self.max_skipped_share, rank, world_size)
+            steps = islice(self.order.steps(samples_consumed, self.batch), stop_after)
+            for step, batch in zip(steps, batches):
+                watch.see(step.epoch, batch)
+                yield batch, step.consumed
+        except DataError as error:
+            # PyTorch puts a worker's traceback into the message, before what the worker said.
+            raise DataError(str(error).rpartition("DataError: ")[2].strip()) from error
+        finally:
+            if stop is not None:
+                atexit.unregister(stop)
+                stop()
+
+
+class PretrainData(OrderedData):
+    """The batches of one pretraining run, the same for any number of ranks and workers.
+
+    Args:
+        config: sources, order and preparation.
+        inputs: sizes of text and picture, and which masks are drawn.
+        batch: slots of a global batch (all ranks).
+        seed: of the run.
+        text: tokenizer; None is the one that the configuration names.
+
+    Raises:
+        ConfigError: a folder, its index or the vocabulary is missing or does not fit.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        inputs: Inputs,
+        batch: int,
+        seed: int,
+        text: TextProcessor | None = None,
+    ) -> None:
+        self.config, self.seed = config, seed
+        self.text = text or TextProcessor.load(config.vocabulary, inputs.max_tokens)
+        _require_fit(config, inputs, self.text)
+        self.preprocessing = Preprocessing(inputs.image_size)
+        self.cache = None
+        if config.cache is not None:
+            self.cache = ShardCache(config.cache.folder, config.cache.limit)
+        self.sources: list[ShardIndex] = []
+        self.listed: list[ListedShards] = []
+        order: TrainingOrder | EndlessOrder
+        if config.order == "resampled":
+            self.listed = [ListedShards(source.path) for source in config.sources]
+            assert config.epoch_samples is not None  # the configuration sees to it
+            order = EndlessOrder(config.epoch_samples, batch)
+        else:
+            self.sources = [ShardIndex.open(source.path, self.cache) for source in config.sources]
+            order = TrainingOrder(
+                [_pool(config, *both) for both in zip(config.sources, self.sources)],
+                config.canonical_streams,
+                config.shuffle_window,
+                seed,
+            )
+        self.captioned = CaptionedSamples(
+            self.sources or cast("Sequence[ShardIndex]", self.listed),
+            config.captions == "all",
+            self.text,
+            TrainTransform(config.augment, self.preprocessing),
+            inputs,
+            seed,
+            config.texts,
+        )
+        remote = any(index.is_remote for index in self.sources)
+        super().__init__(
+            order,
+            self.captioned,
+            self.captioned.collate,
+            batch,
+            config.workers,
+            config.max_skipped_share,
+            partial(_prefetch, self.sources) if remote else None,
+        )
+
+    def _loader(
+        self, consumed: int, rank: int, world_size: int, stop_after: int | None
+    ) -> DataLoader[Any]:
+        if self.config.order == "indexed":
+            self._require_room(consumed, rank, world_size)
+            return super()._loader(consumed, rank, world_size, stop_after)
+        config = self.config
+        samples = ResampledSamples(
+            self.listed,
+            [source.weight for source in config.sources],
+            self.captioned,
+            config.shuffle_window,
+            self.seed,
+            consumed,
+            rank,
+            world_size,
+            None if config.cache is None else config.cache.folder,
+        )
+        return DataLoader(samples, batch_size=self.batch // world_size, **self._settings())
+
+    def _require_room(self, consumed: int, rank: int, world_size: int) -> None:
+        """Complain now if the cache cannot hold what one rank reads at a time."""
+        if self.cache is None:
+            return
+        assert isinstance(self.order, TrainingOrder)
+        needed = 0
+        for source, shard in read_at_once(self.order, self.batch, consumed, rank, world_size):
+            index = self.sources[source]
+            needed += int(index.shards.bytes[shard]) if index.is_remote else 0
+        if needed > self.cache.limit:
+            raise ConfigError(
+                f"data.cache.limit {self.cache.limit:,} bytes is too small: one rank alone reads "
+                f"from {needed:,} bytes of shards at a time (two windows of each of its streams); "
+                "raise it, or lower data.shuffle_window or data.canonical_streams"
+            )
+
+
+def _pool(config: DataConfig, source: SourceConfig, index: ShardIndex) -> Pool:
+    if not len(index):
+        raise ConfigError(f"{source.path}: its shards hold no samples")
+    if config.captions == "one":
+        return Pool(index.shards.samples, source.weight)
+    index.require_captions()
+    return Pool(index.shards.pairs, source.weight)
+
+
+def _prefetch(sources: Sequence[ShardIndex], source: int, shard: int) -> None:
+    sources[source].prefetch(shard)
+
+
+def _require_fit(config: DataConfig, inputs: Inputs, text: TextProcessor) -> None:
+    if text.vocab_size > inputs.vocab_size:
+        raise ConfigError(
+            f"the vocabulary {config.vocabulary} has {text.vocab_size} tokens, but "
+            f"model.text.vocab_size is {inputs.vocab_size}"
+        )
+
+
+def _prepare_worker(number: int) -> None:
+    # Ctrl-C and a scheduler's SIGTERM reach every process of the job. The main process answers them
+    # (it writes a checkpoint); workers end when it stops or closes them.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

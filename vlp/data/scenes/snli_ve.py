@@ -1,0 +1,94 @@
+"""Picture and hypothesis: entailment, contradiction or neutral (the form of SNLI-VE).
+
+One place of every picture is hidden by a curtain. What a hypothesis says of a place one can see is
+true or false; what it says of the hidden place cannot be known. The hypothesis is drawn first and
+its label with equal odds, so the words alone say nothing, and since there is always a curtain its
+presence says nothing either.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from vlp.data.scenes.captions import PLACE_WORDS, article, captions
+from vlp.data.scenes.expressions import noun_words
+from vlp.data.scenes.graph import COLOURS, PLACES, SHAPES, Scene
+from vlp.data.scenes.pair_claims import Noun
+from vlp.data.scenes.render import cover_box
+from vlp.data.scenes.sample import sample_scene
+from vlp.data.scenes.splits import Split
+from vlp.data.stream.rng import draw
+
+Label = Literal["entailment", "neutral", "contradiction"]
+LABELS: tuple[Label, ...] = ("entailment", "neutral", "contradiction")
+
+_MAX_ATTEMPTS = 10_000
+
+
+class Entailment(NamedTuple):
+    """A picture with a curtain, a caption of what is seen, a hypothesis and its label."""
+
+    key: str
+    scene: Scene
+    premise: str
+    hypothesis: str
+    label: Label
+
+
+def sample_entailment(
+    seed: int, index: int, split: Split = "train", image_size: int = 64
+) -> Entailment:
+    """Draw triple `index`; its picture is a scene of the split."""
+    key = f"entailment-{split}-{seed}-{index}"
+    rng = draw(seed, 0, key, "entailment")
+    noun, hypothesis = _hypothesis(rng)
+    label = LABELS[int(rng.integers(len(LABELS)))]
+    for _ in range(_MAX_ATTEMPTS):
+        bare = sample_scene(seed, int(rng.integers(1 << 40)), split, image_size)
+        free = [place for place in PLACES if hides_nothing(bare, place)]
+        if not free:
+            continue
+        scene = bare._replace(cover=free[int(rng.integers(len(free)))])
+        if judge(noun, scene) == label:
+            return Entailment(key, scene, captions(scene, 1)[0].text, hypothesis, label)
+    raise RuntimeError(f"no scene of split {split!r} makes {hypothesis!r} {label}")
+
+
+def judge(noun: Noun, scene: Scene) -> Label | None:
+    """What a picture with a curtain says about 'there is NOUN at its place'; None where vague."""
+    if any(noun.fits(obj) for obj in scene.objects):
+        return "entailment"
+    if any(noun.fits(obj, lenient=True) for obj in scene.objects):
+        return None
+    if noun.place == scene.cover:
+        return "neutral"
+    # 'at the top' may be meant to include a hidden 'top left'.
+    vague = scene.cover is not None and noun.place in scene.cover.split(" ")
+    return None if vague else "contradiction"
+
+
+def hides_nothing(scene: Scene, place: str) -> bool:
+    """Whether a curtain over the place would leave every object of the scene in full view."""
+    x, y, width, height = cover_box(place, scene.image_size)
+    return not any(
+        x < obj.box[0] + obj.box[2]
+        and obj.box[0] < x + width
+        and y < obj.box[1] + obj.box[3]
+        and obj.box[1] < y + height
+        for obj in scene.objects
+    )
+
+
+def _hypothesis(rng: np.random.Generator) -> tuple[Noun, str]:
+    place = PLACES[int(rng.integers(len(PLACES)))]
+    colour = COLOURS[int(rng.integers(len(COLOURS)))]
+    shape = SHAPES[int(rng.integers(len(SHAPES)))]
+    said = int(rng.integers(3))
+    noun = Noun(
+        shape=shape if said != 1 else None, colour=colour if said != 0 else None, place=place
+    )
+    words = noun_words(noun)
+    where = PLACE_WORDS[place][int(rng.integers(3))]
+    return noun, f"there is {article(words)} {words} {where}"

@@ -1,0 +1,102 @@
+"""What the shards of a folder hold, found by reading them, and written down as their index."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from vlp.config import ConfigError
+from vlp.data.schema import captions_of
+from vlp.data.shards.index import SurveyedShard, sample_rows, write_index
+from vlp.data.shards.sample_files import BadSample, contents, parse_annotation
+from vlp.data.shards.tar import Member
+
+# Starting one takes as long as reading some shards.
+_SHARDS_WORTH_A_PROCESS = 8
+
+
+class Survey(NamedTuple):
+    """A shard as the index wants it, the keys in it, and what is wrong behind its last sample."""
+
+    shard: SurveyedShard
+    keys: list[str]
+    problem: str | None
+
+
+def survey(path: Path) -> Survey:
+    """Read a shard's headers and annotations; a sample that cannot be read has no captions.
+
+    Raises:
+        ConfigError: the shard cannot be opened.
+    """
+    found = contents(path)
+    if found.missing:
+        raise ConfigError(f"{path}: cannot read this shard ({found.problem})")
+    captions = []
+    with open(path, "rb") as file:
+
+        def read(member: Member) -> bytes:
+            file.seek(member.offset)
+            return file.read(member.size)
+
+        for sample in found.samples:
+            try:
+                captions.append(len(captions_of(parse_annotation(sample, read, sample.key))))
+            except BadSample:
+                captions.append(0)
+    rows = sample_rows(found.samples, captions)
+    keys = [sample.key for sample in found.samples]
+    return Survey(SurveyedShard(path.name, path.stat().st_size, rows), keys, found.problem)
+
+
+def index_folder(
+    folder: str | Path,
+    processes: int = 1,
+    progress: Callable[[Iterable[Path]], Iterable[Path]] | None = None,
+) -> list[str]:
+    """Write the index of a folder of shards, whoever wrote them.
+
+    Args:
+        folder: holds the *.tar files.
+        processes: that read shards, at most.
+        progress: goes through the shards and shows how far it is, as `tqdm` does.
+
+    Returns:
+        One line for each shard that is empty or damaged; what can be reached in it is indexed.
+
+    Raises:
+        ConfigError: there is no such folder, or no shard in it.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: there is no such folder of shards")
+    paths = sorted(folder.glob("*.tar"))
+    if not paths:
+        raise ConfigError(f"{folder}: holds no shards (*.tar)")
+    shown = paths if progress is None else progress(paths)
+    processes = min(processes, len(paths) // _SHARDS_WORTH_A_PROCESS)
+    if processes < 2:
+        return _write(folder, map(_without_keys, shown))
+    # Spawned: whoever calls this may have threads, which a fork does not carry over.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context) as pool:
+        return _write(folder, pool.map(_without_keys, shown))
+
+
+def _without_keys(path: Path) -> Survey:
+    return survey(path)._replace(keys=[])
+
+
+def _write(folder: Path, surveys: Iterable[Survey]) -> list[str]:
+    problems, shards = [], []
+    for shard, _, problem in surveys:
+        if problem:
+            problems.append(f"{shard.name}: {problem}, {len(shard.rows)} samples before it")
+        elif not len(shard.rows):
+            problems.append(f"{shard.name}: empty")
+        shards.append(shard)
+    write_index(folder, shards)
+    return problems

@@ -1,0 +1,326 @@
+"""Shards of a URL on a local disk: fetched whole, by one process for all, up to a size in bytes.
+
+Any number of processes share one folder without a server. A file appears under its name only when
+it is whole and checked, so none ever sees a half-written one. All locks are the kernel's own
+(`flock`): they end with the process that holds them, whatever ends it. Who reads a file holds a
+shared lock on it, and only a file without one is ever removed.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, flock
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+from vlp.config import ConfigError
+from vlp.data.shards.bad_samples import DataError
+from vlp.data.shards.remote import RemoteFolder, Unreachable, digest_of, patiently
+from vlp.data.shards.sample_files import BadSample
+
+_PART = ".part"
+_FLAGS = os.O_CLOEXEC
+
+# A shard that could not be had is not tried again for so long: it holds a thousand samples.
+_FAILURE_SECONDS = 600
+
+# So many different shards in a row that could not be fetched are not the shards' fault.
+_MOST_FAILURES = 8
+
+# How long a full cache is waited for: other processes may be done with a shard.
+_FULL_SECONDS = 30.0
+
+_DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
+
+class CachedFile(NamedTuple):
+    """A file of a remote folder: its name, length in bytes and, where known, SHA-256."""
+
+    folder: RemoteFolder
+    name: str
+    bytes: int
+    sha256: str | None = None
+
+    @property
+    def path(self) -> str:
+        """Where it lies in the cache: another content of that name is another file."""
+        source = hashlib.blake2b(self.folder.url.encode(), digest_size=8).hexdigest()
+        return f"{source}/{self.name}.{(self.sha256 or 'unknown')[:16]}.{self.bytes}"
+
+
+class _Failure(NamedTuple):
+    until: float
+    bad: BadSample
+
+
+class _Full(Exception):
+    """Nothing can be removed to make room."""
+
+
+class ShardCache:
+    """A folder of fetched files, the ones unused for longest removed first.
+
+    Safe to hand to forked or spawned processes.
+
+    Args:
+        folder: on a local disk; made when it is not there.
+        limit: bytes of all files in it, those being fetched included.
+
+    Raises:
+        ConfigError: the folder cannot be made.
+    """
+
+    def __init__(self, folder: str | Path, limit: int) -> None:
+        self.folder, self.limit = Path(folder), limit
+        self._release: list[Callable[[], object]] = []
+        self._failures: dict[str, _Failure] = {}
+        self._failed_in_a_row: set[str] = set()
+        self._background: tuple[int, SimpleQueue[CachedFile]] | None = None
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"data.cache.folder {folder}: {error.strerror}") from error
+
+    def open(self, file: CachedFile) -> int:
+        """A handle of the whole file, fetched first where it is not there.
+
+        The file stays in the cache as long as the handle is open.
+
+        Raises:
+            BadSample: it is gone, comes damaged or cannot be fetched.
+            DataError: the cache is too small or cannot be written, or one fetch after the other
+                fails.
+        """
+        self._check(file)
+        path = self.folder / file.path
+        patience = time.monotonic() + _FULL_SECONDS
+        while True:
+            try:
+                handle = _open_whole(path, file.bytes)
+                if handle is not None:
+                    return handle
+                self._fill(file, path)
+            except OSError as error:
+                raise DataError(f"data.cache.folder {self.folder}: {error.strerror}") from error
+            except _Full:
+                for release in self._release:
+                    release()
+                if time.monotonic() > patience:
+                    raise DataError(
+                        f"data.cache.limit {self.limit:,} bytes is too small: everything in "
+                        f"{self.folder} is being read, and {file.name} of {file.bytes:,} bytes "
+                        "does not fit beside it; raise the limit, or lower data.shuffle_window"
+                    ) from None
+                time.sleep(random.uniform(0.1, 0.3))
+
+    def holds(self, file: CachedFile) -> bool:
+        """Whether the whole file is here."""
+        return (self.folder / file.path).exists()
+
+    def prefetch(self, file: CachedFile) -> None:
+        """Fetch a file in the background of this process; trouble shows when it is opened."""
+        if self._background is None or self._background[0] != os.getpid():
+            queue: SimpleQueue[CachedFile] = SimpleQueue()
+            self._background = os.getpid(), queue
+            threading.Thread(target=self._fetch_all, args=(queue,), daemon=True).start()
+        self._background[1].put(file)
+
+    def when_full(self, release: Callable[[], object]) -> None:
+        """Have `release` called when room is wanted; it closes files that it holds open."""
+        self._release.append(release)
+
+    def used(self) -> int:
+        """Bytes of all files, those being fetched included with their full length."""
+        return sum(size for _, size, _ in self._files())
+
+    def _fetch_all(self, queue: SimpleQueue[CachedFile]) -> None:
+        while True:
+            file = queue.get()
+            path = self.folder / file.path
+            with suppress(BadSample, DataError, _Full, OSError):
+                self._check(file)
+                if path.exists():
+                    os.utime(path)  # soon to be read, so not to be removed before others
+                else:
+                    self._fill(file, path)
+
+    def _check(self, file: CachedFile) -> None:
+        if file.bytes > self.limit:
+            raise DataError(
+                f"data.cache.limit {self.limit:,} bytes cannot hold {file.folder / file.name} of "
+                f"{file.bytes:,} bytes"
+            )
+        failure = self._failures.get(file.path)
+        if failure is not None and time.monotonic() < failure.until:
+            raise BadSample(failure.bad.kind, failure.bad.where)
+
+    def _fill(self, file: CachedFile, path: Path) -> None:
+        """Fetch a file, unless another process does or did."""
+        part = path.with_name(path.name + _PART)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _own(part, path) as wanted:
+            if not wanted:
+                return
+            self._make_room()
+            self._fetch(file, part)
+            part.rename(path)
+        self._failures.pop(file.path, None)
+        self._failed_in_a_row.clear()
+
+    def _fetch(self, file: CachedFile, part: Path) -> None:
+        where = file.folder / file.name
+
+        def attempt() -> None:
+            try:
+                file.folder.fetch(file.name, str(part))
+            except OSError as error:
+                if error.errno in _DISK_TROUBLE:
+                    raise DataError(
+                        f"data.cache.folder {self.folder}: {error.strerror}; it may hold "
+                        f"data.cache.limit {self.limit:,} bytes"
+                    ) from error
+                raise
+            _require_whole(file, part)
+
+        try:
+            patiently(attempt)
+            with open(part, "rb") as written:
+                os.fsync(written.fileno())
+        except (FileNotFoundError, PermissionError) as error:
+            self._fail(file, BadSample("missing shard", f"{where} ({error})"))
+        except Unreachable as error:
+            kind = "corrupt shard" if isinstance(error.__cause__, _NotWhole) else "missing shard"
+            self._fail(file, BadSample(kind, f"{where} ({error})"), error)
+
+    def _fail(self, file: CachedFile, bad: BadSample, cause: Unreachable | None = None) -> None:
+        self._failures[file.path] = _Failure(time.monotonic() + _FAILURE_SECONDS, bad)
+        if cause is not None:
+            self._failed_in_a_row.add(file.path)
+            if len(self._failed_in_a_row) >= _MOST_FAILURES:
+                raise DataError(
+                    f"{file.folder}: {_MOST_FAILURES} shards in a row cannot be fetched, the last "
+                    f"one: {bad}"
+                ) from cause
+        raise bad from cause
+
+    def _make_room(self) -> None:
+        """Remove files until what is there and what is being fetched fits the limit."""
+        with open(self.folder / "lock", "w") as lock:
+            flock(lock, LOCK_EX)
+            files = sorted(self._files())
+            used = sum(size for _, size, _ in files)
+            for _, size, path in files:
+                if used <= self.limit:
+                    return
+                if _remove_unused(path):
+                    used -= size
+            if used > self.limit:
+                raise _Full
+
+    def _files(self) -> Iterator[tuple[float, int, str]]:
+        """Last use, full length and path of every file of the cache."""
+        for folder in os.scandir(self.folder):
+            if not folder.is_dir():
+                continue
+            for file in os.scandir(folder):
+                size = file.name.removesuffix(_PART).rpartition(".")[2]
+                with suppress(FileNotFoundError, ValueError):
+                    yield file.stat().st_mtime, int(size), file.path
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"folder": self.folder, "limit": self.limit}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["folder"], state["limit"])  # type: ignore[misc]
+
+
+class _NotWhole(Exception):
+    """What came is not what the index or the manifest says."""
+
+
+def _require_whole(file: CachedFile, part: Path) -> None:
+    size = part.stat().st_size
+    if size != file.bytes:
+        raise _NotWhole(f"{size:,} bytes came, its index says {file.bytes:,}")
+    if file.sha256 is not None and digest_of(str(part)) != file.sha256:
+        raise _NotWhole("its SHA-256 is not that of the manifest")
+
+
+def _open_whole(path: Path, size: int) -> int | None:
+    """A handle with a shared lock on a file of the cache, or None where there is none."""
+    try:
+        handle = os.open(path, os.O_RDONLY | _FLAGS)
+    except FileNotFoundError:
+        return None
+    flock(handle, LOCK_SH)
+    status = os.fstat(handle)
+    if status.st_nlink and status.st_size == size:
+        os.utime(handle)
+        return handle
+    os.close(handle)
+    if status.st_nlink:  # damaged after it was fetched
+        path.unlink(missing_ok=True)
+    return None
+
+
+@contextmanager
+def _own(part: Path, path: Path) -> Iterator[bool]:
+    """Hold the lock of a file being fetched; False if another process has fetched it by then."""
+    while True:
+        handle = os.open(part, os.O_RDWR | os.O_CREAT | _FLAGS, 0o644)
+        try:
+            try:
+                flock(handle, LOCK_EX | LOCK_NB)
+            except BlockingIOError:
+                # Whoever fetches it is waited for. By now it may be whole and have its name, and
+                # its readers, who may read it for long, would keep an exclusive lock waiting.
+                flock(handle, LOCK_SH)
+                continue
+            ours = _is(handle, part)
+            if path.exists():
+                if ours:
+                    part.unlink(missing_ok=True)
+                yield False
+                return
+            if ours:
+                try:
+                    yield True
+                finally:
+                    if _is(handle, part):  # it was not renamed
+                        part.unlink(missing_ok=True)
+                return
+        finally:
+            os.close(handle)
+
+
+def _is(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _remove_unused(path: str) -> bool:
+    """Remove a file unless somebody reads or fetches it."""
+    try:
+        handle = os.open(path, os.O_RDONLY | _FLAGS)
+    except FileNotFoundError:
+        return True
+    try:
+        flock(handle, LOCK_EX | LOCK_NB)
+        os.unlink(path)
+    except BlockingIOError:
+        return False
+    except FileNotFoundError:
+        return True
+    finally:
+        os.close(handle)
+    return True

@@ -1,0 +1,148 @@
+"""Where shards lie: in a folder, or behind a URL with a cache on a local disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from stat import S_ISREG
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from vlp.config import ConfigError
+from vlp.data.shards.bad_samples import DataError
+from vlp.data.shards.cache import CachedFile, ShardCache
+from vlp.data.shards.index import ShardEntry, ShardTable, map_samples, table_bytes
+from vlp.data.shards.remote import RemoteFolder
+from vlp.data.shards.sample_files import BadSample
+
+# Of the cache: rows of samples that take more are not fetched to save the reading of headers.
+_SMALL_SHARE = 0.01
+
+
+class OpenShard(NamedTuple):
+    """An open file and its length."""
+
+    handle: int
+    bytes: int
+
+
+class Place(Protocol):
+    """What a `ShardIndex` asks of the place where its shards lie."""
+
+    @property
+    def folder(self) -> Path | RemoteFolder:
+        """The place itself; `folder / name` names a shard in messages."""
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether every file has to be fetched first."""
+
+    def open(self, entry: ShardEntry) -> OpenShard:
+        """Open a shard; raises BadSample where it cannot be had."""
+
+    def rows(self, shards: ShardTable, wait: bool) -> np.ndarray | None:
+        """The rows of all samples; None if there are none, or without `wait` none here yet."""
+
+    def prefetch(self, entry: ShardEntry) -> None:
+        """Have a shard near that will be opened soon."""
+
+    def when_full(self, release: Callable[[], object]) -> None:
+        """What to call when room for another shard is wanted: it closes shards."""
+
+
+class LocalFolder:
+    """A folder of shards, read where they lie."""
+
+    is_remote = False
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def open(self, entry: ShardEntry) -> OpenShard:
+        """Open a shard.
+
+        Raises:
+            BadSample: there is none.
+        """
+        path = self.folder / entry.name
+        try:
+            # Without waiting: a pipe of that name would otherwise wait for a writer for ever.
+            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise BadSample("missing shard", f"{path} ({error.strerror})") from error
+        status = os.fstat(handle)
+        if not S_ISREG(status.st_mode):
+            os.close(handle)
+            raise BadSample("missing shard", f"{path} (it is no file)")
+        return OpenShard(handle, status.st_size)
+
+    def rows(self, shards: ShardTable, wait: bool) -> np.ndarray | None:
+        """The rows of all samples, mapped into memory."""
+        return map_samples(self.folder / shards.file, shards)
+
+    def prefetch(self, entry: ShardEntry) -> None:
+        """Nothing: the shard is here."""
+
+    def when_full(self, release: Callable[[], object]) -> None:
+        """Never: shards are not kept here."""
+
+
+class CachedFolder:
+    """Shards behind a URL, each fetched whole into the cache when it is needed.
+
+    Args:
+        folder: the URL.
+        cache: where shards are kept.
+        digests: SHA-256 of each shard by name, as far as they are known.
+    """
+
+    is_remote = True
+
+    def __init__(self, folder: RemoteFolder, cache: ShardCache, digests: dict[str, str]) -> None:
+        self.folder, self.cache = folder, cache
+        self._digests = digests
+        self._asked = False
+
+    def open(self, entry: ShardEntry) -> OpenShard:
+        """Open a shard in the cache, fetched first where it is not there.
+
+        Raises:
+            BadSample: the shard is gone, or comes damaged, or cannot be fetched.
+            DataError: the cache cannot hold it, or nothing can be fetched any more.
+        """
+        return OpenShard(self.cache.open(self._file(entry)), entry.bytes)
+
+    def rows(self, shards: ShardTable, wait: bool) -> np.ndarray | None:
+        """The rows of all samples, fetched once and mapped into memory.
+
+        Without `wait` they are fetched in the background, if they are few enough: a shard can be
+        read without them, at the cost of its headers.
+
+        Raises:
+            ConfigError: they cannot be had, and are waited for.
+        """
+        file = CachedFile(self.folder, shards.file, table_bytes(shards.total))
+        if not wait and not self.cache.holds(file):
+            if not self._asked and file.bytes <= _SMALL_SHARE * self.cache.limit:
+                self.cache.prefetch(file)
+            self._asked = True
+            return None
+        try:
+            handle = self.cache.open(file)
+        except (BadSample, DataError) as error:
+            raise ConfigError(f"{self.folder / shards.file}: {error}") from error
+        # The handle stays open: as long as it is, the file stays in the cache.
+        return map_samples(f"/proc/self/fd/{handle}", shards)
+
+    def prefetch(self, entry: ShardEntry) -> None:
+        """Fetch a shard in the background."""
+        self.cache.prefetch(self._file(entry))
+
+    def when_full(self, release: Callable[[], object]) -> None:
+        """Have it called when the cache is full."""
+        self.cache.when_full(release)
+
+    def _file(self, entry: ShardEntry) -> CachedFile:
+        return CachedFile(self.folder, entry.name, entry.bytes, self._digests.get(entry.name))

@@ -1,0 +1,301 @@
+"""Shards: plain WebDataset tars, read at random through their index.
+
+A sample is `KEY.jpg|jpeg|png|webp` with `KEY.txt` and/or `KEY.json` beside it, and perhaps a second
+picture `KEY.1.jpg`. The index says how many samples each shard holds, which is all the training
+order needs, and where each one lies; where it does not, the tar's own headers are read once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vlp.config import ConfigError
+from vlp.data.schema import Annotation
+from vlp.data.shards.build_index import index_folder
+from vlp.data.shards.cache import ShardCache
+from vlp.data.shards.file_section import section
+from vlp.data.shards.index import (
+    BLOCK,
+    INDEX_NAME,
+    ShardEntry,
+    ShardTable,
+    read_table,
+    sample_rows,
+)
+from vlp.data.shards.locations import CachedFolder, LocalFolder, OpenShard, Place
+from vlp.data.shards.lru import Recent
+from vlp.data.shards.remote import RemoteFolder, is_url
+from vlp.data.shards.sample_files import (
+    PICTURES,
+    BadSample,
+    RawSample,
+    SampleFiles,
+    grouped,
+    parse,
+    parse_annotation,
+)
+from vlp.data.shards.shard_writer import ShardWriter
+from vlp.data.shards.tar import Member, members_in
+from vlp.data.shards.tar_headers import plain_members
+
+__all__ = [
+    "INDEX_NAME",
+    "PICTURES",
+    "BadSample",
+    "RawSample",
+    "ShardEntry",
+    "ShardIndex",
+    "ShardWriter",
+    "index_folder",
+]
+
+# Rows of samples take 10 bytes each; open files are a scarce resource.
+_SCANS_KEPT = 1024
+_FILES_KEPT = 128
+# An open file of the cache is one that no process may remove.
+_CACHED_FILES_KEPT = 2
+
+# A longer sample is read file by file, as far as `vlp.data.shards.sample_files` wants it.
+_BYTES_AT_ONCE = 2**20
+
+Found = tuple[SampleFiles, Callable[[Member], bytes], str]
+"""A sample's files, what reads them, and where they lie, for messages."""
+
+
+class _Scan(NamedTuple):
+    """What a shard's own headers say: rows of its samples, up to `problem` (None: all)."""
+
+    rows: np.ndarray
+    problem: str | None
+
+
+class ShardIndex:
+    """A folder of shards, read at random.
+
+    Safe to hand to forked or spawned processes: files are opened where they are read, and reads
+    carry their own offset.
+    """
+
+    def __init__(self, place: Place, shards: ShardTable) -> None:
+        self._place = place
+        self.folder = place.folder
+        self.shards = shards
+        # Where each shard's samples start among the rows of all.
+        self._first = np.concatenate([[0], np.cumsum(shards.samples)])
+        self._rows: np.ndarray | None = None
+        self._rows_sought = False
+        self._scans: Recent[_Scan] = Recent(_SCANS_KEPT)
+        self._ends: Recent[np.ndarray] = Recent(_SCANS_KEPT)
+        kept = _CACHED_FILES_KEPT if isinstance(place, CachedFolder) else _FILES_KEPT
+        self._files: Recent[OpenShard] = Recent(kept, dispose=_close)
+        place.when_full(self._files.clear)
+
+    @classmethod
+    def open(cls, folder: str | Path, cache: ShardCache | None = None) -> ShardIndex:
+        """Read the index of a folder, or of a URL whose shards are then kept in `cache`.
+
+        Raises:
+            ConfigError: there is no such folder, no shard in it, no index, an index that cannot be
+                read or is of another version, or one that does not know every shard of the folder;
+                or a URL comes without a cache or cannot be read.
+        """
+        if is_url(folder):
+            return cls._open_remote(str(folder), cache)
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise ConfigError(f"{folder}: there is no such folder of shards")
+        remedy = f"make one with: python -m data_tools index {folder}"
+        path = folder / INDEX_NAME
+        names = [name for name in os.listdir(folder) if name.endswith(".tar")]
+        if not path.exists():
+            if not names:
+                raise ConfigError(f"{folder}: holds no shards (*.tar)")
+            raise ConfigError(f"{folder}: the shards have no {INDEX_NAME}; {remedy}")
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+        shards = read_table(content, str(path), remedy)
+        unknown = sorted(set(map(os.fsencode, names)).difference(shards.names.tolist()))
+        if unknown:
+            raise ConfigError(
+                f"{path}: does not know {os.fsdecode(unknown[0])}, it is too old; {remedy}"
+            )
+        index = cls(LocalFolder(folder), shards)
+        index._all_rows(wait=True)  # damaged rows are found here, not by a worker later on
+        return index
+
+    @classmethod
+    def _open_remote(cls, url: str, cache: ShardCache | None) -> ShardIndex:
+        if cache is None:
+            raise ConfigError(
+                f"{url}: shards of a URL are kept on a local disk; say where and how many: "
+                "data.cache={folder: /scratch/shards, limit: 200GB}"
+            )
+        folder = RemoteFolder(url)
+        content = folder.read(INDEX_NAME)
+        remedy = "make one where the shards lie with: python -m data_tools index FOLDER"
+        if content is None:
+            raise ConfigError(
+                f"{url}: has no {INDEX_NAME}; {remedy}; or name the shards themselves and set "
+                "data.order=resampled"
+            )
+        shards = read_table(content, f"{folder / INDEX_NAME}", remedy)
+        return cls(CachedFolder(folder, cache, folder.digests(shards.names)), shards)
+
+    def __len__(self) -> int:
+        return self.shards.total
+
+    def read(self, shard_number: int, sample_number: int) -> RawSample:
+        """The sample at a place of the index.
+
+        Raises:
+            BadSample: the shard is missing or damaged there, or the sample itself cannot be used
+                (`vlp.data.shards.sample_files.KINDS`).
+            IndexError: the index has no such place.
+        """
+        return parse(*self._find(shard_number, sample_number))
+
+    def read_annotation(self, shard_number: int, sample_number: int) -> Annotation:
+        """The annotation alone, its pictures left unparsed; raises as `read` does."""
+        return parse_annotation(*self._find(shard_number, sample_number))
+
+    def caption_ends(self, shard_number: int) -> np.ndarray:
+        """(samples,) int64: pairs of a shard's samples up to and with each one.
+
+        Every caption makes a pair; a sample without text counts as one.
+
+        Raises:
+            ConfigError: the index has lost its file of samples.
+        """
+
+        def ends() -> np.ndarray:
+            rows = self.require_captions()
+            counts = rows["captions"][self._first[shard_number] : self._first[shard_number + 1]]
+            return np.cumsum(np.maximum(counts, 1), dtype=np.int64)
+
+        return self._ends.get(shard_number, ends)
+
+    def require_captions(self) -> np.ndarray:
+        """Rows of all samples (`vlp.data.shards.index.ROW`) with their numbers of captions.
+
+        Raises:
+            ConfigError: the index has lost them.
+        """
+        rows = self._all_rows(wait=True)
+        if rows is None:
+            raise ConfigError(
+                f"{self.folder}: {self.shards.file} is missing, which `captions: all` needs; "
+                "index the folder again: python -m data_tools index FOLDER"
+            )
+        return rows
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the shards lie behind a URL."""
+        return self._place.is_remote
+
+    def prefetch(self, shard_number: int) -> None:
+        """Ask for a shard that will be read soon; does nothing for a local folder."""
+        self._place.prefetch(self.shards[shard_number])
+
+    def _find(self, shard_number: int, sample_number: int) -> Found:
+        entry = self.shards[shard_number]
+        if not 0 <= sample_number < entry.samples:
+            raise IndexError(f"{entry.name} has {entry.samples} samples, none at {sample_number}")
+        path = self.folder / entry.name
+        try:
+            file = self._file(shard_number, entry)
+            rows, problem = self._sample_rows(shard_number, entry, file)
+            if sample_number >= len(rows):
+                reason = problem or "it holds fewer samples than its index says"
+                raise BadSample("corrupt shard", f"{path}, sample {sample_number} ({reason})")
+            start, blocks, _ = (int(part) for part in rows[sample_number])
+            if not blocks:
+                return self._find_by_headers(file, sample_number, str(path))
+            samples, read, problem = _part(file, start * BLOCK, blocks * BLOCK, path)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise BadSample(
+                "missing shard", f"{path}, sample {sample_number} ({reason})"
+            ) from error
+        if problem or len(samples) != 1:
+            reason = problem or "its index is of another shard; index the folder again"
+            raise BadSample("corrupt shard", f"{path}, sample {sample_number} ({reason})")
+        return samples[0], read, f"{path}, {samples[0].key}"
+
+    def _find_by_headers(self, file: OpenShard, sample_number: int, path: str) -> Found:
+        """A sample that its own bytes do not tell all about, such as that its key came before."""
+        members, problem = members_in(section(file.handle, 0, file.bytes), file.bytes)
+        samples = grouped(members)
+        if sample_number >= len(samples):
+            reason = problem or "it holds fewer samples than its index says"
+            raise BadSample("corrupt shard", f"{path}, sample {sample_number} ({reason})")
+        sample = samples[sample_number]
+        return sample, partial(_read, file.handle, path, 0), f"{path}, {sample.key}"
+
+    def _file(self, shard_number: int, entry: ShardEntry) -> OpenShard:
+        return self._files.get(shard_number, lambda: self._place.open(entry))
+
+    def _sample_rows(self, number: int, entry: ShardEntry, file: OpenShard) -> _Scan:
+        def scan() -> _Scan:
+            members, problem = members_in(section(file.handle, 0, file.bytes), file.bytes)
+            samples = grouped(members)
+            return _Scan(sample_rows(samples, [0] * len(samples)), problem)
+
+        # A file of another length than its index says is another file.
+        rows = self._all_rows(wait=False) if file.bytes == entry.bytes else None
+        if rows is None:
+            return self._scans.get(number, scan)
+        return _Scan(rows[self._first[number] : self._first[number + 1]], None)
+
+    def _all_rows(self, wait: bool) -> np.ndarray | None:
+        if self._rows is None and (self.is_remote or not self._rows_sought):
+            self._rows = self._place.rows(self.shards, wait)
+            self._rows_sought = True
+        return self._rows
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"place": self._place, "shards": self.shards}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["place"], state["shards"])  # type: ignore[misc]
+
+
+def _part(
+    file: OpenShard, start: int, size: int, path: object
+) -> tuple[list[SampleFiles], Callable[[Member], bytes], str | None]:
+    """The samples in a part of a shard (there should be one), what reads them, what is wrong."""
+    # A tar ends in an empty block: with one behind it, the part is a tar like any other.
+    if size > _BYTES_AT_ONCE:
+        headers = section(file.handle, start, start + size, zeros=BLOCK)
+        members, problem = members_in(headers, size + BLOCK)
+        return grouped(members), partial(_read, file.handle, path, start), problem
+    data = os.pread(file.handle, size, start)
+    plain = plain_members(data) if len(data) == size else None
+    if plain is None:
+        members, problem = members_in(BytesIO(data + bytes(BLOCK)), len(data) + BLOCK)
+    else:
+        members, problem = plain, None
+    return grouped(members), lambda m: data[m.offset : m.offset + m.size], problem
+
+
+def _read(handle: int, path: object, start: int, member: Member) -> bytes:
+    try:
+        data = os.pread(handle, member.size, start + member.offset)
+    except OSError as error:
+        raise BadSample("missing shard", f"{path} ({error.strerror})") from error
+    if len(data) != member.size:
+        raise BadSample("corrupt shard", f"{path}: cut off inside {member.name}")
+    return data
+
+
+def _close(file: OpenShard) -> None:
+    os.close(file.handle)

@@ -1,0 +1,152 @@
+"""Writes samples into numbered shards, with their index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from vlp.config import ConfigError
+from vlp.data.schema import Annotation, captions_of
+from vlp.data.shards.build_index import survey
+from vlp.data.shards.index import BLOCK, INDEX_NAME, SurveyedShard, rows_of, write_index
+from vlp.data.shards.sample_files import PICTURES
+from vlp.data.shards.tar import append_member, close_tar
+from vlp.io import sync, sync_folder
+
+
+class ShardWriter:
+    """Writes samples into numbered shards; `with ShardWriter(folder) as writer: writer.write(...)`.
+
+    A shard appears under its name only when it is whole and on disk, so an interrupted run leaves
+    finished shards alone. Run again, `done` holds the keys of those; a producer that skips them
+    gets the same bytes as without the interruption, also where a shard was deleted: the free
+    numbers are taken, smallest first. The index is written on a clean exit.
+    """
+
+    def __init__(
+        self, folder: str | Path, samples_per_shard: int = 1000, prefix: str = "shard"
+    ) -> None:
+        if samples_per_shard < 1:
+            raise ValueError(f"samples_per_shard is {samples_per_shard}, it must be at least 1")
+        self.folder = Path(folder)
+        self.samples_per_shard = samples_per_shard
+        self.prefix = prefix
+        self.done: set[str] = set()
+        self._shards: list[SurveyedShard] = []
+        self._ends: list[int] = []
+        self._captions: list[int] = []
+        self._number = 0
+        self._file: Any = None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for leftover in self.folder.glob(f"{prefix}-*.tar.tmp"):
+            leftover.unlink()
+        for path in sorted(self.folder.glob(f"{prefix}-*.tar")):
+            found = survey(path)
+            if found.problem:
+                raise ConfigError(f"{path}: {found.problem}; delete this shard and run again")
+            self.done.update(found.keys)
+            self._shards.append(found.shard)
+
+    def write(
+        self,
+        key: str,
+        image: bytes,
+        extension: str,
+        annotation: Annotation,
+        second_image: bytes | None = None,
+    ) -> None:
+        """Append one sample.
+
+        Args:
+            key: name of the sample, unique in the folder, without dots or slashes.
+            image: the encoded picture.
+            extension: `jpg`, `jpeg`, `png` or `webp`; of both pictures.
+            annotation: written as `KEY.json`.
+            second_image: the other picture of a paired sample, written as `KEY.1.EXTENSION`.
+
+        Raises:
+            ValueError: the key is not usable or was written before, or the extension is unknown.
+            ConfigError: the disk is full, or refuses the file; the unfinished shard is lost.
+        """
+        if not key or "." in key or "/" in key:
+            raise ValueError(f"{key!r} cannot be a key: it may hold neither dots nor slashes")
+        if key in self.done:
+            raise ValueError(f"the key {key!r} is already in {self.folder}")
+        if extension not in PICTURES:
+            raise ValueError(f"{key}: extension {extension!r} is not one of {', '.join(PICTURES)}")
+        if self._file is None:
+            while self._path().exists():
+                self._number += 1
+        with _disk(self._path()):
+            if self._file is None:
+                self._file = open(self._path().with_suffix(".tar.tmp"), "wb")  # noqa: SIM115
+            append_member(self._file, f"{key}.{extension}", image)
+            if second_image is not None:
+                append_member(self._file, f"{key}.1.{extension}", second_image)
+            append_member(self._file, f"{key}.json", annotation.to_json())
+        self.done.add(key)
+        self._ends.append(self._file.tell() // BLOCK)
+        self._captions.append(len(captions_of(annotation)))
+        if len(self._captions) == self.samples_per_shard:
+            self._finish_shard()
+
+    def close(self) -> None:
+        """Finish the last shard and write the index."""
+        if self._file is not None:
+            self._finish_shard()
+        with _disk(self.folder / INDEX_NAME):
+            write_index(self.folder, sorted(self._shards, key=lambda shard: shard.name))
+
+    def abandon(self) -> None:
+        """Drop the unfinished shard; finished ones stay, and the next run goes on from them."""
+        if self._file is not None:
+            with suppress(OSError):  # on a full disk, what was still to be written
+                self._file.close()
+            self._path().with_suffix(".tar.tmp").unlink(missing_ok=True)
+            self._file = None
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
+
+    def _path(self) -> Path:
+        return self.folder / f"{self.prefix}-{self._number:06d}.tar"
+
+    def _finish_shard(self) -> None:
+        path = self._path()
+        if path.exists():
+            raise ConfigError(f"{path}: was written by another process meanwhile; run again")
+        with _disk(path):
+            close_tar(self._file)
+            sync(self._file)
+            self._file.close()
+            self._file = None
+            path.with_suffix(".tar.tmp").rename(path)
+            sync_folder(self.folder)
+        rows = rows_of(self._ends, self._captions)
+        self._shards.append(SurveyedShard(path.name, path.stat().st_size, rows))
+        self._ends, self._captions = [], []
+
+
+@contextmanager
+def _disk(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be written ({error.strerror}); finished shards stay, so put that "
+            "right and run again"
+        ) from error

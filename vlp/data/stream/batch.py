@@ -1,0 +1,83 @@
+"""The tensors of one rank's share of a global batch: any batch's, and pretraining's."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from vlp.data.image.transforms import normalise
+from vlp.data.shards.bad_samples import Skip
+
+AnyBatch = TypeVar("AnyBatch", bound=tuple)
+
+
+class Slots(Protocol):
+    """What the training loop asks of any batch: slots, some of which may be empty.
+
+    valid: (B,) bool; skipped: this share's bad samples.
+    """
+
+    @property
+    def valid(self) -> Tensor:
+        """(B,) bool, False where the slot is empty."""
+
+    @property
+    def skipped(self) -> tuple[Skip, ...]:
+        """This share's bad samples."""
+
+    def to(self, device: torch.device | str) -> Slots:
+        """Move every tensor to `device`."""
+
+
+def moved(batch: AnyBatch, device: torch.device | str) -> AnyBatch:
+    """A named tuple with every tensor in it, also in tuples of tensors, on `device`."""
+
+    def move(field: Any) -> Any:
+        if isinstance(field, Tensor):
+            return field.to(device, non_blocking=True)
+        if isinstance(field, tuple) and field and isinstance(field[0], Tensor):
+            return tuple(move(part) for part in field)
+        return field
+
+    return type(batch)(*map(move, batch))
+
+
+class Batch(NamedTuple):
+    """`slots` rows, of which those with `valid` False are empty and count nowhere.
+
+    Every random choice in it was drawn from (seed, epoch, sample, purpose), so the rows do not
+    depend on the number of ranks or workers. Shapes, with B slots, N tokens, an H x W patch grid:
+
+    pixels (B, 3, height, width), uint8 levels as loaded (a quarter of the bytes), float32 and
+    normalised after `to`; text_ids (B, N) int64; attention_mask (B, N) bool, True = not padding;
+    word_mask (B, N) bool, True = a real word piece ([CLS], [SEP] and padding are False); mlm_ids
+    (B, N) the masked text; mlm_labels (B, N) the original id where masked, else -100; mim_mask (B,
+    H, W) bool, True = masked patch; image_ids (B,) int64, equal for captions of one picture; draws
+    (B, 2) float64 in [0, 1), for the text's and the picture's ITM negative; valid (B,) bool;
+    sample_ids (B,) int64, stable over ranks; word_patches (B, N, M) int8, what
+    `vlp.data.text.word_boxes.named_patches` says, or None where augmentation moves places; skipped:
+    this share's bad samples.
+    """
+
+    pixels: Tensor
+    text_ids: Tensor
+    attention_mask: Tensor
+    word_mask: Tensor
+    mlm_ids: Tensor
+    mlm_labels: Tensor
+    mim_mask: Tensor
+    image_ids: Tensor
+    draws: Tensor
+    valid: Tensor
+    sample_ids: Tensor
+    word_patches: Tensor | None = None
+    skipped: tuple[Skip, ...] = ()
+
+    def to(self, device: torch.device | str) -> Batch:
+        """Move every tensor to `device`, and normalise the pixels there."""
+        there = moved(self, device)
+        if there.pixels.dtype != torch.uint8:
+            return there
+        return there._replace(pixels=normalise(there.pixels))

@@ -1,0 +1,104 @@
+"""Samples with a number each, in the training order that pretraining has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+from torch.utils.data import Dataset
+
+from vlp.config import Config, ConfigError
+from vlp.data.pretrain.dataset import Request
+from vlp.data.pretrain.loader import OrderedData
+from vlp.data.shards.bad_samples import Skip
+from vlp.data.shards.sample_files import BadSample
+from vlp.data.stream.batch import Slots
+from vlp.data.stream.rng import draw
+from vlp.data.stream.sampler import Pool, TrainingOrder
+
+Draws = Callable[[str], np.random.Generator]
+"""Gives a generator for a purpose ("crop"); equal for equal (seed, epoch, sample, purpose)."""
+
+
+class OrderConfig(Config):
+    """How a set that fits an index is gone through; base of the data of every vision task."""
+
+    canonical_streams: int = Field(8, ge=1, description="the number of ranks divides it")
+    workers: int = Field(0, ge=0, description="loader processes of each rank")
+    max_skipped_share: float = Field(0.5, gt=0, le=1)
+
+
+class IndexedSamples(Dataset[Any]):
+    """Calls `read(number, draws)` for each slot; a bad sample or an empty slot gives a `Skip`.
+
+    Args:
+        read: makes sample `number`; every random choice comes from `draws`.
+        seed: of the run.
+    """
+
+    def __init__(self, read: Callable[[int, Draws], Any], seed: int) -> None:
+        self._read, self._seed = read, seed
+
+    def __getitem__(self, request: Request) -> Any:
+        """The sample that a slot asks for, a `Skip`, or None for an empty slot."""
+        if request.element is None:
+            return None
+        number, visit = request.element.position, request.element.visit
+
+        def draws(purpose: str) -> np.random.Generator:
+            return draw(self._seed, request.epoch, f"{number}:{visit}", purpose)
+
+        try:
+            return self._read(number, draws)
+        except BadSample as bad:
+            return Skip(bad.kind, bad.where)
+
+
+def indexed_data(
+    count: int,
+    read: Callable[[int, Draws], Any],
+    collate: Callable[[list[Any], tuple[Skip, ...]], Slots],
+    config: OrderConfig,
+    batch: int,
+    seed: int,
+) -> OrderedData:
+    """Batches of `count` samples, each once an epoch, the same for any number of ranks.
+
+    Args:
+        count: samples.
+        read: see `IndexedSamples`.
+        collate: a batch of a rank's good samples (there may be none) and its bad ones.
+        config: streams and workers.
+        batch: slots of a global batch.
+        seed: of the run.
+
+    Raises:
+        ConfigError: there are no samples, or the streams do not divide the batch.
+    """
+    if batch % config.canonical_streams:
+        raise ConfigError(
+            f"training.batch {batch} is not a multiple of canonical_streams "
+            f"{config.canonical_streams}"
+        )
+    order = TrainingOrder([Pool([count])], config.canonical_streams, max(count, 1), seed)
+    return OrderedData(
+        order,
+        IndexedSamples(read, seed),
+        _Collate(collate),
+        batch,
+        config.workers,
+        config.max_skipped_share,
+    )
+
+
+class _Collate:
+    """Parts good from bad; a class, so that spawned workers can have it."""
+
+    def __init__(self, collate: Callable[[list[Any], tuple[Skip, ...]], Slots]) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: list[Any]) -> Slots:
+        good = [s for s in samples if s is not None and not isinstance(s, Skip)]
+        return self._collate(good, tuple(s for s in samples if isinstance(s, Skip)))

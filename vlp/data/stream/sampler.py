@@ -1,0 +1,266 @@
+"""The training order: which sample stands in which slot of which global batch.
+
+It is a function of (seed, epoch, streams, window) and of the shards' sizes alone. An epoch's
+shards, in random order, form one long row of elements; the row is cut into `streams` equal pieces,
+each is shuffled within windows, and every global batch takes the same number of elements from each
+stream. Ranks share the streams out among themselves, so their number changes no global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+
+from vlp.config import ConfigError
+from vlp.data.shards.lru import Recent
+from vlp.data.stream.rng import draw
+
+
+class Pool(NamedTuple):
+    """One source: the number of elements in each of its shards, and its weight."""
+
+    sizes: Sequence[int] | np.ndarray
+    weight: float = 1.0
+
+
+class Element(NamedTuple):
+    """A place in a shard, and how often this source was gone through before (`visit`)."""
+
+    source: int
+    shard: int
+    position: int
+    visit: int
+
+
+class Step(NamedTuple):
+    """One global batch: its epoch, where each stream stands before it, elements used after it."""
+
+    epoch: int
+    start: int
+    consumed: int
+
+
+class TrainingOrder:
+    """Places of the elements of every epoch, worked out piece by piece.
+
+    Args:
+        pools: the sources. One of weight w gives floor((e+1)·w·n) - floor(e·w·n) of its n elements
+            to epoch e, from where the epoch before stopped: 2 is twice each, 0.5 a fresh half.
+        streams: number of pieces; the number of ranks must divide it.
+        window: elements within which a stream is shuffled.
+        seed: of the whole run.
+
+    Raises:
+        ConfigError: no source has any element.
+    """
+
+    def __init__(self, pools: Sequence[Pool], streams: int, window: int, seed: int) -> None:
+        self.streams = streams
+        self.window = window
+        self.seed = seed
+        self._sizes = [np.asarray(pool.sizes, dtype=np.int64) for pool in pools]
+        self._totals = [int(sizes.sum()) for sizes in self._sizes]
+        # A weight is meant as written: 0.1 is a tenth, not the binary fraction next to it.
+        self._weights = [Fraction(pool.weight).limit_denominator(10**6) for pool in pools]
+        if not any(total * weight for total, weight in zip(self._totals, self._weights)):
+            raise ConfigError("the sources hold no samples")
+        self._epochs: Recent[_Epoch] = Recent(2)
+        # Each stream's window of the moment, by (epoch, number): streams go forward.
+        self._windows: dict[int, tuple[tuple[int, int], np.ndarray]] = {}
+        self._place_type = np.min_scalar_type(window)
+
+    def samples_before(self, epoch: int) -> int:
+        """Elements of all epochs before `epoch`."""
+        return sum(
+            int(epoch * weight * total) for total, weight in zip(self._totals, self._weights)
+        )
+
+    def samples_in_epoch(self, epoch: int) -> int:
+        """Elements of one epoch."""
+        return self.samples_before(epoch + 1) - self.samples_before(epoch)
+
+    def batches_in_epoch(self, epoch: int, size: int) -> int:
+        """Global batches of one epoch; the last one may have empty slots."""
+        longest = -(-self.samples_in_epoch(epoch) // self.streams)
+        return -(-longest // self._per_stream(size))
+
+    def share(self, epoch: int, rank: int, world_size: int) -> int:
+        """Elements of one epoch that fall to one rank."""
+        bounds = self._bounds(epoch, self._own(rank, world_size))
+        return int(bounds[-1] - bounds[0])
+
+    def locate(self, consumed: int) -> tuple[int, int]:
+        """The epoch, and each stream's position in it, after `consumed` elements.
+
+        Raises:
+            ConfigError: no run with these streams ever stands at that number.
+        """
+        low, high = 0, 1
+        while self.samples_before(high) <= consumed:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.samples_before(middle) <= consumed:
+                low = middle
+            else:
+                high = middle
+        within = consumed - self.samples_before(low)
+        if consumed < 0 or within % self.streams:
+            raise ConfigError(
+                f"cannot continue after {consumed} samples: with these sources and "
+                f"data.canonical_streams {self.streams} no batch ends there"
+            )
+        return low, within // self.streams
+
+    def steps(self, consumed: int, size: int) -> Iterator[Step]:
+        """Global batches of `size` slots from `consumed` elements on, without end."""
+        taken = self._per_stream(size)
+        epoch, start = self.locate(consumed)
+        while True:
+            samples = self.samples_in_epoch(epoch)
+            before = self.samples_before(epoch)
+            longest = -(-samples // self.streams)
+            while start < longest:
+                after = start + taken
+                done = samples if after >= longest else after * self.streams
+                yield Step(epoch, start, before + done)
+                start = after
+            epoch, start = epoch + 1, 0
+
+    def slots(
+        self, epoch: int, start: int, size: int, rank: int = 0, world_size: int = 1
+    ) -> list[Element | None]:
+        """One rank's slots of a global batch, stream by stream; None is an empty slot.
+
+        The ranks' slots one after another are the slots of the whole batch.
+        """
+        taken = self._per_stream(size)
+        own = self._own(rank, world_size)
+        bounds = self._bounds(epoch, own)
+        places = np.full((len(own), taken), -1)
+        for row, stream, first, length in zip(places, own, bounds, np.diff(bounds).tolist()):
+            stop = min(start + taken, length)
+            row[: max(0, stop - start)] = first + self._shuffled(epoch, stream, start, stop, length)
+        filled = places >= 0
+        elements = iter(self._epoch(epoch).elements(places[filled]))
+        return [next(elements) if full else None for full in filled.ravel()]
+
+    def shards_of_window(
+        self, epoch: int, number: int, rank: int = 0, world_size: int = 1
+    ) -> list[tuple[int, int]]:
+        """What one rank reads while its streams go through their window `number`.
+
+        Returns:
+            (source, shard) pairs, each once, stream by stream; none where the epoch has ended.
+        """
+        bounds = self._bounds(epoch, self._own(rank, world_size))
+        first = bounds[:-1] + number * self.window
+        last = np.minimum(first + self.window, bounds[1:])
+        layout = self._epoch(epoch)
+        found: dict[tuple[int, int], None] = {}
+        for start, stop in zip(first.tolist(), last.tolist()):
+            found.update(dict.fromkeys(layout.shards(start, stop)))
+        return list(found)
+
+    def windows_in_epoch(self, epoch: int) -> int:
+        """Windows of the longest stream."""
+        longest = -(-self.samples_in_epoch(epoch) // self.streams)
+        return -(-longest // self.window)
+
+    def _per_stream(self, size: int) -> int:
+        if size % self.streams:
+            raise ConfigError(
+                f"a global batch of {size} is not a multiple of data.canonical_streams "
+                f"{self.streams}"
+            )
+        return size // self.streams
+
+    def _own(self, rank: int, world_size: int) -> range:
+        if self.streams % world_size:
+            raise ConfigError(
+                f"{world_size} ranks cannot share data.canonical_streams {self.streams} evenly"
+            )
+        each = self.streams // world_size
+        return range(rank * each, (rank + 1) * each)
+
+    def _bounds(self, epoch: int, streams: range) -> np.ndarray:
+        """Where neighbouring streams start in the epoch's row, and where the last one ends."""
+        numbers = np.arange(streams.start, streams.stop + 1)
+        return numbers * self.samples_in_epoch(epoch) // self.streams
+
+    def _shuffled(self, epoch: int, stream: int, start: int, stop: int, length: int) -> np.ndarray:
+        """Places in a stream of `length` elements of those that come at `start` to `stop`."""
+        parts = [np.empty(0, dtype=np.int64)]
+        while start < stop:
+            number, inside = divmod(start, self.window)
+            first = number * self.window
+            taken = min(self.window, stop - first) - inside
+            permutation = self._permutation(epoch, stream, number, min(self.window, length - first))
+            parts.append(first + permutation[inside : inside + taken].astype(np.int64))
+            start += taken
+        return np.concatenate(parts)
+
+    def _permutation(self, epoch: int, stream: int, number: int, size: int) -> np.ndarray:
+        key, permutation = self._windows.get(stream, (None, None))
+        if key != (epoch, number) or permutation is None:
+            rng = draw(self.seed, epoch, stream, f"window {number}")
+            permutation = rng.permutation(size).astype(self._place_type)
+            self._windows[stream] = (epoch, number), permutation
+        return permutation
+
+    def _epoch(self, epoch: int) -> _Epoch:
+        return self._epochs.get(epoch, lambda: self._lay_out(epoch))
+
+    def _lay_out(self, epoch: int) -> _Epoch:
+        parts = []
+        for source, (sizes, total, weight) in enumerate(
+            zip(self._sizes, self._totals, self._weights)
+        ):
+            start, stop = int(epoch * weight * total), int((epoch + 1) * weight * total)
+            for visit in range(start // total, -(-stop // total)) if total else ():
+                shards = draw(self.seed, visit, source, "shards").permutation(len(sizes))
+                ends = np.cumsum(sizes[shards]) + visit * total
+                first = np.maximum(ends - sizes[shards], start)
+                last = np.minimum(ends, stop)
+                kept = first < last
+                parts.append(
+                    np.stack(
+                        [
+                            np.full(kept.sum(), source),
+                            shards[kept],
+                            (first - (ends - sizes[shards]))[kept],
+                            np.full(kept.sum(), visit),
+                            (last - first)[kept],
+                        ]
+                    )
+                )
+        chunks = np.concatenate(parts, axis=1)
+        return _Epoch(
+            chunks[:, draw(self.seed, epoch, "epoch", "chunks").permutation(chunks.shape[1])]
+        )
+
+
+class _Epoch:
+    """The chunks of one epoch in order: rows source, shard, first position, visit, length."""
+
+    def __init__(self, chunks: np.ndarray) -> None:
+        self._chunks = chunks
+        self._ends = np.cumsum(chunks[4])
+
+    def shards(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Source and shard of the chunks that lie between two places of the row."""
+        if start >= stop:
+            return []
+        first, last = np.searchsorted(self._ends, [start, stop - 1], side="right")
+        return list(zip(*self._chunks[:2, first : last + 1].tolist()))
+
+    def elements(self, places: np.ndarray) -> list[Element]:
+        """The elements at places of the row that the chunks form one after another."""
+        numbers = np.searchsorted(self._ends, places, side="right")
+        source, shard, first, visit, length = self._chunks[:, numbers]
+        position = first + places - (self._ends[numbers] - length)
+        columns = np.stack([source, shard, position, visit], axis=1)
+        return [Element(*row) for row in columns.tolist()]

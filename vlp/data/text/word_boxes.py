@@ -1,0 +1,90 @@
+"""Where the words of a caption stand among its tokens, and what they name in a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vlp.data.image.patches import patches_in_box
+from vlp.data.schema import Annotation
+
+OWN, OTHER = 1, 2
+
+
+class NamedWord(NamedTuple):
+    """Word number `position` of caption number `caption` says the `kind` of what lies in `box`.
+
+    kind is `colour`, `shape` or `object`; box is [x, y, width, height] in pixels of the picture.
+    """
+
+    caption: int
+    position: int
+    word: str
+    kind: str
+    box: tuple[float, ...]
+
+
+def named_words(annotation: Annotation) -> list[NamedWord]:
+    """The words of a sample's captions that are known to name something; mostly there are none."""
+    return [
+        NamedWord(word.caption, word.index, word.word, word.kind, tuple(word.box))
+        for word in annotation.words or ()
+    ]
+
+
+def word_positions(pieces: Sequence[str]) -> list[range]:
+    """Token positions of each word, from the word pieces of one caption.
+
+    A word (or punctuation mark) starts at a piece without `##`. The first and the last piece are
+    [CLS] and [SEP] and belong to no word.
+    """
+    last = len(pieces) - 1
+    starts = [place for place in range(1, last) if not pieces[place].startswith("##")]
+    return [range(start, end) for start, end in zip(starts, [*starts[1:], last])]
+
+
+def word_text(pieces: Sequence[str], positions: range) -> str:
+    """The word that stands at some positions, as the tokenizer sees it."""
+    return "".join(pieces[place].removeprefix("##") for place in positions)
+
+
+def named_patches(
+    annotation: Annotation,
+    caption: int,
+    pieces: Sequence[str],
+    tokens: int,
+    grid: tuple[int, int],
+    size: tuple[int, int],
+) -> NDArray[np.int8]:
+    """Which patches show what each token of a caption names.
+
+    Args:
+        annotation: one without named words gives zeros.
+        caption: number of the caption.
+        pieces: its word pieces, [CLS] and [SEP] in.
+        tokens: N, the padded length.
+        grid: patches (rows, columns).
+        size: the picture's (width, height) in pixels.
+
+    Returns:
+        (N, M) int8: OWN in the box of the object that the token names, OTHER in another object's
+        box, 0 elsewhere and for tokens that name nothing.
+    """
+    shown = np.zeros((tokens, grid[0] * grid[1]), dtype=np.int8)
+    named = named_words(annotation)
+    # Many words name few objects: each box is looked at once.
+    boxes = {box: patches_in_box(box, grid, size) for box in {word.box for word in named}}
+    places = word_positions(pieces)
+    for word in named:
+        if word.caption != caption or word.position >= len(places):
+            continue
+        row = np.zeros(shown.shape[1], dtype=np.int8)
+        for box, inside in boxes.items():
+            if box != word.box:
+                row[inside] = OTHER
+        row[boxes[word.box]] = OWN
+        shown[list(places[word.position])] = row
+    return shown

@@ -1,0 +1,172 @@
+"""Pictures with a class each: folders, tar files of such folders, and shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from PIL import Image
+
+from vlp.config import ConfigError
+from vlp.data.image.decode import decode_picture
+from vlp.data.shards.sample_files import BadSample
+from vlp.data.shards.shard_index import INDEX_NAME, ShardIndex
+from vlp.data.shards.tar import stored_files
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+
+
+class Labelled(NamedTuple):
+    """A picture (RGB), the number of its class, and where it lies."""
+
+    picture: Image.Image
+    label: int
+    where: str
+
+
+class LabelledPictures(Protocol):
+    """A picture and its class by number, 0 to len - 1."""
+
+    classes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        """Pictures."""
+
+    def read(self, number: int) -> Labelled:
+        """One of them.
+
+        Raises:
+            BadSample: it cannot be decoded, or has no known class.
+        """
+
+
+def open_labelled(path: str, classes: Sequence[str] | None = None) -> LabelledPictures:
+    """Open what `path` is: a folder of class folders, a tar file of one, or a folder of shards.
+
+    Args:
+        path: a tar file (compressed or not, read into memory: for small sets), a folder that holds
+            `CLASS/PICTURE`, or one that `data_tools index` has indexed, whose samples name their
+            class as `label`.
+        classes: class names in order, as training had them; None finds them, sorted. For shards
+            they must be given: an index does not know them.
+
+    Raises:
+        ConfigError: there is nothing usable, a class of `path` is none of `classes`, or shards
+            come without classes.
+    """
+    place = Path(path)
+    if place.is_file():
+        return _FromTar(place, classes)
+    if not place.is_dir():
+        raise ConfigError(f"{path}: there is neither a folder nor a tar file")
+    if (place / INDEX_NAME).is_file():
+        if classes is None:
+            raise ConfigError(f"{path}: shards need `classes`, the names of their labels in order")
+        return _FromShards(place, classes)
+    return _FromFolder(place, classes)
+
+
+def some_of(pictures: LabelledPictures, limit: int | None, path: str) -> LabelledPictures:
+    """So many of the pictures, drawn once: the same few for every seed of a comparison.
+
+    Args:
+        pictures: of `path`.
+        limit: how many; None is all of them.
+        path: for the message.
+
+    Raises:
+        ConfigError: there are not so many.
+    """
+    if limit is None:
+        return pictures
+    if limit > len(pictures):
+        raise ConfigError(f"data.limit {limit} is more than the {len(pictures)} pictures of {path}")
+    return _Some(pictures, np.random.default_rng(0).permutation(len(pictures))[:limit].tolist())
+
+
+class _Some:
+    def __init__(self, pictures: LabelledPictures, numbers: Sequence[int]) -> None:
+        self._pictures, self._numbers = pictures, numbers
+        self.classes = pictures.classes
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def read(self, number: int) -> Labelled:
+        return self._pictures.read(self._numbers[number])
+
+
+class _FromFolder:
+    def __init__(self, folder: Path, classes: Sequence[str] | None) -> None:
+        self._files = sorted(file for file in folder.glob("*/*") if file.suffix.lower() in SUFFIXES)
+        self.classes = _classes((file.parent.name for file in self._files), classes, folder)
+        self._number = {name: number for number, name in enumerate(self.classes)}
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def read(self, number: int) -> Labelled:
+        file = self._files[number]
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            raise BadSample("unreadable picture", f"{file} ({error.strerror})") from error
+        picture = decode_picture(content, str(file))
+        return Labelled(picture, self._number[file.parent.name], str(file))
+
+
+class _FromTar:
+    def __init__(self, file: Path, classes: Sequence[str] | None) -> None:
+        self._file = file
+        self._found = list(stored_files(file, _in_class_folder))
+        self.classes = _classes((name.parent.name for name, _ in self._found), classes, file)
+        self._number = {name: number for number, name in enumerate(self.classes)}
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def read(self, number: int) -> Labelled:
+        name, content = self._found[number]
+        where = f"{self._file}, {name}"
+        return Labelled(decode_picture(content, where), self._number[name.parent.name], where)
+
+
+class _FromShards:
+    def __init__(self, folder: Path, classes: Sequence[str]) -> None:
+        self._index = ShardIndex.open(folder)
+        self.classes = tuple(classes)
+        self._number = {name: number for number, name in enumerate(self.classes)}
+        self._places = [
+            (shard, sample)
+            for shard, entry in enumerate(self._index.shards)
+            for sample in range(entry.samples)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def read(self, number: int) -> Labelled:
+        shard, sample = self._places[number]
+        raw = self._index.read(shard, sample)
+        where = f"{self._index.folder / self._index.shards[shard].name}, {raw.key}"
+        label = raw.annotation.label
+        if label not in self._number:
+            raise BadSample("unknown class", f"{where} (label {label!r})")
+        return Labelled(decode_picture(raw.image, where), self._number[str(label)], where)
+
+
+def _in_class_folder(name: PurePosixPath) -> bool:
+    return name.suffix.lower() in SUFFIXES and bool(name.parent.name)
+
+
+def _classes(found: Iterable[str], wanted: Sequence[str] | None, where: Path) -> tuple[str, ...]:
+    names = sorted(set(found))
+    if not names:
+        raise ConfigError(f"{where}: holds no pictures in class folders ({', '.join(SUFFIXES)})")
+    if wanted is None:
+        return tuple(names)
+    if unknown := sorted(set(names) - set(wanted)):
+        raise ConfigError(f"{where}: unknown classes {', '.join(unknown[:5])}")
+    return tuple(wanted)

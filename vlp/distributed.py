@@ -1,0 +1,152 @@
+"""Start and end of the process group, and small agreements between ranks.
+
+Everything works without a process group too: one process is then rank 0 of 1.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from vlp.training.logging.memory import keep_freed_memory
+
+_control: Any = None
+
+
+def prepare_environment() -> None:
+    """Fill in what the launcher would have set, so that a plain `python` is rank 0 of 1.
+
+    Without a GPU, DeepSpeed is told to use the CPU, and each rank of this machine gets its share
+    of the cores unless OMP_NUM_THREADS says otherwise, and keeps the memory it has freed.
+    """
+    os.environ.setdefault("RANK", "0")
+    os.environ.setdefault("WORLD_SIZE", "1")
+    os.environ.setdefault("LOCAL_RANK", "0")
+    if os.environ["WORLD_SIZE"] == "1":
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", str(free_port()))
+    if not torch.cuda.is_available():
+        keep_freed_memory()
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        if "OMP_NUM_THREADS" not in os.environ:
+            local = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
+
+
+@contextmanager
+def _compiling_nothing() -> Iterator[None]:
+    """Make `torch.compile` leave functions as they are."""
+    compile_ = torch.compile
+    torch.compile = lambda model=None, **_: model or (lambda function: function)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compile_
+
+
+def start(timeout: timedelta = timedelta(minutes=30), with_deepspeed: bool = True) -> None:
+    """Join the other ranks; the launcher's environment says who they are."""
+    global _control
+    if with_deepspeed:
+        _start_deepspeed(timeout)
+    else:
+        on_gpu = torch.cuda.is_available()
+        if on_gpu:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
+    # Agreements go through the CPU, so that they never wait for the GPU's queue.
+    _control = dist.new_group(backend="gloo", timeout=timeout)
+
+
+def _start_deepspeed(timeout: timedelta) -> None:
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    # DeepSpeed decorates its Muon optimiser, which nothing here uses, with `torch.compile`; that
+    # alone imports PyTorch's compiler, a second or two of every start.
+    with _compiling_nothing(), suppress(ImportError):
+        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    # Before anything is placed on a device: the first one is the default on every rank.
+    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # DeepSpeed would compile a shared-memory operation at its first start on a CPU. Only its
+    # inference calls it, and a machine that trains may have no compiler.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
+
+
+def end() -> None:
+    """Leave the process group after a run that all ranks finished."""
+    global _control
+    _control = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def rank() -> int:
+    """This process's rank; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Number of ranks; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def any_rank(flag: bool) -> bool:
+    """True on every rank when `flag` is True on one of them."""
+    if world_size() == 1:
+        return flag
+    value = torch.tensor([int(flag)])
+    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=_control)
+    return bool(value.item())
+
+
+def mean_over_ranks(values: Tensor) -> Tensor:
+    """Mean of a CPU vector over ranks."""
+    if world_size() > 1:
+        dist.all_reduce(values, group=_control)
+        values /= world_size()
+    return values
+
+
+def from_rank_0(value: Any) -> Any:
+    """Rank 0's picklable value, on every rank."""
+    if world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0, group=_control)
+    return box[0]
+
+
+def gather_to_all(value: Any) -> list[Any]:
+    """Every rank's picklable value, in rank order, on every rank."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value, group=_control)
+    return values
+
+
+def tensor_from_rank_0(tensor: Tensor) -> Tensor:
+    """Rank 0's content of a CPU tensor that has the same shape and dtype on every rank."""
+    if world_size() > 1:
+        dist.broadcast(tensor, src=0, group=_control)
+    return tensor
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

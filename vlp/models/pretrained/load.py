@@ -1,0 +1,279 @@
+"""Public weights: declared key maps from BERT and ViT/DeiT, and a report of what each did.
+
+Nothing loads silently by halves: a source key that no rule maps is an error unless its prefix is
+declared as unused, and every target that stays at its own start is named in the report. A whole
+ALBEF checkpoint is `vlp.models.pretrained.albef`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlp.config import ConfigError
+from vlp.models.pretrained.published import Published, read_bert, read_vit, vit_settings
+from vlp.models.pretrained.source_checks import check_bert, check_vit
+from vlp.models.pretrained.weight_copy import LoadReport, copy_weights, listed
+from vlp.models.vlp import VLPModel
+
+BERT_LAYER = {
+    "attention.self.query": "attention.query",
+    "attention.self.key": "attention.key",
+    "attention.self.value": "attention.value",
+    "attention.output.dense": "attention.output",
+    "attention.output.LayerNorm": "attention_norm",
+    "intermediate.dense": "feed_forward.expand",
+    "output.dense": "feed_forward.contract",
+    "output.LayerNorm": "feed_forward_norm",
+}
+BERT_EMBEDDING = {
+    "embeddings.word_embeddings": "embedding.word",
+    "embeddings.position_embeddings": "embedding.position",
+    "embeddings.token_type_embeddings": "embedding.token_type",
+    "embeddings.LayerNorm": "embedding.norm",
+}
+BERT_UNUSED = ("pooler.", "cls.", "classifier.", "qa_outputs.", "embeddings.position_ids")
+_OLD_KINDS = {"gamma": "weight", "beta": "bias"}
+"""Of a norm, in checkpoints that were converted from TensorFlow."""
+_VIT_UNUSED = ("head.", "head_dist.", "pre_logits.", "fc_norm.", "dist_token")
+_BLOCK = re.compile(r"blocks\.(\d+)\.")
+
+POSITION_TABLES = r"(.+\.)?positions\."
+"""Target names that no public checkpoint has: the tables of ACE-RPE and other encodings."""
+
+
+def load_public_weights(model: VLPModel) -> list[LoadReport]:
+    """Start the encoders from what `text.weights` and `image.weights` of the configuration name.
+
+    BERT's first layers go to the text encoder, the following ones to the cross-modal encoder,
+    whose cross-attention has no counterpart and keeps its start. A ViT's first blocks go to the
+    image encoder; positions of another grid are resampled.
+
+    Raises:
+        FileNotFoundError: weights that are neither here nor on the hub.
+        ValueError: files that cannot be read, keys that no rule maps, shapes or heads that do not
+            fit.
+    """
+    reports = []
+    if name := model.config.text.weights:
+        with _about("text.weights"):
+            bert = read_bert(name)
+            reports += load_bert(model, bert.state, name, bert.settings)
+    if name := model.config.image.weights:
+        with _about("image.weights"):
+            vit = read_vit(name)
+            reports.append(load_vit(model, vit.state, name, vit.settings))
+    return reports
+
+
+@contextmanager
+def _about(key: str) -> Iterator[None]:
+    """Errors that name the key of the configuration."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{key}: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from error
+
+
+def bert_state(folder_or_name: str) -> Published:
+    """Encoder of a public BERT, from a folder, a file or the hub, by today's names.
+
+    Its heads and pooler are left out.
+
+    Raises:
+        FileNotFoundError: it is neither here nor on the hub.
+        ValueError: a file cannot be read, or a key stands there twice.
+    """
+    bert = read_bert(folder_or_name)
+    state = _bert_names(bert.state, folder_or_name)
+    kept = {name: tensor for name, (_, tensor) in state.items() if not name.startswith(BERT_UNUSED)}
+    return Published(kept, bert.settings)
+
+
+def _bert_names(state: Mapping[str, Tensor], source: str) -> dict[str, tuple[str, Tensor]]:
+    """Today's name -> key there and tensor: no `bert.`, and a norm has weight and bias."""
+    found: dict[str, tuple[str, Tensor]] = {}
+    for key, tensor in state.items():
+        module, dot, kind = key.removeprefix("bert.").rpartition(".")
+        kind = _OLD_KINDS.get(kind, kind) if module.endswith("LayerNorm") else kind
+        name = f"{module}{dot}{kind}"
+        if name in found:
+            raise ValueError(f"{source}: {found[name][0]} and {key} are the same weight")
+        found[name] = key, tensor
+    return found
+
+
+def load_bert(
+    model: VLPModel,
+    state: Mapping[str, Tensor],
+    source: str,
+    settings: Mapping[str, Any] | None = None,
+) -> list[LoadReport]:
+    """BERT layers 1..k to the text encoder, k+1..k+c to the cross-modal encoder.
+
+    A BERT of exactly k layers leaves the cross-modal encoder at its own start.
+
+    Args:
+        model: the target.
+        state: by BERT's names, today's or the older ones.
+        source: what reports and messages call it.
+        settings: BERT's config.json, which is held against the model's configuration; without it
+            the reports say that the heads were taken on trust.
+
+    Raises:
+        ConfigError: BERT has too few layers, or other sizes, heads or functions than the model.
+        ValueError: keys that no rule maps, weights that are missing, or shapes that do not fit.
+    """
+    text_layers, cross_layers = model.config.text.layers, model.config.cross.layers
+    text: dict[str, Tensor] = {}
+    cross: dict[str, Tensor] = {}
+    unused, unknown, numbers = [], [], {-1}
+    for name, (key, tensor) in _bert_names(state, source).items():
+        module, _, kind = name.rpartition(".")
+        layer = re.fullmatch(r"encoder\.layer\.(\d+)\.(.+)", module)
+        if module in BERT_EMBEDDING:
+            text[f"{BERT_EMBEDDING[module]}.{kind}"] = tensor
+        elif layer and layer[2] in BERT_LAYER:
+            number, target = int(layer[1]), BERT_LAYER[layer[2]]
+            numbers.add(number)
+            if number < text_layers:
+                text[f"layers.{number}.{target}.{kind}"] = tensor
+            elif number < text_layers + cross_layers:
+                cross[f"layers.{number - text_layers}.{target}.{kind}"] = tensor
+            else:
+                unused.append(key)
+        elif name.startswith(BERT_UNUSED):
+            unused.append(key)
+        else:
+            unknown.append(key)
+    if unknown:
+        raise ValueError(f"{source}: no rule maps these keys of BERT: {listed(unknown)}")
+    there = max(numbers) + 1
+    if there < text_layers or text_layers < there < text_layers + cross_layers:
+        raise ConfigError(
+            f"{source} has {there} layers; text.layers {text_layers} and cross.layers "
+            f"{cross_layers} need {text_layers + cross_layers} (or {text_layers}, which leaves the "
+            "cross-modal encoder at its own start)"
+        )
+    note = check_bert(settings, model.config, source, with_cross=there > text_layers)
+    whole = () if cross else (r"layers\.",)
+    reports = [
+        copy_weights(
+            model.text_encoder, text, f"{source} -> text encoder", unused, (r"projection\.",)
+        ),
+        copy_weights(
+            model.cross_encoder,
+            cross,
+            f"{source} -> cross-modal encoder",
+            [],
+            (
+                *whole,
+                POSITION_TABLES,
+                r"layers\.\d+\.cross_attention\.",
+                r"layers\.\d+\.cross_norm\.",
+            ),
+        ),
+    ]
+    return [report._replace(notes=(*report.notes, *note)) for report in reports]
+
+
+def load_vit(
+    model: VLPModel,
+    state: Mapping[str, Tensor],
+    source: str,
+    settings: Mapping[str, Any] | None = None,
+) -> LoadReport:
+    """The first blocks of a ViT or DeiT in timm's names; positions are resampled to the grid.
+
+    The image encoder has no distillation token: DeiT's is left out with its position, and the
+    report says so.
+
+    Args:
+        model: the target.
+        state: by timm's names.
+        source: what the report and messages call it.
+        settings: as `vit_settings` gives them; without them the report says that the heads were
+            taken on trust.
+
+    Raises:
+        ConfigError: too few blocks, or other heads or functions than the model.
+        ValueError: keys that no rule maps, weights that are missing, or shapes that do not fit.
+    """
+    config, found, unused, notes = model.config.image, {}, [], []
+    blocks = {int(block[1]) for key in state if (block := _BLOCK.match(key))}
+    if len(blocks) < config.layers:
+        raise ConfigError(f"{source} has {len(blocks)} blocks, image.layers needs {config.layers}")
+    places, unknown = model.image_encoder.state_dict(), []
+    resized = []
+    for key, tensor in state.items():
+        block = _BLOCK.match(key)
+        if key == "pos_embed" and config.position == "none":
+            notes.append("its positions are left out, as image.position is none")
+            unused.append(key)
+        elif key.startswith(_VIT_UNUSED) or (block and int(block[1]) >= config.layers):
+            unused.append(key)
+        elif f"vit.{key}" not in places:
+            unknown.append(key)
+        else:
+            if key == "pos_embed":
+                if "dist_token" in state:
+                    tensor = torch.cat([tensor[:, :1], tensor[:, 2:]], dim=1)
+                    notes.append("the distillation token and its position are left out")
+                fitted = resample_positions(tensor, config.grid, source)
+                resized = [] if fitted is tensor else ["vit.pos_embed"]
+                tensor = fitted
+            found[f"vit.{key}"] = tensor
+    if unknown:
+        raise ValueError(f"{source}: no rule maps these keys of a ViT: {listed(unknown)}")
+    notes += check_vit(settings, vit_settings(model.image_encoder.vit, "image encoder"), source)
+    report = copy_weights(
+        model.image_encoder, found, f"{source} -> image encoder", unused, (r"projection\.",)
+    )
+    matched = [name for name in report.matched if name not in resized]
+    return report._replace(resized=resized, matched=matched, notes=(*report.notes, *notes))
+
+
+def resample_positions(
+    positions: Tensor, grid: tuple[int, int], source: str, antialias: bool = True
+) -> Tensor:
+    """A ViT's learned positions on another grid: bicubic, [CLS] unchanged.
+
+    Args:
+        positions: (1, 1 + M, width), of a square grid.
+        grid: (rows, columns) wanted.
+        source: what the positions belong to, for the message.
+        antialias: as timm resamples; without it as DeiT's and ALBEF's authors do.
+
+    Returns:
+        (1, 1 + rows * columns, width); the tensor itself where the number of positions fits, else
+        at least in float32.
+
+    Raises:
+        ValueError: the positions are not [CLS] and a square grid.
+    """
+    from timm.layers.pos_embed import resample_abs_pos_embed
+
+    rows, columns = grid
+    if positions.ndim == 3 and positions.shape[1] == 1 + rows * columns:
+        return positions
+    if positions.ndim != 3 or not _is_square(positions.shape[1] - 1):
+        raise ValueError(
+            f"{source}: positions {tuple(positions.shape)} are not (1, 1 + a square, width)"
+        )
+    # In half precision the result would be rounded once more.
+    positions = positions.to(torch.promote_types(positions.dtype, torch.float32))
+    return resample_abs_pos_embed(
+        positions, [rows, columns], num_prefix_tokens=1, antialias=antialias, verbose=False
+    )
+
+
+def _is_square(count: int) -> bool:
+    return count > 0 and math.isqrt(count) ** 2 == count

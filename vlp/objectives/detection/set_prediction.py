@@ -1,0 +1,104 @@
+"""DETR's loss of a set of predictions against a set of objects (Carion et al. 2020, Eq. 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torchvision.ops import box_convert, generalized_box_iou_loss
+
+from vlp.objectives.detection.hungarian import match, matching_cost
+from vlp.objectives.loss import Loss
+
+_PARTS = 1000
+"""Counts are integers: the weight of 'no object' counts in thousandths."""
+
+
+class SetLosses(NamedTuple):
+    """Sums of one decoder layer: class, L1 and GIoU, and how well matched queries do.
+
+    right: matched queries with the right class; matched: how many there are (both scalars).
+    """
+
+    classes: Loss
+    l1: Loss
+    giou: Loss
+    right: Tensor
+    matched: Tensor
+
+
+def set_losses(
+    logits: Tensor,
+    boxes: Tensor,
+    labels: Sequence[Tensor],
+    objects: Sequence[Tensor],
+    cost: tuple[float, float, float] = (1.0, 5.0, 2.0),
+    no_object: float = 0.1,
+) -> list[SetLosses]:
+    """Match and judge every decoder layer by itself.
+
+    The class term is a cross-entropy over all queries, those without object at the weight
+    `no_object`, and is normalised by the sum of the weights; the terms of boxes are normalised by
+    the number of objects.
+
+    Args:
+        logits: (layers, B, queries, classes + 1), the last class is 'no object'.
+        boxes: (layers, B, queries, 4), centre x, y, width, height as shares of the picture.
+        labels: of each picture, (objects,) int64.
+        objects: of each picture, (objects, 4), like boxes.
+        cost: weights of class, L1 and GIoU in the matching.
+        no_object: weight of queries without object, in thousandths at the finest.
+
+    Raises:
+        ValueError: a picture has more objects than there are queries, or `no_object` is finer.
+    """
+    share = round(no_object * _PARTS)
+    if abs(share - no_object * _PARTS) > 1e-6:
+        raise ValueError(f"no_object {no_object} is no whole number of thousandths")
+    layers, pictures, queries, classes = logits.shape
+    # One way to the host for all layers: (picture, layer) after (picture, layer).
+    costs = [
+        one
+        for number in range(pictures)
+        for one in matching_cost(
+            logits[:, number], boxes[:, number], labels[number], objects[number], cost
+        ).cpu()
+    ]
+    chosen = [torch.from_numpy(one) for one in match(costs)]
+    label = torch.cat(list(labels)) if pictures else logits.new_zeros(0).long()
+    target = torch.cat(list(objects)) if pictures else boxes.new_zeros(0, 4)
+    picture = torch.arange(pictures).repeat_interleave(
+        torch.tensor([len(one) for one in labels], dtype=torch.int64)
+    )
+    out = []
+    for layer in range(layers):
+        query = torch.cat([chosen[n * layers + layer] for n in range(pictures)] or [picture])
+        where = picture.to(logits.device), query.to(logits.device)
+        wanted = torch.full((pictures, queries), classes - 1, device=logits.device)
+        wanted[where] = label
+        weight = torch.full((pictures, queries), share, device=logits.device)
+        weight[where] = _PARTS
+        errors = functional.cross_entropy(
+            logits[layer].flatten(0, 1), wanted.flatten(), reduction="none"
+        )
+        found = boxes[layer][where]
+        count = torch.tensor(len(label), device=logits.device)
+        out.append(
+            SetLosses(
+                Loss((errors * weight.flatten()).sum(), weight.sum()),
+                Loss((found - target).abs().sum(), count),
+                Loss(_giou_loss(found, target), count),
+                (logits[layer][where].detach()[:, :-1].argmax(-1) == label).sum(),
+                count,
+            )
+        )
+    return out
+
+
+def _giou_loss(found: Tensor, target: Tensor) -> Tensor:
+    one, other = (box_convert(boxes, "cxcywh", "xyxy") for boxes in (found, target))
+    loss: Tensor = generalized_box_iou_loss(one, other, reduction="sum")
+    return loss

@@ -1,0 +1,144 @@
+"""The token term that replaces the paper's third term: words find patches, among pictures."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from vlp.objectives.contrastive.cross_entropy import candidate_cross_entropy
+from vlp.objectives.contrastive.sample_groups import sample_groups
+from vlp.objectives.loss import Loss
+from vlp.objectives.precision import full_precision
+from vlp.objectives.token.word_response import word_response
+
+
+class TokenLosses(NamedTuple):
+    """captions: whole texts and pictures tell each other apart; counts rows.
+
+    words: every word tells pictures apart, whose texts have it or not; counts words.
+    """
+
+    captions: Loss
+    words: Loss
+
+
+def token_scores(
+    image_tokens: Tensor,
+    text_tokens: Tensor,
+    word_mask: Tensor,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    valid: Tensor | None = None,
+) -> Tensor:
+    """How well each text's words find a patch of each picture, before tau.
+
+    `image_tokens` (..., B, M, D), `text_tokens` (..., T, N, D), unit length, `word_mask`
+    (..., T, N) bool, `valid` (..., B) bool -> (..., B, T): mean over real words of
+    max_m (s_bmn - beta * mean_b relu(s_bmn)) - alpha * mean_m relu(s_bmn).
+
+    A hard maximum over patches, because sums of exponentials do not select. Less the word's mean
+    response to the picture (alpha), so that words which answer to everything gain nothing, and less
+    its mean response to the same patch of all valid pictures (beta): else a word that names what
+    lies anywhere is gathered in a patch that always lies in the same corner. A text without words
+    scores 0. Leading dimensions are sample groups, which never meet; each holds T·N·B·M
+    similarities in memory.
+    """
+    response = _responses(image_tokens, text_tokens, alpha, beta, valid)
+    return _over_words(response, word_mask)
+
+
+def token_losses(
+    image_tokens: Tensor,
+    text_tokens: Tensor,
+    word_mask: Tensor,
+    word_ids: Tensor,
+    image_ids: Tensor,
+    valid: Tensor,
+    scale: Tensor | float,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    group: int = 16,
+) -> TokenLosses:
+    """Both losses over tau times the responses of words within groups of consecutive samples.
+
+    Captions: cross-entropy both ways over `token_scores`. Captions of one picture share the target.
+    Words: a picture is right for a word if a text of it in the group has the same word piece, and
+    each right picture is set against all wrong ones: -log (e^l+ / (e^l+ + sum e^l-)), the mean over
+    right pictures. So a word must answer to the same thing in pictures with other captions, which a
+    fingerprint of its own caption does not; a word that all pictures share has no loss and is not
+    counted. The idea is that of visual word detectors by multiple instance learning (Fang et al.
+    2015, section 3).
+
+    Args:
+        image_tokens: (B, M, D), unit length.
+        text_tokens: (B, N, D), unit length.
+        word_mask: (B, N) bool, True = a real word.
+        word_ids: (B, N) int64, the vocabulary's.
+        image_ids: (B,).
+        valid: (B,) bool; rows that are not, or whose text has no word, drop out on both sides.
+        scale: tau.
+        alpha: see `token_scores`.
+        beta: see `token_scores`.
+        group: samples of a group.
+
+    Raises:
+        ValueError: the batch is larger than `group` and not a multiple of it.
+    """
+    groups = sample_groups(image_tokens.shape[0], group)
+    image_tokens, text_tokens, word_mask, word_ids, ids, valid = (
+        x.unflatten(0, groups)
+        for x in (image_tokens, text_tokens, word_mask, word_ids, image_ids, valid)
+    )
+    valid = valid & word_mask.any(-1)
+    same = ids[:, :, None] == ids[:, None, :]
+    response = _responses(image_tokens, text_tokens, alpha, beta, valid)
+    return TokenLosses(
+        _caption_loss(scale * _over_words(response, word_mask), same, valid),
+        _word_loss(scale * response, _named(word_ids, word_mask, same, valid), word_mask, valid),
+    )
+
+
+def _caption_loss(logits: Tensor, same: Tensor, valid: Tensor) -> Loss:
+    """`logits` (groups, pictures, texts); `same` (groups, S, S) bool, `valid` (groups, S) bool."""
+    rows = candidate_cross_entropy(logits, same, valid)
+    rows = rows + candidate_cross_entropy(logits.mT, same, valid)
+    return Loss(torch.where(valid, rows, 0).sum() / 2, valid.sum())
+
+
+def _word_loss(logits: Tensor, named: Tensor, word_mask: Tensor, valid: Tensor) -> Loss:
+    """`logits` and `named` (groups, texts, N, pictures); the other masks (groups, S, ...)."""
+    others = ~named & valid[:, None, None, :]
+    lowest = torch.finfo(logits.dtype).min
+    against = logits.masked_fill(~others, lowest).logsumexp(-1, keepdim=True)
+    each = torch.where(named, functional.softplus(against - logits), 0)
+    counted = word_mask & valid[..., None] & others.any(-1)
+    words = each.sum(-1) / named.sum(-1).clamp(min=1)
+    return Loss(torch.where(counted, words, 0).sum(), counted.sum())
+
+
+def _named(word_ids: Tensor, word_mask: Tensor, same: Tensor, valid: Tensor) -> Tensor:
+    """Whether a valid picture has a text with the word, (groups, texts, N, pictures) bool."""
+    equal = word_ids[:, :, :, None, None] == word_ids[:, None, None, :, :]
+    in_text = (equal & word_mask[:, None, None, :, :]).any(-1)  # (groups, texts, N, texts)
+    of_picture = (same & valid[:, :, None] & valid[:, None, :]).float()
+    return (in_text.flatten(1, 2).float() @ of_picture > 0).unflatten(1, word_ids.shape[1:])
+
+
+def _responses(
+    image_tokens: Tensor, text_tokens: Tensor, alpha: float, beta: float, valid: Tensor | None
+) -> Tensor:
+    """(..., texts, N, pictures)."""
+    image_tokens, text_tokens = full_precision(image_tokens, text_tokens)
+    if valid is None:
+        valid = torch.ones_like(image_tokens[..., 0, 0], dtype=torch.bool)
+    response = word_response(text_tokens.flatten(-3, -2), image_tokens, valid, alpha, beta)
+    return response.unflatten(-2, text_tokens.shape[-3:-1])
+
+
+def _over_words(response: Tensor, word_mask: Tensor) -> Tensor:
+    """Mean over real words, (..., texts, N, pictures) -> (..., pictures, texts)."""
+    number = word_mask.sum(-1).clamp(min=1)
+    return ((response * word_mask[..., None]).sum(-2) / number[..., None]).mT

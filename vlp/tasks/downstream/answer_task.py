@@ -1,0 +1,83 @@
+"""What question answering and captioning share: the decoder on a pretrained model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vlp.config import ConfigError
+from vlp.data.text.tokenizer import TextProcessor
+from vlp.models.decoder.answer_decoder import AnswerDecoder, AnswerDecoderConfig
+from vlp.models.decoder.answer_generation import Marks
+from vlp.models.decoder.init_decoder import start_decoder
+from vlp.models.folder import Loaded
+from vlp.objectives.mlm import MLMHead
+
+logger = logging.getLogger(__name__)
+
+_PRETRAINED = "mlm_head."
+
+
+def create_decoder(config: AnswerDecoderConfig, parts: Loaded, max_tokens: int) -> AnswerDecoder:
+    """A decoder for a model, with its own start.
+
+    Raises:
+        ConfigError: it does not fit the model.
+    """
+    text = parts.model.config.text
+    if max_tokens > text.max_positions:
+        raise ConfigError(
+            f"task.data: texts of {max_tokens} tokens are to be written, and the model has "
+            f"{text.max_positions} positions"
+        )
+    return AnswerDecoder(config, parts.model.config, MLMHead(text.width, text.vocab_size))
+
+
+def start(decoder: AnswerDecoder, parts: Loaded) -> None:
+    """Start layers as configured, and with them the output, as pretraining's head of masked words.
+
+    Raises:
+        ConfigError: weights that cannot be read or do not fit.
+    """
+    try:
+        reports = start_decoder(decoder, parts.model)
+    except (FileNotFoundError, ValueError) as error:
+        raise ConfigError(f"task.decoder: {error}") from error
+    for report in reports:
+        logger.info("%s", report)
+    if decoder.config.start == "none" and decoder.config.weights is None:
+        return
+    head = decoder.head.state_dict()
+    found = {name: parts.heads.get(f"{_PRETRAINED}{name}") for name in head}
+    fits = [own for name, own in found.items() if own is not None and own.shape == head[name].shape]
+    if len(fits) == len(head):
+        with torch.no_grad():
+            for here, own in zip(head.values(), fits):
+                here.copy_(own)
+        logger.info("the head of masked words -> answer decoder")
+
+
+def marks(text: TextProcessor) -> Marks:
+    """[CLS] starts a text, [SEP] ends it, and other special tokens are never said."""
+    silent = tuple(one for one in text.special_ids if one != text.sep_id)
+    return Marks(text.cls_id, text.sep_id, silent)
+
+
+class Sentences:
+    """What rows of ids say, up to the first [SEP]."""
+
+    def __init__(self, text: TextProcessor) -> None:
+        self._tokenizer, self._end = text.tokenizer, text.sep_id
+
+    def __call__(self, ids: Tensor) -> list[str]:
+        """(rows, L) -> a text each."""
+        return [self._sentence(row) for row in ids.tolist()]
+
+    def _sentence(self, ids: Sequence[int]) -> str:
+        kept = list(ids)
+        kept = kept[: kept.index(self._end)] if self._end in kept else kept
+        said: str = self._tokenizer.decode(kept, skip_special_tokens=True)
+        return said

@@ -1,0 +1,55 @@
+"""A model folder as the start of fine-tuning, where its configuration may change a little."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from vlp.config import ConfigError, merged
+from vlp.data.image.transforms import Preprocessing
+from vlp.data.text.tokenizer import TextProcessor
+from vlp.models.config import ModelConfig
+from vlp.models.folder import CONFIG, Loaded, local_folder, read_heads, start_from
+from vlp.models.pretrained.load import LoadReport
+from vlp.models.vlp import VLPModel
+
+
+def start_parts(start: str, changes: Mapping[str, Any]) -> tuple[Loaded, LoadReport]:
+    """The model of a folder, with some of its configuration changed, and what prepares its inputs.
+
+    Args:
+        start: model folder, or a name on the hub.
+        changes: of the folder's configuration, key by key: `{image: {image_size: 384}}`. Image
+            positions are resampled; encodings and projections that the folder lacks start anew.
+
+    Raises:
+        ConfigError: it is no model folder, or the changed model cannot start from its weights.
+    """
+    try:
+        folder = local_folder(start)
+        plain = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ConfigError(f"start: {start} is no model folder ({error})") from error
+    plain.pop("model_type", None)
+    try:
+        config = ModelConfig.model_validate(merged(plain, changes))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(str(part) for part in problem["loc"])
+        raise ConfigError(
+            f"model: with these changes {start} has no valid configuration: {key or 'the model'}: "
+            f"{problem['msg']}"
+        ) from error
+    model = VLPModel(config)
+    try:
+        report = start_from(model, folder)
+        heads = read_heads(folder)
+    except (FileNotFoundError, ValueError) as error:
+        raise ConfigError(f"start: {error}") from error
+    text = TextProcessor.load(folder, config.text.max_tokens)
+    before = Preprocessing.load(folder)
+    preprocess = Preprocessing(config.image.image_size, before.mean, before.std)
+    return Loaded(model, text, preprocess, heads, folder), report

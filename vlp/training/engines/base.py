@@ -1,0 +1,71 @@
+"""What the training loop needs of the machinery that holds the parameters.
+
+The loop (`vlp/training/loop.py`) sees only this; `deepspeed_engine.py` fulfils it whatever the
+ZeRO stage, `accelerate_engine.py` with a whole copy on every rank.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from vlp.data.stream.batch import Slots
+from vlp.tasks.task import StepOutput
+
+# A checkpoint's files and the names in them, the same for every engine.
+WEIGHTS, OPTIMISER = "weights.safetensors", "optimiser.safetensors"
+MOMENTS, STEP = ("exp_avg", "exp_avg_sq"), "step"
+
+
+class Update(NamedTuple):
+    """Outcome of one optimiser step; the same on every rank.
+
+    `gradient_norm` is the global norm before clipping (inf where a gradient was not finite; then
+    `applied` is False: weights and optimiser state are as before and the gradients are gone).
+    """
+
+    applied: bool
+    gradient_norm: float
+
+
+class Engine(Protocol):
+    """Parameters, gradients and optimiser state of one task on all ranks.
+
+    Every method is collective: all ranks call it, in the same order.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    module: nn.Module
+
+    def forward(self, batch: Slots, step: int) -> StepOutput:
+        """Run the task on this rank's share of a global batch."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of `loss` (scalar); they are averaged over ranks and micro-steps."""
+
+    def step(self, learning_rate: float) -> Update:
+        """Clip, apply AdamW once after the last micro-step's `backward`, clear the gradients."""
+
+    def gather(self) -> dict[str, Tensor]:
+        """Full-size float32 parameters by name, on every rank's device; valid until `step`."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The module's full float32 state (buffers too) on rank 0's CPU; empty elsewhere."""
+
+    def save(self, folder: Path | None) -> None:
+        """Write rank-free parameters, buffers and optimiser state; only rank 0 has a folder."""
+
+    def load(self, folder: Path | None) -> None:
+        """Take back what `save` wrote, on any number of ranks; only rank 0 reads the folder."""
+
+
+def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Persistent buffers by name: what of the `state_dict` is no parameter."""
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    state = module.state_dict()
+    return {name: tensor for name, tensor in state.items() if name not in parameters}

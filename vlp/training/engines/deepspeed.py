@@ -1,0 +1,257 @@
+"""DeepSpeed ZeRO 0-3 behind the `Engine` protocol, with a state that knows no ranks.
+
+DeepSpeed cuts parameters and optimiser state into flat partitions of which each rank holds some,
+and refuses its own checkpoints on another number of ranks. Here both are read and written
+parameter by parameter at full size, in float32, so a checkpoint fits any number of ranks and any
+ZeRO stage, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vlp import distributed
+from vlp.data.stream.batch import Slots
+from vlp.tasks.task import StepOutput
+from vlp.training.config import TrainingConfig
+from vlp.training.engines.base import MOMENTS, OPTIMISER, STEP, WEIGHTS, Update, saved_buffers
+from vlp.training.engines.deepspeed_config import deepspeed_config
+from vlp.training.engines.safetensors_io import broadcast_tensors, write_tensors
+from vlp.training.optimiser import build_adamw, create_moments, set_learning_rate
+
+
+@contextmanager
+def _scalars_pass(task: nn.Module, stage: int) -> Iterator[None]:
+    """Let DeepSpeed 0.19 initialise a module that has scalar parameters (temperatures).
+
+    It broadcasts rank 0's parameters as bytes, and PyTorch has no such view of a scalar. We
+    broadcast scalars here; stages 0-2 then pass over what carries the mark of a parameter that
+    differs between ranks, and stage 3, which knows no such mark, sees a vector of one element
+    whose shape it restores when it gathers.
+    """
+    scalars: list[Any] = [parameter for parameter in task.parameters() if parameter.ndim == 0]
+    for parameter in scalars:
+        parameter.data.copy_(distributed.tensor_from_rank_0(parameter.detach().cpu()))
+        if stage == 3:
+            parameter.data = parameter.data.view(1)
+        else:
+            parameter.ds_optim_param = True
+    yield
+    for parameter in scalars:
+        if stage < 3:
+            del parameter.ds_optim_param
+            continue
+        parameter.ds_shape = torch.Size(())
+        if parameter.numel() == 1:  # small parameters stay gathered
+            parameter.data = parameter.data.view(())
+
+
+class DeepSpeedEngine:
+    """One task on DeepSpeed; the process group must be up (`distributed.start`).
+
+    Raises:
+        ConfigError: the ZeRO file does not fit (see `deepspeed_config`), or a learning-rate scale
+            fits no parameter.
+    """
+
+    def __init__(self, task: nn.Module, config: TrainingConfig) -> None:
+        import deepspeed
+        from deepspeed.accelerator import get_accelerator
+
+        self.rank = distributed.rank()
+        self.world_size = distributed.world_size()
+        settings = deepspeed_config(config, self.world_size)
+        self.stage: int = settings["zero_optimization"]["stage"]
+        self.device = torch.device(get_accelerator().current_device_name())
+        self.module = task.to(self.device)
+        self._clip = config.optimiser.clip
+        self._adamw = build_adamw(task.named_parameters(), config.optimiser)
+        # Names and full shapes, before stage 3 empties the parameters.
+        self._named = {n: p for n, p in task.named_parameters() if p.requires_grad}
+        self._frozen = {n: p for n, p in task.named_parameters() if not p.requires_grad}
+        with _scalars_pass(task, self.stage):
+            self._deepspeed, *_ = deepspeed.initialize(
+                model=task, optimizer=self._adamw, config=settings, dist_init_required=False
+            )
+        self._zero: Any = self._deepspeed.optimizer
+        self._create_moments()
+
+    def forward(self, batch: Slots, step: int) -> StepOutput:
+        """Run the task on this rank's share of a global batch."""
+        return self._deepspeed(batch, step)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of `loss`; averaged over ranks and micro-steps."""
+        self._deepspeed.backward(loss)
+        if not self._deepspeed.is_gradient_accumulation_boundary():
+            self._deepspeed.step()  # only counts the micro-step
+
+    def step(self, learning_rate: float) -> Update:
+        """Clip and apply AdamW once; nothing changes when a gradient is not finite."""
+        set_learning_rate(self._adamw, learning_rate)
+        if self.stage == 0:
+            norm = self._clip_gradients()
+            self._deepspeed.step()
+            return Update(norm != float("inf"), norm)
+        self._deepspeed.step()
+        if not self._deepspeed.was_step_applied():
+            return Update(False, float("inf"))
+        return Update(True, float(self._deepspeed.get_global_grad_norm()))
+
+    def gather(self) -> dict[str, Tensor]:
+        """Full-size float32 parameters by name, on every rank's device; valid until `step`."""
+        named = self._frozen | self._named
+        if self.stage < 3:
+            return {name: parameter.detach() for name, parameter in named.items()}
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(named.values())):
+            return {name: parameter.detach().clone() for name, parameter in named.items()}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The module's full float32 state (buffers too) on rank 0's CPU; empty elsewhere."""
+        state = {}
+        for name, parameter in (self._frozen | self._named).items():
+            value = self._read_parameter(parameter)  # collective
+            if self.rank == 0:
+                state[name] = value.cpu()
+        if self.rank == 0:
+            state |= {
+                name: buffer.cpu().clone() for name, buffer in saved_buffers(self.module).items()
+            }
+        return state
+
+    def save(self, folder: Path | None) -> None:
+        """Write `weights.safetensors` and `optimiser.safetensors`, rank-free.
+
+        Raises:
+            OSError: on rank 0 alone, after all ranks have given what they hold.
+        """
+        weights = self.state_dict()
+        moments: dict[str, Tensor] = {STEP: self._applied_steps()}
+        for moment in MOMENTS:
+            for name, parameter in self._named.items():
+                value = self._read_moment(parameter, moment)  # collective
+                if self.rank == 0:
+                    moments[f"{moment}.{name}"] = value.cpu()
+        if folder is not None:
+            write_tensors(folder / WEIGHTS, weights)
+            write_tensors(folder / OPTIMISER, moments)
+
+    @torch.no_grad()
+    def load(self, folder: Path | None) -> None:
+        """Take back what `save` wrote on any number of ranks and any stage.
+
+        Raises:
+            KeyError: a tensor is missing or unknown: the checkpoint is of another model.
+        """
+        parameters, buffers = self._frozen | self._named, saved_buffers(self.module)
+        missing = parameters.keys() | buffers.keys()
+        for name, value in broadcast_tensors(None if folder is None else folder / WEIGHTS):
+            missing.remove(name)
+            if name in buffers:
+                buffers[name].copy_(value)
+            else:
+                self._write_parameter(parameters[name], value.to(self.device))
+        missing |= {f"{moment}.{name}" for moment in MOMENTS for name in self._named} | {STEP}
+        for name, value in broadcast_tensors(None if folder is None else folder / OPTIMISER):
+            missing.remove(name)
+            if name == STEP:
+                for state in self._adamw.state.values():
+                    state[STEP].copy_(value)
+                continue
+            moment, _, parameter = name.partition(".")
+            self._write_moment(self._named[parameter], moment, value.to(self.device))
+        if missing:
+            raise KeyError(f"the checkpoint lacks {sorted(missing)}")
+
+    # What follows is the only place that knows where DeepSpeed keeps its partitions.
+
+    def _create_moments(self) -> None:
+        """Zero moments from the start, so that loading need not wait for a first step."""
+        create_moments(self._adamw, self._flat_parameters())
+        if self.stage in (1, 2):
+            self._zero._lazy_init_hp_params_optimizer_state()
+
+    def _flat_parameters(self) -> list[Tensor]:
+        if self.stage == 0:
+            return list(self._named.values())
+        if self.stage == 3:
+            return list(self._zero.fp32_partitioned_groups_flat)
+        return list(self._zero.single_partition_of_fp32_groups)
+
+    def _applied_steps(self) -> Tensor:
+        return next(iter(self._adamw.state.values()))[STEP].detach().cpu().clone()
+
+    def _read_parameter(self, parameter: nn.Parameter) -> Tensor:
+        if self.stage < 3:
+            return parameter.detach()
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().clone()
+
+    def _read_moment(self, parameter: nn.Parameter, moment: str) -> Tensor:
+        if self.stage == 0:
+            return self._adamw.state[parameter][moment]
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        return safe_get_full_optimizer_state(parameter, moment)
+
+    def _write_parameter(self, parameter: nn.Parameter, value: Tensor) -> None:
+        if self.stage < 3:
+            parameter.data.copy_(value)
+            if self.stage > 0 and parameter.requires_grad:
+                from deepspeed.utils import safe_set_full_fp32_param
+
+                safe_set_full_fp32_param(parameter, value)
+            return
+        held: Any = parameter
+        held.ds_tensor.data.copy_(self._partition(parameter, value))
+        if parameter.shape == value.shape:  # a small parameter that stays gathered
+            parameter.data.copy_(value)
+        if parameter.requires_grad:
+            from deepspeed.utils import safe_set_local_fp32_param
+
+            safe_set_local_fp32_param(parameter, self._partition(parameter, value))
+
+    def _write_moment(self, parameter: nn.Parameter, moment: str, value: Tensor) -> None:
+        if self.stage == 0:
+            self._adamw.state[parameter][moment].copy_(value)
+        elif self.stage == 3:
+            from deepspeed.utils import safe_set_local_optimizer_state
+
+            safe_set_local_optimizer_state(parameter, self._partition(parameter, value), moment)
+        else:
+            from deepspeed.utils import safe_set_full_optimizer_state
+
+            safe_set_full_optimizer_state(parameter, value, moment)
+
+    def _partition(self, parameter: Any, value: Tensor) -> Tensor:
+        """This rank's stage-3 slice, padded with zeros to equal lengths as DeepSpeed does."""
+        length = parameter.ds_tensor.numel()
+        padded = value.new_zeros(length * self.world_size)
+        padded[: value.numel()] = value.flatten()
+        return padded[length * self.rank : length * (self.rank + 1)]
+
+    def _clip_gradients(self) -> float:
+        """Stage 0 leaves non-finite gradients to the caller; treat them as the others do."""
+        gradients = [p.grad for p in self._named.values() if p.grad is not None]
+        norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        value = float(norm)
+        if not torch.isfinite(norm):
+            for parameter in self._named.values():
+                parameter.grad = None  # AdamW passes over parameters without a gradient
+            return float("inf")
+        if self._clip is not None and (value + 1e-6) / self._clip > 1.0:
+            scale = 1.0 / ((norm + 1e-6) / self._clip)
+            for gradient in gradients:
+                gradient.mul_(scale)
+        return value

@@ -1,0 +1,103 @@
+"""Sums between two log lines: losses, samples, bad samples, and where the time goes."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlp import distributed
+from vlp.data.stream.batch import Slots
+from vlp.tasks.task import StepOutput
+from vlp.training.logging.progress import Progress
+
+_EXAMPLES = 20  # bad samples of one kind that the report names
+
+
+class Meter:
+    """Collects on one rank without waiting for the device; sums go to `progress`."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        # Of this rank, not yet in `progress`.
+        self._trained = 0
+        self._skipped: Counter[str] = Counter()
+        self._examples: dict[str, list[str]] = {}
+        self._settled = time.perf_counter()
+        self._open()
+
+    def _open(self) -> None:
+        self._start = time.perf_counter()
+        self._trained_before = self._progress.trained_samples
+        self._waited = 0.0
+        self._sums: dict[str, Tensor] = {}
+        self._counts: Counter[str] = Counter()
+        self._norms: list[float] = []
+
+    def batch(self, batch: Slots, waited: float) -> None:
+        """Count a batch that took `waited` seconds to arrive."""
+        self._waited += waited
+        self._trained += int(batch.valid.sum())
+        for skip in batch.skipped:
+            self._skipped[skip.kind] += 1
+            self._examples.setdefault(skip.kind, []).append(skip.where)
+
+    def exclude(self, seconds: float) -> None:
+        """Leave out time in which nothing was trained."""
+        self._start += seconds
+        self._settled += seconds
+
+    def applied(self, outputs: list[StepOutput], gradient_norm: float) -> None:
+        """Add the losses and statistics of an optimiser step that was applied."""
+        self._norms.append(gradient_norm)
+        for output in outputs:
+            named = {"loss/total": output.loss}
+            named |= {f"loss/{name}": value for name, value in output.losses.items()}
+            named |= {f"statistics/{name}": value for name, value in output.statistics.items()}
+            for name, value in named.items():
+                value = value.detach().to(output.loss.device, torch.float32)
+                self._sums[name] = self._sums[name] + value if name in self._sums else value
+                self._counts[name] += 1
+
+    def settle(self) -> None:
+        """Bring `progress` up to date with all ranks; collective."""
+        ranks = distributed.gather_to_all((self._trained, self._skipped, self._examples))
+        progress = self._progress
+        for trained, skipped, examples in ranks:
+            progress.trained_samples += trained
+            for kind, count in skipped.items():
+                progress.skipped[kind] = progress.skipped.get(kind, 0) + count
+                known = progress.examples.setdefault(kind, [])
+                known.extend(examples[kind][: _EXAMPLES - len(known)])
+        now = time.perf_counter()
+        progress.seconds += now - self._settled
+        self._settled = now
+        self._trained, self._skipped, self._examples = 0, Counter(), {}
+
+    def close(self) -> dict[str, Any]:
+        """Means over ranks and steps since the last call; collective.
+
+        Losses and statistics are absent when every step was skipped. A rank that has none of some
+        name, as one without a sample has, does not count in its mean.
+        """
+        self.settle()
+        seconds = max(time.perf_counter() - self._start, 1e-9)
+        means = [value / self._counts[name] for name, value in self._sums.items()]
+        # All at once: each by itself would wait for the device.
+        own = dict(zip(self._sums, torch.stack(means).tolist() if means else []))
+        names = sorted(set[str]().union(*distributed.gather_to_all(set(own))))
+        there = [float(name in own) for name in names]
+        local = [*(own.get(name, 0.0) for name in names), *there, self._waited / seconds]
+        *both, waiting = distributed.mean_over_ranks(torch.tensor(local)).tolist()
+        trained = self._progress.trained_samples - self._trained_before
+        record: dict[str, Any] = {
+            name: total / share for name, total, share in zip(names, both, both[len(names) :])
+        }
+        if self._norms:
+            record["gradient_norm"] = sum(self._norms) / len(self._norms)
+        record |= {"samples_per_second": trained / seconds, "data_wait_share": waiting}
+        self._open()
+        return record

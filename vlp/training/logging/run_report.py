@@ -1,0 +1,82 @@
+"""`report.json`: how a run went."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import resource
+from typing import Any
+
+import torch
+
+from vlp.training.engines.base import Engine
+from vlp.training.logging.log import flatten
+from vlp.training.logging.progress import Progress
+from vlp.training.run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
+
+
+def write_report(
+    folder: RunFolder | None,
+    ended: str,
+    progress: Progress,
+    record: dict[str, Any],
+    engine: Engine,
+    total: int,
+) -> dict[str, Any]:
+    """Summarise a run that ended as `finished`, `stopped` (by a signal) or `failed`.
+
+    Args:
+        folder: where to write; None on ranks other than 0, and nothing is written.
+        ended: how the run ended.
+        progress: its counters, of all starts together.
+        record: the last log line.
+        engine: for the number of ranks and the device.
+        total: steps of the whole run.
+    """
+    report: dict[str, Any] = {
+        "ended": ended,
+        "step": progress.step,
+        "total_steps": total,
+        "samples": progress.samples,
+        "trained_samples": progress.trained_samples,
+        "seconds": progress.seconds,
+        "samples_per_second": (
+            progress.trained_samples / progress.seconds if progress.seconds else None
+        ),
+        "resumed_at_steps": progress.resumed,
+        "non_finite_steps": progress.non_finite,
+        "skipped_samples": progress.skipped,
+        "skipped_examples": progress.examples,
+        "best": None
+        if progress.best_step is None
+        else {"step": progress.best_step, **progress.best_figures},
+        "last_log": flatten(record),
+        "ranks": engine.world_size,
+        "device": _device(engine.device),
+        "peak_memory_bytes": _peak_memory(engine.device),
+    }
+    if folder is not None and folder.path.is_dir():
+        partial = folder.report.with_suffix(".tmp")
+        try:
+            partial.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            os.replace(partial, folder.report)
+        except OSError as error:  # a full disk, say; the run itself is to end as it was ending
+            logger.warning("cannot write %s: %s", folder.report, error)
+    return report
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads a rank"
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Bytes at most: of tensors on a GPU, else of this rank's process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
