@@ -13,15 +13,9 @@ from typing import Any
 import pytest
 from raw_images import files_of, raw_picture
 
+from data_tools.builder import build_shards, journal
 from data_tools.builder import write_shard as shard_job
-from data_tools.builder.build_shards import (
-    BuildOptions,
-    Refused,
-    Wanted,
-    build_shards,
-    journal,
-    print_manifest,
-)
+from data_tools.builder.build_shards import BuildOptions, Refused, Wanted, print_manifest
 from data_tools.sources.image_sources import Originals
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation, Expression, captions_of
