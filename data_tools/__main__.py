@@ -10,32 +10,32 @@ from collections.abc import Sequence
 
 from vlp.config import ConfigError
 
-# Name -> one line of help. A module is imported only when its command runs, so one command does
-# not wait for what another one needs.
+# Name -> subpackage and one line of help. A module is imported only when its
+# command runs, so one command does not wait for what another one needs.
 COMMANDS = {
-    "albef": "ALBEF's JSON lists and pictures to shards",
-    "cc12m": "Conceptual 12M to shards",
-    "cc3m": "Conceptual Captions to shards",
-    "coco": "COCO captions to shards",
-    "dedup": "list the pictures that come more than once",
-    "easy_vqa": "easy-VQA to shards",
-    "flickr30k": "Flickr30k to shards",
-    "flickr8k": "Karpathy-style JSON and pictures to shards",
-    "index": "write index.json for shards somebody else made",
-    "nlvr2": "NLVR2 to shards",
-    "nlvr_v1": "NLVR v1, with its permutations, to shards",
-    "overlap": "list the pretraining pictures that are in evaluation sets",
-    "peek": "draw samples as a contact sheet",
-    "refcoco": "RefCOCO, RefCOCO+ and RefCOCOg to shards",
-    "reshard": "deal samples into shards of another size or order",
-    "sbu": "SBU captions to shards",
-    "scenes": "generate the built-in corpus",
-    "snli_ve": "SNLI-VE to shards",
-    "stats": "count captions, words, pictures and sizes",
-    "verify": "check every tar, picture and annotation, index and manifest",
-    "visual_genome": "Visual Genome's regions to shards",
-    "vocabulary": "train a WordPiece vocabulary on the texts of shards",
-    "vqa": "VQA v2 and Visual Genome's questions to shards",
+    "albef": ("converters.benchmarks", "ALBEF's JSON lists and images to shards"),
+    "cc12m": ("converters.corpora", "Conceptual 12M to shards"),
+    "cc3m": ("converters.corpora", "Conceptual Captions to shards"),
+    "coco": ("converters.corpora", "COCO captions to shards"),
+    "dedup": ("dedup", "list the images that come more than once"),
+    "easy_vqa": ("converters.benchmarks", "easy-VQA to shards"),
+    "flickr30k": ("converters.corpora", "Flickr30k to shards"),
+    "flickr8k": ("converters.corpora", "Karpathy-style JSON and images to shards"),
+    "index": ("inspect", "write index.json for shards somebody else made"),
+    "nlvr2": ("converters.benchmarks", "NLVR2 to shards"),
+    "nlvr_v1": ("converters.benchmarks", "NLVR v1, with its permutations, to shards"),
+    "overlap": ("dedup", "list the pretraining images that are in evaluation sets"),
+    "peek": ("inspect", "draw samples as a contact sheet"),
+    "refcoco": ("converters.benchmarks", "RefCOCO, RefCOCO+ and RefCOCOg to shards"),
+    "reshard": ("inspect", "deal samples into shards of another size or order"),
+    "sbu": ("converters.corpora", "SBU captions to shards"),
+    "scenes": ("generate", "generate the built-in corpus"),
+    "snli_ve": ("converters.benchmarks", "SNLI-VE to shards"),
+    "stats": ("inspect", "count captions, words, images and sizes"),
+    "verify": ("inspect", "check every tar, image and annotation, index and manifest"),
+    "visual_genome": ("converters.corpora", "Visual Genome's regions to shards"),
+    "vocabulary": ("generate", "train a WordPiece vocabulary on the texts of shards"),
+    "vqa": ("converters.benchmarks", "VQA v2 and Visual Genome's questions to shards"),
 }
 
 
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     name = given[0] if given else "--help"
     if name in ("-h", "--help"):
-        lines = "\n".join(f"  {command:13} {text}" for command, text in COMMANDS.items())
+        lines = "\n".join(f"  {command:13} {text}" for command, (_, text) in COMMANDS.items())
         print(f"usage: python -m data_tools COMMAND [options]\n\ncommands:\n{lines}")
         return 0 if given else 2
     if name not in COMMANDS:
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
         print(f"data_tools: unknown command {name!r}; {hint}", file=sys.stderr)
         return 2
-    module = importlib.import_module(f"data_tools.{name}")
+    module = importlib.import_module(f"data_tools.{COMMANDS[name][0]}.{name}")
     parser = argparse.ArgumentParser(
         prog=f"python -m data_tools {name}",
         description=module.__doc__,

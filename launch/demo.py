@@ -85,7 +85,7 @@ def _pretrain() -> None:
 
 
 def _evaluate() -> list[str]:
-    """Print the tables and draw the picture; returns where the model falls short."""
+    """Print the tables and draw the image; returns where the model falls short."""
     import vlp
     from evaluation.probes.anchor_maps import anchor_maps
     from evaluation.probes.anchor_plots import draw_anchor_maps

@@ -1,4 +1,4 @@
-r"""Fine-tune on captioned pictures, to write captions.
+r"""Fine-tune on captioned images, to write captions.
 
     accelerate launch launch/finetune_caption.py --config configs/finetune/coco_caption.yaml \
         --from runs/base/model

@@ -1,4 +1,4 @@
-"""Fine-tune on SNLI-VE: is a hypothesis about a picture true, false, or not to be told?
+"""Fine-tune on SNLI-VE: is a hypothesis about an image true, false, or not to be told?
 
     accelerate launch launch/finetune_snli_ve.py --config configs/finetune/snli_ve.yaml --from DIR
     python launch/finetune_snli_ve.py --config FILE --from DIR training.batch=64   (one process)
@@ -17,7 +17,7 @@ from evaluation.downstream.finetuning import finetuning_command
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run one rank; returns the exit code."""
-    return finetuning_command(__doc__, ("entailment",), arguments)
+    return finetuning_command(__doc__, ("snli_ve",), arguments)
 
 
 if __name__ == "__main__":

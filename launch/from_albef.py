@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder")
     parser.add_argument(
-        "--image-size", type=int, metavar="PX", help="side of pictures (default: the checkpoint's)"
+        "--image-size", type=int, metavar="PX", help="side of images (default: the checkpoint's)"
     )
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
     chosen = parser.parse_intermixed_args(arguments)

@@ -39,7 +39,7 @@ def build(config: PretrainConfig) -> tuple[Any, Any]:
         config.data.vocabulary,
         training.precision,
         training.log_every,
-        config.start,
+        config.init_from,
     )
     if distributed.rank() == 0:
         for report in task.weight_reports:

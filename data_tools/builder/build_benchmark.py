@@ -1,4 +1,4 @@
-"""The way every converter of a benchmark goes: rows to samples, pictures added, faults named."""
+"""The way every converter of a benchmark goes: rows to samples, images added, faults named."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from data_tools.builder.build_corpus import Part, make_corpus
+from data_tools.builder.build_corpus import CorpusPart, make_corpus
 from data_tools.builder.options import BuildOptions
-from data_tools.builder.sample_spec import Refused, Wanted
+from data_tools.builder.sample_spec import Refused, SampleSpec
 from data_tools.sources.annotation_rows import Faults
 from data_tools.sources.image_sources import Originals
 from vlp.config import ConfigError
@@ -30,7 +30,7 @@ class Rows(NamedTuple):
         name: of the folder below OUT; empty: OUT itself.
     """
 
-    wanted: Iterable[Wanted]
+    wanted: Iterable[SampleSpec]
     faults: Faults
     total: int | None = None
     name: str = ""
@@ -51,7 +51,7 @@ def convert(
         folders: the samples.
         title: of the data set, for the manifests.
         licence: for the manifests, unless the command line says another.
-        originals: finds the pictures in the places.
+        originals: finds the images in the places.
 
     Returns:
         The exit code: 1 where not a single sample was written.
@@ -73,7 +73,7 @@ def convert(
         if first is None:
             raise ConfigError(f"{rows.name or title}: no row can be used{_first(rows.faults)}")
         wanted = _with_losses(chain([first], samples), rows.faults, found)
-        parts.append(Part(rows.name, wanted, rows.total))
+        parts.append(CorpusPart(rows.name, wanted, rows.total))
     return make_corpus(
         arguments,
         parts,
@@ -89,11 +89,11 @@ def key_of(identifier: str) -> str:
     return re.sub(r"[^0-9A-Za-z-]", "_", identifier)
 
 
-def picture_identity(name: str, source: str) -> tuple[str, str]:
-    """(source, image_id) of a picture by its file name.
+def image_identity(name: str, source: str) -> tuple[str, str]:
+    """(source, image_id) of an image by its file name.
 
     COCO's names (`COCO_train2014_000000000009.jpg`) are recognised whatever the source, since many
-    benchmarks took its pictures and one picture has one identity; its number has no leading zeros.
+    benchmarks took its images and one image has one identity; its number has no leading zeros.
     """
     stem = PurePosixPath(name).stem
     found = _COCO.fullmatch(stem)
@@ -103,22 +103,22 @@ def picture_identity(name: str, source: str) -> tuple[str, str]:
 
 
 def _with_losses(
-    samples: Iterable[Wanted], faults: Faults, found: Sequence[Originals]
-) -> Iterator[Wanted | Refused]:
-    """The samples, each followed by what its lost picture costs, and the faults of the rows.
+    samples: Iterable[SampleSpec], faults: Faults, found: Sequence[Originals]
+) -> Iterator[SampleSpec | Refused]:
+    """The samples, each followed by what its lost image costs, and the faults of the rows.
 
     Args:
         samples: what to go through.
         faults: complete once the samples are through.
-        found: holds the one finder of pictures when the first sample is asked for.
+        found: holds the one finder of images when the first sample is asked for.
     """
     for sample in samples:
         yield sample
-        if None in map(found[0].find, sample.pictures):
+        if None in map(found[0].find, sample.images):
             for question in sample.annotation.questions or ():
-                yield Refused("question of a missing picture", question.id)
+                yield Refused("question of a missing image", question.id)
             for expression in sample.annotation.expressions or ():
-                yield Refused("expression of a missing picture", expression.id)
+                yield Refused("expression of a missing image", expression.id)
     yield from faults
 
 

@@ -10,23 +10,23 @@ from typing import Any, NamedTuple
 from data_tools.builder.build_shards import build_shards
 from data_tools.builder.manifest import print_manifest
 from data_tools.builder.options import build_options
-from data_tools.builder.sample_spec import Refused, Wanted
+from data_tools.builder.sample_spec import Refused, SampleSpec
 from data_tools.sources.archives import unpacked
 from data_tools.sources.image_sources import Originals
 from vlp.config import ConfigError
 
 
-class Part(NamedTuple):
+class CorpusPart(NamedTuple):
     """One folder of shards, `OUT/NAME` (an empty name: OUT itself)."""
 
     name: str
-    wanted: Iterable[Wanted | Refused]
+    wanted: Iterable[SampleSpec | Refused]
     total: int | None = None
 
 
 def make_corpus(
     arguments: argparse.Namespace,
-    parts: Sequence[Part],
+    parts: Sequence[CorpusPart],
     *,
     title: str,
     licence: str,
@@ -41,7 +41,7 @@ def make_corpus(
         title: for the manifests.
         licence: for the manifests, unless the command line says another.
         settings: arguments of the command that the shards depend on, for the manifests.
-        originals: finds the pictures in the places.
+        originals: finds the images in the places.
 
     Returns:
         The exit code: 1 where not a single sample was written.
@@ -71,5 +71,5 @@ def make_corpus(
     except OSError as error:
         raise ConfigError(f"{error.filename or arguments.out}: {error.strerror}") from error
     if not written:
-        print(f"{arguments.out}: no sample was written; are --images the pictures of this corpus?")
+        print(f"{arguments.out}: no sample was written; are --images the images of this corpus?")
     return 0 if written else 1

@@ -19,7 +19,7 @@ from data_tools.builder.journal import Journal, Record
 from data_tools.builder.manifest import MANIFEST_NAME, make_manifest, print_manifest, write_manifest
 from data_tools.builder.options import BuildOptions, add_build_arguments, build_options
 from data_tools.builder.plan import Pieces
-from data_tools.builder.sample_spec import Refused, Wanted
+from data_tools.builder.sample_spec import Refused, SampleSpec
 from data_tools.builder.take_down import TakeDown
 from data_tools.builder.workers import made
 from data_tools.builder.write_shard import temporary
@@ -32,7 +32,7 @@ __all__ = [
     "MANIFEST_NAME",
     "BuildOptions",
     "Refused",
-    "Wanted",
+    "SampleSpec",
     "add_build_arguments",
     "build_options",
     "build_shards",
@@ -44,7 +44,7 @@ BUILD_VERSION = 1
 
 
 def build_shards(
-    wanted: Iterable[Wanted | Refused],
+    wanted: Iterable[SampleSpec | Refused],
     originals: Originals,
     out: Path,
     options: BuildOptions,
@@ -57,7 +57,7 @@ def build_shards(
 
     Args:
         wanted: the samples in order, read once and not kept; what is refused is counted.
-        originals: where the pictures are.
+        originals: where the images are.
         out: folder of the shards.
         options: see `BuildOptions`.
         title: of the data set, for the manifest.

@@ -65,7 +65,7 @@ def why_dropped(caption: str, max_words: int = MAX_WORDS) -> str | None:
 def clean_captions(
     texts: Iterable[str], key: str, max_words: int = MAX_WORDS
 ) -> tuple[list[str], list[Refused]]:
-    """The captions of one picture that are kept, in order, and what was dropped.
+    """The captions of one image that are kept, in order, and what was dropped.
 
     Args:
         texts: as the raw data has them.

@@ -1,4 +1,4 @@
-"""Boxes of an annotation in the pixels of the picture that is stored."""
+"""Boxes of an annotation in the pixels of the image that is stored."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from data_tools.builder.reencode import Prepared
 from vlp.data.schema import Annotation, Expression, Word
 
-OUTSIDE, CUT = "box outside its picture", "box cut at the edge of its picture (kept)"
+OUTSIDE, CUT = "box outside its image", "box cut at the edge of its image (kept)"
 
 LEAST_INSIDE = 0.5
-"""A box is kept if more than this share of its area lies in the picture, which it is cut to."""
+"""A box is kept if more than this share of its area lies in the image, which it is cut to."""
 
 TOLERANCE = 1.0
 """Pixels by which a box may stick out (rounding) without being counted as cut."""
@@ -30,17 +30,17 @@ _TURNED = {
 
 
 def fit_boxes(
-    annotation: Annotation, picture: Prepared, size: tuple[int, int] | None
+    annotation: Annotation, image: Prepared, size: tuple[int, int] | None
 ) -> tuple[Annotation, dict[str, list[str]]]:
-    """Scale, turn and cut every box so that it lies in the stored picture.
+    """Scale, turn and cut every box so that it lies in the stored image.
 
-    Published boxes stick out of their pictures now and then (Visual Genome's by dozens of pixels):
+    Published boxes stick out of their images now and then (Visual Genome's by dozens of pixels):
     what sticks out is cut off. A box without area, or with too little of it inside
     (`LEAST_INSIDE`), is left out, an expression or a named word with it.
 
     Args:
-        annotation: of the picture; boxes are [x, y, width, height].
-        picture: as it is stored.
+        annotation: of the image; boxes are [x, y, width, height].
+        image: as it is stored.
         size: width and height in pixels that the boxes refer to; None: the upright original's.
 
     Returns:
@@ -48,7 +48,7 @@ def fit_boxes(
         `boxes 0`).
     """
     faults: dict[str, list[str]] = defaultdict(list)
-    frame = _Frame(picture, size)
+    frame = _Frame(image, size)
 
     def fitted(box: Sequence[float], name: str) -> list[float] | None:
         kind, kept = frame.fit(box)
@@ -78,17 +78,17 @@ def fit_boxes(
 
 
 class _Frame:
-    """From the pixels that boxes were drawn on to those of the stored picture."""
+    """From the pixels that boxes were drawn on to those of the stored image."""
 
-    def __init__(self, picture: Prepared, size: tuple[int, int] | None) -> None:
-        exchanged = picture.orientation > 4
-        upright = picture.original[::-1] if exchanged else picture.original
+    def __init__(self, image: Prepared, size: tuple[int, int] | None) -> None:
+        exchanged = image.orientation > 4
+        upright = image.original[::-1] if exchanged else image.original
         self._drawn_on = size if size is not None and min(size) > 0 else upright
-        self._stored = picture.size
-        self._same = self._drawn_on == upright == picture.size
-        # Boxes that were drawn on the picture before it was turned have its shape, not the upright.
+        self._stored = image.size
+        self._same = self._drawn_on == upright == image.size
+        # Boxes that were drawn on the image before it was turned have its shape, not the upright.
         turn = exchanged and _shape_differs(self._drawn_on, upright)
-        self._turn = _TURNED[picture.orientation] if turn else None
+        self._turn = _TURNED[image.orientation] if turn else None
 
     def fit(self, box: Sequence[float]) -> tuple[str | None, list[float] | None]:
         """What is wrong with a box, if anything, and the box (None: left out)."""

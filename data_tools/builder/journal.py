@@ -32,7 +32,7 @@ class Record(BaseModel):
     wanted: int
     """Samples of the list that this shard stands for, written or not."""
     inputs: str
-    """sha256 of those: keys, pictures and annotations."""
+    """sha256 of those: keys, images and annotations."""
     taken_down: list[str] = []
     samples: int = 0
     captions: int = 0

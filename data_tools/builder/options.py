@@ -14,13 +14,13 @@ class BuildOptions(NamedTuple):
     """How shards are made.
 
     Args:
-        samples_per_shard: at most so many samples whose pictures are there.
+        samples_per_shard: at most so many samples whose images are there.
         processes: that read, check and write.
-        max_side: pixels; larger pictures are reduced and their boxes scaled. None: no limit.
+        max_side: pixels; larger images are reduced and their boxes scaled. None: no limit.
         quality: of JPEG that must be written anew.
         licence: for the manifest.
         take_down: a text file, one key, image id or URL a line: samples to leave out.
-        retry: try pictures again that failed before; those of an earlier shard join it, so that it
+        retry: try images again that failed before; those of an earlier shard join it, so that it
             may get more samples than that.
     """
 
@@ -44,7 +44,7 @@ def add_build_arguments(parser: argparse.ArgumentParser, *, images: bool = True)
             nargs="+",
             required=True,
             metavar="PLACE",
-            help="where the pictures lie: folders (two levels deep), tars (also .tar.xz, .tar.gz, "
+            help="where the images lie: folders (two levels deep), tars (also .tar.xz, .tar.gz, "
             ".tar.bz2) or zips",
         )
     group.add_argument(
@@ -58,7 +58,7 @@ def add_build_arguments(parser: argparse.ArgumentParser, *, images: bool = True)
         "--max-side",
         type=int,
         metavar="PIXELS",
-        help="reduce larger pictures to this longest side (default: pictures stay as they are)",
+        help="reduce larger images to this longest side (default: images stay as they are)",
     )
     group.add_argument(
         "--quality",
@@ -77,7 +77,7 @@ def add_build_arguments(parser: argparse.ArgumentParser, *, images: bool = True)
     group.add_argument(
         "--retry",
         action="store_true",
-        help="try pictures again that failed in an earlier run; each joins the tar that it was "
+        help="try images again that failed in an earlier run; each joins the tar that it was "
         "missing from",
     )
     group.add_argument(

@@ -10,9 +10,9 @@ from typing import Any
 
 from data_tools.builder.journal import Journal, Record
 from data_tools.builder.options import BuildOptions
-from data_tools.builder.sample_spec import Refused, Wanted, has_text
+from data_tools.builder.sample_spec import Refused, SampleSpec, has_text
 from data_tools.builder.take_down import TakeDown
-from data_tools.builder.write_shard import RETRIED, Item, ShardJob
+from data_tools.builder.write_shard import RETRIED, ShardItem, ShardJob
 from data_tools.sources.image_sources import Originals
 
 
@@ -29,7 +29,7 @@ class Pieces:
         self.refused: dict[str, list[str]] = defaultdict(list)
         self.shards = 0
 
-    def jobs(self, wanted: Iterable[Wanted | Refused], bar: Any) -> Iterator[ShardJob]:
+    def jobs(self, wanted: Iterable[SampleSpec | Refused], bar: Any) -> Iterator[ShardJob]:
         """The shards to be made, in order."""
         for piece in self._pieces(self._usable(wanted)):
             number, self.shards = self.shards, self.shards + 1
@@ -41,7 +41,7 @@ class Pieces:
                 bar.initial = getattr(bar, "initial", 0) + len(piece)
                 bar.update(len(piece))
 
-    def _usable(self, wanted: Iterable[Wanted | Refused]) -> Iterator[Wanted]:
+    def _usable(self, wanted: Iterable[SampleSpec | Refused]) -> Iterator[SampleSpec]:
         seen: set[str] = set()
         for item in wanted:
             if isinstance(item, Refused):
@@ -56,18 +56,18 @@ class Pieces:
                 seen.add(item.key)
                 yield item
 
-    def _pieces(self, wanted: Iterator[Wanted]) -> Iterator[list[Item]]:
-        """Cut where an earlier run cut, else after as many samples as have their pictures.
+    def _pieces(self, wanted: Iterator[SampleSpec]) -> Iterator[list[ShardItem]]:
+        """Cut where an earlier run cut, else after as many samples as have their images.
 
         A retry cuts the last piece after so many, too: while a list is downloaded in parts, all
         that is not there yet is in that piece. Those before it stay as they are.
         """
-        piece: list[Item] = []
+        piece: list[ShardItem] = []
         present = number = 0
         last = max(self.journal.records, default=-1)
         for item in wanted:
-            places = tuple(map(self.originals.find, item.pictures))
-            piece.append(Item(item.key, item.annotation, item.size, places, item.pictures))
+            places = tuple(map(self.originals.find, item.images))
+            piece.append(ShardItem(item.key, item.annotation, item.size, places, item.images))
             present += None not in places
             before = self.journal.records.get(number)
             cut_before = before is not None and len(piece) == before.wanted
@@ -78,7 +78,7 @@ class Pieces:
         if piece:
             yield piece
 
-    def _job(self, number: int, piece: list[Item]) -> ShardJob | None:
+    def _job(self, number: int, piece: list[ShardItem]) -> ShardJob | None:
         inputs = _digest(piece)
         taken = frozenset(
             item.key for item in piece if self.take_down.names(item.key, item.annotation)
@@ -106,7 +106,7 @@ class Pieces:
         return not record.samples or (path.is_file() and path.stat().st_size == record.bytes)
 
 
-def _digest(piece: list[Item]) -> str:
+def _digest(piece: list[ShardItem]) -> str:
     digest = hashlib.sha256()
     for item in piece:
         digest.update(json.dumps([item.key, item.names, item.size]).encode())

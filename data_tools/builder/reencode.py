@@ -1,6 +1,6 @@
-"""One original picture as it is stored: checked, upright, not too large.
+"""One original image as it is stored: checked, upright, not too large.
 
-The bytes stay as they are unless the picture is turned by its EXIF orientation, larger than wanted,
+The bytes stay as they are unless the image is turned by its EXIF orientation, larger than wanted,
 or of a format that shards do not hold (GIF, BMP).
 """
 
@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from vlp.data.image.decode import TURNS, decode_picture, open_picture, orientation, reading
-from vlp.data.shards.sample_files import MAX_PICTURE_BYTES, BadSample
+from vlp.data.image.decode import TURNS, decode_image, open_image, orientation, reading
+from vlp.data.shards.sample_files import MAX_IMAGE_BYTES, BadSample
 
 _EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
 
 
 class Prepared(NamedTuple):
-    """An encoded picture as it is stored."""
+    """An encoded image as it is stored."""
 
     data: bytes
     extension: str
@@ -30,22 +30,22 @@ class Prepared(NamedTuple):
     """Of the original, by EXIF: 1 (upright) to 8; from 5 on width and height are exchanged."""
 
 
-def prepare_picture(data: bytes, where: str, max_side: int | None, quality: int) -> Prepared:
-    """Check a picture wholly and re-encode it where it must be.
+def prepare_image(data: bytes, where: str, max_side: int | None, quality: int) -> Prepared:
+    """Check an image wholly and re-encode it where it must be.
 
     Args:
-        data: the encoded picture.
+        data: the encoded image.
         where: its name, for the message.
         max_side: longest side in pixels; a larger one is reduced (Lanczos). None: no limit.
-        quality: of re-encoded pictures, which become JPEG; PNG stays PNG.
+        quality: of re-encoded images, which become JPEG; PNG stays PNG.
 
     Raises:
-        BadSample: it is no picture, ends too early, has more than `MAX_PIXELS` (by its header,
-            before any are decoded) or more than `MAX_PICTURE_BYTES`.
+        BadSample: it is no image, ends too early, has more than `MAX_PIXELS` (by its header,
+            before any are decoded) or more than `MAX_IMAGE_BYTES`.
     """
-    if len(data) > MAX_PICTURE_BYTES:
-        raise BadSample("picture too large", f"{where} ({len(data)} bytes)")
-    with reading(where), open_picture(data, where) as image:
+    if len(data) > MAX_IMAGE_BYTES:
+        raise BadSample("image too large", f"{where} ({len(data)} bytes)")
+    with reading(where), open_image(data, where) as image:
         original, turn = image.size, orientation(image)
         turn = turn if turn in TURNS else 1
         kind = _EXTENSIONS.get(image.format or "")
@@ -55,7 +55,7 @@ def prepare_picture(data: bytes, where: str, max_side: int | None, quality: int)
             image.draft("RGB", (image.width // 8 + 1, image.height // 8 + 1))
             image.load()
             return Prepared(data, kind, original, original)
-    stored = decode_picture(data, where)
+    stored = decode_image(data, where)
     if max_side is not None and reduced:
         stored = stored.resize(_fitted(stored.size, max_side), Image.Resampling.LANCZOS)
     stream = BytesIO()

@@ -7,19 +7,19 @@ from typing import NamedTuple
 from vlp.data.schema import Annotation, captions_of
 
 
-class Wanted(NamedTuple):
+class SampleSpec(NamedTuple):
     """One sample to be made.
 
     Args:
         key: of the sample: unique, no dots or slashes.
-        pictures: one file name, or two for paired samples; found through `Originals`.
+        images: one file name, or two for paired samples; found through `Originals`.
         annotation: what is known about it; boxes in pixels of `size`.
-        size: width and height of the picture that the boxes were drawn on; None: of the original,
-            as it is found. Boxes are scaled to the picture that is stored.
+        size: width and height of the image that the boxes were drawn on; None: of the original,
+            as it is found. Boxes are scaled to the image that is stored.
     """
 
     key: str
-    pictures: tuple[str, ...]
+    images: tuple[str, ...]
     annotation: Annotation
     size: tuple[int, int] | None = None
 

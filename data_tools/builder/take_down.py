@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from data_tools.scan.atomic_file import whole_file
+from data_tools.scan.atomic_file import atomic_write
 from data_tools.scan.parallel_scan import Shard, ShardReader, in_order
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation
 
 
-class Wanted(NamedTuple):
+class SamplesToRemove(NamedTuple):
     """Samples of a shard whose keys are asked for."""
 
     shard: Shard
@@ -79,7 +79,7 @@ def keys_of(
     Yields:
         The place of each shard and the keys, in the order of `wanted`.
     """
-    jobs = [Wanted(shards[shard], numbers) for shard, numbers in wanted.items()]
+    jobs = [SamplesToRemove(shards[shard], numbers) for shard, numbers in wanted.items()]
     return zip(wanted, in_order(_keys, jobs, processes))
 
 
@@ -90,7 +90,7 @@ def write_list(path: Path, heading: str, lines: Iterable[Line]) -> int:
         ConfigError: the file cannot be written.
     """
     count, folder = 0, None
-    with whole_file(path) as file:
+    with atomic_write(path) as file:
         file.write(f"# {heading}\n".encode())
         for line in lines:
             if line.folder != folder:
@@ -101,6 +101,6 @@ def write_list(path: Path, heading: str, lines: Iterable[Line]) -> int:
     return count
 
 
-def _keys(wanted: Wanted) -> list[str]:
+def _keys(wanted: SamplesToRemove) -> list[str]:
     with ShardReader(wanted.shard.path) as opened:
         return [opened.samples[number].key for number in wanted.numbers]

@@ -20,7 +20,7 @@ from vlp.config import ConfigError
 _AHEAD = 2  # jobs for each process, so that none waits for the list to be read
 
 
-class Stopped(Exception):
+class BuildStopped(Exception):
     """The build was interrupted."""
 
 
@@ -91,4 +91,4 @@ def _make(job: ShardJob) -> tuple[Record, int]:
 
 def _tick() -> None:
     if _stop.is_set():
-        raise Stopped
+        raise BuildStopped

@@ -11,25 +11,25 @@ from typing import IO, NamedTuple
 
 from data_tools.builder.fit_boxes import fit_boxes
 from data_tools.builder.journal import Record, shard_name
-from data_tools.builder.reencode import prepare_picture
+from data_tools.builder.reencode import prepare_image
 from data_tools.builder.sample_spec import has_text
-from data_tools.sources.image_sources import Place
+from data_tools.sources.image_sources import ImageLocation
 from vlp.data.schema import Annotation, captions_of
 from vlp.data.shards.sample_files import MAX_ANNOTATION_BYTES, BadSample, contents, parse_annotation
 from vlp.data.shards.tar import Member, append_member, close_tar
 from vlp.io import sync
 
-RETRIED = frozenset({"missing picture", "unreadable picture", "picture too large"})
-"""Failures of pictures, which another try may mend."""
+RETRIED = frozenset({"missing image", "unreadable image", "image too large"})
+"""Failures of images, which another try may mend."""
 
 
-class Item(NamedTuple):
-    """A sample to be made and where its pictures lie (None: nowhere)."""
+class ShardItem(NamedTuple):
+    """A sample to be made and where its images lie (None: nowhere)."""
 
     key: str
     annotation: Annotation
     size: tuple[int, int] | None
-    places: tuple[Place | None, ...]
+    places: tuple[ImageLocation | None, ...]
     names: tuple[str, ...]
 
 
@@ -50,7 +50,7 @@ class ShardJob(NamedTuple):
 
     number: int
     folder: Path
-    items: Sequence[Item]
+    items: Sequence[ShardItem]
     inputs: str
     taken_down: frozenset[str]
     max_side: int | None
@@ -171,18 +171,18 @@ class _Stored:
         self._data = path
 
 
-def _write(item: Item, job: ShardJob, file: IO[bytes], failures: dict[str, list[str]]) -> int:
+def _write(item: ShardItem, job: ShardJob, file: IO[bytes], failures: dict[str, list[str]]) -> int:
     """Write one sample; its number of captions.
 
     Raises:
-        BadSample: a picture is missing or cannot be used, or nothing is left to say about it.
+        BadSample: an image is missing or cannot be used, or nothing is left to say about it.
     """
-    pictures = []
+    images = []
     for place, name in zip(item.places, item.names, strict=True):
         if place is None:
-            raise BadSample("missing picture", name)
-        pictures.append(prepare_picture(place.read(), name, job.max_side, job.quality))
-    annotation, faults = fit_boxes(item.annotation, pictures[0], item.size)
+            raise BadSample("missing image", name)
+        images.append(prepare_image(place.read(), name, job.max_side, job.quality))
+    annotation, faults = fit_boxes(item.annotation, images[0], item.size)
     for kind, names in faults.items():
         failures[kind].extend(f"{item.key}/{name}" for name in names)
     content = annotation.to_json()
@@ -190,8 +190,8 @@ def _write(item: Item, job: ShardJob, file: IO[bytes], failures: dict[str, list[
         raise BadSample("bad annotation", f"{item.key} ({len(content)} bytes)")
     if not has_text(annotation):
         raise BadSample("no text", item.key)
-    for number, picture in enumerate(pictures):
+    for number, image in enumerate(images):
         middle = f".{number}" if number else ""
-        append_member(file, f"{item.key}{middle}.{picture.extension}", picture.data)
+        append_member(file, f"{item.key}{middle}.{image.extension}", image.data)
     append_member(file, f"{item.key}.json", content)
     return len(captions_of(annotation))

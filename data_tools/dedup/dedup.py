@@ -1,19 +1,19 @@
-"""Find pictures that come more than once and list the keys to drop, the first of each is kept.
+"""Find images that come more than once and list the keys to drop, the first of each is kept.
 
     python -m data_tools dedup shards/cc3m shards/sbu --out repeated.txt
     python -m data_tools dedup shards/cc3m --out repeated.txt --exact       # equal bytes only
     python -m data_tools dedup shards/cc3m --out repeated.txt --sheet pairs.png
 
-Exact means the same stored bytes (sha256). Near means that two pictures look alike: saved again,
+Exact means the same stored bytes (sha256). Near means that two images look alike: saved again,
 reduced, squeezed or slightly cut; data_tools/dedup/perceptual_hash.py tells how
 that is measured and what it
 cannot see. All pairs within `--distance` are found. Folders are taken in the order given, and a
-picture is dropped for the first one that it looks like. Samples of two pictures are left alone.
+image is dropped for the first one that it looks like. Samples of two images are left alone.
 
 The list has one key a line and, in a comment above each, the sample that is kept for it; builders
 take it as `--take-down`. Hashes of finished shards are kept beside it in LIST.hashes, so that an
 interrupted run goes on and the next one is quick; delete them when done. Memory: some 150 bytes a
-picture.
+image.
 """
 
 from __future__ import annotations
@@ -28,11 +28,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_tools.builder.take_down import Line, keys_of, write_list
-from data_tools.dedup.dedup_options import add_likeness, hash_folder, required_distance
+from data_tools.dedup.dedup_options import (
+    add_near_duplicate_options,
+    hash_folder,
+    required_distance,
+)
+from data_tools.dedup.duplicate_images import Drops, duplicate_images
 from data_tools.dedup.near_duplicates import Places
-from data_tools.dedup.perceptual_hash import FLAT_PICTURE, UNREADABLE, differing_bits, hash_shards
-from data_tools.dedup.repeated_pictures import Drops, repeated_pictures
-from data_tools.inspect.contact_sheet import Shown, draw_pairs
+from data_tools.dedup.perceptual_hash import FLAT_IMAGE, UNREADABLE, differing_bits, hash_shards
+from data_tools.inspect.contact_sheet import SheetCell, draw_pairs
 from data_tools.scan.parallel_scan import Shard, add_processes, shards_of
 
 
@@ -42,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, required=True, metavar="LIST", help="list of the keys to drop"
     )
-    add_likeness(parser)
+    add_near_duplicate_options(parser)
     add_processes(parser)
 
 
@@ -52,14 +56,14 @@ def run(arguments: argparse.Namespace) -> int:
     shards = shards_of(arguments.folders)
     parts = list(hash_shards(shards, hash_folder(arguments), arguments.processes, "hash"))
     ends = np.cumsum([len(part) for part in parts])
-    pictures = np.concatenate(parts)
+    images = np.concatenate(parts)
     del parts
-    drops = repeated_pictures(pictures, likeness)
-    places = np.searchsorted(ends, np.arange(len(pictures)), side="right")
-    ours = _Pictures(shards, pictures, places)
-    same = pictures["bytes"][drops.dropped] == pictures["bytes"][drops.kept]
+    drops = duplicate_images(images, likeness)
+    places = np.searchsorted(ends, np.arange(len(images)), side="right")
+    ours = _HashedImages(shards, images, places)
+    same = images["bytes"][drops.dropped] == images["bytes"][drops.kept]
     heading = (
-        f"{len(drops.dropped)} of {len(pictures)} pictures repeat another one: {int(same.sum())} "
+        f"{len(drops.dropped)} of {len(images)} images repeat another one: {int(same.sum())} "
         f"with the same bytes, {int((~same).sum())} that look like it"
     )
     write_list(arguments.out, f"dedup: {heading}", _lines(ours, drops, same, arguments.processes))
@@ -72,8 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-class _Pictures(NamedTuple):
-    """All pictures and the place of each one's shard in `shards`."""
+class _HashedImages(NamedTuple):
+    """All images and the place of each one's shard in `shards`."""
 
     shards: Sequence[Shard]
     records: NDArray[np.void]
@@ -81,7 +85,7 @@ class _Pictures(NamedTuple):
 
 
 def _lines(
-    ours: _Pictures, drops: Drops, same: NDArray[np.bool_], processes: int
+    ours: _HashedImages, drops: Drops, same: NDArray[np.bool_], processes: int
 ) -> Iterator[Line]:
     names = _names(ours, np.unique(np.concatenate(drops)), processes)
     bits = differing_bits(ours.records["coarse"][drops.dropped], ours.records["coarse"][drops.kept])
@@ -95,49 +99,51 @@ def _lines(
         )
 
 
-def _names(ours: _Pictures, pictures: Places, processes: int) -> dict[int, str]:
+def _names(ours: _HashedImages, images: Places, processes: int) -> dict[int, str]:
     by_shard: dict[int, list[int]] = defaultdict(list)
-    for picture in pictures:
-        by_shard[int(ours.places[picture])].append(int(picture))
+    for image in images:
+        by_shard[int(ours.places[image])].append(int(image))
     wanted = {
         shard: ours.records["sample"][members].tolist() for shard, members in by_shard.items()
     }
     return {
-        picture: key
+        image: key
         for shard, keys in keys_of(wanted, ours.shards, processes)
-        for picture, key in zip(by_shard[shard], keys)
+        for image, key in zip(by_shard[shard], keys)
     }
 
 
-def _pairs_to_show(ours: _Pictures, drops: Drops, count: int) -> list[tuple[Shown, Shown]]:
+def _pairs_to_show(
+    ours: _HashedImages, drops: Drops, count: int
+) -> list[tuple[SheetCell, SheetCell]]:
     bits = differing_bits(ours.records["coarse"][drops.dropped], ours.records["coarse"][drops.kept])
     pairs = []
     for place in np.argsort(-bits, kind="stable")[:count]:
         notes = f"kept, {bits[place]} bits apart", "dropped"
         both = drops.kept[place], drops.dropped[place]
         first, second = (
-            Shown(ours.shards[ours.places[picture]], int(ours.records["sample"][picture]), note)
-            for picture, note in zip(both, notes)
+            SheetCell(ours.shards[ours.places[image]], int(ours.records["sample"][image]), note)
+            for image, note in zip(both, notes)
         )
         pairs.append((first, second))
     return pairs
 
 
-def _say_what_was_left(ours: _Pictures, drops: Drops) -> None:
+def _say_what_was_left(ours: _HashedImages, drops: Drops) -> None:
     unreadable = int((ours.records["state"] == UNREADABLE).sum())
-    flat = int((ours.records["state"] == FLAT_PICTURE).sum())
+    flat = int((ours.records["state"] == FLAT_IMAGE).sum())
     paired = int(ours.records["second"].sum())
     for count, what in (
-        (unreadable, "pictures cannot be decoded (see verify) and were left out"),
-        (flat, "pictures of one colour were compared by their bytes alone"),
-        (paired, "samples have two pictures and were left out"),
+        (unreadable, "images cannot be decoded (see verify) and were left out"),
+        (flat, "images of one colour were compared by their bytes alone"),
+        (paired, "samples have two images and were left out"),
     ):
         if count:
             print(f"  {count} {what}")
     gone = ours.records["key"][drops.dropped]
     stay = np.ones(len(ours.records), bool)
     stay[drops.dropped] = False
-    # A sample's second picture has its key too, but such samples are never dropped.
+    # A sample's second image has its key too, but such samples are never dropped.
     shared = int(np.isin(ours.records["key"][stay], gone).sum())
     if shared:
         print(

@@ -1,4 +1,4 @@
-"""Options of the commands that compare pictures: what counts as the same, and what is kept."""
+"""Options of the commands that compare images: what counts as the same, and what is kept."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from data_tools.dedup.perceptual_hash import DISTANCE
 from vlp.config import ConfigError
 
 
-def add_likeness(parser: argparse.ArgumentParser) -> None:
-    """Declare what counts as the same picture, where hashes are kept, and the sheet of pairs."""
+def add_near_duplicate_options(parser: argparse.ArgumentParser) -> None:
+    """Declare what counts as the same image, where hashes are kept, and the sheet of pairs."""
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--exact", action="store_true", help="the same bytes only")
     which.add_argument(
@@ -18,7 +18,7 @@ def add_likeness(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=DISTANCE,
         metavar="BITS",
-        help=f"of 64 in which alike pictures may differ, 0 to 16 (default {DISTANCE})",
+        help=f"of 64 in which alike images may differ, 0 to 16 (default {DISTANCE})",
     )
     parser.add_argument(
         "--hashes", type=Path, metavar="FOLDER", help="keep hashes here (default: LIST.hashes)"

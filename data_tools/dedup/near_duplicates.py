@@ -23,7 +23,7 @@ Places = NDArray[np.int64]
 _MOST_TABLES = 2000
 
 
-class Pairs(NamedTuple):
+class NearPairs(NamedTuple):
     """Places of hashes that are near each other, and in how many bits they differ."""
 
     first: Places
@@ -31,7 +31,7 @@ class Pairs(NamedTuple):
     distance: NDArray[np.int64]
 
 
-def near_pairs(hashes: Hashes, distance: int) -> Iterator[Pairs]:
+def near_pairs(hashes: Hashes, distance: int) -> Iterator[NearPairs]:
     """Every pair of places (first < second) whose hashes differ in at most `distance` bits, once.
 
     Memory beside the hashes is that of one sorting; equal hashes, though, are all paired with each
@@ -52,7 +52,7 @@ def near_pairs(hashes: Hashes, distance: int) -> Iterator[Pairs]:
             places, bits = _near(value[here], value[here + shift], distance, masks[:number])
             one, other = order[here[places]], order[here[places] + shift]
             if len(bits):
-                yield Pairs(np.minimum(one, other), np.maximum(one, other), bits)
+                yield NearPairs(np.minimum(one, other), np.maximum(one, other), bits)
 
 
 class NearIndex:
@@ -64,9 +64,9 @@ class NearIndex:
         self._orders = [np.argsort(hashes & mask, kind="stable") for mask in self._masks]
         self._values = [hashes[order] for order in self._orders]
 
-    def near(self, hashes: Hashes) -> Pairs:
+    def near(self, hashes: Hashes) -> NearPairs:
         """All (place in `hashes`, stored place) within the distance, each once."""
-        found = [Pairs(*(np.empty(0, np.int64) for _ in Pairs._fields))]
+        found = [NearPairs(*(np.empty(0, np.int64) for _ in NearPairs._fields))]
         for number, mask in enumerate(self._masks):
             order, value = self._orders[number], self._values[number]
             block = value & mask
@@ -81,8 +81,8 @@ class NearIndex:
                 places, bits = _near(
                     hashes[here], value[there], self.distance, self._masks[:number]
                 )
-                found.append(Pairs(here[places], order[there[places]], bits))
-        return Pairs(*(np.concatenate(parts) for parts in zip(*found)))
+                found.append(NearPairs(here[places], order[there[places]], bits))
+        return NearPairs(*(np.concatenate(parts) for parts in zip(*found)))
 
 
 def block_masks(distance: int, count: int) -> list[np.uint64]:

@@ -1,16 +1,16 @@
-"""Find the pictures of evaluation sets in pretraining data and list the keys to take out.
+"""Find the images of evaluation sets in pretraining data and list the keys to take out.
 
     python -m data_tools overlap --pretraining shards/coco shards/vg shards/cc3m \\
         --evaluation shards/flickr30k/test shards/coco/test --out leaked.txt --sheet leaked.png
 
-A pretraining picture is in an evaluation set if both name the same picture (`source` and
+A pretraining image is in an evaluation set if both name the same image (`source` and
 `image_id`), or have the same bytes, or look alike; data_tools/dedup/perceptual_hash.py tells
 how the latter
-is measured and what it cannot see. Second pictures of samples count too.
+is measured and what it cannot see. Second images of samples count too.
 
 The list has one key a line with the reason above it; builders take it as `--take-down`. The exit
-code is 0 whether pictures overlap or not. Hashes of finished shards are kept in LIST.hashes, so
-that an interrupted run goes on. Memory: about a kilobyte for each evaluation picture, next to
+code is 0 whether images overlap or not. Hashes of finished shards are kept in LIST.hashes, so
+that an interrupted run goes on. Memory: about a kilobyte for each evaluation image, next to
 nothing for those of pretraining.
 """
 
@@ -25,7 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_tools.builder.take_down import Line, keys_of, write_list
-from data_tools.dedup.dedup_options import add_likeness, hash_folder, required_distance
+from data_tools.dedup.dedup_options import (
+    add_near_duplicate_options,
+    hash_folder,
+    required_distance,
+)
 from data_tools.dedup.near_duplicates import NearIndex, Places
 from data_tools.dedup.perceptual_hash import (
     FINE_DISTANCE,
@@ -35,7 +39,7 @@ from data_tools.dedup.perceptual_hash import (
     fine_distance,
     hash_shards,
 )
-from data_tools.inspect.contact_sheet import Shown, draw_pairs
+from data_tools.inspect.contact_sheet import SheetCell, draw_pairs
 from data_tools.scan.parallel_scan import Shard, add_processes, shards_of
 
 BY_NAME, BY_BYTES, BY_LOOKS = 1, 2, 4
@@ -45,20 +49,20 @@ MATCH = np.dtype(
     [
         ("shard", "<i4"),  # of pretraining
         ("sample", "<u4"),
-        ("picture", "<i8"),  # of evaluation
+        ("image", "<i8"),  # of evaluation
         ("ways", "u1"),
         ("bits", "u1"),  # of the 64 of the perceptual hash
     ]
 )
-"""A pretraining sample that shows an evaluation picture."""
+"""A pretraining sample that shows an evaluation image."""
 
 
-class EvaluationPictures:
-    """The pictures that must not be trained on.
+class EvaluationImages:
+    """The images that must not be trained on.
 
     Args:
-        records: RECORDs of `picture_hash`.
-        distance: bits of 64 in which alike pictures may differ, or None for equal bytes only.
+        records: RECORDs of `image_hash`.
+        distance: bits of 64 in which alike images may differ, or None for equal bytes only.
     """
 
     def __init__(self, records: NDArray[np.void], distance: int | None) -> None:
@@ -72,20 +76,20 @@ class EvaluationPictures:
             self._looks = NearIndex(records["coarse"][self._looking], distance)
 
     def matches(self, records: NDArray[np.void], shard: int) -> NDArray[np.void]:
-        """A MATCH for every record that shows one of the pictures, with all the ways it does."""
+        """A MATCH for every record that shows one of the images, with all the ways it does."""
         ours, theirs, ways = [], [], []
         for way, first, second in self._found(records):
             ours.append(first)
             theirs.append(second)
             ways.append(np.full(len(first), way, np.uint8))
-        record, picture = np.concatenate(ours), np.concatenate(theirs)
-        pair, place = np.unique(record * len(self.records) + picture, return_inverse=True)
+        record, image = np.concatenate(ours), np.concatenate(theirs)
+        pair, place = np.unique(record * len(self.records) + image, return_inverse=True)
         found = np.zeros(len(pair), MATCH)
         if len(pair):
-            record, found["picture"] = np.divmod(pair, len(self.records))
+            record, found["image"] = np.divmod(pair, len(self.records))
             found["shard"], found["sample"] = shard, records["sample"][record]
             np.bitwise_or.at(found["ways"], place, np.concatenate(ways))
-            theirs_coarse = self.records["coarse"][found["picture"]]
+            theirs_coarse = self.records["coarse"][found["image"]]
             found["bits"] = differing_bits(records["coarse"][record], theirs_coarse)
         return found
 
@@ -104,7 +108,7 @@ class EvaluationPictures:
 
 
 class Evaluation(NamedTuple):
-    """All evaluation pictures, and the place of each one's shard in `shards`."""
+    """All evaluation images, and the place of each one's shard in `shards`."""
 
     shards: Sequence[Shard]
     records: NDArray[np.void]
@@ -122,7 +126,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, required=True, metavar="LIST", help="list of the keys to take out"
     )
-    add_likeness(parser)
+    add_near_duplicate_options(parser)
     add_processes(parser)
 
 
@@ -134,22 +138,22 @@ def run(arguments: argparse.Namespace) -> int:
     parts = list(hash_shards(evaluation, hashes, processes, "evaluation"))
     places = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     theirs = Evaluation(evaluation, np.concatenate(parts), places)
-    pictures = EvaluationPictures(theirs.records, distance)
+    images = EvaluationImages(theirs.records, distance)
     found, samples, unreadable = [], 0, int((theirs.records["state"] == UNREADABLE).sum())
     hashed = hash_shards(pretraining, hashes, processes, "pretraining")
     for number, records in enumerate(hashed):
-        found.append(pictures.matches(records, number))
+        found.append(images.matches(records, number))
         samples += int((~records["second"]).sum())
         unreadable += int((records["state"] == UNREADABLE).sum())
     matches = np.concatenate(found)
     lines = _lines(matches, pretraining, theirs, processes)
     count = write_list(
-        arguments.out, "overlap: pretraining samples that show evaluation pictures", lines
+        arguments.out, "overlap: pretraining samples that show evaluation images", lines
     )
-    print(f"{arguments.out}: {count} of {samples} pretraining samples show an evaluation picture")
+    print(f"{arguments.out}: {count} of {samples} pretraining samples show an evaluation image")
     _print_counts(matches, theirs)
     if unreadable:
-        print(f"  {unreadable} pictures cannot be decoded (see verify): only name and bytes count")
+        print(f"  {unreadable} images cannot be decoded (see verify): only name and bytes count")
     pairs = _pairs_to_show(matches, pretraining, theirs, arguments.pairs)
     if arguments.sheet is not None and pairs:
         draw_pairs(pairs, arguments.sheet)
@@ -166,17 +170,17 @@ def _lines(
     ordered = matches[order]
     places = ordered["shard"].astype(np.int64) << 32 | ordered["sample"]
     best = ordered[np.unique(places, return_index=True)[1]]
-    pictures = np.unique(best["picture"])
-    by_shard = _grouped(theirs.places[pictures], theirs.records["sample"][pictures])
+    images = np.unique(best["image"])
+    by_shard = _grouped(theirs.places[images], theirs.records["sample"][images])
     their_names = [key for _, keys in keys_of(by_shard, theirs.shards, processes) for key in keys]
     ours = _grouped(best["shard"], best["sample"])
     rows = iter(best)
     for shard, keys in keys_of(ours, pretraining, processes):
         for key, match in zip(keys, rows):
-            picture = int(match["picture"])
-            name = their_names[int(np.searchsorted(pictures, picture))]
+            image = int(match["image"])
+            name = their_names[int(np.searchsorted(images, image))]
             ways = ", ".join(text for way, text in WAYS.items() if match["ways"] & way)
-            place = theirs.shards[theirs.places[picture]]
+            place = theirs.shards[theirs.places[image]]
             yield Line(pretraining[shard].folder, key, f"{name} of {place}: {ways}")
 
 
@@ -192,27 +196,27 @@ def _print_counts(matches: NDArray[np.void], theirs: Evaluation) -> None:
     folders = list(dict.fromkeys(shard.folder for shard in theirs.shards))
     number = {folder: place for place, folder in enumerate(folders)}
     of_shard = np.array([number[shard.folder] for shard in theirs.shards])
-    of_picture = of_shard[theirs.places]
+    of_image = of_shard[theirs.places]
     for place, folder in enumerate(folders):
-        here = matches[of_picture[matches["picture"]] == place]
-        pictures = int((of_picture == place).sum())
-        shown = len(np.unique(here["picture"]))
-        print(f"  {folder}: {shown} of {pictures} pictures are shown in pretraining")
+        here = matches[of_image[matches["image"]] == place]
+        images = int((of_image == place).sum())
+        shown = len(np.unique(here["image"]))
+        print(f"  {folder}: {shown} of {images} images are shown in pretraining")
         for way, text in WAYS.items():
             by_way = here[(here["ways"] & way) != 0]
             samples = len(np.unique(by_way[["shard", "sample"]]))
-            print(f"    {text}: {len(np.unique(by_way['picture']))}, by {samples} samples")
+            print(f"    {text}: {len(np.unique(by_way['image']))}, by {samples} samples")
 
 
 def _pairs_to_show(
     matches: NDArray[np.void], pretraining: Sequence[Shard], theirs: Evaluation, count: int
-) -> list[tuple[Shown, Shown]]:
+) -> list[tuple[SheetCell, SheetCell]]:
     pairs = []
     for match in matches[np.argsort(-matches["bits"].astype(int), kind="stable")][:count]:
-        picture = int(match["picture"])
+        image = int(match["image"])
         ways = ", ".join(text for way, text in WAYS.items() if match["ways"] & way)
-        ours = Shown(pretraining[match["shard"]], int(match["sample"]), f"pretraining: {ways}")
-        their_shard = theirs.shards[theirs.places[picture]]
+        ours = SheetCell(pretraining[match["shard"]], int(match["sample"]), f"pretraining: {ways}")
+        their_shard = theirs.shards[theirs.places[image]]
         note = f"evaluation, {match['bits']} bits apart"
-        pairs.append((ours, Shown(their_shard, int(theirs.records["sample"][picture]), note)))
+        pairs.append((ours, SheetCell(their_shard, int(theirs.records["sample"][image]), note)))
     return pairs

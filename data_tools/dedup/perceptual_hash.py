@@ -1,14 +1,14 @@
-"""What a picture is recognised by: its bytes, and how it looks.
+"""What an image is recognised by: its bytes, and how it looks.
 
 How it looks is a perceptual hash of 64 bits for searching and one of 256 for making sure. Both are
-signs of a discrete cosine transform of the picture's luminance at 32 x 32: the lowest 8 x 8 and
+signs of a discrete cosine transform of the image's luminance at 32 x 32: the lowest 8 x 8 and
 16 x 16 coefficients, each above its median or not (the arrangement of `imagehash.phash`, which is
 not used because it would bring PyWavelets along and decodes every JPEG at full size).
 
-Two pictures look alike if they differ in at most `distance` (default 6) of the 64 bits and in at
+Two images look alike if they differ in at most `distance` (default 6) of the 64 bits and in at
 most 48 of the 256. On Flickr8k and COCO this finds all copies that were saved again (JPEG, WebP,
 PNG), reduced to a third or squeezed, 99 % of those brightened by a fifth or cut by 1 % at each
-edge, and 68 % of those cut by 2.5 %. Of 26 million pairs of different pictures, the 167 that differ
+edge, and 68 % of those cut by 2.5 %. Of 26 million pairs of different images, the 167 that differ
 in at most 12 bits differ in at least 80 of the 256. Turned and mirrored copies are not found, and a
 change of colour that leaves the luminance alone is not seen.
 """
@@ -26,25 +26,25 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from data_tools.scan.atomic_file import whole_file
+from data_tools.scan.atomic_file import atomic_write
 from data_tools.scan.parallel_scan import Shard, ShardReader, scan
 from data_tools.scan.repeated_ids import number_of
-from vlp.data.image.decode import MAX_PIXELS, decode_picture
+from vlp.data.image.decode import MAX_PIXELS, decode_image
 from vlp.data.shards.sample_files import BadSample
 
 Hashes = NDArray[np.uint64]
 
 DISTANCE = 6
-"""Bits of 64 in which two pictures that look alike may differ."""
+"""Bits of 64 in which two images that look alike may differ."""
 FINE_DISTANCE = 48
 """Bits of 256 in which they may."""
 FLAT = 3.0
 """Standard deviation of the coarse luminance (of 255) below which noise would set the bits."""
 
 HASH_VERSION = 1
-"""Raised whenever equal pictures get other hashes than before."""
+"""Raised whenever equal images get other hashes than before."""
 
-READABLE, FLAT_PICTURE, UNREADABLE = 0, 1, 2
+READABLE, FLAT_IMAGE, UNREADABLE = 0, 1, 2
 
 RECORD = np.dtype(
     [
@@ -55,32 +55,32 @@ RECORD = np.dtype(
         ("fine", "<u8", (4,)),
         ("sample", "<u4"),  # its number in the shard
         ("second", "?"),  # KEY.1.jpg
-        ("state", "u1"),  # READABLE, FLAT_PICTURE (no perceptual hash) or UNREADABLE (no hash)
+        ("state", "u1"),  # READABLE, FLAT_IMAGE (no perceptual hash) or UNREADABLE (no hash)
     ]
 )
-"""One picture: 70 bytes."""
+"""One image: 70 bytes."""
 
 _SIDE = 32
 _LOW = 16
 
 
-def hash_picture(data: bytes, where: str = "the picture") -> tuple[int, Hashes] | None:
-    """The perceptual hashes of an encoded picture, of 64 bits and of 256 (4 words).
+def hash_image(data: bytes, where: str = "the image") -> tuple[int, Hashes] | None:
+    """The perceptual hashes of an encoded image, of 64 bits and of 256 (4 words).
 
     Returns:
-        None for a picture without structure, such as a single colour.
+        None for an image without structure, such as a single colour.
 
     Raises:
-        BadSample: the picture cannot be decoded.
+        BadSample: the image cannot be decoded.
     """
     try:
         with Image.open(BytesIO(data), formats=("JPEG",)) as image:
-            picture = _reduced(image) if image.width * image.height <= MAX_PIXELS else None
+            gray = _reduced(image) if image.width * image.height <= MAX_PIXELS else None
     except Exception:  # of another format, or damaged: this decides which, and says so
-        picture = None
-    if picture is None:
-        picture = decode_picture(data, where).convert("L")
-    small = picture.resize((_SIDE, _SIDE), Image.Resampling.BOX)
+        gray = None
+    if gray is None:
+        gray = decode_image(data, where).convert("L")
+    small = gray.resize((_SIDE, _SIDE), Image.Resampling.BOX)
     luminance = np.asarray(small, dtype=np.float64)
     waves = _cosines()
     low = waves @ luminance @ waves.T
@@ -94,7 +94,7 @@ def hash_picture(data: bytes, where: str = "the picture") -> tuple[int, Hashes] 
 def hash_shards(
     shards: Sequence[Shard], folder: Path, processes: int, title: str
 ) -> Iterator[NDArray[np.void]]:
-    """A RECORD for every picture of each shard, in order; samples without a picture have none.
+    """A RECORD for every image of each shard, in order; samples without an image have none.
 
     Args:
         shards: the shards.
@@ -112,7 +112,7 @@ def _keep_hashes(shard: Shard, folder: Path) -> Path:
     if not kept.is_file():
         with ShardReader(shard.path) as opened:
             rows = [row for number in range(len(opened)) for row in _rows(opened, number)]
-        with whole_file(kept) as file:
+        with atomic_write(kept) as file:
             np.save(file, np.array(rows, dtype=RECORD))
     return kept
 
@@ -142,7 +142,7 @@ def _rows(shard: ShardReader, number: int) -> list[tuple[object, ...]]:
     except BadSample:
         return []
     source, image_id = sample.annotation.source, sample.annotation.image_id
-    # The same id means another picture in another source, and nothing without one.
+    # The same id means another image in another source, and nothing without one.
     name = number_of(f"{source}\0{image_id}") if source and image_id else 0
     rows: list[tuple[object, ...]] = []
     for second, data in enumerate((sample.image, sample.second_image)):
@@ -150,12 +150,12 @@ def _rows(shard: ShardReader, number: int) -> list[tuple[object, ...]]:
             continue
         state, coarse, fine = READABLE, 0, np.zeros(4, np.uint64)
         try:
-            found = hash_picture(data, shard.where(number))
+            found = hash_image(data, shard.where(number))
         except BadSample:
             state = UNREADABLE
         else:
             if found is None:
-                state = FLAT_PICTURE
+                state = FLAT_IMAGE
             else:
                 coarse, fine = found
         exact = int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
@@ -168,7 +168,7 @@ def _reduced(image: Image.Image) -> Image.Image:
     """The luminance of a JPEG, decoded at an eighth to a half of its size where that is enough."""
     image.draft("L", (4 * _SIDE, 4 * _SIDE))
     image.load()
-    with suppress(Exception):  # garbage beside the pixels does not make the picture a bad one
+    with suppress(Exception):  # garbage beside the pixels does not make the image a bad one
         image = ImageOps.exif_transpose(image)
     return image.convert("L")
 

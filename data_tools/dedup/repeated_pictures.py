@@ -1,4 +1,4 @@
-"""Which pictures repeat an earlier one, by their hashes."""
+"""Which images repeat an earlier one, by their hashes."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ from data_tools.dedup.perceptual_hash import (
 
 
 class Drops(NamedTuple):
-    """Which pictures to drop: `kept[i]` is the one that stays in place of `dropped[i]`."""
+    """Which images to drop: `kept[i]` is the one that stays in place of `dropped[i]`."""
 
     dropped: Places
     kept: Places
 
 
-def repeated_pictures(pictures: NDArray[np.void], distance: int | None) -> Drops:
-    """Which pictures repeat an earlier one.
+def duplicate_images(images: NDArray[np.void], distance: int | None) -> Drops:
+    """Which images repeat an earlier one.
 
-    A picture is dropped if it has the same bytes as an earlier one, or looks like an earlier one
+    An image is dropped if it has the same bytes as an earlier one, or looks like an earlier one
     that is kept; one that looks like a dropped one alone stays. (Among those that share all 64 bits
     it goes too, for the sake of the dropped one.)
 
     Args:
-        pictures: RECORDs in order of preference; the second pictures of samples, and the first ones
+        images: RECORDs in order of preference; the second images of samples, and the first ones
             beside them, are left out of account.
         distance: bits of 64, or None for equal bytes only.
     """
-    paired = pictures["second"].copy()
-    paired[:-1] |= pictures["second"][1:]
-    usable = np.flatnonzero(~paired & (pictures["state"] != UNREADABLE))
-    kept_for = np.arange(len(pictures))
-    _keep_first(pictures["bytes"], usable, kept_for)
+    paired = images["second"].copy()
+    paired[:-1] |= images["second"][1:]
+    usable = np.flatnonzero(~paired & (images["state"] != UNREADABLE))
+    kept_for = np.arange(len(images))
+    _keep_first(images["bytes"], usable, kept_for)
     if distance is not None:
         usable = usable[kept_for[usable] == usable]
-        textured = usable[pictures["state"][usable] == READABLE]
-        _keep_first(_looks(pictures), textured, kept_for)
+        textured = usable[images["state"][usable] == READABLE]
+        _keep_first(_looks(images), textured, kept_for)
         textured = textured[kept_for[textured] == textured]
-        _join_equal_hashes(pictures, textured, kept_for)
+        _join_equal_hashes(images, textured, kept_for)
         textured = textured[kept_for[textured] == textured]
-        _join_near_hashes(pictures, textured, distance, kept_for)
+        _join_near_hashes(images, textured, distance, kept_for)
         while (kept_for[kept_for] != kept_for).any():
             kept_for = kept_for[kept_for]
-    dropped = np.flatnonzero(kept_for != np.arange(len(pictures)))
+    dropped = np.flatnonzero(kept_for != np.arange(len(images)))
     return Drops(dropped, kept_for[dropped])
 
 
@@ -61,21 +61,21 @@ def _keep_first(values: Hashes, among: Places, kept_for: Places) -> None:
     kept_for[among] = among[first[inverse.reshape(-1)]]
 
 
-def _looks(pictures: NDArray[np.void]) -> Hashes:
+def _looks(images: NDArray[np.void]) -> Hashes:
     """All 320 bits of the perceptual hashes mixed into 64; equal ones stay equal."""
-    mixed = pictures["coarse"].copy()
+    mixed = images["coarse"].copy()
     for word in range(4):
         mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(0x9E3779B97F4A7C15)
-        mixed ^= pictures["fine"][:, word]
+        mixed ^= images["fine"][:, word]
     return mixed
 
 
-def _join_equal_hashes(pictures: NDArray[np.void], among: Places, kept_for: Places) -> None:
+def _join_equal_hashes(images: NDArray[np.void], among: Places, kept_for: Places) -> None:
     """Of those with the same 64 bits and near 256 bits, the first is kept.
 
-    One by one, not in pairs: thousands of copies of one picture would make millions of pairs.
+    One by one, not in pairs: thousands of copies of one image would make millions of pairs.
     """
-    coarse = pictures["coarse"][among]
+    coarse = images["coarse"][among]
     order = np.argsort(coarse, kind="stable")
     starts = np.flatnonzero(np.diff(coarse[order], prepend=~coarse[order[:1]]))
     ends = np.append(starts[1:], len(order))
@@ -83,23 +83,23 @@ def _join_equal_hashes(pictures: NDArray[np.void], among: Places, kept_for: Plac
     for start, end in zip(starts[several], ends[several]):
         group = among[order[start:end]]
         while len(group) > 1:
-            fine = pictures["fine"][group]
+            fine = images["fine"][group]
             near = fine_distance(fine[:1], fine) <= FINE_DISTANCE
             kept_for[group[near]] = group[0]
             group = group[~near]
 
 
 def _join_near_hashes(
-    pictures: NDArray[np.void], among: Places, distance: int, kept_for: Places
+    images: NDArray[np.void], among: Places, distance: int, kept_for: Places
 ) -> None:
     edges = [np.empty((2, 0), np.int64)]
-    for pairs in near_pairs(pictures["coarse"][among], distance):
+    for pairs in near_pairs(images["coarse"][among], distance):
         first, second = among[pairs.first], among[pairs.second]
-        fine = fine_distance(pictures["fine"][first], pictures["fine"][second])
+        fine = fine_distance(images["fine"][first], images["fine"][second])
         near = fine <= FINE_DISTANCE
         edges.append(np.stack((first[near], second[near])))
     first, second = np.concatenate(edges, axis=1)
-    # Earlier pictures are decided upon before later ones look at them.
+    # Earlier images are decided upon before later ones look at them.
     for place in np.lexsort((first, second)):
         one, other = first[place], second[place]
         if kept_for[other] == other and kept_for[one] == one:

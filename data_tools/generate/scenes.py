@@ -49,21 +49,21 @@ PARTS = {
     "train": (20_000, "captioned scenes to train on"),
     "val": (256, "captioned scenes of held-out contents that no other one's caption fits"),
     "unseen": (0, "captioned scenes with relations between shapes that training never shows"),
-    "swaps": (0, "hard negatives: two pictures, two captions, of held-out families"),
+    "swaps": (0, "hard negatives: two images, two captions, of held-out families"),
     "twins": (0, "scenes to train on, each followed by the one its caption's swap is true of"),
-    "statements": (0, "true or false statements about two pictures"),
-    "entailment": (0, "hypotheses about a picture with a curtain"),
-    "statements_val": (0, "statements about pictures of held-out contents"),
-    "entailment_val": (0, "hypotheses about pictures of held-out contents"),
+    "nlvr2": (0, "true or false statements about two images"),
+    "snli_ve": (0, "hypotheses about an image with a curtain"),
+    "nlvr2_val": (0, "statements about images of held-out contents"),
+    "snli_ve_val": (0, "hypotheses about images of held-out contents"),
     "boxes": (0, "true or false statements about three boxes, in the manner of NLVR v1"),
     "boxes_val": (0, "more such statements, to judge by"),
-    "boxes_any": (0, "the same, whose false pictures need not hold a true one's items: easier"),
+    "boxes_any": (0, "the same, whose false images need not hold a true one's items: easier"),
 }
 _SETTINGS = ("seed", "image_size", "samples_per_shard", *Variety._fields)
 _CHUNK = 64
 
 
-class Sample(NamedTuple):
+class SceneFiles(NamedTuple):
     """What one key of a shard holds."""
 
     key: str
@@ -126,7 +126,7 @@ def make_sample(
     job: int | Scene,
     variety: Variety = FULL,
     kinds: Sequence[SwapKind] | None = None,
-) -> Sample:
+) -> SceneFiles:
     """Generate one sample of a part from its index, or from its scene where that is drawn already.
 
     Swaps and twins are of the `kinds` in turn.
@@ -143,7 +143,7 @@ def make_sample(
     if part == "swaps":
         kind = kinds[job % len(kinds)]
         pair = sample_swap(seed, job, kind, "swaps", image_size, variety)
-        return Sample(
+        return SceneFiles(
             _key(part, seed, job), _png(pair.scene), swap_annotation(pair), _png(pair.twin)
         )
     if part == "twins":
@@ -151,20 +151,20 @@ def make_sample(
         kind = kinds[number % len(kinds)]
         pair = sample_swap(seed, number, kind, "train", image_size, variety)
         scene, caption = (pair.twin, pair.foil) if second else (pair.scene, pair.caption)
-        return Sample(_key(part, seed, job), _png(scene), annotation(scene, [caption]))
+        return SceneFiles(_key(part, seed, job), _png(scene), annotation(scene, [caption]))
     held_out: Split = "val" if part.endswith("_val") else "train"
-    if part in ("statements", "statements_val"):
+    if part in ("nlvr2", "nlvr2_val"):
         told = sample_statement(seed, job, held_out, image_size)
-        return Sample(
+        return SceneFiles(
             _key(part, seed, job), _png(told.left), statement_annotation(told), _png(told.right)
         )
-    if part in ("entailment", "entailment_val"):
+    if part in ("snli_ve", "snli_ve_val"):
         triple = sample_entailment(seed, job, held_out, image_size)
-        return Sample(_key(part, seed, job), _png(triple.scene), entailment_annotation(triple))
+        return SceneFiles(_key(part, seed, job), _png(triple.scene), entailment_annotation(triple))
     if part in ("boxes", "boxes_val", "boxes_any"):
         shown = sample_box_statement(seed, job, held_out, same_items=part != "boxes_any")
-        picture = encode_png(render_boxes(shown.scene))
-        return Sample(_key(part, seed, job), picture, box_statement_annotation(shown))
+        image = encode_png(render_boxes(shown.scene))
+        return SceneFiles(_key(part, seed, job), image, box_statement_annotation(shown))
     raise ValueError(f"unknown part {part!r}, known are {', '.join(PARTS)}")
 
 
@@ -190,14 +190,14 @@ def _write_part(part: str, arguments: argparse.Namespace) -> int:
                 bar.update()
     if scenes:
         print(
-            f"{part}: {ambiguous_share(scenes):.1%} of the captions fit a second picture; "
-            f"a box covers {mean_box_share(scenes):.1%} of its picture on average"
+            f"{part}: {ambiguous_share(scenes):.1%} of the captions fit a second image; "
+            f"a box covers {mean_box_share(scenes):.1%} of its image on average"
         )
     return len(missing)
 
 
 def mean_box_share(scenes: Sequence[Scene]) -> float:
-    """Mean share of its picture that an object's box covers, the chance of a random patch."""
+    """Mean share of its image that an object's box covers, the chance of a random patch."""
     shares = [
         obj.box[2] * obj.box[3] / scene.image_size**2 for scene in scenes for obj in scene.objects
     ]
@@ -206,8 +206,8 @@ def mean_box_share(scenes: Sequence[Scene]) -> float:
 
 @contextmanager
 def _mapped(
-    make: Callable[[int | Scene], Sample], jobs: Sequence[int | Scene], processes: int
-) -> Iterator[Iterator[Sample]]:
+    make: Callable[[int | Scene], SceneFiles], jobs: Sequence[int | Scene], processes: int
+) -> Iterator[Iterator[SceneFiles]]:
     """The samples in the order of their jobs, made by as many processes as are worth starting."""
     processes = min(processes, len(jobs) // (4 * _CHUNK))
     if processes < 2:
@@ -248,8 +248,8 @@ def _check(arguments: argparse.Namespace) -> None:
         path.write_text(json.dumps(settings) + "\n")
 
 
-def _captioned(scene: Scene) -> Sample:
-    return Sample(scene.key, _png(scene), annotation(scene))
+def _captioned(scene: Scene) -> SceneFiles:
+    return SceneFiles(scene.key, _png(scene), annotation(scene))
 
 
 def _png(scene: Scene) -> bytes:

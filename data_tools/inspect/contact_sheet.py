@@ -1,4 +1,4 @@
-"""Contact sheets: small pictures of samples in a grid, with their captions under them."""
+"""Contact sheets: small images of samples in a grid, with their captions under them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import NamedTuple
 import matplotlib
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from data_tools.scan.atomic_file import whole_file
+from data_tools.scan.atomic_file import atomic_write
 from data_tools.scan.parallel_scan import Shard, ShardReader
-from vlp.data.image.decode import decode_picture
+from vlp.data.image.decode import decode_image
 from vlp.data.schema import Annotation, captions_of
 from vlp.data.shards.sample_files import BadSample
 
 WIDTH = 240
-"""Of a card, and the height of its picture; in pixels."""
+"""Of a card, and the height of its image; in pixels."""
 LINES = 9
 """A card shows at most so many lines of text."""
 
@@ -27,17 +27,17 @@ _COLOURS = ("#d62728", "#1f77b4", "#2ca02c", "#ff7f0e", "#9467bd", "#17becf", "#
 
 
 class Frame(NamedTuple):
-    """A box, [x, y, width, height] in pixels of the stored picture, and what it shows."""
+    """A box, [x, y, width, height] in pixels of the stored image, and what it shows."""
 
     box: Sequence[float]
     text: str
 
 
 class Card(NamedTuple):
-    """One sample; without a picture, `problem` says why."""
+    """One sample; without an image, `problem` says why."""
 
     title: str
-    picture: Image.Image | None
+    image: Image.Image | None
     texts: Sequence[str] = ()
     frames: Sequence[Frame] = ()
     problem: str = ""
@@ -63,17 +63,17 @@ def sample_card(shard: ShardReader, number: int, boxes: bool = False, note: str 
         return Card(title, None, (*notes, _told(bad, shard, number)), problem=bad.kind)
     annotation = sample.annotation
     try:
-        picture = decode_picture(sample.image, shard.where(number))
+        image = decode_image(sample.image, shard.where(number))
         second = None
         if sample.second_image is not None:
-            second = decode_picture(sample.second_image, shard.where(number))
+            second = decode_image(sample.second_image, shard.where(number))
     except BadSample as bad:
         told = _told(bad, shard, number)
         return Card(title, None, (*notes, told, *captions_of(annotation)), problem=bad.kind)
     frames = _frames(annotation) if boxes else []
     if second is not None:
-        picture = _beside(picture, second)
-    return Card(title, picture, (*notes, *_texts(annotation)), frames)
+        image = _beside(image, second)
+    return Card(title, image, (*notes, *_texts(annotation)), frames)
 
 
 def draw_sheet(cards: Sequence[Card], path: Path, columns: int = 6) -> Path:
@@ -89,12 +89,12 @@ def draw_sheet(cards: Sequence[Card], path: Path, columns: int = 6) -> Path:
         for column, card in enumerate(row):
             sheet.paste(card, (_GAP + column * (WIDTH + _GAP), top))
         top += height + _GAP
-    with whole_file(path) as file:
+    with atomic_write(path) as file:
         sheet.save(file, "png")
     return path
 
 
-class Shown(NamedTuple):
+class SheetCell(NamedTuple):
     """A sample for a sheet of pairs, and what is said about it."""
 
     shard: Shard
@@ -102,7 +102,7 @@ class Shown(NamedTuple):
     note: str
 
 
-def draw_pairs(pairs: Sequence[tuple[Shown, Shown]], path: Path) -> None:
+def draw_pairs(pairs: Sequence[tuple[SheetCell, SheetCell]], path: Path) -> None:
     """Draw pairs of samples side by side, three pairs in a row."""
     cards = []
     for shown in (each for pair in pairs for each in pair):
@@ -139,16 +139,16 @@ def _draw_card(card: Card) -> Image.Image:
         lines = [*lines[: LINES - 1], (f"… and {len(lines) - LINES + 1} more lines", _FAINT)]
     drawn = Image.new("RGB", (WIDTH, WIDTH + _LINE * (len(lines) + 1) + 4), _PAPER)
     draw = ImageDraw.Draw(drawn)
-    if card.picture is None:
+    if card.image is None:
         draw.rectangle((0, 0, WIDTH - 1, WIDTH - 1), _GREY)
         for number, line in enumerate(wrapped(card.problem, WIDTH - 20, _font(16, bold=True))):
             draw.text((10, WIDTH // 2 - 20 + 20 * number), line, _INK, _font(16, bold=True))
     else:
         # Small ones are enlarged: a sheet is for looking at.
-        small = ImageOps.contain(card.picture, (WIDTH, WIDTH), Image.Resampling.LANCZOS)
+        small = ImageOps.contain(card.image, (WIDTH, WIDTH), Image.Resampling.LANCZOS)
         left, top = (WIDTH - small.width) // 2, (WIDTH - small.height) // 2
         drawn.paste(small, (left, top))
-        across, down = small.width / card.picture.width, small.height / card.picture.height
+        across, down = small.width / card.image.width, small.height / card.image.height
         for number, frame in enumerate(card.frames):
             x, y, width, height = frame.box
             corners = (

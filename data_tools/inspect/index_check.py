@@ -27,7 +27,7 @@ class Damage(NamedTuple):
     where: str
 
 
-class Found(NamedTuple):
+class ShardContents(NamedTuple):
     """What a shard was found to hold; what was not looked for is None.
 
     `rows` and `places` are digests of the index rows of its samples, with captions and without.
@@ -55,11 +55,11 @@ class _Manifest(BaseModel):
 
 
 def found_rows(samples: Sequence[SampleFiles], captions: Sequence[int]) -> tuple[str, str]:
-    """`places` and `rows` of `Found`."""
+    """`places` and `rows` of `ShardContents`."""
     return _digests(sample_rows(samples, captions))
 
 
-def against_index(folder: Path, found: Mapping[str, Found]) -> list[Damage]:
+def against_index(folder: Path, found: Mapping[str, ShardContents]) -> list[Damage]:
     """Where the index says something else than the shards.
 
     Args:
@@ -112,7 +112,7 @@ def read_manifest(folder: Path) -> tuple[list[ManifestShard] | None, list[Damage
 
 
 def against_manifest(
-    folder: Path, manifest: Sequence[ManifestShard], found: Mapping[str, Found]
+    folder: Path, manifest: Sequence[ManifestShard], found: Mapping[str, ShardContents]
 ) -> list[Damage]:
     """Where the manifest says something else than the shards; arguments as in `against_index`."""
     damage = []
@@ -128,7 +128,7 @@ def against_manifest(
     return damage
 
 
-def _difference(said: object, there: Found, fields: Sequence[str]) -> str | None:
+def _difference(said: object, there: ShardContents, fields: Sequence[str]) -> str | None:
     """The first field that is known of both and not the same."""
     for field in fields:
         expected, is_there = getattr(said, field), getattr(there, field)

@@ -1,4 +1,4 @@
-"""Draw some samples of a folder of shards as one picture: thumbnails with their captions.
+"""Draw some samples of a folder of shards as one image: thumbnails with their captions.
 
     python -m data_tools peek shards/cc3m --out sheet.png
     python -m data_tools peek shards/refcoco --out sheet.png --boxes --count 24 --seed 3
@@ -82,5 +82,5 @@ def choose(table: ShardTable, count: int, seed: int | None) -> list[tuple[str, i
 
 
 def _damage(cards: list[Card]) -> str:
-    damaged = sum(card.picture is None for card in cards)
+    damaged = sum(card.image is None for card in cards)
     return f", {damaged} of them damaged" if damaged else ""

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from data_tools.inspect.index import write_index_of
-from data_tools.scan.atomic_file import whole_file
+from data_tools.scan.atomic_file import atomic_write
 from data_tools.scan.keys import keys_in, prefixed, repeated_keys
 from data_tools.scan.parallel_scan import (
     Shard,
@@ -42,10 +42,10 @@ from data_tools.scan.parallel_scan import (
     scan,
     shards_of,
 )
-from data_tools.scan.repeated_ids import Numbers, Repeats, numbers_of
+from data_tools.scan.repeated_ids import Numbers, RepeatedIds, numbers_of
 from vlp.config import ConfigError
 from vlp.data.shards.index import BLOCK, ROW, sample_rows
-from vlp.data.shards.lru import Recent
+from vlp.data.shards.lru import LRUCache
 from vlp.data.shards.sample_files import grouped
 from vlp.data.shards.tar import append_member, close_tar, members_in
 from vlp.io import sync, sync_folder
@@ -148,7 +148,7 @@ def survey(
     Raises:
         ConfigError: a key comes more than once.
     """
-    problems, counts, keys = [], [], Repeats()
+    problems, counts, keys = [], [], RepeatedIds()
     work = partial(_survey, prefixes=prefixes)
     with open(plan, "wb") as file:
         for shard, found in scan(work, shards, processes, "survey"):
@@ -193,7 +193,7 @@ class Order:
 def write_shard(piece: Piece, out: Path, plan: Path, prefixes: dict[Path, str]) -> None:
     """Write one new shard; it gets its name when it is whole and on disk."""
     rows = np.memmap(plan, dtype=ROW, mode="r")
-    files: Recent[int] = Recent(_FILES_KEPT, dispose=os.close)
+    files: LRUCache[int] = LRUCache(_FILES_KEPT, dispose=os.close)
     unfinished = out / f"{_name(piece.number)}.{os.getpid()}.tmp"
     try:
         with open(unfinished, "wb") as file:
@@ -281,7 +281,7 @@ def _refuse_others(out: Path, settings: dict[str, object]) -> None:
 
 
 def _keep_settings(out: Path, settings: dict[str, object]) -> None:
-    with whole_file(out / SETTINGS_NAME) as file:
+    with atomic_write(out / SETTINGS_NAME) as file:
         file.write(json.dumps(settings, indent=2).encode() + b"\n")
 
 

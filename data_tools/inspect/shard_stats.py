@@ -29,7 +29,7 @@ QUANTITIES = {
     "height": "pixels",
     "shorter side": "pixels",
     "aspect ratio": "width / height",
-    "picture size": "bytes",
+    "image size": "bytes",
 }
 """What has a histogram, and its unit."""
 
@@ -82,7 +82,7 @@ class Tally:
 
 
 class ShardTally(NamedTuple):
-    """One shard's counts, and its keys, picture names and words as numbers."""
+    """One shard's counts, and its keys, image names and words as numbers."""
 
     tally: Tally
     keys: Numbers
@@ -91,7 +91,7 @@ class ShardTally(NamedTuple):
 
 
 def tally_shard(shard: ShardReader, tokens: Callable[[str], int] | None, limit: int) -> ShardTally:
-    """Count what a shard holds; pictures are read up to their headers.
+    """Count what a shard holds; images are read up to their headers.
 
     Args:
         shard: open shard.
@@ -112,7 +112,7 @@ def tally_shard(shard: ShardReader, tokens: Callable[[str], int] | None, limit: 
             names.append(f"{sample.annotation.source}\0{sample.annotation.image_id}")
         tally.sources[sample.annotation.source or "(none)"] += 1
         _count_captions(tally, captions_of(sample.annotation), words, tokens, limit)
-        _count_pictures(tally, sample)
+        _count_images(tally, sample)
     if shard.problem:
         tally.bad["missing shard" if shard.missing else "corrupt shard"] += 1
     return ShardTally(tally, numbers_of(keys_in(shard)), numbers_of(names), numbers_of(words))
@@ -155,18 +155,18 @@ def _count_captions(
         tally.counts["captions that are too long"] += length > limit
 
 
-def _count_pictures(tally: Tally, sample: RawSample) -> None:
+def _count_images(tally: Tally, sample: RawSample) -> None:
     for data in (sample.image, sample.second_image):
         if data is None:
             continue
-        tally.counts["pictures"] += 1
-        tally.counts["bytes of pictures"] += len(data)
-        tally.histograms["picture size"][rounded(len(data))] += 1
+        tally.counts["images"] += 1
+        tally.counts["bytes of images"] += len(data)
+        tally.histograms["image size"][rounded(len(data))] += 1
         try:
             with Image.open(BytesIO(data), formats=FORMATS) as image:
                 (width, height), kind = image.size, image.format or "?"
-        except Exception:  # as in decode_picture: all of them mean the same
-            tally.bad["unreadable picture"] += 1
+        except Exception:  # as in decode_image: all of them mean the same
+            tally.bad["unreadable image"] += 1
             continue
         tally.formats[kind] += 1
         tally.histograms["width"][width] += 1

@@ -1,12 +1,12 @@
-"""Say what shards hold: captions and their lengths, pictures and their sizes, sources, repetitions.
+"""Say what shards hold: captions and their lengths, images and their sizes, sources, repetitions.
 
     python -m data_tools stats shards/cc3m shards/sbu --out stats.json
     python -m data_tools stats shards/cc3m --out stats.json --vocabulary bert-base-uncased \\
         --max-tokens 30
 
-Writes FILE and, beside it, the histograms as a picture (.png). Words are runs of letters and digits
+Writes FILE and, beside it, the histograms as an image (.png). Words are runs of letters and digits
 in lower case; with `--vocabulary` captions are counted in its tokens too, [CLS] and [SEP]
-included. Of pictures the headers are read; `verify` decodes them. Interrupted, it writes what was
+included. Of images the headers are read; `verify` decodes them. Interrupted, it writes what was
 counted so far and says so. Memory is bounded: the names of a billion samples are compared on disk
 (in TMPDIR, 16 bytes a sample).
 """
@@ -27,9 +27,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from data_tools.inspect.shard_stats import ShardTally, Tally, tally_shard
-from data_tools.scan.atomic_file import whole_file
+from data_tools.scan.atomic_file import atomic_write
 from data_tools.scan.parallel_scan import Shard, ShardReader, add_processes, scan, shards_of
-from data_tools.scan.repeated_ids import Repeats
+from data_tools.scan.repeated_ids import RepeatedIds
 from vlp.config import ConfigError
 
 _BARS = 50
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Count, write both files and print the main numbers; damage is counted, and no failure."""
     if arguments.out.suffix == ".png":
-        raise ConfigError(f"--out {arguments.out}: the picture is written beside a .json file")
+        raise ConfigError(f"--out {arguments.out}: the image is written beside a .json file")
     shards_of(arguments.folders)
     if arguments.vocabulary is not None:
         _tokens(arguments.vocabulary)
@@ -77,7 +77,7 @@ def print_summary(summary: dict[str, Any]) -> None:
     without = summary["samples without caption"]
     print(
         f"{samples} samples in {summary['shards']} shards, {summary['captions']} captions, "
-        f"{summary['pictures']} pictures of {summary['bytes of pictures'] / 1e6:.1f} MB"
+        f"{summary['images']} images of {summary['bytes of images'] / 1e6:.1f} MB"
     )
     print(f"  without caption: {without} ({without / max(samples, 1):.1%})")
     longer = summary["captions that are too long"]
@@ -93,8 +93,8 @@ def print_summary(summary: dict[str, Any]) -> None:
         print(f"  {what}: {', '.join(f'{name} {count}' for name, count in shown[:8])}{more}")
     repeated = summary["repeated"]
     print(
-        f"  keys that a folder has more than once: {repeated['keys']}; pictures (source and "
-        f"image_id) of more than one sample: {repeated['pictures']} of {repeated['named pictures']}"
+        f"  keys that a folder has more than once: {repeated['keys']}; images (source and "
+        f"image_id) of more than one sample: {repeated['images']} of {repeated['named images']}"
     )
 
 
@@ -104,14 +104,14 @@ class _Count:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
         self._tally = Tally()
-        self._names, self._words = Repeats(), Repeats()
+        self._names, self._words = RepeatedIds(), RepeatedIds()
         self._repeated_keys = self._shards = 0
 
     def folder(self, folder: Path) -> None:
         """Count the shards of a folder."""
         arguments = self._arguments
         work = partial(_tally, vocabulary=arguments.vocabulary, limit=arguments.max_tokens)
-        keys = Repeats()
+        keys = RepeatedIds()
         shards = shards_of([folder])
         for _, found in scan(work, shards, arguments.processes, f"stats {folder}"):
             self._shards += 1
@@ -122,10 +122,10 @@ class _Count:
         self._repeated_keys += len(keys.result().values)
 
     def write(self, complete: bool) -> dict[str, Any]:
-        """Write the JSON and the picture; returns what the JSON holds."""
+        """Write the JSON and the image; returns what the JSON holds."""
         names = self._names.result()
         unit = "words" if self._arguments.vocabulary is None else "tokens"
-        counted = ("samples", "captions", "pictures", "bytes of pictures")
+        counted = ("samples", "captions", "images", "bytes of images")
         counts = (*counted, "samples without caption", "captions that are too long")
         summary = {
             "folders": [str(folder) for folder in self._arguments.folders],
@@ -137,12 +137,12 @@ class _Count:
             "vocabulary size": self._words.result().distinct,
             "repeated": {
                 "keys": self._repeated_keys,
-                "named pictures": names.distinct,
-                "pictures": len(names.values),
+                "named images": names.distinct,
+                "images": len(names.values),
             },
         }
         out: Path = self._arguments.out
-        with whole_file(out) as file:
+        with atomic_write(out) as file:
             file.write(json.dumps(summary, indent=1, ensure_ascii=False).encode() + b"\n")
         draw(summary, out.with_suffix(".png"))
         return summary
@@ -169,7 +169,7 @@ def draw(summary: dict[str, Any], path: Path) -> None:
         panel.tick_params(labelsize=8)
         panel.set_visible(panel.has_data())
     figure.suptitle(f"{summary['samples']} samples", fontsize=11)
-    with whole_file(path) as file:
+    with atomic_write(path) as file:
         figure.savefig(file, dpi=110, format="png")
 
 

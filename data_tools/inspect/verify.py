@@ -1,12 +1,12 @@
-"""Check shards: every tar, every annotation, every picture, the index and the manifest.
+"""Check shards: every tar, every annotation, every image, the index and the manifest.
 
     python -m data_tools verify shards/cc3m shards/sbu
-    python -m data_tools verify shards/cc3m --quick       # headers only, no picture is decoded
+    python -m data_tools verify shards/cc3m --quick       # headers only, no image is decoded
     python -m data_tools verify shards/cc3m --fix         # and index anew where the index is wrong
 
 Damage is printed as it is found and counted by kind at the end; `--report FILE` keeps all of it,
 one line each: kind, tab, place. The exit code is 1 if any is left. Only `--fix` writes into a
-folder, and nothing but its index. A flipped byte that leaves a picture decodable shows only against
+folder, and nothing but its index. A flipped byte that leaves an image decodable shows only against
 the sha256 of a manifest.json.
 """
 
@@ -31,7 +31,7 @@ from data_tools.inspect.index_check import (
     INDEX_KINDS,
     MANIFEST_NAME,
     Damage,
-    Found,
+    ShardContents,
     against_index,
     against_manifest,
     found_rows,
@@ -39,20 +39,20 @@ from data_tools.inspect.index_check import (
 )
 from data_tools.scan.keys import keys_in, repeated_keys
 from data_tools.scan.parallel_scan import Shard, ShardReader, add_processes, scan, shards_of
-from data_tools.scan.repeated_ids import Numbers, Repeats, numbers_of
+from data_tools.scan.repeated_ids import Numbers, RepeatedIds, numbers_of
 from vlp.config import ConfigError
-from vlp.data.image.decode import FORMATS, decode_picture
+from vlp.data.image.decode import FORMATS, decode_image
 from vlp.data.schema import captions_of
 from vlp.data.shards.index import INDEX_NAME
-from vlp.data.shards.sample_files import PICTURES, BadSample, SampleFiles, parse, parse_annotation
+from vlp.data.shards.sample_files import IMAGES, BadSample, SampleFiles, parse, parse_annotation
 
 
 class Examined(NamedTuple):
     """A shard, or what is wrong with a folder as a whole (`found` is None)."""
 
     damage: list[Damage]
-    found: Found | None = None
-    pictures: int = 0
+    found: ShardContents | None = None
+    images: int = 0
     keys: Numbers = np.empty(0, np.uint64)
 
 
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Check every folder; 1 if damage is left at the end."""
     counts: Counter[str] = Counter()
     fixed: Counter[str] = Counter()
-    pictures = samples = 0
+    images = samples = 0
     with ExitStack() as stack:
         report = None
         if arguments.report is not None:
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         for folder in _distinct(arguments.folders):
             before = counts.copy()
             for examined in check(folder, arguments.quick, arguments.processes):
-                pictures += examined.pictures
+                images += examined.images
                 samples += examined.found.samples if examined.found else 0
                 for damage in examined.damage:
                     counts[damage.kind] += 1
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
                 print(f"{folder}: indexed anew")
                 fixed.update(repairs)
     looked_at = "listed" if arguments.quick else "decoded"
-    print(f"{samples} samples, {pictures} pictures {looked_at}")
+    print(f"{samples} samples, {images} images {looked_at}")
     for kind, count in sorted(counts.items()):
         print(f"  {kind}: {count}{', repaired' if fixed[kind] == count else ''}")
     if counts and arguments.report is not None:
@@ -113,8 +113,8 @@ def check(folder: Path, quick: bool, processes: int) -> Iterator[Examined]:
     manifest, damage = read_manifest(folder)
     hashed = not quick and any(entry.sha256 for entry in manifest or ())
     work = partial(examine, quick=quick, hashed=hashed)
-    found: dict[str, Found] = {}
-    keys = Repeats()
+    found: dict[str, ShardContents] = {}
+    keys = RepeatedIds()
     for shard, examined in scan(work, shards, processes, f"verify {folder}"):
         yield examined
         keys.add(examined.keys)
@@ -140,21 +140,21 @@ def examine(shard: Shard, quick: bool = False, hashed: bool = False) -> Examined
     with ShardReader(shard.path) as opened:
         if opened.missing:
             return Examined([Damage("missing shard", f"{shard} ({opened.problem})")])
-        damage, captions, pictures = _damage_of(opened), [], 0
+        damage, captions, images = _damage_of(opened), [], 0
         for number, sample in enumerate(opened.samples):
-            pictures += sum(name.removeprefix("1.") in PICTURES for name in sample.files)
+            images += sum(name.removeprefix("1.") in IMAGES for name in sample.files)
             look = _structure if quick else _content
             damage.extend(Damage(bad.kind, bad.where) for bad in look(opened, number))
             captions.append(0 if quick else _captions(opened, sample))
         places, rows = found_rows(opened.samples, captions)
         keys = numbers_of(keys_in(opened))
-        found = Found(len(opened), shard.path.stat().st_size, places)
+        found = ShardContents(len(opened), shard.path.stat().st_size, places)
         if not quick:
             found = found._replace(captions=sum(captions), rows=rows)
         if hashed:
             with open(shard.path, "rb") as file:
                 found = found._replace(sha256=hashlib.file_digest(file, "sha256").hexdigest())
-        return Examined(damage, found, pictures, keys)
+        return Examined(damage, found, images, keys)
 
 
 def _duplicates(shards: Sequence[Shard], repeated: Numbers, processes: int) -> Iterator[Damage]:
@@ -174,11 +174,11 @@ def _damage_of(shard: ShardReader) -> list[Damage]:
 
 def _structure(shard: ShardReader, number: int) -> Iterator[BadSample]:
     files = shard.samples[number].files
-    if not any(name in PICTURES for name in files):
-        yield BadSample("missing picture", shard.where(number))
+    if not any(name in IMAGES for name in files):
+        yield BadSample("missing image", shard.where(number))
     for name, member in files.items():
-        if name.removeprefix("1.") in PICTURES and member.size == 0:
-            yield BadSample("unreadable picture", f"{shard.where(number)}.{name} (0 bytes)")
+        if name.removeprefix("1.") in IMAGES and member.size == 0:
+            yield BadSample("unreadable image", f"{shard.where(number)}.{name} (0 bytes)")
 
 
 def _content(shard: ShardReader, number: int) -> Iterator[BadSample]:
@@ -192,7 +192,7 @@ def _content(shard: ShardReader, number: int) -> Iterator[BadSample]:
     for data in (sample.image, sample.second_image):
         if data is not None:
             try:
-                decode_picture(data, shard.where(number))
+                decode_image(data, shard.where(number))
                 _check_sums(data, shard.where(number))
             except BadSample as bad:
                 yield bad
@@ -212,8 +212,8 @@ def _check_sums(data: bytes, where: str) -> None:
         try:
             with Image.open(BytesIO(data), formats=FORMATS) as image:
                 image.verify()
-        except Exception as error:  # as in decode_picture: all of them mean the same
-            raise BadSample("unreadable picture", f"{where} ({error})") from error
+        except Exception as error:  # as in decode_image: all of them mean the same
+            raise BadSample("unreadable image", f"{where} ({error})") from error
 
 
 def _opened(path: Path) -> IO[str]:

@@ -12,7 +12,7 @@ from vlp.config import ConfigError
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[IO[bytes]]:
+def atomic_write(path: Path) -> Iterator[IO[bytes]]:
     """A file to write, which gets its name when the block ends well; its folder is made.
 
     Raises:

@@ -38,7 +38,7 @@ _IN_FLIGHT = 4
 _WATCH_SECONDS = 0.5
 
 
-class Stopped(Exception):
+class ScanStopped(Exception):
     """Nobody waits for this work any more."""
 
 
@@ -52,7 +52,7 @@ def go_on() -> None:
         Stopped: the command was interrupted, or has failed.
     """
     if _stopping.is_set():
-        raise Stopped
+        raise ScanStopped
 
 
 class Shard(NamedTuple):
@@ -97,11 +97,11 @@ class ShardReader:
         return len(self.samples)
 
     def read(self, number: int) -> RawSample:
-        """A sample with its pictures; raises BadSample where it cannot be used."""
+        """A sample with its images; raises BadSample where it cannot be used."""
         return parse(self.samples[number], self.content, self.where(number))
 
     def annotation(self, number: int) -> Annotation:
-        """A sample's annotation, its pictures left unread; raises BadSample."""
+        """A sample's annotation, its images left unread; raises BadSample."""
         return parse_annotation(self.samples[number], self.content, self.where(number))
 
     def where(self, number: int) -> str:

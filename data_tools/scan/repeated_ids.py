@@ -35,7 +35,7 @@ class Repeated(NamedTuple):
     values: Numbers
 
 
-class Repeats:
+class RepeatedIds:
     """Collects numbers; beyond `limit` of them they wait in files of a temporary folder.
 
     Numbers are dealt to 256 files by their upper bits, so that one file after the other fits in

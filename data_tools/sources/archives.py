@@ -1,6 +1,6 @@
-"""Compressed tars as places of pictures: each is unpacked once, for as long as a command runs.
+"""Compressed tars as places of images: each is unpacked once, for as long as a command runs.
 
-Pictures are read at random, by offset, which a compressed tar does not allow. It becomes a plain
+Images are read at random, by offset, which a compressed tar does not allow. It becomes a plain
 tar in a temporary folder; no name inside it ever becomes a path on the disk.
 """
 
@@ -31,7 +31,7 @@ def unpacked(places: Sequence[Path], room: Path) -> Iterator[list[Path]]:
     Args:
         places: folders, tars, compressed tars (told by their first bytes, whatever they are
             called) or anything else; of a folder its compressed tars follow the folder itself.
-        room: folder to unpack into, with as much space as the pictures take. What is unpacked goes
+        room: folder to unpack into, with as much space as the images take. What is unpacked goes
             when the context ends; what a killed run left there goes now.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Pictures of a raw data set by file name, wherever they lie: folders, tars or zips."""
+"""Images of a raw data set by file name, wherever they lie: folders, tars or zips."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.tar import read_members
 
 DEPTH = 2
-"""Levels of folders below a place that are looked through (`ab/cd/picture.jpg`)."""
+"""Levels of folders below a place that are looked through (`ab/cd/image.jpg`)."""
 
 
-class Place(NamedTuple):
-    """Where the bytes of one picture lie: a file, a part of a tar, or a member of a zip."""
+class ImageLocation(NamedTuple):
+    """Where the bytes of one image lie: a file, a part of a tar, or a member of a zip."""
 
     path: Path
     offset: int = 0
@@ -39,9 +39,9 @@ class Place(NamedTuple):
                 file.seek(self.offset)
                 data = file.read() if self.size is None else file.read(self.size)
         except Exception as error:  # zipfile raises a dozen kinds for damaged members
-            raise BadSample("unreadable picture", f"{self.path} ({error})") from error
+            raise BadSample("unreadable image", f"{self.path} ({error})") from error
         if self.size is not None and len(data) != self.size:
-            raise BadSample("unreadable picture", f"{self.path}: cut off at byte {self.offset}")
+            raise BadSample("unreadable image", f"{self.path}: cut off at byte {self.offset}")
         return data
 
 
@@ -53,7 +53,7 @@ class _Found(NamedTuple):
 
 
 class Originals:
-    """Finds pictures by name in folders (two levels deep), tars and zips.
+    """Finds images by name in folders (two levels deep), tars and zips.
 
     The first place that has one wins. A folder that holds tars or zips stands for those too. A name
     is looked for by its last part; where several files share that, the folders before it decide.
@@ -73,10 +73,10 @@ class Originals:
             elif place.is_file():
                 self._add_archive(place)
             else:
-                raise ConfigError(f"{place}: no such folder, tar or zip of pictures")
+                raise ConfigError(f"{place}: no such folder, tar or zip of images")
 
-    def find(self, name: str) -> Place | None:
-        """Where a picture lies (a file name, perhaps with folders before it), or None."""
+    def find(self, name: str) -> ImageLocation | None:
+        """Where an image lies (a file name, perhaps with folders before it), or None."""
         folder, _, base = name.removeprefix("./").rpartition("/")
         found = self._found.get(base)
         if found is None:
@@ -87,13 +87,13 @@ class Originals:
         path = self._containers[found.container]
         full = f"{found.folder}/{base}" if found.folder else base
         if found.offset == _IN_FOLDER:
-            return Place(path / full)
+            return ImageLocation(path / full)
         if found.offset == _IN_ZIP:
-            return Place(path, member=full)
-        return Place(path, found.offset, found.size)
+            return ImageLocation(path, member=full)
+        return ImageLocation(path, found.offset, found.size)
 
     def read(self, name: str) -> bytes | None:
-        """The bytes of a picture, or None where there is none.
+        """The bytes of an image, or None where there is none.
 
         Raises:
             BadSample: there is one, and it can no longer be read.
@@ -147,7 +147,7 @@ class Originals:
 _IN_FOLDER, _IN_ZIP = -1, -2
 
 _ARCHIVES = (".tar", ".zip")
-# What lies beside pictures and is none: to remember it would take memory.
+# What lies beside images and is none: to remember it would take memory.
 _BESIDE = (".txt", ".json", ".parquet", ".csv")
 
 

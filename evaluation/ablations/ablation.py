@@ -62,7 +62,7 @@ class RowConfig(Config):
 
     label: str
     variant: str
-    view: Literal["picture", "shuffled", "blank"] = "picture"
+    view: Literal["image", "shuffled", "blank"] = "image"
     paper: tuple[float, ...] = ()
 
 
@@ -212,7 +212,7 @@ def _run(
         "training.seed": seed,
     }
     if variant.backbone is not None:
-        overrides["start"] = str(
+        overrides["init_from"] = str(
             Path(config.output) / "backbone" / variant.backbone / str(seed) / "model"
         )
     settings = {
@@ -238,7 +238,7 @@ def judge(model: Path, threads: int, corpus: Path) -> dict[str, float]:
     torch.set_num_threads(threads)
     loaded = vlp.load(model)
     figures: dict[str, float] = {}
-    views: tuple[Literal["picture", "shuffled", "blank"], ...] = ("picture", "shuffled", "blank")
+    views: tuple[Literal["image", "shuffled", "blank"], ...] = ("image", "shuffled", "blank")
     for view in views:
         swaps = evaluate_swaps(loaded, [corpus / "swaps"], view=view, resamples=1)
         for (scorer, kind, score), figure in swaps.figures.items():

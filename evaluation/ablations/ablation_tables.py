@@ -140,7 +140,7 @@ def _compare(
 
 def judged(results: Results, variant: str, reference: str, scorer: str) -> Difference:
     """Difference of the figure that gates look at."""
-    figure = JUDGED.format(view="picture", scorer=scorer)
+    figure = JUDGED.format(view="image", scorer=scorer)
     return _compare(results, variant, reference, [figure], [figure])
 
 
@@ -167,7 +167,7 @@ def _table(table: TableConfig, results: Results, scorer: str) -> Table:
     differences = [
         _tested(results, row, table.reference, figures)
         for row in table.rows
-        if row.view == "picture" and row.variant != table.reference
+        if row.view == "image" and row.variant != table.reference
     ]
     deviations = [found.deviation for found in differences if found.seeds > 1]
     notes = [layout.note.format(judge=_JUDGES[scorer])]
@@ -187,12 +187,12 @@ def _columns(layout: Layout, results: Results, scorer: str) -> dict[str, str]:
     wanted = {head: name.replace("{scorer}", scorer) for head, name in layout.columns.items()}
     if scorer == "match":
         wanted.pop("ITM", None)  # the other columns are its own
-    return {head: name for head, name in wanted.items() if name.format(view="picture") in known}
+    return {head: name for head, name in wanted.items() if name.format(view="image") in known}
 
 
 def _tested(results: Results, row: RowConfig, reference: str, figures: Sequence[str]) -> Difference:
-    """A row against the reference's pictures."""
-    own, plain = ([name.format(view=v) for name in figures] for v in (row.view, "picture"))
+    """A row against the reference's images."""
+    own, plain = ([name.format(view=v) for name in figures] for v in (row.view, "image"))
     return _compare(results, row.variant, reference, own, plain)
 
 
@@ -204,10 +204,10 @@ def _row(
     results: Results,
 ) -> list[str]:
     seeds = sorted(seed for name, seed in results if name == row.variant)
-    pictured = row.view == "picture"
+    imaged = row.view == "image"
     cells = [row.label]
     for name in columns.values():
-        if not pictured and "{view}" not in name:
+        if not imaged and "{view}" not in name:
             cells.append("")
             continue
         found = [results[row.variant, seed]["figures"] for seed in seeds]
@@ -216,7 +216,7 @@ def _row(
         cells.append(mean_and_deviation(values, decimals=2 if figure == SPREAD else 1))
     for figures in tested.values():
         seen = all("{view}" in name for name in figures)
-        empty = (pictured and row.variant == table.reference) or not (pictured or seen)
+        empty = (imaged and row.variant == table.reference) or not (imaged or seen)
         cells.append("" if empty else str(_tested(results, row, table.reference, figures)))
     cells.append(str(len(seeds)))
     return [*cells, *([f"{figure:g}" for figure in row.paper] or [""] * len(table.paper))]

@@ -133,8 +133,8 @@ def _tables() -> list[PaperTable]:
             tables.append(PaperTable(number, "retrieval", data, recalls, _read(rows, part)))
     accuracies = (
         ("vqa", "VQA v2", ("test-dev", "test-std")),
-        ("entailment", "SNLI-VE", ("dev", "test")),
-        ("statements", "NLVR2", ("dev", "test")),
+        ("snli_ve", "SNLI-VE", ("dev", "test")),
+        ("nlvr2", "NLVR2", ("dev", "test")),
     )
     for part, (kind, data, splits) in enumerate(accuracies):
         columns = tuple((split, "accuracy") for split in splits)

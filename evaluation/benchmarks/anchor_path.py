@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from evaluation.benchmarks.figures import Figure, print_figures
+from evaluation.benchmarks.figures import Measurement, print_figures
 from evaluation.benchmarks.memory import peak_memory
 from vlp.positions.anchor import Metric, anchor_distance, anchor_path
 
@@ -173,7 +173,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def bounded(size: Size, device: torch.device, repeats: int) -> Iterator[Figure]:
+def bounded(size: Size, device: torch.device, repeats: int) -> Iterator[Measurement]:
     """Windows of 5 tokens and 9 patches: print a table row per way, yield its figures."""
     grid = size.rows, size.columns
     distance = random_distance(size, device)
@@ -187,7 +187,7 @@ def bounded(size: Size, device: torch.device, repeats: int) -> Iterator[Figure]:
         yield from _report(size, step, measure(paths, distance, backward, repeats))
 
 
-def unbounded(size: Size, device: torch.device, repeats: int) -> Iterator[Figure]:
+def unbounded(size: Size, device: torch.device, repeats: int) -> Iterator[Measurement]:
     """Windows None: print a table row per way, yield its figures."""
     size = size._replace(batch=1)
     grid = size.rows, size.columns
@@ -201,15 +201,15 @@ def unbounded(size: Size, device: torch.device, repeats: int) -> Iterator[Figure
         yield from _report(size, metric, measure(paths, distance, False, repeats))
 
 
-def _report(size: Size, step: str, results: dict[str, tuple[float, int]]) -> Iterator[Figure]:
+def _report(size: Size, step: str, results: dict[str, tuple[float, int]]) -> Iterator[Measurement]:
     slowest = next(iter(results.values()))[0]
     for name, (seconds, memory) in results.items():
         print(
             f"{size!s:<18}{step:<18}{name:<9}{1000 * seconds:>10.2f}{memory / 2**20:>10.1f}"
             f"{slowest / seconds:>9.1f}x"
         )
-        yield Figure(f"anchor_path/{size}/{step}/{name}/time", 1000 * seconds, "ms")
-        yield Figure(f"anchor_path/{size}/{step}/{name}/peak_memory", memory / 2**20, "MiB")
+        yield Measurement(f"anchor_path/{size}/{step}/{name}/time", 1000 * seconds, "ms")
+        yield Measurement(f"anchor_path/{size}/{step}/{name}/peak_memory", memory / 2**20, "MiB")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -231,7 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     on_gpu = device.type == "cuda"
     sizes = chosen.sizes or [parse_size(text) for text in (_GPU_SIZES if on_gpu else _CPU_SIZES)]
     repeats = chosen.repeats or (20 if on_gpu else 7)
-    figures: list[Figure] = []
+    figures: list[Measurement] = []
     columns = f"{'way':<9}{'ms':>10}{'MiB':>10}{'speed':>10}"
     print(f"{'5 tokens, 9 patches':<36}{columns}")
     for size in sizes:

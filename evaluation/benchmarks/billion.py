@@ -3,14 +3,14 @@
     OMP_NUM_THREADS=1 python -m evaluation.benchmarks.billion
 
 Makes a folder of 100,000 shards of 10,000 samples each. Its index and its file of samples are what
-such a corpus has; all shards are links to one real tar of small pictures, and of the file of
+such a corpus has; all shards are links to one real tar of small images, and of the file of
 samples only the rows that are read are written. A fresh process then takes the place of one rank of
 1,024: it opens the index, starts a worker and waits for the first batch, from the start of the run
 and again from a random point, as a resumed run does.
 
 How well the order mixes, and what a node has to read, is worked out from the order itself, and set
 beside what a uniform shuffle of all samples would give. Prints a table and, last, one JSON line per
-figure. Bytes are those of pictures of `--sample-bytes`.
+figure. Bytes are those of images of `--sample-bytes`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from evaluation.benchmarks.figures import Figure, print_figures
+from evaluation.benchmarks.figures import Measurement, print_figures
 from vlp.config import ConfigError
 from vlp.data.config import DataConfig, SourceConfig
 from vlp.data.pretrain.loader import PretrainData
@@ -40,7 +40,7 @@ from vlp.data.shards.index import ROW, ShardEntry, write_table
 from vlp.data.shards.shard_index import ShardIndex, ShardWriter
 from vlp.data.stream.batch_sampler import read_at_once
 from vlp.data.stream.input_spec import Inputs
-from vlp.data.stream.sampler import Pool, TrainingOrder
+from vlp.data.stream.sampler import Pool, TrainingSampler
 from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
 
 SEED = 0
@@ -71,14 +71,14 @@ class Scale(NamedTuple):
         """Of the whole corpus."""
         return self.shards * self.shard_samples
 
-    def order(self) -> TrainingOrder:
+    def sampler(self) -> TrainingSampler:
         """The training order of the corpus."""
         sizes = np.full(self.shards, self.shard_samples)
-        return TrainingOrder([Pool(sizes)], self.streams, self.window, SEED)
+        return TrainingSampler([Pool(sizes)], self.streams, self.window, SEED)
 
     def random_place(self) -> int:
         """Samples after which a run may have stopped, somewhere in the first epoch."""
-        batches = self.order().batches_in_epoch(0, self.batch)
+        batches = self.sampler().batches_in_epoch(0, self.batch)
         return int(np.random.default_rng(SEED).integers(1, batches)) * self.batch
 
 
@@ -140,9 +140,9 @@ def make_corpus(folder: Path, scale: Scale, rank: int) -> None:
     write_table(corpus, (ShardEntry(name, *entry[1:]) for name in names), TABLE)
     # A file with holes: what is not written takes no room.
     table = np.lib.format.open_memmap(corpus / TABLE, "w+", ROW, (scale.samples,))
-    order = scale.order()
+    sampler = scale.sampler()
     for consumed in (0, scale.random_place()):
-        for _, shard in read_at_once(order, scale.batch, consumed, rank, scale.ranks):
+        for _, shard in read_at_once(sampler, scale.batch, consumed, rank, scale.ranks):
             first = shard * scale.shard_samples
             table[first : first + scale.shard_samples] = rows
     table.flush()
@@ -168,7 +168,7 @@ def start_one(folder: Path, scale: Scale, rank: int) -> Start:
         workers=1,
     )
     data = PretrainData(config, inputs, scale.batch, SEED, text)
-    data.order.share(0, rank, scale.ranks)
+    data.sampler.share(0, rank, scale.ranks)
     laid_out = time.perf_counter() - started - opened
     seconds, grown, memory = [], 0, (0, 0)
     for consumed in (0, scale.random_place()):
@@ -195,27 +195,27 @@ def _memory(process: str) -> tuple[int, int]:
     return fields["Rss"], fields["Private_Clean"] + fields["Private_Dirty"]
 
 
-def mixing(scale: Scale, draws: int = 1000) -> Mixing:
+def mixing(scale: Scale, rng_for: int = 1000) -> Mixing:
     """Statistics of the order of the first epoch.
 
     Args:
         scale: of corpus and run.
         draws: random (batch, rank) pairs whose samples are looked at.
     """
-    order, rng = scale.order(), np.random.default_rng(SEED)
-    batches = order.batches_in_epoch(0, scale.batch)
+    sampler, rng = scale.sampler(), np.random.default_rng(SEED)
+    batches = sampler.batches_in_epoch(0, scale.batch)
     each = scale.batch // scale.ranks
     per_stream = scale.batch // scale.streams
     distances = []
-    for _ in range(draws):
+    for _ in range(rng_for):
         batch, rank = int(rng.integers(batches - 1)), int(rng.integers(scale.ranks))
-        slots = order.slots(0, batch * per_stream, scale.batch, rank, scale.ranks)
+        slots = sampler.slots(0, batch * per_stream, scale.batch, rank, scale.ranks)
         for number, element in enumerate(slots):
             assert element is not None  # no batch but the last has empty slots
             comes = batch * scale.batch + rank * each + number
             lies = element.shard * scale.shard_samples + element.position
             distances.append(abs(comes - lies) / scale.samples)
-    whole = order.slots(0, int(rng.integers(batches - 1)) * per_stream, scale.batch)
+    whole = sampler.slots(0, int(rng.integers(batches - 1)) * per_stream, scale.batch)
     counts = Counter(element.shard for element in whole if element is not None)
     pairs = sum(count * (count - 1) for count in counts.values())
     size, samples, shards = scale.batch, scale.samples, scale.shards
@@ -223,11 +223,11 @@ def mixing(scale: Scale, draws: int = 1000) -> Mixing:
         (float(np.mean(distances)), 1 / 3),
         (pairs / (size * (size - 1)), (scale.shard_samples - 1) / (samples - 1)),
         (float(len(counts)), shards * (1 - (1 - 1 / shards) ** size)),
-        (_span(scale, order), 1 - 2 / (scale.shard_samples + 1)),
+        (_span(scale, sampler), 1 - 2 / (scale.shard_samples + 1)),
     )
 
 
-def _span(scale: Scale, order: TrainingOrder) -> float:
+def _span(scale: Scale, sampler: TrainingSampler) -> float:
     """Mean part of the epoch between a shard's first and last sample, over the windows' bounds.
 
     A shard lies in one stream or in two, and there in one window or in several.
@@ -245,17 +245,21 @@ def _span(scale: Scale, order: TrainingOrder) -> float:
 
 def reading(scale: Scale) -> Reading:
     """Shards of one node and of one rank: the mean of a few of each."""
-    order = scale.order()
-    windows = order.windows_in_epoch(0)
+    sampler = scale.sampler()
+    windows = sampler.windows_in_epoch(0)
 
     def opened(rank: int, ranks: int) -> int:
         return len(
-            {s for window in range(windows) for s in order.shards_of_window(0, window, rank, ranks)}
+            {
+                s
+                for window in range(windows)
+                for s in sampler.shards_of_window(0, window, rank, ranks)
+            }
         )
 
     nodes = scale.ranks // scale.ranks_per_node
     some = np.random.default_rng(SEED).permutation(scale.ranks)[:8]
-    at_once = [len(read_at_once(order, scale.batch, 0, int(r), scale.ranks)) for r in some]
+    at_once = [len(read_at_once(sampler, scale.batch, 0, int(r), scale.ranks)) for r in some]
     return Reading(
         round(np.mean([opened(int(r) % nodes, nodes) for r in some])),
         round(np.mean([opened(int(r), scale.ranks) for r in some])),
@@ -284,7 +288,7 @@ def table(scale: Scale, start: Start, mixed: Mixing, read: Reading) -> str:
         f"{scale.workers} workers, batch {scale.batch:,}, {scale.streams:,} streams, window "
         f"{scale.window:,}",
         *(f"{name:<36}{value:>22}" for name, value in rows),
-        f"{'how well the order mixes':<36}{'measured':>22}{'uniform shuffle':>18}",
+        f"{'how well the sampler mixes':<36}{'measured':>22}{'uniform shuffle':>18}",
     ]
     for name, (value, expected) in zip(
         ("mean displacement, of an epoch", "pairs of a batch from one shard",
@@ -298,26 +302,26 @@ def _gigabytes(scale: Scale, read: Reading) -> float:
     return read.rank_at_once * scale.shard_samples * scale.sample_bytes / 1e9
 
 
-def figures(scale: Scale, start: Start, mixed: Mixing, read: Reading) -> list[Figure]:
+def figures(scale: Scale, start: Start, mixed: Mixing, read: Reading) -> list[Measurement]:
     """One figure per number that somebody plans with."""
     return [
-        Figure("billion/index_open", start.opened, "s", 1.0),
-        Figure("billion/first_batch", start.first, "s", 10.0),
-        Figure("billion/resume", start.resumed, "s", 10.0),
-        Figure("billion/index_memory", start.added / 1e6, "MB"),
-        Figure("billion/worker_memory", start.worker / 1e6, "MB"),
-        Figure("billion/worker_own_memory", start.worker_own / 1e6, "MB"),
-        Figure("billion/displacement", mixed.displacement[0], "of an epoch", 1 / 3),
-        Figure("billion/pairs_of_a_shard", mixed.pairs[0] / mixed.pairs[1], "x uniform"),
-        Figure("billion/shards_in_a_batch", mixed.distinct[0], "shards"),
-        Figure("billion/shard_span", mixed.span[0], "of an epoch"),
-        Figure("billion/node_shards", read.node, "shards"),
-        Figure(
+        Measurement("billion/index_open", start.opened, "s", 1.0),
+        Measurement("billion/first_batch", start.first, "s", 10.0),
+        Measurement("billion/resume", start.resumed, "s", 10.0),
+        Measurement("billion/index_memory", start.added / 1e6, "MB"),
+        Measurement("billion/worker_memory", start.worker / 1e6, "MB"),
+        Measurement("billion/worker_own_memory", start.worker_own / 1e6, "MB"),
+        Measurement("billion/displacement", mixed.displacement[0], "of an epoch", 1 / 3),
+        Measurement("billion/pairs_of_a_shard", mixed.pairs[0] / mixed.pairs[1], "x uniform"),
+        Measurement("billion/shards_in_a_batch", mixed.distinct[0], "shards"),
+        Measurement("billion/shard_span", mixed.span[0], "of an epoch"),
+        Measurement("billion/node_shards", read.node, "shards"),
+        Measurement(
             "billion/node_bytes",
             read.node * scale.shard_samples * scale.sample_bytes / 1e12,
             "TB per epoch",
         ),
-        Figure("billion/rank_at_once", _gigabytes(scale, read), "GB"),
+        Measurement("billion/rank_at_once", _gigabytes(scale, read), "GB"),
     ]
 
 

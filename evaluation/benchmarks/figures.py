@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 
-class Figure(NamedTuple):
+class Measurement(NamedTuple):
     """One measured number.
 
     `target` is what the project must reach and `stretch` what it would be proud of, both in `unit`
@@ -29,7 +29,7 @@ def device_name(device: torch.device) -> str:
     return f"{kind}, {torch.get_num_threads()} threads"
 
 
-def print_figures(figures: Iterable[Figure], device: torch.device | None = None) -> None:
+def print_figures(figures: Iterable[Measurement], device: torch.device | None = None) -> None:
     """One line of JSON per figure: name, value, unit, target, stretch, device.
 
     Without `device` the figures are taken to be the first GPU's or, where there is none, the CPU's.

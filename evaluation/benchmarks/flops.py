@@ -12,7 +12,7 @@ Two conventions for ACE-RPE:
 
 - *as the paper counts*: E = P W (Eq. 8) is built, (1 + M) x N x width, for each table, direction
   and layer, and summed under the attention weights (Eq. 12). The paper prints 115G without and
-  122G with it, 6.1 %; which picture size, text length and counting it used is not known, so
+  122G with it, 6.1 %; which image size, text length and counting it used is not known, so
   several are shown.
 - *as ours runs*: by linearity E is never built: mean(P) and sum_j a_ij P_ij are multiplied by W.
   Computing similarities, paths and means is included.
@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from evaluation.benchmarks.figures import Figure, print_figures
+from evaluation.benchmarks.figures import Measurement, print_figures
 from vlp.config import ConfigError, load_config
 from vlp.models.config import AnchorConfig, ModelConfig
 from vlp.models.vlp import VLPModel
@@ -38,7 +38,7 @@ from vlp.positions.windows import patch_reach, text_reach
 from vlp.training.config import PretrainConfig
 
 SIZES = ((256, 25), (256, 30), (384, 25), (384, 30))
-"""Pixels of a picture's side and tokens of a text."""
+"""Pixels of an image's side and tokens of a text."""
 
 PAPER_PARAMETERS = {
     "text encoder": "66.6M",
@@ -51,7 +51,7 @@ TARGET = 0.3
 """Percent that ACE-RPE may add as ours runs."""
 
 
-class Part(NamedTuple):
+class LayerFlops(NamedTuple):
     """FLOPs of one part: `layers` with weights, `products` without, and `elementwise` steps."""
 
     name: str
@@ -66,7 +66,7 @@ class Part(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Tokens of a text, patches of a picture (rows, columns), and pairs computed at once."""
+    """Tokens of a text, patches of an image (rows, columns), and pairs computed at once."""
 
     tokens: int
     grid: tuple[int, int]
@@ -78,7 +78,7 @@ class Shape(NamedTuple):
         return self.grid[0] * self.grid[1]
 
 
-def base_parts(config: ModelConfig, shape: Shape) -> list[Part]:
+def base_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
     """The model without position encodings, FLOPs per pair."""
     text, image, cross = config.text, config.image, config.cross
     width, words, places = text.width, shape.tokens, 1 + shape.patches
@@ -95,41 +95,43 @@ def base_parts(config: ModelConfig, shape: Shape) -> list[Part]:
     embedding = 2 * shape.patches * 3 * image.patch_size**2 * width
     projection = 2 * width * config.embed_dim
     return [
-        Part(
+        LayerFlops(
             "text encoder",
             text.layers * text_layer.layers + projection,
             text.layers * text_layer.products,
         ),
-        Part(
+        LayerFlops(
             "image encoder",
             image.layers * image_layer.layers + embedding + projection,
             image.layers * image_layer.products,
         ),
-        Part("cross-modal encoder", cross.layers * layers, cross.layers * products),
+        LayerFlops("cross-modal encoder", cross.layers * layers, cross.layers * products),
     ]
 
 
-def token_projections(config: ModelConfig, shape: Shape) -> Part:
+def token_projections(config: ModelConfig, shape: Shape) -> LayerFlops:
     """Tokens of both sides to the contrastive space: the token term of the loss needs them, too."""
     tokens = shape.tokens + shape.patches
-    return Part("token projections", 2 * tokens * config.text.width * config.embed_dim)
+    return LayerFlops("token projections", 2 * tokens * config.text.width * config.embed_dim)
 
 
-def paper_anchor_parts(config: ModelConfig, shape: Shape) -> list[Part]:
+def paper_anchor_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
     """ACE-RPE as the paper counts: E built for each table, direction and layer."""
     cross, anchor = config.cross, config.cross.anchor
     width, entries = config.text.width, (1 + shape.patches) * shape.tokens
     times = cross.layers * (2 if cross.layout == "ace" else 1)
     tables = 1 if anchor.mode == "bias" else len(anchor.roles)
-    parts = [Part("ACE-RPE: E = P W built", times * tables * 2 * entries * anchor.groups * width)]
+    parts = [
+        LayerFlops("ACE-RPE: E = P W built", times * tables * 2 * entries * anchor.groups * width)
+    ]
     if anchor.mode == "bias":
-        parts.append(Part("ACE-RPE: E W_E", times * 2 * entries * width))
+        parts.append(LayerFlops("ACE-RPE: E W_E", times * 2 * entries * width))
     elif "value" in anchor.roles:
-        parts.append(Part("ACE-RPE: sum of a E", times * 2 * entries * width))
+        parts.append(LayerFlops("ACE-RPE: sum of a E", times * 2 * entries * width))
     return parts
 
 
-def our_anchor_parts(config: ModelConfig, shape: Shape) -> list[Part]:
+def our_anchor_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
     """ACE-RPE as ours runs, FLOPs per pair."""
     cross, anchor = config.cross, config.cross.anchor
     width, groups, patches, words = config.text.width, anchor.groups, shape.patches, shape.tokens
@@ -137,13 +139,15 @@ def our_anchor_parts(config: ModelConfig, shape: Shape) -> list[Part]:
     entries = patches * words * groups
     parts = [
         # x / |x| per group: square, sum, divide.
-        Part(
+        LayerFlops(
             "ACE-RPE: similarity",
             products=2 * patches * words * channels,
             elementwise=3 * (patches + words) * channels,
         ),
-        Part("ACE-RPE: distance and path", elementwise=entries * path_steps(shape.grid, anchor)),
-        Part("ACE-RPE: mean paths", elementwise=2 * entries),
+        LayerFlops(
+            "ACE-RPE: distance and path", elementwise=entries * path_steps(shape.grid, anchor)
+        ),
+        LayerFlops("ACE-RPE: mean paths", elementwise=2 * entries),
     ]
     directions = [(words, 1 + patches), (1 + patches, words)][: 2 if cross.layout == "ace" else 1]
     if anchor.mode == "bias":
@@ -151,7 +155,7 @@ def our_anchor_parts(config: ModelConfig, shape: Shape) -> list[Part]:
         heads = 1 if anchor.shared_heads else cross.heads
         bias = sum(2 * queries * keys * groups * heads for queries, keys in directions)
         slopes = len(directions) * vectors
-        return [*parts, Part("ACE-RPE: biases", products=cross.layers * (bias + slopes))]
+        return [*parts, LayerFlops("ACE-RPE: biases", products=cross.layers * (bias + slopes))]
     tables = gathered = embedded = 0.0
     for queries, keys in directions:
         for role in anchor.roles:
@@ -164,9 +168,9 @@ def our_anchor_parts(config: ModelConfig, shape: Shape) -> list[Part]:
             embedded += 2 * queries * groups * width
     return [
         *parts,
-        Part("ACE-RPE: mean paths by tables", layers=cross.layers * tables),
-        Part("ACE-RPE: sum of a P", products=cross.layers * gathered),
-        Part("ACE-RPE: ... by tables", layers=cross.layers * embedded),
+        LayerFlops("ACE-RPE: mean paths by tables", layers=cross.layers * tables),
+        LayerFlops("ACE-RPE: sum of a P", products=cross.layers * gathered),
+        LayerFlops("ACE-RPE: ... by tables", layers=cross.layers * embedded),
     ]
 
 
@@ -187,7 +191,7 @@ def path_steps(grid: tuple[int, int], anchor: AnchorConfig) -> int:
     return 4 + 2 + 2 + over_tokens + over_patches
 
 
-class Comparison(NamedTuple):
+class AddedFlops(NamedTuple):
     """GFLOPs of a pair by one convention: without ACE-RPE, with it, and what it adds in percent."""
 
     convention: str
@@ -196,7 +200,7 @@ class Comparison(NamedTuple):
     added: float
 
 
-def compare(config: ModelConfig, shape: Shape) -> list[Comparison]:
+def compare(config: ModelConfig, shape: Shape) -> list[AddedFlops]:
     """The paper's convention in two readings of 'None', and ours."""
     base = base_parts(config, shape)
     layers = sum(part.layers for part in base)
@@ -207,7 +211,7 @@ def compare(config: ModelConfig, shape: Shape) -> list[Comparison]:
         ("as ours runs", _sum(ours), our_anchor_parts(config, shape)),
     ]
     return [
-        Comparison(name, without / 1e9, (without + _sum(parts)) / 1e9, 100 * _sum(parts) / without)
+        AddedFlops(name, without / 1e9, (without + _sum(parts)) / 1e9, 100 * _sum(parts) / without)
         for name, without, parts in rows
     ]
 
@@ -237,10 +241,10 @@ def _count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _layer(width: int, intermediate: int, tokens: int) -> Part:
+def _layer(width: int, intermediate: int, tokens: int) -> LayerFlops:
     """Self-attention with output projection, and feed-forward."""
     weights = 4 * width**2 + 2 * width * intermediate
-    return Part("", 2 * tokens * weights, _attention(tokens, tokens, width))
+    return LayerFlops("", 2 * tokens * weights, _attention(tokens, tokens, width))
 
 
 def _attention(queries: int, keys: int, width: int) -> int:
@@ -248,7 +252,7 @@ def _attention(queries: int, keys: int, width: int) -> int:
     return 2 * 2 * queries * keys * width
 
 
-def _sum(parts: Sequence[Part]) -> float:
+def _sum(parts: Sequence[LayerFlops]) -> float:
     return sum(part.total for part in parts)
 
 
@@ -278,7 +282,7 @@ def _part_rows(config: ModelConfig, shapes: dict[str, Shape]) -> Iterator[str]:
 
 
 def _comparison_rows(config: ModelConfig, shapes: dict[str, Shape]) -> Iterator[str]:
-    yield f"{'convention':<36}{'picture, text':>14}{'none':>10}{'ACE-RPE':>10}{'added':>9}"
+    yield f"{'convention':<36}{'image, text':>14}{'none':>10}{'ACE-RPE':>10}{'added':>9}"
     for name, shape in shapes.items():
         for row in compare(config, shape):
             yield (
@@ -321,15 +325,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _figures(config: ModelConfig, shapes: dict[str, Shape]) -> Iterator[Figure]:
-    yield Figure("flops/384px/parameters", parameters(_resized(config, 384))["in all"], "")
+def _figures(config: ModelConfig, shapes: dict[str, Shape]) -> Iterator[Measurement]:
+    yield Measurement("flops/384px/parameters", parameters(_resized(config, 384))["in all"], "")
     for (size, tokens), shape in zip(SIZES, shapes.values()):
         paper, every, ours = compare(config, shape)
         name = f"flops/{size}px/{tokens}tokens"
-        yield Figure(f"{name}/added", ours.added, "%", TARGET)
-        yield Figure(f"{name}/total", ours.with_it, "GFLOPs")
-        yield Figure(f"{name}/added_paper_convention_layers", paper.added, "%")
-        yield Figure(f"{name}/added_paper_convention_all", every.added, "%")
+        yield Measurement(f"{name}/added", ours.added, "%", TARGET)
+        yield Measurement(f"{name}/total", ours.with_it, "GFLOPs")
+        yield Measurement(f"{name}/added_paper_convention_layers", paper.added, "%")
+        yield Measurement(f"{name}/added_paper_convention_all", every.added, "%")
 
 
 if __name__ == "__main__":

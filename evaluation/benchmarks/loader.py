@@ -5,7 +5,7 @@
     python -m evaluation.benchmarks.loader --shards DIR --size 224
 
 Both sides read the same WebDataset shards (`KEY.jpg`, `KEY.txt`, and the `index.json` that
-`python -m data_tools index DIR` writes); without `--shards` some are made, of pictures of 500 x 375
+`python -m data_tools index DIR` writes); without `--shards` some are made, of images of 500 x 375
 with the spectrum of photographs. open_clip's side is its own training code
 (`open_clip_train.data.get_wds_dataset` with `open_clip.transform.image_transform`), unchanged; with
 webdataset 1 or newer, which it was not written for, the end-of-shard marks that it trips over are
@@ -43,9 +43,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from evaluation.benchmarks.figures import Figure, print_figures
+from evaluation.benchmarks.figures import Measurement, print_figures
 from evaluation.benchmarks.loader_shards import check_shards, make_shards, save_vocabulary
-from evaluation.benchmarks.loader_turns import Measured, take_turns
+from evaluation.benchmarks.loader_turns import LoaderTurns, take_turns
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig, DataConfig, SourceConfig
 from vlp.data.pretrain.loader import PretrainData
@@ -77,7 +77,7 @@ class Settings(NamedTuple):
 def our_batches(settings: Settings, augment: AugmentConfig, normalised: bool) -> Iterator[Any]:
     """Batches of this project's loader, without masks.
 
-    Its pictures are 8-bit levels, which training normalises on its device; with `normalised` the
+    Its images are 8-bit levels, which training normalises on its device; with `normalised` the
     main process does it here, so that they end as open_clip's do.
     """
     config = DataConfig(
@@ -120,7 +120,7 @@ def sides(row: str, settings: Settings) -> dict[str, Callable[[], Iterator[Any]]
 
     text = TextProcessor.load(settings.vocabulary, TOKENS)
     plain = AugmentConfig(
-        randaugment=False, mirror=False, crop_scale=CROP, quick_decode=row == "best"
+        randaugment=False, hflip=False, crop_scale=CROP, quick_decode=row == "best"
     )
 
     def ours(**changes: Any) -> Callable[[], Iterator[Any]]:
@@ -146,20 +146,20 @@ def sides(row: str, settings: Settings) -> dict[str, Callable[[], Iterator[Any]]
     }
 
 
-def measure(row: str, settings: Settings, rounds: int) -> dict[str, Measured]:
+def measure(row: str, settings: Settings, rounds: int) -> dict[str, LoaderTurns]:
     """All sides of one comparison, taking turns of one pass over the shards."""
     batches = len(ShardIndex.open(settings.shards)) // settings.batch
     started = sides(row, settings)
     return take_turns(started, batches, batches * settings.batch, rounds, settings.workers)
 
 
-def ratios(found: dict[str, Measured], name: str) -> list[float]:
+def ratios(found: dict[str, LoaderTurns], name: str) -> list[float]:
     """By rounds, samples per CPU second of a side over open_clip's."""
     pairs = zip(found[THEIRS].turns, found[name].turns)
     return [theirs.cpu / own.cpu for theirs, own in pairs]
 
 
-def table(row: str, found: dict[str, Measured], workers: int) -> str:
+def table(row: str, found: dict[str, LoaderTurns], workers: int) -> str:
     """One line for each side."""
     lines = []
     for name, own in found.items():
@@ -172,15 +172,17 @@ def table(row: str, found: dict[str, Measured], workers: int) -> str:
     return "\n".join(lines)
 
 
-def figures(row: str, found: dict[str, Measured], settings: Settings) -> Iterator[Figure]:
+def figures(row: str, found: dict[str, LoaderTurns], settings: Settings) -> Iterator[Measurement]:
     """Of one comparison."""
     for name, own in found.items():
         place = f"loader/{row}/{settings.size}px/{settings.workers}_workers/{name}"
-        yield Figure(f"{place}/rate", own.rate / settings.workers, "samples/s/core")
-        yield Figure(f"{place}/startup", own.startup, "s")
+        yield Measurement(f"{place}/rate", own.rate / settings.workers, "samples/s/core")
+        yield Measurement(f"{place}/startup", own.startup, "s")
         if name != THEIRS:
             promised = PROMISED.get(row, (None, None)) if name == OURS else (None, None)
-            yield Figure(f"{place}/ratio", statistics.median(ratios(found, name)), "x", *promised)
+            yield Measurement(
+                f"{place}/ratio", statistics.median(ratios(found, name)), "x", *promised
+            )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -235,7 +237,7 @@ def _run(chosen: argparse.Namespace, scratch: Path) -> int:
         f"{'':<28}{'workers':>7}{'samples/s':>12}{'CPU ms':>14}{'ratio':>8}  "
         f"{'quartiles':<10}{'start s':>10}\n{'':<35}{'per core':>12}{'per sample':>14}"
     )
-    found: list[Figure] = []
+    found: list[Measurement] = []
     for row in chosen.rows.split(","):
         for settings in every:
             measured = measure(row, settings, chosen.rounds)

@@ -16,16 +16,16 @@ from vlp.data.shards.tar import append_member, close_tar
 from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
 
 
-def make_shards(folder: Path, samples: int, pictures: int = 64, per_shard: int = 128) -> None:
-    """Shards as img2dataset writes them, of `pictures` different pictures again and again."""
+def make_shards(folder: Path, samples: int, images: int = 64, per_shard: int = 128) -> None:
+    """Shards as img2dataset writes them, of `images` different images again and again."""
     rng = np.random.default_rng(0)
     words = np.array([f"{first}{last}" for first in "bdfgklmnprst" for last in ("a", "en", "ito")])
-    encoded = [_photograph(rng, 500, 375) for _ in range(pictures)]
+    encoded = [_photograph(rng, 500, 375) for _ in range(images)]
     for first in range(0, samples, per_shard):
         with open(folder / f"{first // per_shard:05d}.tar", "wb") as file:
             for number in range(first, min(first + per_shard, samples)):
                 caption = " ".join(rng.choice(words, rng.integers(6, 16)))
-                append_member(file, f"{number:09d}.jpg", encoded[number % pictures])
+                append_member(file, f"{number:09d}.jpg", encoded[number % images])
                 append_member(file, f"{number:09d}.txt", caption.encode())
             close_tar(file)
     index_folder(folder)

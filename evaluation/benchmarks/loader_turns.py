@@ -71,7 +71,7 @@ class Stream:
         return used
 
 
-class Measured(NamedTuple):
+class LoaderTurns(NamedTuple):
     """One side: samples of a turn, its start-up in seconds, and its turns."""
 
     samples: int
@@ -90,7 +90,7 @@ def take_turns(
     samples: int,
     rounds: int,
     cores: int,
-) -> dict[str, Measured]:
+) -> dict[str, LoaderTurns]:
     """Start every side and let them receive batches in turn, the first round uncounted.
 
     Args:
@@ -117,4 +117,4 @@ def take_turns(
             stream.close()
         os.sched_setaffinity(0, all_cores)
         torch.set_num_threads(threads)
-    return {name: Measured(samples, streams[name].startup, turns[name][1:]) for name in streams}
+    return {name: LoaderTurns(samples, streams[name].startup, turns[name][1:]) for name in streams}

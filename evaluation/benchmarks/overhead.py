@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from evaluation.benchmarks.figures import Figure, print_figures
+from evaluation.benchmarks.figures import Measurement, print_figures
 from evaluation.benchmarks.memory import peak_memory
 from evaluation.benchmarks.pretrain_step import random_batch
 from vlp.config import ConfigError, load_config
@@ -281,11 +281,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     target = 4.0 if device.type == "cuda" else 5.0
     print_figures(
         [
-            Figure("overhead/step", 100 * found.time, "%", target, 1.0),
-            Figure("overhead/step_low", 100 * found.interval[0], "%"),
-            Figure("overhead/step_high", 100 * found.interval[1], "%"),
-            Figure("overhead/peak_memory", 100 * found.memory, "%", 5.0, 2.0),
-            Figure("overhead/step_time", 1e3 * found.parts["step"][WITH], "ms"),
+            Measurement("overhead/step", 100 * found.time, "%", target, 1.0),
+            Measurement("overhead/step_low", 100 * found.interval[0], "%"),
+            Measurement("overhead/step_high", 100 * found.interval[1], "%"),
+            Measurement("overhead/peak_memory", 100 * found.memory, "%", 5.0, 2.0),
+            Measurement("overhead/step_time", 1e3 * found.parts["step"][WITH], "ms"),
         ],
         device,
     )

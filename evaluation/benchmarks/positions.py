@@ -6,7 +6,7 @@
 `plain` is DeiT-S with its learned absolute positions alone: timm's, on a GPU with fused attention,
 on a CPU with explicit attention, which trains faster there (`sdpa` is the fused one). Variants take
 turns, so that a slow moment of the machine hits all of them; a ratio is the median over rounds of
-plain's time through the variant's. Multiply-accumulates (MACs) of one picture are those of matrix
+plain's time through the variant's. Multiply-accumulates (MACs) of one image are those of matrix
 products and convolutions. The paper prints 4,613 M for DeiT-S, 4,659 M for contextual iRPE on keys,
 4,706 M on queries and keys, 4,885 M on all three.
 
@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from evaluation.benchmarks.figures import Figure, print_figures
+from evaluation.benchmarks.figures import Measurement, print_figures
 from evaluation.benchmarks.memory import peak_memory
 from vlp.positions import PositionContext, PositionEncoding, attach
 
@@ -41,7 +41,7 @@ MODEL = "deit_small_patch16_224"
 WARM_UP = 1
 
 
-class Variant(NamedTuple):
+class EncodingVariant(NamedTuple):
     """An encoding on top of `plain`; `target` and `stretch` are shares of its throughput."""
 
     name: str | Callable[..., PositionEncoding] | None
@@ -50,29 +50,29 @@ class Variant(NamedTuple):
     stretch: float | None = None
 
 
-VARIANTS: dict[str, Variant] = {
-    "plain": Variant(None, {}),
-    "sdpa": Variant(None, {}),
-    "irpe-product bias": Variant("irpe-product", {"mode": "bias", "on": "k"}, 95, 97),
-    "irpe-product k": Variant("irpe-product", {"on": "k"}, 90, 97),
-    "irpe-product qk": Variant("irpe-product", {"on": "qk"}, 80, 96),
-    "irpe-product qkv": Variant("irpe-product", {"on": "qkv"}, 70, 95),
-    "irpe-product bias flex": Variant(
+VARIANTS: dict[str, EncodingVariant] = {
+    "plain": EncodingVariant(None, {}),
+    "sdpa": EncodingVariant(None, {}),
+    "irpe-product bias": EncodingVariant("irpe-product", {"mode": "bias", "on": "k"}, 95, 97),
+    "irpe-product k": EncodingVariant("irpe-product", {"on": "k"}, 90, 97),
+    "irpe-product qk": EncodingVariant("irpe-product", {"on": "qk"}, 80, 96),
+    "irpe-product qkv": EncodingVariant("irpe-product", {"on": "qkv"}, 70, 95),
+    "irpe-product bias flex": EncodingVariant(
         "irpe-product", {"mode": "bias", "on": "k", "fused": "flex"}, 95, 97
     ),
-    "irpe-product k flex": Variant("irpe-product", {"on": "k", "fused": "flex"}, 90, 97),
-    "irpe-product qk flex": Variant("irpe-product", {"on": "qk", "fused": "flex"}, 80, 96),
-    "alibi-2d": Variant("alibi-2d", {}, 95, 97),
-    "rope-axial": Variant("rope-axial", {}),
-    "rope-mixed": Variant("rope-mixed", {}),
-    "sine-2d": Variant("sine-2d", {}),
-    "fourier": Variant("fourier", {}),
-    "shaw": Variant("shaw", {"on": "k"}),
-    "huang": Variant("huang", {}),
-    "sasa": Variant("sasa", {}),
-    "transformer-xl": Variant("transformer-xl", {}),
-    "cope": Variant("cope", {}),
-    "sape": Variant("sape", {"on": "k"}),
+    "irpe-product k flex": EncodingVariant("irpe-product", {"on": "k", "fused": "flex"}, 90, 97),
+    "irpe-product qk flex": EncodingVariant("irpe-product", {"on": "qk", "fused": "flex"}, 80, 96),
+    "alibi-2d": EncodingVariant("alibi-2d", {}, 95, 97),
+    "rope-axial": EncodingVariant("rope-axial", {}),
+    "rope-mixed": EncodingVariant("rope-mixed", {}),
+    "sine-2d": EncodingVariant("sine-2d", {}),
+    "fourier": EncodingVariant("fourier", {}),
+    "shaw": EncodingVariant("shaw", {"on": "k"}),
+    "huang": EncodingVariant("huang", {}),
+    "sasa": EncodingVariant("sasa", {}),
+    "transformer-xl": EncodingVariant("transformer-xl", {}),
+    "cope": EncodingVariant("cope", {}),
+    "sape": EncodingVariant("sape", {"on": "k"}),
 }
 
 
@@ -115,7 +115,7 @@ class PublishedIRPE(PositionEncoding):
         return added
 
 
-def published_variants(file: Path) -> dict[str, Variant]:
+def published_variants(file: Path) -> dict[str, EncodingVariant]:
     """Variants of the published code.
 
     Raises:
@@ -129,7 +129,7 @@ def published_variants(file: Path) -> dict[str, Variant]:
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     return {
-        f"published {on}": Variant(partial(PublishedIRPE, module=module, on=on), {})
+        f"published {on}": EncodingVariant(partial(PublishedIRPE, module=module, on=on), {})
         for on in ("k", "qk", "qkv")
     }
 
@@ -144,8 +144,8 @@ def _easydict() -> ModuleType:
     return module
 
 
-class Measured(NamedTuple):
-    """Of one variant: MACs of one picture, peak bytes, and seconds of each round by part."""
+class VariantTimes(NamedTuple):
+    """Of one variant: MACs of one image, peak bytes, and seconds of each round by part."""
 
     macs: float
     parameters: int
@@ -170,7 +170,7 @@ def make(name: str, size: int, device: torch.device) -> nn.Module:
 
 
 class _Runner:
-    """Trains and runs one variant on random pictures."""
+    """Trains and runs one variant on random images."""
 
     def __init__(self, name: str, size: int, rows: int, device: torch.device) -> None:
         self.device = device
@@ -202,7 +202,7 @@ class _Runner:
 
 
 def macs(name: str, size: int) -> float:
-    """Multiply-accumulates of one picture's forward pass."""
+    """Multiply-accumulates of one image's forward pass."""
     model = make(name, size, torch.device("cpu")).eval()
     for module in model.modules():
         if hasattr(module, "fused_attn"):
@@ -216,13 +216,13 @@ def macs(name: str, size: int) -> float:
 
 def measure(
     names: Sequence[str], size: int, rows: int, rounds: int, device: torch.device
-) -> dict[str, Measured]:
-    """All variants at one picture size, taking turns.
+) -> dict[str, VariantTimes]:
+    """All variants at one image size, taking turns.
 
     Args:
         names: of `VARIANTS`; `plain` is always among them.
         size: pixels.
-        rows: pictures of a batch.
+        rows: images of a batch.
         rounds: timed steps of each variant.
         device: where.
     """
@@ -241,7 +241,7 @@ def measure(
             for part, taken in seconds[name].items():
                 taken.append(runners[name](part))
     return {
-        name: Measured(
+        name: VariantTimes(
             macs(name, size),
             sum(parameter.numel() for parameter in runners[name].model.parameters()),
             peaks[name],
@@ -257,13 +257,13 @@ def _two_steps(name: str, size: int, rows: int, device: torch.device) -> None:
         runner("training")
 
 
-def ratio(found: dict[str, Measured], name: str, part: str) -> float:
+def ratio(found: dict[str, VariantTimes], name: str, part: str) -> float:
     """Throughput of a variant as a share of plain's: the median over rounds."""
     pairs = zip(found["plain"].seconds[part], found[name].seconds[part])
     return statistics.median(plain / own for plain, own in pairs)
 
 
-def table(found: dict[str, Measured], rows: int) -> str:
+def table(found: dict[str, VariantTimes], rows: int) -> str:
     """One row for each variant."""
     lines = [
         f"{'':<20}{'parameters':>12}{'MACs (M)':>10}{'train img/s':>13}{'of plain':>10}"
@@ -287,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sizes", default="224", metavar="PX,…")
-    parser.add_argument("--rows", type=int, help="pictures; default: 4 on a CPU, 64 on a GPU")
+    parser.add_argument("--rows", type=int, help="images; default: 4 on a CPU, 64 on a GPU")
     parser.add_argument("--rounds", type=int, default=7, help="timed steps of each variant")
     parser.add_argument("--only", metavar="NAME,…", help=f"of {', '.join(VARIANTS)}")
     parser.add_argument("--published", type=Path, metavar="FILE", help="their irpe.py")
@@ -309,7 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     figures = []
     for size in map(int, chosen.sizes.split(",")):
         found = measure(names, size, rows, chosen.rounds, device)
-        print(f"DeiT-S, {size} px, {rows} pictures, bf16\n{table(found, rows)}\n")
+        print(f"DeiT-S, {size} px, {rows} images, bf16\n{table(found, rows)}\n")
         for name in found:
             if name == "plain":
                 continue
@@ -318,7 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for part in ("training", "inference"):
                 goal = promised if part == "training" else VARIANTS["plain"]
                 figures.append(
-                    Figure(
+                    Measurement(
                         f"positions/{size}/{name}/{part}",
                         100 * ratio(found, name, part),
                         "%",

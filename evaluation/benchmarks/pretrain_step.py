@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from evaluation.benchmarks.figures import Figure, print_figures
+from evaluation.benchmarks.figures import Measurement, print_figures
 from vlp.config import ConfigError, load_config
 from vlp.data.stream.batch import Batch
 from vlp.data.stream.input_spec import Inputs
@@ -56,7 +56,7 @@ def random_batch(inputs: Inputs, rows: int, words: int, seed: int = 0) -> Batch:
         mlm_labels=torch.where(chosen, ids, -100),
         mim_mask=random(rows, *inputs.grid) < ratio,
         image_ids=torch.arange(rows),
-        draws=random(rows, 2).double(),
+        rng_for=random(rows, 2).double(),
         valid=torch.ones(rows, dtype=torch.bool),
         sample_ids=torch.arange(rows),
     )
@@ -133,8 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     print_figures(
         [
-            Figure("pretrain_step/pairs", rows / step, "pairs/s"),
-            Figure("pretrain_step/peak_memory", peak / 2**20, "MiB"),
+            Measurement("pretrain_step/pairs", rows / step, "pairs/s"),
+            Measurement("pretrain_step/peak_memory", peak / 2**20, "MiB"),
         ],
         device,
     )

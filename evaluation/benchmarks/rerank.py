@@ -8,7 +8,7 @@ texts padded to `max_tokens`, as ALBEF's are. Ours is what `evaluation retrieval
 layout, precision and features are the same, weights and features random.
 
 A whole set takes hours on a CPU. So a few queries of either direction are timed in the loop, and
-a few pictures with all the pairs that the whole set has for them in ours; they take turns, round by
+a few images with all the pairs that the whole set has for them in ours; they take turns, round by
 round. The rest is extrapolated: queries times the mean of a query against pairs times the mean of
 a pair, with what ours does once for its texts. A pair that is near in both directions is one pair
 of ours and two of the loop's. A second loop pads texts no further than the longest of each call.
@@ -31,12 +31,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evaluation.benchmarks.figures import Figure, print_figures
+from evaluation.benchmarks.figures import Measurement, print_figures
 from evaluation.benchmarks.stand_ins import StandIns, random_model
 from evaluation.core.feature_cache import GIBIBYTE, precision_context
 from evaluation.core.work_sharding import Ranks
 from evaluation.retrieval.pair_scoring import PairScorer
-from evaluation.retrieval.rerank import Pairs, match_pairs, nearest_pairs, reranked_ranks
+from evaluation.retrieval.rerank import CandidatePairs, match_pairs, nearest_pairs, reranked_ranks
 from evaluation.retrieval.search import Search, search
 from evaluation.retrieval.two_stages import DIRECTIONS, Direction
 from vlp.config import ConfigError, load_config
@@ -52,14 +52,14 @@ _SHELF = "a shelf of texts"
 class Sizes(NamedTuple):
     """The set, and how much of it is measured: in a round one query of either direction."""
 
-    pictures: int = 1000
+    images: int = 1000
     texts: int = 5000
     nearest: int = 128
     rounds: int = 2
     match_batch: int = 64
 
 
-class Found(NamedTuple):
+class RerankTimes(NamedTuple):
     """Seconds of the whole set by way, by the clock and of the processor, extrapolated.
 
     pair: milliseconds of a pair by way, by the clock; pairs: how many a way scores. difference:
@@ -108,7 +108,7 @@ class _Set:
 
     def __init__(self, stand_ins: StandIns, sizes: Sizes) -> None:
         self.stand_ins, self.sizes = stand_ins, sizes
-        self.model = stand_ins.matcher.model
+        self.model = stand_ins.itm_scorer.model
         collection = stand_ins.collection
         self.right: dict[Direction, NDArray[np.int64]] = {
             "text_to_image": collection.image_of_text[:, None],
@@ -125,12 +125,12 @@ class _Set:
     def query(self, to: Direction, query: int, cut: bool) -> tuple[ImageFeatures, TextFeatures]:
         """Features of a query and of its candidates, before it is repeated."""
         near = self.near[to].nearest[query].tolist()
-        pictures, texts = (near, [query]) if to == "text_to_image" else ([query], near)
+        images, texts = (near, [query]) if to == "text_to_image" else ([query], near)
         longest = self.model.config.text.max_tokens
         if cut:
             longest = max(self.stand_ins.length(text) for text in texts)
         return (
-            ImageFeatures(*_stacked([self.stand_ins.picture(each) for each in pictures])),
+            ImageFeatures(*_stacked([self.stand_ins.image(each) for each in images])),
             TextFeatures(*_stacked([self.stand_ins.text(each, longest) for each in texts])),
         )
 
@@ -144,17 +144,19 @@ class _Set:
         with precision_context(device, self.stand_ins.precision):
             return self.model.match(images, texts).float().cpu().numpy()
 
-    def ours(self, pairs: Pairs) -> NDArray[np.float32]:
+    def ours(self, pairs: CandidatePairs) -> NDArray[np.float32]:
         """Scores of some pairs as `evaluation retrieval` finds them."""
         groups, order = self.scorer.groups(pairs), self.scorer.order(pairs)
         return match_pairs(pairs, self.scorer, groups, order, self.sizes.match_batch, ranks=Ranks())
 
-    def shelves_of(self, picture: int) -> list[Pairs]:
-        """All pairs of a picture, by shelf of texts."""
-        rows = np.flatnonzero(self.pairs.image == picture)
-        mine = Pairs(self.pairs.image[rows], self.pairs.text[rows])
+    def shelves_of(self, image: int) -> list[CandidatePairs]:
+        """All pairs of an image, by shelf of texts."""
+        rows = np.flatnonzero(self.pairs.image == image)
+        mine = CandidatePairs(self.pairs.image[rows], self.pairs.text[rows])
         groups = self.scorer.groups(mine)
-        return [Pairs(*(side[groups == one] for side in mine)) for one in np.unique(groups)]
+        return [
+            CandidatePairs(*(side[groups == one] for side in mine)) for one in np.unique(groups)
+        ]
 
     def rank(self, to: Direction, query: int, scores: NDArray[np.float32]) -> int:
         """Rank of a query's right candidate by new scores of its nearest."""
@@ -164,23 +166,23 @@ class _Set:
         return int(reranked_ranks(found, scores[None], self.right[to][one])[0])
 
 
-def measure(config: ModelConfig, sizes: Sizes, device: torch.device, precision: str) -> Found:
-    """Time both ways on some queries and pictures, and compare what they say."""
+def measure(config: ModelConfig, sizes: Sizes, device: torch.device, precision: str) -> RerankTimes:
+    """Time both ways on some queries and images, and compare what they say."""
     model = random_model(config).to(device)
     options: dict[str, Any] = {"memory": 2 * GIBIBYTE, "device": device, "precision": precision}
-    whole = _Set(StandIns(model, sizes.pictures, sizes.texts, **options), sizes)
+    whole = _Set(StandIns(model, sizes.images, sizes.texts, **options), sizes)
     timer, draw = _Timer(device), np.random.default_rng(1)
-    *pictures, idle = draw.choice(sizes.pictures, sizes.rounds + 1, replace=False).tolist()
+    *images, idle = draw.choice(sizes.images, sizes.rounds + 1, replace=False).tolist()
     texts = draw.choice(sizes.texts, sizes.rounds, replace=False).tolist()
     for pairs in whole.shelves_of(idle):  # the first calls of a process are slow
-        whole.ours(Pairs(pairs.image[:8], pairs.text[:8]))
+        whole.ours(CandidatePairs(pairs.image[:8], pairs.text[:8]))
     said: list[tuple[Direction, int, NDArray[np.float32], NDArray[np.float32]]] = []
-    for number, (picture, text) in enumerate(zip(pictures, texts)):
-        queries: dict[Direction, int] = {"text_to_image": text, "image_to_text": picture}
+    for number, (image, text) in enumerate(zip(images, texts)):
+        queries: dict[Direction, int] = {"text_to_image": text, "image_to_text": image}
         turns: list[Callable[[], dict[Any, Any]]] = [
             partial(_run_loop, whole, timer, PADDED, queries),
             partial(_run_loop, whole, timer, CUT, queries),
-            partial(_run_ours, whole, timer, picture, idle),
+            partial(_run_ours, whole, timer, image, idle),
         ]
         scores: dict[Any, Any] = {}
         for turn in turns[number % 3 :] + turns[: number % 3]:
@@ -188,7 +190,7 @@ def measure(config: ModelConfig, sizes: Sizes, device: torch.device, precision: 
         for to, query in queries.items():
             near = whole.near[to].nearest[query]
             if to == "text_to_image":
-                ours = whole.ours(Pairs(near, np.full_like(near, text)))
+                ours = whole.ours(CandidatePairs(near, np.full_like(near, text)))
             else:
                 ours = np.array([scores[candidate] for candidate in near.tolist()])
             said += [(to, query, scores[way, to], ours) for way in (PADDED, CUT)]
@@ -205,11 +207,11 @@ def _run_loop(
     return scores
 
 
-def _run_ours(whole: _Set, timer: _Timer, picture: int, idle: int) -> dict[int, float]:
-    """Scores of a picture by text; shelves serve many pictures and are timed apart."""
+def _run_ours(whole: _Set, timer: _Timer, image: int, idle: int) -> dict[int, float]:
+    """Scores of an image by text; shelves serve many images and are timed apart."""
     scores: dict[int, float] = {}
-    for pairs in whole.shelves_of(picture):
-        timer(_SHELF, 1, whole.ours, Pairs(np.array([idle]), pairs.text[:1]))
+    for pairs in whole.shelves_of(image):
+        timer(_SHELF, 1, whole.ours, CandidatePairs(np.array([idle]), pairs.text[:1]))
         found = timer(OURS, len(pairs.text), whole.ours, pairs)
         scores |= dict(zip(pairs.text.tolist(), found.tolist()))
     return scores
@@ -219,20 +221,20 @@ def _extrapolated(
     whole: _Set,
     timer: _Timer,
     said: list[tuple[Direction, int, NDArray[np.float32], NDArray[np.float32]]],
-) -> Found:
+) -> RerankTimes:
     sizes = whole.sizes
-    queries: dict[Direction, int] = {"text_to_image": sizes.texts, "image_to_text": sizes.pictures}
+    queries: dict[Direction, int] = {"text_to_image": sizes.texts, "image_to_text": sizes.images}
     seconds = {
         way: sum((queries[to] * timer.mean(f"{way} {to}") for to in DIRECTIONS), np.zeros(2))
         for way in (PADDED, CUT)
     }
-    shelves = len(np.unique(whole.scorer.groups(whole.pairs) // sizes.pictures))
+    shelves = len(np.unique(whole.scorer.groups(whole.pairs) // sizes.images))
     mine = len(whole.pairs.text)
     seconds[OURS] = mine * timer.mean(OURS) + shelves * timer.mean(_SHELF)
-    both = min(sizes.nearest, sizes.pictures) * sizes.texts
-    both += min(sizes.nearest, sizes.texts) * sizes.pictures
+    both = min(sizes.nearest, sizes.images) * sizes.texts
+    both += min(sizes.nearest, sizes.texts) * sizes.images
     pairs = {PADDED: both, CUT: both, OURS: mine}
-    return Found(
+    return RerankTimes(
         clock={way: float(total[0]) for way, total in seconds.items()},
         processor={way: float(total[1]) for way, total in seconds.items()},
         pair={way: float(1e3 * seconds[way][0] / pairs[way]) for way in pairs},
@@ -257,7 +259,7 @@ def _stacked(features: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
     return [torch.cat(column) for column in zip(*features)]
 
 
-def table(layout: str, found: Found) -> str:
+def table(layout: str, found: RerankTimes) -> str:
     """A line for each way, and how far both agree."""
     lines = [
         f"layout {layout}",
@@ -290,7 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_intermixed_args(arguments)
     sizes = Sizes(**{name: getattr(chosen, name) for name in Sizes._fields})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    figures: list[Figure] = []
+    figures: list[Measurement] = []
     for layout in chosen.layouts.split(","):
         try:
             overrides = [*chosen.overrides, f"model.cross.layout={layout}"]
@@ -302,14 +304,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(table(layout, found), end="\n\n", flush=True)
         name = f"rerank/{layout}"
         figures += [
-            Figure(f"{name}/speedup", found.speedup(), "x", 2.0, 10.0),
-            Figure(f"{name}/speedup_texts_cut", found.speedup(CUT), "x"),
-            Figure(
+            Measurement(f"{name}/speedup", found.speedup(), "x", 2.0, 10.0),
+            Measurement(f"{name}/speedup_texts_cut", found.speedup(CUT), "x"),
+            Measurement(
                 f"{name}/speedup_processor", found.processor[PADDED] / found.processor[OURS], "x"
             ),
-            Figure(f"{name}/pair", found.pair[OURS], "ms"),
-            Figure(f"{name}/difference", found.difference, "deviations", 1e-3),
-            Figure(f"{name}/same_ranks", 100 * found.same_ranks, "%", 100.0),
+            Measurement(f"{name}/pair", found.pair[OURS], "ms"),
+            Measurement(f"{name}/difference", found.difference, "deviations", 1e-3),
+            Measurement(f"{name}/same_ranks", 100 * found.same_ranks, "%", 100.0),
         ]
     print_figures(figures, device)
     return 0

@@ -1,7 +1,7 @@
-"""Pictures and captions that were never encoded: random features of the sizes that a model gives.
+"""Images and captions that were never encoded: random features of the sizes that a model gives.
 
 What re-ranking costs depends on sizes alone, so stand-ins measure it without the hours that an
-encoder would take for thousands of pictures.
+encoder would take for thousands of images.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from evaluation.core.encoder import Collection
 from evaluation.core.feature_cache import Block, BlockCache
 from vlp.models.config import ModelConfig
 from vlp.models.features import ImageFeatures, TextFeatures
-from vlp.models.itm_scorer import Matcher
+from vlp.models.itm_scorer import ITMScorer
 from vlp.models.vlp import VLPModel
 
 # Tokens of COCO's captions with bert-base-uncased's vocabulary, [CLS] and [SEP] counted: 14.0 in
 # the mean, deviation 3.0, none below 9, 5 % above 19 (795 captions).
 SHORTEST, SHAPE, SCALE = 9, 2.8, 1.8
 _NOISE = 1.5
-"""Of a caption's feature against its picture's; the nearest of both directions then overlap."""
+"""Of a caption's feature against its image's; the nearest of both directions then overlap."""
 
 
 def random_model(config: ModelConfig) -> VLPModel:
@@ -45,10 +45,10 @@ class StandIns:
 
     Args:
         model: gives the sizes.
-        pictures: how many.
-        texts: how many; captions are dealt to pictures in turn.
+        images: how many.
+        texts: how many; captions are dealt to images in turn.
         batch: rows of a block.
-        memory: bytes of kept blocks, for pictures and for captions each.
+        memory: bytes of kept blocks, for images and for captions each.
         device: where.
         precision: of the cross-modal encoder.
     """
@@ -56,7 +56,7 @@ class StandIns:
     def __init__(
         self,
         model: VLPModel,
-        pictures: int,
+        images: int,
         texts: int,
         *,
         batch: int = 64,
@@ -65,7 +65,7 @@ class StandIns:
         precision: str = "float32",
     ) -> None:
         config = model.config
-        self.matcher = Matcher(model)
+        self.itm_scorer = ITMScorer(model)
         self.batch, self.device, self.precision = batch, device, precision
         self.width, self.embed_dim = config.text.width, config.embed_dim
         self.patches = config.image.grid[0] * config.image.grid[1]
@@ -77,9 +77,9 @@ class StandIns:
         self.lengths = np.sort(lengths.clip(max=longest))
         last = np.arange(0, texts, batch) + batch - 1
         self.text_widths = self.lengths[last.clip(max=texts - 1)]
-        if self.matcher.reads_padding:
+        if self.itm_scorer.reads_padding:
             self.text_widths = np.full_like(self.text_widths, longest)
-        self.collection = self._collection(draw, pictures, texts)
+        self.collection = self._collection(draw, images, texts)
 
     def text(self, index: int, tokens: int) -> TextFeatures:
         """One caption's features, a single row, padded to `tokens`."""
@@ -94,17 +94,17 @@ class StandIns:
         block, row = self.collection.text_place[index]
         return int(self.lengths[block * self.batch + row])
 
-    def picture(self, index: int) -> ImageFeatures:
-        """One picture's features, a single row."""
+    def image(self, index: int) -> ImageFeatures:
+        """One image's features, a single row."""
         block, row = self.collection.image_place[index]
         return self.images[int(block)].features.select(torch.tensor([row], device=self.device))
 
-    def _collection(self, draw: np.random.Generator, pictures: int, texts: int) -> Collection:
-        image = torch.from_numpy(draw.standard_normal((pictures, self.embed_dim), np.float32))
-        owner = np.sort(np.arange(texts) % pictures)
+    def _collection(self, draw: np.random.Generator, images: int, texts: int) -> Collection:
+        image = torch.from_numpy(draw.standard_normal((images, self.embed_dim), np.float32))
+        owner = np.sort(np.arange(texts) % images)
         noise = torch.from_numpy(draw.standard_normal((texts, self.embed_dim), np.float32))
         rank = draw.permutation(texts)
-        number = np.arange(pictures)
+        number = np.arange(images)
         return Collection(
             image=functional.normalize(image, dim=-1).to(self.device),
             text=functional.normalize(image[owner] + _NOISE * noise, dim=-1).to(self.device),

@@ -1,6 +1,6 @@
 """Draw where the anchors of each word lie.
 
-A picture file and a text give a grid of everything: anchors, Grad-CAM and the path of each channel
+An image file and a text give a grid of everything: anchors, Grad-CAM and the path of each channel
 group, and its arrays as .npz. Shards give an overview of several captions, or with --detail a grid
 of each.
 """
@@ -22,14 +22,14 @@ CAPTIONS, GROUPS = 4, 8
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add_model(parser)
-    parser.add_argument("--image", type=Path, metavar="FILE", help="a picture, with --text")
+    parser.add_argument("--image", type=Path, metavar="FILE", help="an image, with --text")
     parser.add_argument("--text", help="what to look for in --image")
     parser.add_argument("--shards", nargs="+", metavar="DIR", help="instead of --image and --text")
     parser.add_argument(
         "--count",
         type=int,
         metavar="K",
-        help=f"captions from --shards, one of each picture (default {CAPTIONS}, or 1 in detail)",
+        help=f"captions from --shards, one of each image (default {CAPTIONS}, or 1 in detail)",
     )
     parser.add_argument("--detail", action="store_true", help="the grid, for --shards too")
     parser.add_argument(
@@ -76,7 +76,7 @@ def _check(options: argparse.Namespace) -> None:
     if (options.image is None) != (options.text is None):
         raise EvaluationError("--image and --text go together")
     if options.image is not None and options.count is not None:
-        raise EvaluationError("--count is for --shards; --image is one picture")
+        raise EvaluationError("--count is for --shards; --image is one image")
     if options.image is None and not options.detail:
         for name in ("layer", "groups"):
             if getattr(options, name) is not None:
@@ -84,4 +84,4 @@ def _check(options: argparse.Namespace) -> None:
     if options.groups is not None and options.groups < 1:
         raise EvaluationError(f"--groups {options.groups}: at least one group is drawn")
     if options.out.suffix.lower() != ".png":
-        raise EvaluationError(f"--out {options.out}: the picture is a .png file")
+        raise EvaluationError(f"--out {options.out}: the image is a .png file")

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("first", metavar="A")
     parser.add_argument("second", metavar="B")
     parser.add_argument("--task", help="which, where the folders hold results of several")
-    parser.add_argument("--draws", type=int, default=10_000, help="of the sign-flip test")
+    parser.add_argument("--permutations", type=int, default=10_000, help="of the sign-flip test")
     parser.add_argument("--out", type=Path, metavar="DIR", help="for JSON and Markdown too")
 
 
@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> None:
     """Print the table, and write it where asked for."""
     if not Ranks.current().first:
         return
-    result = compare(options.first, options.second, options.task, draws=options.draws)
+    result = compare(options.first, options.second, options.task, permutations=options.permutations)
     print(result.table().text())
     if options.out is not None:
         print(f"\nwritten to {result.save(options.out)}")

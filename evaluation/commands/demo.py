@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Serve the page until it is interrupted."""
     one_process("the page is served by one process, without torchrun")
-    # Before minutes are spent on pictures.
+    # Before minutes are spent on images.
     gradio_module()
     tried = TryIt(options.model, options.shards, limit=options.limit, device=options.device)
     print(f"http://{options.host}:{options.port}, end it with Ctrl-C", flush=True)

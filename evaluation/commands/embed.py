@@ -1,4 +1,4 @@
-"""Features of pictures and captions: pictures.npy, captions.npy and a line of JSON for each row.
+"""Features of images and captions: images.npy, captions.npy and a line of JSON for each row.
 
 Rows have unit length and come in the order of the shards; numpy.load(..., mmap_mode="r") reads them
 without holding them. Of single inputs the features are printed as lines of JSON, or written with
@@ -21,7 +21,7 @@ from evaluation.commands.options import add_model, load_model, positive
 from evaluation.core.feature_files import FeatureFiles
 from evaluation.core.samples import EvaluationError, kinds_in_words
 from evaluation.core.work_sharding import Ranks
-from evaluation.retrieval.embed import CAPTIONS, PICTURES, embed, embed_inputs
+from evaluation.retrieval.embed import CAPTIONS, IMAGES, embed, embed_inputs
 from vlp.models.folder import Loaded
 
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder to be made")
     parser.add_argument("--dtype", choices=("float32", "float16"), default="float32")
     parser.add_argument("--limit", type=positive, metavar="N", help="only the first N samples")
-    parser.add_argument("--batch", type=positive, default=64, help="pictures of one encoder call")
+    parser.add_argument("--batch", type=positive, default=64, help="images of one encoder call")
     parser.add_argument("--precision", choices=("float32", "bf16"), default="float32")
     parser.add_argument(
         "--image",
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> None:
     if found.skipped:
         kinds = kinds_in_words(found.skipped)
         print(f"warning: skipped: {kinds}", file=sys.stderr)
-    print(f"{found.pictures} pictures and {found.captions} captions written to {options.out}")
+    print(f"{found.images} images and {found.captions} captions written to {options.out}")
 
 
 def _single(loaded: Loaded, options: argparse.Namespace) -> None:
@@ -82,7 +82,7 @@ def _single(loaded: Loaded, options: argparse.Namespace) -> None:
         for what, feature in found:
             print(json.dumps({**what, "feature": feature.tolist()}, ensure_ascii=False))
         return
-    names = {"image": PICTURES, "text": CAPTIONS}
+    names = {"image": IMAGES, "text": CAPTIONS}
     kinds = [kind for kind in names if any(kind in what for what, _ in found)]
     width = loaded.model.config.embed_dim
     files = FeatureFiles(

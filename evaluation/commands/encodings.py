@@ -1,4 +1,4 @@
-"""Draw what each position encoding tells of a picture's patches."""
+"""Draw what each position encoding tells of an image's patches."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Draw the picture."""
+    """Draw the image."""
     if options.out.suffix.lower() != ".png":
-        raise EvaluationError(f"--out {options.out}: the picture is a .png file")
+        raise EvaluationError(f"--out {options.out}: the image is a .png file")
     if Ranks.current().first:
         print(draw_position_maps(options.out))

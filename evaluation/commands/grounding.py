@@ -1,4 +1,4 @@
-"""Where in a picture lies what an expression means? (RefCOCO, RefCOCO+, RefCOCOg, generated corpus)
+"""Where in an image lies what an expression means? (RefCOCO, RefCOCO+, RefCOCOg, generated corpus)
 
 Samples need `expressions`; with `proposals` boxes are chosen among those, else the pointing game is
 all there is. Any model folder will do, best one that launch/finetune_grounding.py trained.
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="an expression's first N word pieces make its map: in English what is meant comes "
         "first (default: all)",
     )
-    parser.add_argument("--view", choices=("picture", "shuffled", "blank"), default="picture")
+    parser.add_argument("--view", choices=("image", "shuffled", "blank"), default="image")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -15,7 +15,7 @@ from evaluation.core.work_sharding import Ranks
 from vlp.models.folder import RESULTS, Loaded, is_local
 
 
-class Result(Protocol):
+class CommandResult(Protocol):
     """What a measurement gives."""
 
     def table(self) -> Table:
@@ -95,7 +95,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     return {"progress": True, **{name: getattr(options, name) for name in names}}
 
 
-def report(result: Result, options: argparse.Namespace) -> None:
+def report(result: CommandResult, options: argparse.Namespace) -> None:
     """Print and write a result, on the first rank."""
     if not Ranks.current().first:
         return

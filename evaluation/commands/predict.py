@@ -1,8 +1,8 @@
 """Predictions of a model, for data that nobody has labelled too.
 
 Shards give a file: what the benchmark's server takes (official), or one JSON object a sample
-(jsonl). Picture files and a text print the label, answer or caption with its probability. A folder
-that was not fine-tuned for a task chooses boxes of expressions, or says whether text and picture
+(jsonl). Image files and a text print the label, answer or caption with its probability. A folder
+that was not fine-tuned for a task chooses boxes of expressions, or says whether text and image
 match.
 
   python -m evaluation predict --model runs/vqa_v2/best --shards shards/vqa/test --out results.json

@@ -1,4 +1,4 @@
-"""Recall of pictures by text and of texts by picture, re-ranked where asked for."""
+"""Recall of images by text and of texts by image, re-ranked where asked for."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_measured(parser, "swaps")
     parser.add_argument(
         "--view",
-        choices=("picture", "shuffled", "blank"),
-        default="picture",
-        help="what the model sees: the pictures, their patches in random order, or nothing",
+        choices=("image", "shuffled", "blank"),
+        default="image",
+        help="what the model sees: the images, their patches in random order, or nothing",
     )
 
 

@@ -1,4 +1,4 @@
-"""Zero-shot classification: the class whose prompts lie nearest to a picture.
+"""Zero-shot classification: the class whose prompts lie nearest to an image.
 
 --shards takes shard folders, whose samples name their class as `label`, folders of class folders,
 and tar files of such. --classes has a class name a line, or what the data calls the class, a tab

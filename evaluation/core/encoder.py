@@ -1,4 +1,4 @@
-"""Global features of all pictures and captions of an evaluation, and blocks for re-ranking."""
+"""Global features of all images and captions of an evaluation, and blocks for re-ranking."""
 
 from __future__ import annotations
 
@@ -11,17 +11,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evaluation.core.feature_cache import Block, BlockCache, precision_context
-from evaluation.core.samples import EvaluationError, Sample, Samples, count_kinds, kinds_in_words
+from evaluation.core.samples import (
+    CaptionedSample,
+    EvaluationError,
+    Samples,
+    count_kinds,
+    kinds_in_words,
+)
 from evaluation.core.work_sharding import Ranks
 from evaluation.retrieval.search import NOTHING
-from vlp.data.shards.bad_samples import Skip
+from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.text.tokenizer import TextTokens
 from vlp.models.folder import Loaded
-from vlp.models.itm_scorer import Matcher
+from vlp.models.itm_scorer import ITMScorer
 
 
 class Collection(NamedTuple):
-    """Every picture once and all captions, in the order of the shards.
+    """Every image once and all captions, in the order of the shards.
 
     image (I, d) and text (T, d) are unit float32 features on the device; image_of_text (T,);
     image_place (I, 2) and text_place (T, 2) are (block, row), so that a block can be encoded again.
@@ -36,7 +42,7 @@ class Collection(NamedTuple):
     skipped: dict[str, int]
 
     def texts_of_image(self) -> NDArray[np.int64]:
-        """(I, most) caption indices of each picture, filled up with -1."""
+        """(I, most) caption indices of each image, filled up with -1."""
         counts = np.bincount(self.image_of_text, minlength=len(self.image))
         table = np.full((len(counts), counts.max(initial=1)), NOTHING, dtype=np.int64)
         order = np.argsort(self.image_of_text, kind="stable")
@@ -51,14 +57,14 @@ class _Read(NamedTuple):
     features: NDArray[np.float32]
     captions: list[list[str]]
     identities: list[tuple[str, str]]
-    skipped: list[Skip]
+    skipped: list[SkippedSample]
 
 
 class Encoder:
     """Encodes fixed blocks of `batch` samples or captions with one model on one device.
 
     Blocks of captions hold captions of like length, and are cut to their longest: most padding is
-    never computed, neither here nor in the cross-modal encoder. `matcher` scores pairs of their
+    never computed, neither here nor in the cross-modal encoder. `itm_scorer` scores pairs of their
     features; once everything is collected, `text_widths` (blocks,) are the captions' tokens.
     """
 
@@ -73,7 +79,7 @@ class Encoder:
         memory: int,
     ) -> None:
         self.loaded = loaded
-        self.matcher = Matcher(loaded.model)
+        self.itm_scorer = ITMScorer(loaded.model)
         self.samples = samples
         self.batch = batch
         self.device = device
@@ -84,7 +90,7 @@ class Encoder:
         self.text_widths = np.zeros(0, dtype=np.int64)
 
     def collect(self, ranks: Ranks, step: Callable[[int], object]) -> Collection:
-        """Encode everything once; samples that show the same picture become one picture.
+        """Encode everything once; samples that show the same image become one image.
 
         Raises:
             EvaluationError: no sample could be used.
@@ -137,7 +143,7 @@ class Encoder:
     def _widths(self, mask: Tensor) -> NDArray[np.int64]:
         """Tokens to which each block of captions is cut, from their sorted masks."""
         lengths = mask.sum(dim=1).numpy()
-        if self.matcher.reads_padding:
+        if self.itm_scorer.reads_padding:
             lengths = np.full_like(lengths, mask.shape[1])
         last = np.arange(0, len(lengths), self.batch) + self.batch - 1
         return lengths[last.clip(max=len(lengths) - 1)]
@@ -147,10 +153,10 @@ class Encoder:
 
     def _encode_images(self, block: int) -> Block:
         pixels, captions, identities = [], [], []
-        skipped: list[Skip] = []
+        skipped: list[SkippedSample] = []
         for position in range(len(self.samples))[self._rows(block)]:
             sample = self.samples.read(position)
-            if isinstance(sample, Sample):
+            if isinstance(sample, CaptionedSample):
                 pixels.append(self.loaded.preprocess(sample.image))
                 captions.append(sample.captions)
                 identities.append(sample.identity)

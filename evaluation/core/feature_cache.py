@@ -1,7 +1,7 @@
-"""Encoder features of fixed blocks of pictures and captions, kept as far as memory allows.
+"""Encoder features of fixed blocks of images and captions, kept as far as memory allows.
 
-Re-ranking needs every token state of a picture or caption many times over. For a large set they
-do not fit (5,000 pictures at 384 pixels are 9 GB), so a block that was dropped is encoded again,
+Re-ranking needs every token state of an image or caption many times over. For a large set they
+do not fit (5,000 images at 384 pixels are 9 GB), so a block that was dropped is encoded again,
 whole, and therefore with exactly the same numbers.
 """
 

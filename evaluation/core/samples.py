@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from vlp.data.image.decode import decode_picture
+from vlp.data.image.decode import decode_image
 from vlp.data.schema import Annotation, captions_of
-from vlp.data.shards.bad_samples import Skip
+from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.shards.shard_index import BadSample, ShardIndex
 
 
@@ -19,10 +19,10 @@ class EvaluationError(ValueError):
     """An evaluation that cannot be done; the message is meant for the person at the terminal."""
 
 
-class Sample(NamedTuple):
-    """One picture with its captions.
+class CaptionedSample(NamedTuple):
+    """One image with its captions.
 
-    identity is equal for samples that show the same picture (same source and image_id); key is
+    identity is equal for samples that show the same image (same source and image_id); key is
     that of its shard.
     """
 
@@ -66,7 +66,7 @@ class Samples:
     def __len__(self) -> int:
         return len(self._places)
 
-    def read(self, position: int) -> Sample | Skip:
+    def read(self, position: int) -> CaptionedSample | SkippedSample:
         """Read and decode one sample; a bad one comes back as what is wrong with it."""
         folder, shard, number = self._places[position]
         index = self._indices[folder]
@@ -76,22 +76,22 @@ class Samples:
             captions = captions_of(raw.annotation)
             if not captions:
                 raise BadSample("no text", where)
-            image = decode_picture(raw.image, where)
+            image = decode_image(raw.image, where)
         except BadSample as bad:
-            return Skip(bad.kind, bad.where)
+            return SkippedSample(bad.kind, bad.where)
         image_id = raw.annotation.image_id
         if image_id is None:
             identity = (self.folders[folder], where)
         else:
             identity = (raw.annotation.source or self.folders[folder], image_id)
-        return Sample(image, captions, raw.annotation, identity, raw.key)
+        return CaptionedSample(image, captions, raw.annotation, identity, raw.key)
 
 
-def count_kinds(skipped: Sequence[Skip]) -> dict[str, int]:
+def count_kinds(skipped: Sequence[SkippedSample]) -> dict[str, int]:
     """How often each kind of bad sample came."""
     return dict(sorted(Counter(skip.kind for skip in skipped).items()))
 
 
 def kinds_in_words(counts: Mapping[str, int]) -> str:
-    """What `count_kinds` found, as it stands under a table: `3 no text, 1 unreadable picture`."""
+    """What `count_kinds` found, as it stands under a table: `3 no text, 1 unreadable image`."""
     return ", ".join(f"{count} {kind}" for kind, count in counts.items())

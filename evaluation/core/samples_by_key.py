@@ -9,7 +9,7 @@ from typing import Any
 from PIL import Image
 
 from evaluation.core.samples import EvaluationError
-from vlp.data.image.decode import decode_picture
+from vlp.data.image.decode import decode_image
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import RawSample, contents
 from vlp.data.shards.shard_index import BadSample, ShardIndex
@@ -53,14 +53,14 @@ def samples_of(
     return found
 
 
-def pictures_of(raw: RawSample) -> list[Image.Image]:
-    """Its one or two pictures.
+def images_of(raw: RawSample) -> list[Image.Image]:
+    """Its one or two images.
 
     Raises:
         EvaluationError: one cannot be decoded.
     """
     stored = [raw.image] + ([raw.second_image] if raw.second_image is not None else [])
     try:
-        return [decode_picture(data, raw.key) for data in stored]
+        return [decode_image(data, raw.key) for data in stored]
     except BadSample as error:
         raise EvaluationError(str(error)) from error

@@ -19,7 +19,7 @@ HOST, PORT = "127.0.0.1", 7860
 
 
 STYLE = """
-.picture .image-frame img { object-fit: contain; }
+.image .image-frame img { object-fit: contain; }
 .tiles .grid-wrap { max-height: none; }
 .tiles .caption-label { max-width: 100%; }
 @media (max-width: 600px) {
@@ -28,7 +28,7 @@ STYLE = """
   .words .grid-container { grid-template-columns: repeat(3, minmax(0, 1fr)) !important; }
 }
 """
-"""Small pictures fill their frames; a phone shows every tab, and no column leaves its screen."""
+"""Small images fill their frames; a phone shows every tab, and no column leaves its screen."""
 
 
 def page(tried: TryIt) -> Any:
@@ -89,7 +89,7 @@ def page(tried: TryIt) -> Any:
             format="png",
             height=260,
             visible=visible,
-            elem_classes="picture",
+            elem_classes="image",
         )
 
     def drawn() -> Any:
@@ -99,21 +99,21 @@ def page(tried: TryIt) -> Any:
             format="png",
             min_width=140,
             buttons=[],
-            elem_classes="picture",
+            elem_classes="image",
         )
 
     with gradio.Blocks(title=f"Try {tried.name}", analytics_enabled=False) as blocks:
         gradio.Markdown(f"# Try `{tried.name}`\n{abilities(tried)}")
         with gradio.Row():
-            picture = chosen("Picture")
-            second = chosen("Second picture, right of the first", tried.pictures_judged == 2)
+            image = chosen("Image")
+            second = chosen("Second image, right of the first", tried.images_judged == 2)
         if tried.gallery is not None:
             with gradio.Tab("Search"):
-                wanted = gradio.Textbox(label=f"Look for, in {len(tried.gallery)} pictures")
+                wanted = gradio.Textbox(label=f"Look for, in {len(tried.gallery)} images")
                 button = press("Search")
                 gradio.Markdown(
                     "The best first, with similarity and probability of a match; a click makes "
-                    "one the picture above."
+                    "one the image above."
                 )
                 found = tiles("found", 4, preview=False)
 
@@ -126,7 +126,7 @@ def page(tried: TryIt) -> Any:
                     return every[event.index][0]
 
                 choose.__annotations__["event"] = gradio.SelectData
-                found.select(choose, found, picture, api_visibility="private")
+                found.select(choose, found, image, api_visibility="private")
         if tried.answers_questions:
             with gradio.Tab("Ask"):
                 question = gradio.Textbox(label="Question")
@@ -136,22 +136,20 @@ def page(tried: TryIt) -> Any:
                     button,
                     "answer",
                     lambda image, text: dict(tried.answer(image, text)),
-                    [picture, question],
+                    [image, question],
                     [answers],
                 )
         if tried.writes_captions:
             with gradio.Tab("Caption"):
                 button = press("Write")
                 said = gradio.Label(label="Caption")
-                action(
-                    button, "caption", lambda image: dict(tried.caption(image)), [picture], [said]
-                )
-        if tried.pictures_judged:
+                action(button, "caption", lambda image: dict(tried.caption(image)), [image], [said])
+        if tried.images_judged:
             with gradio.Tab("Judge"):
                 claim = gradio.Textbox(label="Hypothesis or statement")
                 button = press("Judge")
                 classes = gradio.Label(label="Judgement")
-                both = [picture, second][: tried.pictures_judged]
+                both = [image, second][: tried.images_judged]
                 action(
                     button,
                     "judge",
@@ -160,23 +158,23 @@ def page(tried: TryIt) -> Any:
                     [classes],
                 )
         with gradio.Tab("Match"):
-            text = gradio.Textbox(label="Does this text belong to the picture?")
+            text = gradio.Textbox(label="Does this text belong to the image?")
             button = press("Match")
             matched = gradio.Label(label="Match")
             action(
                 button,
                 "match",
                 lambda image, said: dict(tried.match(image, said)),
-                [picture, text],
+                [image, text],
                 [matched],
             )
         with gradio.Tab("Ground"):
             phrase = gradio.Textbox(label="Where is")
             button = press("Show")
-            gradio.Markdown("The picture, and Grad-CAM of the phrase, from blue (weak) to red.")
+            gradio.Markdown("The image, and Grad-CAM of the phrase, from blue (weak) to red.")
             with gradio.Row():
                 plain, heat = drawn(), drawn()
-            action(button, "ground", tried.ground, [picture, phrase], [plain, heat])
+            action(button, "ground", tried.ground, [image, phrase], [plain, heat])
         with gradio.Tab("Anchors"):
             caption = gradio.Textbox(label="Caption")
             button = press("Show")
@@ -186,7 +184,7 @@ def page(tried: TryIt) -> Any:
                 button,
                 "anchors",
                 lambda image, said: [(one.image, one.text) for one in tried.anchors(image, said)],
-                [picture, caption],
+                [image, caption],
                 [words],
             )
     return blocks
@@ -198,7 +196,7 @@ def abilities(tried: TryIt) -> str:
         "Search": None if tried.gallery is not None else "`--shards DIR`",
         "Ask": None if tried.answers_questions else "a model fine-tuned for vqa",
         "Caption": None if tried.writes_captions else "one for caption",
-        "Judge": None if tried.pictures_judged else "one for entailment or statements",
+        "Judge": None if tried.images_judged else "one for entailment or statements",
     }
     trained = f"Fine-tuned for {tried.kind}." if tried.kind else "Pretrained."
     needs = ", ".join(f"{name} ({need})" for name, need in lacking.items() if need)

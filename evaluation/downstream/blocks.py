@@ -10,7 +10,7 @@ from tqdm import tqdm
 from evaluation.core.samples import EvaluationError, count_kinds
 from evaluation.core.work_sharding import Ranks
 from vlp.data.downstream.items import Item
-from vlp.data.shards.bad_samples import Skip
+from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.shards.sample_files import BadSample
 
 Made = TypeVar("Made")
@@ -31,7 +31,7 @@ class Readable(Protocol[Read]):
         """One item; a BadSample is counted."""
 
 
-class Judged(NamedTuple):
+class EvaluatedItems(NamedTuple):
     """Rows of all good items in their order, and the bad ones by kind."""
 
     rows: list[Any]
@@ -44,7 +44,7 @@ def judge_blocks(
     make: Callable[[Read, int], Made],
     judge: Callable[[Sequence[tuple[Read, Made]]], Sequence[Any]],
     progress: bool = False,
-) -> Judged:
+) -> EvaluatedItems:
     """Read, prepare and judge every item once, on some rank.
 
     A block is cut from the data alone and computed in one piece by one rank, so its numbers are the
@@ -64,38 +64,38 @@ def judge_blocks(
     blocks = [range(start, min(start + batch, len(items))) for start in range(0, len(items), batch)]
     quiet = not (progress and ranks.first)
 
-    def work(number: int) -> tuple[list[Any], list[Skip]]:
+    def work(number: int) -> tuple[list[Any], list[SkippedSample]]:
         made: list[tuple[Read, Made]] = []
-        skips: list[Skip] = []
+        skipped: list[SkippedSample] = []
         for place in blocks[number]:
             try:
                 item = items.read(place)
                 made.append((item, make(item, place)))
             except BadSample as bad:
-                skips.append(Skip(bad.kind, bad.where))
+                skipped.append(SkippedSample(bad.kind, bad.where))
         rows = list(judge(made)) if made else []
         bar.update()
-        return rows, skips
+        return rows, skipped
 
     own = len(ranks.share(len(blocks)))
     with tqdm(total=own, desc="judge", unit="block", disable=quiet) as bar:
         parts = ranks.map_blocks(len(blocks), work)
     rows = [row for found, _ in parts for row in found]
-    skipped = [skip for _, skips in parts for skip in skips]
+    skipped = [skip for _, skipped in parts for skip in skipped]
     if not rows:
         first = f"; the first: {skipped[0].kind}, {skipped[0].where}" if skipped else ""
         raise EvaluationError(f"{', '.join(items.folders)}: nothing could be used{first}")
-    return Judged(rows, count_kinds(skipped))
+    return EvaluatedItems(rows, count_kinds(skipped))
 
 
-def picture_of(item: Item) -> tuple[str, str]:
-    """What the items of one picture have in common."""
+def image_of(item: Item) -> tuple[str, str]:
+    """What the items of one image have in common."""
     annotation = item.raw.annotation
     if annotation.image_id is None:
         return "", item.where
     return annotation.source or "", annotation.image_id
 
 
-def picture_name(item: Item) -> str:
-    """What the items of one picture have in common, as it is saved."""
-    return "/".join(picture_of(item))
+def image_name(item: Item) -> str:
+    """What the items of one image have in common, as it is saved."""
+    return "/".join(image_of(item))

@@ -15,23 +15,23 @@ from evaluation.core.feature_cache import precision_context
 from evaluation.core.results import Figure
 from evaluation.core.samples import EvaluationError
 from evaluation.core.work_sharding import Ranks
-from evaluation.downstream.blocks import Judged, judge_blocks, picture_name
+from evaluation.downstream.blocks import EvaluatedItems, image_name, judge_blocks
 from evaluation.downstream.result import TaskResult, clustered_figures, judgeable, keep_scores
-from vlp.data.downstream.caption import Captioned
+from vlp.data.downstream.caption import CaptionExample
 from vlp.data.downstream.items import Item
 from vlp.metrics.captions import CaptionToolError, caption_scores
 from vlp.metrics.spice import spice_scores
-from vlp.tasks.downstream.caption import Caption
+from vlp.tasks.downstream.caption import CaptionTask
 
 Row = dict[str, Any]
 
-SAID = ("key", "image_id", "caption", "picture", "scores")
+SAID = ("key", "image_id", "caption", "image", "scores")
 
 _CORPUS = ("bleu1", "bleu2", "bleu3", "bleu4", "meteor")
 
 
 def evaluate(
-    task: Caption,
+    task: CaptionTask,
     shards: Sequence[str | Path],
     *,
     limit: int | None = None,
@@ -43,11 +43,11 @@ def evaluate(
 ) -> TaskResult:
     """`cider` (up to 10), `bleu1` to `bleu4`, `rouge_l`, and with Java `meteor` and `spice`.
 
-    Pictures without captions, as in a test set, are captioned and not counted. Samples that show
-    the same picture are one unit of the intervals.
+    Images without captions, as in a test set, are captioned and not counted. Samples that show
+    the same image are one unit of the intervals.
 
     Raises:
-        EvaluationError: no picture can be used, none has a caption, or what the scores are computed
+        EvaluationError: no image can be used, none has a caption, or what the scores are computed
             with is missing.
         ConfigError: a shard folder cannot be read.
     """
@@ -61,11 +61,11 @@ def evaluate(
         progress=progress,
     )
     folders = tuple(map(str, shards))
-    captioned = judgeable(rows, "captions", folders, "no picture has a caption")
+    captioned = judgeable(rows, "captions", folders, "no image has a caption")
     # Once on one rank: Java takes its time, and the tokeniser writes beside its own files.
     (scored,) = Ranks.current().map_blocks(1, lambda _: _scores(captioned, task.config.java))
     corpus, each, notes = scored
-    clusters = [row["picture"] for row in captioned]
+    clusters = [row["image"] for row in captioned]
     figures = clustered_figures(each, clusters, {}, resamples)
     keep_scores(captioned, each)
     figures |= {name: Figure(corpus[name], corpus[name], corpus[name], 0.0) for name in corpus}
@@ -81,7 +81,7 @@ def evaluate(
 
 
 def predictions(
-    task: Caption,
+    task: CaptionTask,
     shards: Sequence[str | Path],
     *,
     limit: int | None = None,
@@ -89,30 +89,30 @@ def predictions(
     device: torch.device | str | None = None,
     precision: Literal["float32", "bf16"] = "float32",
     progress: bool = False,
-) -> Judged:
-    """A caption for every picture; arguments as in `evaluate`.
+) -> EvaluatedItems:
+    """A caption for every image; arguments as in `evaluate`.
 
     Rows hold what is in `SAID` but `scores`, and people's `captions`, none in a test set.
     """
-    pictures = task.pictures(shards, limit)
+    images = task.images(shards, limit)
 
-    def judge(made: Sequence[tuple[Item, Captioned]]) -> list[Row]:
-        inputs = pictures.collate([sample for _, sample in made]).to(place)
+    def judge(made: Sequence[tuple[Item, CaptionExample]]) -> list[Row]:
+        inputs = images.collate([sample for _, sample in made]).to(place)
         with precision_context(place, precision):
             said = task.write(inputs)
         return [_row(item, sample, caption) for (item, sample), caption in zip(made, said)]
 
     with evaluating(task, device) as place:
-        return judge_blocks(pictures.items, batch, pictures.make, judge, progress)
+        return judge_blocks(images.items, batch, images.make, judge, progress)
 
 
-def _row(item: Item, sample: Captioned, caption: str) -> Row:
+def _row(item: Item, sample: CaptionExample, caption: str) -> Row:
     return {
         "key": item.raw.key,
         "image_id": item.raw.annotation.image_id,
         "caption": caption,
         "captions": list(sample.captions),
-        "picture": picture_name(item),
+        "image": image_name(item),
     }
 
 

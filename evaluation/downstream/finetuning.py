@@ -16,7 +16,7 @@ from vlp.metrics.captions import CaptionToolError
 from vlp.tasks.downstream.init_from import start_parts
 from vlp.tasks.downstream.retrieval import PairsTask
 from vlp.tasks.downstream.task import Downstream, task_module
-from vlp.training.best_checkpoint import Selection
+from vlp.training.best_checkpoint import BestCheckpoint
 from vlp.training.command import run_training
 from vlp.training.finetune_config import FinetuneConfig
 
@@ -41,11 +41,14 @@ def finetuning_command(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--config", required=True, metavar="FILE")
-    parser.add_argument("--from", dest="start", metavar="DIR", help="same as start=DIR")
+    parser.add_argument("--from", dest="init_from", metavar="DIR", help="same as init_from=DIR")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
     chosen = parser.parse_intermixed_args(arguments)
-    overrides = [*([f"start={chosen.start}"] if chosen.start else []), *chosen.overrides]
+    overrides = [
+        *([f"init_from={chosen.init_from}"] if chosen.init_from else []),
+        *chosen.overrides,
+    ]
 
     def build(config: FinetuneConfig) -> tuple[Any, Any]:
         if config.task.kind not in kinds:
@@ -68,7 +71,7 @@ def build_task(config: FinetuneConfig) -> tuple[Downstream | PairsTask, Any]:
     training = config.training
     # Every rank, and every start of the same configuration, begins with the same weights.
     torch.manual_seed(training.seed)
-    parts, report = start_parts(config.start, config.model)
+    parts, report = start_parts(config.init_from, config.model)
     if distributed.rank() == 0:
         print(report, flush=True)
     built: tuple[Downstream | PairsTask, Any] = task_module(config.task.kind).build(
@@ -77,7 +80,9 @@ def build_task(config: FinetuneConfig) -> tuple[Downstream | PairsTask, Any]:
     return built
 
 
-def select(config: FinetuneConfig, task: Downstream | PairsTask, data: Any) -> Selection | None:
+def select(
+    config: FinetuneConfig, task: Downstream | PairsTask, data: Any
+) -> BestCheckpoint | None:
     """Judges the model on the validation data; None where the configuration names none.
 
     A few samples are judged at once, so that what cannot be judged is known before the training.
@@ -99,8 +104,8 @@ def select(config: FinetuneConfig, task: Downstream | PairsTask, data: Any) -> S
 
     every = training.evaluate_every
     if every is None:
-        every = max(1, data.batches_in_epoch(0) // training.accumulation)
-    selection = Selection(judge, training.metric or task.metric, every, training.patience)
+        every = max(1, data.batches_in_epoch(0) // training.gradient_accumulation_steps)
+    selection = BestCheckpoint(judge, training.metric or task.metric, every, training.patience)
     try:
         selection.require(judge(_TRIED if limit is None else min(limit, _TRIED)))
     except (EvaluationError, CaptionToolError) as error:

@@ -11,15 +11,19 @@ import torch
 
 from evaluation.core.eval_mode import evaluating
 from evaluation.core.feature_cache import precision_context
-from evaluation.downstream.blocks import Judged, judge_blocks, picture_name
+from evaluation.downstream.blocks import EvaluatedItems, image_name, judge_blocks
 from evaluation.downstream.result import TaskResult, clustered_figures, judgeable, keep_scores
 from vlp.data.downstream.items import Item
-from vlp.data.downstream.pair_classification import Claim
-from vlp.tasks.downstream.pair_classification import AssignmentConfig, Claims, StatementsConfig
+from vlp.data.downstream.pair_classification import PairExample
+from vlp.tasks.downstream.pair_classification import (
+    Nlvr2AssignmentConfig,
+    Nlvr2Config,
+    PairClassification,
+)
 
 
 def evaluate(
-    task: Claims,
+    task: PairClassification,
     shards: Sequence[str | Path],
     *,
     limit: int | None = None,
@@ -32,7 +36,7 @@ def evaluate(
     """Share of right answers: `accuracy`, of each class, and `consistency` of statements.
 
     Consistency is NLVR2's: the share of sentences that are judged rightly for all their pairs of
-    pictures. The chance of accuracy is the share of the most frequent class. Samples without a
+    images. The chance of accuracy is the share of the most frequent class. Samples without a
     label, as in a test set, are predicted and not counted.
 
     Raises:
@@ -58,11 +62,11 @@ def evaluate(
     for name in missing:
         del values[name]
     chance = float(np.bincount(truth).max() / len(truth))
-    clusters = [row["picture"] for row in labelled]
+    clusters = [row["image"] for row in labelled]
     figures = clustered_figures(values, clusters, {"accuracy": chance}, resamples, counted)
     keep_scores(labelled, values, counted)
     notes = [f"Chance of accuracy: always `{classes[int(np.bincount(truth).argmax())]}`."]
-    if isinstance(task.config, StatementsConfig):
+    if isinstance(task.config, Nlvr2Config):
         sentences = [str(row["text"]) for row in labelled]
         known = sorted(set(sentences))
         numbers = {sentence: number for number, sentence in enumerate(known)}
@@ -81,7 +85,7 @@ def evaluate(
 
 
 def predictions(
-    task: Claims,
+    task: PairClassification,
     shards: Sequence[str | Path],
     *,
     limit: int | None = None,
@@ -89,15 +93,15 @@ def predictions(
     device: torch.device | str | None = None,
     precision: Literal["float32", "bf16"] = "float32",
     progress: bool = False,
-) -> Judged:
+) -> EvaluatedItems:
     """A class for every sample, labelled or not; arguments and errors as in `evaluate`.
 
     Rows hold `key`, the ids that there are, `text`, `prediction`, `label` (None without one) and
-    `picture`.
+    `image`.
     """
     claims = task.claims(shards, limit)
 
-    def judge(made: Sequence[tuple[Item, Claim]]) -> list[dict[str, Any]]:
+    def judge(made: Sequence[tuple[Item, PairExample]]) -> list[dict[str, Any]]:
         inputs = claims.collate([claim for _, claim in made]).to(place)
         with torch.no_grad(), precision_context(place, precision):
             best = task.logits(inputs).float().argmax(-1).tolist()
@@ -107,11 +111,11 @@ def predictions(
         return judge_blocks(claims.items, batch, claims.make, judge, progress)
 
 
-def _row(item: Item, claim: Claim, task: Claims, guess: int) -> dict[str, Any]:
+def _row(item: Item, claim: PairExample, task: PairClassification, guess: int) -> dict[str, Any]:
     annotation, classes = item.raw.annotation, task.config.classes
     said = (
         "\n".join(annotation.captions or [annotation.caption or ""])
-        if isinstance(task.config, AssignmentConfig)
+        if isinstance(task.config, Nlvr2AssignmentConfig)
         else annotation.statement or annotation.hypothesis
     )
     extra = annotation.model_extra or {}
@@ -122,5 +126,5 @@ def _row(item: Item, claim: Claim, task: Claims, guess: int) -> dict[str, Any]:
         "text": said,
         "prediction": classes[guess],
         "label": None if claim.label is None else classes[claim.label],
-        "picture": picture_name(item),
+        "image": image_name(item),
     }

@@ -16,7 +16,7 @@ import torch
 
 import vlp
 from evaluation.core.samples import EvaluationError
-from evaluation.downstream.blocks import Judged
+from evaluation.downstream.blocks import EvaluatedItems
 from evaluation.downstream.submissions import (
     write_captions,
     write_nlvr2,
@@ -134,7 +134,9 @@ def _told_apart(rows: Sequence[Row]) -> list[Row]:
     return list(map(named, rows))
 
 
-def _boxes(folder: str | Path, shards: Sequence[str | Path], options: dict[str, Any]) -> Judged:
+def _boxes(
+    folder: str | Path, shards: Sequence[str | Path], options: dict[str, Any]
+) -> EvaluatedItems:
     try:
         result = evaluate_grounding(vlp.load(folder), shards, resamples=1, **options)
     except ConfigError as error:
@@ -147,7 +149,7 @@ def _boxes(folder: str | Path, shards: Sequence[str | Path], options: dict[str, 
     except ValueError as error:
         raise EvaluationError(" ".join(str(error).split())) from error
     rows = [{k: v for k, v in row.items() if k not in _TRUTH} for row in result.predictions]
-    return Judged(rows, result.skipped)
+    return EvaluatedItems(rows, result.skipped)
 
 
 Writer = Callable[[Path, Iterable[Row]], None]
@@ -156,8 +158,8 @@ Writer = Callable[[Path, Iterable[Row]], None]
 _FORMATS: dict[str, tuple[str, Writer, Callable[[Row], Row]]] = {
     "vqa": ("question_id", write_vqa, lambda row: row),
     "caption": ("image_id", write_captions, lambda row: row),
-    "entailment": ("pairID", write_snli_ve, lambda row: {**row, "label": row["prediction"]}),
-    "statements": (
+    "snli_ve": ("pairID", write_snli_ve, lambda row: {**row, "label": row["prediction"]}),
+    "nlvr2": (
         "identifier",
         write_nlvr2,
         lambda row: {**row, "label": row["prediction"] == "True"},

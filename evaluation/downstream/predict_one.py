@@ -1,4 +1,4 @@
-"""What a model says about picture files and a text, with probabilities."""
+"""What a model says about image files and a text, with probabilities."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from evaluation.downstream.predict import has_task
 from evaluation.probes.anchor_maps import read_pair
 from vlp.data.downstream.caption import CaptionBatch
 from vlp.data.downstream.images import panels
-from vlp.data.downstream.pair_classification import ClaimBatch
+from vlp.data.downstream.pair_classification import PairBatch
 from vlp.data.downstream.vqa import VqaBatch
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.models.decoder.answer_decoder import Memory
 from vlp.models.decoder.answer_likelihood import answer_likelihood
 from vlp.models.folder import Loaded
-from vlp.tasks.downstream.caption import Caption
-from vlp.tasks.downstream.pair_classification import Claims, StatementsConfig
+from vlp.tasks.downstream.caption import CaptionTask
+from vlp.tasks.downstream.pair_classification import Nlvr2Config, PairClassification
 from vlp.tasks.downstream.task import Downstream, load_task
 from vlp.tasks.downstream.vqa import Vqa
 
@@ -48,20 +48,20 @@ def predict_one(
     device: torch.device | str | None = None,
     precision: Literal["float32", "bf16"] = "float32",
 ) -> Said:
-    """A label, an answer or a caption; of a folder without a task, whether text and picture match.
+    """A label, an answer or a caption; of a folder without a task, whether text and image match.
 
     The probability of an answer or a caption is that of all its word pieces and its end.
 
     Args:
         folder: model folder or hub name.
-        images: picture files, two for a task about pairs. One that shows several panels is cut as
+        images: image files, two for a task about pairs. One that shows several panels is cut as
             the task was trained to.
         text: question, hypothesis, statement or caption; none for a model that writes captions.
         device: where to compute; None is this rank's GPU, or the CPU.
         precision: of the model.
 
     Raises:
-        EvaluationError: a picture cannot be read, there are too many or too few, or the text is
+        EvaluationError: an image cannot be read, there are too many or too few, or the text is
             missing or not wanted.
         FileNotFoundError: there is no such model.
     """
@@ -71,7 +71,7 @@ def predict_one(
         raise EvaluationError(" ".join(str(error).split())) from error
     kind = judge.kind if isinstance(judge, Downstream) else "match"
     _check(judge, kind, len(images), text)
-    pictures = [read_pair(path, "").image for path in images]
+    opened = [read_pair(path, "").image for path in images]
     model = judge if isinstance(judge, Downstream) else judge.model
     with (
         torch.no_grad(),
@@ -79,22 +79,22 @@ def predict_one(
         precision_context(place, precision),
     ):
         if isinstance(judge, Loaded):
-            return Said(kind, matched_of(judge, pictures[0], text or "", place))
-        if isinstance(judge, Claims):
-            return Said(kind, labels_of(judge, pictures, text or "", place))
+            return Said(kind, matched_of(judge, opened[0], text or "", place))
+        if isinstance(judge, PairClassification):
+            return Said(kind, labels_of(judge, opened, text or "", place))
         if isinstance(judge, Vqa):
-            return Said(kind, [answer_of(judge, pictures, text or "", place)])
-        if isinstance(judge, Caption):
-            return Said(kind, [caption_of(judge, pictures, place)])
-    raise EvaluationError(f"{folder}: nothing is said about single pictures by a task {kind!r}")
+            return Said(kind, [answer_of(judge, opened, text or "", place)])
+        if isinstance(judge, CaptionTask):
+            return Said(kind, [caption_of(judge, opened, place)])
+    raise EvaluationError(f"{folder}: nothing is said about single images by a task {kind!r}")
 
 
 def _check(judge: Downstream | Loaded, kind: str, images: int, text: str | None) -> None:
-    wanted, parts = pictures_of(judge) if isinstance(judge, Claims) else (1, 1)
+    wanted, parts = images_of(judge) if isinstance(judge, PairClassification) else (1, 1)
     if images != wanted:
         cut = f", to be cut into {parts} parts" if parts > 1 else ""
         raise EvaluationError(
-            f"{kind} is about {wanted} picture{'s' if wanted > 1 else ''}{cut}, not {images}: give "
+            f"{kind} is about {wanted} image{'s' if wanted > 1 else ''}{cut}, not {images}: give "
             f"--image FILE {'twice' if wanted > 1 else 'once'}"
         )
     if kind == "caption" and text is not None:
@@ -103,34 +103,34 @@ def _check(judge: Downstream | Loaded, kind: str, images: int, text: str | None)
         raise EvaluationError(f"{kind} needs a text: give --text")
 
 
-def pictures_of(task: Claims) -> tuple[int, int]:
-    """How many pictures a text is about, and into how many panels each is cut."""
-    if isinstance(task.config, StatementsConfig):
-        return task.config.pictures, task.config.panels
+def images_of(task: PairClassification) -> tuple[int, int]:
+    """How many images a text is about, and into how many panels each is cut."""
+    if isinstance(task.config, Nlvr2Config):
+        return task.config.images, task.config.panels
     return task.config.shown, 1
 
 
 def labels_of(
-    task: Claims, pictures: Sequence[Image.Image], text: str, place: torch.device
+    task: PairClassification, images: Sequence[Image.Image], text: str, place: torch.device
 ) -> list[tuple[str, float]]:
-    """Classes with their probabilities, the likeliest first; pictures are whole, before any cut."""
+    """Classes with their probabilities, the likeliest first; images are whole, before any cut."""
     tokens = task.text([text])
     nothing = torch.tensor([-1])
-    _, parts = pictures_of(task)
-    shown = [part for picture in pictures for part in panels(picture, parts)]
+    _, parts = images_of(task)
+    shown = [part for image in images for part in panels(image, parts)]
     pixels = task.prepare(shown, text, 0, None)[None]
-    batch = ClaimBatch(pixels, *tokens, nothing, torch.ones(1, dtype=torch.bool)).to(place)
+    batch = PairBatch(pixels, *tokens, nothing, torch.ones(1, dtype=torch.bool)).to(place)
     shares = task.logits(batch).float().softmax(-1)[0].tolist()
     return sorted(zip(task.config.classes, shares), key=lambda one: -one[1])
 
 
 def answer_of(
-    task: Vqa, pictures: Sequence[Image.Image], text: str, place: torch.device
+    task: Vqa, images: Sequence[Image.Image], text: str, place: torch.device
 ) -> tuple[str, float]:
     """The answer to a question, and its probability."""
     none = torch.zeros(0, dtype=torch.int64)
     batch = VqaBatch(
-        task.prepare(pictures, text, 0, None),
+        task.prepare(images, text, 0, None),
         *task.text([text]),
         answer_ids=none.view(0, 0),
         owners=none,
@@ -142,10 +142,10 @@ def answer_of(
 
 
 def caption_of(
-    task: Caption, pictures: Sequence[Image.Image], place: torch.device
+    task: CaptionTask, images: Sequence[Image.Image], place: torch.device
 ) -> tuple[str, float]:
     """A caption, and its probability."""
-    pixels = task.prepare(pictures, "", 0, None)
+    pixels = task.prepare(images, "", 0, None)
     ids, valid = torch.zeros(1, 0, dtype=torch.int64), torch.ones(1, dtype=torch.bool)
     batch = CaptionBatch(pixels, ids, valid).to(place)
     said = task.write(batch)[0]
@@ -155,7 +155,7 @@ def caption_of(
 
 
 def _probability(
-    task: Vqa | Caption, memory: Memory, words: TextProcessor, said: str, place: torch.device
+    task: Vqa | CaptionTask, memory: Memory, words: TextProcessor, said: str, place: torch.device
 ) -> float:
     found = answer_likelihood(
         task.decoder,
@@ -168,10 +168,10 @@ def _probability(
 
 
 def matched_of(
-    loaded: Loaded, picture: Image.Image, text: str, place: torch.device
+    loaded: Loaded, image: Image.Image, text: str, place: torch.device
 ) -> list[tuple[str, float]]:
-    """Whether a text describes a picture, with probabilities, the likelier first."""
-    image = loaded.model.encode_image(loaded.preprocess(picture)[None].to(place))
+    """Whether a text describes an image, with probabilities, the likelier first."""
+    features = loaded.model.encode_image(loaded.preprocess(image)[None].to(place))
     words = loaded.model.encode_text(*(part.to(place) for part in loaded.text([text])))
-    matches = float(loaded.model.match(image, words).sigmoid())
+    matches = float(loaded.model.match(features, words).sigmoid())
     return sorted([("matches", matches), ("does not", 1 - matches)], key=lambda one: -one[1])

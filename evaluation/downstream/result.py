@@ -22,7 +22,7 @@ class TaskResult:
 
     figures: shares between 0 and 1 by name, the first is the main one. predictions: one row an
     item, with the ids that a submission needs; those that were judged have `scores`, the item's
-    value by figure, and `picture`, which items of one picture share. skipped: bad samples by kind.
+    value by figure, and `image`, which items of one image share. skipped: bad samples by kind.
     notes: what belongs under the table.
     """
 
@@ -45,7 +45,7 @@ class TaskResult:
             [name, figure.percent(), f"{100 * figure.chance:.1f}" if figure.chance else ""]
             for name, figure in self.figures.items()
         ]
-        notes = ["Percent; in brackets 95 % bootstrap intervals over pictures.", *self.notes]
+        notes = ["Percent; in brackets 95 % bootstrap intervals over images.", *self.notes]
         if self.skipped:
             kinds = kinds_in_words(self.skipped)
             notes.append(f"Skipped items: {kinds}.")
@@ -98,7 +98,7 @@ def clustered_figures(
 
     Args:
         values: of each item, by figure.
-        clusters: what the items of one picture have in common.
+        clusters: what the items of one image have in common.
         chances: by figure; 0 where there is no such thing.
         resamples: bootstrap draws.
         counted: by figure, the items that it is about, or their weights; all where it is not named.

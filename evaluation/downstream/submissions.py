@@ -45,7 +45,7 @@ def write_captions(
     Args:
         path: the file to write.
         rows: {"image_id", "caption"}.
-        expected: ids of all pictures; None: not checked.
+        expected: ids of all images; None: not checked.
 
     Raises:
         EvaluationError: an id is no number, given twice, missing or strange, or a caption is no

@@ -13,16 +13,16 @@ from numpy.typing import NDArray
 
 from evaluation.core.eval_mode import evaluating
 from evaluation.core.feature_cache import precision_context
-from evaluation.downstream.blocks import Judged, judge_blocks, picture_name
+from evaluation.downstream.blocks import EvaluatedItems, image_name, judge_blocks
 from evaluation.downstream.result import TaskResult, clustered_figures, judgeable, keep_scores
 from vlp.data.downstream.items import Item
-from vlp.data.downstream.vqa import Asked
+from vlp.data.downstream.vqa import VqaExample
 from vlp.metrics.vqa import Version, normalise_answer, vqa_accuracy
 from vlp.tasks.downstream.vqa import Predict, Vqa
 
 Row = dict[str, Any]
 
-SAID = ("key", "question_id", "question", "answer", "picture", "scores")
+SAID = ("key", "question_id", "question", "answer", "image", "scores")
 
 
 def evaluate(
@@ -51,7 +51,7 @@ def evaluate(
         batch: questions at once.
         device: where to compute; None is this rank's GPU, or the CPU.
         precision: of the model.
-        resamples: bootstrap draws over pictures.
+        resamples: bootstrap draws over images.
         progress: a bar on the first rank.
         predict: `rank` or `generate`; None is as the task is configured.
         version: the evaluator, likewise.
@@ -85,7 +85,7 @@ def evaluate(
         shards=folders,
         figures=clustered_figures(
             figures,
-            [row["picture"] for row in answered],
+            [row["image"] for row in answered],
             {"accuracy": chance},
             resamples,
             counted,
@@ -110,14 +110,14 @@ def predictions(
     precision: Literal["float32", "bf16"] = "float32",
     progress: bool = False,
     predict: Predict | None = None,
-) -> Judged:
+) -> EvaluatedItems:
     """An answer to every question, answered by people or not; arguments as in `evaluate`.
 
     Rows hold what is in `SAID` but `scores`, and people's `answers` and the question's `types`.
     """
     questions = task.questions(shards, limit)
 
-    def judge(made: Sequence[tuple[Item, Asked]]) -> list[Row]:
+    def judge(made: Sequence[tuple[Item, VqaExample]]) -> list[Row]:
         inputs = questions.collate([asked for _, asked in made]).to(place)
         with precision_context(place, precision):
             said = task.predict(inputs, predict)
@@ -127,7 +127,7 @@ def predictions(
         return judge_blocks(questions.items, batch, questions.make, judge, progress)
 
 
-def _row(item: Item, asked: Asked, answer: str) -> Row:
+def _row(item: Item, asked: VqaExample, answer: str) -> Row:
     return {
         "key": item.raw.key,
         "question_id": asked.question.id,
@@ -135,7 +135,7 @@ def _row(item: Item, asked: Asked, answer: str) -> Row:
         "answer": answer,
         "answers": dict(asked.answers),
         "types": dict(asked.types),
-        "picture": picture_name(item),
+        "image": image_name(item),
     }
 
 

@@ -1,4 +1,4 @@
-"""Grad-CAM on the cross-attention: which patches a word's match with the picture rests on."""
+"""Grad-CAM on the cross-attention: which patches a word's match with the image rests on."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def grad_cam(
     """Grad-CAM maps of one cross-attention layer for B aligned pairs.
 
     For the probabilities A (heads, queries, keys) with which the text stream attends to the
-    picture, and the match log-odds y: mean over heads of relu(dy/dA) * A, without the column of
-    the picture's [CLS] (Selvaraju et al. 2017, on attention as ALBEF does for grounding). y is the
+    image, and the match log-odds y: mean over heads of relu(dy/dA) * A, without the column of
+    the image's [CLS] (Selvaraju et al. 2017, on attention as ALBEF does for grounding). y is the
     difference of the two ITM logits, since it alone moves the predicted probability.
 
     The maps are not scaled: they compare across words of a pair. Behind the last cross-attention
@@ -35,7 +35,7 @@ def grad_cam(
 
     Args:
         model: a VLP model.
-        image: of B pictures.
+        image: of B images.
         text: of B texts.
         layer: number of the cross-modal layer from 0, negative from the end; None is the
             middle one, the third of six, which ALBEF takes for grounding.
@@ -52,7 +52,7 @@ def grad_cam(
     grid = model.config.image.grid
     if len(image.states) != len(text.states):
         raise ValueError(
-            f"{len(image.states)} pictures and {len(text.states)} texts are not aligned pairs"
+            f"{len(image.states)} images and {len(text.states)} texts are not aligned pairs"
         )
     patches = image.states.shape[1] - 1
     if patches != grid[0] * grid[1]:

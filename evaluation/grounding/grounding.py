@@ -1,4 +1,4 @@
-"""Grounding: where in a picture lies what an expression means? (RefCOCO, RefCOCO+, RefCOCOg)
+"""Grounding: where in an image lies what an expression means? (RefCOCO, RefCOCO+, RefCOCOg)
 
 Nobody tells the model a box in training: the map of an expression over the patches is Grad-CAM of a
 cross-attention layer (ACE-RPE, section 4.2, after ALBEF), or the cosine of words and patches.
@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from evaluation.core.eval_mode import evaluating
 from evaluation.core.feature_cache import precision_context
 from evaluation.core.samples import EvaluationError
-from evaluation.downstream.blocks import judge_blocks, picture_name
+from evaluation.downstream.blocks import image_name, judge_blocks
 from evaluation.downstream.result import TaskResult, clustered_figures, keep_scores
 from evaluation.grounding.gradcam import grad_cam, layer_number
 from vlp.data.downstream.items import Item, Items
 from vlp.data.image.ablated_views import View, viewed
-from vlp.data.image.decode import decode_picture
+from vlp.data.image.decode import decode_image
 from vlp.data.image.patches import patches_in_box
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.text.tokenizer import TextTokens
@@ -30,12 +30,12 @@ from vlp.metrics.grounding import RIGHT_IOU, box_scores, intersection_over_union
 from vlp.models.folder import Loaded
 from vlp.tasks.downstream.grounding import map_of
 
-SAID = ("key", "id", "ref_id", "text", "point", "box", "picture", "scores")
+SAID = ("key", "id", "ref_id", "text", "point", "box", "image", "scores")
 By = Literal["gradcam", "similarity"]
 
 
-class Referring(NamedTuple):
-    """An expression and its picture: pixels (3, size, size), tokens of one row, size in pixels."""
+class GroundingExample(NamedTuple):
+    """An expression and its image: pixels (3, size, size), tokens of one row, size in pixels."""
 
     pixels: torch.Tensor
     tokens: TextTokens
@@ -49,7 +49,7 @@ def evaluate_grounding(
     by: By | None = None,
     layer: int | None = None,
     head: int | None = None,
-    view: View = "picture",
+    view: View = "image",
     limit: int | None = None,
     batch: int = 32,
     device: torch.device | str | None = None,
@@ -65,7 +65,7 @@ def evaluate_grounding(
     random patch, and a random proposal.
 
     Args:
-        loaded: model, text and picture preparation.
+        loaded: model, text and image preparation.
         shards: folders whose samples have `expressions`, and perhaps `proposals`.
         by: what makes the map. None is what the model was chosen by, of a folder that fine-tuning
             for grounding left, else Grad-CAM; layer and head are then that folder's, too, where
@@ -79,7 +79,7 @@ def evaluate_grounding(
         batch: expressions of one block.
         device: where to compute; None is this rank's GPU, or the CPU.
         precision: of the encoders.
-        resamples: bootstrap draws over pictures.
+        resamples: bootstrap draws over images.
         progress: a bar on the first rank.
 
     Raises:
@@ -107,13 +107,13 @@ def evaluate_grounding(
         )
     patch_size = loaded.model.config.image.patch_size
 
-    def make(item: Item, place: int) -> Referring:
-        picture = decode_picture(item.raw.image, item.where)
-        said = _checked(item, picture.size)
-        pixels = viewed(loaded.preprocess(picture)[None], view, patch_size, place)[0]
-        return Referring(pixels, loaded.text([said]), picture.size)
+    def make(item: Item, place: int) -> GroundingExample:
+        image = decode_image(item.raw.image, item.where)
+        said = _checked(item, image.size)
+        pixels = viewed(loaded.preprocess(image)[None], view, patch_size, place)[0]
+        return GroundingExample(pixels, loaded.text([said]), image.size)
 
-    def judge(made: Sequence[tuple[Item, Referring]]) -> list[dict[str, Any]]:
+    def judge(made: Sequence[tuple[Item, GroundingExample]]) -> list[dict[str, Any]]:
         maps = _maps(loaded, [one for _, one in made], by, number, head, where, precision)
         return [_row(item, one.size, heat) for (item, one), heat in zip(made, maps)]
 
@@ -128,9 +128,7 @@ def evaluate_grounding(
         values["best possible"] = np.array([bool(row["possible"]) for row in rows])
         chances[name] = float(np.mean([row["possible"] for row in rows if row["box"]]))
     counted = {name: proposed for name in values if name != "pointing"}
-    figures = clustered_figures(
-        values, [row["picture"] for row in rows], chances, resamples, counted
-    )
+    figures = clustered_figures(values, [row["image"] for row in rows], chances, resamples, counted)
     keep_scores(rows, values, counted)
     made_by = f"Grad-CAM of cross-modal layer {number}" if by == "gradcam" else "cosine of tokens"
     return TaskResult(
@@ -154,7 +152,7 @@ def _checked(item: Item, size: tuple[int, int]) -> str:
         raise BadSample(
             "bad annotation",
             f"{item.where}: box {expression.box} of expression {expression.id} does not lie in the "
-            f"picture of {size[0]} x {size[1]} px",
+            f"image of {size[0]} x {size[1]} px",
         )
     if not expression.text.strip():
         raise BadSample("no text", f"{item.where}: expression {expression.id} is empty")
@@ -163,7 +161,7 @@ def _checked(item: Item, size: tuple[int, int]) -> str:
 
 def _maps(
     loaded: Loaded,
-    asked: Sequence[Referring],
+    asked: Sequence[GroundingExample],
     by: By,
     layer: int,
     head: int | None,
@@ -209,7 +207,7 @@ def _row(item: Item, size: tuple[int, int], heat: NDArray[np.float64]) -> dict[s
         "point": [float(value) for value in centre],
         "hit": bool(inside[tuple(best.T)].all()),
         "share": float(inside.mean()),
-        "picture": picture_name(item),
+        "image": image_name(item),
         "box": None,
         "right": None,
         "possible": None,

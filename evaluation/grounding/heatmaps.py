@@ -1,4 +1,4 @@
-"""A map over the patches of a picture, drawn over it, as a picture of its own."""
+"""A map over the patches of an image, drawn over it, as an image of its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw
 from evaluation.probes.anchor_plots import GRADCAM_COLOURS, SHARE_COLOURS
 
 Drawn = tuple[Sequence[float], str]
-"""A box [x, y, width, height] in pixels of the picture, and a colour."""
+"""A box [x, y, width, height] in pixels of the image, and a colour."""
 
 OWN_BOX, CHOSEN_BOX = "#19d419", "#ff40d9"
 
@@ -23,7 +23,7 @@ OWN_BOX, CHOSEN_BOX = "#19d419", "#ff40d9"
 def anchors_over(
     image: Image.Image, share: NDArray[np.floating], boxes: Sequence[Drawn] = (), side: int = 128
 ) -> Image.Image:
-    """Shares (rows, columns) from 0 to 1 over the pale picture; what is 0 stays clear.
+    """Shares (rows, columns) from 0 to 1 over the pale image; what is 0 stays clear.
 
     Args:
         image: any size.
@@ -37,17 +37,17 @@ def anchors_over(
 def heat_over(
     image: Image.Image, heat: NDArray[np.floating], boxes: Sequence[Drawn] = (), side: int = 240
 ) -> Image.Image:
-    """A map (rows, columns), scaled by its strongest patch; the weaker, the more picture shows."""
+    """A map (rows, columns), scaled by its strongest patch; the weaker, the more image shows."""
     strongest = float(heat.max())
     scaled = heat / strongest if strongest > 0 else heat
     return _over(image, scaled, GRADCAM_COLOURS, np.sqrt(scaled) * 0.75, boxes, side)
 
 
 def framed(image: Image.Image, boxes: Sequence[Drawn] = (), side: int = 240) -> Image.Image:
-    """The picture itself with frames, its longer side `side` pixels."""
+    """The image itself with frames, its longer side `side` pixels."""
     scale = side / max(image.size)
     size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
-    # Patches and shapes of a small picture are to keep their edges.
+    # Patches and shapes of a small image are to keep their edges.
     way = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS
     shown = image.convert("RGB").resize(size, way)
     pen = ImageDraw.Draw(shown)
@@ -59,7 +59,7 @@ def framed(image: Image.Image, boxes: Sequence[Drawn] = (), side: int = 240) -> 
 
 
 def data_uri(image: Image.Image, kind: Literal["JPEG", "PNG"] | None = None) -> str:
-    """A picture as an address that holds it; by default in the shorter of two formats."""
+    """An image as an address that holds it; by default in the shorter of two formats."""
     if kind is None:
         return min((data_uri(image, "PNG"), data_uri(image, "JPEG")), key=len)
     file = BytesIO()
@@ -80,7 +80,7 @@ def _over(
     painted = colormaps[colours](np.clip(values, 0, 1))
     painted[..., 3] = np.clip(alpha, 0, 1)
     layer = Image.fromarray((painted * 255).astype(np.uint8))
-    # Preprocessing squashes the picture to a square, so its patches share it out evenly.
+    # Preprocessing squashes the image to a square, so its patches share it out evenly.
     shown.alpha_composite(layer.resize(shown.size, Image.Resampling.NEAREST))
     scale = side / max(image.size)
     scaled = [([part * scale for part in box], colour) for box, colour in boxes]

@@ -24,7 +24,7 @@ def phrase_heat(
     """The map (rows, columns) of a phrase over the patches: at least 0, not scaled.
 
     Args:
-        loaded: model, text and picture preparation.
+        loaded: model, text and image preparation.
         image: any size.
         phrase: with a word in it.
         layer: of the cross-modal encoder, see `evaluation.grounding.gradcam.grad_cam`.

@@ -1,4 +1,4 @@
-"""The best and the worst of what a model said, with pictures and the truth."""
+"""The best and the worst of what a model said, with images and the truth."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from PIL import Image
 
 from evaluation.core.json_lines import read_lines
 from evaluation.core.samples import EvaluationError
-from evaluation.core.samples_by_key import pictures_of, samples_of
+from evaluation.core.samples_by_key import images_of, samples_of
 from evaluation.grounding.heatmaps import CHOSEN_BOX, OWN_BOX, Drawn, framed, heat_over
 from evaluation.grounding.phrase_map import phrase_heat
-from evaluation.html_report.sources import Result
+from evaluation.html_report.sources import StoredResult
 from evaluation.retrieval.gallery import Gallery
 from evaluation.retrieval.search import search
 from vlp.data.schema import Annotation, captions_of
@@ -30,19 +30,19 @@ FOUND = 3
 _SCORES = ("IoU ≥ 0.5", "accuracy", "cider", "pointing")
 
 
-class Shown(NamedTuple):
-    """A picture and what is to be read where it cannot be seen."""
+class ReportCase(NamedTuple):
+    """An image and what is to be read where it cannot be seen."""
 
     image: Image.Image
     text: str
 
 
 class Case(NamedTuple):
-    """One item: labelled texts of one line or more, its pictures, and what was found instead."""
+    """One item: labelled texts of one line or more, its images, and what was found instead."""
 
     lines: list[tuple[str, str]]
-    pictures: list[Shown]
-    found: Sequence[Shown] = ()
+    images: list[ReportCase]
+    found: Sequence[ReportCase] = ()
 
 
 class CaseGroup(NamedTuple):
@@ -54,13 +54,13 @@ class CaseGroup(NamedTuple):
 
 
 def task_cases(
-    result: Result,
+    result: StoredResult,
     shards: Sequence[str | Path],
     count: int,
     loaded: Loaded | None = None,
     device: torch.device | str | None = None,
 ) -> list[CaseGroup]:
-    """Worst and best items of a judged task, their pictures from the shards.
+    """Worst and best items of a judged task, their images from the shards.
 
     Args:
         result: with predictions.
@@ -107,16 +107,16 @@ def retrieval_cases(gallery: Gallery, count: int) -> list[CaseGroup]:
     by_text = search(collection.text, collection.image, collection.image_of_text[:, None], FOUND)
     by_image = search(collection.image, collection.text, collection.texts_of_image(), FOUND)
     owners = collection.image_of_text
-    pictures = len(gallery)
+    images = len(gallery)
 
     def text_case(query: int) -> Case:
         own = int(owners[query])
         return Case(
             [
                 ("text", collection.captions[query]),
-                ("rank of its picture", f"{by_text.ranks[query] + 1} of {pictures}"),
+                ("rank of its image", f"{by_text.ranks[query] + 1} of {images}"),
             ],
-            [_shown(gallery, own, "its picture")],
+            [_shown(gallery, own, "its image")],
             [
                 _shown(gallery, int(found), f"found at place {place}, similarity {value:.2f}")
                 for place, (found, value) in enumerate(
@@ -129,17 +129,17 @@ def retrieval_cases(gallery: Gallery, count: int) -> list[CaseGroup]:
         found = [collection.captions[text] for text in by_image.nearest[query]]
         return Case(
             [
-                ("its texts", "\n".join(gallery.picture(query).captions)),
+                ("its texts", "\n".join(gallery.image(query).captions)),
                 ("rank of the first", f"{by_image.ranks[query] + 1} of {len(owners)}"),
                 *((f"found at place {place}", text) for place, text in enumerate(found, 1)),
             ],
-            [_shown(gallery, query, "the picture asked about")],
+            [_shown(gallery, query, "the image asked about")],
         )
 
     groups = []
     for arrow, ranks, owner, make in (
         ("text → image", by_text.ranks, owners, text_case),
-        ("image → text", by_image.ranks, np.arange(pictures), image_case),
+        ("image → text", by_image.ranks, np.arange(images), image_case),
     ):
         order = np.argsort(ranks, kind="stable")
         for title, queries in (("Worst", order[::-1]), ("Best", order)):
@@ -149,7 +149,7 @@ def retrieval_cases(gallery: Gallery, count: int) -> list[CaseGroup]:
 
 
 def _of_different(queries: Sequence[int], owner: Any, count: int) -> list[int]:
-    """The first queries of different pictures."""
+    """The first queries of different images."""
     chosen: dict[int, int] = {}
     for query in queries:
         if len(chosen) == count:
@@ -158,8 +158,8 @@ def _of_different(queries: Sequence[int], owner: Any, count: int) -> list[int]:
     return list(chosen.values())
 
 
-def _shown(gallery: Gallery, number: int, text: str) -> Shown:
-    return Shown(framed(gallery.picture(number).image), text)
+def _shown(gallery: Gallery, number: int, text: str) -> ReportCase:
+    return ReportCase(framed(gallery.image(number).image), text)
 
 
 def _extreme(rows: Sequence[Row], score: str, count: int, worst: bool) -> list[Row]:
@@ -203,16 +203,16 @@ def _case(
     row: Row, raw: RawSample, score: str, loaded: Loaded | None, device: torch.device | str | None
 ) -> Case:
     try:
-        pictures = pictures_of(raw)
+        images = images_of(raw)
     except EvaluationError as error:
-        return Case([("picture", str(error))], [])
+        return Case([("image", str(error))], [])
     lines = [*_lines(row, raw.annotation), (score, f"{row['scores'][score]:.3g}")]
     if "point" in row:
-        return Case(lines, _grounded(row, raw.annotation, pictures[0], loaded, device))
-    sides = [""] if len(pictures) == 1 else [", left", ", right"]
+        return Case(lines, _grounded(row, raw.annotation, images[0], loaded, device))
+    sides = [""] if len(images) == 1 else [", left", ", right"]
     return Case(
         lines,
-        [Shown(framed(image), f"picture {raw.key}{side}") for image, side in zip(pictures, sides)],
+        [ReportCase(framed(image), f"image {raw.key}{side}") for image, side in zip(images, sides)],
     )
 
 
@@ -237,14 +237,14 @@ def _grounded(
     image: Image.Image,
     loaded: Loaded | None,
     device: torch.device | str | None,
-) -> list[Shown]:
+) -> list[ReportCase]:
     boxes: list[Drawn] = [(_box(row, annotation) or (0, 0, 0, 0), OWN_BOX)]
     words = "green: the box meant"
     if row.get("box"):
         boxes.append((row["box"], CHOSEN_BOX))
         words += ", pink: the box chosen"
-    shown = [Shown(framed(image, boxes), words)]
+    shown = [ReportCase(framed(image, boxes), words)]
     if loaded is not None:
         heat = phrase_heat(loaded, image, str(row["text"]), device=device)
-        shown.append(Shown(heat_over(image, heat, boxes), f"Grad-CAM of “{row['text']}”"))
+        shown.append(ReportCase(heat_over(image, heat, boxes), f"Grad-CAM of “{row['text']}”"))
     return shown

@@ -88,7 +88,7 @@ def make_report(
 
     Args:
         folders: run folders, model folders, or folders of results.
-        shards: where the cases' pictures lie, and what anchors and maps are drawn of; none of these
+        shards: where the cases' images lie, and what anchors and maps are drawn of; none of these
             without.
         cases: best and worst cases of each kind; 0 is none.
         limit: samples that queries are searched among.
@@ -145,7 +145,7 @@ def _run(
             partial(Gallery, loaded, shards, limit=limit, device=device),
         )
         if gallery is not None:
-            title = f"Cases: retrieval among {len(gallery)} pictures, dual encoder"
+            title = f"Cases: retrieval among {len(gallery)} images, dual encoder"
             run.cases.append((title, retrieval_cases(gallery, cases)))
     few = min(cases, 3)
     run.anchors = (

@@ -1,4 +1,4 @@
-"""Anchors of captions and maps of expressions, as pictures for a page."""
+"""Anchors of captions and maps of expressions, as images for a page."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from evaluation.core.samples import EvaluationError, Sample, Samples
+from evaluation.core.samples import CaptionedSample, EvaluationError, Samples
 from evaluation.grounding.heatmaps import OWN_BOX, Drawn, anchors_over, framed, heat_over
 from evaluation.grounding.phrase_map import phrase_heat
-from evaluation.html_report.cases import Case, Shown
+from evaluation.html_report.cases import Case, ReportCase
 from evaluation.probes.anchor_maps import AnchorMap, anchor_maps
 from vlp.models.folder import Loaded
 
@@ -20,11 +20,11 @@ SEARCHED = 200
 
 
 class AnchorRow(NamedTuple):
-    """A caption, its picture, and a small map for each word."""
+    """A caption, its image, and a small map for each word."""
 
     caption: str
-    picture: Shown
-    words: list[Shown]
+    image: ReportCase
+    words: list[ReportCase]
     threshold: float
 
 
@@ -44,13 +44,13 @@ def anchor_rows(
 
 
 def anchor_row(found: AnchorMap) -> AnchorRow:
-    """The pictures of one caption; a green frame is the box of what a word names, where known."""
+    """The images of one caption; a green frame is the box of what a word names, where known."""
     words = []
     for word in found.words:
         boxes: list[Drawn] = [(word.box, OWN_BOX)] if word.box is not None else []
-        words.append(Shown(anchors_over(found.image, word.heat, boxes), word.word))
-    picture = Shown(framed(found.image, (), 128), "the picture")
-    return AnchorRow(found.caption, picture, words, found.threshold)
+        words.append(ReportCase(anchors_over(found.image, word.heat, boxes), word.word))
+    image = ReportCase(framed(found.image, (), 128), "the image")
+    return AnchorRow(found.caption, image, words, found.threshold)
 
 
 def expression_maps(
@@ -68,13 +68,15 @@ def expression_maps(
     samples, cases = Samples(shards), []
     for place in range(min(len(samples), SEARCHED)):
         sample = samples.read(place)
-        if isinstance(sample, Sample) and sample.annotation.expressions:
+        if isinstance(sample, CaptionedSample) and sample.annotation.expressions:
             expression = sample.annotation.expressions[0]
             boxes: list[Drawn] = [(expression.box, OWN_BOX)]
             heat = phrase_heat(loaded, sample.image, expression.text, device=device)
             shown = [
-                Shown(framed(sample.image, boxes), "green: the box meant"),
-                Shown(heat_over(sample.image, heat, boxes), f"Grad-CAM of “{expression.text}”"),
+                ReportCase(framed(sample.image, boxes), "green: the box meant"),
+                ReportCase(
+                    heat_over(sample.image, heat, boxes), f"Grad-CAM of “{expression.text}”"
+                ),
             ]
             cases.append(Case([("expression", expression.text)], shown))
         if len(cases) == count:

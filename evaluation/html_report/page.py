@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs nothing else: style, pictures and curves are in it."""
+"""The report as one HTML page that needs nothing else: style, images and curves are in it."""
 
 from __future__ import annotations
 
@@ -135,12 +135,12 @@ PAGE = """\
 {{ label }}: {{ last }}</li>{% endfor %}</ul></figure>{% endfor %}</div>
 {%- endmacro -%}
 {% macro case(one) -%}
-{% set pictures %}<div class="row">{% for shown in one.pictures %}{{ figure(shown) }}{% endfor %}
+{% set images %}<div class="row">{% for shown in one.images %}{{ figure(shown) }}{% endfor %}
 {%- for shown in one.found %}{{ figure(shown) }}{% endfor %}</div>{% endset %}
-<div class="case">{% if not one.found %}{{ pictures }}{% endif %}
+<div class="case">{% if not one.found %}{{ images }}{% endif %}
 <dl>{% for label, text in one.lines %}<dt>{{ label }}</dt>
 <dd>{% for line in text.splitlines() or [""] %}<span>{{ line }}</span>{% endfor %}</dd>
-{%- endfor %}</dl>{% if one.found %}{{ pictures }}{% endif %}</div>
+{%- endfor %}</dl>{% if one.found %}{{ images }}{% endif %}</div>
 {%- endmacro -%}
 <!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8">
@@ -190,7 +190,7 @@ clear, from dark for few to yellow for all. A green frame is the box of what the
 that is known.</p>
 {% for row in run.anchors %}<h4>{{ row.caption }}</h4>
 <p class="note">Anchors: S ≥ {{ "%.2f" | format(row.threshold) }}</p>
-<div class="row words">{{ figure(row.picture) }}
+<div class="row words">{{ figure(row.image) }}
 {%- for word in row.words %}{{ figure(word) }}{% endfor %}</div>
 {% endfor %}{% endif %}
 {% if run.maps %}<h3 id="run{{ number }}-maps">Where expressions point</h3>

@@ -27,7 +27,7 @@ _FIGURE = {"value", "low", "high"}
 _ABOUT = {"task", "shards", "skipped", "notes", "figures", "kinds", "rerank"}
 
 
-class Result(NamedTuple):
+class StoredResult(NamedTuple):
     """One KIND.json: figures by name, and for retrieval by stage in `variants`.
 
     variants: what was done ("" or "dual encoder", "re-ranked top 16") -> figures by name. counts:
@@ -64,7 +64,7 @@ class Source:
     config: dict[str, Any] = field(default_factory=dict)
     log: list[dict[str, Any]] = field(default_factory=list)
     training: dict[str, Any] = field(default_factory=dict)
-    results: list[Result] = field(default_factory=list)
+    results: list[StoredResult] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
     @property
@@ -194,7 +194,7 @@ def _log(file: Path, source: Source) -> list[dict[str, Any]]:
     return rows
 
 
-def _results(folder: Path, source: Source) -> Iterator[Result]:
+def _results(folder: Path, source: Source) -> Iterator[StoredResult]:
     places = [folder, folder / "evaluation", *(folder / name / "evaluation" for name in _MODELS)]
     seen = set()
     for place in places:
@@ -208,7 +208,7 @@ def _results(folder: Path, source: Source) -> Iterator[Result]:
                 yield result
 
 
-def read_result(file: Path, source: Source) -> Result | None:
+def read_result(file: Path, source: Source) -> StoredResult | None:
     """The figures of a file, or None if it holds none."""
     found = _json(file, source)
     named = found.get("figures", found.get("kinds"))
@@ -228,7 +228,7 @@ def read_result(file: Path, source: Source) -> Result | None:
         for name, value in found.items()
         if isinstance(value, int) and name not in _ABOUT and not isinstance(value, bool)
     }
-    return Result(
+    return StoredResult(
         kind=found["task"],
         file=file,
         variants=variants,

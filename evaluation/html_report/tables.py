@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from evaluation.ablations.paper_results import RECALLS, SOURCE, PaperTable, paper_tables, split_of
 from evaluation.core.results import Figure, Table
 from evaluation.core.samples import kinds_in_words
-from evaluation.html_report.sources import Result, Source
+from evaluation.html_report.sources import Source, StoredResult
 
 Paper = Literal["same", "all", "none"]
 """The paper's rows: on data of the same name, of the same task whatever the data, or none."""
@@ -18,9 +18,9 @@ WIDEST = 8
 
 TITLES = {
     "retrieval": "Image-text retrieval",
-    "entailment": "Visual entailment",
-    "statements": "Visual reasoning (statements)",
-    "assignment": "Text assignment",
+    "snli_ve": "Visual entailment",
+    "nlvr2": "Visual reasoning (statements)",
+    "nlvr2_assignment": "Text assignment",
     "vqa": "Visual question answering",
     "caption": "Captions",
     "grounding": "Visual grounding",
@@ -31,12 +31,12 @@ TITLES = {
 _HEADS = {"retrieval": (*RECALLS, "image → text mean", "text → image mean", "both mean")}
 
 
-class Judged(NamedTuple):
+class ResultRow(NamedTuple):
     """One row of figures: of which run, and what was done."""
 
     run: str
     label: str
-    result: Result
+    result: StoredResult
     figures: dict[str, Figure]
 
 
@@ -47,16 +47,16 @@ def result_tables(sources: Sequence[Source], paper: Paper = "same") -> list[Tabl
     return [_table(kind, list(_judged(sources, kind)), paper) for kind in kinds]
 
 
-def _judged(sources: Sequence[Source], kind: str) -> Iterator[Judged]:
+def _judged(sources: Sequence[Source], kind: str) -> Iterator[ResultRow]:
     for source in sources:
         for result in source.results:
             if result.kind == kind:
                 for variant, figures in result.variants.items():
                     label = f"{source.name}, {variant}" if variant else source.name
-                    yield Judged(source.name, label, result, figures)
+                    yield ResultRow(source.name, label, result, figures)
 
 
-def _table(kind: str, rows: list[Judged], paper: Paper) -> Table:
+def _table(kind: str, rows: list[ResultRow], paper: Paper) -> Table:
     known = dict.fromkeys(name for row in rows for name in row.figures)
     names = [name for name in _HEADS.get(kind, ()) if name in known]
     names += [name for name in known if name not in names]
@@ -83,7 +83,7 @@ def _cells(figures: dict[str, Figure], names: Sequence[str]) -> list[str]:
     return [figures[name].percent() if name in figures else "" for name in names]
 
 
-def _chances(rows: Sequence[Judged], names: Sequence[str]) -> Iterator[list[str]]:
+def _chances(rows: Sequence[ResultRow], names: Sequence[str]) -> Iterator[list[str]]:
     """What chance gives: one row if all were judged on the same, else one for each."""
     found: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
@@ -121,9 +121,9 @@ def _published(
                 yield [f"paper, {where}: {label}", *cells]
 
 
-def _notes(rows: Sequence[Judged]) -> Iterator[str]:
+def _notes(rows: Sequence[ResultRow]) -> Iterator[str]:
     if any(figure.low < figure.high for row in rows for figure in row.figures.values()):
-        yield "Percent; in brackets 95 % bootstrap intervals over pictures."
+        yield "Percent; in brackets 95 % bootstrap intervals over images."
     said: dict[str, list[str]] = {}
     for row in rows:
         counts = ", ".join(f"{count} {name}" for name, count in row.result.counts.items())

@@ -1,4 +1,4 @@
-"""Where the anchors of each word of a caption lie in its picture, and what follows from them."""
+"""Where the anchors of each word of a caption lie in its image, and what follows from them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from PIL import Image
 from torch import Tensor
 
 from evaluation.core.eval_mode import evaluating
-from evaluation.core.samples import EvaluationError, Sample, Samples
+from evaluation.core.samples import CaptionedSample, EvaluationError, Samples
 from evaluation.grounding.gradcam import grad_cam, layer_number
-from vlp.data.image.decode import decode_picture
+from vlp.data.image.decode import decode_image
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.text.tokenizer import TextProcessor
@@ -34,7 +34,7 @@ Box = tuple[float, ...]
 class WordMap(NamedTuple):
     """One word and, for each patch (rows, columns), the share of channel groups that anchor it.
 
-    box: of the object the word names, in pixels of the picture, where that is known.
+    box: of the object the word names, in pixels of the image, where that is known.
     """
 
     word: str
@@ -43,7 +43,7 @@ class WordMap(NamedTuple):
 
 
 class AnchorMap(NamedTuple):
-    """A picture, its caption, and one map for each word of the caption."""
+    """An image, its caption, and one map for each word of the caption."""
 
     image: Image.Image
     caption: str
@@ -52,15 +52,15 @@ class AnchorMap(NamedTuple):
 
 
 class AnchorDetail(NamedTuple):
-    """Everything of one picture and caption: W words, G channel groups, patches (rows, columns).
+    """Everything of one image and caption: W words, G channel groups, patches (rows, columns).
 
-    words: as the tokenizer sees them; boxes: in pixels of the picture, of what a word names, where
+    words: as the tokenizer sees them; boxes: in pixels of the image, of what a word names, where
     that is known. anchors (W, G, rows, columns): 1 where S >= threshold (Eq. 4), the share of its
     pieces for a word of several. path (W, G, rows, columns): P of Eq. 7, at least 1 and 0 where not
     reachable, the mean over those pieces that reach the patch; reachable says where. G is 0 in path
     and reachable of a model without ACE-RPE. gradcam (W, rows, columns) and gradcam_caption (rows,
     columns), the map of [CLS]: of cross-modal layer number `layer` out of `layers`, not scaled.
-    match: log-odds that the caption describes the picture.
+    match: log-odds that the caption describes the image.
     """
 
     image: Image.Image
@@ -116,7 +116,7 @@ def anchor_maps(
 
 def anchor_details(
     loaded: Loaded,
-    samples: Sequence[Sample],
+    samples: Sequence[CaptionedSample],
     *,
     layer: int | None = None,
     device: torch.device | str | None = None,
@@ -124,7 +124,7 @@ def anchor_details(
     """Anchors, paths and Grad-CAM maps of the first caption of each sample.
 
     Args:
-        loaded: model, text and picture preparation.
+        loaded: model, text and image preparation.
         samples: from `first_samples` or `read_pair`.
         layer: whose cross-attention Grad-CAM reads, see `evaluation.grounding.gradcam.grad_cam`.
         device: where to compute; None is this rank's GPU, or the CPU.
@@ -140,7 +140,7 @@ def anchor_details(
         return [detail_caption(loaded, sample, number, place) for sample in samples]
 
 
-def first_samples(shards: Sequence[str | Path], count: int) -> list[Sample]:
+def first_samples(shards: Sequence[str | Path], count: int) -> list[CaptionedSample]:
     """The first `count` usable samples of shard folders.
 
     Raises:
@@ -150,10 +150,10 @@ def first_samples(shards: Sequence[str | Path], count: int) -> list[Sample]:
     if count < 1:
         raise EvaluationError(f"count {count}: at least one caption is needed")
     samples = Samples(shards)
-    usable: list[Sample] = []
+    usable: list[CaptionedSample] = []
     for place in range(len(samples)):
         sample = samples.read(place)
-        if isinstance(sample, Sample):
+        if isinstance(sample, CaptionedSample):
             usable.append(sample)
         if len(usable) == count:
             break
@@ -162,22 +162,22 @@ def first_samples(shards: Sequence[str | Path], count: int) -> list[Sample]:
     return usable
 
 
-def read_pair(picture: str | Path, text: str) -> Sample:
-    """A picture file, upright as its camera notes, and a text as a sample.
+def read_pair(file: str | Path, text: str) -> CaptionedSample:
+    """An image file, upright as its camera notes, and a text as a sample.
 
     Raises:
-        EvaluationError: the file is not there or no picture.
+        EvaluationError: the file is not there or no image.
     """
     try:
-        image = decode_picture(Path(picture).read_bytes(), str(picture))
+        image = decode_image(Path(file).read_bytes(), str(file))
     except OSError as error:
-        raise EvaluationError(f"{picture}: cannot be read ({error.strerror})") from error
+        raise EvaluationError(f"{file}: cannot be read ({error.strerror})") from error
     except BadSample as error:
         raise EvaluationError(str(error)) from error
-    return Sample(image, [text], Annotation(), ("", str(picture)))
+    return CaptionedSample(image, [text], Annotation(), ("", str(file)))
 
 
-def map_caption(loaded: Loaded, sample: Sample, device: torch.device) -> AnchorMap:
+def map_caption(loaded: Loaded, sample: CaptionedSample, device: torch.device) -> AnchorMap:
     """Anchor maps of a sample's first caption."""
     model, caption = loaded.model, sample.captions[0]
     with torch.no_grad():
@@ -193,7 +193,7 @@ def map_caption(loaded: Loaded, sample: Sample, device: torch.device) -> AnchorM
 
 
 def detail_caption(
-    loaded: Loaded, sample: Sample, layer: int, device: torch.device
+    loaded: Loaded, sample: CaptionedSample, layer: int, device: torch.device
 ) -> AnchorDetail:
     """Anchors, paths and Grad-CAM of a sample's first caption.
 
@@ -235,9 +235,9 @@ def detail_caption(
 
 
 def _encode(
-    loaded: Loaded, sample: Sample, device: torch.device
+    loaded: Loaded, sample: CaptionedSample, device: torch.device
 ) -> tuple[ImageFeatures, TextFeatures]:
-    """Features of a batch of one: the picture and its first caption."""
+    """Features of a batch of one: the image and its first caption."""
     model = loaded.model
     image = model.encode_image(loaded.preprocess(sample.image)[None].to(device))
     text = model.encode_text(*(part.to(device) for part in loaded.text(sample.captions[:1])))
@@ -273,7 +273,7 @@ def _by_token(model: VLPModel, x: Tensor) -> Tensor:
     return x.permute(1, 2, 0).unflatten(-1, model.config.image.grid)
 
 
-def _boxes(sample: Sample) -> dict[int, Box]:
+def _boxes(sample: CaptionedSample) -> dict[int, Box]:
     """Boxes by word of the first caption; none outside the generated corpus."""
     return {word.position: word.box for word in named_words(sample.annotation) if word.caption == 0}
 

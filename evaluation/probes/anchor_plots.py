@@ -1,4 +1,4 @@
-"""Anchor maps as pictures: an overview of several captions, and a grid with all of one caption."""
+"""Anchor maps as images: an overview of several captions, and a grid with all of one caption."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from evaluation.probes.anchor_maps import AnchorDetail, AnchorMap, Box, WordMap
 PANEL = 1.25  # inches
 SHARE_COLOURS, GRADCAM_COLOURS, PATH_COLOURS = "inferno", "turbo", "viridis_r"
 SHOWN_PIXELS = 400
-"""A picture is drawn with at most so many pixels a side: a panel has fewer."""
+"""An image is drawn with at most so many pixels a side: a panel has fewer."""
 TEXT_PANELS = 4
 """The heading and its scales need the width of so many panels."""
 
@@ -31,7 +31,7 @@ TEXT_PANELS = 4
 def draw_anchor_maps(maps: Sequence[AnchorMap], path: str | Path, dots: int = 120) -> Path:
     """Draw and save a grid of panels.
 
-    The picture is shown pale; over it lies, for each patch, the share of channel groups in which
+    The image is shown pale; over it lies, for each patch, the share of channel groups in which
     the word anchors it. A green frame is the box of the object that the word names, where known.
 
     Args:
@@ -66,9 +66,9 @@ def draw_anchor_maps(maps: Sequence[AnchorMap], path: str | Path, dots: int = 12
 def draw_anchor_detail(
     detail: AnchorDetail, path: str | Path, groups: int = 8, dots: int = 120
 ) -> Path:
-    """Draw and save everything of one picture and caption, one row for each word.
+    """Draw and save everything of one image and caption, one row for each word.
 
-    The first row has the picture and the Grad-CAM map of the whole caption. A word's row has the
+    The first row has the image and the Grad-CAM map of the whole caption. A word's row has the
     share of channel groups in which it anchors each patch, its Grad-CAM map, and for each group the
     anchor path: dots are the anchors of that group, hatched patches are not reachable. Grad-CAM
     maps of words are scaled by the largest of them all, that of the caption by its own.
@@ -109,7 +109,7 @@ class _Sheet:
 
     def __init__(self, rows: int, columns: int, image: Image.Image) -> None:
         width, height = image.size
-        # Very long pictures would leave panels without width or height.
+        # Very long images would leave panels without width or height.
         self.tall = PANEL * min(max(height / width, 0.4), 2.5)
         self.heading = max(self.tall, PANEL)
         self.first_row = self.TOP + self.heading + self.BELOW_HEADING
@@ -150,10 +150,10 @@ class _Sheet:
 
 
 def _draw_heading(sheet: _Sheet, detail: AnchorDetail, groups: int) -> None:
-    """Picture, Grad-CAM of the caption, and beside them what is shown and the three scales."""
-    picture, whole = sheet.panel(None, 0), sheet.panel(None, 1)
-    picture.imshow(_small(detail.image), extent=_extent(detail.image))
-    picture.set_title("picture", fontsize=8, pad=3)
+    """Image, Grad-CAM of the caption, and beside them what is shown and the three scales."""
+    image, whole = sheet.panel(None, 0), sheet.panel(None, 1)
+    image.imshow(_small(detail.image), extent=_extent(detail.image))
+    image.set_title("image", fontsize=8, pad=3)
     _draw_gradcam(whole, detail, detail.gradcam_caption, detail.gradcam_caption.max())
     whole.set_title("Grad-CAM, caption", fontsize=8, pad=3)
 
@@ -209,7 +209,7 @@ def _draw_word(panel: Axes, row: AnchorMap, word: WordMap) -> AxesImage:
 
 
 def _draw_share(panel: Axes, image: Image.Image, heat: NDArray[np.float32]) -> AxesImage:
-    """Share of groups over the pale picture; patches without an anchor stay clear."""
+    """Share of groups over the pale image; patches without an anchor stay clear."""
     _draw_pale(panel, image)
     return _draw_map(panel, image, np.ma.masked_equal(heat, 0), SHARE_COLOURS, (0, 1))
 
@@ -217,7 +217,7 @@ def _draw_share(panel: Axes, image: Image.Image, heat: NDArray[np.float32]) -> A
 def _draw_gradcam(
     panel: Axes, detail: AnchorDetail, heat: NDArray[np.float32], strongest: float
 ) -> None:
-    """The stronger, the less of the picture shines through."""
+    """The stronger, the less of the image shines through."""
     _draw_pale(panel, detail.image)
     scaled = heat / strongest if strongest > 0 else heat
     _draw_map(panel, detail.image, scaled, GRADCAM_COLOURS, (0, 1), np.sqrt(scaled) * 0.85)
@@ -262,10 +262,10 @@ def _draw_map(
     limits: tuple[float, float],
     alpha: float | NDArray[np.floating] = 0.75,
 ) -> AxesImage:
-    """A map (rows, columns) over the whole picture.
+    """A map (rows, columns) over the whole image.
 
-    Preprocessing squashes a picture to the model's square without cropping, so the patches share
-    the picture out evenly, whatever its size.
+    Preprocessing squashes an image to the model's square without cropping, so the patches share
+    the image out evenly, whatever its size.
     """
     return panel.imshow(
         heat,
@@ -303,7 +303,7 @@ def _small(image: Image.Image) -> Image.Image:
 
 
 def _extent(image: Image.Image) -> tuple[float, float, float, float]:
-    """Left, right, bottom and top of a picture in its own pixels, whose centres are whole."""
+    """Left, right, bottom and top of an image in its own pixels, whose centres are whole."""
     width, height = image.size
     return -0.5, width - 0.5, height - 0.5, -0.5
 

@@ -21,13 +21,13 @@ from tqdm import tqdm
 from evaluation.core.eval_mode import evaluating
 from evaluation.core.feature_cache import precision_context
 from evaluation.core.results import Figure, Table, write_report
-from evaluation.core.samples import EvaluationError, Sample, Samples, count_kinds
+from evaluation.core.samples import CaptionedSample, EvaluationError, Samples, count_kinds
 from evaluation.core.work_sharding import Ranks
 from vlp.data.image.patches import patches_in_box
-from vlp.data.shards.bad_samples import Skip
-from vlp.data.text.word_boxes import NamedWord, named_words, word_positions
+from vlp.data.shards.bad_samples import SkippedSample
+from vlp.data.text.word_boxes import WordBox, named_words, word_positions
 from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
-from vlp.models.cross_encoder import Pairs
+from vlp.models.cross_encoder import PairIndices
 from vlp.models.features import ImageFeatures, TextFeatures
 from vlp.models.folder import Loaded
 from vlp.models.vlp import VLPModel
@@ -103,14 +103,14 @@ class PointingResult:
             "chance",
             "anchors in its box",
         ]
-        notes = ["Percent; in brackets 95 % bootstrap intervals over pictures."]
+        notes = ["Percent; in brackets 95 % bootstrap intervals over images."]
         if self.paths is not None:
             notes.append(
                 f"Of all patches and words {self.paths.anchors:.1%} are anchors, "
                 f"{self.paths.reachable:.1%} have a path; a word's paths have a standard deviation "
                 f"of {self.paths.spread:.2f}."
             )
-        title = f"Pointing of the most similar patch, {self.scenes} pictures"
+        title = f"Pointing of the most similar patch, {self.scenes} images"
         return Table(title, head, rows, notes)
 
     def to_json(self) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class PointingResult:
         return write_report(folder, "pointing", self.table(), self.to_json())
 
 
-class Asked(NamedTuple):
+class WordPointing(NamedTuple):
     """What one word gave: (words,) arrays of a block when stacked."""
 
     scene: int
@@ -163,13 +163,13 @@ def evaluate_pointing(
     """Ask every named word of every caption; the same for any number of ranks.
 
     Args:
-        loaded: model, text and picture preparation.
+        loaded: model, text and image preparation.
         shards: folders whose samples have `words`.
-        limit: only the first so many pictures.
-        batch: pictures of one encoder call.
+        limit: only the first so many images.
+        batch: images of one encoder call.
         device: where to compute; None is this rank's GPU, or the CPU.
         precision: of the encoders.
-        resamples: bootstrap draws over pictures.
+        resamples: bootstrap draws over images.
         progress: a bar on the first rank.
 
     Raises:
@@ -179,14 +179,14 @@ def evaluate_pointing(
     ranks = Ranks.current()
     samples = Samples(shards, limit)
 
-    def ask(block: int) -> tuple[list[Asked], torch.Tensor, list[Skip]]:
+    def ask(block: int) -> tuple[list[WordPointing], torch.Tensor, list[SkippedSample]]:
         numbers = range(len(samples))[block * batch : (block + 1) * batch]
         read = [(number, samples.read(number)) for number in numbers]
-        good = [(number, sample) for number, sample in read if isinstance(sample, Sample)]
+        good = [(number, sample) for number, sample in read if isinstance(sample, CaptionedSample)]
         with torch.no_grad(), precision_context(place, precision):
             asked, sums = _ask_scenes(loaded, good, place)
         bar.update(len(numbers))
-        return asked, sums, [sample for _, sample in read if isinstance(sample, Skip)]
+        return asked, sums, [sample for _, sample in read if isinstance(sample, SkippedSample)]
 
     quiet = not (progress and ranks.first)
     with (
@@ -194,7 +194,7 @@ def evaluate_pointing(
         tqdm(total=len(ranks.share(len(samples))), desc="point", disable=quiet) as bar,
     ):
         parts = ranks.map_blocks(-(-len(samples) // batch), ask)
-    skipped = count_kinds([skip for *_, skips in parts for skip in skips])
+    skipped = count_kinds([skip for *_, skipped in parts for skip in skipped])
     asked = [word for words, *_ in parts for word in words]
     if not asked:
         raise EvaluationError(
@@ -215,11 +215,11 @@ def evaluate_pointing(
 
 
 def _ask_scenes(
-    loaded: Loaded, scenes: Sequence[tuple[int, Sample]], device: torch.device
-) -> tuple[list[Asked], torch.Tensor]:
+    loaded: Loaded, scenes: Sequence[tuple[int, CaptionedSample]], device: torch.device
+) -> tuple[list[WordPointing], torch.Tensor]:
     """All words of the scenes, and the sums over their paths (5, G); 0 without ACE-RPE."""
     model = loaded.model
-    asked: list[Asked] = []
+    asked: list[WordPointing] = []
     sums = torch.zeros(5, model.config.cross.anchor.groups, dtype=torch.float64)
     if not scenes:
         return asked, sums
@@ -251,9 +251,9 @@ def _ask_scenes(
 def _path_sums(
     model: VLPModel, images: ImageFeatures, texts: TextFeatures, row: int
 ) -> torch.Tensor:
-    """Sums of `anchor_sums` over all captions of the picture in one row."""
+    """Sums of `anchor_sums` over all captions of the image in one row."""
     captions = torch.arange(len(texts.word_mask), device=texts.word_mask.device)
-    field = model.anchors(images, texts, Pairs(captions, torch.full_like(captions, row)))
+    field = model.anchors(images, texts, PairIndices(captions, torch.full_like(captions, row)))
     assert field is not None
     return anchor_sums(
         field.similarity,
@@ -278,21 +278,21 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 
 def ask_words(
     scene: int,
-    sample: Sample,
+    sample: CaptionedSample,
     pieces: Sequence[Sequence[str]],
     cosine: NDArray[np.float32],
     anchors: NDArray[np.integer],
     grid: tuple[int, int],
-) -> list[Asked]:
-    """Score all named words of one picture.
+) -> list[WordPointing]:
+    """Score all named words of one image.
 
     A word of several pieces has the mean of their cosines. Equal cosines count against the model:
     the word hits only if every most similar patch lies in the box. A word cut off by the
     tokenizer's length is not asked.
 
     Args:
-        scene: number of the picture.
-        sample: its picture and annotation.
+        scene: number of the image.
+        sample: its image and annotation.
         pieces: word pieces of each caption, [CLS] and [SEP] in.
         cosine: (captions, M, N) of whole token features.
         anchors: (captions, M, N) number of groups in which patch and token anchor.
@@ -318,7 +318,7 @@ def ask_words(
         own = inside[word.box]
         near = anchors[word.caption][:, positions].sum(axis=1)
         asked.append(
-            Asked(
+            WordPointing(
                 scene=scene,
                 kind=KINDS.index(word.kind),
                 hit=bool(best.size and own[best].all()),
@@ -333,14 +333,14 @@ def ask_words(
     return asked
 
 
-def _positions(word: NamedWord, pieces: Sequence[str]) -> list[int] | None:
+def _positions(word: WordBox, pieces: Sequence[str]) -> list[int] | None:
     words = word_positions(pieces)
     return list(words[word.position]) if word.position < len(words) else None
 
 
-def _figures(words: Sequence[Asked], resamples: int) -> KindFigures:
+def _figures(words: Sequence[WordPointing], resamples: int) -> KindFigures:
     table = np.array(words, dtype=np.float64)
-    column = {name: table[:, number] for number, name in enumerate(Asked._fields)}
+    column = {name: table[:, number] for number, name in enumerate(WordPointing._fields)}
     _, scene = np.unique(column["scene"], return_inverse=True)
     with_anchors = column["anchors"] > 0
     share_inside = column["anchors_inside"] / np.maximum(column["anchors"], 1)

@@ -1,11 +1,11 @@
-"""What a position encoding tells of a picture's patches, drawn: `draw_position_maps`.
+"""What a position encoding tells of an image's patches, drawn: `draw_position_maps`.
 
     python -m evaluation encodings --out docs/positions.png
 
 Each map shows one query patch (a cross) against all patches of a 14 x 14 grid. For encodings of
 tokens it is the cosine of their vectors (Fig. 2 of Li et al. 2021), for rotations the mean logit of
 equal random contents, for biases the bias itself, with tables drawn from N(0, 1): how patches share
-rows of a table shows, as in Figs 5-9 of Wu et al. 2021. CoPE and SaPE see contents: there a picture
+rows of a table shows, as in Figs 5-9 of Wu et al. 2021. CoPE and SaPE see contents: there an image
 of two regions, a disc on a ground.
 """
 
@@ -69,7 +69,7 @@ def position_map(
         ValueError: an unknown name, or a cross-modal encoding.
     """
     if name in CROSS_MODAL:
-        raise ValueError(f"{name} lies between a picture and a text; see `evaluation anchors`")
+        raise ValueError(f"{name} lies between an image and a text; see `evaluation anchors`")
     torch.manual_seed(seed)
     sizes = {"width": WIDTH, "heads": HEADS, "grid": grid}
     encoding = create_fitting_position(name, sizes, **options).double().eval()
@@ -113,7 +113,7 @@ def _biased(
 
 
 def disc(grid: tuple[int, int]) -> Tensor:
-    """The region of the picture that CoPE and SaPE are shown: (rows, columns) bool."""
+    """The region of the image that CoPE and SaPE are shown: (rows, columns) bool."""
     row, column = torch.arange(grid[0])[:, None], torch.arange(grid[1])
     centre = (grid[0] * 0.4, grid[1] * 0.4)
     radius = 0.28 * min(grid)

@@ -1,6 +1,6 @@
-"""Swaps: two pictures and two captions, each caption true of exactly one of the pictures.
+"""Swaps: two images and two captions, each caption true of exactly one of the images.
 
-The pictures show the same objects in another arrangement (`place`, `relation`, `order`,
+The images show the same objects in another arrangement (`place`, `relation`, `order`,
 `distance`), or the same boxes with exchanged colours (`binding`), so neither a caption alone nor a
 bag of words can answer. The scores are Winoground's (Thrush et al. 2022, section 3.2).
 """
@@ -23,9 +23,9 @@ from evaluation.core.results import Figure, Table, write_report
 from evaluation.core.samples import EvaluationError, count_kinds
 from evaluation.core.work_sharding import Ranks
 from vlp.data.image.ablated_views import View, viewed
-from vlp.data.image.decode import decode_picture
+from vlp.data.image.decode import decode_image
 from vlp.data.scenes.negatives import SWAP_KINDS
-from vlp.data.shards.bad_samples import Skip
+from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.shards.shard_index import BadSample, ShardIndex
 from vlp.data.text.tokenizer import TextTokens
 from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
@@ -39,7 +39,7 @@ SCORERS = ("dual", "match", "words")
 
 
 class Swap(NamedTuple):
-    """Pixels (2, 3, size, size) and captions; caption i is true of picture i."""
+    """Pixels (2, 3, size, size) and captions; caption i is true of image i."""
 
     pixels: torch.Tensor
     captions: tuple[str, str]
@@ -53,9 +53,9 @@ class SwapResult:
     Scorers: `dual`, the cosine of both encoders' features; `match`, the cross-modal encoder's
     log-odds; `words`, where the folder has the head of masked language modelling, the
     log-probability of the words that the captions do not share, all masked. Scores: `pair`, the
-    share of the four comparisons (each picture's two captions, each caption's two pictures) that
-    come out right; `text`, both pictures get their caption; `image`, both captions get their
-    picture; `group`, both. Ties count against the model. `scores` (swaps, scorer, score) holds
+    share of the four comparisons (each image's two captions, each caption's two images) that
+    come out right; `text`, both images get their caption; `image`, both captions get their
+    image; `group`, both. Ties count against the model. `scores` (swaps, scorer, score) holds
     them one by one.
     """
 
@@ -105,20 +105,20 @@ def evaluate_swaps(
     batch: int = 64,
     device: torch.device | str | None = None,
     precision: Literal["float32", "bf16"] = "float32",
-    view: View = "picture",
+    view: View = "image",
     resamples: int = 1000,
     progress: bool = False,
 ) -> SwapResult:
     """Score every swap; the same for any number of ranks.
 
     Args:
-        loaded: model, text and picture preparation.
+        loaded: model, text and image preparation.
         shards: folders of the part `swaps` of the generated corpus.
         limit: only the first so many swaps.
         batch: swaps of one encoder call.
         device: where to compute; None is this rank's GPU, or the CPU.
         precision: of the encoders.
-        view: what the model is shown: the pictures; `shuffled`, their patches in random order, so
+        view: what the model is shown: the images; `shuffled`, their patches in random order, so
             that nothing is where it was; `blank`, the same grey for both: only text is left.
         resamples: bootstrap draws over swaps.
         progress: a bar on the first rank.
@@ -131,7 +131,7 @@ def evaluate_swaps(
     places = _places(shards, limit)
     blocks = [places[start : start + batch] for start in range(0, len(places), batch)]
 
-    def score(number: int) -> tuple[NDArray[np.float32], list[str], list[Skip]]:
+    def score(number: int) -> tuple[NDArray[np.float32], list[str], list[SkippedSample]]:
         read = [_read(loaded, *place) for place in blocks[number]]
         swaps = [swap for swap in read if isinstance(swap, Swap)]
         bar.update(len(read))
@@ -141,7 +141,11 @@ def evaluate_swaps(
         ]
         with torch.no_grad(), precision_context(where, precision):
             scores = _score(loaded, seen, where, head)
-        return scores, [swap.kind for swap in swaps], [s for s in read if isinstance(s, Skip)]
+        return (
+            scores,
+            [swap.kind for swap in swaps],
+            [s for s in read if isinstance(s, SkippedSample)],
+        )
 
     patch_size = loaded.model.config.image.patch_size
     head = word_head(loaded)
@@ -152,7 +156,7 @@ def evaluate_swaps(
         tqdm(total=len(ranks.share(len(places))), desc="swap", disable=quiet) as bar,
     ):
         parts = ranks.map_blocks(len(blocks), score)
-    skipped = count_kinds([skip for _, _, skips in parts for skip in skips])
+    skipped = count_kinds([skip for _, _, skipped in parts for skip in skipped])
     scores = np.concatenate([scores for scores, _, _ in parts])
     kinds = np.array([kind for _, kinds, _ in parts for kind in kinds])
     if not len(kinds):
@@ -177,19 +181,17 @@ def swap_scores(scores: NDArray[np.floating]) -> NDArray[np.float64]:
     """Winoground's scores of each swap.
 
     Args:
-        scores: (..., picture 2, caption 2), where picture i and caption i belong together.
+        scores: (..., image 2, caption 2), where image i and caption i belong together.
 
     Returns:
         (..., 4): text, image and group score, 0 or 1, and the share of right comparisons. Ties and
         NaN are wrong.
     """
     own = np.diagonal(scores, axis1=-2, axis2=-1)
-    by_caption = own > np.diagonal(scores[..., ::-1], axis1=-2, axis2=-1)  # picture i: caption i?
-    by_picture = own > np.diagonal(
-        scores[..., ::-1, :], axis1=-2, axis2=-1
-    )  # caption i: picture i?
-    text, image = by_caption.all(-1), by_picture.all(-1)
-    pair = np.concatenate([by_caption, by_picture], axis=-1).mean(-1)
+    by_caption = own > np.diagonal(scores[..., ::-1], axis1=-2, axis2=-1)  # image i: caption i?
+    by_image = own > np.diagonal(scores[..., ::-1, :], axis1=-2, axis2=-1)  # caption i: image i?
+    text, image = by_caption.all(-1), by_image.all(-1)
+    pair = np.concatenate([by_caption, by_image], axis=-1).mean(-1)
     return np.stack([text, image, text & image, pair], axis=-1).astype(np.float64)
 
 
@@ -208,7 +210,7 @@ def _places(shards: Sequence[str | Path], limit: int | None) -> list[tuple[Shard
     return places[:limit]
 
 
-def _read(loaded: Loaded, index: ShardIndex, shard: int, sample: int) -> Swap | Skip:
+def _read(loaded: Loaded, index: ShardIndex, shard: int, sample: int) -> Swap | SkippedSample:
     try:
         raw = index.read(shard, sample)
         where = f"{index.folder / index.shards[shard].name}, {raw.key}"
@@ -217,10 +219,10 @@ def _read(loaded: Loaded, index: ShardIndex, shard: int, sample: int) -> Swap | 
             raise EvaluationError(
                 f"{where} is not a swap; write some with `python -m data_tools scenes --swaps N`"
             )
-        pictures = [decode_picture(content, where) for content in (raw.image, raw.second_image)]
+        images = [decode_image(content, where) for content in (raw.image, raw.second_image)]
     except BadSample as bad:
-        return Skip(bad.kind, bad.where)
-    pixels = torch.stack([loaded.preprocess(picture) for picture in pictures])
+        return SkippedSample(bad.kind, bad.where)
+    pixels = torch.stack([loaded.preprocess(image) for image in images])
     return Swap(pixels, (raw.annotation.caption, swap["foil"]), swap["kind"])
 
 
@@ -270,20 +272,20 @@ def _common(one: list[int], other: list[int]) -> int:
 def _score(
     loaded: Loaded, swaps: Sequence[Swap], device: torch.device, head: MLMHead | None
 ) -> NDArray[np.float32]:
-    """(swaps, scorers, picture 2, caption 2)."""
+    """(swaps, scorers, image 2, caption 2)."""
     if not swaps:
         return np.zeros((0, 2 if head is None else 3, 2, 2), dtype=np.float32)
     model, count = loaded.model, len(swaps)
     images = model.encode_image(torch.cat([swap.pixels for swap in swaps]).to(device))
     tokens = loaded.text([caption for swap in swaps for caption in swap.captions])
     texts = model.encode_text(*(part.to(device) for part in tokens))
-    picture = torch.arange(2 * count, device=device).view(count, 2, 1).expand(-1, -1, 2).flatten()
+    image = torch.arange(2 * count, device=device).view(count, 2, 1).expand(-1, -1, 2).flatten()
     caption = torch.arange(2 * count, device=device).view(count, 1, 2).expand(-1, 2, -1).flatten()
     with torch.autocast(device.type, enabled=False):
-        dual = (images.feature[picture].double() * texts.feature[caption].double()).sum(-1)
-    scores = [dual.float(), model.match(images.select(picture), texts.select(caption)).float()]
+        dual = (images.feature[image].double() * texts.feature[caption].double()).sum(-1)
+    scores = [dual.float(), model.match(images.select(image), texts.select(caption)).float()]
     if head is not None:
-        scores.append(_named(loaded, head, images, tokens, picture, caption))
+        scores.append(_named(loaded, head, images, tokens, image, caption))
     every = torch.stack(scores).view(len(scores), count, 2, 2).transpose(0, 1)
     return every.cpu().numpy()
 
@@ -293,17 +295,17 @@ def _named(
     head: MLMHead,
     images: ImageFeatures,
     tokens: TextTokens,
-    picture: torch.Tensor,
+    image: torch.Tensor,
     caption: torch.Tensor,
 ) -> torch.Tensor:
-    """Log-probability of the captions' own words, masked, given each picture: (pairs,)."""
-    model, device = loaded.model, picture.device
+    """Log-probability of the captions' own words, masked, given each image: (pairs,)."""
+    model, device = loaded.model, image.device
     pairs = zip(tokens.text_ids.split(2), tokens.word_mask.split(2))
     chosen = torch.cat([differing_words(ids, words) for ids, words in pairs])
     masked = tokens.text_ids.masked_fill(chosen, loaded.text.mask_id)
     texts = model.encode_text(*(part.to(device) for part in tokens._replace(text_ids=masked)))
-    # The masked words are words still: what they could be is looked for in the picture.
-    crossed = model.cross(images.select(picture), texts.select(caption), need_image=False)
+    # The masked words are words still: what they could be is looked for in the image.
+    crossed = model.cross(images.select(image), texts.select(caption), need_image=False)
     embedding = model.text_encoder.embedding.word.weight
     logits = head.to(device)(crossed.text, embedding).float().log_softmax(-1)
     own = logits.gather(-1, tokens.text_ids.to(device)[caption, :, None]).squeeze(-1)

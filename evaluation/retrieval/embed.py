@@ -1,4 +1,4 @@
-"""Features of all pictures and captions of some shards, for indices and other programs."""
+"""Features of all images and captions of some shards, for indices and other programs."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from evaluation.core.samples import EvaluationError, count_kinds
 from evaluation.core.work_sharding import Ranks
 from evaluation.probes.anchor_maps import read_pair
 from vlp.data.downstream.items import Items
-from vlp.data.image.decode import decode_picture
+from vlp.data.image.decode import decode_image
 from vlp.data.schema import captions_of
-from vlp.data.shards.bad_samples import Skip
+from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.shards.sample_files import BadSample
 from vlp.models.folder import Loaded
 
-PICTURES, CAPTIONS = "pictures", "captions"
+IMAGES, CAPTIONS = "images", "captions"
 Dtype = Literal["float32", "float16"]
 
 
 class Embedded(NamedTuple):
     """Rows of each file, and bad samples by kind."""
 
-    pictures: int
+    images: int
     captions: int
     skipped: dict[str, int]
 
@@ -48,47 +48,47 @@ def embed(
     precision: Literal["float32", "bf16"] = "float32",
     progress: bool = False,
 ) -> Embedded:
-    """Write `pictures.npy`, `captions.npy` (rows, d) of unit length, and a line of JSON a row.
+    """Write `images.npy`, `captions.npy` (rows, d) of unit length, and a line of JSON a row.
 
     Rows come in the order of the shards, a row a sample and a row a caption, whatever the number of
-    ranks. `pictures.jsonl` has {key, source, image_id}; `captions.jsonl` {key, caption: its number
-    in the sample, text, pictures: row of its picture}. No more than a block is held in memory.
+    ranks. `images.jsonl` has {key, source, image_id}; `captions.jsonl` {key, caption: its number
+    in the sample, text, images: row of its image}. No more than a block is held in memory.
 
     Args:
-        loaded: model, text and picture preparation.
-        shards: shard folders, read as one set; samples without captions have a picture all the
+        loaded: model, text and image preparation.
+        shards: shard folders, read as one set; samples without captions have an image all the
             same.
         out: folder to be made.
         dtype: of the rows.
         limit: only the first so many samples.
-        batch: pictures or captions of one encoder call.
+        batch: images or captions of one encoder call.
         device: where to compute; None is this rank's GPU, or the CPU.
         precision: of the encoders.
         progress: a bar on the first rank.
 
     Raises:
-        EvaluationError: `out` is there already, or no picture can be used.
+        EvaluationError: `out` is there already, or no image can be used.
         ConfigError: a shard folder cannot be read.
     """
     ranks, items = Ranks.current(), Items(shards, limit=limit)
     width = loaded.model.config.embed_dim
-    files = FeatureFiles(Path(out), (PICTURES, CAPTIONS), width, dtype, ranks)
+    files = FeatureFiles(Path(out), (IMAGES, CAPTIONS), width, dtype, ranks)
     blocks = [range(start, min(start + batch, len(items))) for start in range(0, len(items), batch)]
 
-    def write(number: int) -> list[Skip]:
-        rows, pixels, captions, skips = [], [], [], []
+    def write(number: int) -> list[SkippedSample]:
+        rows, pixels, captions, skipped = [], [], [], []
         for place in blocks[number]:
             try:
                 raw, _, where = items.read(place)
-                pixels.append(loaded.preprocess(decode_picture(raw.image, where)))
+                pixels.append(loaded.preprocess(decode_image(raw.image, where)))
             except BadSample as bad:
-                skips.append(Skip(bad.kind, bad.where))
+                skipped.append(SkippedSample(bad.kind, bad.where))
                 continue
             said = raw.annotation
             rows.append({"key": raw.key, "source": said.source, "image_id": said.image_id})
             captions += [(len(rows) - 1, *one) for one in enumerate(captions_of(said))]
         if rows:
-            first = files.add(PICTURES, _pictures(loaded, pixels, place_of, precision), rows)
+            first = files.add(IMAGES, _images(loaded, pixels, place_of, precision), rows)
             for start in range(0, len(captions), batch):
                 part = captions[start : start + batch]
                 lines = [
@@ -96,14 +96,14 @@ def embed(
                         "key": rows[row]["key"],
                         "caption": count,
                         "text": text,
-                        PICTURES: first + row,
+                        IMAGES: first + row,
                     }
                     for row, count, text in part
                 ]
                 texts = [text for _, _, text in part]
                 files.add(CAPTIONS, _texts(loaded, texts, place_of, precision), lines)
         bar.update(len(blocks[number]))
-        return skips
+        return skipped
 
     own = sum(len(blocks[number]) for number in ranks.share(len(blocks)))
     quiet = not (progress and ranks.first)
@@ -114,11 +114,11 @@ def embed(
         skipped = [skip for part in ranks.map_blocks(len(blocks), write) for skip in part]
     if len(skipped) == len(items):
         raise EvaluationError(
-            f"{', '.join(items.folders)}: no picture could be used; the first: {skipped[0].kind}, "
+            f"{', '.join(items.folders)}: no image could be used; the first: {skipped[0].kind}, "
             f"{skipped[0].where}"
         )
-    rows = files.finish({CAPTIONS: PICTURES})
-    return Embedded(rows[PICTURES], rows[CAPTIONS], count_kinds(skipped))
+    rows = files.finish({CAPTIONS: IMAGES})
+    return Embedded(rows[IMAGES], rows[CAPTIONS], count_kinds(skipped))
 
 
 def embed_inputs(
@@ -128,10 +128,10 @@ def embed_inputs(
     device: torch.device | str | None = None,
     precision: Literal["float32", "bf16"] = "float32",
 ) -> list[tuple[dict[str, Any], NDArray[np.float32]]]:
-    """What each picture file ({image}) and each text ({text}) is, and its (d,) feature.
+    """What each image file ({image}) and each text ({text}) is, and its (d,) feature.
 
     Raises:
-        EvaluationError: a picture cannot be read, or there is nothing to embed.
+        EvaluationError: an image cannot be read, or there is nothing to embed.
     """
     if not images and not texts:
         raise EvaluationError("there is nothing to embed: give --image or --text")
@@ -139,7 +139,7 @@ def embed_inputs(
     found: list[tuple[dict[str, Any], NDArray[np.float32]]] = []
     with evaluating(loaded.model, device) as place:
         if pixels:
-            rows = _pictures(loaded, pixels, place, precision)
+            rows = _images(loaded, pixels, place, precision)
             found += [({"image": str(path)}, row) for path, row in zip(images, rows)]
         if texts:
             rows = _texts(loaded, list(texts), place, precision)
@@ -147,7 +147,7 @@ def embed_inputs(
     return found
 
 
-def _pictures(
+def _images(
     loaded: Loaded, pixels: Sequence[torch.Tensor], place: torch.device, precision: str
 ) -> NDArray[np.float32]:
     with torch.no_grad(), precision_context(place, precision):

@@ -1,4 +1,4 @@
-"""Pictures of shards, encoded once and searched by any text."""
+"""Images of shards, encoded once and searched by any text."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ import torch
 from evaluation.core.encoder import Encoder
 from evaluation.core.eval_mode import evaluating
 from evaluation.core.feature_cache import GIBIBYTE
-from evaluation.core.samples import EvaluationError, Sample, Samples
+from evaluation.core.samples import CaptionedSample, EvaluationError, Samples
 from evaluation.core.work_sharding import Ranks
 from evaluation.retrieval.search import similarity
-from vlp.data.shards.bad_samples import Skip
+from vlp.data.shards.bad_samples import SkippedSample
 from vlp.models.features import TextFeatures
 from vlp.models.folder import Loaded
 
 
 class Hit(NamedTuple):
-    """A picture that was found: its number, its cosine with the text, and its match log-odds.
+    """An image that was found: its number, its cosine with the text, and its match log-odds.
 
     match is None where the cross-modal encoder was not asked.
     """
 
-    picture: int
+    image: int
     similarity: float
     match: float | None
 
 
 class Gallery:
-    """The pictures of shard folders with their features; samples of one picture are one.
+    """The images of shard folders with their features; samples of one image are one.
 
     `collection` and `encoder` are those of `evaluation.core.encoder`.
 
     Args:
-        loaded: model, text and picture preparation.
+        loaded: model, text and image preparation.
         shards: folders whose samples have captions.
         limit: only the first so many samples.
-        batch: pictures of one encoder call.
+        batch: images of one encoder call.
         device: where to compute; None is this rank's GPU, or the CPU.
 
     Raises:
@@ -73,23 +73,23 @@ class Gallery:
     def __len__(self) -> int:
         return len(self.collection.image)
 
-    def picture(self, number: int) -> Sample:
-        """A picture with the captions of its first sample.
+    def image(self, number: int) -> CaptionedSample:
+        """An image with the captions of its first sample.
 
         Raises:
-            EvaluationError: there is no such picture, or it can no longer be read.
+            EvaluationError: there is no such image, or it can no longer be read.
         """
         if not 0 <= number < len(self):
-            raise EvaluationError(f"there are {len(self)} pictures, none has number {number}")
+            raise EvaluationError(f"there are {len(self)} images, none has number {number}")
         sample = self._samples.read(self._places[number])
-        if isinstance(sample, Skip):
+        if isinstance(sample, SkippedSample):
             raise EvaluationError(f"{sample.kind}: {sample.where}")
         return sample
 
     def search(self, text: str, top: int = 8, rerank: int = 16) -> list[Hit]:
-        """The pictures that fit a text, the best first.
+        """The images that fit a text, the best first.
 
-        The dual encoder's nearest `rerank` pictures are ordered by similarity / temperature plus
+        The dual encoder's nearest `rerank` images are ordered by similarity / temperature plus
         match log-odds, as `evaluation.retrieval.retrieval` does.
 
         Raises:
@@ -121,15 +121,15 @@ class Gallery:
 
 
 class _PlacedSamples(Samples):
-    """Samples that remember where each picture came first; read in order the first time."""
+    """Samples that remember where each image came first; read in order the first time."""
 
     def __init__(self, folders: Sequence[str | Path], limit: int | None = None) -> None:
         super().__init__(folders, limit)
         self.first: dict[tuple[str, str], int] = {}
 
-    def read(self, position: int) -> Sample | Skip:
+    def read(self, position: int) -> CaptionedSample | SkippedSample:
         """Read and decode one sample."""
         sample = super().read(position)
-        if isinstance(sample, Sample):
+        if isinstance(sample, CaptionedSample):
             self.first.setdefault(sample.identity, position)
         return sample

@@ -1,8 +1,8 @@
-"""Scores of (picture, text) pairs for re-ranking: each picture meets all its texts in a row.
+"""Scores of (image, text) pairs for re-ranking: each image meets all its texts in a row.
 
-Keys and values of a picture take ten times the room of its states, so they are made when its turn
+Keys and values of an image take ten times the room of its states, so they are made when its turn
 comes and then dropped. Its texts come from a shelf, consecutive blocks whose prepared states are
-held together; pictures come in shelves too, so that neither side is encoded again and again when
+held together; images come in shelves too, so that neither side is encoded again and again when
 the caches cannot hold it. Shelves are cut from the data alone: the calls, and with them the scores
 to the last bit, depend neither on the number of ranks nor on the memory allowed.
 """
@@ -17,18 +17,18 @@ from numpy.typing import NDArray
 
 from evaluation.core.encoder import Collection
 from evaluation.core.feature_cache import BlockCache, precision_context
-from evaluation.retrieval.rerank import Pairs
-from vlp.models.itm_scorer import Matcher
+from evaluation.retrieval.rerank import CandidatePairs
+from vlp.models.itm_scorer import ITMScorer
 
-PICTURES_HELD = 512
+IMAGES_HELD = 512
 TOKENS_HELD = 2**18
 """Of texts, padding counted; a gibibyte of prepared states at width 768."""
 
 
 class Encoded(Protocol):
-    """Blocks of encoded pictures and captions, and what scores pairs of them: an `Encoder`."""
+    """Blocks of encoded images and captions, and what scores pairs of them: an `Encoder`."""
 
-    matcher: Matcher
+    itm_scorer: ITMScorer
     images: BlockCache[int]
     texts: BlockCache[int]
     text_widths: NDArray[np.int64]
@@ -38,7 +38,7 @@ class Encoded(Protocol):
 
 
 class PairScorer:
-    """Log-odds of pairs of one picture and texts of one shelf, from encoded blocks."""
+    """Log-odds of pairs of one image and texts of one shelf, from encoded blocks."""
 
     def __init__(self, encoded: Encoded, collection: Collection) -> None:
         self.encoded, self.collection = encoded, collection
@@ -48,37 +48,37 @@ class PairScorer:
         self._shelf_of_block = shelves(encoded.text_widths, encoded.batch, TOKENS_HELD)
         self._shelf_of_text = self._shelf_of_block[block]
         self._shelf: tuple[int, Any] = (-1, None)
-        self._picture: tuple[int, Any] = (-1, None)
+        self._image: tuple[int, Any] = (-1, None)
 
-    def groups(self, pairs: Pairs) -> NDArray[np.int64]:
-        """Pairs that may share a call, by number: those of one picture and one shelf of texts."""
+    def groups(self, pairs: CandidatePairs) -> NDArray[np.int64]:
+        """Pairs that may share a call, by number: those of one image and one shelf of texts."""
         of_texts = 1 + self._shelf_of_block.max(initial=0)
-        shelf = pairs.image // PICTURES_HELD * of_texts + self._shelf_of_text[pairs.text]
+        shelf = pairs.image // IMAGES_HELD * of_texts + self._shelf_of_text[pairs.text]
         return shelf * len(self.collection.image) + pairs.image
 
-    def order(self, pairs: Pairs) -> NDArray[np.int64]:
+    def order(self, pairs: CandidatePairs) -> NDArray[np.int64]:
         """The order inside a group: texts of like length stand together."""
         return self._place[pairs.text]
 
     def __call__(self, image: NDArray[np.int64], text: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Score pairs of one group: indices of pictures and texts (pairs,) -> (pairs,)."""
+        """Score pairs of one group: indices of images and texts (pairs,) -> (pairs,)."""
         encoded = self.encoded
         with torch.no_grad(), precision_context(encoded.device, encoded.precision):
-            picture = self._prepared_picture(int(image[0]))
+            prepared = self._prepared_image(int(image[0]))
             first, texts = self._prepared_texts(int(self._shelf_of_text[text[0]]))
             rows = torch.from_numpy(self._place[text] - first).to(encoded.device)
             chosen = texts.select(rows, int(self._width[text].max()))
-            logits = encoded.matcher.match(picture, chosen)
+            logits = encoded.itm_scorer.match(prepared, chosen)
         return logits.float().cpu().numpy()
 
-    def _prepared_picture(self, image: int) -> Any:
-        if self._picture[0] != image:
-            self._picture = (-1, None)  # before the next one is made
+    def _prepared_image(self, image: int) -> Any:
+        if self._image[0] != image:
+            self._image = (-1, None)  # before the next one is made
             block, row = self.collection.image_place[image]
             features = self.encoded.images[int(block)].features
             chosen = features.select(torch.tensor([row], device=self.encoded.device))
-            self._picture = (image, self.encoded.matcher.prepare_picture(chosen))
-        return self._picture[1]
+            self._image = (image, self.encoded.itm_scorer.prepare_image(chosen))
+        return self._image[1]
 
     def _prepared_texts(self, shelf: int) -> tuple[int, Any]:
         """The place of a shelf's first text, and all its texts."""
@@ -86,7 +86,7 @@ class PairScorer:
             self._shelf = (-1, None)
             blocks = np.flatnonzero(self._shelf_of_block == shelf)
             parts = (self.encoded.texts[int(block)].features for block in blocks)
-            prepared = [self.encoded.matcher.prepare_texts(part) for part in parts]
+            prepared = [self.encoded.itm_scorer.prepare_texts(part) for part in parts]
             first = int(blocks[0]) * self.encoded.batch
             self._shelf = (shelf, (first, type(prepared[0]).stack(prepared)))
         return self._shelf[1]

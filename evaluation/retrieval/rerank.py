@@ -12,14 +12,14 @@ from evaluation.core.work_sharding import Ranks
 from evaluation.retrieval.search import NOTHING, Search
 
 
-class Pairs(NamedTuple):
+class CandidatePairs(NamedTuple):
     """Different (image, text) pairs in a fixed order: image (P,) and text (P,) int64 indices."""
 
     image: NDArray[np.int64]
     text: NDArray[np.int64]
 
 
-def nearest_pairs(text_to_image: Search, image_to_text: Search) -> Pairs:
+def nearest_pairs(text_to_image: Search, image_to_text: Search) -> CandidatePairs:
     """Each pair that is near in either direction, once, sorted by image, then text."""
     text = np.arange(len(text_to_image.nearest))[:, None]
     image = np.arange(len(image_to_text.nearest))[:, None]
@@ -30,11 +30,11 @@ def nearest_pairs(text_to_image: Search, image_to_text: Search) -> Pairs:
         ]
     )
     code = np.unique(both)
-    return Pairs(code // max(len(text), 1), code % max(len(text), 1))
+    return CandidatePairs(code // max(len(text), 1), code % max(len(text), 1))
 
 
 def match_pairs(
-    pairs: Pairs,
+    pairs: CandidatePairs,
     match: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]],
     group: NDArray[np.int64],
     order: NDArray[np.int64],
@@ -81,7 +81,7 @@ def match_pairs(
 
 
 def look_up(
-    pairs: Pairs,
+    pairs: CandidatePairs,
     values: NDArray[np.float32],
     texts: int,
     image: NDArray[np.int64],

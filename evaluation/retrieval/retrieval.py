@@ -36,7 +36,7 @@ class RetrievalResult:
 
     figures: by (stage, direction, "R@1" | "R@5" | "R@10" | "mean"), and the mean over both
     directions by (stage, "both", "mean"). predictions: one row a query: its direction, the key of
-    the picture's first sample and `picture`, for a caption its number among the picture's and its
+    the image's first sample and `image`, for a caption its number among the image's and its
     text, and the rank of the first right answer by stage, from 1.
     """
 
@@ -77,7 +77,7 @@ class RetrievalResult:
         for stage in self.stages:
             cells = ["", "", "", self.mean(stage).percent()]
             rows.append([f"both, {labels[stage]}", *cells])
-        notes = ["Percent; in brackets 95 % bootstrap intervals over pictures."]
+        notes = ["Percent; in brackets 95 % bootstrap intervals over images."]
         if self.skipped:
             kinds = kinds_in_words(self.skipped)
             notes.append(f"Skipped samples: {kinds}.")
@@ -132,20 +132,20 @@ def evaluate_retrieval(
     leaves the order as it is.
 
     Args:
-        loaded: model, text and picture preparation; the model is moved to the device and back to
+        loaded: model, text and image preparation; the model is moved to the device and back to
             its mode of training afterwards.
         shards: shard folders, evaluated as one set. Samples of the same source and image_id are
-            one picture with several captions.
+            one image with several captions.
         rerank: candidates of each query that the cross-modal encoder sees; 0 is none.
         rerank_by: how its score enters.
         temperature: of the similarity in "sum"; None is the model's own.
         limit: only the first so many samples.
-        batch: pictures or captions of one encoder call.
+        batch: images or captions of one encoder call.
         match_batch: most pairs of one cross-modal call.
         device: where to compute; None is this rank's GPU, or the CPU.
         precision: of encoders and cross-modal encoder; similarities are float32 in any case.
-        memory: bytes of token states kept for re-ranking, for pictures and for captions each.
-        resamples: bootstrap draws over pictures.
+        memory: bytes of token states kept for re-ranking, for images and for captions each.
+        resamples: bootstrap draws over images.
         progress: bars on the first rank.
 
     Raises:
@@ -170,7 +170,7 @@ def evaluate_retrieval(
         )
         with tqdm(total=len(ranks.share(len(samples))), desc="encode", disable=quiet) as bar:
             collection = encoder.collect(ranks, bar.update)
-        pictures = samples.pictures(ranks)
+        images = samples.images(ranks)
         all_ranks = ranks_of_right(
             encoder,
             collection,
@@ -194,7 +194,7 @@ def evaluate_retrieval(
                 {stage: found for (stage, of), found in all_ranks.items() if of == direction},
                 direction,
                 collection,
-                pictures,
+                images,
             )
         ],
     )
@@ -203,7 +203,7 @@ def evaluate_retrieval(
 def _figures(
     all_ranks: dict[tuple[str, str], NDArray[np.int64]], collection: Collection, resamples: int
 ) -> dict[tuple[str, str, str], Figure]:
-    """Recall at each k and the means, with intervals from the same resamples of pictures."""
+    """Recall at each k and the means, with intervals from the same resamples of images."""
     images, texts = len(collection.image), len(collection.text)
     captions = np.bincount(collection.image_of_text, minlength=images).astype(np.float64)
     chances = {
@@ -222,8 +222,8 @@ def _figures(
                 queries.append(captions if by_text else np.ones(images))
         values, weights = np.stack(hits, axis=1), np.stack(queries, axis=1)
         point = _with_means(values.sum(axis=0, keepdims=True) / weights.sum(axis=0))[0]
-        draws = _with_means(bootstrap_means(values, weights, resamples=resamples))
-        low, high = percentile_interval(draws)
+        rng_for = _with_means(bootstrap_means(values, weights, resamples=resamples))
+        low, high = percentile_interval(rng_for)
         chance = _with_means(np.array([chances["text_to_image"] + chances["image_to_text"]]))[0]
         columns = [*(f"R@{k}" for k in RECALL_AT), MEAN]
         keys: list[tuple[str, str]] = [(side, name) for side in DIRECTIONS for name in columns]

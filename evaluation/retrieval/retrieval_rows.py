@@ -10,30 +10,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evaluation.core.encoder import Collection
-from evaluation.core.samples import Sample, Samples
+from evaluation.core.samples import CaptionedSample, Samples
 from evaluation.core.work_sharding import Ranks
-from vlp.data.shards.bad_samples import Skip
+from vlp.data.shards.bad_samples import SkippedSample
 
-Pictures = Mapping[tuple[str, str], str]
-"""Identity of each picture -> key of its first sample, in the order of the shards."""
+Images = Mapping[tuple[str, str], str]
+"""Identity of each image -> key of its first sample, in the order of the shards."""
 
 
 class KeyedSamples(Samples):
-    """Samples that remember whose pictures were read on this rank."""
+    """Samples that remember whose images were read on this rank."""
 
     def __init__(self, folders: Sequence[str | Path], limit: int | None = None) -> None:
         super().__init__(folders, limit)
         self._seen: dict[int, tuple[tuple[str, str], str]] = {}
 
-    def read(self, position: int) -> Sample | Skip:
+    def read(self, position: int) -> CaptionedSample | SkippedSample:
         """Read and decode one sample."""
         sample = super().read(position)
-        if isinstance(sample, Sample):
+        if isinstance(sample, CaptionedSample):
             self._seen[position] = sample.identity, sample.key
         return sample
 
-    def pictures(self, ranks: Ranks) -> Pictures:
-        """The pictures that all ranks together have read."""
+    def images(self, ranks: Ranks) -> Images:
+        """The images that all ranks together have read."""
         parts = ranks.map_blocks(ranks.world_size, lambda _: self._seen)
         places = {place: one for part in parts for place, one in part.items()}
         found: dict[tuple[str, str], str] = {}
@@ -46,21 +46,21 @@ def query_rows(
     ranks: Mapping[str, NDArray[np.int64]],
     direction: str,
     collection: Collection,
-    pictures: Pictures,
+    images: Images,
 ) -> list[dict[str, Any]]:
     """A row for each query of one direction.
 
-    Rows hold `direction`, the picture's `key` and `picture`; for a caption its number among those
-    of the picture and its `text`; and `ranks`, that of the first right answer by stage, from 1.
+    Rows hold `direction`, the image's `key` and `image`; for a caption its number among those
+    of the image and its `text`; and `ranks`, that of the first right answer by stage, from 1.
 
     Args:
         ranks: of each query by stage, from 0.
         direction: "text_to_image" or "image_to_text".
         collection: what was searched.
-        pictures: those of the collection.
+        images: those of the collection.
     """
     queries: list[dict[str, Any]] = [
-        {"key": key, "picture": "/".join(name)} for name, key in pictures.items()
+        {"key": key, "image": "/".join(name)} for name, key in images.items()
     ]
     if direction == "text_to_image":
         owners = collection.image_of_text

@@ -33,7 +33,7 @@ def ranks_of_right(
 
     Args:
         encoded: the blocks that `collection` names.
-        collection: global features of all pictures and captions.
+        collection: global features of all images and captions.
         rerank: candidates of each query that the cross-modal encoder sees; 0 is none.
         temperature: of the similarity that is added to the cross-modal score; None adds none.
         match_batch: most pairs of one cross-modal call.

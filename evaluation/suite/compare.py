@@ -35,12 +35,12 @@ _IDENTITY = {
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ResultComparison:
     """Of two results: differences by figure, second minus first."""
 
     first: str
     second: str
-    pictures: int
+    images: int
     differences: dict[str, ItemDifference]
 
     def table(self) -> Table:
@@ -63,18 +63,18 @@ class Comparison:
         notes = [
             f"A: {self.first}",
             f"B: {self.second}",
-            "Percent; in brackets 95 % paired bootstrap intervals over pictures. p: sign-flip test "
-            "over pictures; McNemar: exact, over items. Each row is tested by itself.",
+            "Percent; in brackets 95 % paired bootstrap intervals over images. p: sign-flip test "
+            "over images; McNemar: exact, over items. Each row is tested by itself.",
         ]
         head = ["", "items", "A", "B", "B - A", "p", "McNemar", "only A / B better"]
-        return Table(f"B against A on {self.pictures} pictures", head, rows, notes)
+        return Table(f"B against A on {self.images} images", head, rows, notes)
 
     def to_json(self) -> dict[str, Any]:
         """Everything as plain JSON values; figures are shares."""
         return {
             "first": self.first,
             "second": self.second,
-            "pictures": self.pictures,
+            "images": self.images,
             "figures": {name: one._asdict() for name, one in self.differences.items()},
         }
 
@@ -89,8 +89,8 @@ def compare(
     task: str | None = None,
     *,
     resamples: int = 2000,
-    draws: int = 10_000,
-) -> Comparison:
+    permutations: int = 10_000,
+) -> ResultComparison:
     """Compare two predictions files, or folders that hold them.
 
     Args:
@@ -111,7 +111,7 @@ def compare(
         raise EvaluationError(f"{files[0]} and {files[1]} are results of different tasks")
     own, other = (_by_identity(rows, kinds[0]) for rows in parts)
     _check_same(own, other, files)
-    pictures = {identity: row.get("picture", row["key"]) for identity, row in own.items()}
+    images = {identity: row.get("image", row["key"]) for identity, row in own.items()}
     values = [_values(rows, kinds[0]) for rows in (own, other)]
     differences = {}
     for name, found in values[0].items():
@@ -120,13 +120,13 @@ def compare(
         differences[name] = item_difference(
             np.array(list(found.values())),
             np.array([values[1][name][identity] for identity in found]),
-            [pictures.get(identity, identity) for identity in found],
+            [images.get(identity, identity) for identity in found],
             resamples=resamples,
-            draws=draws,
+            permutations=permutations,
         )
     if not differences:
         raise EvaluationError(f"{files[0]} and {files[1]} have no figure in common")
-    return Comparison(str(files[0]), str(files[1]), len(set(pictures.values())), differences)
+    return ResultComparison(str(files[0]), str(files[1]), len(set(images.values())), differences)
 
 
 def _files(first: Path, second: Path, task: str | None) -> tuple[Path, Path]:

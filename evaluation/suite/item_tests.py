@@ -1,6 +1,6 @@
-"""Two models on the same items: difference, interval and tests, by picture.
+"""Two models on the same items: difference, interval and tests, by image.
 
-Items of one picture succeed and fail together, so pictures are what is drawn again (bootstrap) and
+Items of one image succeed and fail together, so images are what is drawn again (bootstrap) and
 what changes sides (sign-flip test). McNemar's test is over items, as papers report it; it takes
 them as independent.
 """
@@ -24,7 +24,7 @@ class ItemDifference(NamedTuple):
     """One figure of two models, second minus first.
 
     first, second: means over the items. difference with its 95 % bootstrap interval low, high. p:
-    two-sided, of the sign-flip test over pictures. mcnemar: two-sided exact p, None where a value
+    two-sided, of the sign-flip test over images. mcnemar: two-sided exact p, None where a value
     is neither 0 nor 1. only_first, only_second: items where one is higher. items: their number.
     """
 
@@ -46,7 +46,7 @@ def item_difference(
     clusters: Sequence[Hashable],
     *,
     resamples: int = 2000,
-    draws: int = 10_000,
+    permutations: int = 10_000,
     seed: int = 0,
 ) -> ItemDifference:
     """Compare two models item by item.
@@ -54,7 +54,7 @@ def item_difference(
     Args:
         first: (items,) values of one model.
         second: of the other, for the same items.
-        clusters: the picture of each item.
+        clusters: the image of each item.
         resamples: bootstrap draws.
         draws: of the sign-flip test; the smallest p is 1 / (draws + 1).
         seed: of both.
@@ -64,7 +64,7 @@ def item_difference(
     """
     if not len(first) or len({len(first), len(second), len(clusters)}) > 1:
         raise ValueError(
-            f"{len(first)} and {len(second)} values and {len(clusters)} pictures: a comparison "
+            f"{len(first)} and {len(second)} values and {len(clusters)} images: a comparison "
             "needs as many of each, and one at least"
         )
     gap = np.asarray(second, dtype=float) - np.asarray(first, dtype=float)
@@ -80,7 +80,7 @@ def item_difference(
         difference=float(gap.mean()),
         low=float(low[0]),
         high=float(high[0]),
-        p=sign_flip_p(sums, draws, seed),
+        p=sign_flip_p(sums, permutations, seed),
         mcnemar=_mcnemar(first, second),
         only_first=int((gap < 0).sum()),
         only_second=int((gap > 0).sum()),
@@ -88,14 +88,16 @@ def item_difference(
     )
 
 
-def sign_flip_p(differences: NDArray[np.floating], draws: int = 10_000, seed: int = 0) -> float:
+def sign_flip_p(
+    differences: NDArray[np.floating], permutations: int = 10_000, seed: int = 0
+) -> float:
     """Two-sided p that independent differences are as far from 0 in sum as they are, by chance.
 
     Under the null hypothesis each difference is as likely with the other sign. Up to 12 differences
     that are not 0 all signs are tried; else some are drawn, and p counts the data as one draw.
 
     Args:
-        differences: (clusters,) of each picture.
+        differences: (clusters,) of each image.
         draws: random signs.
         seed: of the draws.
     """
@@ -108,11 +110,11 @@ def sign_flip_p(differences: NDArray[np.floating], draws: int = 10_000, seed: in
         return float((np.abs((1 - 2 * bits) @ own) >= observed).mean())
     generator = np.random.default_rng(seed)
     step, reached = max(1, _AT_ONCE // len(own)), 0
-    for start in range(0, draws, step):
-        size = (min(step, draws - start), len(own))
+    for start in range(0, permutations, step):
+        size = (min(step, permutations - start), len(own))
         signs = 1 - 2 * generator.integers(0, 2, size=size, dtype=np.int8)
         reached += int((np.abs(signs @ own) >= observed).sum())
-    return (1 + reached) / (1 + draws)
+    return (1 + reached) / (1 + permutations)
 
 
 def _mcnemar(first: NDArray[np.floating], second: NDArray[np.floating]) -> float | None:

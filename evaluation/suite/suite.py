@@ -16,7 +16,7 @@ from evaluation.core.results import Table
 from evaluation.core.samples import EvaluationError, kinds_in_words
 from evaluation.core.saved_results import Saved, saved_figures
 from evaluation.core.work_sharding import Ranks
-from evaluation.suite.suite_config import Job, Judged, SuiteConfig
+from evaluation.suite.suite_config import EvaluatedModel, Job, SuiteConfig
 from evaluation.suite.suite_jobs import job_key, model_of, run_job
 from vlp.config import ConfigError
 
@@ -79,7 +79,7 @@ class SuiteResult:
             ]
             chance = next((own[name].chance for own in figures.values() if name in own), 0.0)
             rows.append([name, *cells, f"{100 * chance:.1f}" if chance else ""])
-        notes = ["Percent; in brackets 95 % bootstrap intervals over pictures."]
+        notes = ["Percent; in brackets 95 % bootstrap intervals over images."]
         notes += self._notes(label, columns)
         title = f"{label}: {', '.join(content['shards'])}"
         return Table(title, ["", *columns, "chance"], rows, notes)
@@ -146,7 +146,7 @@ def run_suite(
 
 
 def _result(
-    judged: Judged,
+    judged: EvaluatedModel,
     job: Job,
     out: Path,
     device: str | None,

@@ -71,7 +71,7 @@ class RetrievalJob(Job):
 class FinetunedJob(Job):
     """A model that was fine-tuned for the task."""
 
-    task: Literal["entailment", "statements", "assignment", "caption"]
+    task: Literal["snli_ve", "nlvr2", "nlvr2_assignment", "caption"]
 
 
 class VqaJob(Job):
@@ -91,7 +91,7 @@ class GroundingJob(Job):
     head: int | None = Field(
         None, ge=1, description="first word pieces that make the map; null: all"
     )
-    view: View = "picture"
+    view: View = "image"
 
     @model_validator(mode="after")
     def _used(self) -> GroundingJob:
@@ -110,11 +110,11 @@ class SwapsJob(Job):
     """Is an arrangement told from its swap? (generated corpus)"""
 
     task: Literal["swaps"] = "swaps"
-    view: View = "picture"
+    view: View = "image"
 
 
 class ZeroShotJob(Job):
-    """Classes of pictures, told by prompts."""
+    """Classes of images, told by prompts."""
 
     task: Literal["zeroshot"] = "zeroshot"
     classes: str
@@ -136,7 +136,7 @@ AnyJob = Annotated[
 ]
 
 
-class Judged(Config):
+class EvaluatedModel(Config):
     """A model, or the models of one method, under one name."""
 
     name: str = Field(pattern=_NAME)
@@ -144,7 +144,7 @@ class Judged(Config):
     tasks: tuple[AnyJob, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
-    def _told_apart(self) -> Judged:
+    def _told_apart(self) -> EvaluatedModel:
         labels = [job.label for job in self.tasks]
         for label in labels:
             if labels.count(label) > 1:
@@ -159,7 +159,7 @@ class SuiteConfig(Config):
     """Everything that one call judges."""
 
     output: str = Field("runs/evaluation", description="folder of the results; --out replaces it")
-    models: tuple[Judged, ...] = Field(min_length=1)
+    models: tuple[EvaluatedModel, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _comparable(self) -> SuiteConfig:

@@ -19,24 +19,24 @@ def evaluate(
 
     Args:
         task: what `load_task` gave.
-        limit: only so many pictures, spread evenly over `data.test`.
+        limit: only so many images, spread evenly over `data.test`.
         device: where to compute; None is this rank's GPU, or the CPU.
 
     Raises:
         ConfigError: `data.test` cannot be opened.
-        BadSample: one of its pictures cannot be read.
+        BadSample: one of its images cannot be read.
     """
     config = task.config.data
-    pictures = open_labelled(config.test, task.classes)
+    images = open_labelled(config.test, task.classes)
     preprocess = config.preprocessing
-    numbers = evenly_spread(len(pictures), limit)
+    numbers = evenly_spread(len(images), limit)
     hits = torch.zeros(2)
     loss = 0.0
     top = min(5, len(task.classes))
     with evaluating(task, device) as where, torch.no_grad():
         for start in range(0, len(numbers), BATCH):
-            read = [pictures.read(number) for number in numbers[start : start + BATCH]]
-            pixels = torch.stack([preprocess(one.picture) for one in read]).to(where)
+            read = [images.read(number) for number in numbers[start : start + BATCH]]
+            pixels = torch.stack([preprocess(one.image) for one in read]).to(where)
             labels = torch.tensor([one.label for one in read], device=where)
             logits = task.model(pixels).float()
             best = logits.topk(top).indices == labels[:, None]

@@ -13,15 +13,15 @@ from evaluation.core.eval_mode import evaluating
 from evaluation.vision.chosen import evenly_spread
 from vlp.config import ConfigError
 from vlp.data.vision.detection.dataset import judged_pixels, open_objects
-from vlp.data.vision.detection.objects import ObjectPictures
-from vlp.metrics.detection import PictureFound, PictureTruth, coco_figures
-from vlp.tasks.vision.detection import Detection
+from vlp.data.vision.detection.objects import ObjectImages
+from vlp.metrics.detection import ImageFound, ImageTruth, coco_figures
+from vlp.tasks.vision.detection import DetectionTask
 
 BATCH = 16
 
 
 def evaluate(
-    task: Detection, limit: int | None = None, device: str | None = None
+    task: DetectionTask, limit: int | None = None, device: str | None = None
 ) -> dict[str, float]:
     """COCO's figures in percent on `data.test`; see `vlp.metrics.detection.FIGURES`.
 
@@ -31,41 +31,41 @@ def evaluate(
 
     Args:
         task: what `load_task` gave.
-        limit: only so many pictures, spread evenly.
+        limit: only so many images, spread evenly.
         device: where to compute; None is this rank's GPU, or the CPU.
 
     Raises:
         ConfigError: `data.test` cannot be used, or a position encoding cannot serve a size; it is
             named.
-        BadSample: a picture cannot be read, or has boxes outside of it.
+        BadSample: an image cannot be read, or has boxes outside of it.
     """
     figures: dict[str, float] = {}
     config = task.config.data
     with evaluating(task, device) as where, torch.no_grad():
         for size in config.judged_sizes:
-            pictures = open_objects(config.test, size, task.classes)
+            images = open_objects(config.test, size, task.classes)
             try:
-                found = _at_size(task, pictures, size, limit, where)
+                found = _at_size(task, images, size, limit, where)
             except ValueError as error:
-                raise ConfigError(f"pictures of size {size}: {error}") from error
+                raise ConfigError(f"images of size {size}: {error}") from error
             suffix = f"@{size}" if figures else ""
             figures |= {f"{name}{suffix}": value for name, value in found.items()}
     return figures
 
 
 def _at_size(
-    task: Detection, pictures: ObjectPictures, size: int, limit: int | None, where: torch.device
+    task: DetectionTask, images: ObjectImages, size: int, limit: int | None, where: torch.device
 ) -> dict[str, float]:
-    numbers = evenly_spread(len(pictures), limit)
-    truth: list[PictureTruth] = []
-    found: dict[int, PictureFound] = {}
+    numbers = evenly_spread(len(images), limit)
+    truth: list[ImageTruth] = []
+    found: dict[int, ImageFound] = {}
     waiting: dict[torch.Size, list[tuple[int, Tensor]]] = defaultdict(list)
     for place, number in enumerate(numbers):
-        read = pictures.read(number)
+        read = images.read(number)
         sides = read.boxes[:, 2:] - read.boxes[:, :2]
         boxes = np.concatenate([read.boxes[:, :2], sides], -1)
         truth.append(
-            PictureTruth(read.width, read.height, boxes, read.labels, read.areas, read.crowds)
+            ImageTruth(read.width, read.height, boxes, read.labels, read.areas, read.crowds)
         )
         pixels = judged_pixels(read, size, task.config.data)
         same = waiting[pixels.shape]
@@ -79,22 +79,22 @@ def _at_size(
 
 
 def _detected(
-    task: Detection,
-    pictures: list[tuple[int, Tensor]],
-    truth: list[PictureTruth],
+    task: DetectionTask,
+    images: list[tuple[int, Tensor]],
+    truth: list[ImageTruth],
     where: torch.device,
-) -> dict[int, PictureFound]:
+) -> dict[int, ImageFound]:
     """One detection for each query: its best class, and that one's probability (DETR)."""
-    if not pictures:
+    if not images:
         return {}
-    logits, boxes = task.model([pixels.to(where) for _, pixels in pictures])
+    logits, boxes = task.model([pixels.to(where) for _, pixels in images])
     scores, labels = logits[-1].softmax(-1)[..., :-1].max(-1)
     corners = box_convert(boxes[-1].double(), "cxcywh", "xywh").cpu().numpy()
     return {
-        place: PictureFound(
+        place: ImageFound(
             corners[row] * np.array([truth[place].width, truth[place].height] * 2),
             labels[row].cpu().numpy(),
             scores[row].cpu().numpy(),
         )
-        for row, (place, _) in enumerate(pictures)
+        for row, (place, _) in enumerate(images)
     }

@@ -10,7 +10,7 @@ import torch
 
 from evaluation.core.eval_mode import evaluating
 from evaluation.vision.chosen import evenly_spread
-from vlp.data.vision.arc.grid_variants import Variant, held_out_variants
+from vlp.data.vision.arc.grid_variants import GridVariant, held_out_variants
 from vlp.data.vision.arc.grids import (
     GridDataConfig,
     GridSample,
@@ -18,7 +18,7 @@ from vlp.data.vision.arc.grids import (
     grid_sample,
     open_grids,
 )
-from vlp.data.vision.arc.tasks import Pair
+from vlp.data.vision.arc.tasks import GridPair
 from vlp.tasks.vision.grids import Grids, question_of
 
 TOKENS = 2**14  # of one batch
@@ -81,8 +81,8 @@ def _questions(config: GridDataConfig) -> list[_Asked]:
     for number, chosen in enumerate(config.tasks):
         variants = held_out_variants(chosen.allowed, config.variants, np.random.default_rng(0))
         for pair in tasks[chosen.name].test:
-            for variant in (Variant(), *variants):
-                changed = Pair(variant(pair.input), variant(pair.output))
+            for variant in (GridVariant(), *variants):
+                changed = GridPair(variant(pair.input), variant(pair.output))
                 sample = grid_sample(changed, number, config.size)
-                asked.append(_Asked(chosen.name, variant != Variant(), sample))
+                asked.append(_Asked(chosen.name, variant != GridVariant(), sample))
     return asked

@@ -1,4 +1,4 @@
-"""Pictures with a class each, from shards, class folders or tars of those, as one list."""
+"""Images with a class each, from shards, class folders or tars of those, as one list."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import NamedTuple, Protocol
 from PIL import Image
 
 from evaluation.core.samples import EvaluationError
-from evaluation.downstream.blocks import picture_name
+from evaluation.downstream.blocks import image_name
 from evaluation.zeroshot.prompts import Prompts
 from vlp.data.downstream.items import Items
-from vlp.data.image.decode import decode_picture
+from vlp.data.image.decode import decode_image
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.shard_index import INDEX_NAME
-from vlp.data.vision.labelled_images import LabelledPictures, open_labelled
+from vlp.data.vision.labelled_images import LabelledImages, open_labelled
 
 LABEL = "label"
 
 
 class Classed(NamedTuple):
-    """A picture, the number of its class, its key (or file), and what equal pictures share."""
+    """An image, the number of its class, its key (or file), and what equal images share."""
 
     image: Image.Image
     label: int
     key: str
-    picture: str
+    image_id: str
 
 
 class _Source(Protocol):
@@ -37,14 +37,14 @@ class _Source(Protocol):
     def read(self, number: int) -> Classed: ...
 
 
-class ClassedPictures:
-    """Pictures of several places, by number.
+class ClassedImages:
+    """Images of several places, by number.
 
     Args:
         paths: shard folders, folders of class folders, or tar files of such.
         prompts: the classes.
         label_field: of the annotations in shards.
-        limit: only the first so many pictures.
+        limit: only the first so many images.
 
     Raises:
         EvaluationError: a limit below 1, or no place is given.
@@ -61,13 +61,13 @@ class ClassedPictures:
         if not paths:
             raise EvaluationError("no shard folder is given")
         if limit is not None and limit < 1:
-            raise EvaluationError(f"limit {limit}: at least one picture is needed")
+            raise EvaluationError(f"limit {limit}: at least one image is needed")
         self.folders = tuple(map(str, paths))
         numbers = {label: number for number, label in enumerate(prompts.labels)}
         self._sources: list[_Source] = [
             _FromFolders(open_labelled(path, prompts.labels))
             if Path(path).is_file() or not _indexed(path)
-            else _FromShards(path, numbers, label_field)
+            else _LabelledShards(path, numbers, label_field)
             for path in self.folders
         ]
         self._ends = list(accumulate(map(len, self._sources)))
@@ -93,18 +93,18 @@ def _indexed(path: str) -> bool:
 
 
 class _FromFolders:
-    def __init__(self, pictures: LabelledPictures) -> None:
-        self._pictures = pictures
+    def __init__(self, images: LabelledImages) -> None:
+        self._images = images
 
     def __len__(self) -> int:
-        return len(self._pictures)
+        return len(self._images)
 
     def read(self, number: int) -> Classed:
-        picture, label, where = self._pictures.read(number)
-        return Classed(picture, label, where, where)
+        image, label, where = self._images.read(number)
+        return Classed(image, label, where, where)
 
 
-class _FromShards:
+class _LabelledShards:
     def __init__(self, path: str, numbers: dict[str, int], field: str) -> None:
         self._items = Items([path])
         self._numbers, self._field = numbers, field
@@ -119,5 +119,5 @@ class _FromShards:
             raise BadSample("no class", f"{item.where}: it has no `{self._field}`")
         if str(label) not in self._numbers:
             raise BadSample("unknown class", f"{item.where} ({self._field} {label!r})")
-        image = decode_picture(item.raw.image, item.where)
-        return Classed(image, self._numbers[str(label)], item.raw.key, picture_name(item))
+        image = decode_image(item.raw.image, item.where)
+        return Classed(image, self._numbers[str(label)], item.raw.key, image_name(item))

@@ -1,4 +1,4 @@
-"""Zero-shot classification: which class's prompts lie nearest to a picture (CLIP, section 3.1)?"""
+"""Zero-shot classification: which class's prompts lie nearest to an image (CLIP, section 3.1)?"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from evaluation.core.samples import EvaluationError
 from evaluation.core.work_sharding import Ranks
 from evaluation.downstream.blocks import judge_blocks
 from evaluation.downstream.result import TaskResult, clustered_figures, keep_scores
-from evaluation.zeroshot.labelled_images import LABEL, Classed, ClassedPictures
+from evaluation.zeroshot.labelled_images import LABEL, Classed, ClassedImages
 from evaluation.zeroshot.prompts import Prompts, class_features
 from vlp.models.features import ImageFeatures, TextFeatures
 from vlp.models.folder import Loaded
@@ -31,7 +31,7 @@ _PAIRS = 256
 
 @dataclass(frozen=True)
 class ZeroShotResult(TaskResult):
-    """`classes`: accuracy of the final stage by class, of those that there are pictures of."""
+    """`classes`: accuracy of the final stage by class, of those that there are images of."""
 
     classes: dict[str, Figure] = field(default_factory=dict)
 
@@ -71,28 +71,28 @@ def evaluate_zeroshot(
     """`top-1`, `top-5` and the mean over classes; the same for any number of ranks.
 
     Args:
-        loaded: model, text and picture preparation.
+        loaded: model, text and image preparation.
         shards: shard folders, folders of class folders, or tars of such, judged as one set.
         prompts: classes and templates.
         label_field: of the annotations in shards, where the class stands.
-        match: classes of each picture that the cross-modal encoder scores again; 0 is none. Its
+        match: classes of each image that the cross-modal encoder scores again; 0 is none. Its
             log-odds are averaged over a class's prompts.
         match_by: they are added to similarity / temperature ("sum"), or replace it ("match"); see
             `evaluation.retrieval.retrieval`.
-        limit: only the first so many pictures.
-        batch: pictures of one encoder call.
+        limit: only the first so many images.
+        batch: images of one encoder call.
         device: where to compute; None is this rank's GPU, or the CPU.
         precision: of the encoders.
-        resamples: bootstrap draws over pictures.
+        resamples: bootstrap draws over images.
         progress: a bar on the first rank.
 
     Raises:
-        EvaluationError: no picture can be used, or `match` is negative.
+        EvaluationError: no image can be used, or `match` is negative.
         ConfigError: a place cannot be read.
     """
     if match < 0:
         raise EvaluationError(f"match {match}: the number of classes cannot be negative")
-    pictures = ClassedPictures(shards, prompts, label_field, limit)
+    images = ClassedImages(shards, prompts, label_field, limit)
     model, top = loaded.model, min(match, len(prompts.labels))
     temperature = model.temperature().item()
 
@@ -127,9 +127,9 @@ def evaluate_zeroshot(
             prompts, lambda texts: encode(texts).feature.double().cpu().numpy(), Ranks.current()
         )
         rows, skipped = judge_blocks(
-            pictures, batch, lambda one, _: loaded.preprocess(one.image), judge, progress
+            images, batch, lambda one, _: loaded.preprocess(one.image), judge, progress
         )
-    return _result(rows, skipped, pictures.folders, prompts, top, resamples)
+    return _result(rows, skipped, images.folders, prompts, top, resamples)
 
 
 def reordered(
@@ -138,9 +138,9 @@ def reordered(
     """Scores after the best few were put into a new order among themselves, before all others.
 
     Args:
-        scores: (pictures, classes).
-        near: (pictures, few) the best classes.
-        new: (pictures, few) their new scores; NaN is the lowest.
+        scores: (images, classes).
+        near: (images, few) the best classes.
+        new: (images, few) their new scores; NaN is the lowest.
     """
     lowest = np.nanmin(new, initial=0) - 1
     found = np.asarray(scores, dtype=np.float64) - np.max(scores) + lowest - 1
@@ -154,7 +154,7 @@ def _log_odds(
     near: NDArray[np.int64],
     states: BlockCache[int],
 ) -> NDArray[np.float64]:
-    """(pictures, few) mean log-odds of a class's prompts."""
+    """(images, few) mean log-odds of a class's prompts."""
     pairs = [(row, int(number)) for row, own in enumerate(near) for number in own]
     prompts = len(states[pairs[0][1]].features.feature)
     step = max(1, _PAIRS // prompts)
@@ -180,7 +180,7 @@ def _row(one: Classed, stages: dict[str, NDArray[np.floating]], prompts: Prompts
         "ranks": {
             name: int((~(scores < scores[one.label])).sum()) for name, scores in stages.items()
         },
-        "picture": one.picture,
+        "image": one.image_id,
     }
 
 
@@ -203,7 +203,7 @@ def _result(
                 values[name], chances[name] = ranks[stage] <= k, k / classes
     keep_scores(rows, values)
     right, labels = values["top-1"], np.array([row["label"] for row in rows])
-    clusters = [row["picture"] for row in rows]
+    clusters = [row["image"] for row in rows]
     own = {name: labels == name for name in prompts.labels if (labels == name).any()}
     share = sum(mask / mask.sum() for mask in own.values())
     values["mean over classes"], chances["mean over classes"] = right, 1 / classes
@@ -215,7 +215,7 @@ def _result(
     if top:
         notes.append(f"The best {top} classes were scored again by the cross-modal encoder.")
     if len(own) < classes:
-        notes.append(f"There are pictures of {len(own)} classes.")
+        notes.append(f"There are images of {len(own)} classes.")
     return ZeroShotResult(
         kind="zeroshot",
         items=len(rows),

@@ -1,4 +1,4 @@
-"""Small folders of shards with pictures that can be told apart."""
+"""Small folders of shards with images that can be told apart."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def caption(number: int, which: int = 0) -> str:
 
 def encoded(number: int, size: tuple[int, int] = (20, 16), kind: str = "png") -> bytes:
     rng = np.random.default_rng(number)
-    picture = Image.fromarray(rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
+    image = Image.fromarray(rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
     stream = BytesIO()
-    picture.save(stream, "jpeg" if kind == "jpg" else kind)
+    image.save(stream, "jpeg" if kind == "jpg" else kind)
     return stream.getvalue()
 
 

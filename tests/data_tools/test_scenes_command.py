@@ -30,24 +30,24 @@ def _contents(folder: Path) -> dict[str, bytes]:
 
 def test_every_part_is_written_and_reads_back(tmp_path, capsys) -> None:
     options = ["--train", "20", "--val", "9", "--unseen", "3", "--swaps", "3"]
-    more = ["--statements", "3", "--entailment", "3", "--twins", "6"]
+    more = ["--nlvr2", "3", "--snli-ve", "3", "--twins", "6"]
     assert _run(tmp_path, *options, *more) == 0
-    sizes = {"train": 20, "val": 9, "unseen": 3, "swaps": 3, "statements": 3, "entailment": 3}
+    sizes = {"train": 20, "val": 9, "unseen": 3, "swaps": 3, "nlvr2": 3, "snli_ve": 3}
     sizes["twins"] = 6
     for part, size in sizes.items():
         index = ShardIndex.open(tmp_path / part)
         assert sum(shard.samples for shard in index.shards) == size
         first = index.read(0, 0)
         assert first.key == f"{part}-0-0"
-        picture = Image.open(io.BytesIO(first.image))
-        assert picture.size == (64, 64)
-        assert (first.second_image is not None) == (part in ("swaps", "statements"))
+        image = Image.open(io.BytesIO(first.image))
+        assert image.size == (64, 64)
+        assert (first.second_image is not None) == (part in ("swaps", "nlvr2"))
     stored = ShardIndex.open(tmp_path / "train").read(2, 1)
     assert stored.key == "train-0-17"
     assert stored.annotation.boxes == [list(obj.box) for obj in sample_scene(0, 17).objects]
     assert len(captions_of(stored.annotation)) == 5
     printed = capsys.readouterr().out
-    assert "0.0% of the captions fit a second picture" in printed
+    assert "0.0% of the captions fit a second image" in printed
     assert "47 new samples" in printed
 
 
@@ -108,7 +108,7 @@ def test_processes_do_not_change_the_bytes(tmp_path) -> None:
     assert _contents(one) == _contents(several)
 
 
-def test_image_size_and_seed_reach_the_pictures(tmp_path) -> None:
+def test_image_size_and_seed_reach_the_images(tmp_path) -> None:
     _run(tmp_path, "--train", "2", "--val", "0", "--image-size", "96", "--seed", "4")
     sample = ShardIndex.open(tmp_path / "train").read(0, 1)
     pixels = np.asarray(Image.open(io.BytesIO(sample.image)))

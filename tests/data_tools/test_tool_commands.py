@@ -20,7 +20,7 @@ def shards(tmp_path: Path) -> Path:
     with ShardWriter(folder, 3) as writer:
         for number in range(7):
             captions = [] if number == 5 else [f"a dog number {number}", "a cat runs"]
-            writer.write(f"k{number}", b"picture", "png", Annotation(captions=captions))
+            writer.write(f"k{number}", b"image", "png", Annotation(captions=captions))
     return folder
 
 
@@ -103,7 +103,7 @@ def test_vocabulary_of_everything_that_is_said(tmp_path: Path) -> None:
     with ShardWriter(tmp_path / "shards", 4) as writer:
         for number in range(4):
             annotation = Annotation.model_validate(said)
-            writer.write(f"k{number}", b"picture", "png", annotation)
+            writer.write(f"k{number}", b"image", "png", annotation)
     arguments = ["vocabulary", "--shards", str(tmp_path / "shards"), "--size", "60"]
     for texts, known in (("captions", 2), ("all", 11)):
         assert main([*arguments, "--texts", texts, "--out", str(tmp_path / texts)]) == 0

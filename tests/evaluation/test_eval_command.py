@@ -30,10 +30,10 @@ def test_pointing_and_anchors_run(model_folder, scene_shards, tmp_path, capsys):
     assert main(["pointing", *common, "--limit", "5", "--out", str(tmp_path)]) == 0
     assert "colour words" in capsys.readouterr().out
     assert json.loads((tmp_path / "pointing.json").read_text())["scenes"] == 5
-    picture = tmp_path / "anchors.png"
-    assert main(["anchors", *common, "--count", "2", "--out", str(picture)]) == 0
-    assert capsys.readouterr().out.strip() == str(picture)
-    assert Image.open(picture).size[0] > 200
+    image = tmp_path / "anchors.png"
+    assert main(["anchors", *common, "--count", "2", "--out", str(image)]) == 0
+    assert capsys.readouterr().out.strip() == str(image)
+    assert Image.open(image).size[0] > 200
 
 
 @pytest.mark.parametrize("missing", ["model", "shards"])

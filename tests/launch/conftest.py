@@ -63,11 +63,11 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
             "optimiser": {
                 "learning_rate": 3e-4,
                 "warmup_steps": 2,
-                "scales": {"model.text_encoder": 0.5},
+                "lr_multipliers": {"model.text_encoder": 0.5},
             },
             "log_every": 1,
             "checkpoint_every": CHECKPOINT_EVERY,
-            "keep": 10,
+            "keep_last": 10,
         },
     }
     config = folder / "tiny.yaml"

@@ -44,12 +44,12 @@ def test_two_ranks_train_what_one_does_and_a_killed_run_goes_on(tmp_path):
     train = entailment_shards(tmp_path / "train", 24)
     validation = entailment_shards(tmp_path / "validation", 10)
     arguments = [
-        *("--config", str(CONFIGS / "scenes_entailment.yaml"), "--from", str(start)),
+        *("--config", str(CONFIGS / "scenes_snli_ve.yaml"), "--from", str(start)),
         f"task.data.train=[{train}]",
         f"task.data.validation=[{validation}]",
         f"task.data.augment={PLAIN}",
         *("task.data.canonical_streams=2", "training.precision=float32", "training.batch=8"),
-        *("training.steps=6", "training.accumulation=2", "training.log_every=1"),
+        *("training.steps=6", "training.gradient_accumulation_steps=2", "training.log_every=1"),
         *("training.checkpoint_every=3", "training.evaluate_every=2"),
     ]
     run([*arguments, f"output={tmp_path / 'one'}"])
@@ -86,7 +86,7 @@ def test_two_runs_of_one_seed_are_equal_to_the_bit(tmp_path):
     found = []
     for name in ("first", "second"):
         run([
-            *("--config", str(CONFIGS / "scenes_entailment.yaml"), f"start={start}"),
+            *("--config", str(CONFIGS / "scenes_snli_ve.yaml"), f"init_from={start}"),
             *(f"task.data.train=[{train}]", "task.data.validation=[]", "training.batch=8"),
             *("training.steps=3", f"output={tmp_path / name}"),
         ])  # fmt: skip
@@ -99,17 +99,17 @@ def test_two_runs_of_one_seed_are_equal_to_the_bit(tmp_path):
 def test_what_cannot_be_used_is_one_line_and_code_2(tmp_path):
     start = tiny_folder(tmp_path / "start")
     train = entailment_shards(tmp_path / "train", 4)
-    common = ["--config", str(CONFIGS / "scenes_entailment.yaml"), f"output={tmp_path / 'run'}"]
+    common = ["--config", str(CONFIGS / "scenes_snli_ve.yaml"), f"output={tmp_path / 'run'}"]
     data = [f"task.data.train=[{train}]", "task.data.validation=[]"]
     judged = [data[0], f"task.data.validation=[{train}]"]
     cases = {
         "is no model folder": ["--from", str(tmp_path / "nowhere"), *data],
-        "no such folder of shards": [f"start={start}", "task.data.train=[nowhere]"],
-        "is not what this script trains": [f"start={start}", *data, "task.kind=statements"],
-        "did you mean": [f"start={start}", *data, "training.evaluate_evry=3"],
-        "cannot be shared equally": [f"start={start}", *data, "training.batch=9"],
-        "no figure 'acuracy'": [f"start={start}", *judged, "training.metric=acuracy"],
-        "nowhere: there is no": [f"start={start}", *data[:1], "task.data.validation=[nowhere]"],
+        "no such folder of shards": [f"init_from={start}", "task.data.train=[nowhere]"],
+        "is not what this script trains": [f"init_from={start}", *data, "task.kind=nlvr2"],
+        "did you mean": [f"init_from={start}", *data, "training.evaluate_evry=3"],
+        "cannot be shared equally": [f"init_from={start}", *data, "training.batch=9"],
+        "no figure 'acuracy'": [f"init_from={start}", *judged, "training.metric=acuracy"],
+        "nowhere: there is no": [f"init_from={start}", *data[:1], "task.data.validation=[nowhere]"],
     }
     for words, arguments in cases.items():
         world = 2 if "shared" in words else 1

@@ -78,7 +78,7 @@ def bad_shards(folder: Path, good: int, bad: int) -> None:
     whole = image.getvalue()
     spoilt = [
         (whole[: len(whole) // 2], Annotation(caption="a red circle")),
-        (b"no picture at all", Annotation(caption="a red circle")),
+        (b"no image at all", Annotation(caption="a red circle")),
         (whole, Annotation()),
     ]
     with ShardWriter(folder) as writer:

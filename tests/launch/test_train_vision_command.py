@@ -71,16 +71,16 @@ def test_each_kind_trains_leaves_a_checkpoint_and_a_folder(kind, shared, tmp_pat
 def test_two_ranks_train_what_one_does_and_go_on_from_its_checkpoint(tmp_path):
     rng = np.random.default_rng(0)
     for name, level in (("dark", 40), ("light", 200)):
-        (tmp_path / "pictures" / name).mkdir(parents=True)
+        (tmp_path / "images" / name).mkdir(parents=True)
         for number in range(12):
             pixels = rng.integers(level - 40, level + 40, (16, 16, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(tmp_path / "pictures" / name / f"{number}.png")
-    (tmp_path / "pictures" / "dark" / "0.png").write_bytes(b"broken")
+            Image.fromarray(pixels).save(tmp_path / "images" / name / f"{number}.png")
+    (tmp_path / "images" / "dark" / "0.png").write_bytes(b"broken")
     arguments = [
         *("--config", str(CONFIGS / "cifar10_vit_tiny.yaml")),
         "task.model.options={patch_size: 4, embed_dim: 16, depth: 1, num_heads: 2}",
         *("task.data.image_size=16", "task.data.augment={shift: 2}"),
-        *(f"task.data.{part}={tmp_path / 'pictures'}" for part in ("train", "test")),
+        *(f"task.data.{part}={tmp_path / 'images'}" for part in ("train", "test")),
         *("training.batch=8", "training.log_every=1", "training.precision=float32"),
         *("training.optimiser.warmup_steps=0", "training.checkpoint_every=3"),
     ]
@@ -100,4 +100,4 @@ def test_two_ranks_train_what_one_does_and_go_on_from_its_checkpoint(tmp_path):
     assert losses("two") == pytest.approx(losses("one"), rel=1e-5)
     report = json.loads((folder / "report.json").read_text())
     assert report["resumed_at_steps"] == [3]
-    assert report["skipped_samples"] == {"unreadable picture": 2}
+    assert report["skipped_samples"] == {"unreadable image": 2}

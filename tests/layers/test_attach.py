@@ -74,12 +74,12 @@ MODELS = {"vit": vit, "distilled": distilled, "swin": swin}
 every_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 
 
-def pictures(height=16, width=None, batch=2):
+def images(height=16, width=None, batch=2):
     return torch.randn(batch, 3, height, width or 2 * height).double()
 
 
-def pictures_of(model, **options):
-    return pictures(*model.patch_embed.img_size, **options)
+def images_of(model, **options):
+    return images(*model.patch_embed.img_size, **options)
 
 
 def fill(model):
@@ -124,7 +124,7 @@ class TokenRecorder(PositionEncoding):
 @pytest.mark.parametrize("on", ["k", "qk", "qkv"])
 def test_irpe_leaves_the_function_exactly_as_it_was(make, name, on):
     model = make()
-    x = pictures_of(model)
+    x = images_of(model)
     before = model(x)
     assert attach(model, name, on) is model
     assert torch.equal(model(x), before)
@@ -160,7 +160,7 @@ def test_models_keep_their_hooks_and_kinds(make):
     for part in parts:
         part.register_forward_hook(lambda module, *_: calls.append(module))
     attach(attach(model, "irpe-product", on="qkv"), "learned-2d")
-    model(pictures_of(model))
+    model(images_of(model))
     assert len(calls) == len(parts) == (9 if make is swin else 5)
     assert all(isinstance(module, kind) for module, kind in kinds)
 
@@ -193,7 +193,7 @@ def test_a_class_with_a_mode_is_told_it_like_a_name():
 
 
 def test_encodings_are_combined():
-    model, x = vit(), pictures(16, 24)
+    model, x = vit(), images(16, 24)
     attach(model, "irpe-product", on="k")
     attach(model, "irpe-product", on="v", ratio=0.6)
     attach(model, "irpe-cross", on="q")
@@ -219,7 +219,7 @@ def test_encodings_are_combined():
 )
 def test_the_context_of_every_layer(make, options, prefix):
     model = attach(make(**options), Recorder)
-    model(pictures(16, 24))
+    model(images(16, 24))
     for block in model.blocks:
         (context,) = block.attn.positions[0].contexts
         assert (context.grid, context.prefix_tokens) == (GRID, prefix)
@@ -227,7 +227,7 @@ def test_the_context_of_every_layer(make, options, prefix):
 
 def test_windows_are_grids_of_their_own():
     model = attach(swin(window_size=(4, 2)), Recorder)
-    model(pictures())
+    model(images())
     for stage in model.layers:
         for block in stage.blocks:
             (context,) = block.attn.positions[0].contexts
@@ -240,7 +240,7 @@ def test_tokens_are_encoded_once_after_the_absolute_positions(make, options):
     """learned-1d is what pos_embed already is."""
     model = make(**options)
     prefix = model.num_prefix_tokens
-    x, by_hand = pictures(16, 24), copy.deepcopy(model)
+    x, by_hand = images(16, 24), copy.deepcopy(model)
     attach(model, "learned-1d")
     with torch.no_grad():
         by_hand.pos_embed[:, prefix:] += model.positions[0].table
@@ -259,7 +259,7 @@ def test_dropout_of_positions_acts_once(make, absolute):
     model = attach(make(pos_drop_rate=0.5), "learned-1d", absolute=absolute).train()
     seen = []
     model.pos_drop.register_forward_hook(lambda _, given, out: seen.append(out))
-    model(pictures(16, 24))
+    model(images(16, 24))
     assert len(seen) == 1
     assert 0.3 < seen[0].eq(0).double().mean() < 0.7
 
@@ -268,7 +268,7 @@ def test_dropout_of_positions_acts_once(make, absolute):
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_absolute_positions_dropped(make, dynamic):
     model = make(dynamic_img_size=dynamic)
-    x, by_hand = pictures(16, 24), copy.deepcopy(model)
+    x, by_hand = images(16, 24), copy.deepcopy(model)
     nn.init.zeros_(by_hand.pos_embed)
     nn.init.normal_(model.pos_embed)
     attach(model, "irpe-product", absolute="drop")
@@ -282,7 +282,7 @@ def test_absolute_positions_dropped(make, dynamic):
 @pytest.mark.parametrize("make", [vit, distilled])
 def test_absolute_positions_dropped_for_nothing(make):
     model = make()
-    x, by_hand = pictures(16, 24), copy.deepcopy(model)
+    x, by_hand = images(16, 24), copy.deepcopy(model)
     nn.init.zeros_(by_hand.pos_embed)
     assert drop_absolute(model) is model
     torch.testing.assert_close(model(x), by_hand(x))
@@ -300,12 +300,12 @@ def test_nothing_to_drop():
 
 def test_tokens_of_a_vision_transformer_come_with_their_prefix():
     model = attach(distilled(), TokenRecorder)
-    model(pictures(16, 24))
+    model(images(16, 24))
     assert model.positions[0].seen == [((2, 26, WIDTH), GRID, 2)]
 
 
 def test_tokens_of_a_swin_are_its_embedded_patches():
-    model, x = swin(), pictures()
+    model, x = swin(), images()
     patches = model.patch_embed(x)
     position = create_position("learned-2d", width=WIDTH, grid=(8, 16), deviation=1.0).double()
     attach(model, lambda: position)
@@ -320,26 +320,26 @@ def test_tokens_of_a_swin_are_its_embedded_patches():
     assert model.patch_embed.positions[1].seen == [((2, 128, WIDTH), (8, 16), 0)]
 
 
-def test_dynamic_picture_sizes():
+def test_dynamic_image_sizes():
     """A model made for another size, with the same weights, is what the dynamic one computes."""
     options = {"pos_embed": "none"}
     dynamic = encoded(vit, dynamic_img_size=True, **options)
     for size in ((16, 24), (32, 12), (8, 48)):
         fixed = attach(vit(img_size=size, **options), "irpe-product", on="qkv")
         fixed.load_state_dict(dynamic.state_dict())
-        x = pictures(*size)
+        x = images(*size)
         torch.testing.assert_close(dynamic(x), fixed(x))
 
 
 def test_dynamic_padding():
     model = attach(vit(dynamic_img_size=True, dynamic_img_pad=True), Recorder)
-    model(pictures(15, 17))
+    model(images(15, 17))
     assert model.blocks[0].attn.positions[0].contexts[0].grid == (4, 5)
 
 
 def test_absolute_positions_are_resampled_as_before():
     model = vit(dynamic_img_size=True)
-    x = pictures(32, 16)
+    x = images(32, 16)
     before = model(x)
     assert torch.equal(attach(model, "irpe-product", on="qkv")(x), before)
 
@@ -351,7 +351,7 @@ def test_set_input_size_of_a_vision_transformer():
     for changes in ({"img_size": (32, 16)}, {"patch_size": 2}):
         for one in (plain, model):
             one.set_input_size(**changes)
-        x = pictures(32, 16)
+        x = images(32, 16)
         assert torch.equal(model(x), plain(x))
     recorder = attach(model, Recorder).blocks[0].attn.positions[1]
     fill(model)(x)
@@ -364,7 +364,7 @@ def test_set_input_size_of_a_swin():
     attach(model, "irpe-product", on="qkv")
     for one in (plain, model):
         one.set_input_size(img_size=(32, 32), window_size=(8, 4))
-    x = pictures(32, 32)
+    x = images(32, 32)
     assert torch.equal(model(x), plain(x))
     recorder = attach(model, Recorder).layers[0].blocks[1].attn.positions[1]
     fill(model)(x)
@@ -375,20 +375,20 @@ def test_dynamic_swin():
     plain = swin(strict_img_size=False)
     model = attach(copy.deepcopy(plain), "irpe-product", on="qkv")
     for size in ((16, 16), (16, 40), (24, 20)):
-        x = pictures(*size)
+        x = images(*size)
         assert torch.equal(model(x), plain(x))
 
 
 def test_an_encoding_bound_to_its_grid_says_so():
     model = attach(vit(dynamic_img_size=True), "irpe-quantization")
     with pytest.raises(ValueError, match=r"irpe-quantization .* 4 x 6 grid .* over to 4 x 4"):
-        model(pictures(16, 16))
+        model(images(16, 16))
 
 
 @every_model
 def test_features_are_those_of_the_model(make):
     model = encoded(make)
-    x = pictures_of(model)
+    x = images_of(model)
     features = model.forward_features(x)
     torch.testing.assert_close(model.forward_head(features), model(x))
     last, intermediates = model.forward_intermediates(x)
@@ -407,7 +407,7 @@ def test_features_are_those_of_the_model(make):
 @every_model
 def test_a_copy_is_independent(make):
     model = fill(attach(encoded(make), "learned-2d"))
-    x = pictures_of(model)
+    x = images_of(model)
     before = model(x)
     other = copy.deepcopy(model)
     assert torch.equal(other(x), before)
@@ -419,7 +419,7 @@ def test_a_copy_is_independent(make):
 def test_a_copy_writes_its_own_places():
     model = encoded(vit, dynamic_img_size=True)
     other = copy.deepcopy(model)
-    other(pictures(16, 32))
+    other(images(16, 32))
     with pytest.raises(ValueError, match="33 tokens"):
         model.places.read(33)
     assert all(block.attn.places is other.places for block in other.blocks)
@@ -429,7 +429,7 @@ def test_a_copy_writes_its_own_places():
 @every_model
 def test_a_pickled_model_is_the_same(make):
     model = fill(attach(encoded(make), "learned-2d"))
-    x = pictures_of(model)
+    x = images_of(model)
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -443,7 +443,7 @@ def test_states_go_from_model_to_model(make):
     model = fill(attach(encoded(make), "learned-2d"))
     other = attach(attach(make(), "irpe-product", on="qkv"), "learned-2d")
     other.load_state_dict(model.state_dict())
-    x = pictures_of(model)
+    x = images_of(model)
     assert torch.equal(other(x), model(x))
     with pytest.raises(RuntimeError, match=r"Missing key.*positions\.0\.tables\.key"):
         other.load_state_dict(make().state_dict())
@@ -453,7 +453,7 @@ def test_states_go_from_model_to_model(make):
 def test_gradients_reach_every_table(make):
     model = attach(attach(make(), "irpe-product", on="qkv"), "learned-2d", deviation=0.0).train()
     # Not the logits: the last layer's [CLS] has all pairs in one bucket, which softmax ignores.
-    model.forward_features(pictures_of(model)).pow(3).sum().backward()
+    model.forward_features(images_of(model)).pow(3).sum().backward()
     tables = {name: x.grad for name, x in model.named_parameters() if "positions." in name}
     assert len(tables) == (14 if make is swin else 8)
     for name, gradient in tables.items():
@@ -467,13 +467,13 @@ names = pytest.mark.parametrize("name", sorted({*list_positions()} - {*CROSS_MOD
 
 @names
 def test_every_encoding_trains_in_a_vision_transformer(name):
-    """Ten steps on four pictures; every parameter moves, and the loss falls.
+    """Ten steps on four images; every parameter moves, and the loss falls.
 
     Patches are pooled: what an encoding gives the last layer's patches is lost on its [CLS].
     """
     model = attach(vit(global_pool="avg"), name, **NEEDED.get(name, {})).train()
     start = {name: x.clone() for name, x in model.state_dict().items() if "positions." in name}
-    x, labels = pictures(16, 24, batch=4), torch.arange(4)
+    x, labels = images(16, 24, batch=4), torch.arange(4)
     optimiser, losses = torch.optim.Adam(model.parameters(), 1e-2), []
     for _ in range(10):
         loss = nn.functional.cross_entropy(model(x), labels)
@@ -489,7 +489,7 @@ def test_every_encoding_trains_in_a_vision_transformer(name):
 @names
 def test_every_encoding_runs_in_a_swin(name):
     model = attach(swin(), name, **NEEDED.get(name, {})).train()
-    x = pictures()
+    x = images()
     model.forward_features(x).pow(3).mean().backward()
     for parameter in model.parameters():
         assert parameter.grad is None or parameter.grad.isfinite().all()
@@ -500,7 +500,7 @@ def test_every_encoding_runs_in_a_swin(name):
 @every_model
 def test_bfloat16_autocast(make):
     model = encoded(make).float()
-    x = pictures_of(model).float()
+    x = images_of(model).float()
     expected = model(x)
     for fused in (False, True):
         for module in model.modules():
@@ -517,7 +517,7 @@ def test_bfloat16_autocast(make):
 @pytest.mark.parametrize("on", ["qk", "qkv"])
 def test_fused_and_explicit_attention_agree(make, on):
     model = fill(attach(make(), "irpe-product", on=on))
-    x, results = pictures_of(model), []
+    x, results = images_of(model), []
     for fused in (False, True):
         for module in model.modules():
             if hasattr(module, "positions"):
@@ -526,10 +526,10 @@ def test_fused_and_explicit_attention_agree(make, on):
     torch.testing.assert_close(*results)
 
 
-def test_activation_checkpointing_with_pictures_of_two_sizes():
+def test_activation_checkpointing_with_images_of_two_sizes():
     """Layers run again in the backward pass, when the other size was the last to be seen."""
     model = encoded(vit, dynamic_img_size=True).train()
-    sizes = pictures(16, 24), pictures(8, 8)
+    sizes = images(16, 24), images(8, 8)
     gradients = []
     for enable in (False, True):
         model.set_grad_checkpointing(enable)
@@ -540,7 +540,7 @@ def test_activation_checkpointing_with_pictures_of_two_sizes():
 
 
 def test_masks_of_the_caller_reach_attention():
-    plain, x = vit(), pictures(16, 24)
+    plain, x = vit(), images(16, 24)
     model = attach(copy.deepcopy(plain), "irpe-product", on="qkv")
     mask = torch.zeros(25, 25).double().masked_fill(torch.arange(25) > 19, -1e9)
     assert torch.equal(model(x, attn_mask=mask), plain(x, attn_mask=mask))
@@ -551,7 +551,7 @@ def test_masks_of_the_caller_reach_attention():
 def test_other_blocks_with_timms_attention(block):
     module = sys.modules[VisionTransformer.__module__]
     model = vit(block_fn=getattr(module, block), qk_norm=True)
-    x = pictures(16, 24)
+    x = images(16, 24)
     before = model(x)
     attach(model, "irpe-product", on="qkv")
     torch.testing.assert_close(model(x), before)
@@ -605,9 +605,9 @@ def test_tables_are_not_decayed_and_matrices_are(make):
 @pytest.mark.filterwarnings("ignore")  # jit is deprecated, and says what it turns into constants
 def test_a_traced_model_is_the_same(make, name):
     model = fill(attach(make(), name))
-    x = pictures_of(model)
+    x = images_of(model)
     traced = torch.jit.trace(model, (x,), check_trace=False)
-    other = pictures_of(model, batch=3)
+    other = images_of(model, batch=3)
     torch.testing.assert_close(traced(other), model(other))
 
 
@@ -621,7 +621,7 @@ def test_timms_feature_extractor(make, absolute):
     extractor = create_feature_extractor(model, {block: "out"})
     taken = []
     model.get_submodule(block).register_forward_hook(lambda _, __, out: taken.append(out))
-    x = pictures_of(model, batch=3)
+    x = images_of(model, batch=3)
     model(x)
     torch.testing.assert_close(extractor(x)["out"], taken[0])
 
@@ -679,8 +679,8 @@ class OnBoth(PositionEncoding):
     ("make", "arguments", "options", "message"),
     [
         (vit, ("irpe",), {}, "unknown position encoding 'irpe'; known: .*irpe-product"),
-        (vit, ("anchor",), {}, "anchor lies between a picture and a text"),
-        (swin, ("uniform",), {}, "uniform lies between a picture and a text"),
+        (vit, ("anchor",), {}, "anchor lies between an image and a text"),
+        (swin, ("uniform",), {}, "uniform lies between an image and a text"),
         (vit, (OnInputs,), {}, "OnInputs acts on inputs; timm models"),
         (swin, (OnBoth,), {}, "OnBoth acts on bias, tokens; timm models"),
         (vit, ("irpe-product", "x"), {}, "irpe-product: on='x' is not made of letters of 'qkv'"),
@@ -737,7 +737,7 @@ def test_swins_of_another_patch_embedding_are_refused_for_tokens():
     model = swin(embed_layer=OtherEmbed)
     with pytest.raises(ValueError, match=r"learned-2d acts on .* not OtherEmbed"):
         attach(model, "learned-2d")
-    attach(model, "irpe-product")(pictures())
+    attach(model, "irpe-product")(images())
 
 
 def test_positions_are_imported_without_timm():

@@ -223,7 +223,7 @@ def test_timms_switch_off_is_heeded(monkeypatch):
 
 def test_tokens_without_a_place_are_an_error():
     layer = positioned(timm_layer(), encoding())
-    with pytest.raises(ValueError, match=r"no picture of this model has 5 tokens \(7\)"):
+    with pytest.raises(ValueError, match=r"no image of this model has 5 tokens \(7\)"):
         layer(states(tokens=5))
     layer.places = Places(PREFIX)
     with pytest.raises(ValueError, match=r"7 tokens \(none so far\)"):

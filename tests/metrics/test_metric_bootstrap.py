@@ -11,9 +11,9 @@ def test_means_equal_a_plain_loop_over_the_same_draws():
     weights = generator.integers(1, 6, size=(9, 2)).astype(float)
     values = weights * generator.random((9, 2))
     means = bootstrap_means(values, weights, resamples=20, seed=5)
-    draws = np.random.default_rng(5)
+    rng_for = np.random.default_rng(5)
     for row in means:
-        chosen = draws.integers(9, size=9)
+        chosen = rng_for.integers(9, size=9)
         total = sum(values[c] for c in chosen) / sum(weights[c] for c in chosen)
         np.testing.assert_allclose(row, total)
 
@@ -35,7 +35,7 @@ def test_interval_has_the_width_of_the_binomial():
 
 
 def test_captions_that_fail_together_widen_the_interval():
-    """Five equal captions per picture carry the information of one picture."""
+    """Five equal captions per image carry the information of one image."""
     hits = (np.arange(100) % 2).astype(float)
     clustered = bootstrap_means(5 * hits[:, None], np.full((100, 1), 5.0), resamples=2000)
     single = bootstrap_means(np.repeat(hits, 5)[:, None], resamples=2000)

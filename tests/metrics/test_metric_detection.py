@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from vlp.metrics.detection import FIGURES, PictureFound, PictureTruth, coco_figures
+from vlp.metrics.detection import FIGURES, ImageFound, ImageTruth, coco_figures
 
 CLASSES = ("circle", "star")
 
@@ -15,7 +15,7 @@ CLASSES = ("circle", "star")
 def truth(boxes, labels=None, crowds=None, size=(200, 100), areas=None):
     boxes = np.array(boxes, dtype=float).reshape(-1, 4)
     count = len(boxes)
-    return PictureTruth(
+    return ImageTruth(
         *size, boxes,
         np.array(labels if labels is not None else [0] * count, dtype=int),
         np.array(areas if areas is not None else boxes[:, 2] * boxes[:, 3]),
@@ -26,7 +26,7 @@ def truth(boxes, labels=None, crowds=None, size=(200, 100), areas=None):
 def found(boxes, labels=None, scores=None):
     boxes = np.array(boxes, dtype=float).reshape(-1, 4)
     count = len(boxes)
-    return PictureFound(
+    return ImageFound(
         boxes,
         np.array(labels if labels is not None else [0] * count, dtype=int),
         np.array(scores if scores is not None else np.linspace(0.9, 0.5, count)),
@@ -143,7 +143,7 @@ def test_no_detection_is_nothing_found():
 
 def test_what_cannot_be_judged_is_refused(capsys):
     box = [[0, 0, 40, 40]]
-    with pytest.raises(ValueError, match="2 pictures, but detections in 1"):
+    with pytest.raises(ValueError, match="2 images, but detections in 1"):
         coco_figures([truth(box)] * 2, [found(box)], CLASSES)
     with pytest.raises(ValueError, match="labels 0 to 2, but 2 classes"):
         coco_figures([truth(box)], [found(box, [2])], CLASSES)

@@ -47,7 +47,7 @@ def test_what_lies_outside_or_has_no_area_counts_nothing():
     assert nothing.tolist() == [0]
 
 
-def test_patches_of_a_picture_that_is_not_square():
+def test_patches_of_a_image_that_is_not_square():
     heat = np.array([[0.0, 1.0]])
     score = box_scores(heat, np.array([[5.0, 0, 5, 4]]), (20, 4))
     assert score[0] == pytest.approx(0)

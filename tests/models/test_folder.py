@@ -50,7 +50,7 @@ def test_the_readmes_lines_run(saved):
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     (lines,) = [part for part in readme.split("```python\n") if "vlp.load(" in part]
     code = lines.partition("```")[0].replace("runs/demo/run/model", str(folder))
-    names = {"picture": Image.new("L", (20, 10))}
+    names = {"image": Image.new("L", (20, 10))}
     exec(code, names)
     assert names["similarity"].shape == (1, 1)
     assert names["log_odds"].shape == (1,)
@@ -147,7 +147,7 @@ def trained_folder(folder, config):
 
 
 @pytest.mark.parametrize("name", [*list_positions(), "ape", "rpe"])
-def test_a_start_carries_every_encoding_to_another_picture_size(tmp_path, name):
+def test_a_start_carries_every_encoding_to_another_image_size(tmp_path, name):
     """A start at 24 px from a folder of 16 px, patches of 4, or the encoding's name and sizes."""
     model = trained_folder(tmp_path, sized(16, name))
     larger = VLPModel(sized(24, name)).eval()

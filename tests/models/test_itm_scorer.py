@@ -8,7 +8,7 @@ from tests_support import TINY_MODEL
 
 from vlp.models import itm_scorer as module
 from vlp.models.config import ModelConfig
-from vlp.models.itm_scorer import Matcher, PreparedTexts
+from vlp.models.itm_scorer import ITMScorer, PreparedTexts
 from vlp.models.vlp import VLPModel
 from vlp.positions import CROSS_MODAL, list_positions
 
@@ -46,17 +46,17 @@ def encoded(model, dtype=torch.float64):
     attention = torch.arange(12) < LENGTHS[:, None]
     words = attention & (torch.arange(12) > 0) & (torch.arange(12) < LENGTHS[:, None] - 1)
     with torch.no_grad():
-        pictures = model.encode_image(torch.randn(2, 3, 16, 16, dtype=dtype))
-        return pictures, model.encode_text(ids, attention, words)
+        images = model.encode_image(torch.randn(2, 3, 16, 16, dtype=dtype))
+        return images, model.encode_text(ids, attention, words)
 
 
-def both_ways(model, pictures, texts, picture=1):
-    rows = torch.full((len(texts.states),), picture)
+def both_ways(model, images, texts, image=1):
+    rows = torch.full((len(texts.states),), image)
     with torch.no_grad():
-        plain = model.match(pictures.select(rows), texts)
-    matcher = Matcher(model)
-    prepared = matcher.prepare_picture(pictures.select(rows[:1]))
-    return plain, matcher.match(prepared, matcher.prepare_texts(texts))
+        plain = model.match(images.select(rows), texts)
+    itm_scorer = ITMScorer(model)
+    prepared = itm_scorer.prepare_image(images.select(rows[:1]))
+    return plain, itm_scorer.match(prepared, itm_scorer.prepare_texts(texts))
 
 
 @pytest.mark.parametrize("layout", ["text", "albef", "ace"])
@@ -91,7 +91,7 @@ def test_every_encoding_of_the_streams_is_kept(name):
     model = strong("ace", (name, "anchor"))
     plain, shared = both_ways(model, *encoded(model))
     torch.testing.assert_close(shared, plain, rtol=1e-6, atol=1e-6)
-    assert Matcher(model).reads_padding
+    assert ITMScorer(model).reads_padding
 
 
 def test_float32_and_bf16_agree_with_the_model():
@@ -109,21 +109,21 @@ def test_float32_and_bf16_agree_with_the_model():
 
 def test_stacked_and_selected_texts_score_as_they_did():
     model = strong("ace", ("anchor",))
-    pictures, texts = encoded(model)
-    plain, _ = both_ways(model, pictures, texts)
-    matcher = Matcher(model)
-    assert not matcher.reads_padding
+    images, texts = encoded(model)
+    plain, _ = both_ways(model, images, texts)
+    itm_scorer = ITMScorer(model)
+    assert not itm_scorer.reads_padding
     parts = []
     for rows, width in ((torch.tensor([4, 2]), 4), (torch.tensor([0, 1, 3]), 12)):
         part = texts.select(rows)
         cut = type(part)(part.states[:, :width], part.feature, part.tokens[:, :width],
                          part.attention_mask[:, :width], part.word_mask[:, :width])  # fmt: skip
-        parts.append(matcher.prepare_texts(cut))
+        parts.append(itm_scorer.prepare_texts(cut))
     stacked = PreparedTexts.stack(parts)
     assert stacked.states.shape[:2] == (5, 12)
-    picture = matcher.prepare_picture(pictures.select(torch.tensor([1])))
+    image = itm_scorer.prepare_image(images.select(torch.tensor([1])))
     for rows, own, width in (([2, 0, 1], [0, 4, 2], 6), ([0], [4], 3), ([4, 3], [3, 1], 12)):
-        odds = matcher.match(picture, stacked.select(torch.tensor(rows), width))
+        odds = itm_scorer.match(image, stacked.select(torch.tensor(rows), width))
         torch.testing.assert_close(odds, plain[own], rtol=1e-6, atol=1e-6)
 
 
@@ -136,19 +136,19 @@ def test_few_pairs_at_a_time_change_nothing(monkeypatch, tokens):
 
 
 @pytest.mark.parametrize(("layout", "layers"), [("text", 3), ("albef", 3), ("ace", 1)])
-def test_a_picture_is_projected_once_for_all_its_texts(layout, layers):
+def test_a_image_is_projected_once_for_all_its_texts(layout, layers):
     model = strong(layout, ("anchor",), layers)
-    pictures, texts = encoded(model)
-    matcher = Matcher(model)
+    images, texts = encoded(model)
+    itm_scorer = ITMScorer(model)
     seen = []
-    for layer in matcher.layers:
+    for layer in itm_scorer.layers:
         for projection in (layer.cross_attention.key, layer.cross_attention.value):
             projection.register_forward_hook(lambda _, __, out: seen.append(out.shape[0]))
-    picture = matcher.prepare_picture(pictures.select(torch.tensor([0])))
+    image = itm_scorer.prepare_image(images.select(torch.tensor([0])))
     assert seen == [1, 1] * layers
-    prepared = matcher.prepare_texts(texts)
+    prepared = itm_scorer.prepare_texts(texts)
     for _ in range(3):
-        matcher.match(picture, prepared)
+        itm_scorer.match(image, prepared)
     assert seen == [1, 1] * layers
 
 

@@ -19,10 +19,10 @@ from vlp.models.folder import push_to_hub
 from vlp.models.model_card import MARK, model_card, write_model_card
 from vlp.tasks.downstream.init_from import start_parts
 from vlp.tasks.downstream.pair_classification import (
-    AssignmentConfig,
-    Claims,
-    EntailmentConfig,
-    StatementsConfig,
+    Nlvr2AssignmentConfig,
+    Nlvr2Config,
+    PairClassification,
+    SnliVeConfig,
 )
 
 
@@ -36,14 +36,16 @@ def run(tmp_path):
     """A run folder with a fine-tuned model, its configuration and report, and a judged result."""
     shards = entailment_shards(tmp_path / "shards")
     parts, _ = start_parts(str(tiny_folder(tmp_path / "start")), {})
-    task = Claims(EntailmentConfig.model_validate({"data": {"train": [str(shards)]}}), parts)
+    task = PairClassification(
+        SnliVeConfig.model_validate({"data": {"train": [str(shards)]}}), parts
+    )
     model = tmp_path / "snli" / "best"
     task.save_model(model, task.state_dict())
     result = evaluate_task(task, [shards], resamples=5)
     result.save(model / "evaluation")
     config = {
-        "start": "runs/base/model",
-        "task": {"kind": "entailment", "data": {"train": [str(shards), "gone"]}},
+        "init_from": "runs/base/model",
+        "task": {"kind": "snli_ve", "data": {"train": [str(shards), "gone"]}},
         "training": {"batch": 64, "precision": "bf16", "optimiser": {"learning_rate": 2e-5}},
     }
     (tmp_path / "snli" / "config.yaml").write_text(yaml.safe_dump(config))
@@ -83,7 +85,7 @@ def test_the_hub_reads_the_front_matter(run):
     folder, result, _ = run
     data = ModelCard(model_card(folder, "apache-2.0")).data
     assert (data.license, data.library_name) == ("apache-2.0", "vlp")
-    assert {"ace-rpe", "entailment"} <= set(data.tags)
+    assert {"ace-rpe", "snli_ve"} <= set(data.tags)
     values = {one.metric_type: one.metric_value for one in data.eval_results}
     assert values["accuracy"] == pytest.approx(100 * result.figures["accuracy"].value, abs=0.01)
     plain = ModelCard(model_card(folder.parents[1] / "start")).data
@@ -162,15 +164,17 @@ def test_a_push_brings_the_card(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("config", "options"),
     [
-        (EntailmentConfig, {}),
-        (StatementsConfig, {}),
-        (StatementsConfig, {"pictures": 1, "panels": 3}),
-        (AssignmentConfig, {}),
+        (SnliVeConfig, {}),
+        (Nlvr2Config, {}),
+        (Nlvr2Config, {"images": 1, "panels": 3}),
+        (Nlvr2AssignmentConfig, {}),
     ],
 )
 def test_the_command_on_the_card_works(tmp_path, monkeypatch, capsys, config, options):
     parts, _ = start_parts(str(tiny_folder(tmp_path / "start")), {})
-    task = Claims(config.model_validate({"data": {"train": ["unused"]}, **options}), parts)
+    task = PairClassification(
+        config.model_validate({"data": {"train": ["unused"]}, **options}), parts
+    )
     task.save_model(tmp_path / "FOLDER", task.state_dict())
     for name in ("a.jpg", "b.jpg"):
         Image.new("RGB", (48, 16)).save(tmp_path / name)
@@ -179,4 +183,4 @@ def test_the_command_on_the_card_works(tmp_path, monkeypatch, capsys, config, op
     monkeypatch.chdir(tmp_path)
     assert main(commands[0][3:]) == 0
     assert set(capsys.readouterr().out.split()[::2]) == set(task.config.classes)
-    assert ("jsonl" in commands[1]) == (config is AssignmentConfig)
+    assert ("jsonl" in commands[1]) == (config is Nlvr2AssignmentConfig)

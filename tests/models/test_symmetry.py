@@ -1,4 +1,4 @@
-"""What ACE-RPE alone can know of a picture: how far patches lie apart, not in which direction."""
+"""What ACE-RPE alone can know of an image: how far patches lie apart, not in which direction."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TURNS = {
 
 
 def score(position, order, **anchor):
-    """Logits of a text with pictures, one as it is and one with its patches in another order."""
+    """Logits of a text with images, one as it is and one with its patches in another order."""
     torch.manual_seed(0)
     size = {"image_size": SIDE * PATCH, "patch_size": PATCH, "position": "none"}
     cross = {"layout": "ace", "position": position, "anchor": {"groups": 2} | anchor}
@@ -33,12 +33,12 @@ def score(position, order, **anchor):
             torch.nn.init.normal_(parameter, std=0.3)
     model.anchor_threshold.fill_(0.3)
     patches = torch.randn(SIDE * SIDE, 3, PATCH, PATCH).double()
-    pictures = torch.stack([drawn(patches), drawn(patches[order.flatten()])])
+    images = torch.stack([drawn(patches), drawn(patches[order.flatten()])])
     ids, mask = torch.randint(5, 40, (1, 7)).expand(2, -1), torch.ones(2, 7, dtype=torch.bool)
     words = mask.clone()
     words[:, [0, -1]] = False
     with torch.no_grad():
-        return model.match(model.encode_image(pictures), model.encode_text(ids, mask, words))
+        return model.match(model.encode_image(images), model.encode_text(ids, mask, words))
 
 
 def drawn(patches):
@@ -54,7 +54,7 @@ def grid():
 @pytest.mark.parametrize("turn", TURNS)
 @pytest.mark.parametrize("mode", ["contextual", "bias"])
 @pytest.mark.parametrize("metric", ["euclidean", "manhattan", "chebyshev"])
-def test_a_picture_and_its_mirror_image_are_one_to_ace_rpe(turn, mode, metric):
+def test_a_image_and_its_mirror_image_are_one_to_ace_rpe(turn, mode, metric):
     straight, turned = score(["anchor"], TURNS[turn](grid()), mode=mode, metric=metric)
     assert straight.item() == pytest.approx(turned.item(), abs=1e-10)
 

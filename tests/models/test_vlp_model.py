@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from tests_support import TINY_MODEL
 
 from vlp.models.config import ModelConfig
-from vlp.models.cross_encoder import Pairs
+from vlp.models.cross_encoder import PairIndices
 from vlp.models.vlp import VLPModel
 
 
@@ -123,9 +123,9 @@ def test_padding_changes_nothing(layout, position):
 def test_pairing_rows_late_equals_pairing_them_first(layout):
     model = tiny(layout=layout)
     image, text = encoded(model)
-    pairs = Pairs(texts=torch.tensor([0, 2, 1, 0]), pictures=torch.tensor([1, 1, 0, 2]))
+    pairs = PairIndices(texts=torch.tensor([0, 2, 1, 0]), images=torch.tensor([1, 1, 0, 2]))
     late = model.cross(image, text, pairs)
-    first = model.cross(image.select(pairs.pictures), text.select(pairs.texts))
+    first = model.cross(image.select(pairs.images), text.select(pairs.texts))
     torch.testing.assert_close(late.text, first.text)
     if layout == "ace":
         torch.testing.assert_close(late.image, first.image)
@@ -151,7 +151,7 @@ def test_both_streams_attend_to_each_other():
         ("ace", "rpe"),  # elsewhere patches have no self-attention
     ],
 )
-def test_of_several_pictures_each_has_the_positions_of_one(layout, name):
+def test_of_several_images_each_has_the_positions_of_one(layout, name):
     model = tiny(layout=layout, position=("anchor", name))
     image, text = encoded(model)
     twice = model.cross_several([image, image], text, torch.zeros(2, 16)).text
@@ -163,7 +163,7 @@ def test_of_several_pictures_each_has_the_positions_of_one(layout, name):
     assert not torch.allclose(there, twice)
 
 
-def test_of_several_pictures_none_attends_to_another():
+def test_of_several_images_none_attends_to_another():
     model = tiny(layers=1, position=("rpe",))
     image, text = encoded(model)
     other = image.states[torch.tensor([1, 2, 0])]

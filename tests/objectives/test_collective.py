@@ -29,11 +29,11 @@ def global_batch():
     word_mask = torch.rand(ROWS, 3, generator=random) < 0.8
     word_mask[:, 0] = True
     return {
-        "pictures": normal(ROWS, 4, 5),
+        "images": normal(ROWS, 4, 5),
         "texts": normal(ROWS, 3, 6),
         "word_mask": word_mask,
         "words": torch.randint(5, 9, (ROWS, 3), generator=random),
-        "ids": torch.arange(ROWS) % 11,  # the same picture on several ranks
+        "ids": torch.arange(ROWS) % 11,  # the same image on several ranks
         "valid": valid,
         "draws": torch.rand(ROWS, 2, generator=random, dtype=torch.float64),
     }
@@ -50,7 +50,7 @@ def train_step(part):
     """Losses and gradients of this rank's share, with every collective the task uses."""
     batch = {name: value[part] for name, value in global_batch().items()}
     weights = parameters()
-    image_tokens = F.normalize(batch["pictures"] @ weights["image"], dim=-1)
+    image_tokens = F.normalize(batch["images"] @ weights["image"], dim=-1)
     text_tokens = F.normalize(batch["texts"] @ weights["text"], dim=-1)
     image = F.normalize(image_tokens.mean(1), dim=-1)
     text = F.normalize(text_tokens.mean(1), dim=-1)

@@ -19,7 +19,7 @@ def slow_choice(logits, candidates, draw):
     return candidates[-1]
 
 
-def slow_negatives(similarity, ids, valid, draws, group):
+def slow_negatives(similarity, ids, valid, rng_for, group):
     rows = []
     for i in range(len(ids)):
         start = i // group * group
@@ -30,8 +30,8 @@ def slow_negatives(similarity, ids, valid, draws, group):
             continue
         to_text = [float(x) for x in similarity[i]]
         to_image = [float(x) for x in similarity[:, i]]
-        text = slow_choice(to_text, candidates, float(draws[i, 0]))
-        image = slow_choice(to_image, candidates, float(draws[i, 1]))
+        text = slow_choice(to_text, candidates, float(rng_for[i, 0]))
+        image = slow_choice(to_image, candidates, float(rng_for[i, 1]))
         rows.append((text, image, True))
     return rows
 
@@ -46,19 +46,19 @@ def test_equals_the_loop(groups, size, seed, sharpness):
     similarity = sharpness * torch.randn(rows, rows, generator=random)
     ids = torch.randint(0, 4, (rows,), generator=random)
     valid = torch.rand(rows, generator=random) < 0.8
-    draws = torch.rand(rows, 2, generator=random, dtype=torch.float64)
-    result = hard_negatives(similarity, ids, valid, draws, size)
-    expected = slow_negatives(similarity, ids, valid, draws, size)
+    rng_for = torch.rand(rows, 2, generator=random, dtype=torch.float64)
+    result = hard_negatives(similarity, ids, valid, rng_for, size)
+    expected = slow_negatives(similarity, ids, valid, rng_for, size)
     assert result.text_for_image.tolist() == [text for text, _, _ in expected]
     assert result.image_for_text.tolist() == [image for _, image, _ in expected]
     assert result.has_text.tolist() == result.has_image.tolist() == [has for *_, has in expected]
 
 
 def test_sampling_follows_the_softmax():
-    draws = torch.linspace(0, 1, 4001, dtype=torch.float64)[:-1]
+    rng_for = torch.linspace(0, 1, 4001, dtype=torch.float64)[:-1]
     logits = torch.tensor([[0.0, 1.0, 2.0]] * 3)
     counts = torch.zeros(3)
-    for draw in draws[::4]:
+    for draw in rng_for[::4]:
         choice = hard_negatives(
             logits, torch.arange(3), torch.ones(3) > 0, torch.full((3, 2), draw.item()).double(), 3
         )
@@ -74,14 +74,14 @@ def test_extreme_draws_and_logits_stay_inside(draw):
     ids = torch.tensor([0, 1, 2, 0])
     valid = torch.ones(4, dtype=torch.bool)
     result = hard_negatives(similarity, ids, valid, torch.full((4, 2), draw).double(), 4)
-    assert result.text_for_image[0] == 1  # all weight is there; 2 has none, 3 is the same picture
+    assert result.text_for_image[0] == 1  # all weight is there; 2 has none, 3 is the same image
     assert (ids[result.text_for_image] != ids).all()
     assert (ids[result.image_for_text] != ids).all()
 
 
 @pytest.mark.parametrize("ids", [[5, 5, 5], [1, 2, 3]])
 def test_rows_without_candidates_have_none(ids):
-    """One picture with all its captions, or one real sample among empty slots."""
+    """One image with all its captions, or one real sample among empty slots."""
     valid = torch.tensor([True, len(set(ids)) == 1, False])
     result = hard_negatives(
         torch.zeros(3, 3), torch.tensor(ids), valid, torch.rand(3, 2).double(), 64
@@ -111,10 +111,10 @@ def test_groups_make_ranks_irrelevant():
     random = torch.Generator().manual_seed(4)
     similarity = torch.randn(8, 8, generator=random)
     ids, valid = torch.arange(8) // 2 * 7, torch.ones(8, dtype=torch.bool)
-    draws = torch.rand(8, 2, generator=random, dtype=torch.float64)
-    together = hard_negatives(similarity, ids, valid, draws, 4)
+    rng_for = torch.rand(8, 2, generator=random, dtype=torch.float64)
+    together = hard_negatives(similarity, ids, valid, rng_for, 4)
     for half in (slice(0, 4), slice(4, 8)):
-        alone = hard_negatives(similarity[half, half], ids[half], valid[half], draws[half], 4)
+        alone = hard_negatives(similarity[half, half], ids[half], valid[half], rng_for[half], 4)
         assert torch.equal(alone.text_for_image + half.start, together.text_for_image[half])
         assert torch.equal(alone.image_for_text + half.start, together.image_for_text[half])
 

@@ -20,7 +20,7 @@ def test_patch_layout_is_that_of_a_patch_convolution():
     torch.testing.assert_close(by_patch, convolution(pixels).flatten(2).transpose(1, 2))
 
 
-def test_refuses_pictures_of_broken_patches():
+def test_refuses_images_of_broken_patches():
     with pytest.raises(ValueError, match="5 x 4 pixels are not whole patches of 2"):
         patchify(torch.zeros(1, 3, 5, 4), 2)
 
@@ -62,7 +62,7 @@ def test_nothing_masked_is_zero():
 
 
 def test_refuses_a_prediction_of_another_size():
-    with pytest.raises(ValueError, match="do not fit pictures"):
+    with pytest.raises(ValueError, match="do not fit images"):
         mim_loss(torch.zeros(1, 4, 27), torch.zeros(1, 3, 4, 4), torch.zeros(1, 2, 2) > 0)
 
 

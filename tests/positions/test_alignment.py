@@ -69,7 +69,7 @@ def test_every_second_head_starts_with_the_factor_that_is_asked_for():
     assert position.factors.tolist() == [1.5, 0, 1.5, 0, 1.5]
 
 
-def test_of_several_pictures_each_has_its_own():
+def test_of_several_images_each_has_its_own():
     (image, text), (other, _) = tokens(), tokens(1)
     both = joined_fields([field_of(image, text), field_of(other, text)])
     position = of([1.0, 2.0])

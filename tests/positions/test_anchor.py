@@ -217,13 +217,13 @@ def test_a_mirror_image_has_the_mirrored_path(rows, columns, tokens, metric, win
     distance = anchors_at_random(rows, columns, tokens, seed)
     mask = torch.arange(tokens) != 1
 
-    def mirrored(x):
+    def flipped(x):
         return x.unflatten(0, grid).flip(axis).flatten(0, 1)
 
     turned = mask.flip(0) if axis == 2 else mask
-    path = anchor_path(mirrored(distance), grid, turned, *windows, metric)[0]
+    path = anchor_path(flipped(distance), grid, turned, *windows, metric)[0]
     straight = anchor_path(distance, grid, mask, *windows, metric)[0]
-    torch.testing.assert_close(mirrored(path), straight, rtol=0, atol=1e-9)
+    torch.testing.assert_close(flipped(path), straight, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("grid", [(2, 4), (1, 1)])

@@ -127,7 +127,7 @@ def test_places_after_the_prefix():
         (PositionContext((2, 3), coordinates=torch.rand(6, 2)), r"not \(6, 2\)"),
         (
             PositionContext((2, 3), coordinates=torch.linspace(0, 224, 12).view(1, 6, 2)),
-            r"shares of the picture in \[0, 1\], not 0 to 224",
+            r"shares of the image in \[0, 1\], not 0 to 224",
         ),
         (PositionContext((2, 3), coordinates=torch.full((1, 6, 2), -0.1)), "not -0.1 to -0.1"),
         (PositionContext((2, 3), coordinates=torch.full((1, 6, 2), float("nan"))), "not nan"),

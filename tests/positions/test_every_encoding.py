@@ -122,8 +122,8 @@ def test_it_trains_in_the_cross_modal_encoder(name):
 
 
 @pytest.mark.parametrize("name", CROSS_MODAL)
-def test_cross_modal_encodings_are_refused_within_a_picture(name):
-    with pytest.raises(ValueError, match=f"{name} lies between a picture and a text"):
+def test_cross_modal_encodings_are_refused_within_a_image(name):
+    with pytest.raises(ValueError, match=f"{name} lies between an image and a text"):
         attach(vit(), name)
 
 

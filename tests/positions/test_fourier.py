@@ -187,14 +187,14 @@ def test_algorithm_1_on_boxes(groups):
     boxes = torch.rand(2, 5, 4).double()
     out = added(encoding, PositionContext(prefix_tokens=1, coordinates=boxes), 6, batch=2)
     assert not out[:, 0].any()
-    for picture in range(2):
+    for image in range(2):
         for token in range(5):
             parts = []
-            for group in boxes[picture, token].chunk(groups):
+            for group in boxes[image, token].chunk(groups):
                 features = slow_features(group.tolist(), encoding.frequencies.tolist())
                 parts.append(encoding.modulator(features))
             expected = torch.cat(parts)
-            torch.testing.assert_close(out[picture, 1 + token], expected, rtol=0, atol=1e-12)
+            torch.testing.assert_close(out[image, 1 + token], expected, rtol=0, atol=1e-12)
 
 
 def test_patches_of_a_grid():

@@ -143,15 +143,15 @@ def test_a_box_takes_the_vectors_of_its_four_edges(combine):
     x = torch.randn(2, 4, 8).double()
     out = position("tokens", x, PositionContext(prefix_tokens=1, coordinates=boxes))
     assert torch.equal(out[:, 0], x[:, 0])
-    for picture in range(2):
+    for image in range(2):
         for token in range(3):
-            box = boxes[picture, token].tolist()
+            box = boxes[image, token].tolist()
             vectors = []
             for table, axis in edges_of(position):
                 line = min(range(5), key=lambda place, edge=box[axis]: abs(place / 4 - edge))
                 vectors.append(table[line])
             place = torch.cat(vectors) if combine == "concat" else sum(vectors)
-            torch.testing.assert_close(out[picture, 1 + token], x[picture, 1 + token] + place)
+            torch.testing.assert_close(out[image, 1 + token], x[image, 1 + token] + place)
 
 
 @pytest.mark.parametrize("grid", [(4, 4), (2, 4), (1, 1)])

@@ -34,12 +34,12 @@ def test_mix_is_reading_v8():
     tokens, positions = torch.randn(2, 5, 4).double(), torch.randn(1, 5, 4).double()
     alpha, beta = torch.randn(4).double(), torch.randn(4).double()
     out = mix(tokens, positions, alpha, beta)
-    for picture in range(2):
+    for image in range(2):
         for token in range(5):
             for channel in range(4):
-                expected = alpha[channel] * tokens[picture, token, channel]
+                expected = alpha[channel] * tokens[image, token, channel]
                 expected = expected + beta[channel] * positions[0, token, channel]
-                assert out[picture, token, channel] == expected
+                assert out[image, token, channel] == expected
     inputs = [x.requires_grad_() for x in (tokens, positions, alpha, beta)]
     assert torch.autograd.gradcheck(mix, inputs)
 
@@ -141,7 +141,7 @@ def test_tokens_that_are_not_the_grid_are_an_error(name):
 
 def test_places_of_another_batch_are_an_error():
     boxes = BOXES.expand(3, -1, -1)
-    with pytest.raises(ValueError, match="object: places of 3 pictures do not fit a batch of 2"):
+    with pytest.raises(ValueError, match="object: places of 3 images do not fit a batch of 2"):
         ENCODINGS["object"]()(
             "tokens", torch.zeros(2, 6, WIDTH), PositionContext(GRID, 0, boxes=boxes)
         )

@@ -36,14 +36,14 @@ def test_equation_6(norm, approximate):
     mlp = Modulator(4, 3, 5, approximate, norm=norm).double()
     features = torch.randn(2, 3, 4).double()
     out = mlp(features)
-    for picture in range(2):
+    for image in range(2):
         for token in range(3):
-            row = features[picture, token].tolist()
+            row = features[image, token].tolist()
             row = dense(layer_norm(row) if norm else row, mlp.dense_in)
             row = [gelu(value, approximate) for value in row]
             row = dense(layer_norm(row) if norm else row, mlp.dense_out)
             expected = torch.tensor(row, dtype=torch.float64)
-            torch.testing.assert_close(out[picture, token], expected, rtol=0, atol=1e-12)
+            torch.testing.assert_close(out[image, token], expected, rtol=0, atol=1e-12)
 
 
 def test_both_gelus_differ_by_less_than_a_thousandth():

@@ -27,7 +27,7 @@ def painted(boxes, grid):
 
 
 @st.composite
-def pictures(draw):
+def images(draw):
     grid = draw(st.tuples(st.integers(1, 5), st.integers(1, 5)))
     boxes = []
     for _ in range(draw(st.integers(0, 4))):
@@ -39,9 +39,9 @@ def pictures(draw):
 
 
 @settings(deadline=None, max_examples=80)
-@given(pictures())
-def test_painting_covers_every_touched_cell_and_later_boxes_win(picture):
-    grid, boxes = picture
+@given(images())
+def test_painting_covers_every_touched_cell_and_later_boxes_win(image):
+    grid, boxes = image
     found = object_ids(torch.tensor(boxes).reshape(1, -1, 4), grid)
     assert found.dtype == torch.int64
     assert found[0].tolist() == painted(boxes, grid)
@@ -81,7 +81,7 @@ def test_rounding_errors_neither_spill_over_nor_refuse():
 )
 def test_boxes_outside_the_grid_are_named(box, values):
     boxes = torch.tensor([[[0.0, 0, 1, 1], [0, 0, 0, 0]], [[0, 0, 1, 1], box]])
-    message = rf"object box 1 of picture 1 \(.*: {values}\) does not lie inside the 3 x 4 grid"
+    message = rf"object box 1 of image 1 \(.*: {values}\) does not lie inside the 3 x 4 grid"
     with pytest.raises(ValueError, match=message):
         object_ids(boxes, (3, 4))
 
@@ -116,14 +116,14 @@ def test_equation_13(prefix, layout):
     context = PositionContext(grid, prefix, boxes=torch.tensor(boxes))
     out = encode(encoding, context, prefix + 12, batch=2)
     assert not out[:, :prefix].any()
-    for picture in range(2):
-        ids = painted(boxes[picture], grid)
+    for image in range(2):
+        ids = painted(boxes[image], grid)
         for row in range(rows):
             for column in range(columns):
                 expected = slow_sinusoid(ids[row][column], 8, layout)
                 expected += slow_sinusoid(column, 4, layout) + slow_sinusoid(row, 4, layout)
                 torch.testing.assert_close(
-                    out[picture, prefix + row * columns + column],
+                    out[image, prefix + row * columns + column],
                     torch.tensor(expected, dtype=torch.float64),
                     rtol=0,
                     atol=1e-12,
@@ -145,7 +145,7 @@ def test_without_boxes_it_is_the_plain_sinusoid():
             )
 
 
-def test_one_picture_of_boxes_serves_the_batch_and_other_grids_work():
+def test_one_image_of_boxes_serves_the_batch_and_other_grids_work():
     encoding = ObjectPosition(16, (2, 2))
     boxes = torch.tensor([[[1, 0, 2, 2]]])
     one = encode(encoding, PositionContext((3, 5), boxes=boxes), 15, batch=2)

@@ -89,7 +89,7 @@ def test_the_first_half_of_the_channels_is_horizontal():
     assert not torch.allclose(bias[..., 0], bias[..., 1])
 
 
-def test_a_picture_and_its_transpose_trade_tables():
+def test_a_image_and_its_transpose_trade_tables():
     position = filled()
     query, key = states(12)
     turn = torch.arange(12).unflatten(0, (3, 4)).T.flatten()

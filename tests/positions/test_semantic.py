@@ -328,13 +328,13 @@ def test_equal_content():
     assert (upright[~torch.eye(3).bool()] < -1e-3).all()
 
 
-def test_a_mirrored_picture_has_the_mirrored_bias():
+def test_a_mirrored_image_has_the_mirrored_bias():
     query, key, grid, table_x, table_y = sape_inputs((3, 4))
     order = torch.arange(12).view(3, 4)
-    for mirrored in (order.flip(0), order.flip(1)):
-        mirrored = mirrored.flatten()
-        found = sape_bias(query[:, :, mirrored], key[:, :, mirrored], grid, table_x, table_y)
-        expected = sape_bias(query, key, grid, table_x, table_y)[:, :, mirrored][..., mirrored]
+    for flipped in (order.flip(0), order.flip(1)):
+        flipped = flipped.flatten()
+        found = sape_bias(query[:, :, flipped], key[:, :, flipped], grid, table_x, table_y)
+        expected = sape_bias(query, key, grid, table_x, table_y)[:, :, flipped][..., flipped]
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     transposed = order.t().flatten()
     found = sape_bias(query[:, :, transposed], key[:, :, transposed], (4, 3), table_y, table_x)

@@ -17,7 +17,7 @@ every_name = pytest.mark.parametrize("name", NAMES)
 
 
 class Layer(nn.Module):
-    """Attention to a picture's features (B, rows, columns, width)."""
+    """Attention to an image's features (B, rows, columns, width)."""
 
     def __init__(self, name, temperature=None):
         super().__init__()

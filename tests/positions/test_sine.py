@@ -138,11 +138,11 @@ def test_given_boxes_in_any_order():
     boxes = torch.rand(2, 5, 4).double()
     context = PositionContext(prefix_tokens=1, coordinates=boxes)
     out = added(encoding, context, 6, batch=2)
-    for picture in range(2):
+    for image in range(2):
         for token in range(5):
-            left, top, right, bottom = (3 * boxes[picture, token]).tolist()
+            left, top, right, bottom = (3 * boxes[image, token]).tolist()
             expected = [v for edge in (top, left, bottom, right) for v in slow_sinusoid(edge, 4)]
-            close(out[picture, 1 + token], expected)
+            close(out[image, 1 + token], expected)
     order = torch.randperm(5)
     turned = PositionContext(prefix_tokens=1, coordinates=boxes[:, order])
     assert torch.equal(added(encoding, turned, 6, batch=2)[:, 1:], out[:, 1:][:, order])
@@ -196,9 +196,9 @@ def test_md_sine_on_boxes_and_with_an_mlp():
     context = PositionContext(coordinates=boxes)
     plain = MDSinePosition(8, dimensions=4, extent=10.0)
     out = added(plain, context, 3, batch=2)
-    for picture in range(2):
+    for image in range(2):
         for token in range(3):
-            close(out[picture, token], slow_sinusoid(10 * boxes[picture, token].sum().item(), 8))
+            close(out[image, token], slow_sinusoid(10 * boxes[image, token].sum().item(), 8))
     encoding = MDSinePosition(8, dimensions=4, extent=10.0, mlp=5).double()
     torch.testing.assert_close(added(encoding, context, 3, batch=2), encoding.mlp(out))
 

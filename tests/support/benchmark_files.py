@@ -14,7 +14,7 @@ from PIL import Image
 from vlp.data.shards.shard_index import RawSample, ShardIndex
 
 
-def picture(width: int = 12, height: int = 8, kind: str = "jpeg") -> bytes:
+def photo(width: int = 12, height: int = 8, kind: str = "jpeg") -> bytes:
     stream = io.BytesIO()
     Image.new("RGB", (width, height), (90, 60, 200)).save(stream, kind)
     return stream.getvalue()

@@ -1,4 +1,4 @@
-"""Encoded pictures, good ones and such as are broken on purpose."""
+"""Encoded images, good ones and such as are broken on purpose."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy as np
 from PIL import Image
 
 
-def picture(
+def photo(
     kind: str = "png",
     size: tuple[int, int] = (20, 16),
     seed: int = 0,
     mode: str = "RGB",
     **how: Any,
 ) -> bytes:
-    """An encoded picture of smooth noise."""
+    """An encoded image of smooth noise."""
     rng = np.random.default_rng(seed)
     small = Image.fromarray(rng.integers(0, 256, (4, 4, 3), dtype=np.uint8))
     stream = io.BytesIO()
@@ -52,15 +52,15 @@ def png_of(width: int, height: int, *chunks: bytes, zeros: int = 1000) -> bytes:
 
 def bombs() -> dict[str, bytes]:
     """Small files of every format whose headers announce more pixels than memory holds."""
-    jpeg = bytearray(picture("jpeg"))
+    jpeg = bytearray(photo("jpeg"))
     place = jpeg.index(b"\xff\xc0")
     jpeg[place + 5 : place + 9] = struct.pack(">HH", 65500, 65500)
-    progressive = bytearray(picture("jpeg", progressive=True))
+    progressive = bytearray(photo("jpeg", progressive=True))
     place = progressive.index(b"\xff\xc2")
     progressive[place + 5 : place + 9] = struct.pack(">HH", 60000, 60000)
-    gif = bytearray(picture("gif"))
+    gif = bytearray(photo("gif"))
     gif[6:10] = struct.pack("<HH", 65535, 65535)
-    bmp = bytearray(picture("bmp"))
+    bmp = bytearray(photo("bmp"))
     bmp[18:26] = struct.pack("<ii", 100_000, 100_000)
     return {
         "png": png_of(100_000, 100_000),
@@ -76,8 +76,8 @@ def bombs() -> dict[str, bytes]:
 
 
 def _webp_of(width: int, height: int) -> bytes:
-    """An animation: a still picture that is smaller than its canvas is refused as damaged."""
-    frame = picture("webp", lossless=True)[12:]
+    """An animation: a still image that is smaller than its canvas is refused as damaged."""
+    frame = photo("webp", lossless=True)[12:]
     extent = struct.pack("<I", width - 1)[:3] + struct.pack("<I", height - 1)[:3]
     canvas = b"VP8X" + struct.pack("<I", 10) + b"\x02\0\0\0" + extent
     control = b"ANIM" + struct.pack("<I", 6) + bytes(6)

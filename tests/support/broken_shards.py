@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from broken_images import picture
+from broken_images import photo
 
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.shard_index import ShardIndex, index_folder
@@ -80,7 +80,7 @@ def plain_tar(samples: Iterable[tuple[str, dict[str, bytes]]]) -> bytes:
     )
 
 
-PNG = picture("png")
+PNG = photo("png")
 JSON = b'{"caption": "a dog"}'
 GOOD = member("good.png", PNG) + member("good.json", JSON)
 FINE = member("fine.png", PNG) + member("fine.json", JSON)

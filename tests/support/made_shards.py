@@ -1,4 +1,4 @@
-"""Shards with pictures that can be told apart, and copies of them."""
+"""Shards with images that can be told apart, and copies of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vlp.data.shards.shard_index import ShardWriter
 from vlp.data.shards.tar import read_members
 
 
-def picture(seed: int, size: tuple[int, int] = (96, 72)) -> Image.Image:
+def photo(seed: int, size: tuple[int, int] = (96, 72)) -> Image.Image:
     """Soft blobs: like a photograph, most of it is in low frequencies."""
     rng = np.random.default_rng(seed)
     blobs = Image.fromarray(rng.integers(0, 256, (9, 12, 3), dtype=np.uint8))
@@ -32,11 +32,11 @@ def encoded(image: Image.Image, kind: str = "jpeg", **options: int) -> bytes:
 
 
 def jpeg(seed: int, **options: int) -> bytes:
-    return encoded(picture(seed), **options)
+    return encoded(photo(seed), **options)
 
 
 def write(folder: Path, samples: Mapping[str, bytes], per_shard: int = 4) -> Path:
-    """JPEG samples by key; the nth picture of a folder is called n."""
+    """JPEG samples by key; the nth image of a folder is called n."""
     with ShardWriter(folder, per_shard) as writer:
         for number, (key, data) in enumerate(samples.items()):
             known = Annotation(
@@ -80,8 +80,8 @@ def run(*arguments: object) -> int:
     return main([*map(str, arguments), "--processes", "1"])
 
 
-def pictures_of(tar: Path, count: int) -> dict[str, bytes]:
-    """The first pictures of a plain tar by their name without extension."""
+def images_of(tar: Path, count: int) -> dict[str, bytes]:
+    """The first images of a plain tar by their name without extension."""
     found: dict[str, bytes] = {}
     with tarfile.open(tar) as archive:
         for member in archive:

@@ -20,7 +20,7 @@ from vlp.models.vlp import VLPModel
 
 
 def tiny_folder(folder: Path, **cross: object) -> Path:
-    """A model folder of width 16 and 16 px pictures, its position tables not zero."""
+    """A model folder of width 16 and 16 px images, its position tables not zero."""
     text = tiny_text()
     config = ModelConfig.model_validate(TINY_MODEL | {"cross": TINY_MODEL["cross"] | cross})
     torch.manual_seed(0)
@@ -43,7 +43,7 @@ def entailment_shards(folder: Path, count: int = 12) -> Path:
 
 
 def statement_shards(folder: Path, count: int = 8) -> Path:
-    """Statements about two pictures of the generated corpus, in shards of five."""
+    """Statements about two images of the generated corpus, in shards of five."""
     with ShardWriter(folder, samples_per_shard=5) as writer:
         for number in range(count):
             one = sample_statement(0, number, image_size=16)
@@ -53,7 +53,7 @@ def statement_shards(folder: Path, count: int = 8) -> Path:
 
 
 def annotated_shards(folder: Path, annotations: list[Annotation], image: bytes) -> Path:
-    """One sample an annotation, all of one picture."""
+    """One sample an annotation, all of one image."""
     with ShardWriter(folder, samples_per_shard=3) as writer:
         for number, annotation in enumerate(annotations):
             writer.write(f"{number:04d}", image, "png", annotation)

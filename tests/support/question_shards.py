@@ -1,4 +1,4 @@
-"""Shards of small plain pictures with questions and captions, and a small model for them."""
+"""Shards of small plain images with questions and captions, and a small model for them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ COLOURS = {"red": (220, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 220)}
 TEXTS = [
     "what colour is it? is it red green blue?",
     "yes no two 10:30 left right",
-    "a red picture . a plain green one . all blue",
+    "a red image . a plain green one . all blue",
 ]
-AUGMENT = {"randaugment": False, "crop_scale": [1.0, 1.0], "mirror": False}
+AUGMENT = {"randaugment": False, "crop_scale": [1.0, 1.0], "hflip": False}
 
 
-def picture(colour: str = "red", side: int = 16) -> bytes:
+def photo(colour: str = "red", side: int = 16) -> bytes:
     """A PNG of one colour."""
     data = io.BytesIO()
     Image.new("RGB", (side, side), COLOURS[colour]).save(data, "PNG")
@@ -49,17 +49,17 @@ def write_shards(folder: Path, samples: list[tuple[bytes, Annotation]], per_shar
 
 
 def coloured(count: int = 12) -> list[tuple[bytes, Annotation]]:
-    """Pictures of one colour with two questions and two captions each."""
+    """Images of one colour with two questions and two captions each."""
     made = []
     for number in range(count):
         colour = list(COLOURS)[number % 3]
         made.append(
             (
-                picture(colour),
+                photo(colour),
                 Annotation(
                     source="toy",
                     image_id=str(number),
-                    captions=[f"a {colour} picture", f"a plain {colour} one"],
+                    captions=[f"a {colour} image", f"a plain {colour} one"],
                     questions=[
                         question(
                             10 * number, "what colour is it?", {colour: 10},

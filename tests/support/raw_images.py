@@ -1,4 +1,4 @@
-"""Pictures of raw data sets, made for tests, and what lies in a folder afterwards."""
+"""Images of raw data sets, made for tests, and what lies in a folder afterwards."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import numpy as np
 from PIL import Image
 
 
-def raw_picture(
-    seed: int, size: tuple[int, int] = (24, 16), kind: str = "jpeg", **how: Any
-) -> bytes:
+def raw_image(seed: int, size: tuple[int, int] = (24, 16), kind: str = "jpeg", **how: Any) -> bytes:
     """Noise, so that every seed has other bytes and a cut is noticed."""
     pixels = np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
     stream = io.BytesIO()

@@ -22,7 +22,7 @@ def png(colour: tuple[int, int, int]) -> bytes:
 
 
 def write_numbered(folder: Path, captions: list[int], samples_per_shard: int = 3) -> None:
-    """Picture i is a colour that says i and has captions[i] captions 'i.k'."""
+    """Image i is a colour that says i and has captions[i] captions 'i.k'."""
     with ShardWriter(folder, samples_per_shard=samples_per_shard) as writer:
         for number, count in enumerate(captions):
             texts = [f"{number} {slot}" for slot in range(count)]
@@ -38,7 +38,7 @@ class StubFeatures(NamedTuple):
 
 
 class StubModel(torch.nn.Module):
-    """Features and match scores from given tables; text k of picture i is row `first[i] + k`."""
+    """Features and match scores from given tables; text k of image i is row `first[i] + k`."""
 
     def __init__(self, image, text, match, first) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class StubTexts(NamedTuple):
         return StubTexts(torch.cat([part.number for part in parts]))
 
 
-class StubMatcher:
+class StubITMScorer:
     """What the model's tables say; stands where `evaluation.core.encoder` makes a `Matcher`."""
 
     reads_padding = False
@@ -82,13 +82,13 @@ class StubMatcher:
     def prepare_texts(self, text: StubFeatures) -> StubTexts:
         return StubTexts(text.number)
 
-    def prepare_picture(self, image: StubFeatures) -> int:
+    def prepare_image(self, image: StubFeatures) -> int:
         (number,) = image.number.tolist()
         return number
 
-    def match(self, picture: int, texts: StubTexts) -> torch.Tensor:
+    def match(self, image: int, texts: StubTexts) -> torch.Tensor:
         self.model.calls.append(len(texts.number))
-        return self.model.scores[picture, texts.number]
+        return self.model.scores[image, texts.number]
 
 
 class Stub(NamedTuple):

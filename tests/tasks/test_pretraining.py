@@ -49,7 +49,7 @@ def batch(rows=ROWS, seed=0):
         mlm_labels=torch.where(chosen, ids, -100),
         mim_mask=random(rows, 4, 4) < 0.5,
         image_ids=torch.arange(rows),
-        draws=random(rows, 2).double(),
+        rng_for=random(rows, 2).double(),
         valid=torch.ones(rows, dtype=torch.bool),
         sample_ids=torch.arange(rows),
     )
@@ -104,7 +104,7 @@ def test_pixels_predicted_from_the_cross_modal_output_read_the_text():
 
 
 def test_pixels_behind_the_mask_are_not_seen_through_the_cross_modal_encoder():
-    built = task(ALL | {"mim": {"output": "cross"}}).eval()  # the threshold follows clean pictures
+    built = task(ALL | {"mim": {"output": "cross"}}).eval()  # the threshold follows clean images
     given = batch()
     hidden = given.mim_mask.repeat_interleave(4, 1).repeat_interleave(4, 2)[:, None]
     states = []
@@ -122,7 +122,7 @@ def test_every_parameter_is_trained():
 
 
 def test_two_ranks_draw_the_negatives_of_one():
-    """The pairs that enter the cross-modal encoder, as (text, picture) ids, rank by rank."""
+    """The pairs that enter the cross-modal encoder, as (text, image) ids, rank by rank."""
     built = task(ALL | {"itm": {"group": 4}, "mlm": None, "mim": None})
     cross = built.model.cross
     drawn = []
@@ -136,7 +136,7 @@ def test_two_ranks_draw_the_negatives_of_one():
     for share in (slice(None), slice(0, 4), slice(4, 8)):  # 1 rank x 8, then 2 ranks x 4
         built(Batch(*(field[share] for field in whole[:-2])), 0)
     one, first, second = (
-        torch.stack([pairs.texts, pairs.pictures]).view(2, 3, -1) for pairs in drawn
+        torch.stack([pairs.texts, pairs.images]).view(2, 3, -1) for pairs in drawn
     )
     assert torch.equal(one, torch.cat([first, second + 4], dim=-1))
     assert not torch.equal(one[0, 1], one[0, 0])  # something was drawn
@@ -162,16 +162,16 @@ def test_empty_slots_count_nowhere():
         torch.testing.assert_close(seen.losses[name], loss, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_captions_of_one_picture_are_not_each_others_negatives():
-    one_picture = batch()._replace(image_ids=torch.zeros(ROWS, dtype=torch.long))
+def test_captions_of_one_image_are_not_each_others_negatives():
+    one_image = batch()._replace(image_ids=torch.zeros(ROWS, dtype=torch.long))
     built = task()
     with torch.no_grad():
-        output = built(one_picture, 0)
+        output = built(one_image, 0)
         built.model.anchor_threshold.zero_()  # as it was in the first step
         odds = built.model.match(
-            built.model.encode_image(one_picture.pixels),
+            built.model.encode_image(one_image.pixels),
             built.model.encode_text(
-                one_picture.text_ids, one_picture.attention_mask, one_picture.word_mask
+                one_image.text_ids, one_image.attention_mask, one_image.word_mask
             ),
         )
     # No row has a negative, so matching pairs alone are counted.

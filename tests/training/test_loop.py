@@ -13,7 +13,7 @@ import torch
 from training_toy import PlainEngine, ToyData, ToyTask, toy_config
 
 from vlp.config import ConfigError, load_config
-from vlp.training.best_checkpoint import Selection
+from vlp.training.best_checkpoint import BestCheckpoint
 from vlp.training.config import PretrainConfig
 from vlp.training.engines.safetensors_io import broadcast_tensors
 from vlp.training.logging.progress import Progress
@@ -92,7 +92,10 @@ def test_epochs_or_steps_say_how_long(tmp_path: Path) -> None:
     start = Progress()
     assert total_steps(toy_config(steps=7, epochs=2), data, start) == 7
     assert total_steps(toy_config(steps=None, epochs=3), data, start) == 12
-    assert total_steps(toy_config(steps=None, epochs=3, accumulation=5), data, start) == 2
+    assert (
+        total_steps(toy_config(steps=None, epochs=3, gradient_accumulation_steps=5), data, start)
+        == 2
+    )
     # Batches of 16 after 8 of 8, which were two of three epochs of 32.
     later, larger = Progress(step=8, samples=64), ToyData(batch=16)
     assert total_steps(toy_config(steps=None, epochs=3), larger, later) == 10
@@ -103,7 +106,7 @@ def test_epochs_or_steps_say_how_long(tmp_path: Path) -> None:
 
 def test_accumulation_of_two_halves_is_one_large_batch(tmp_path: Path) -> None:
     # Equal batches, so the mean of their means is the mean of the whole.
-    small, _ = run(tmp_path / "small", ToyData(batch=4), batch=4, accumulation=2)
+    small, _ = run(tmp_path / "small", ToyData(batch=4), batch=4, gradient_accumulation_steps=2)
     whole = ToyData(batch=8)
     halves = ToyData(batch=4)
 
@@ -206,16 +209,16 @@ def test_a_skipped_step_changes_nothing_but_the_counters(
     assert same(kept[3], kept[4])
     assert not same(kept[2], kept[3])
     assert not same(kept[4], kept[5])
-    assert task.skips == 1
+    assert task.skipped == 1
     assert report["step"] == 8
     assert report["non_finite_steps"] == 1
     # The toy's bad batch also says that one sample of it was skipped.
-    assert report["skipped_samples"] == {"truncated picture": 1}
-    assert report["skipped_examples"] == {"truncated picture": ["shard-000.tar: 7"]}
+    assert report["skipped_samples"] == {"truncated image": 1}
+    assert report["skipped_examples"] == {"truncated image": ["shard-000.tar: 7"]}
     log = lines(tmp_path)
     assert [line["non_finite_steps"] for line in log] == [0, 0, 0, 1, 1, 1, 1, 1]
     assert "loss/total" not in log[3]
-    assert log[4]["skipped/truncated picture"] == 1
+    assert log[4]["skipped/truncated image"] == 1
     assert all(math.isfinite(line["loss/total"]) for line in log if "loss/total" in line)
     assert "step 4 skipped: loss total not finite" in capsys.readouterr().err
 
@@ -316,7 +319,9 @@ def judged_run(
     torch.manual_seed(0)
     config, task = toy_config(folder), ToyTask()
     found = iter(figures)
-    selection = Selection(lambda: {"accuracy": next(found), "other": 0.5}, "accuracy", 2, patience)
+    selection = BestCheckpoint(
+        lambda: {"accuracy": next(found), "other": 0.5}, "accuracy", 2, patience
+    )
     engine = PlainEngine(task, config.training)
     data, place = ToyData(), RunFolder(folder, resume)
     return train(config, task, data, engine, place, resume, selection)
@@ -379,6 +384,6 @@ def test_dropout_is_the_same_after_a_resume(
 
 
 def test_an_unknown_figure_is_named(tmp_path: Path) -> None:
-    selection = Selection(lambda: {"accuracy": 1.0}, "recall", 1)
+    selection = BestCheckpoint(lambda: {"accuracy": 1.0}, "recall", 1)
     with pytest.raises(ConfigError, match="no figure 'recall'; there are accuracy"):
         selection.look(Progress())

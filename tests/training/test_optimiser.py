@@ -10,7 +10,7 @@ from vlp.training.config import OptimiserConfig
 from vlp.training.optimiser import (
     build_adamw,
     has_decay,
-    learning_rate_scale,
+    lr_multiplier,
     parameter_groups,
     set_learning_rate,
 )
@@ -86,17 +86,17 @@ def test_frozen_parameters_and_empty_groups_are_left_out() -> None:
 
 
 def test_scales_follow_the_longest_prefix_of_whole_parts() -> None:
-    scales = {"text": 0.5, "text.layers.0": 0.1}
-    assert learning_rate_scale("text.layers.0.weight", scales) == 0.1
-    assert learning_rate_scale("text.layers.01.weight", scales) == 0.5
-    assert learning_rate_scale("text.bias", scales) == 0.5
-    assert learning_rate_scale("texts.bias", scales) == 1.0
+    lr_multipliers = {"text": 0.5, "text.layers.0": 0.1}
+    assert lr_multiplier("text.layers.0.weight", lr_multipliers) == 0.1
+    assert lr_multiplier("text.layers.01.weight", lr_multipliers) == 0.5
+    assert lr_multiplier("text.bias", lr_multipliers) == 0.5
+    assert lr_multiplier("texts.bias", lr_multipliers) == 1.0
 
 
 def test_scales_multiply_the_learning_rate_of_every_step(task: Pretraining) -> None:
     named = dict(task.named_parameters())
-    scales = {"model.text_encoder": 0.2, "model.text_encoder.projection": 0.5}
-    adamw = build_adamw(named.items(), OptimiserConfig(scales=scales))
+    lr_multipliers = {"model.text_encoder": 0.2, "model.text_encoder.projection": 0.5}
+    adamw = build_adamw(named.items(), OptimiserConfig(lr_multipliers=lr_multipliers))
     set_learning_rate(adamw, 1e-3)
     rates = {id(p): group["lr"] for group in adamw.param_groups for p in group["params"]}
     decays = {id(p): group["weight_decay"] for group in adamw.param_groups for p in group["params"]}
@@ -112,7 +112,7 @@ def test_scales_multiply_the_learning_rate_of_every_step(task: Pretraining) -> N
 
 def test_a_scale_for_nothing_is_refused_and_says_what_there_is(task: Pretraining) -> None:
     with pytest.raises(ConfigError, match=r"'model\.txt'.*model\.text_encoder"):
-        build_adamw(task.named_parameters(), OptimiserConfig(scales={"model.txt": 0.1}))
+        build_adamw(task.named_parameters(), OptimiserConfig(lr_multipliers={"model.txt": 0.1}))
 
 
 def test_adamw_takes_its_settings_from_the_configuration() -> None:

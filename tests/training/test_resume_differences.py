@@ -68,7 +68,7 @@ def test_how_a_run_goes_on_may_change_with_a_warning(key: str, value: Any) -> No
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("output", "moved"), ("data.workers", 7), ("training.keep", 9)]
+    ("key", "value"), [("output", "moved"), ("data.workers", 7), ("training.keep_last", 9)]
 )
 def test_convenience_is_free(key: str, value: Any) -> None:
     assert compare(SAVED, changed(key, value)) == ([], [])
@@ -76,13 +76,13 @@ def test_convenience_is_free(key: str, value: Any) -> None:
 
 def test_tasks_may_be_moved_and_judged_otherwise_too() -> None:
     data = {"train": ["a", "b"], "workers": 1, "max_skipped_share": 0.5, "validation": ["v"]}
-    saved = {"start": "model", "task": {"kind": "vqa", "data": data}}
-    now = {"start": "moved", "task": {"kind": "vqa", "data": data | {"train": ["a", "c"]}}}
+    saved = {"init_from": "model", "task": {"kind": "vqa", "data": data}}
+    now = {"init_from": "moved", "task": {"kind": "vqa", "data": data | {"train": ["a", "c"]}}}
     now["task"]["data"] |= {"workers": 2, "max_skipped_share": 0.9, "validation": ["v", "w"]}
     fatal, tolerated = compare(saved, now)
     assert fatal == []
     assert [line.split(":")[0] for line in tolerated] == [
-        "start", "task.data.train.1", "task.data.validation.1"
+        "init_from", "task.data.train.1", "task.data.validation.1"
     ]  # fmt: skip
     now["task"]["data"]["train"] = ["a", "b", "c"]
     assert compare(saved, now).fatal == ["task.data.train.2: saved 'absent', now 'c'"]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlp.data.shards.bad_samples import Skip
+from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.stream.batch import Batch
 from vlp.tasks.task import StepOutput
 from vlp.training.config import OptimiserConfig, PretrainConfig, TrainingConfig
@@ -56,7 +56,7 @@ class ToyTask(nn.Module):
         self.precision = precision
         self.average: dict[str, Tensor] | None = None
         self.dtypes: set[torch.dtype] = set()
-        self.skips = 0
+        self.skipped = 0
 
     def forward(self, batch: Batch, step: int) -> StepOutput:
         ids = batch.text_ids
@@ -67,7 +67,7 @@ class ToyTask(nn.Module):
             self.dtypes = {states.dtype, logits.dtype}
         scale = self.log_temperature.exp()
         errors = F.cross_entropy((logits.float() * scale).flatten(0, 1), ids.flatten())
-        loss = errors + 0 * batch.pixels.sum()  # a picture that is not finite spoils the loss
+        loss = errors + 0 * batch.pixels.sum()  # an image that is not finite spoils the loss
         self.encoder.seen += errors.detach()
         return StepOutput(loss, {"words": errors}, {"scale": scale.detach()})
 
@@ -79,7 +79,7 @@ class ToyTask(nn.Module):
             self.average[name].lerp_(value, 0.1)
 
     def after_skip(self) -> None:
-        self.skips += 1
+        self.skipped += 1
 
     def extra_state(self) -> dict[str, Tensor]:
         return {f"average.{name}": value for name, value in (self.average or {}).items()}
@@ -141,10 +141,10 @@ def toy_batch(ids: Tensor, spoilt: bool = False) -> Batch:
         mlm_labels=ids,
         mim_mask=torch.zeros(rows, 1, 1, dtype=torch.bool),
         image_ids=torch.arange(rows),
-        draws=torch.zeros(rows, 2, dtype=torch.float64),
+        rng_for=torch.zeros(rows, 2, dtype=torch.float64),
         valid=torch.ones(rows, dtype=torch.bool),
         sample_ids=torch.arange(rows),
-        skipped=(Skip("truncated picture", "shard-000.tar: 7"),) if spoilt else (),
+        skipped=(SkippedSample("truncated image", "shard-000.tar: 7"),) if spoilt else (),
     )
 
 
@@ -172,7 +172,7 @@ class PlainEngine:
         return self.module(batch, step)
 
     def backward(self, loss: Tensor) -> None:
-        (loss / self.config.accumulation).backward()
+        (loss / self.config.gradient_accumulation_steps).backward()
 
     def step(self, learning_rate: float) -> Update:
         parameters = list(self.module.parameters())

@@ -14,7 +14,7 @@ class SourceConfig(Config):
     """One folder of shards; `weight` is how often its samples come in one epoch."""
 
     path: str = Field(
-        description="a folder or a URL (https://, s3://, gs://, ...); with order: resampled also "
+        description="a folder or a URL (https://, s3://, gs://, ...); with sampler: resampled also "
         "shards themselves, as in https://host/cc/{00000..00331}.tar"
     )
     weight: float = Field(1.0, gt=0)
@@ -35,7 +35,7 @@ def _are_shares(scale: tuple[float, float]) -> tuple[float, float]:
 
 
 CropScale = Annotated[tuple[float, float], AfterValidator(_are_shares)]
-"""The least and the largest share of a picture's area that a random crop keeps."""
+"""The least and the largest share of an image's area that a random crop keeps."""
 
 
 class AugmentConfig(Config):
@@ -45,7 +45,7 @@ class AugmentConfig(Config):
     operations: int = 2
     magnitude: int = 7
     crop_scale: CropScale = (0.5, 1.0)
-    mirror: bool = True
+    hflip: bool = True
     quick_decode: bool = Field(
         False,
         description="decode a JPEG by less exact transforms, and at half its size or less where a "
@@ -54,7 +54,7 @@ class AugmentConfig(Config):
 
 
 class DataConfig(Config):
-    """Streaming order, text and picture preparation of pretraining."""
+    """Streaming order, text and image preparation of pretraining."""
 
     sources: tuple[SourceConfig, ...] = Field(min_length=1)
     vocabulary: str = Field(
@@ -64,11 +64,11 @@ class DataConfig(Config):
     texts: TextKind = Field(
         "captions", description="expressions: referring expressions take the place of captions"
     )
-    order: Literal["indexed", "resampled"] = Field(
+    sampler: Literal["indexed", "resampled"] = Field(
         "indexed", description="resampled: shards without an index, drawn again and again"
     )
     epoch_samples: int | None = Field(
-        None, ge=1, description="with order: resampled, what counts as an epoch"
+        None, ge=1, description="with sampler: resampled, what counts as an epoch"
     )
     canonical_streams: int = Field(64, ge=1)
     shuffle_window: int = Field(4096, ge=1, description="samples")
@@ -81,12 +81,14 @@ class DataConfig(Config):
 
     @model_validator(mode="after")
     def _says_what_resampling_needs(self) -> DataConfig:
-        if self.order == "resampled" and self.epoch_samples is None:
-            raise ValueError("order: resampled needs epoch_samples, for nothing says how many are")
-        if self.order == "resampled" and self.captions == "all":
-            raise ValueError("order: resampled takes one caption of a sample, not captions: all")
+        if self.sampler == "resampled" and self.epoch_samples is None:
+            raise ValueError(
+                "sampler: resampled needs epoch_samples, for nothing says how many are"
+            )
+        if self.sampler == "resampled" and self.captions == "all":
+            raise ValueError("sampler: resampled takes one caption of a sample, not captions: all")
         if self.texts == "expressions" and self.captions == "all":
             raise ValueError("texts: expressions gives one text a visit; captions: one, not all")
-        if self.order == "indexed" and self.epoch_samples is not None:
-            raise ValueError("epoch_samples is for order: resampled; an index says how many are")
+        if self.sampler == "indexed" and self.epoch_samples is not None:
+            raise ValueError("epoch_samples is for sampler: resampled; an index says how many are")
         return self

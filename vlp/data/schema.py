@@ -21,7 +21,7 @@ def _has_no_negative_side(box: list[float]) -> list[float]:
     return box
 
 
-# A corner may lie outside of the picture, as it does in some published annotations.
+# A corner may lie outside of the image, as it does in some published annotations.
 Box = Annotated[
     list[Annotated[float, Field(allow_inf_nan=False)]],
     Field(min_length=4, max_length=4),
@@ -51,7 +51,7 @@ class Question(_Part):
 
 
 class Expression(_Part):
-    """A referring expression; `box` is [x, y, width, height] in pixels of the stored picture."""
+    """A referring expression; `box` is [x, y, width, height] in pixels of the stored image."""
 
     id: str
     text: str
@@ -76,11 +76,11 @@ class Word(_Part):
 
 
 class Annotation(_Part):
-    """What is known about one picture (or pair of pictures); every field is optional.
+    """What is known about one image (or pair of images); every field is optional.
 
-    Boxes are [x, y, width, height] in pixels of the stored picture as a viewer shows it, turned by
+    Boxes are [x, y, width, height] in pixels of the stored image as a viewer shows it, turned by
     its EXIF orientation if it has one; the numbers are finite and no side is negative. `source` and
-    `image_id` name the picture: two samples with the same pair show the same picture.
+    `image_id` name the image: two samples with the same pair show the same image.
     """
 
     version: int = Field(default=SCHEMA_VERSION, ge=1, le=SCHEMA_VERSION)
@@ -105,14 +105,14 @@ class Annotation(_Part):
 
 
 def texts_of(annotation: Annotation, kind: TextKind = "captions") -> list[str]:
-    """What is said of a whole picture, or the referring expressions of what is in it."""
+    """What is said of a whole image, or the referring expressions of what is in it."""
     if kind == "captions":
         return captions_of(annotation)
     return [one.text.strip() for one in annotation.expressions or () if one.text.strip()]
 
 
 def every_text_of(annotation: Annotation) -> list[str]:
-    """All that is said of a picture: captions, claims, questions and answers, expressions."""
+    """All that is said of an image: captions, claims, questions and answers, expressions."""
     claims = (annotation.premise, annotation.hypothesis, annotation.statement)
     asked = annotation.questions or ()
     texts: list[str] = [

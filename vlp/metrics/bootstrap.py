@@ -1,6 +1,6 @@
 """Percentile bootstrap intervals for means over clusters.
 
-The unit that is drawn again is the picture. Captions of one picture succeed and fail together, so
+The unit that is drawn again is the image. Captions of one image succeed and fail together, so
 drawing captions one by one would print intervals that are too narrow.
 """
 
@@ -55,7 +55,7 @@ def percentile_interval(
     """Central interval over the first axis of resampled means.
 
     It has no width where all clusters agree (recall 0 or 1): there it says nothing about how the
-    figure would be on other pictures.
+    figure would be on other images.
 
     Returns:
         low and high, each of the shape of one resample.

@@ -15,11 +15,11 @@ FIGURES = (
     "AR1", "AR10", "AR100", "AR_small", "AR_medium", "AR_large",
 )  # fmt: skip
 """COCO's twelve, in the order of pycocotools. AP averages over IoU 0.50 to 0.95, small is below
-32 x 32 px of area, large above 96 x 96 px, AR100 the recall of 100 detections a picture."""
+32 x 32 px of area, large above 96 x 96 px, AR100 the recall of 100 detections an image."""
 
 
-class PictureTruth(NamedTuple):
-    """The objects of a picture, in pixels.
+class ImageTruth(NamedTuple):
+    """The objects of an image, in pixels.
 
     boxes (objects, 4) x, y, width, height; labels (objects,) from 0; areas (objects,); crowds
     (objects,) bool, regions in which detections count neither as right nor as wrong.
@@ -33,8 +33,8 @@ class PictureTruth(NamedTuple):
     crowds: NDArray[np.bool_]
 
 
-class PictureFound(NamedTuple):
-    """Detections of a picture: boxes as in `PictureTruth`, labels, and scores (higher is surer)."""
+class ImageFound(NamedTuple):
+    """Detections of an image: boxes as in `ImageTruth`, labels, and scores (higher is surer)."""
 
     boxes: NDArray[np.floating]
     labels: NDArray[np.integer]
@@ -42,17 +42,17 @@ class PictureFound(NamedTuple):
 
 
 def coco_figures(
-    truth: Sequence[PictureTruth], found: Sequence[PictureFound], classes: Sequence[str]
+    truth: Sequence[ImageTruth], found: Sequence[ImageFound], classes: Sequence[str]
 ) -> dict[str, float]:
     """COCO's figures in percent; those without objects to judge are left out.
 
     Args:
-        truth: pictures.
-        found: detections in the same pictures.
+        truth: images.
+        found: detections in the same images.
         classes: names by label.
 
     Raises:
-        ValueError: the pictures are not the same, a label is none of the classes, or there is no
+        ValueError: the images are not the same, a label is none of the classes, or there is no
             object but crowds, so that nothing can be judged.
         ImportError: pycocotools is missing.
     """
@@ -64,13 +64,13 @@ def coco_figures(
             "average precision needs the package pycocotools: pip install pycocotools"
         ) from error
     if len(truth) != len(found):
-        raise ValueError(f"{len(truth)} pictures, but detections in {len(found)}")
+        raise ValueError(f"{len(truth)} images, but detections in {len(found)}")
     both = [one.labels for one in truth] + [one.labels for one in found]
     labels = np.concatenate(both or [np.zeros(0, dtype=np.int64)])
     if labels.size and not 0 <= labels.min() <= labels.max() < len(classes):
         raise ValueError(f"labels {labels.min()} to {labels.max()}, but {len(classes)} classes")
     if not any((~one.crowds).any() for one in truth):
-        raise ValueError(f"no object in {len(truth)} pictures; there is nothing to judge")
+        raise ValueError(f"no object in {len(truth)} images; there is nothing to judge")
     with contextlib.redirect_stdout(io.StringIO()):  # it prints what it does
         ground = COCO()
         ground.dataset = _dataset(truth, classes)
@@ -85,7 +85,7 @@ def coco_figures(
     return {name: 100 * float(value) for name, value in zip(FIGURES, judge.stats) if value > -1}
 
 
-def _dataset(truth: Sequence[PictureTruth], classes: Sequence[str]) -> dict[str, Any]:
+def _dataset(truth: Sequence[ImageTruth], classes: Sequence[str]) -> dict[str, Any]:
     objects = [
         {
             "image_id": number,
@@ -109,7 +109,7 @@ def _dataset(truth: Sequence[PictureTruth], classes: Sequence[str]) -> dict[str,
     }
 
 
-def _detections(found: Sequence[PictureFound]) -> list[dict[str, Any]]:
+def _detections(found: Sequence[ImageFound]) -> list[dict[str, Any]]:
     return [
         {
             "image_id": number,
@@ -122,7 +122,7 @@ def _detections(found: Sequence[PictureFound]) -> list[dict[str, Any]]:
     ]
 
 
-def _judged(truth: Sequence[PictureTruth]) -> list[str]:
+def _judged(truth: Sequence[ImageTruth]) -> list[str]:
     """Figures that have objects."""
     areas = np.concatenate([one.areas[~one.crowds] for one in truth])
     sizes = {

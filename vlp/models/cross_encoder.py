@@ -24,11 +24,11 @@ APE_DEVIATION = 0.5
 """Of learned positions at the start: what they are added to is normalised, of deviation 1."""
 
 
-class Pairs(NamedTuple):
-    """Which rows are paired: indices of texts and pictures, (B,) int64 each."""
+class PairIndices(NamedTuple):
+    """Which rows are paired: indices of texts and images, (B,) int64 each."""
 
     texts: Tensor
-    pictures: Tensor
+    images: Tensor
 
 
 class CrossEncoder(nn.Module):
@@ -65,21 +65,21 @@ class CrossEncoder(nn.Module):
         image: Tensor,
         text_mask: Tensor,
         anchors: AnchorField | None,
-        pairs: Pairs | None = None,
+        pairs: PairIndices | None = None,
         need_image: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
         """Cross-modal states of pairs.
 
         The first self-attention of each stream knows nothing of the other side, so it runs once
-        per text and once per picture, before they are paired.
+        per text and once per image, before they are paired.
 
         Args:
             text: (T, N, width).
-            image: (I, 1 + M, width), or of P pictures side by side: (I, P (1 + M), width).
-                Texts attend to all of them, the tokens of a picture to their own.
+            image: (I, 1 + M, width), or of P images side by side: (I, P (1 + M), width).
+                Texts attend to all of them, the tokens of an image to their own.
             text_mask: (T, N) bool, True = not padding.
             anchors: paths of the B pairs, where the configuration has ACE-RPE.
-            pairs: which text and which picture each pair joins; None pairs them row by row.
+            pairs: which text and which image each pair joins; None pairs them row by row.
             need_image: False skips what only the image output of the last layer needs.
 
         Returns:
@@ -92,17 +92,17 @@ class CrossEncoder(nn.Module):
         image_asks = PositionContext(self.grid, 1, anchors=anchors, text_queries=False)
         for encoding in self.positions:
             text = encoding("tokens", text, text_asks)
-            pictures = image.unflatten(1, each).flatten(0, 1)
-            image = encoding("tokens", pictures, image_asks).reshape_as(image)
+            images = image.unflatten(1, each).flatten(0, 1)
+            image = encoding("tokens", images, image_asks).reshape_as(image)
         for number, layer in enumerate(self.layers):
             last = number == len(self.layers) - 1
             text = layer("attend_self", text, text_mask, text_asks)
             if both:
-                pictures = image.unflatten(1, each).flatten(0, 1)
-                image = layer("attend_self", pictures, None, image_asks).reshape_as(image)
+                images = image.unflatten(1, each).flatten(0, 1)
+                image = layer("attend_self", images, None, image_asks).reshape_as(image)
             if number == 0 and pairs is not None:
                 text, text_mask = text[pairs.texts], text_mask[pairs.texts]
-                image = image[pairs.pictures]
+                image = image[pairs.images]
             new_text = layer("attend_other", text, image, None, text_asks)
             if both and (need_image or not last):
                 image = layer("attend_other", image, text, text_mask, image_asks)

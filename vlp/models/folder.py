@@ -36,7 +36,7 @@ RESULTS = "evaluation"
 class Loaded(NamedTuple):
     """A model with what prepares its inputs.
 
-    text: captions -> ids and masks, as `encode_text` takes them; preprocess: PIL picture ->
+    text: captions -> ids and masks, as `encode_text` takes them; preprocess: PIL image ->
     (3, size, size) float32; heads: weights of pretraining's heads by name, such as
     `mlm_head.bias`, empty where the folder has none; folder: where it was all read.
     """
@@ -113,7 +113,7 @@ def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
 
     Encodings and token projections that the folder lacks keep their own start (zero for ACE-RPE, so
     that the model computes at first what the folder's does); those it has and the model has not are
-    left out. Where pictures have another size, the image encoder's positions are resampled, and
+    left out. Where images have another size, the image encoder's positions are resampled, and
     tables of the cross-modal encoder carried over (`vlp.positions.carry_over`).
 
     Raises:

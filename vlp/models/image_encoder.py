@@ -22,7 +22,7 @@ class ImageEncoder(nn.Module):
     """43,760,128 parameters at the paper's sizes (ViT-B/16, 6 layers, 577 positions, 768 -> 256).
 
     Raises:
-        ValueError: pictures of another size than the configured one (from timm).
+        ValueError: images of another size than the configured one (from timm).
     """
 
     def __init__(self, config: ImageConfig, embed_dim: int) -> None:

@@ -1,10 +1,10 @@
 """Image-text matching of many pairs: what one side alone decides is computed once.
 
-Re-ranking scores every picture with hundreds of texts. What `VLPModel.match` computes for each pair
+Re-ranking scores every image with hundreds of texts. What `VLPModel.match` computes for each pair
 by itself is taken apart here; the scores are the same up to rounding.
 
-- The first self-attention of a text, and in layout `ace` of a picture, sees no other side.
-- The keys and values of a picture are the same for all its texts: in layouts `text` and `albef` in
+- The first self-attention of a text, and in layout `ace` of an image, sees no other side.
+- The keys and values of an image are the same for all its texts: in layouts `text` and `albef` in
   every layer, in layout `ace` in the first.
 - ACE-RPE adds mean(P) W of the pair to what is projected (Eq. 10). Projections are linear, so keys
   and values that are shared get a term of rank G instead of being projected for each pair.
@@ -57,8 +57,8 @@ class PreparedTexts(NamedTuple):
         return PreparedTexts(*(torch.cat(column) for column in columns))
 
 
-class PreparedPicture(NamedTuple):
-    """One picture: states (1, 1 + M, width), in layout `ace` after the first self-attention.
+class PreparedImage(NamedTuple):
+    """One image: states (1, 1 + M, width), in layout `ace` after the first self-attention.
 
     tokens (M, D) are for paths. keys and values hold (heads, 1 + M, head width) for each layer
     that all texts can share; query (1, heads, 1 + M, head width) is layout `ace`'s, of the first.
@@ -71,8 +71,8 @@ class PreparedPicture(NamedTuple):
     query: Tensor | None
 
 
-class Matcher:
-    """Scores one picture with many texts at a time, for inference.
+class ITMScorer:
+    """Scores one image with many texts at a time, for inference.
 
     `reads_padding` says whether a score may depend on how far texts are padded; they should then
     come as long as in training.
@@ -94,7 +94,7 @@ class Matcher:
 
     @torch.no_grad()
     def prepare_texts(self, text: TextFeatures) -> PreparedTexts:
-        """What no picture changes of T texts."""
+        """What no image changes of T texts."""
         states, context = text.states, self._text_asks(text.states.shape[1], None)
         for encoding in self.model.cross_encoder.positions:
             states = encoding("tokens", states, context)
@@ -103,8 +103,8 @@ class Matcher:
         return PreparedTexts(states, tokens, text.attention_mask, text.word_mask)
 
     @torch.no_grad()
-    def prepare_picture(self, image: ImageFeatures) -> PreparedPicture:
-        """What no text changes of one picture, a single row of features."""
+    def prepare_image(self, image: ImageFeatures) -> PreparedImage:
+        """What no text changes of one image, a single row of features."""
         states, context = image.states, self._image_asks(None)
         for encoding in self.model.cross_encoder.positions:
             states = encoding("tokens", states, context)
@@ -112,7 +112,7 @@ class Matcher:
             states = _image_attends(self.layers[0], states, context)
         tokens = image.states[:, 1:] if self.config.anchor.features == "encoder" else image.tokens
         asked = [layer.cross_attention for layer in self.layers[: 1 if self.both else None]]
-        return PreparedPicture(
+        return PreparedImage(
             states,
             tokens[0],
             keys=[_by_head(each, each.key(states))[0] for each in asked],
@@ -121,23 +121,23 @@ class Matcher:
         )
 
     @torch.no_grad()
-    def match(self, picture: PreparedPicture, texts: PreparedTexts) -> Tensor:
-        """Log-odds that each text describes the picture: (T,) float32."""
+    def match(self, image: PreparedImage, texts: PreparedTexts) -> Tensor:
+        """Log-odds that each text describes the image: (T,) float32."""
         if not self.both or texts.states.device.type != "cpu":
-            return self._match(picture, texts)
-        # Every pair carries the states of a whole picture: few of them fit a core's cache.
-        few = max(1, _CACHED_TOKENS // picture.states.shape[1])
+            return self._match(image, texts)
+        # Every pair carries the states of a whole image: few of them fit a core's cache.
+        few = max(1, _CACHED_TOKENS // image.states.shape[1])
         rows = torch.arange(len(texts.states)).split(few)
         longest = texts.states.shape[1]
-        return torch.cat([self._match(picture, texts.select(part, longest)) for part in rows])
+        return torch.cat([self._match(image, texts.select(part, longest)) for part in rows])
 
-    def _match(self, picture: PreparedPicture, texts: PreparedTexts) -> Tensor:
-        field = self._field(picture, texts)
+    def _match(self, prepared: PreparedImage, texts: PreparedTexts) -> Tensor:
+        field = self._field(prepared, texts)
         text_asks, image_asks = (
             self._text_asks(texts.states.shape[1], field),
             self._image_asks(field),
         )
-        text, mask, image = texts.states, texts.attention_mask, picture.states
+        text, mask, image = texts.states, texts.attention_mask, prepared.states
         for number, (layer, shift) in enumerate(zip(self.layers, self.shifts)):
             attention, last = layer.cross_attention, number == len(self.layers) - 1
             if number and self.both:
@@ -146,8 +146,8 @@ class Matcher:
                 text = _text_attends(layer, text, mask, text_asks, last)
             if last:
                 text, text_asks = text[:, :1], _first_query(text_asks)
-            if number < len(picture.keys):
-                shared = picture.keys[number], picture.values[number]
+            if number < len(prepared.keys):
+                shared = prepared.keys[number], prepared.values[number]
                 crossed = _ask_shared(attention, text, *shared, text_asks, shift)
             elif last:
                 crossed = _ask_once(attention, text, image, text_asks, shift)
@@ -157,7 +157,7 @@ class Matcher:
                 if number:
                     answer = attention(image, text, mask, image_asks)
                 else:
-                    answer = _ask_texts(attention, picture.query, text, mask, image_asks, shift)
+                    answer = _ask_texts(attention, prepared.query, text, mask, image_asks, shift)
                 image = layer.add_crossed(image, answer)
             text = layer.add_crossed(text, crossed)
         logits = self.model.match_head(text[:, 0]).float()
@@ -169,11 +169,11 @@ class Matcher:
     def _image_asks(self, field: AnchorField | None) -> PositionContext:
         return PositionContext(self.grid, 1, anchors=field, text_queries=False)
 
-    def _field(self, picture: PreparedPicture, texts: PreparedTexts) -> AnchorField | None:
+    def _field(self, image: PreparedImage, texts: PreparedTexts) -> AnchorField | None:
         """Paths of the pairs, as `VLPModel.anchors` finds them."""
         anchor, words = self.config.anchor, texts.word_mask
         if "uniform" in self.config.position:
-            field = uniform_field(words, len(picture.tokens), anchor.groups)
+            field = uniform_field(words, len(image.tokens), anchor.groups)
             dtype = texts.states.dtype
             return field._replace(
                 image_mean=field.image_mean.to(dtype), text_mean=field.text_mean.to(dtype)
@@ -183,7 +183,7 @@ class Matcher:
         with torch.autocast(words.device.type, enabled=False):
             # One product for the tokens of all texts, (M, T N, G), then pair by pair in memory.
             tokens = _wide(texts.tokens).flatten(0, 1)
-            similarity = group_similarity(_wide(picture.tokens), tokens, anchor.groups)
+            similarity = group_similarity(_wide(image.tokens), tokens, anchor.groups)
             similarity = similarity.unflatten(1, words.shape).permute(1, 3, 0, 2).contiguous()
             similarity = similarity.permute(0, 2, 3, 1)
             distance = anchor_distance(
@@ -231,7 +231,7 @@ def _shift(attention: Attention, groups: int) -> _Shift | None:
 
 
 def _image_attends(layer: CrossLayer, image: Tensor, context: PositionContext) -> Tensor:
-    """The self-attention of pictures, fused where no encoding takes part in it."""
+    """The self-attention of images, fused where no encoding takes part in it."""
     attention = layer.attention
     if attention.positions:
         return layer("attend_self", image, None, context)
@@ -261,7 +261,7 @@ def _ask_shared(
     context: PositionContext,
     shift: _Shift | None,
 ) -> Tensor:
-    """Cross-attention of texts (T, Q, width) to the keys and values of one picture."""
+    """Cross-attention of texts (T, Q, width) to the keys and values of one image."""
     rows, queries, _ = text.shape
     field = context.anchors
     if shift is not None and field is not None:
@@ -295,7 +295,7 @@ def _ask_once(
     context: PositionContext,
     shift: _Shift | None,
 ) -> Tensor:
-    """Cross-attention of a single query (T, 1, width) each to pictures (T, 1 + M, width)."""
+    """Cross-attention of a single query (T, 1, width) each to images (T, 1 + M, width)."""
     field = context.anchors
     if shift is not None and field is not None:
         text = text + field.text_mean @ shift.query_inputs
@@ -328,7 +328,7 @@ def _ask_texts(
     context: PositionContext,
     shift: _Shift | None,
 ) -> Tensor:
-    """Cross-attention of one picture's queries (1, heads, 1 + M, head width) to texts."""
+    """Cross-attention of one image's queries (1, heads, 1 + M, head width) to texts."""
     assert query is not None
     field, keys, values = context.anchors, text, text
     if shift is not None and field is not None:

@@ -31,22 +31,22 @@ _PIPELINES = {
 }
 _TASKS = {
     "": "image-text matching and retrieval (pretrained, or fine-tuned for retrieval)",
-    "entailment": "visual entailment (a hypothesis about a picture is true, false, or neither)",
-    "statements": "statements about pictures, true or false",
-    "assignment": "text assignment (which of two pictures a caption tells of)",
+    "snli_ve": "visual entailment (a hypothesis about an image is true, false, or neither)",
+    "nlvr2": "statements about images, true or false",
+    "nlvr2_assignment": "text assignment (which of two images a caption tells of)",
     "vqa": "visual question answering",
     "caption": "image captioning",
 }
-_PICTURES = {"statements": 2, "assignment": 2}
+_IMAGES = {"nlvr2": 2, "nlvr2_assignment": 2}
 """Of a text, where the task does not say; the others have one."""
-_SUBMITTED = ("entailment", "statements", "vqa", "caption")
+_SUBMITTED = ("snli_ve", "nlvr2", "vqa", "caption")
 """Kinds whose benchmark has a format of its own."""
 _PARTS = {
     "text_encoder": "text encoder",
     "image_encoder": "image encoder",
     "cross_encoder": "cross-modal encoder",
     "text_tokens": "token projection of texts",
-    "image_tokens": "token projection of pictures",
+    "image_tokens": "token projection of images",
     "match_head": "matching head",
 }
 
@@ -150,13 +150,13 @@ def _use(kind: str, task: Mapping[str, Any]) -> str:
         return (
             "```python\nimport vlp\n\n"
             'model, text, preprocess, *_ = vlp.load("FOLDER")\n'
-            "image = model.encode_image(preprocess(picture)[None])\n"
+            "image = model.encode_image(preprocess(image)[None])\n"
             'words = model.encode_text(*text(["a red circle left of a blue square"]))\n'
             "similarity = image.feature @ words.feature.T\n"
             "log_odds = model.match(image, words)\n```"
         )
     asked = "" if kind == "caption" else ' --text "…"'
-    shown = " b.jpg" if task.get("pictures", _PICTURES.get(kind, 1)) == 2 else ""
+    shown = " b.jpg" if task.get("images", _IMAGES.get(kind, 1)) == 2 else ""
     out = "predictions.json" if kind in _SUBMITTED else "predictions.jsonl --format jsonl"
     return (
         f"```\npython -m evaluation predict --model FOLDER --image a.jpg{shown}{asked}\n"
@@ -178,7 +178,7 @@ def _model(folder: Path, config: ModelConfig) -> str:
     text, image, cross = config.text, config.image, config.cross
     said = [
         f"Texts: {text.layers} layers of width {text.width}, {text.vocab_size:,} word pieces, up "
-        f"to {text.max_tokens} tokens. Pictures: {image.layers} layers of width {image.width}, "
+        f"to {text.max_tokens} tokens. Images: {image.layers} layers of width {image.width}, "
         f"{image.image_size} px in patches of {image.patch_size} px. Cross-modal: {cross.layers} "
         f"layers, layout `{cross.layout}`, position {_listed(cross.position) or 'none'}"
         + (
@@ -201,7 +201,7 @@ def _training(folder: Path) -> str:
         raise ValueError(f"{run / 'config.yaml'}: cannot be read ({error})") from error
     report, task = _json(run / "report.json"), config.get("task") or {}
     data = task.get("data") or config.get("data") or {}
-    rows = [("started from", f"`{config['start']}`")] if config.get("start") else []
+    rows = [("started from", f"`{config['init_from']}`")] if config.get("init_from") else []
     rows += [("data", source) for source in _sources(data)]
     training = config.get("training") or {}
     rows.append(("batch", str(training.get("batch", ""))))

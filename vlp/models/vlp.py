@@ -11,7 +11,7 @@ from torch.nn import functional
 from vlp.layers.scale import Temperature
 from vlp.layers.text_embedding import BERT_DEVIATION
 from vlp.models.config import ModelConfig
-from vlp.models.cross_encoder import CrossEncoder, Pairs
+from vlp.models.cross_encoder import CrossEncoder, PairIndices
 from vlp.models.features import CrossFeatures, ImageFeatures, TextFeatures
 from vlp.models.image_encoder import ImageEncoder, PatchEdit
 from vlp.models.text_encoder import TextEncoder
@@ -20,7 +20,7 @@ from vlp.positions.anchor_field import AnchorField, anchor_field, joined_fields,
 
 # BERT's and ViT's start at 768 channels. A narrower image or cross-modal encoder starts with more,
 # so that its layers pass on as much as those of 768 channels do: with 0.02 at width 128 a model
-# spends hundreds of steps on leaving zero; the picture's positions, added to wider patches, start
+# spends hundreds of steps on leaving zero; the image's positions, added to wider patches, start
 # with as much. The text encoder keeps 0.02 at every width: from a stronger start its tokens mix at
 # once, and a word no longer points to what it names.
 BERT_WIDTH = 768
@@ -61,7 +61,7 @@ class VLPModel(nn.Module):
         self.register_buffer("anchor_threshold", torch.tensor(fixed or 0.0))
 
     def encode_image(self, pixels: Tensor, edit_patches: PatchEdit | None = None) -> ImageFeatures:
-        """Encode pictures.
+        """Encode images.
 
         Args:
             pixels: (B, 3, height, width), normalised as the model folder's preprocessing does.
@@ -101,7 +101,7 @@ class VLPModel(nn.Module):
         return image.tokens, text.tokens
 
     def anchors(
-        self, image: ImageFeatures, text: TextFeatures, pairs: Pairs | None = None
+        self, image: ImageFeatures, text: TextFeatures, pairs: PairIndices | None = None
     ) -> AnchorField | None:
         """Anchor paths of the pairs, from this pass's token features (reading A7)."""
         cross, anchor = self.config.cross, self.config.cross.anchor
@@ -114,7 +114,7 @@ class VLPModel(nn.Module):
         if not anchor.path_gradient:
             image_tokens, text_tokens = image_tokens.detach(), text_tokens.detach()
         if pairs is not None:
-            image_tokens, text_tokens = image_tokens[pairs.pictures], text_tokens[pairs.texts]
+            image_tokens, text_tokens = image_tokens[pairs.images], text_tokens[pairs.texts]
         return anchor_field(
             image_tokens,
             text_tokens,
@@ -134,7 +134,7 @@ class VLPModel(nn.Module):
         self,
         image: ImageFeatures,
         text: TextFeatures,
-        pairs: Pairs | None = None,
+        pairs: PairIndices | None = None,
         need_image: bool = True,
     ) -> CrossFeatures:
         """Cross-modal states of B pairs, aligned rows when `pairs` is None.
@@ -150,15 +150,15 @@ class VLPModel(nn.Module):
     def cross_several(
         self, images: Sequence[ImageFeatures], text: TextFeatures, tags: Tensor
     ) -> CrossFeatures:
-        """Cross-modal states of texts that are each about several pictures, read in one pass.
+        """Cross-modal states of texts that are each about several images, read in one pass.
 
-        The tokens of all pictures stand side by side before the words; paths, positions and the
-        pictures' self-attention lie within each picture.
+        The tokens of all images stand side by side before the words; paths, positions and the
+        images' self-attention lie within each image.
 
         Args:
-            images: features of the first, second, ... picture of every row.
+            images: features of the first, second, ... image of every row.
             text: B texts.
-            tags: (pictures, width), added to every token of its picture.
+            tags: (images, width), added to every token of its image.
         """
         states = torch.cat([image.states + tag for image, tag in zip(images, tags)], dim=1)
         fields = [self.anchors(image, text) for image in images]
@@ -170,7 +170,7 @@ class VLPModel(nn.Module):
         return CrossFeatures(text=text_states, image=None, anchors=anchors)
 
     def match(self, image: ImageFeatures, text: TextFeatures) -> Tensor:
-        """Log-odds that row i's text describes row i's picture: (B,) float32."""
+        """Log-odds that row i's text describes row i's image: (B,) float32."""
         logits = self.match_logits(self.cross(image, text, need_image=False)).float()
         return logits[:, 1] - logits[:, 0]
 

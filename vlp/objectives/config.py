@@ -12,11 +12,11 @@ from vlp.config import Config
 class TokenTermConfig(Config):
     """Token term of the contrastive anchor loss."""
 
-    weight: float = Field(0.5, ge=0, description="of captions that find their pictures")
-    words: float = Field(0.5, ge=0, description="weight of single words that find pictures")
+    weight: float = Field(0.5, ge=0, description="of captions that find their images")
+    words: float = Field(0.5, ge=0, description="weight of single words that find images")
     phrases: float = Field(1.0, ge=0, description="of words that follow a neighbour that points")
     alpha: float = Field(1.0, description="of a word's response, its mean over patches taken off")
-    beta: float = Field(1.0, description="the same over the group's pictures, patch by patch")
+    beta: float = Field(1.0, description="the same over the group's images, patch by patch")
     scale: float = Field(10.0, gt=0, description="start of the learned tau")
     group: int = Field(16, ge=2, description="samples of the global batch; one rank holds a group")
 

@@ -16,8 +16,8 @@ from vlp.objectives.precision import full_precision
 class Negatives(NamedTuple):
     """Row indices of the negatives, (B,) int64 each.
 
-    `text_for_image[i]` is the text that picture i is wrongly paired with, `image_for_text[j]` the
-    picture for text j. Where `has_text` or `has_image` (B,) is False there is none, and the index
+    `text_for_image[i]` is the text that image i is wrongly paired with, `image_for_text[j]` the
+    image for text j. Where `has_text` or `has_image` (B,) is False there is none, and the index
     is the row itself.
     """
 
@@ -29,14 +29,14 @@ class Negatives(NamedTuple):
 
 @torch.no_grad()
 def hard_negatives(
-    similarity_i2t: Tensor, image_ids: Tensor, valid: Tensor, draws: Tensor, group: int
+    similarity_i2t: Tensor, image_ids: Tensor, valid: Tensor, rng_for: Tensor, group: int
 ) -> Negatives:
     """Sample negatives in proportion to softmax(similarity) within groups of consecutive rows.
 
-    `similarity_i2t` (B, B) are logits (divided by the temperature already), pictures by texts;
-    `image_ids` (B,), `valid` (B,) bool, `draws` (B, 2) uniform in [0, 1): column 0 chooses the
-    text's, column 1 the picture's negative by inverse CDF in float64. Only the blocks on the
-    diagonal are read. A negative never shows the same picture and is never an empty slot; a row
+    `similarity_i2t` (B, B) are logits (divided by the temperature already), images by texts;
+    `image_ids` (B,), `valid` (B,) bool, `rng_for` (B, 2) uniform in [0, 1): column 0 chooses the
+    text's, column 1 the image's negative by inverse CDF in float64. Only the blocks on the
+    diagonal are read. A negative never shows the same image and is never an empty slot; a row
     without candidates has none (ALBEF crashes there). Source: ALBEF, section 3.2.
 
     Raises:
@@ -56,8 +56,8 @@ def hard_negatives(
         index = _inverse_cdf(logits, allowed, draw.unflatten(0, (number, size))) + start
         return torch.where(has, index.flatten(), own), has
 
-    text, has_text = choose(blocks, draws[:, 0].double())
-    image, has_image = choose(blocks.transpose(1, 2), draws[:, 1].double())
+    text, has_text = choose(blocks, rng_for[:, 0].double())
+    image, has_image = choose(blocks.transpose(1, 2), rng_for[:, 1].double())
     return Negatives(text, image, has_text, has_image)
 
 

@@ -48,7 +48,7 @@ def patchify(pixels: Tensor, patch_size: int) -> Tensor:
     Inside a patch: channel, row, column, as the weights of a patch convolution.
 
     Raises:
-        ValueError: the picture is not made of whole patches.
+        ValueError: the image is not made of whole patches.
     """
     height, width = pixels.shape[-2:]
     if height % patch_size or width % patch_size:
@@ -64,14 +64,14 @@ def mim_loss(prediction: Tensor, pixels: Tensor, mask: Tensor, valid: Tensor | N
     True = masked, `valid` (B,) bool. Counts masked patches, each with the mean over its values.
 
     Raises:
-        ValueError: grid and picture do not give the same square patch size.
+        ValueError: grid and image do not give the same square patch size.
     """
     rows, columns = mask.shape[-2:]
     patch_size = pixels.shape[-2] // rows
     target = patchify(pixels, patch_size)
     if target.shape != prediction.shape or pixels.shape[-1] != patch_size * columns:
         raise ValueError(
-            f"{tuple(prediction.shape)} predicted values do not fit pictures of "
+            f"{tuple(prediction.shape)} predicted values do not fit images of "
             f"{tuple(pixels.shape)} on a grid of {rows} x {columns} patches"
         )
     chosen = mask.flatten(1)

@@ -13,7 +13,7 @@ class ByModality(PositionEncoding):
     """Sends every hook to the encoding of the stream at hand.
 
     The layers of the cross-modal encoder share their projections between both streams, but a place
-    in a sentence and a place in a picture have nothing to share. `context.text_queries` says whose
+    in a sentence and a place in an image have nothing to share. `context.text_queries` says whose
     turn it is; a stream without an encoding, or whose encoding lacks a hook, is left as it is.
 
     Args:

@@ -128,9 +128,9 @@ def _clipped_rows(encoding: ClippedPosition, reach: int) -> Tensor:
 
 def _resampled(table: Tensor, grid: Grid) -> Tensor:
     """(rows, columns, width) on another grid, bicubic as timm resamples a ViT's positions."""
-    picture = table.to(torch.promote_types(table.dtype, torch.float32)).permute(2, 0, 1)[None]
+    image = table.to(torch.promote_types(table.dtype, torch.float32)).permute(2, 0, 1)[None]
     resampled = functional.interpolate(
-        picture, size=grid, mode="bicubic", antialias=True, align_corners=False
+        image, size=grid, mode="bicubic", antialias=True, align_corners=False
     )
     return resampled[0].permute(1, 2, 0).to(table.dtype)
 

@@ -20,7 +20,7 @@ def patch_centres(
 ) -> Tensor:
     """x, y of the patches' centres in raster order: (rows * columns, 2).
 
-    In patches from the picture's upper left corner, so the first is 0.5, 0.5.
+    In patches from the image's upper left corner, so the first is 0.5, 0.5.
     """
     rows, columns = grid
     y = torch.arange(rows, dtype=dtype, device=device) + 0.5
@@ -94,9 +94,9 @@ def token_coordinates(
 
     The context's coordinates come first; without them patches lie on the context's grid, else on
     `grid`, and where boxes are asked for each patch is its own box. The unit is a patch, whatever
-    the grid's size, or with `extent` that share of the picture: width and height, alike, measure
+    the grid's size, or with `extent` that share of the image: width and height, alike, measure
     `extent`. Points in patches count from the centre of the first patch, so patch (row, column) of
-    a grid is at x = column, y = row; all other numbers count from the picture's corner. A given
+    a grid is at x = column, y = row; all other numbers count from the image's corner. A given
     point at the centre of a patch has that patch's coordinates.
 
     Args:
@@ -105,14 +105,14 @@ def token_coordinates(
         x: (B, T, width), whose shape, device and number type count.
         context: see `PositionContext`.
         grid: (rows, columns) where the context has none.
-        extent: width and height of the picture in the wanted unit; None counts patches.
+        extent: width and height of the image in the wanted unit; None counts patches.
 
     Returns:
         (B or 1, T - prefix, dimensions); x's number type, float32 for half precision.
 
     Raises:
         ValueError: no grid, tokens that are not prefix and grid, coordinates of another shape or
-            outside the picture.
+            outside the image.
     """
     kind = torch.promote_types(x.dtype, torch.float32)
     size = context.grid or grid
@@ -161,6 +161,6 @@ def _given(
     if not bool(((coordinates >= -_TOLERANCE) & (coordinates <= 1 + _TOLERANCE)).all()):
         low, high = coordinates.min().item(), coordinates.max().item()
         raise ValueError(
-            f"{name}: coordinates are shares of the picture in [0, 1], not {low:g} to {high:g}"
+            f"{name}: coordinates are shares of the image in [0, 1], not {low:g} to {high:g}"
         )
     return coordinates

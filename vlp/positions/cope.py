@@ -62,7 +62,7 @@ def cope_bias(
 class ContextualPosition(PositionEncoding):
     """`cope`: contextual position encoding of one self-attention layer (Golovneva et al. 2024).
 
-    Tokens after the prefix are a sequence, a picture's patches in raster order, as in the CoPE
+    Tokens after the prefix are a sequence, an image's patches in raster order, as in the CoPE
     baseline of SaPE. Prefix tokens are not on it: they are not counted and every pair that touches
     one has bias 0. So any grid and any length works; places beyond the table share its last row
     (reading S11). Padding at the end of a text counts like words where `causal` is False.
@@ -76,7 +76,7 @@ class ContextualPosition(PositionEncoding):
         length: the longest sequence whose places are told apart; the table has length + 1 rows
             (reading S2). rows * columns where only `grid` is given.
         grid: (rows, columns) of the patches.
-        causal: see `cope_bias`; False, as pictures and BERT attend to both sides.
+        causal: see `cope_bias`; False, as images and BERT attend to both sides.
         shared_heads: one table for all heads, as in the authors' code (reading S10).
         gate_scale: see `cope_bias`.
         bias_scale: see `cope_bias`.

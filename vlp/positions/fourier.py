@@ -39,7 +39,7 @@ def fourier_features(coords: Tensor, weight: Tensor) -> Tensor:
         )
     out = torch.promote_types(coords.dtype, weight.dtype)
     kind = torch.promote_types(out, torch.float32)
-    # Not a matrix product: autocast and TF32 would round the angles, which grow with the picture.
+    # Not a matrix product: autocast and TF32 would round the angles, which grow with the image.
     terms = [
         coordinate.unsqueeze(-1) * column
         for coordinate, column in zip(coords.to(kind).unbind(-1), weight.to(kind).unbind(-1))
@@ -94,7 +94,7 @@ class FourierPosition(TokenEncoding):
 
     Coordinates count patches unless `extent` says otherwise: gamma is then the distance, in
     patches, over which similarity falls, on every grid. With `extent` 1 they are the shares of the
-    picture that DETR normalises to, and gamma is a share. Coordinates of the context are shares and
+    image that DETR normalises to, and gamma is a share. Coordinates of the context are shares and
     need either `extent` or a grid that says how many patches they span. Grids of every size and
     shape work, also others than the trained one, as does every real coordinate. Prefix tokens get
     no position.
@@ -111,7 +111,7 @@ class FourierPosition(TokenEncoding):
             without an MLP the width of a group.
         hidden: H of the MLP.
         gamma: distance scale of the start.
-        extent: the picture's width and height in the unit of gamma; None counts patches.
+        extent: the image's width and height in the unit of gamma; None counts patches.
         learnable: train W_r; else it is the paper's fixed Fourier features.
         mlp: modulate by an MLP (Eq. 6); else the features are the position ('Learnable-Fourier').
         projection: without an MLP, one dense layer from features to channels.
@@ -221,9 +221,9 @@ class FourierPosition(TokenEncoding):
 class MLPPosition(TokenEncoding):
     """`mlp`: the MLP of the Fourier encoder on raw coordinates, the paper's 'MLP' ablation.
 
-    Coordinates are shares of the picture by default (`extent` 1), as where the paper does well with
+    Coordinates are shares of the image by default (`extent` 1), as where the paper does well with
     it (DETR): counted in patches they would drive the first layer far out of its start's range.
-    `extent` None counts patches all the same. Other grids are other samples of the same picture, so
+    `extent` None counts patches all the same. Other grids are other samples of the same image, so
     they work at every size and shape. Prefix tokens get no position.
 
     Args:
@@ -231,7 +231,7 @@ class MLPPosition(TokenEncoding):
         grid: (rows, columns) where the context names none.
         dimensions: 2 for points x, y, 4 for boxes; on a plain grid each patch is its own box.
         hidden: channels between both layers.
-        extent: the picture's width and height in the unit of the coordinates; None counts patches.
+        extent: the image's width and height in the unit of the coordinates; None counts patches.
         approximate: GELU, "none" or "tanh".
         dropout: see `Modulator`.
         mixer: see `TokenEncoding`.

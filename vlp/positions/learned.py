@@ -129,14 +129,14 @@ class LearnedGridPosition(TokenEncoding):
 class LearnedBoxPosition(TokenEncoding):
     """`learned-4d`: one vector per place of each of a box's four edges (Embed-4D of Li et al.).
 
-    Each edge is rounded to the nearest of `places` evenly spaced lines from 0 to 1 of the picture,
+    Each edge is rounded to the nearest of `places` evenly spaced lines from 0 to 1 of the image,
     both ends included, and has a table of its own; the four vectors, top, left, bottom, right in
     the paper's order, are concatenated, a quarter of the channels each, or summed, as the code of
     the widget captioning model does that the paper builds on (100 places there, too).
 
     Boxes are the context's coordinates. On a plain grid each patch is its own box: places = n + 1
     gives every edge of an n x n grid a vector, more places leave some unused, fewer let neighbours
-    share. Lines are shares of the picture, so every size and shape of grid works; only edges near
+    share. Lines are shares of the image, so every size and shape of grid works; only edges near
     those seen in training have trained vectors. Prefix tokens get no position.
 
     Args:

@@ -71,7 +71,7 @@ class TokenEncoding(PositionEncoding):
         places = self.places(x, context)
         if places.shape[0] not in (1, x.shape[0]):
             raise ValueError(
-                f"{self.name}: places of {places.shape[0]} pictures do not fit a batch of "
+                f"{self.name}: places of {places.shape[0]} images do not fit a batch of "
                 f"{x.shape[0]}"
             )
         places = functional.pad(places, (0, 0, context.prefix_tokens, 0))

@@ -50,7 +50,7 @@ def object_ids(boxes: Tensor, grid: tuple[int, int]) -> Tensor:
         place = refused.nonzero()[0].tolist()
         box = ", ".join(f"{value:g}" for value in boxes[tuple(place)].tolist())
         raise ValueError(
-            f"object box {place[-1]}{_picture(place)} (x, y, width, height: {box}) does not lie "
+            f"object box {place[-1]}{_image(place)} (x, y, width, height: {box}) does not lie "
             f"inside the {rows} x {columns} grid"
         )
     numbers = torch.arange(1, boxes.shape[-2] + 1, device=boxes.device) * real
@@ -132,5 +132,5 @@ def _covers(start: Tensor, end: Tensor, cells: int) -> Tensor:
     return (cell + 1 > begins) & (cell < ends)
 
 
-def _picture(place: list[int]) -> str:
-    return f" of picture {', '.join(map(str, place[:-1]))}" if len(place) > 1 else ""
+def _image(place: list[int]) -> str:
+    return f" of image {', '.join(map(str, place[:-1]))}" if len(place) > 1 else ""

@@ -26,7 +26,7 @@ from vlp.positions.transformer_xl import TransformerXLPosition
 
 ROLES = {"q": "query", "k": "key", "v": "value"}
 CROSS_MODAL = ("alignment", "anchor", "uniform")
-"""Encodings between a picture and a text, of no use within either."""
+"""Encodings between an image and a text, of no use within either."""
 
 _ENCODINGS: dict[str, Callable[..., PositionEncoding]] = {
     "alibi-2d": DirectionalDistance,

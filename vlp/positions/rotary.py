@@ -121,8 +121,8 @@ def grid_places(height: int, width: int, spread: tuple[int, int] | None = None) 
     Args:
         height: rows of the grid.
         width: columns of the grid.
-        spread: (rows, columns) of another grid over the same picture, in whose patches the places
-            are given: the middle of a patch keeps its share of the picture.
+        spread: (rows, columns) of another grid over the same image, in whose patches the places
+            are given: the middle of a patch keeps its share of the image.
 
     Returns:
         (height * width, 2), float64; 0, 1, ... along each axis where `spread` is None.

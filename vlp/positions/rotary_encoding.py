@@ -155,7 +155,7 @@ class RotaryAxial(_GridRotary):
 
     (Heo et al. 2024.) Any grid works, square or not, also one larger than any seen in
     training: places are counted in patches and only offsets matter. `rescale` instead spreads the
-    places of another grid over the picture as the trained grid spreads its own. Prefix tokens are
+    places of another grid over the image as the trained grid spreads its own. Prefix tokens are
     not rotated. Tokens with coordinates get places between those of the patches, the middle of a
     patch being that patch; a box stands where its centre is. Nothing is learned and there is no
     neutral start: attached to trained weights it changes the layer.
@@ -165,7 +165,7 @@ class RotaryAxial(_GridRotary):
         heads: attention heads; four must divide their width.
         grid: (rows, columns) of the trained grid: for contexts that name none, for coordinates, and
             for `rescale`.
-        theta: base of the wavelengths, lower than for texts as pictures have fewer places.
+        theta: base of the wavelengths, lower than for texts as images have fewer places.
         rescale: whether the places of another grid are spread as the trained grid's.
         layout: "interleaved" pairs (2k, 2k + 1) or "half" (k, k + head width / 2).
 

@@ -117,8 +117,8 @@ class SinePosition(TokenEncoding):
 
     Coordinates count patches by default, as Eq. 1 counts tokens and as Reformer and ViTARC count
     pixels: neighbours differ by the same amount on every grid. `extent` normalises them: 2 pi
-    spreads every picture over DETR's range, 100 is the paper's widget captioning. Coordinates of
-    the context are shares of the picture and need either `extent` or a grid that says how many
+    spreads every image over DETR's range, 100 is the paper's widget captioning. Coordinates of
+    the context are shares of the image and need either `extent` or a grid that says how many
     patches they span.
 
     Grids of every size and shape work, also others than the trained one. Prefix tokens get no
@@ -130,7 +130,7 @@ class SinePosition(TokenEncoding):
         grid: (rows, columns) where the context names none; sine-1d needs none.
         temperature: see `sinusoid`.
         layout: see `sinusoid`; within each coordinate's part.
-        extent: the picture's width and height (sine-1d: the sequence's length) in the unit of the
+        extent: the image's width and height (sine-1d: the sequence's length) in the unit of the
             sinusoids; None counts patches.
         mlp: hidden channels of an MLP on top, or None.
         groups: parts of the coordinates to which the MLP is applied separately.
@@ -222,7 +222,7 @@ class MDSinePosition(TokenEncoding):
             radians a unit; None takes `frequencies`.
         temperature: of the default frequencies.
         layout: see `sinusoid`.
-        extent: the picture's width and height in the unit of the sinusoids; None counts patches.
+        extent: the image's width and height in the unit of the sinusoids; None counts patches.
         mlp: hidden channels of an MLP on top, or None.
         approximate: GELU of the MLP, "none" or "tanh".
         mixer: see `TokenEncoding`.

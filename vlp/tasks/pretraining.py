@@ -17,7 +17,7 @@ from vlp.data.text.tokenizer import TextProcessor
 from vlp.data.text.word_boxes import OTHER, OWN
 from vlp.layers.scale import LearnedScale
 from vlp.models.config import ModelConfig
-from vlp.models.cross_encoder import Pairs
+from vlp.models.cross_encoder import PairIndices
 from vlp.models.features import ImageFeatures, TextFeatures
 from vlp.models.folder import save_pretrained, start_from
 from vlp.models.pretrained.load import load_public_weights
@@ -314,18 +314,18 @@ class Pretraining(nn.Module):
     def _match(
         self, batch: Batch, clean: Clean, statistics: dict[str, Tensor]
     ) -> tuple[Loss, AnchorField | None]:
-        """Matching pairs, each picture with a wrong text, and each text with a wrong picture."""
+        """Matching pairs, each image with a wrong text, and each text with a wrong image."""
         settings = self.objectives.itm
         assert settings is not None
         with torch.no_grad(), torch.autocast(batch.pixels.device.type, enabled=False):
             similarity = clean.image.feature @ clean.text.feature.T / self._pair_temperature()
         negatives = hard_negatives(
-            similarity, batch.image_ids, batch.valid, batch.draws, settings.group
+            similarity, batch.image_ids, batch.valid, batch.rng_for, settings.group
         )
         rows = torch.arange(len(batch.valid), device=batch.valid.device)
-        pairs = Pairs(
+        pairs = PairIndices(
             texts=torch.cat([rows, negatives.text_for_image, rows]),
-            pictures=torch.cat([rows, rows, negatives.image_for_text]),
+            images=torch.cat([rows, rows, negatives.image_for_text]),
         )
         crossed = self.model.cross(clean.image, clean.text, pairs, need_image=False)
         logits = self.model.match_logits(crossed)

@@ -12,7 +12,7 @@ Judge = Callable[[], Mapping[str, float]]
 """Figures of the validation data, higher is better, the same on every rank; collective."""
 
 
-class Selection:
+class BestCheckpoint:
     """Looks at the validation data now and then.
 
     Args:

@@ -43,11 +43,11 @@ class Checkpoints:
 
     def __init__(self, folder: Path, config: RunConfig) -> None:
         self.folder = folder
-        self._keep = config.training.keep
+        self._keep = config.training.keep_last
         self._config = config.model_dump(mode="json")
 
     def save(self, engine: Engine, task: Task, progress: Progress) -> None:
-        """Write `step_N/`, then remove all but the last `training.keep`.
+        """Write `step_N/`, then remove all but the last `training.keep_last`.
 
         Raises:
             CheckpointError: on every rank when the folder cannot be written (a full disk, say).

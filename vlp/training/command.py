@@ -18,14 +18,14 @@ from typing import Any, Literal, TypeVar
 
 from vlp import distributed
 from vlp.config import ConfigError, load_config
-from vlp.training.best_checkpoint import Selection
+from vlp.training.best_checkpoint import BestCheckpoint
 from vlp.training.config import RunConfig
 from vlp.training.engines.base import Engine
 
 AnyRun = TypeVar("AnyRun", bound=RunConfig)
 EngineName = Literal["deepspeed", "accelerate"]
 Build = Callable[[AnyRun], tuple[Any, Any]]
-Select = Callable[[AnyRun, Any, Any], Selection | None]
+Select = Callable[[AnyRun, Any, Any], BestCheckpoint | None]
 
 
 def training_command(

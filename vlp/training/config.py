@@ -25,7 +25,7 @@ class OptimiserConfig(Config):
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     epsilon: float = Field(1e-8, gt=0)
     clip: float | None = Field(1.0, gt=0, description="global gradient norm; null is no clipping")
-    scales: dict[str, Annotated[float, Field(gt=0)]] = Field(
+    lr_multipliers: dict[str, Annotated[float, Field(gt=0)]] = Field(
         {},
         description="learning-rate factors by parameter prefix, as `model.text_encoder: 0.1`; "
         "the longest that fits counts",
@@ -38,7 +38,9 @@ class LoopConfig(Config):
     batch: int = Field(
         512, ge=1, description="samples of one global batch (all ranks, one micro-step)"
     )
-    accumulation: int = Field(1, ge=1, description="global batches in one optimiser step")
+    gradient_accumulation_steps: int = Field(
+        1, ge=1, description="global batches in one optimiser step"
+    )
     epochs: int | None = Field(30, ge=1)
     steps: int | None = Field(None, ge=1, description="optimiser steps; wins over epochs")
     precision: Literal["bf16", "float32"] = "bf16"
@@ -46,7 +48,7 @@ class LoopConfig(Config):
     seed: int = 0
     log_every: int = Field(50, ge=1, description="steps")
     checkpoint_every: int = Field(1000, ge=1, description="steps")
-    keep: int = Field(2, ge=1, description="last checkpoints that stay")
+    keep_last: int = Field(2, ge=1, description="last checkpoints that stay")
     max_non_finite: int = Field(
         10, ge=0, description="skipped non-finite steps in a row before the run ends"
     )
@@ -94,7 +96,7 @@ class PretrainConfig(DeepSpeedRunConfig):
     """Everything `launch/pretrain.py` needs."""
 
     output: str = Field("runs/pretrain", description="folder of this run")
-    start: str | None = Field(
+    init_from: str | None = Field(
         None,
         description="model folder or hub name whose weights the run starts from; encodings and "
         "token projections that it lacks keep their own start",

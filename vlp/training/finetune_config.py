@@ -10,9 +10,9 @@ from pydantic import Field
 from vlp.tasks.downstream.caption import CaptionConfig
 from vlp.tasks.downstream.grounding import GroundingConfig
 from vlp.tasks.downstream.pair_classification import (
-    AssignmentConfig,
-    EntailmentConfig,
-    StatementsConfig,
+    Nlvr2AssignmentConfig,
+    Nlvr2Config,
+    SnliVeConfig,
 )
 from vlp.tasks.downstream.retrieval import RetrievalConfig
 from vlp.tasks.downstream.vqa import VqaConfig
@@ -21,9 +21,9 @@ from vlp.training.config import LoopConfig, RunConfig
 AnyDownstream = (
     RetrievalConfig
     | GroundingConfig
-    | EntailmentConfig
-    | StatementsConfig
-    | AssignmentConfig
+    | SnliVeConfig
+    | Nlvr2Config
+    | Nlvr2AssignmentConfig
     | VqaConfig
     | CaptionConfig
 )
@@ -47,10 +47,10 @@ class FinetuneConfig(RunConfig):
     """Everything a script `launch/finetune_*.py` needs."""
 
     output: str = Field("runs/finetune", description="folder of this run")
-    start: str = Field(description="model folder or hub name that the run starts from")
+    init_from: str = Field(description="model folder or hub name that the run starts from")
     model: Mapping[str, Any] = Field(
         {},
-        description="what differs from the configuration of `start`, as {image: {image_size: 384}}",
+        description="changes to the configuration of `init_from`, as {image: {image_size: 384}}",
     )
     task: Annotated[AnyDownstream, Field(discriminator="kind")]
     training: FinetuningConfig = FinetuningConfig()

@@ -1,6 +1,7 @@
 """The training loop, top to bottom.
 
-One optimiser step is `accumulation` global batches. A step whose loss or gradient is not finite on
+One optimiser step is `gradient_accumulation_steps` global batches. A step whose loss or gradient
+is not finite on
 any rank is skipped on all: weights, optimiser state and buffers stay as they were, the data moves
 on, the skip is counted; more than `max_non_finite` of them in a row end the run. SIGTERM (or
 Ctrl-C) on any rank ends the run after the current step, with a checkpoint.
@@ -24,7 +25,7 @@ from vlp.data.stream.batch import Slots
 from vlp.data.stream.rng import identity
 from vlp.objectives.monitors.collapse import CollapseWatch
 from vlp.tasks.task import StepOutput, Task
-from vlp.training.best_checkpoint import Selection
+from vlp.training.best_checkpoint import BestCheckpoint
 from vlp.training.checkpoint import Checkpoints
 from vlp.training.config import RunConfig
 from vlp.training.engines.base import Engine
@@ -63,7 +64,7 @@ def train(
     engine: Engine,
     folder: RunFolder,
     resume: bool = False,
-    selection: Selection | None = None,
+    selection: BestCheckpoint | None = None,
 ) -> dict[str, Any]:
     """Train to the end, or to a stop signal; returns what `report.json` says.
 
@@ -122,7 +123,7 @@ def train(
                 rate = _rate(config, progress.step, total)
                 buffers = {name: b.clone() for name, b in engine.module.named_buffers()}
                 outputs = []
-                for part in range(training.accumulation):
+                for part in range(training.gradient_accumulation_steps):
                     asked = time.perf_counter()
                     batch, progress.samples = next(batches)
                     meter.batch(batch, time.perf_counter() - asked)
@@ -178,7 +179,7 @@ def total_steps(config: RunConfig, data: StreamedData, progress: Progress) -> in
         return training.steps
     assert training.epochs is not None  # the configuration sees to it
     left = data.batches_left(progress.samples, training.epochs)
-    return max(1, progress.step + left // training.accumulation)
+    return max(1, progress.step + left // training.gradient_accumulation_steps)
 
 
 def _stream(

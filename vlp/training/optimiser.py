@@ -31,16 +31,16 @@ def has_decay(name: str, parameter: nn.Parameter) -> bool:
     return parameter.ndim >= 2 and not undecayed
 
 
-def learning_rate_scale(name: str, scales: Mapping[str, float]) -> float:
+def lr_multiplier(name: str, lr_multipliers: Mapping[str, float]) -> float:
     """The factor of the longest prefix (whole dotted parts) that fits a parameter's name, or 1."""
-    fitting = [prefix for prefix in scales if _starts_with(name, prefix)]
-    return scales[max(fitting, key=len)] if fitting else 1.0
+    fitting = [prefix for prefix in lr_multipliers if _starts_with(name, prefix)]
+    return lr_multipliers[max(fitting, key=len)] if fitting else 1.0
 
 
 def parameter_groups(
     named: Iterable[tuple[str, nn.Parameter]],
     weight_decay: float,
-    scales: Mapping[str, float] | None = None,
+    lr_multipliers: Mapping[str, float] | None = None,
 ) -> list[dict[str, Any]]:
     """Trainable parameters in AdamW groups of equal weight decay and learning-rate scale.
 
@@ -48,21 +48,21 @@ def parameter_groups(
     the schedule's rate.
 
     Raises:
-        ConfigError: a prefix of `scales` fits no trainable parameter.
+        ConfigError: a prefix of `lr_multipliers` fits no trainable parameter.
     """
     trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-    scales = scales or {}
-    for prefix in scales:
+    lr_multipliers = lr_multipliers or {}
+    for prefix in lr_multipliers:
         if not any(_starts_with(name, prefix) for name, _ in trainable):
             known = sorted({".".join(name.split(".")[:2]) for name, _ in trainable})
             raise ConfigError(
-                f"training.optimiser.scales: no trainable parameter starts with {prefix!r}; "
-                f"there are {', '.join(known)}"
+                f"training.optimiser.lr_multipliers: no trainable parameter starts with "
+                f"{prefix!r}; there are {', '.join(known)}"
             )
     members: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in trainable:
         decay = weight_decay if has_decay(name, parameter) else 0.0
-        members.setdefault((decay, learning_rate_scale(name, scales)), []).append(parameter)
+        members.setdefault((decay, lr_multiplier(name, lr_multipliers)), []).append(parameter)
     return [
         {"params": members[decay, scale], "weight_decay": decay, "lr_scale": scale}
         for decay, scale in sorted(members, reverse=True)
@@ -75,10 +75,10 @@ def build_adamw(
     """PyTorch's AdamW; DeepSpeed's own would be compiled at the first start of every machine.
 
     Raises:
-        ConfigError: a prefix of `config.scales` fits nothing.
+        ConfigError: a prefix of `config.lr_multipliers` fits nothing.
         ValueError: there is nothing to train.
     """
-    groups = parameter_groups(named, config.weight_decay, config.scales)
+    groups = parameter_groups(named, config.weight_decay, config.lr_multipliers)
     if not groups:
         raise ValueError("the task has no trainable parameters")
     on_gpu = any(parameter.is_cuda for group in groups for parameter in group["params"])

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 # A run may be moved, sped up, prolonged or judged otherwise; what it trains, on what, and in which
 # order may not change. Batch and rank count are free: the data position is a number of samples.
 _FREE = re.compile(
-    r"output|(task\.)?data\.(workers|cache(\..*)?|max_skipped_share)|training\.(log_every|keep)"
+    r"output|(task\.)?data\.(workers|cache(\..*)?|max_skipped_share)|training\.(log_every|keep_last)"
 )
 _TOLERATED = re.compile(r"task\.data\.(test|validation.*)|training\.(?!seed$).*")
-_PLACES = re.compile(r"start|(task\.)?data\.(sources\.\d+\.path|vocabulary|train(\.\d+)?)")
+_PLACES = re.compile(r"init_from|(task\.)?data\.(sources\.\d+\.path|vocabulary|train(\.\d+)?)")
 
 
 class Differences(NamedTuple):

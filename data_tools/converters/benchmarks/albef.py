@@ -1,10 +1,10 @@
 """ALBEF's JSON lists to shards: retrieval, vqa, nlvr, ve or refcoco (--kind).
 
---annotations takes the lists, --images the pictures (folders, tars, zips) under the paths that the
+--annotations takes the lists, --images the images (folders, tars, zips) under the paths that the
 lists name or just their file names. What the lists leave out is made up so that every sample has an
 id: pairs and statements are numbered by their place in the list (`row`, from 0), expressions by
 theirs in all lists (ref_id stands beside it), questions without an id by list and place. Captions,
-questions and expressions of one picture become one sample. ALBEF's lists for RefCOCO+ have no
+questions and expressions of one image become one sample. ALBEF's lists for RefCOCO+ have no
 boxes: give --refs and --instances, the official refs(unc).p and instances.json, and they are found
 by ref_id.
 """
@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
-from data_tools.builder.build_benchmark import Rows, convert, key_of, picture_identity
+from data_tools.builder.build_benchmark import Rows, convert, image_identity, key_of
 from data_tools.builder.options import add_build_arguments
-from data_tools.builder.sample_spec import Refused, Wanted
+from data_tools.builder.sample_spec import Refused, SampleSpec
 from data_tools.converters.benchmarks.nlvr2 import TRUTH
 from data_tools.converters.benchmarks.questions import (
     PlainQuestion,
@@ -31,7 +31,7 @@ from data_tools.converters.benchmarks.questions import (
     plain_answer,
 )
 from data_tools.converters.benchmarks.refcoco import (
-    Boxes,
+    BoxInImage,
     Proposals,
     boxes_by_reference,
     read_proposals,
@@ -43,7 +43,7 @@ from vlp.data.schema import Annotation, Box, Expression
 
 LICENCE = "that of the data set which the lists were made from"
 
-# What the folders of the usual layouts say about where a picture is from.
+# What the folders of the usual layouts say about where an image is from.
 _SOURCES = {
     "flickr30k": re.compile("flickr30k", re.IGNORECASE),
     "visual_genome": re.compile(r"\bvg\b|vg_100k|visual.?genome", re.IGNORECASE),
@@ -51,14 +51,14 @@ _SOURCES = {
 }
 
 
-class Captioned(Row):
-    """A row of a retrieval list; training lists repeat the picture, the others list captions."""
+class AlbefRetrievalRow(Row):
+    """A row of a retrieval list; training lists repeat the image, the others list captions."""
 
     image: str
     caption: str | list[str]
 
 
-class Asked(Row):
+class AlbefVqaRow(Row):
     """A row of a VQA list; a test list has no answers, Visual Genome's one each."""
 
     image: str
@@ -96,7 +96,7 @@ class Referred(Row):
 class Extra(NamedTuple):
     """What a grounding list does not say itself: boxes by ref_id, and proposals."""
 
-    boxes: Mapping[int, Boxes]
+    boxes: Mapping[int, BoxInImage]
     proposals: Proposals | None
 
 
@@ -125,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
     if len(set(stems)) < len(stems):
         raise ConfigError("--annotations: two lists share a name, which samples are named after")
     faults: Faults = []
-    boxes: Mapping[int, Boxes] = {}
+    boxes: Mapping[int, BoxInImage] = {}
     proposals: Proposals | None = None
     if arguments.refs is not None:
         boxes = boxes_by_reference(arguments.refs, arguments.instances, faults)
@@ -137,23 +137,23 @@ def run(arguments: argparse.Namespace) -> int:
     return convert(arguments, [rows], title=f"ALBEF {arguments.kind}", licence=LICENCE)
 
 
-def captioned(paths: Sequence[Path], extra: Extra, faults: Faults) -> Iterator[Wanted]:
-    """One sample a picture with all its captions, in the order of their first rows."""
+def captioned(paths: Sequence[Path], extra: Extra, faults: Faults) -> Iterator[SampleSpec]:
+    """One sample an image with all its captions, in the order of their first rows."""
     captions: dict[str, list[str]] = {}
     for path in paths:
-        for row in parsed(json_list(path), Captioned, faults):
+        for row in parsed(json_list(path), AlbefRetrievalRow, faults):
             texts = [row.caption] if isinstance(row.caption, str) else row.caption
             captions.setdefault(row.image, []).extend(texts)
     for image, found in captions.items():
-        yield _of_picture(image, {"captions": found})
+        yield _of_image(image, {"captions": found})
 
 
-def asked(paths: Sequence[Path], extra: Extra, faults: Faults) -> Iterator[Wanted]:
-    """One sample a picture with all its questions, in the order of their first rows."""
+def asked(paths: Sequence[Path], extra: Extra, faults: Faults) -> Iterator[SampleSpec]:
+    """One sample an image with all its questions, in the order of their first rows."""
     questions: dict[str, list[PlainQuestion]] = {}
     seen: set[str] = set()
     for path in paths:
-        for number, row in enumerate(parsed(json_list(path), Asked, faults)):
+        for number, row in enumerate(parsed(json_list(path), AlbefVqaRow, faults)):
             which = f"{path.stem}-{number}" if row.question_id is None else row.question_id
             if row.dataset == "vg" and row.question_id is not None:
                 which = f"vg-{which}"  # their numbers are not VQA's
@@ -166,11 +166,11 @@ def asked(paths: Sequence[Path], extra: Extra, faults: Faults) -> Iterator[Wante
                 continue
             questions.setdefault(row.image, []).append(_question(which, row))
     for image, found in questions.items():
-        yield _of_picture(image, {"questions": [question.typed() for question in found]})
+        yield _of_image(image, {"questions": [question.typed() for question in found]})
 
 
-def stated(paths: Sequence[Path], extra: Extra, faults: Faults) -> Iterator[Wanted]:
-    """One sample a statement about two pictures."""
+def stated(paths: Sequence[Path], extra: Extra, faults: Faults) -> Iterator[SampleSpec]:
+    """One sample a statement about two images."""
     for path in paths:
         for number, row in enumerate(parsed(json_list(path), Stated, faults)):
             key = key_of(f"{path.stem}-{number}")
@@ -187,10 +187,10 @@ def stated(paths: Sequence[Path], extra: Extra, faults: Faults) -> Iterator[Want
                     "row": number,
                 }
             )
-            yield Wanted(key, tuple(row.images), annotation)
+            yield SampleSpec(key, tuple(row.images), annotation)
 
 
-def entailed(paths: Sequence[Path], extra: Extra, faults: Faults) -> Iterator[Wanted]:
+def entailed(paths: Sequence[Path], extra: Extra, faults: Faults) -> Iterator[SampleSpec]:
     """One sample a hypothesis."""
     for path in paths:
         for number, row in enumerate(parsed(json_list(path), Entailed, faults)):
@@ -207,11 +207,11 @@ def entailed(paths: Sequence[Path], extra: Extra, faults: Faults) -> Iterator[Wa
                     "row": number,
                 }
             )
-            yield Wanted(key_of(f"{path.stem}-{number}"), (row.image,), annotation)
+            yield SampleSpec(key_of(f"{path.stem}-{number}"), (row.image,), annotation)
 
 
-def referred(paths: Sequence[Path], extra: Extra, faults: Faults) -> Iterator[Wanted]:
-    """One sample a picture with all its expressions, in the order of their first rows."""
+def referred(paths: Sequence[Path], extra: Extra, faults: Faults) -> Iterator[SampleSpec]:
+    """One sample an image with all its expressions, in the order of their first rows."""
     expressions: dict[str, list[Expression]] = {}
     sizes: dict[str, tuple[int, int]] = {}
     numbers = count()
@@ -235,11 +235,11 @@ def referred(paths: Sequence[Path], extra: Extra, faults: Faults) -> Iterator[Wa
         if extra.proposals is not None:
             content["proposals"] = extra.proposals.get(_identity(image)[1])
             if not content["proposals"]:
-                faults.append(Refused("picture without proposals (kept)", image))
-        yield _of_picture(image, content)._replace(size=sizes.get(image))
+                faults.append(Refused("image without proposals (kept)", image))
+        yield _of_image(image, content)._replace(size=sizes.get(image))
 
 
-_KINDS: dict[str, Callable[[Sequence[Path], Extra, Faults], Iterator[Wanted]]] = {
+_KINDS: dict[str, Callable[[Sequence[Path], Extra, Faults], Iterator[SampleSpec]]] = {
     "retrieval": captioned,
     "vqa": asked,
     "nlvr": stated,
@@ -248,20 +248,20 @@ _KINDS: dict[str, Callable[[Sequence[Path], Extra, Faults], Iterator[Wanted]]] =
 }
 
 
-def _question(identifier: str, row: Asked) -> PlainQuestion:
+def _question(identifier: str, row: AlbefVqaRow) -> PlainQuestion:
     if isinstance(row.answer, str):
         return lone_answer(identifier, row.question, plain_answer(row.answer))
     return PlainQuestion(identifier, row.question, counted(row.answer or ()))
 
 
-def _of_picture(image: str, content: dict[str, Any]) -> Wanted:
+def _of_image(image: str, content: dict[str, Any]) -> SampleSpec:
     source, image_id = _identity(image)
     annotation = Annotation.model_validate({"source": source, "image_id": image_id, **content})
-    # The folders too: two data sets may number their pictures alike.
-    return Wanted(key_of(image.rpartition(".")[0].strip("/.")), (image,), annotation)
+    # The folders too: two data sets may number their images alike.
+    return SampleSpec(key_of(image.rpartition(".")[0].strip("/.")), (image,), annotation)
 
 
 def _identity(image: str) -> tuple[str, str]:
     path = str(PurePosixPath(image).with_suffix(""))
     source = next((name for name, said in _SOURCES.items() if said.search(path)), "albef")
-    return picture_identity(image, source)
+    return image_identity(image, source)

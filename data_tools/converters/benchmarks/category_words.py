@@ -1,6 +1,6 @@
 """Words of a caption that name an object of COCO, by its categories.
 
-A caption's word counts where it is a category's name, or a common word for one, and the picture has
+A caption's word counts where it is a category's name, or a common word for one, and the image has
 exactly one object of that category: then it is known which box is meant. Of a name of several words
 the last one counts. `orange` may be a colour and `bat` an animal; such words are rare.
 """
@@ -42,7 +42,7 @@ COMMON = {
 """Other words that captions have for a category."""
 
 
-class _Picture(Row):
+class _WordsImage(Row):
     id: int
     width: int
     height: int
@@ -81,11 +81,11 @@ class CategoryWords:
         self._longest = max(map(len, self._names), default=0)
 
     def size(self, image_id: int) -> tuple[int, int] | None:
-        """Width and height in pixels that the boxes of a picture refer to; None: not known."""
+        """Width and height in pixels that the boxes of an image refer to; None: not known."""
         return self._sizes.get(image_id)
 
     def boxes(self, image_id: int) -> list[Box]:
-        """Of all objects of a picture but crowds."""
+        """Of all objects of an image but crowds."""
         return [box for _, box in self._objects.get(image_id, ())]
 
     def words(self, image_id: int, captions: Sequence[str]) -> list[Word]:
@@ -133,8 +133,8 @@ class CategoryWords:
             names[category.id] = category.name
             for name in (category.name, *COMMON.get(category.name, ())):
                 self._names[tuple(_words(name))] = category.name
-        for picture in parsed(members(content, path, "images"), _Picture, faults):
-            self._sizes[picture.id] = picture.width, picture.height
+        for image in parsed(members(content, path, "images"), _WordsImage, faults):
+            self._sizes[image.id] = image.width, image.height
         for one in parsed(members(content, path, "annotations"), _Object, faults):
             name = names.get(one.category_id, str(one.category_id))
             if one.iscrowd:

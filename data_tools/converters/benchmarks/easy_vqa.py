@@ -1,7 +1,7 @@
-"""easy-VQA to shards: one sample a picture of one shape, with all its questions.
+"""easy-VQA to shards: one sample an image of one shape, with all its questions.
 
---questions takes {train,test}_questions.json, a list of [question, answer, picture's number];
---images the pictures of the same split, <number>.png. With --answers (answers.txt) a question with
+--questions takes {train,test}_questions.json, a list of [question, answer, image's number];
+--images the images of the same split, <number>.png. With --answers (answers.txt) a question with
 an answer that is not in it is left out and counted. The data has no question ids: a question's
 place in the file (from 0) is its id. Its one answer counts as given by ten people.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 from data_tools.builder.options import add_build_arguments
 from data_tools.builder.sample_spec import Refused
-from data_tools.converters.benchmarks.questions import Asked, lone_answer, write_questions
+from data_tools.converters.benchmarks.questions import ImageQuestions, lone_answer, write_questions
 from data_tools.sources.annotation_rows import Faults, json_list
 from vlp.config import ConfigError
 
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--questions", type=Path, required=True, help="questions of one split")
     parser.add_argument("--answers", type=Path, help="answers.txt, one a line")
     parser.add_argument(
-        "--split", default="", help="folder of the pictures in the release: train or test"
+        "--split", default="", help="folder of the images in the release: train or test"
     )
     add_build_arguments(parser)
 
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Convert; what is left out is printed and named in the manifest."""
     faults: Faults = []
     known = None if arguments.answers is None else read_answer_list(arguments.answers)
-    asked = easy_pictures(arguments.questions, known, arguments.split, faults)
+    asked = easy_images(arguments.questions, known, arguments.split, faults)
     return write_questions(arguments, asked, faults, title="easy-VQA", licence="MIT")
 
 
@@ -53,38 +53,38 @@ def read_answer_list(path: Path) -> frozenset[str]:
     return answers
 
 
-def easy_pictures(
+def easy_images(
     path: Path, known: frozenset[str] | None, split: str, faults: Faults
-) -> list[Asked]:
-    """The pictures that a question file asks about, in the order of their first question.
+) -> list[ImageQuestions]:
+    """The images that a question file asks about, in the order of their first question.
 
     Args:
         path: the question file.
         known: the answers that there are; None: any.
-        split: folder of the pictures in the release, or "".
+        split: folder of the images in the release, or "".
         faults: what is wrong with rows.
 
     Raises:
         ConfigError: the file cannot be read or is no easy-VQA file.
     """
-    pictures: dict[int, Asked] = {}
+    images: dict[int, ImageQuestions] = {}
     for number, (where, row) in enumerate(json_list(path)):
         if not _fits(row):
-            problem = f"{where}: not [question, answer, picture's number]"
-            if not pictures:
+            problem = f"{where}: not [question, answer, image's number]"
+            if not images:
                 raise ConfigError(f"{problem}; is it the right file?")
             faults.append(Refused("row of another layout", problem))
             continue
-        question, answer, picture = row
+        question, answer, image = row
         if known is not None and answer not in known:
             faults.append(Refused("unknown answer", f"{number} ({answer})"))
             continue
-        if picture not in pictures:
+        if image not in images:
             folder, prefix = (f"{split}/images/", f"{split}-") if split else ("", "")
-            name, image_id = f"{folder}{picture}.png", f"{prefix}{picture}"
-            pictures[picture] = Asked(name, "easy-vqa", image_id, [], prefix)
-        pictures[picture].questions.append(lone_answer(str(number), question, answer))
-    return list(pictures.values())
+            name, image_id = f"{folder}{image}.png", f"{prefix}{image}"
+            images[image] = ImageQuestions(name, "easy-vqa", image_id, [], prefix)
+        images[image].questions.append(lone_answer(str(number), question, answer))
+    return list(images.values())
 
 
 def _fits(row: Any) -> bool:

@@ -1,9 +1,9 @@
-"""NLVR2 to shards: a statement about two pictures, true or false.
+"""NLVR2 to shards: a statement about two images, true or false.
 
 --annotations takes the official train.json, dev.json, test1.json... (one object a line, gzipped or
-not). --images takes folders or tars (also compressed) with the pictures under their official names,
+not). --images takes folders or tars (also compressed) with the images under their official names,
 `<split>-<set>-<pair>-img0.png` (left) and `-img1.png` (right). A pair has several statements and
-each is one sample, so its pictures are stored with each of them.
+each is one sample, so its images are stored with each of them.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from pathlib import Path
 
 from data_tools.builder.build_benchmark import Rows, convert, key_of
 from data_tools.builder.options import add_build_arguments
-from data_tools.builder.sample_spec import Refused, Wanted
+from data_tools.builder.sample_spec import Refused, SampleSpec
 from data_tools.sources.annotation_rows import Faults, Row, json_lines, line_count, parsed
 from vlp.data.schema import Annotation
-from vlp.data.shards.shard_index import PICTURES
+from vlp.data.shards.shard_index import IMAGES
 
 TRUTH = {"true": True, "false": False}
-LICENCE = "annotations CC BY 4.0; the pictures' copyright stays with their owners"
+LICENCE = "annotations CC BY 4.0; the images' copyright stays with their owners"
 
 
-class Example(Row):
+class Nlvr2Row(Row):
     """A row of the official files; a hidden test set has no labels."""
 
     identifier: str
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--annotations", type=Path, nargs="+", required=True, help="JSON lines files of one split"
     )
     parser.add_argument(
-        "--extension", choices=PICTURES, default="png", help="of the pictures (default png)"
+        "--extension", choices=IMAGES, default="png", help="of the images (default png)"
     )
     add_build_arguments(parser)
 
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     return convert(arguments, [rows], title="NLVR2", licence=LICENCE)
 
 
-def wanted_examples(paths: Sequence[Path], extension: str, faults: Faults) -> Iterator[Wanted]:
+def wanted_examples(paths: Sequence[Path], extension: str, faults: Faults) -> Iterator[SampleSpec]:
     """One sample a statement, in the order of the files.
 
     Raises:
@@ -61,7 +61,7 @@ def wanted_examples(paths: Sequence[Path], extension: str, faults: Faults) -> It
     """
     seen: set[str] = set()
     for path in paths:
-        for example in parsed(json_lines(path, faults), Example, faults):
+        for example in parsed(json_lines(path, faults), Nlvr2Row, faults):
             identifier = example.identifier
             pair, _, number = identifier.rpartition("-")
             if identifier in seen:
@@ -77,7 +77,7 @@ def wanted_examples(paths: Sequence[Path], extension: str, faults: Faults) -> It
             seen.add(identifier)
 
 
-def _wanted(example: Example, pair: str, extension: str) -> Wanted:
+def _wanted(example: Nlvr2Row, pair: str, extension: str) -> SampleSpec:
     annotation = Annotation.model_validate(
         {
             "source": "nlvr2",
@@ -89,7 +89,7 @@ def _wanted(example: Example, pair: str, extension: str) -> Wanted:
             "right_url": example.right_url,
         }
     )
-    # The training pictures lie in numbered folders.
+    # The training images lie in numbered folders.
     folder = "" if example.directory is None else f"{example.directory}/"
     left, right = (f"{folder}{pair}-img{side}.{extension}" for side in (0, 1))
-    return Wanted(key_of(example.identifier), (left, right), annotation)
+    return SampleSpec(key_of(example.identifier), (left, right), annotation)

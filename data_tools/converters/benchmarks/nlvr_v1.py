@@ -1,10 +1,10 @@
-"""NLVR v1 to shards: a statement about one picture of three boxes, true or false.
+"""NLVR v1 to shards: a statement about one image of three boxes, true or false.
 
 --annotations takes the official {train,dev,test}.json (one object a line, gzipped or not). --images
 takes folders or tars (also compressed) with `<split>-<identifier>-<permutation>.png`; --split is
 that name's first part. The release shows each example in six permutations, the same three boxes
 in another order, and its official score counts all six (--permutations 6). Where only permutation 0
-is there, the others are made from it. Pictures are stored as RGB.
+is there, the others are made from it. Images are stored as RGB.
 
 --hold-out makes two folders, OUT/kept and OUT/held_out, of whole presentations: examples that share
 the first part of their identifier share their statement too.
@@ -24,17 +24,17 @@ from PIL import Image
 
 from data_tools.builder.build_benchmark import Rows, convert, key_of
 from data_tools.builder.options import add_build_arguments
-from data_tools.builder.sample_spec import Refused, Wanted
+from data_tools.builder.sample_spec import Refused, SampleSpec
 from data_tools.converters.benchmarks.nlvr2 import TRUTH
 from data_tools.sources.annotation_rows import Faults, Row, json_lines, line_count, parsed
-from data_tools.sources.image_sources import Originals, Place
+from data_tools.sources.image_sources import ImageLocation, Originals
 from vlp.config import ConfigError
-from vlp.data.image.decode import decode_picture
+from vlp.data.image.decode import decode_image
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample
 
 PERMUTATIONS = tuple(itertools.permutations(range(3)))
-"""Box i of the picture of permutation k is box `PERMUTATIONS[k][i]` of permutation 0's."""
+"""Box i of the image of permutation k is box `PERMUTATIONS[k][i]` of permutation 0's."""
 
 LICENCE = "CC BY 4.0"
 SIZE = (400, 100)
@@ -43,7 +43,7 @@ _BOX_SIDE = 100
 _NAME = re.compile(r"(.+-)([1-5])(\.png)")
 
 
-class Example(Row):
+class NlvrV1Row(Row):
     """A row of the official files."""
 
     identifier: str
@@ -53,32 +53,32 @@ class Example(Row):
     label_source: str | None = None
 
 
-class PermutedPlace(Place):
-    """A picture of NLVR whose boxes are put into another order when it is read."""
+class PermutedPlace(ImageLocation):
+    """An image of NLVR whose boxes are put into another order when it is read."""
 
     order: tuple[int, ...] = PERMUTATIONS[0]
 
     def read(self) -> bytes:
-        """The picture as an RGB PNG.
+        """The image as an RGB PNG.
 
         Raises:
             BadSample: it cannot be read, or has another size than NLVR's, so its boxes are
                 elsewhere.
         """
-        image = decode_picture(super().read(), str(self.path))
+        image = decode_image(super().read(), str(self.path))
         if image.size != SIZE:
             size = f"{image.width} x {image.height} pixels, NLVR's have 400 x 100"
-            raise BadSample("unreadable picture", f"{self.path} ({size})")
+            raise BadSample("unreadable image", f"{self.path} ({size})")
         stream = io.BytesIO()
         permuted(image, self.order).save(stream, "png")
         return stream.getvalue()
 
 
 class PermutedOriginals(Originals):
-    """Pictures of NLVR; permutations that are not there are made from permutation 0."""
+    """Images of NLVR; permutations that are not there are made from permutation 0."""
 
-    def find(self, name: str) -> Place | None:
-        """Where a picture lies, or the one that it is made from; None: neither is there."""
+    def find(self, name: str) -> ImageLocation | None:
+        """Where an image lies, or the one that it is made from; None: neither is there."""
         place, order = super().find(name), PERMUTATIONS[0]
         parts = _NAME.fullmatch(name)
         if place is None and parts is not None:
@@ -96,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--annotations", type=Path, nargs="+", required=True, help="JSON lines files of one split"
     )
-    parser.add_argument("--split", required=True, help="how the pictures' names begin: train, dev…")
+    parser.add_argument("--split", required=True, help="how the images' names begin: train, dev…")
     parser.add_argument(
         "--permutations",
         type=int,
@@ -131,7 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def wanted_examples(
     paths: Sequence[Path], split: str, permutations: int, faults: Faults
-) -> Iterator[tuple[str, Wanted]]:
+) -> Iterator[tuple[str, SampleSpec]]:
     """Presentation and sample of each example and permutation, in the order of the files.
 
     Raises:
@@ -139,7 +139,7 @@ def wanted_examples(
     """
     seen: set[str] = set()
     for path in paths:
-        for example in parsed(json_lines(path, faults), Example, faults):
+        for example in parsed(json_lines(path, faults), NlvrV1Row, faults):
             identifier = example.identifier
             if identifier in seen:
                 faults.append(Refused("identifier given twice", identifier))
@@ -161,7 +161,7 @@ def is_held_out(presentation: str, share: float) -> bool:
 
 
 def permuted(image: Image.Image, order: Sequence[int]) -> Image.Image:
-    """A picture of NLVR with its boxes in another order; box i becomes box `order[i]`."""
+    """An image of NLVR with its boxes in another order; box i becomes box `order[i]`."""
     result = image.copy()
     for left, box in zip(_BOX_LEFTS, order):
         start = _BOX_LEFTS[box]
@@ -182,13 +182,13 @@ def _rows(arguments: argparse.Namespace, folder: str, total: int | None) -> Rows
     return Rows(wanted, faults, total, folder)
 
 
-def _wanted(example: Example, split: str, permutation: int) -> Wanted:
-    picture = f"{split}-{example.identifier}"
-    name = f"{picture}-{permutation}"
+def _wanted(example: NlvrV1Row, split: str, permutation: int) -> SampleSpec:
+    image = f"{split}-{example.identifier}"
+    name = f"{image}-{permutation}"
     annotation = Annotation.model_validate(
         {
             "source": "nlvr",
-            "image_id": picture,  # whatever the order of its boxes
+            "image_id": image,  # whatever the order of its boxes
             "statement": example.sentence,
             "label": None if example.label is None else TRUTH[example.label.lower()],
             "identifier": example.identifier,
@@ -197,4 +197,4 @@ def _wanted(example: Example, split: str, permutation: int) -> Wanted:
         }
     )
     folder = "" if example.directory is None else f"{example.directory}/"
-    return Wanted(key_of(name), (str(PurePosixPath(f"{folder}{name}.png")),), annotation)
+    return SampleSpec(key_of(name), (str(PurePosixPath(f"{folder}{name}.png")),), annotation)

@@ -1,4 +1,4 @@
-"""Pictures and the questions asked of them: what the converters of question answering share."""
+"""Images and the questions asked of them: what the converters of question answering share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data_tools.builder.build_benchmark import Rows, convert, key_of
-from data_tools.builder.sample_spec import Wanted
+from data_tools.builder.sample_spec import SampleSpec
 from data_tools.sources.annotation_rows import Faults
 from vlp.data.schema import Annotation, Answer, Question
 
@@ -34,8 +34,8 @@ class PlainQuestion(NamedTuple):
         return Question.model_validate({**content, "answers": answers})
 
 
-class Asked(NamedTuple):
-    """A picture's file name and identity, its questions, and what its key begins with."""
+class ImageQuestions(NamedTuple):
+    """An image's file name and identity, its questions, and what its key begins with."""
 
     name: str
     source: str
@@ -46,15 +46,15 @@ class Asked(NamedTuple):
 
 def write_questions(
     arguments: argparse.Namespace,
-    asked: Sequence[Asked],
+    asked: Sequence[ImageQuestions],
     faults: Faults,
     *,
     title: str,
     licence: str,
 ) -> int:
-    """Build the shards of some pictures with their questions; returns the exit code."""
+    """Build the shards of some images with their questions; returns the exit code."""
     wanted = (
-        Wanted(
+        SampleSpec(
             key_of(f"{one.prefix}{Path(one.name).stem}"),
             (one.name,),
             Annotation(

@@ -2,9 +2,9 @@
 
 --refs takes the official pickle (refs(unc).p, refs(google).p, refs(umd).p), read without running
 anything in it, and --instances the instances.json beside it. One folder a split is made below OUT
-(train, val, testA, testB or test), one sample a picture with all the split's expressions. --images
-takes COCO's train2014 pictures. --detections adds proposals: MAttNet's list of {image_id, box} or
-ALBEF's boxes by picture, in pixels of the original picture.
+(train, val, testA, testB or test), one sample an image with all the split's expressions. --images
+takes COCO's train2014 images. --detections adds proposals: MAttNet's list of {image_id, box} or
+ALBEF's boxes by image, in pixels of the original image.
 
 --expressions takes a list of {sent, gt_box, pred_boxes, pred_boxes_img_id} instead, which goes to
 OUT itself. Ids stay: an expression's id is its sent_id (in a list without ids its place, from 0),
@@ -19,18 +19,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_tools.builder.build_benchmark import Rows, convert, key_of, picture_identity
+from data_tools.builder.build_benchmark import Rows, convert, image_identity, key_of
 from data_tools.builder.options import add_build_arguments
-from data_tools.builder.sample_spec import Refused, Wanted
+from data_tools.builder.sample_spec import Refused, SampleSpec
 from data_tools.converters.benchmarks.refs_pickle import read_refs
 from data_tools.sources.annotation_rows import Faults, Row, json_list, members, parsed, read_json
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation, Box, Expression
 
-LICENCE = "annotations as published by lichengunc/refer; pictures under Flickr's terms of use"
+LICENCE = "annotations as published by lichengunc/refer; images under Flickr's terms of use"
 
 Proposals = Mapping[str, list[list[float]]]
-"""Boxes [x, y, width, height] in pixels of the original, by the number of the picture."""
+"""Boxes [x, y, width, height] in pixels of the original, by the number of the image."""
 
 
 class Sentence(Row):
@@ -51,7 +51,7 @@ class Reference(Row):
     category_id: int | None = None
 
 
-class Picture(Row):
+class Image(Row):
     """A row of `images` of instances.json."""
 
     id: int
@@ -69,21 +69,21 @@ class Instance(Row):
 
 
 class References(NamedTuple):
-    """What the two official files hold, pictures and objects by their ids."""
+    """What the two official files hold, images and objects by their ids."""
 
     references: list[Reference]
-    pictures: dict[int, Picture]
+    images: dict[int, Image]
     instances: dict[int, Instance]
 
 
-class Boxes(NamedTuple):
-    """A box [x, y, width, height] and the (width, height) of its picture, in pixels."""
+class BoxInImage(NamedTuple):
+    """A box [x, y, width, height] and the (width, height) of its image, in pixels."""
 
     box: list[float]
     size: tuple[int, int]
 
 
-class Detection(Row):
+class DetectedBox(Row):
     """A detected object; only its place is read."""
 
     image_id: str
@@ -119,12 +119,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("give either --refs (with --instances) or --expressions")
     faults: Faults = []
     if arguments.expressions is not None:
-        wanted = list(scored_pictures(arguments.expressions, faults))
+        wanted = list(scored_images(arguments.expressions, faults))
         rows = Rows(wanted, faults, len(wanted))
         return convert(arguments, [rows], title="RefCOCO", licence=LICENCE)
     if arguments.instances is None:
         raise ConfigError("--refs needs --instances, the instances.json that lies beside it")
-    references, pictures, instances = read_references(arguments.refs, arguments.instances, faults)
+    references, images, instances = read_references(arguments.refs, arguments.instances, faults)
     splits = list(dict.fromkeys(reference.split for reference in references))
     unknown = [split for split in arguments.splits or () if split not in splits]
     if unknown:
@@ -136,78 +136,78 @@ def run(arguments: argparse.Namespace) -> int:
     for split in arguments.splits or splits:
         here = [reference for reference in references if reference.split == split]
         of_split = list(faults)
-        wanted = list(wanted_pictures(here, pictures, instances, proposals, of_split))
+        wanted = list(wanted_images(here, images, instances, proposals, of_split))
         folders.append(Rows(wanted, of_split, len(wanted), split))
     return convert(arguments, folders, title=arguments.instances.parent.name, licence=LICENCE)
 
 
 def read_references(refs: Path, instances: Path, faults: Faults) -> References:
-    """The references of a pickle with the pictures and objects of its instances.json.
+    """The references of a pickle with the images and objects of its instances.json.
 
     Raises:
         ConfigError: a file cannot be used.
     """
     content = read_json(instances)
-    pictures = parsed(members(content, instances, "images"), Picture, faults)
+    images = parsed(members(content, instances, "images"), Image, faults)
     objects = parsed(members(content, instances, "annotations"), Instance, faults)
     return References(
         list(parsed(read_refs(refs), Reference, faults)),
-        {picture.id: picture for picture in pictures},
+        {image.id: image for image in images},
         {one.id: one for one in objects},
     )
 
 
-def boxes_by_reference(refs: Path, instances: Path, faults: Faults) -> dict[int, Boxes]:
-    """The box of each ref_id, and the size of the picture that it was drawn on.
+def boxes_by_reference(refs: Path, instances: Path, faults: Faults) -> dict[int, BoxInImage]:
+    """The box of each ref_id, and the size of the image that it was drawn on.
 
     Raises:
         ConfigError: a file cannot be used.
     """
-    references, pictures, objects = read_references(refs, instances, faults)
+    references, images, objects = read_references(refs, instances, faults)
     found = {}
     for reference in references:
-        picture, one = pictures.get(reference.image_id), objects.get(reference.ann_id)
-        if picture is not None and one is not None and one.image_id == picture.id:
-            found[reference.ref_id] = Boxes(one.bbox, (picture.width, picture.height))
+        image, one = images.get(reference.image_id), objects.get(reference.ann_id)
+        if image is not None and one is not None and one.image_id == image.id:
+            found[reference.ref_id] = BoxInImage(one.bbox, (image.width, image.height))
     return found
 
 
-def wanted_pictures(
+def wanted_images(
     references: Sequence[Reference],
-    pictures: Mapping[int, Picture],
+    images: Mapping[int, Image],
     instances: Mapping[int, Instance],
     proposals: Proposals | None,
     faults: Faults,
-) -> Iterator[Wanted]:
-    """One sample a picture with its expressions, in the order of the references."""
+) -> Iterator[SampleSpec]:
+    """One sample an image with its expressions, in the order of the references."""
     expressions: dict[int, list[Expression]] = defaultdict(list)
     seen: set[str] = set()
     for reference in references:
         instance = instances.get(reference.ann_id)
         which = f"ref {reference.ref_id}"
-        if reference.image_id not in pictures:
-            faults.append(Refused("picture not in instances.json", which))
+        if reference.image_id not in images:
+            faults.append(Refused("image not in instances.json", which))
         elif instance is None:
             faults.append(Refused("object not in instances.json", which))
         elif instance.image_id != reference.image_id:
-            faults.append(Refused("object of another picture", which))
+            faults.append(Refused("object of another image", which))
         else:
             expressions[reference.image_id] += _expressions(reference, instance, seen, faults)
     for image_id, found in expressions.items():
         if not found:
             continue
-        picture = pictures[image_id]
-        source, name = picture_identity(picture.file_name, "coco")
+        image = images[image_id]
+        source, name = image_identity(image.file_name, "coco")
         boxes = None if proposals is None else proposals.get(str(image_id))
         if proposals is not None and not boxes:
-            faults.append(Refused("picture without proposals (kept)", picture.file_name))
+            faults.append(Refused("image without proposals (kept)", image.file_name))
         annotation = Annotation(source=source, image_id=name, expressions=found, proposals=boxes)
-        key = key_of(Path(picture.file_name).stem)
-        yield Wanted(key, (picture.file_name,), annotation, (picture.width, picture.height))
+        key = key_of(Path(image.file_name).stem)
+        yield SampleSpec(key, (image.file_name,), annotation, (image.width, image.height))
 
 
-def scored_pictures(path: Path, faults: Faults) -> Iterator[Wanted]:
-    """One sample a picture of a list of expressions, with the picture's proposals.
+def scored_images(path: Path, faults: Faults) -> Iterator[SampleSpec]:
+    """One sample an image of a list of expressions, with the image's proposals.
 
     Raises:
         ConfigError: the file cannot be read or is no such list.
@@ -216,22 +216,22 @@ def scored_pictures(path: Path, faults: Faults) -> Iterator[Wanted]:
     proposals: dict[str, list[list[float]]] = {}
     for number, row in enumerate(parsed(json_list(path), Scored, faults)):
         if not row.pred_boxes_img_id:
-            faults.append(Refused("expression without a picture", str(number)))
+            faults.append(Refused("expression without an image", str(number)))
             continue
         stem = row.pred_boxes_img_id[0].rpartition("_")[0]
         if proposals.setdefault(stem, row.pred_boxes) != row.pred_boxes:
-            faults.append(Refused("other proposals for the same picture (the first kept)", stem))
+            faults.append(Refused("other proposals for the same image (the first kept)", stem))
         expressions[stem].append(Expression(id=str(number), text=row.sent, box=row.gt_box))
     for stem, found in expressions.items():
-        source, image_id = picture_identity(f"{stem}.jpg", "coco")
+        source, image_id = image_identity(f"{stem}.jpg", "coco")
         annotation = Annotation(
             source=source, image_id=image_id, expressions=found, proposals=proposals[stem]
         )
-        yield Wanted(key_of(stem), (f"{stem}.jpg",), annotation)
+        yield SampleSpec(key_of(stem), (f"{stem}.jpg",), annotation)
 
 
 def read_proposals(path: Path, faults: Faults) -> Proposals:
-    """Detected boxes by the number of their picture.
+    """Detected boxes by the number of their image.
 
     Args:
         path: a list of {image_id, box or bbox}, the same under "dets", or an object
@@ -251,10 +251,10 @@ def read_proposals(path: Path, faults: Faults) -> Proposals:
             for box in (boxes if isinstance(boxes, list) else [boxes])
         ]
     if not isinstance(content, list):
-        raise ConfigError(f"{path}: neither a list of detections nor boxes by picture")
+        raise ConfigError(f"{path}: neither a list of detections nor boxes by image")
     rows = ((f"{path}, row {number}", _detection(row)) for number, row in enumerate(content, 1))
     found: dict[str, list[list[float]]] = defaultdict(list)
-    for detection in parsed(rows, Detection, faults):
+    for detection in parsed(rows, DetectedBox, faults):
         found[detection.image_id].append(detection.box)
     return found
 
@@ -264,7 +264,7 @@ def _detection(row: Any) -> Any:
     if not isinstance(row, dict):
         return row
     box = row.get("box", row.get("bbox"))
-    if isinstance(box, dict):  # one detection of the boxes of a picture
+    if isinstance(box, dict):  # one detection of the boxes of an image
         box = box.get("box", box.get("bbox"))
     return {**row, "box": box[:4] if isinstance(box, list) else box}
 

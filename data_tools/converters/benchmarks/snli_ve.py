@@ -1,8 +1,8 @@
-"""SNLI-VE (and e-SNLI-VE in its field names) to shards: a picture, a hypothesis and its label.
+"""SNLI-VE (and e-SNLI-VE in its field names) to shards: an image, a hypothesis and its label.
 
 --annotations takes the official snli_ve_{train,dev,test}.jsonl, gzipped or not. --images takes
-folders or tars (also compressed) that hold Flickr30k's pictures as <Flickr30K_ID>.jpg. Each pair is
-one sample with its picture, so the picture of several pairs is stored several times; --max-side
+folders or tars (also compressed) that hold Flickr30k's images as <Flickr30K_ID>.jpg. Each pair is
+one sample with its image, so the image of several pairs is stored several times; --max-side
 keeps that small. Pairs without a gold label ("-") are left out and counted.
 """
 
@@ -14,16 +14,16 @@ from pathlib import Path
 
 from data_tools.builder.build_benchmark import Rows, convert, key_of
 from data_tools.builder.options import add_build_arguments
-from data_tools.builder.sample_spec import Refused, Wanted
+from data_tools.builder.sample_spec import Refused, SampleSpec
 from data_tools.sources.annotation_rows import Faults, Row, json_lines, line_count, parsed
 from vlp.data.schema import Annotation
 
 LABELS = ("entailment", "neutral", "contradiction")
 NO_CONSENSUS = "-"
-LICENCE = "SNLI: CC BY-SA 4.0; pictures: Flickr's, for research and education only"
+LICENCE = "SNLI: CC BY-SA 4.0; images: Flickr's, for research and education only"
 
 
-class Pair(Row):
+class SnliVeRow(Row):
     """A row of the official files."""
 
     Flickr30K_ID: str
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     return convert(arguments, [rows], title="SNLI-VE", licence=LICENCE)
 
 
-def wanted_pairs(paths: Sequence[Path], faults: Faults) -> Iterator[Wanted]:
+def wanted_pairs(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
     """One sample a pair, in the order of the files.
 
     Raises:
@@ -58,7 +58,7 @@ def wanted_pairs(paths: Sequence[Path], faults: Faults) -> Iterator[Wanted]:
     """
     seen: set[str] = set()
     for path in paths:
-        for pair in parsed(json_lines(path, faults), Pair, faults):
+        for pair in parsed(json_lines(path, faults), SnliVeRow, faults):
             if pair.pairID in seen:
                 faults.append(Refused("pairID given twice", pair.pairID))
             elif pair.gold_label == NO_CONSENSUS:
@@ -72,7 +72,7 @@ def wanted_pairs(paths: Sequence[Path], faults: Faults) -> Iterator[Wanted]:
             seen.add(pair.pairID)
 
 
-def _wanted(pair: Pair) -> Wanted:
+def _wanted(pair: SnliVeRow) -> SampleSpec:
     annotation = Annotation.model_validate(
         {
             "source": "flickr30k",
@@ -84,4 +84,4 @@ def _wanted(pair: Pair) -> Wanted:
             "captionID": pair.captionID,
         }
     )
-    return Wanted(key_of(pair.pairID), (f"{pair.Flickr30K_ID}.jpg",), annotation)
+    return SampleSpec(key_of(pair.pairID), (f"{pair.Flickr30K_ID}.jpg",), annotation)

@@ -1,12 +1,12 @@
-"""VQA v2 (and Visual Genome's questions) to shards: one sample a picture with all its questions.
+"""VQA v2 (and Visual Genome's questions) to shards: one sample an image with all its questions.
 
 --questions and --annotations take the official files, with or without their header, gzipped or not;
 several are joined (train and val). Without --annotations (a test set) questions have no answers.
-Pictures are looked for under COCO's names, built from the header's data_subtype (--subset where a
+Images are looked for under COCO's names, built from the header's data_subtype (--subset where a
 file has no header). Answers are stored as {answer, count}; who was how sure is not kept.
 
 --visual-genome adds question_answers.json. Its one answer counts as given by ten people, without
-its capital letters and full stop, as VQA's answers are written. With --image-data a picture that is
+its capital letters and full stop, as VQA's answers are written. With --image-data an image that is
 also COCO's is named so.
 """
 
@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 
 from pydantic import AliasChoices, Field
 
-from data_tools.builder.build_benchmark import picture_identity
+from data_tools.builder.build_benchmark import image_identity
 from data_tools.builder.options import add_build_arguments
 from data_tools.builder.sample_spec import Refused
 from data_tools.converters.benchmarks.questions import (
-    Asked,
+    ImageQuestions,
     PlainQuestion,
     counted,
     lone_answer,
@@ -35,7 +35,7 @@ from data_tools.sources.annotation_rows import Faults, Row, json_list, members, 
 from data_tools.sources.json_stream import streamed_list
 from vlp.config import ConfigError
 
-LICENCE = "annotations CC BY 4.0; pictures under Flickr's terms of use"
+LICENCE = "annotations CC BY 4.0; images under Flickr's terms of use"
 
 
 class QuestionRow(Row):
@@ -79,7 +79,7 @@ class GenomeQuestion(Row):
     answer: str
 
 
-class GenomePicture(Row):
+class GenomeImage(Row):
     """A row of Visual Genome's question_answers.json."""
 
     id: int = Field(validation_alias=AliasChoices("id", "image_id"))
@@ -103,10 +103,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--subset", help="train2014, val2014, test2015; for files without a header")
     parser.add_argument(
-        "--picture-name",
+        "--image-name",
         default="COCO_{subset}_{image_id:012d}.jpg",
         metavar="PATTERN",
-        help="file name of a picture (default %(default)s)",
+        help="file name of an image (default %(default)s)",
     )
     parser.add_argument("--visual-genome", type=Path, help="Visual Genome's question_answers.json")
     parser.add_argument("--image-data", type=Path, help="Visual Genome's image_data.json")
@@ -122,16 +122,16 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.questions and arguments.visual_genome is None:
         raise ConfigError("nothing to convert: give --questions or --visual-genome")
     faults: Faults = []
-    asked: list[Asked] = []
+    asked: list[ImageQuestions] = []
     if arguments.questions:
         answers = read_answers(arguments.annotations, faults)
-        asked += vqa_pictures(
-            arguments.questions, answers, arguments.subset, arguments.picture_name, faults
+        asked += vqa_images(
+            arguments.questions, answers, arguments.subset, arguments.image_name, faults
         )
         if arguments.annotations:
             _check_answered(asked, arguments)
     if arguments.visual_genome is not None:
-        asked += genome_pictures(arguments.visual_genome, arguments.image_data, faults)
+        asked += genome_images(arguments.visual_genome, arguments.image_data, faults)
     return write_questions(arguments, asked, faults, title="VQA", licence=LICENCE)
 
 
@@ -156,20 +156,20 @@ def read_answers(paths: Sequence[Path], faults: Faults) -> dict[str, Given]:
     return found
 
 
-def vqa_pictures(
+def vqa_images(
     paths: Sequence[Path],
     answers: Mapping[str, Given],
     subset: str | None,
     pattern: str,
     faults: Faults,
-) -> list[Asked]:
-    """The pictures that the question files ask about, in the order of their first question.
+) -> list[ImageQuestions]:
+    """The images that the question files ask about, in the order of their first question.
 
     Raises:
         ConfigError: a file cannot be used, has no header where `subset` is None, or the pattern of
-            the pictures' names makes no sense.
+            the images' names makes no sense.
     """
-    pictures: dict[str, Asked] = {}
+    images: dict[str, ImageQuestions] = {}
     seen: set[str] = set()
     for path in paths:
         content = read_json(path)
@@ -184,17 +184,17 @@ def vqa_pictures(
                 faults.append(Refused("empty question", row.question_id))
                 continue
             name = _file_name(pattern, known, row.image_id)
-            if name not in pictures:
-                source, image_id = picture_identity(name, "coco")
-                pictures[name] = Asked(name, source, image_id, [])
-            pictures[name].questions.append(_question(row, answers, faults))
+            if name not in images:
+                source, image_id = image_identity(name, "coco")
+                images[name] = ImageQuestions(name, source, image_id, [])
+            images[name].questions.append(_question(row, answers, faults))
     for unasked in sorted(answers.keys() - seen):
         faults.append(Refused("annotation without question", unasked))
-    return list(pictures.values())
+    return list(images.values())
 
 
-def genome_pictures(path: Path, image_data: Path | None, faults: Faults) -> list[Asked]:
-    """The pictures of Visual Genome's question_answers.json.
+def genome_images(path: Path, image_data: Path | None, faults: Faults) -> list[ImageQuestions]:
+    """The images of Visual Genome's question_answers.json.
 
     Raises:
         ConfigError: a file cannot be used.
@@ -203,11 +203,11 @@ def genome_pictures(path: Path, image_data: Path | None, faults: Faults) -> list
     if image_data is not None:
         rows = parsed(streamed_list(image_data), GenomeData, faults)
         coco = {row.id: row.coco_id for row in rows if row.coco_id is not None}
-    found: list[Asked] = []
+    found: list[ImageQuestions] = []
     seen: set[str] = set()
-    for picture in parsed(streamed_list(path), GenomePicture, faults):
+    for image in parsed(streamed_list(path), GenomeImage, faults):
         questions = []
-        for asked in picture.qas:
+        for asked in image.qas:
             if asked.qa_id in seen:
                 faults.append(Refused("question id given twice", f"Visual Genome {asked.qa_id}"))
                 continue
@@ -219,9 +219,9 @@ def genome_pictures(path: Path, image_data: Path | None, faults: Faults) -> list
             # Its numbers are not VQA's, and a shard may hold both.
             questions.append(lone_answer(f"vg-{asked.qa_id}", asked.question, answer))
         if questions:
-            number = coco.get(picture.id)
-            source, image_id = ("visual_genome", picture.id) if number is None else ("coco", number)
-            found.append(Asked(f"{picture.id}.jpg", source, str(image_id), questions, "vg-"))
+            number = coco.get(image.id)
+            source, image_id = ("visual_genome", image.id) if number is None else ("coco", number)
+            found.append(ImageQuestions(f"{image.id}.jpg", source, str(image_id), questions, "vg-"))
     return found
 
 
@@ -229,7 +229,7 @@ def _question(row: QuestionRow, answers: Mapping[str, Given], faults: Faults) ->
     given = answers.get(row.question_id)
     if given is not None and given.image_id not in (None, row.image_id):
         which = f"{row.question_id} (asked of {row.image_id}, answered of {given.image_id})"
-        faults.append(Refused("annotation of another picture", which))
+        faults.append(Refused("annotation of another image", which))
         given = None
     if answers and (given is None or not given.answers):
         faults.append(Refused("question without answers (kept)", row.question_id))
@@ -244,7 +244,7 @@ def _interned(text: str | None) -> str | None:
     return None if text is None else sys.intern(text)
 
 
-def _check_answered(asked: Sequence[Asked], arguments: argparse.Namespace) -> None:
+def _check_answered(asked: Sequence[ImageQuestions], arguments: argparse.Namespace) -> None:
     if not any(question.answers for one in asked for question in one.questions):
         raise ConfigError(
             f"{arguments.annotations[0]}: answers none of the questions of "
@@ -264,5 +264,5 @@ def _file_name(pattern: str, subset: str, image_id: int) -> str:
         return pattern.format(subset=subset, image_id=image_id)
     except (KeyError, IndexError, ValueError) as error:
         raise ConfigError(
-            f"--picture-name {pattern!r}: {{subset}} and {{image_id}} can stand in it ({error})"
+            f"--image-name {pattern!r}: {{subset}} and {{image_id}} can stand in it ({error})"
         ) from error

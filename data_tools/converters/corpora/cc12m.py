@@ -6,7 +6,7 @@
         --img2dataset shards/cc12m/downloaded --out shards/cc12m
 
 --annotations takes the official file (`url<TAB>caption`), gzipped or not; `<PERSON>` in a caption
-becomes `person`. Pictures that lie in folders, tars or zips are taken with --images and --names
+becomes `person`. Images that lie in folders, tars or zips are taken with --images and --names
 instead. img2dataset's own tars can also be trained on as they are, their captions uncleaned:
 python -m data_tools index FOLDER.
 """
@@ -21,7 +21,7 @@ from data_tools.converters.corpora.web import WebList, add_web_arguments, read_t
 CC12M = WebList(
     "cc12m",
     "Conceptual 12M (CC12M)",
-    "the list: free for any purpose, with acknowledgement of Google LLC; the pictures are their "
+    "the list: free for any purpose, with acknowledgement of Google LLC; the images are their "
     "owners'",
     partial(read_tsv, caption_first=False),
 )

@@ -5,7 +5,7 @@
     python -m data_tools cc3m --annotations Train_GCC-training.tsv \\
         --img2dataset shards/cc3m/downloaded --out shards/cc3m
 
---annotations takes the official file (`caption<TAB>url`), gzipped or not. Pictures that lie in
+--annotations takes the official file (`caption<TAB>url`), gzipped or not. Images that lie in
 folders, tars or zips are taken with --images and --names instead. img2dataset's own tars can also
 be trained on as they are, their captions uncleaned: python -m data_tools index FOLDER.
 """
@@ -20,7 +20,7 @@ from data_tools.converters.corpora.web import WebList, add_web_arguments, read_t
 CC3M = WebList(
     "cc3m",
     "Conceptual Captions (CC3M)",
-    "the list: free for any purpose, with acknowledgement of Google LLC; the pictures are their "
+    "the list: free for any purpose, with acknowledgement of Google LLC; the images are their "
     "owners'",
     partial(read_tsv, caption_first=True),
 )

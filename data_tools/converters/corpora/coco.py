@@ -1,4 +1,4 @@
-"""Turn COCO's captions and pictures into shards, a folder a split.
+"""Turn COCO's captions and images into shards, a folder a split.
 
     python -m data_tools coco --annotations dataset_coco.json --images coco/ --out shards/coco
 
@@ -7,7 +7,7 @@ official captions_train2017.json, captions_val2014.json ... (a folder each, name
 --images takes the official zips as they are, or the folders. Of the test sets COCO gives no
 captions away, so there is nothing to convert.
 
---instances takes the official instances_*.json of the same pictures, beside official captions. Then
+--instances takes the official instances_*.json of the same images, beside official captions. Then
 samples have all boxes, and words of captions that name the only object of a category have its box:
 `python -m evaluation pointing` asks whether a model finds it.
 """
@@ -18,14 +18,14 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from data_tools.builder.build_corpus import Part, make_corpus
+from data_tools.builder.build_corpus import CorpusPart, make_corpus
 from data_tools.builder.caption_cleaning import clean_captions
 from data_tools.builder.options import add_build_arguments
-from data_tools.builder.sample_spec import Refused, Wanted
+from data_tools.builder.sample_spec import Refused, SampleSpec
 from data_tools.converters.benchmarks.category_words import CategoryWords
 from data_tools.converters.corpora.karpathy import (
     add_split_arguments,
-    key_of_picture,
+    key_of_image,
     read_karpathy,
     split_parts,
 )
@@ -34,10 +34,10 @@ from vlp.config import ConfigError
 from vlp.data.schema import Annotation
 
 SOURCE = "coco"
-LICENCE = "annotations CC BY 4.0 (COCO Consortium); pictures under Flickr's terms of use"
+LICENCE = "annotations CC BY 4.0 (COCO Consortium); images under Flickr's terms of use"
 
 
-class _Image(Row):
+class _CocoImage(Row):
     id: int
     file_name: str
     coco_url: str | None = None
@@ -102,14 +102,14 @@ def official_part(
     max_words: int,
     objects: CategoryWords | None = None,
     faults: Sequence[Refused] = (),
-) -> Part:
+) -> CorpusPart:
     """The shards of one official file.
 
     Args:
         path: of the captions.
         name: of the folder.
         max_words: of a caption.
-        objects: of the pictures, whose boxes are wanted.
+        objects: of the images, whose boxes are wanted.
         faults: found before.
 
     Raises:
@@ -119,19 +119,19 @@ def official_part(
     captions: dict[int, list[str]] = {}
     for row in parsed(json_list(path, "annotations"), _Caption, faults):
         captions.setdefault(row.image_id, []).append(row.caption)
-    images = list(parsed(json_list(path, "images"), _Image, faults))
-    return Part(name, _wanted(images, captions, faults, max_words, objects), len(images))
+    images = list(parsed(json_list(path, "images"), _CocoImage, faults))
+    return CorpusPart(name, _wanted(images, captions, faults, max_words, objects), len(images))
 
 
 def _wanted(
-    images: list[_Image],
+    images: list[_CocoImage],
     captions: dict[int, list[str]],
     faults: Faults,
     max_words: int,
     objects: CategoryWords | None,
-) -> Iterator[Wanted | Refused]:
+) -> Iterator[SampleSpec | Refused]:
     for image in images:
-        key = key_of_picture(image.file_name)
+        key = key_of_image(image.file_name)
         texts, dropped = clean_captions(captions.get(image.id, ()), key, max_words)
         yield from dropped
         annotation = Annotation(
@@ -144,7 +144,7 @@ def _wanted(
             words=None if objects is None else objects.words(image.id, texts),
         )
         size = None if objects is None else objects.size(image.id)
-        yield Wanted(key, (image.file_name,), annotation, size)
+        yield SampleSpec(key, (image.file_name,), annotation, size)
     for number in captions.keys() - {image.id for image in images}:
-        yield Refused("captions of an unknown picture", str(number))
+        yield Refused("captions of an unknown image", str(number))
     yield from faults

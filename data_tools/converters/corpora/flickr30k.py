@@ -1,11 +1,11 @@
-"""Turn Flickr30k and its pictures into shards, a folder a split.
+"""Turn Flickr30k and its images into shards, a folder a split.
 
     python -m data_tools flickr30k --annotations dataset_flickr30k.json \\
         --images flickr30k-images/ --out shards/flickr30k
 
 --annotations takes Karpathy's JSON, which has the splits everybody evaluates on, or the official
-results_20130124.token (`PICTURE.jpg#0<TAB>caption`), which has none: name the lists of pictures
-then (--lists train.txt val.txt test.txt, one picture a line, with or without .jpg), or everything
+results_20130124.token (`IMAGE.jpg#0<TAB>caption`), which has none: name the lists of images
+then (--lists train.txt val.txt test.txt, one image a line, with or without .jpg), or everything
 goes to OUT/all.
 """
 
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="+",
         metavar="SPLIT.txt",
-        help="pictures of each split, for the .token file; the file's name is the split's",
+        help="images of each split, for the .token file; the file's name is the split's",
     )
     add_split_arguments(parser)
     add_build_arguments(parser)
@@ -62,15 +62,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read_tokens(path: Path, lists: Sequence[Path]) -> list[Entry]:
-    """Read `PICTURE.jpg#NUMBER<TAB>CAPTION` lines, in the order of the pictures.
+    """Read `IMAGE.jpg#NUMBER<TAB>CAPTION` lines, in the order of the images.
 
     Args:
         path: the .token file.
-        lists: pictures of each split; one that is in none of them is left out. Without lists the
+        lists: images of each split; one that is in none of them is left out. Without lists the
             split of all is `all`.
 
     Raises:
-        ConfigError: a file cannot be read, a line has another layout, or a picture is in two
+        ConfigError: a file cannot be read, a line has another layout, or an image is in two
             lists.
     """
     splits: dict[str, str] = {}
@@ -82,18 +82,16 @@ def read_tokens(path: Path, lists: Sequence[Path]) -> list[Entry]:
     captions: dict[str, list[str]] = {}
     for number, line in enumerate(_lines(path), 1):
         name, tab, caption = line.partition("\t")
-        picture, mark, _ = name.partition("#")
+        image, mark, _ = name.partition("#")
         if not (tab and mark):
-            raise ConfigError(
-                f"{path}, line {number}: this should be PICTURE.jpg#NUMBER<TAB>CAPTION"
-            )
-        captions.setdefault(picture, []).append(caption)
+            raise ConfigError(f"{path}, line {number}: this should be IMAGE.jpg#NUMBER<TAB>CAPTION")
+        captions.setdefault(image, []).append(caption)
     entries = []
-    for picture, texts in captions.items():
-        stem = Path(picture).stem
+    for image, texts in captions.items():
+        stem = Path(image).stem
         split = splits.get(stem) if lists else "all"
         if split is not None:
-            entries.append(Entry(picture, split, texts, SOURCE, stem))
+            entries.append(Entry(image, split, texts, SOURCE, stem))
     return entries
 
 

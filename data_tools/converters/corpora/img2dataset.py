@@ -1,6 +1,6 @@
-"""Pictures that img2dataset has downloaded into WebDataset tars, found by their URL.
+"""Images that img2dataset has downloaded into WebDataset tars, found by their URL.
 
-Its tars hold KEY.jpg, KEY.txt and KEY.json, and the JSON says from which `url` the picture came.
+Its tars hold KEY.jpg, KEY.txt and KEY.json, and the JSON says from which `url` the image came.
 The key depends on how the list was cut into tars, so it is no safe way back to a row of the list.
 """
 
@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 from tqdm import tqdm
 
-from data_tools.sources.image_sources import Originals, Place
+from data_tools.sources.image_sources import ImageLocation, Originals
 from vlp.config import ConfigError
-from vlp.data.shards.sample_files import MAX_ANNOTATION_BYTES, PICTURES, contents
+from vlp.data.shards.sample_files import IMAGES, MAX_ANNOTATION_BYTES, contents
 
 _ENTRY = np.dtype([("url", "<u8"), ("tar", "<u4"), ("size", "<u4"), ("offset", "<u8")])
 
@@ -29,9 +29,9 @@ class _Said(BaseModel):
 
 
 class Downloads(Originals):
-    """Finds pictures by URL in folders of img2dataset's tars.
+    """Finds images by URL in folders of img2dataset's tars.
 
-    24 bytes a picture are kept: URLs are told apart by 64 bits of a hash, at 12 million pictures a
+    24 bytes an image are kept: URLs are told apart by 64 bits of a hash, at 12 million images a
     chance of one in 250,000 that any two of them are taken for one.
 
     Raises:
@@ -48,7 +48,7 @@ class Downloads(Originals):
                 entries["tar"] = number
                 found.append(entries)
                 if without:
-                    self.problems.append(f"{self._tars[number]}: {without} pictures without a url")
+                    self.problems.append(f"{self._tars[number]}: {without} images without a url")
                 if problem:
                     self.problems.append(f"{self._tars[number]}: {problem}")
                 bar.update()
@@ -56,28 +56,28 @@ class Downloads(Originals):
         # A stable sort: of equal URLs the first one stays in front.
         self._entries = entries[np.argsort(entries["url"], kind="stable")]
 
-    def find(self, name: str) -> Place | None:
-        """Where the picture of a URL lies, or None."""
+    def find(self, name: str) -> ImageLocation | None:
+        """Where the image of a URL lies, or None."""
         wanted = _number(name)
         place = int(np.searchsorted(self._entries["url"], wanted))
         if place == len(self._entries) or self._entries["url"][place] != wanted:
             return None
         _, tar, size, offset = self._entries[place].tolist()
-        return Place(self._tars[tar], offset, size)
+        return ImageLocation(self._tars[tar], offset, size)
 
     def __len__(self) -> int:
         return len(self._entries)
 
 
 def survey(path: Path) -> tuple[NDArray[Any], int, str | None]:
-    """The pictures of one tar (URL, size, offset), how many have no URL, and what is damaged."""
+    """The images of one tar (URL, size, offset), how many have no URL, and what is damaged."""
     found = contents(path)
     entries, without = [], 0
     if found.missing:
         return np.empty(0, _ENTRY), 0, found.problem
     with open(path, "rb") as file:
         for sample in found.samples:
-            extension = next((name for name in PICTURES if name in sample.files), None)
+            extension = next((name for name in IMAGES if name in sample.files), None)
             said = sample.files.get("json")
             if extension is None:
                 continue
@@ -90,8 +90,8 @@ def survey(path: Path) -> tuple[NDArray[Any], int, str | None]:
             except ValidationError:
                 without += 1
                 continue
-            picture = sample.files[extension]
-            entries.append((_number(url), 0, picture.size, picture.offset))
+            image = sample.files[extension]
+            entries.append((_number(url), 0, image.size, image.offset))
     return np.array(entries, _ENTRY), without, found.problem
 
 

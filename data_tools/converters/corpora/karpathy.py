@@ -1,4 +1,4 @@
-"""Karpathy's layout of Flickr8k, Flickr30k and COCO: one JSON with pictures, splits, sentences."""
+"""Karpathy's layout of Flickr8k, Flickr30k and COCO: one JSON with images, splits, sentences."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from data_tools.builder.build_corpus import Part
+from data_tools.builder.build_corpus import CorpusPart
 from data_tools.builder.caption_cleaning import add_caption_arguments, clean_captions
-from data_tools.builder.sample_spec import Refused, Wanted
+from data_tools.builder.sample_spec import Refused, SampleSpec
 from data_tools.sources.annotation_rows import Row, explained, read_json
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation
 
 RESTVAL = "restval"
-"""COCO's name for pictures of val2014 that nobody evaluates on; they are trained on."""
+"""COCO's name for images of val2014 that nobody evaluates on; they are trained on."""
 
 
 class Entry(NamedTuple):
-    """One picture of the JSON; `image_id` as its source counts."""
+    """One image of the JSON; `image_id` as its source counts."""
 
     filename: str
     split: str
@@ -34,7 +34,7 @@ class _Sentence(Row):
     raw: str
 
 
-class _Image(Row):
+class _KarpathyImage(Row):
     filename: str
     split: str
     sentences: list[_Sentence]
@@ -42,8 +42,8 @@ class _Image(Row):
     cocoid: int | None = None
 
 
-class _File(Row):
-    images: list[_Image]
+class _KarpathyFile(Row):
+    images: list[_KarpathyImage]
     dataset: str | None = None
 
 
@@ -61,7 +61,7 @@ def read_karpathy(path: Path) -> list[Entry]:
     """
     content = read_json(path)
     try:
-        file = _File.model_validate(content)
+        file = _KarpathyFile.model_validate(content)
     except ValidationError as error:
         raise ConfigError(
             f"{path}: not a Karpathy-style JSON with images, filename, split and sentences/raw "
@@ -73,7 +73,7 @@ def read_karpathy(path: Path) -> list[Entry]:
 
 def split_parts(
     entries: Sequence[Entry], splits: Sequence[str] | None, max_words: int
-) -> list[Part]:
+) -> list[CorpusPart]:
     """A folder of shards for each split.
 
     Raises:
@@ -86,25 +86,25 @@ def split_parts(
     parts = []
     for split in splits or there:
         chosen = [entry for entry in entries if entry.split == split]
-        parts.append(Part(split, _wanted(chosen, max_words), len(chosen)))
+        parts.append(CorpusPart(split, _wanted(chosen, max_words), len(chosen)))
     return parts
 
 
-def key_of_picture(filename: str) -> str:
-    """The key of a sample from its picture's name: no dot may end it early, nor a space."""
+def key_of_image(filename: str) -> str:
+    """The key of a sample from its image's name: no dot may end it early, nor a space."""
     return "_".join(Path(filename).stem.replace(".", "_").split())
 
 
-def _wanted(entries: Sequence[Entry], max_words: int) -> Iterator[Wanted | Refused]:
+def _wanted(entries: Sequence[Entry], max_words: int) -> Iterator[SampleSpec | Refused]:
     for entry in entries:
-        key = key_of_picture(entry.filename)
+        key = key_of_image(entry.filename)
         captions, dropped = clean_captions(entry.captions, key, max_words)
         yield from dropped
         annotation = Annotation(captions=captions, source=entry.source, image_id=entry.image_id)
-        yield Wanted(key, (entry.filename,), annotation)
+        yield SampleSpec(key, (entry.filename,), annotation)
 
 
-def _entry(image: _Image, source: str) -> Entry:
+def _entry(image: _KarpathyImage, source: str) -> Entry:
     name = f"{image.filepath}/{image.filename}" if image.filepath else image.filename
     number = Path(image.filename).stem if image.cocoid is None else str(image.cocoid)
     split = "train" if image.split == RESTVAL else image.split

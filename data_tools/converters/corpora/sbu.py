@@ -6,7 +6,7 @@
         --img2dataset shards/sbu/downloaded --out shards/sbu
 
 --annotations takes the official JSON: three lists `image_urls`, `captions` and `user_ids` of one
-length, gzipped or not. Pictures that lie in folders, tars or zips are taken with --images and
+length, gzipped or not. Images that lie in folders, tars or zips are taken with --images and
 --names instead ({file} is Flickr's own file name).
 """
 
@@ -24,7 +24,7 @@ from data_tools.sources.annotation_rows import Row, explained, read_json
 from vlp.config import ConfigError
 
 
-class _File(Row):
+class _SbuFile(Row):
     image_urls: list[str]
     captions: list[str]
     user_ids: list[str] | None = None
@@ -47,7 +47,7 @@ def read_sbu(path: Path) -> Iterator[WebRow | Refused]:
         ConfigError: the file is missing, of another layout, or its lists differ in length.
     """
     try:
-        file = _File.model_validate(read_json(path))
+        file = _SbuFile.model_validate(read_json(path))
     except ValidationError as error:
         raise ConfigError(
             f"{path}: not SBU's JSON with image_urls and captions ({explained(error)})"
@@ -62,4 +62,4 @@ def read_sbu(path: Path) -> Iterator[WebRow | Refused]:
         yield WebRow(number, caption, url, {} if user is None else {"user_id": user})
 
 
-SBU = WebList("sbu", "SBU captions", "pictures under Flickr's terms of use; research use", read_sbu)
+SBU = WebList("sbu", "SBU captions", "images under Flickr's terms of use; research use", read_sbu)

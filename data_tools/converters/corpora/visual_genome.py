@@ -1,11 +1,11 @@
-"""Turn Visual Genome's regions and pictures into shards.
+"""Turn Visual Genome's regions and images into shards.
 
     python -m data_tools visual_genome --regions region_descriptions.json \\
         --image-data image_data.json --images VG_100K/ VG_100K_2/ --out shards/visual_genome
 
 Each region's phrase is a caption, and a referring expression with the region's box. image_data.json
-(optional) says which pictures are COCO's: those get COCO's identity (`source` coco, `image_id` the
-number there), so that one picture in both corpora is known as one.
+(optional) says which images are COCO's: those get COCO's identity (`source` coco, `image_id` the
+number there), so that one image in both corpora is known as one.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any, NamedTuple
 
 from pydantic import AliasChoices, Field, ValidationError
 
-from data_tools.builder.build_corpus import Part, make_corpus
+from data_tools.builder.build_corpus import CorpusPart, make_corpus
 from data_tools.builder.caption_cleaning import add_caption_arguments, clean_caption, why_dropped
 from data_tools.builder.fit_boxes import OUTSIDE
 from data_tools.builder.options import add_build_arguments
-from data_tools.builder.sample_spec import Refused, Wanted
+from data_tools.builder.sample_spec import Refused, SampleSpec
 from data_tools.sources.annotation_rows import Faults, Row, parsed
 from data_tools.sources.json_stream import streamed_list
 from vlp.data.schema import Annotation, Expression
 
 SOURCE = "visual_genome"
-LICENCE = "annotations CC BY 4.0; pictures under Flickr's terms of use"
+LICENCE = "annotations CC BY 4.0; images under Flickr's terms of use"
 
 
 class _Region(Row):
@@ -39,7 +39,7 @@ class _Region(Row):
     height: float
 
 
-class _Picture(Row):
+class _GenomeImage(Row):
     id: int = Field(validation_alias=AliasChoices("id", "image_id"))
     regions: list[dict[str, Any]]
 
@@ -74,8 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.image_data is not None:
         rows = parsed(streamed_list(arguments.image_data), _Data, known.faults)
         known = _Known({row.id: row for row in rows}, known.faults)
-    part = Part(
-        "", wanted_pictures(arguments.regions, known, arguments.max_words), len(known.data) or None
+    part = CorpusPart(
+        "", wanted_images(arguments.regions, known, arguments.max_words), len(known.data) or None
     )
     settings = {"max_words": arguments.max_words}
     return make_corpus(
@@ -83,17 +83,17 @@ def run(arguments: argparse.Namespace) -> int:
     )
 
 
-def wanted_pictures(path: Path, known: _Known, max_words: int) -> Iterator[Wanted | Refused]:
-    """A sample for each picture of region_descriptions.json.
+def wanted_images(path: Path, known: _Known, max_words: int) -> Iterator[SampleSpec | Refused]:
+    """A sample for each image of region_descriptions.json.
 
     Raises:
         ConfigError: the file is missing or has another layout.
     """
-    for picture in parsed(streamed_list(path), _Picture, known.faults):
-        key = f"vg-{picture.id}"
+    for image in parsed(streamed_list(path), _GenomeImage, known.faults):
+        key = f"vg-{image.id}"
         captions: list[str] = []
         expressions: list[Expression] = []
-        for content in picture.regions:
+        for content in image.regions:
             try:
                 region = _Region.model_validate(content)
             except ValidationError:
@@ -111,16 +111,16 @@ def wanted_pictures(path: Path, known: _Known, max_words: int) -> Iterator[Wante
                 expressions.append(Expression(id=region.region_id, text=phrase, box=box))
             except ValidationError:  # a negative side
                 yield Refused(OUTSIDE, f"{key}/expression {region.region_id}")
-        data = known.data.get(picture.id)
+        data = known.data.get(image.id)
         in_coco = data is not None and data.coco_id is not None
         annotation = Annotation(
             captions=list(dict.fromkeys(captions)),
             expressions=expressions,
             source="coco" if in_coco else SOURCE,
-            image_id=str(data.coco_id if data and in_coco else picture.id),
-            visual_genome_id=picture.id,
+            image_id=str(data.coco_id if data and in_coco else image.id),
+            visual_genome_id=image.id,
             **({"url": data.url, "flickr_id": data.flickr_id} if data else {}),
         )
         size = (data.width, data.height) if data else None
-        yield Wanted(key, (f"{picture.id}.jpg",), annotation, size)
+        yield SampleSpec(key, (f"{image.id}.jpg",), annotation, size)
     yield from known.faults

@@ -1,4 +1,4 @@
-"""Captions of pictures on the web (CC3M, CC12M, SBU): rows of a list to samples, joined by URL."""
+"""Captions of images on the web (CC3M, CC12M, SBU): rows of a list to samples, joined by URL."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from urllib.parse import unquote, urlsplit
 
 from tqdm import tqdm
 
-from data_tools.builder.build_corpus import Part, make_corpus
+from data_tools.builder.build_corpus import CorpusPart, make_corpus
 from data_tools.builder.caption_cleaning import add_caption_arguments, clean_caption, why_dropped
 from data_tools.builder.options import add_build_arguments
-from data_tools.builder.sample_spec import Refused, Wanted
+from data_tools.builder.sample_spec import Refused, SampleSpec
 from data_tools.builder.take_down import TakeDown
 from data_tools.converters.corpora.img2dataset import Downloads
 from data_tools.sources.image_sources import Originals
@@ -36,7 +36,7 @@ _EXTENSIONS = ("", ".jpg", ".jpeg", ".png", ".webp", ".gif")
 
 
 class WebRow(NamedTuple):
-    """One line of a list: its number from 0, the caption, the picture's URL, and what else."""
+    """One line of a list: its number from 0, the caption, the image's URL, and what else."""
 
     row: int
     caption: str
@@ -67,14 +67,14 @@ def add_web_arguments(parser: argparse.ArgumentParser, listed: str) -> None:
         type=Path,
         nargs="+",
         metavar="FOLDER",
-        help="folders of tars that img2dataset wrote; pictures are found by their URL",
+        help="folders of tars that img2dataset wrote; images are found by their URL",
     )
     found.add_argument(
         "--images",
         type=Path,
         nargs="+",
         metavar="PLACE",
-        help="folders (two levels deep), tars or zips with pictures that are named by --names",
+        help="folders (two levels deep), tars or zips with images that are named by --names",
     )
     parser.add_argument(
         "--names",
@@ -113,11 +113,11 @@ def run_web(arguments: argparse.Namespace, web: WebList) -> int:
         found.append(originals(places))
         return found[0]
 
-    def wanted() -> Iterator[Wanted | Refused]:
+    def wanted() -> Iterator[SampleSpec | Refused]:
         for item in rows:
             yield _wanted(item, web.source, name, found[0], arguments.max_words)
 
-    part = Part("", wanted(), _lines_of(arguments.annotations))
+    part = CorpusPart("", wanted(), _lines_of(arguments.annotations))
     return make_corpus(
         arguments,
         [part],
@@ -154,13 +154,13 @@ def read_tsv(path: Path, caption_first: bool) -> Iterator[WebRow | Refused]:
 
 
 def image_id_of(url: str) -> str:
-    """A short name of the picture behind a URL: 64 bits of its sha256."""
+    """A short name of the image behind a URL: 64 bits of its sha256."""
     return hashlib.sha256(url.encode()).hexdigest()[:16]
 
 
 def _wanted(
     item: WebRow | Refused, source: str, rule: str | None, found: Originals, max_words: int
-) -> Wanted | Refused:
+) -> SampleSpec | Refused:
     if isinstance(item, Refused):
         return item
     key = f"{source}-{item.row:08d}"
@@ -176,7 +176,7 @@ def _wanted(
     annotation = Annotation(
         caption=caption, source=source, image_id=image_id_of(item.url), url=item.url, **item.more
     )
-    return Wanted(key, (name,), annotation)
+    return SampleSpec(key, (name,), annotation)
 
 
 def _file_name(rule: str, item: WebRow) -> str:
@@ -216,7 +216,7 @@ def _write_urls(
             elif take_down.names(wanted.key, wanted.annotation):
                 counts["taken down"] = counts.get("taken down", 0) + 1
             else:
-                lines.writerow((wanted.pictures[0], wanted.annotation.caption))
+                lines.writerow((wanted.images[0], wanted.annotation.caption))
                 written += 1
         sync(file)
     temporary.replace(out)

@@ -1,13 +1,13 @@
-"""Captioned pictures as items and batches."""
+"""Captioned images as items and batches."""
 
 from __future__ import annotations
 
 import torch
-from question_shards import AUGMENT, coloured, picture, toy_text, write_shards
+from question_shards import AUGMENT, coloured, photo, toy_text, write_shards
 
 from vlp.data.config import AugmentConfig
 from vlp.data.downstream.caption import CaptionDataConfig, CaptionSet, captions_in
-from vlp.data.downstream.images import PicturePreparation
+from vlp.data.downstream.images import ImagePreparation
 from vlp.data.downstream.items import Items
 from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.schema import Annotation
@@ -19,7 +19,7 @@ def captions(folder, parts=captions_in, **options):
     config = CaptionDataConfig.model_validate(values)
     preprocess = Preprocessing(16)
     transform = TrainTransform(AugmentConfig.model_validate(AUGMENT), preprocess)
-    prepare = PicturePreparation(transform, preprocess, "picture", 4)
+    prepare = ImagePreparation(transform, preprocess, "image", 4)
     return CaptionSet(Items([folder], parts), toy_text(), prepare, config)
 
 
@@ -36,13 +36,13 @@ def test_all_captions_come_once_an_epoch(tmp_path) -> None:
     own = captions(write_shards(tmp_path, coloured(3)))
     (batch,) = batches(own, 6)
     wanted = {
-        f"a {rest}" for c in ("red", "green", "blue") for rest in (f"{c} picture", f"plain {c} one")
+        f"a {rest}" for c in ("red", "green", "blue") for rest in (f"{c} image", f"plain {c} one")
     }
     assert set(said(own, batch)) == wanted
     assert batch.valid.all()
 
 
-def test_one_caption_is_drawn_per_picture_and_visit(tmp_path) -> None:
+def test_one_caption_is_drawn_per_image_and_visit(tmp_path) -> None:
     own = captions(write_shards(tmp_path, coloured(3)), None, captions="one")
     assert len(own.items) == 3
     seen = {one for batch in batches(own, 3, 8) for one in said(own, batch)}
@@ -52,18 +52,18 @@ def test_one_caption_is_drawn_per_picture_and_visit(tmp_path) -> None:
     ]
 
 
-def test_a_picture_to_be_captioned_needs_no_caption(tmp_path) -> None:
-    own = captions(write_shards(tmp_path, [(picture(), Annotation(image_id="7"))]), None)
+def test_a_image_to_be_captioned_needs_no_caption(tmp_path) -> None:
+    own = captions(write_shards(tmp_path, [(photo(), Annotation(image_id="7"))]), None)
     sample = own.make(own.items.read(0), 0)
     assert sample.captions == ()
     assert own.collate([sample]).pixels.shape == (1, 3, 16, 16)
 
 
 def test_bad_samples_are_skipped_and_named(tmp_path) -> None:
-    samples = [(picture(), Annotation()), (b"", Annotation(caption="a red picture")), *coloured(1)]
+    samples = [(photo(), Annotation()), (b"", Annotation(caption="a red image")), *coloured(1)]
     (batch,) = batches(captions(write_shards(tmp_path, samples)), 4)
     assert batch.valid.tolist() == [True, True]
-    assert sorted(skip.kind for skip in batch.skipped) == ["no text", "unreadable picture"]
+    assert sorted(skip.kind for skip in batch.skipped) == ["no text", "unreadable image"]
 
 
 def test_an_empty_batch_counts_nowhere(tmp_path) -> None:

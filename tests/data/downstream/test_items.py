@@ -11,7 +11,7 @@ from vlp.data.scenes.render import encode_png
 from vlp.data.schema import Annotation, Question
 from vlp.data.shards.sample_files import BadSample
 
-PICTURE = encode_png(Image.fromarray(np.zeros((4, 4, 3), dtype=np.uint8)))
+IMAGE = encode_png(Image.fromarray(np.zeros((4, 4, 3), dtype=np.uint8)))
 
 
 def questions(annotation):
@@ -26,8 +26,8 @@ def folders(tmp_path):
         Annotation(questions=[Question(id=next(asked), question="what?") for _ in range(count)])
         for count in (2, 0, 1, 3, 1)
     ]
-    first = annotated_shards(tmp_path / "first", annotations[:4], PICTURE)
-    return [first, annotated_shards(tmp_path / "second", annotations[4:], PICTURE)]
+    first = annotated_shards(tmp_path / "first", annotations[:4], IMAGE)
+    return [first, annotated_shards(tmp_path / "second", annotations[4:], IMAGE)]
 
 
 def test_every_part_is_one_item_in_order(folders):

@@ -8,12 +8,12 @@ from io import BytesIO
 import pytest
 import torch
 from PIL import Image
-from question_shards import AUGMENT, coloured, picture, question, toy_text, write_shards
+from question_shards import AUGMENT, coloured, photo, question, toy_text, write_shards
 
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig
 from vlp.data.downstream.answers import answers_of, frequent_answers, read_answers
-from vlp.data.downstream.images import PicturePreparation
+from vlp.data.downstream.images import ImagePreparation
 from vlp.data.downstream.items import Items
 from vlp.data.downstream.vqa import QuestionSet, VqaDataConfig, question_types, questions_in
 from vlp.data.image.transforms import Preprocessing, TrainTransform
@@ -29,7 +29,7 @@ def questions(folder, limit=None, max_answer=5, **augment):
     """The set of a folder's questions."""
     preprocess = Preprocessing(16)
     transform = TrainTransform(AugmentConfig.model_validate(AUGMENT | augment), preprocess)
-    prepare = PicturePreparation(transform, preprocess, "picture", 4)
+    prepare = ImagePreparation(transform, preprocess, "image", 4)
     return QuestionSet(Items([folder], questions_in, limit), toy_text(), prepare, max_answer)
 
 
@@ -75,15 +75,15 @@ def test_a_batch_without_a_good_question_has_one_that_counts_nowhere(shards) -> 
 
 def test_questions_of_a_test_set_have_no_answers(tmp_path) -> None:
     annotation = Annotation(questions=[question(1, "is it red?", {})])
-    own = questions(write_shards(tmp_path, [(picture(), annotation)]))
+    own = questions(write_shards(tmp_path, [(photo(), annotation)]))
     batch = own.collate([made(own, 0)])
     assert batch.answer_ids.shape[0] == 0
     assert batch.valid.tolist() == [True]
 
 
 def test_answers_are_cut(tmp_path) -> None:
-    annotation = Annotation(questions=[question(1, "is it?", {"a plain green picture": 1})])
-    own = questions(write_shards(tmp_path, [(picture(), annotation)]), max_answer=4)
+    annotation = Annotation(questions=[question(1, "is it?", {"a plain green image": 1})])
+    own = questions(write_shards(tmp_path, [(photo(), annotation)]), max_answer=4)
     ids = own.collate([made(own, 0)]).answer_ids
     assert ids.shape == (1, 4)
     assert ids[0, -1] == own.answer_text.sep_id
@@ -92,12 +92,12 @@ def test_answers_are_cut(tmp_path) -> None:
 def test_bad_questions_are_skipped_and_named_in_training(tmp_path) -> None:
     good = question(0, "is it red?", {"yes": 10})
     samples = [
-        (picture(), Annotation(questions=[good])),
-        (picture(), Annotation(questions=[question(1, "is it blue?", {})])),
-        (picture(), Annotation(questions=[question(2, "is it blue?", {" ": 3, "no": 0})])),
-        (picture(), Annotation(questions=[question(3, "  ", {"no": 3})])),
-        (b"no picture", Annotation(questions=[question(4, "is it blue?", {"no": 1})])),
-        (picture(), Annotation(caption="no question at all")),
+        (photo(), Annotation(questions=[good])),
+        (photo(), Annotation(questions=[question(1, "is it blue?", {})])),
+        (photo(), Annotation(questions=[question(2, "is it blue?", {" ": 3, "no": 0})])),
+        (photo(), Annotation(questions=[question(3, "  ", {"no": 3})])),
+        (b"no image", Annotation(questions=[question(4, "is it blue?", {"no": 1})])),
+        (photo(), Annotation(caption="no question at all")),
     ]
     own = questions(write_shards(tmp_path, samples))
     assert len(own.items) == 5
@@ -106,19 +106,19 @@ def test_bad_questions_are_skipped_and_named_in_training(tmp_path) -> None:
     ((batch, _),) = data.batches(stop_after=1)
     assert batch.valid.tolist() == [True]
     kinds = sorted(skip.kind for skip in batch.skipped)
-    assert kinds == ["no answers", "no answers", "no text", "unreadable picture"]
+    assert kinds == ["no answers", "no answers", "no text", "unreadable image"]
     assert any("nobody answered 1" in skip.where for skip in batch.skipped)
 
 
-def test_a_missing_picture_is_named(tmp_path) -> None:
+def test_a_missing_image_is_named(tmp_path) -> None:
     write_shards(tmp_path, coloured(1))
     own = questions(tmp_path)
     raw = own.items.read(0)
-    with pytest.raises(BadSample, match="unreadable picture"):
+    with pytest.raises(BadSample, match="unreadable image"):
         own.make(raw._replace(raw=raw.raw._replace(image=b"")), 0)
 
 
-def test_pictures_are_not_mirrored_where_an_answer_names_a_side(tmp_path) -> None:
+def test_images_are_not_mirrored_where_an_answer_names_a_side(tmp_path) -> None:
     half = Image.new("RGB", (16, 16))
     half.paste((255, 255, 255), (0, 0, 8, 16))
     data = BytesIO()
@@ -126,7 +126,7 @@ def test_pictures_are_not_mirrored_where_an_answer_names_a_side(tmp_path) -> Non
     annotation = Annotation(
         questions=[question(0, "is it red?", {"left": 1}), question(1, "is it red?", {"no": 1})]
     )
-    own = questions(write_shards(tmp_path, [(data.getvalue(), annotation)]), mirror=True)
+    own = questions(write_shards(tmp_path, [(data.getvalue(), annotation)]), hflip=True)
     samples = IndexedSamples(own.train, 0)
 
     def seen(number):
@@ -152,12 +152,12 @@ class TestAnswers:
 
     def test_the_most_frequent_come_first(self, shards) -> None:
         found = frequent_answers([shards], 100)
-        # 2 of 6 pictures have each colour: 20 people a colour, 14 yes, 28 no, 18 left.
+        # 2 of 6 images have each colour: 20 people a colour, 14 yes, 28 no, 18 left.
         assert found == ("no", "blue", "green", "red", "left", "yes")
         assert frequent_answers([shards, shards], 2) == ("no", "blue")
 
     def test_nobody_answered(self, tmp_path) -> None:
-        write_shards(tmp_path, [(picture(), Annotation(caption="a red picture"))])
+        write_shards(tmp_path, [(photo(), Annotation(caption="a red image"))])
         with pytest.raises(ConfigError, match="no question in these shards is answered"):
             frequent_answers([tmp_path], 3)
 

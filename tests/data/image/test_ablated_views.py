@@ -1,4 +1,4 @@
-"""What a model is shown in place of a picture."""
+"""What a model is shown in place of an image."""
 
 import torch
 
@@ -11,7 +11,7 @@ def patches(image, side):
     return {tuple(patch) for patch in cut.reshape(-1, image.shape[0] * side * side).tolist()}
 
 
-def test_shuffled_pictures_are_patches_of_the_moved_picture():
+def test_shuffled_images_are_patches_of_the_moved_image():
     pixels = torch.rand(3, 3, 8, 12)
     mixed = viewed(pixels, "shuffled", 4, 1)
     for image, found in zip(pixels, mixed):
@@ -19,11 +19,11 @@ def test_shuffled_pictures_are_patches_of_the_moved_picture():
         assert sum(patches(found, 4) == patches(move, 4) for move in moves) == 1
     assert not torch.equal(mixed, pixels)
     assert torch.equal(viewed(pixels, "shuffled", 4, 1), mixed)
-    assert torch.equal(viewed(pixels, "picture", 4, 1), pixels)
+    assert torch.equal(viewed(pixels, "image", 4, 1), pixels)
 
 
-def test_shuffled_pictures_do_not_tell_where_a_thing_lay_by_where_the_grid_cut_it():
-    """A line in one column of a picture, found in every column of a patch equally often."""
+def test_shuffled_images_do_not_tell_where_a_thing_lay_by_where_the_grid_cut_it():
+    """A line in one column of an image, found in every column of a patch equally often."""
     pixels = torch.zeros(400, 1, 8, 8)
     pixels[..., 5] = 1
     mixed = viewed(pixels, "shuffled", 4, 0)
@@ -32,5 +32,5 @@ def test_shuffled_pictures_do_not_tell_where_a_thing_lay_by_where_the_grid_cut_i
     assert ((columns - 800).abs() < 160).all()
 
 
-def test_a_blank_picture_says_nothing():
+def test_a_blank_image_says_nothing():
     assert not viewed(torch.rand(2, 3, 8, 8), "blank", 4, 0).any()

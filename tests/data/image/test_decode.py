@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-from broken_images import bombs, chunk, packed_zeros, picture, png_of
+from broken_images import bombs, chunk, packed_zeros, photo, png_of
 from PIL import Image, ImageOps
 
-from vlp.data.image import decode as pictures
-from vlp.data.image.decode import decode_picture
-from vlp.data.image.jpeg import EncodedPicture
+from vlp.data.image import decode as images
+from vlp.data.image.decode import decode_image
+from vlp.data.image.jpeg import JpegImage
 from vlp.data.shards.sample_files import BadSample
 
 
@@ -33,37 +33,37 @@ def saved(image: Image.Image, kind: str = "png", **how: object) -> bytes:
 
 
 def test_decoded_whole_and_to_rgb() -> None:
-    image = decode_picture(jpeg(), "here")
+    image = decode_image(jpeg(), "here")
     assert (image.mode, image.size) == ("RGB", (64, 64))
     stream = BytesIO()
     image.convert("P").save(stream, "png")
-    assert decode_picture(stream.getvalue(), "here").mode == "RGB"
+    assert decode_image(stream.getvalue(), "here").mode == "RGB"
 
 
 @pytest.mark.parametrize("share", [0.9, 0.5, 0.1, 0.0])
 def test_a_truncated_jpeg_is_refused(share: float) -> None:
     data = jpeg()
     with pytest.raises(BadSample) as bad:
-        decode_picture(data[: int(len(data) * share)], "shard-3.tar, key")
-    assert bad.value.kind == "unreadable picture"
+        decode_image(data[: int(len(data) * share)], "shard-3.tar, key")
+    assert bad.value.kind == "unreadable image"
     assert "shard-3.tar, key" in bad.value.where
 
 
-def test_no_picture_at_all() -> None:
-    with pytest.raises(BadSample, match="unreadable picture"):
-        decode_picture(b"<html>not found</html>", "x")
+def test_no_image_at_all() -> None:
+    with pytest.raises(BadSample, match="unreadable image"):
+        decode_image(b"<html>not found</html>", "x")
 
 
 def fully(data: bytes) -> bytes:
-    return decode_picture(data, "x").tobytes()
+    return decode_image(data, "x").tobytes()
 
 
 def for_training(data: bytes) -> bytes:
-    return EncodedPicture(data, "x").levels().numpy().tobytes()
+    return JpegImage(data, "x").levels().numpy().tobytes()
 
 
 def reduced(data: bytes) -> bytes:
-    return EncodedPicture(data, "x").levels((1, 1)).numpy().tobytes()
+    return JpegImage(data, "x").levels((1, 1)).numpy().tobytes()
 
 
 def kind_of(data: bytes, decode: Callable[[bytes], bytes] = fully) -> str:
@@ -90,8 +90,8 @@ def kind_of(data: bytes, decode: Callable[[bytes], bytes] = fully) -> str:
 def test_cut_at_any_byte_it_is_refused_or_decodes_to_the_same_pixels(
     decode: Callable[[bytes], bytes], kind: str, how: dict[str, Any]
 ) -> None:
-    """Never a picture with a grey lower part."""
-    data = picture(kind, **how)
+    """Never an image with a grey lower part."""
+    data = photo(kind, **how)
     whole = {decode(data), for_training(data)}  # where the reduced decoder refuses, the other one
     refused = 0
     for length in range(len(data)):
@@ -105,41 +105,41 @@ def test_cut_at_any_byte_it_is_refused_or_decodes_to_the_same_pixels(
 
 
 @pytest.mark.parametrize("mode", ["L", "CMYK", "RGB", "1", "P", "LA", "RGBA"])
-def test_pictures_of_every_mode_look_the_same(mode: str) -> None:
+def test_images_of_every_mode_look_the_same(mode: str) -> None:
     kind = "jpeg" if mode == "CMYK" else "png"
-    original = Image.open(BytesIO(picture("png"))).convert(mode)
+    original = Image.open(BytesIO(photo("png"))).convert(mode)
     expected = np.asarray(original.convert("RGB"), dtype=int)
-    found = np.asarray(decode_picture(saved(original, kind), "x"), dtype=int)
+    found = np.asarray(decode_image(saved(original, kind), "x"), dtype=int)
     assert abs(found - expected).max() <= (30 if kind == "jpeg" else 0)
     assert found.std() > 10
 
 
 def test_of_16_bits_the_upper_8_are_kept() -> None:
     levels = np.arange(0, 65536, 256, dtype=np.uint16).reshape(16, 16) + 7
-    image = decode_picture(saved(Image.fromarray(levels)), "x")
+    image = decode_image(saved(Image.fromarray(levels)), "x")
     assert (np.asarray(image) == (levels >> 8)[..., None]).all()
 
 
 def test_what_is_transparent_shows_white() -> None:
     pixels = np.zeros((2, 2, 4), np.uint8)
     pixels[..., 3] = [[0, 255], [128, 0]]
-    image = np.asarray(decode_picture(saved(Image.fromarray(pixels)), "x"))
+    image = np.asarray(decode_image(saved(Image.fromarray(pixels)), "x"))
     assert image[..., 0].tolist() == [[255, 0], [127, 255]]
     black = Image.new("P", (2, 2), 0)
     black.putpalette([0, 0, 0, 255, 0, 0])
-    assert np.asarray(decode_picture(saved(black, transparency=0), "x")).min() == 255
-    assert np.asarray(decode_picture(saved(black, transparency=1), "x")).max() == 0
+    assert np.asarray(decode_image(saved(black, transparency=0), "x")).min() == 255
+    assert np.asarray(decode_image(saved(black, transparency=1), "x")).max() == 0
     for mode, colour in (("RGB", (0, 0, 0)), ("L", 0)):
         keyed = saved(Image.new(mode, (2, 2)), transparency=colour)
-        assert np.asarray(decode_picture(keyed, "x")).min() == 255
+        assert np.asarray(decode_image(keyed, "x")).min() == 255
 
 
 @pytest.mark.parametrize("kind", ["gif", "webp", "png"])
-def test_of_an_animation_the_first_picture_is_taken(kind: str) -> None:
+def test_of_an_animation_the_first_image_is_taken(kind: str) -> None:
     red, *others = (Image.new("RGB", (8, 8), colour) for colour in ("red", "lime", "blue"))
     data = saved(red, kind, save_all=True, append_images=others)
     assert Image.open(BytesIO(data)).n_frames == 3
-    image = decode_picture(data, "x")
+    image = decode_image(data, "x")
     assert image.size == (8, 8)
     assert abs(np.asarray(image, dtype=int) - (255, 0, 0)).max() <= 8
 
@@ -149,9 +149,9 @@ def test_of_an_animation_the_first_picture_is_taken(kind: str) -> None:
 def test_turned_upright_once(kind: str, orientation: int) -> None:
     tags = Image.Exif()
     tags[0x0112] = orientation
-    data = picture(kind, exif=tags)
+    data = photo(kind, exif=tags)
     expected = ImageOps.exif_transpose(Image.open(BytesIO(data)))
-    image = decode_picture(data, "x")
+    image = decode_image(data, "x")
     assert image.size == expected.size == ((20, 16) if orientation < 5 else (16, 20))
     assert image.tobytes() == expected.convert("RGB").tobytes()
     assert ImageOps.exif_transpose(image).tobytes() == image.tobytes()
@@ -162,27 +162,25 @@ def test_turned_upright_once(kind: str, orientation: int) -> None:
     "garbage", [b"Exif\0\0", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0MM\0*" * 9]
 )
 def test_garbage_beside_the_pixels_does_no_harm(garbage: bytes) -> None:
-    whole = decode_picture(picture("jpeg"), "x").tobytes()
-    assert decode_picture(picture("jpeg", exif=garbage), "x").tobytes() == whole
-    assert decode_picture(picture("jpeg", icc_profile=garbage * 9), "x").tobytes() == whole
-    whole = decode_picture(picture("webp"), "x").tobytes()
-    assert (
-        decode_picture(picture("webp", exif=garbage, icc_profile=garbage), "x").tobytes() == whole
-    )
+    whole = decode_image(photo("jpeg"), "x").tobytes()
+    assert decode_image(photo("jpeg", exif=garbage), "x").tobytes() == whole
+    assert decode_image(photo("jpeg", icc_profile=garbage * 9), "x").tobytes() == whole
+    whole = decode_image(photo("webp"), "x").tobytes()
+    assert decode_image(photo("webp", exif=garbage, icc_profile=garbage), "x").tobytes() == whole
 
 
 @pytest.mark.parametrize("kind", ["tiff", "ppm", "ico", "eps", "pdf", "tga", "jpeg2000"])
 def test_formats_that_no_corpus_holds_are_refused(kind: str) -> None:
-    assert kind_of(saved(Image.new("RGB", (32, 32)), kind)) == "unreadable picture"
+    assert kind_of(saved(Image.new("RGB", (32, 32)), kind)) == "unreadable image"
 
 
 def test_the_limit_of_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = picture(size=(20, 16))
-    monkeypatch.setattr(pictures, "MAX_PIXELS", 320)
-    assert decode_picture(data, "x").size == (20, 16)
-    monkeypatch.setattr(pictures, "MAX_PIXELS", 319)
-    with pytest.raises(BadSample, match=r"picture too large: here \(20 x 16 pixels\)"):
-        decode_picture(data, "here")
+    data = photo(size=(20, 16))
+    monkeypatch.setattr(images, "MAX_PIXELS", 320)
+    assert decode_image(data, "x").size == (20, 16)
+    monkeypatch.setattr(images, "MAX_PIXELS", 319)
+    with pytest.raises(BadSample, match=r"image too large: here \(20 x 16 pixels\)"):
+        decode_image(data, "here")
 
 
 @pytest.mark.parametrize("name", bombs())
@@ -194,22 +192,22 @@ def test_a_bomb_is_refused_by_its_header(
     with warnings.catch_warnings():
         # Pillow's own warning is the same answer where warnings are errors.
         warnings.simplefilter(warning)
-        assert kind_of(bombs()[name], decode) == "picture too large"
+        assert kind_of(bombs()[name], decode) == "image too large"
 
 
 _MEASURE = """
 import resource, sys, warnings
 from pathlib import Path
-from vlp.data.image.decode import decode_picture
+from vlp.data.image.decode import decode_image
 from vlp.data.shards.sample_files import BadSample
 warnings.simplefilter("ignore")
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-decode_picture(Path(sys.argv[1]).read_bytes(), "x")
+decode_image(Path(sys.argv[1]).read_bytes(), "x")
 before = peak()
 for path in sys.argv[2:]:
     try:
-        decode_picture(Path(path).read_bytes(), "x")
+        decode_image(Path(path).read_bytes(), "x")
     except BadSample:
         pass
 print(peak() - before)
@@ -225,7 +223,7 @@ def test_no_memory_is_spent_on_bombs(tmp_path: Path) -> None:
         "text": png_of(9, 9, *[chunk(b"zTXt", b"x\0\0" + flood)] * 3),
         "more pixels than announced": png_of(9, 9, zeros=100_000_000),
     }
-    (tmp_path / "good").write_bytes(picture("webp"))
+    (tmp_path / "good").write_bytes(photo("webp"))
     for number, data in enumerate(files.values()):
         (tmp_path / str(number)).write_bytes(data)
     names = ["good", *map(str, range(len(files)))]

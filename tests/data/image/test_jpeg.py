@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from PIL import ExifTags, Image
 from torch import Tensor
 
-from vlp.data.image.decode import decode_picture
-from vlp.data.image.jpeg import EncodedPicture, levels_of
+from vlp.data.image.decode import decode_image
+from vlp.data.image.jpeg import JpegImage, levels_of
 from vlp.data.shards.sample_files import BadSample
 
 
-def picture(width: int = 90, height: int = 70, seed: int = 0) -> Image.Image:
+def photo(width: int = 90, height: int = 70, seed: int = 0) -> Image.Image:
     rng = np.random.default_rng(seed)
     small = Image.fromarray(rng.integers(0, 256, (9, 12, 3), dtype=np.uint8))
     return small.resize((width, height), Image.Resampling.BICUBIC)
@@ -37,11 +37,11 @@ def encoded(image: Image.Image, kind: str = "jpeg", **how: Any) -> bytes:
 def test_levels_of_a_jpeg_are_exactly_pillows(
     subsampling: str, progressive: bool, mode: str
 ) -> None:
-    image = picture(91, 67).convert(mode)
+    image = photo(91, 67).convert(mode)
     data = encoded(image, subsampling=subsampling, progressive=progressive, quality=80)
-    found = EncodedPicture(data, "x").levels()
+    found = JpegImage(data, "x").levels()
     assert found.dtype == torch.uint8
-    assert torch.equal(found, levels_of(decode_picture(data, "x")))
+    assert torch.equal(found, levels_of(decode_image(data, "x")))
 
 
 def test_photographs_too(shared: Path) -> None:
@@ -49,25 +49,25 @@ def test_photographs_too(shared: Path) -> None:
         with tarfile.open(shared / "data" / place) as archive:
             for member in [part for part in archive.getmembers() if part.isfile()][:4]:
                 data = archive.extractfile(member).read()  # type: ignore[union-attr]
-                own = EncodedPicture(data, "x")
-                assert torch.equal(own.levels(), levels_of(decode_picture(data, "x")))
+                own = JpegImage(data, "x")
+                assert torch.equal(own.levels(), levels_of(decode_image(data, "x")))
 
 
 @pytest.mark.parametrize("kind", ["png", "webp", "gif", "bmp"])
 def test_other_formats_are_decoded_by_pillow_at_full_size(kind: str) -> None:
-    data = encoded(picture(), kind)
+    data = encoded(photo(), kind)
     for least in ((0, 0), (5, 5)):
-        found = EncodedPicture(data, "x").levels(least)
-        assert torch.equal(found, levels_of(decode_picture(data, "x")))
+        found = JpegImage(data, "x").levels(least)
+        assert torch.equal(found, levels_of(decode_image(data, "x")))
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_size_and_levels_are_of_the_upright_picture(orientation: int) -> None:
+def test_size_and_levels_are_of_the_upright_image(orientation: int) -> None:
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = orientation
-    data = encoded(picture(64, 40), exif=exif)
-    upright = decode_picture(data, "x")
-    own = EncodedPicture(data, "x")
+    data = encoded(photo(64, 40), exif=exif)
+    upright = decode_image(data, "x")
+    own = JpegImage(data, "x")
     assert own.size == upright.size
     assert own.image().tobytes() == upright.tobytes()
     for least in ((0, 0), (4, 4)):
@@ -79,11 +79,11 @@ def test_size_and_levels_are_of_the_upright_picture(orientation: int) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(8, 200), st.integers(8, 200), st.floats(0.02, 1.2), st.floats(0.02, 1.2))
-def test_a_reduced_picture_is_never_smaller_than_asked(
+def test_a_reduced_image_is_never_smaller_than_asked(
     width: int, height: int, across: float, down: float
 ) -> None:
     least = max(1, int(across * width)), max(1, int(down * height))
-    own = EncodedPicture(encoded(picture(width, height)), "x")
+    own = JpegImage(encoded(photo(width, height)), "x")
     rows, columns = own.levels(least).shape[1:]
     assert columns >= min(least[0], width)
     assert rows >= min(least[1], height)
@@ -95,9 +95,9 @@ def test_a_reduced_picture_is_never_smaller_than_asked(
         assert (columns, rows) <= half  # whatever half can serve is not decoded at full size
 
 
-def test_a_reduced_picture_is_the_picture() -> None:
-    image = picture(400, 320)
-    own = EncodedPicture(encoded(image, quality=95), "x")
+def test_a_reduced_image_is_the_image() -> None:
+    image = photo(400, 320)
+    own = JpegImage(encoded(image, quality=95), "x")
     for size in ((200, 160), (100, 80), (50, 40)):
         found = own.levels(size).permute(1, 2, 0).numpy()
         expected = np.array(image.resize(size, Image.Resampling.BOX))
@@ -106,9 +106,9 @@ def test_a_reduced_picture_is_the_picture() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_damaged_pictures_are_refused_where_pillow_refuses_them(seed: int) -> None:
+def test_damaged_images_are_refused_where_pillow_refuses_them(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    data = bytearray(encoded(picture(), quality=85, progressive=bool(seed % 2)))
+    data = bytearray(encoded(photo(), quality=85, progressive=bool(seed % 2)))
     for place in rng.integers(0, len(data), 3):
         data[place] = rng.integers(256)
     if seed % 4 == 0:
@@ -120,10 +120,10 @@ def test_damaged_pictures_are_refused_where_pillow_refuses_them(seed: int) -> No
         except BadSample as bad:
             return bad.kind
 
-    expected = outcome(lambda: levels_of(decode_picture(bytes(data), "x")))
-    assert outcome(lambda: EncodedPicture(bytes(data), "x").levels()) == expected
+    expected = outcome(lambda: levels_of(decode_image(bytes(data), "x")))
+    assert outcome(lambda: JpegImage(bytes(data), "x").levels()) == expected
 
 
-def test_what_is_no_picture_is_said_at_once() -> None:
-    with pytest.raises(BadSample, match=r"unreadable picture: shard-3\.tar, key"):
-        EncodedPicture(b"<html>not found</html>", "shard-3.tar, key")
+def test_what_is_no_image_is_said_at_once() -> None:
+    with pytest.raises(BadSample, match=r"unreadable image: shard-3\.tar, key"):
+        JpegImage(b"<html>not found</html>", "shard-3.tar, key")

@@ -14,7 +14,7 @@ BY_NAME = {operation.__name__: operation for operation in OPERATIONS}
 FILL = (128, 128, 128)
 
 
-def picture(width: int = 40, height: int = 30, seed: int = 0) -> Image.Image:
+def photo(width: int = 40, height: int = 30, seed: int = 0) -> Image.Image:
     """Smooth enough that a shift of half a level of a place changes little."""
     rng = np.random.default_rng(seed)
     small = Image.fromarray(rng.integers(0, 256, (5, 6, 3), dtype=np.uint8))
@@ -57,7 +57,7 @@ def test_no_operation_changes_hue(operation, sign: int, colour: tuple[int, int, 
 
 def test_every_operation_but_identity_does_something() -> None:
     # Muted, so that stretching contrast has room.
-    muted = levels(Image.eval(picture(32, 32), lambda value: 60 + value // 3))
+    muted = levels(Image.eval(photo(32, 32), lambda value: 60 + value // 3))
     same = [op.__name__ for op in OPERATIONS if torch.equal(op(muted, 0.7, 1), muted)]
     assert same == ["_identity"]
 
@@ -114,7 +114,7 @@ REFERENCE = {
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("strength", [0.3, 0.7])
 def test_operations_are_pillows(name: str, sign: int, strength: float) -> None:
-    image = picture(48, 36, seed=3)
+    image = photo(48, 36, seed=3)
     found = as_array(BY_NAME[name](levels(image), strength, sign))
     expected = np.array(REFERENCE[name](image, strength, sign)).astype(float)
     difference = np.abs(found - expected)
@@ -138,10 +138,10 @@ def test_uncovered_places_are_mid_grey() -> None:
 
 
 @pytest.mark.parametrize("by", [-25.0, -3.5, -0.25, 0.0, 0.25, 2.0, 19.5, 40.0])
-def test_shifts_beyond_the_picture(by: float) -> None:
+def test_shifts_beyond_the_image(by: float) -> None:
     from vlp.data.image.randaugment import _affine, _shifted
 
-    image = levels(picture(20, 12))
+    image = levels(photo(20, 12))
     assert torch.allclose(_shifted(image, by, 2), _affine(image, (1, 0, by), (0, 1, 0)), atol=1e-3)
     assert torch.allclose(_shifted(image, by, 1), _affine(image, (1, 0, 0), (0, 1, by)), atol=1e-3)
 
@@ -149,7 +149,7 @@ def test_shifts_beyond_the_picture(by: float) -> None:
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("shape", [(3, 1, 1), (3, 2, 5), (3, 7, 1)])
 @pytest.mark.parametrize("level", [0.0, 77.0, 255.0])
-def test_tiny_and_plain_pictures(operation, shape: tuple[int, ...], level: float) -> None:
+def test_tiny_and_plain_images(operation, shape: tuple[int, ...], level: float) -> None:
     result = operation(torch.full(shape, level), 0.7, -1)
     assert result.shape == shape
     assert result.isfinite().all()
@@ -158,7 +158,7 @@ def test_tiny_and_plain_pictures(operation, shape: tuple[int, ...], level: float
 
 
 def test_choices_come_from_the_generator_and_the_input_stays() -> None:
-    given = levels(picture())
+    given = levels(photo())
     before = given.clone()
     first = [randaugment(given, 2, 7, np.random.default_rng(seed)) for seed in range(30)]
     torch.manual_seed(3)
@@ -171,7 +171,7 @@ def test_choices_come_from_the_generator_and_the_input_stays() -> None:
 
 
 def test_results_do_not_depend_on_the_number_of_threads() -> None:
-    given = levels(picture(200, 180))
+    given = levels(photo(200, 180))
     threads = torch.get_num_threads()
     try:
         results = []

@@ -13,8 +13,8 @@ from PIL import Image
 
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig
-from vlp.data.image.decode import decode_picture, upright_rgb
-from vlp.data.image.jpeg import EncodedPicture, levels_of
+from vlp.data.image.decode import decode_image, upright_rgb
+from vlp.data.image.jpeg import JpegImage, levels_of
 from vlp.data.image.transforms import (
     Preprocessing,
     TrainTransform,
@@ -23,10 +23,10 @@ from vlp.data.image.transforms import (
     random_crop,
 )
 
-PLAIN = AugmentConfig(randaugment=False, crop_scale=(1.0, 1.0), mirror=False)
+PLAIN = AugmentConfig(randaugment=False, crop_scale=(1.0, 1.0), hflip=False)
 
 
-def picture(width: int = 40, height: int = 30, seed: int = 0) -> Image.Image:
+def photo(width: int = 40, height: int = 30, seed: int = 0) -> Image.Image:
     rng = np.random.default_rng(seed)
     small = Image.fromarray(rng.integers(0, 256, (5, 6, 3), dtype=np.uint8))
     return small.resize((width, height), Image.Resampling.BICUBIC)
@@ -34,7 +34,7 @@ def picture(width: int = 40, height: int = 30, seed: int = 0) -> Image.Image:
 
 def test_preprocessing_is_a_bicubic_squash_and_a_normalisation() -> None:
     prepare = Preprocessing(16, mean=(0.5, 0.4, 0.3), std=(0.5, 0.25, 0.2))
-    image = picture()
+    image = photo()
     squashed = np.asarray(image.resize((16, 16), Image.Resampling.BICUBIC)) / 255
     expected = (squashed - np.array([0.5, 0.4, 0.3])) / np.array([0.5, 0.25, 0.2])
     tensor = prepare(image)
@@ -44,8 +44,8 @@ def test_preprocessing_is_a_bicubic_squash_and_a_normalisation() -> None:
 
 
 @pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "1"])
-def test_pictures_of_every_mode(mode: str) -> None:
-    assert Preprocessing(8)(picture().convert(mode)).shape == (3, 8, 8)
+def test_images_of_every_mode(mode: str) -> None:
+    assert Preprocessing(8)(photo().convert(mode)).shape == (3, 8, 8)
 
 
 def turned() -> Image.Exif:
@@ -60,14 +60,14 @@ SHADES = np.linspace(0, 65535, 1200).astype(np.uint16).reshape(30, 40)
 @pytest.mark.parametrize(
     ("image", "kind", "how"),
     [
-        (picture().convert("LA").convert("RGBA"), "png", {}),
+        (photo().convert("LA").convert("RGBA"), "png", {}),
         (Image.new("RGBA", (40, 30), (0, 0, 0, 0)), "png", {}),
-        (picture().quantize(8), "png", {"transparency": 3}),
-        (picture(), "png", {"transparency": picture().getpixel((0, 0))}),
+        (photo().quantize(8), "png", {"transparency": 3}),
+        (photo(), "png", {"transparency": photo().getpixel((0, 0))}),
         (Image.fromarray(SHADES), "png", {}),
-        (picture(), "jpeg", {"exif": turned()}),
-        (picture(), "png", {"exif": turned()}),
-        (picture(), "webp", {"exif": turned()}),
+        (photo(), "jpeg", {"exif": turned()}),
+        (photo(), "png", {"exif": turned()}),
+        (photo(), "webp", {"exif": turned()}),
     ],
 )
 def test_a_file_that_pillow_opened_is_what_training_sees(
@@ -76,7 +76,7 @@ def test_a_file_that_pillow_opened_is_what_training_sees(
     stream = BytesIO()
     image.save(stream, kind, **how)
     prepare, train = Preprocessing(16), TrainTransform(AugmentConfig(), Preprocessing(16))
-    decoded = decode_picture(stream.getvalue(), "x")
+    decoded = decode_image(stream.getvalue(), "x")
     with Image.open(stream) as opened:
         assert torch.equal(prepare(opened), prepare(decoded))
         augmented = train(opened, np.random.default_rng(0), "x")
@@ -86,8 +86,8 @@ def test_a_file_that_pillow_opened_is_what_training_sees(
 
 def test_levels_of_any_type_and_batch_are_normalised_alike() -> None:
     prepare = Preprocessing(16, mean=(0.5, 0.4, 0.3), std=(0.5, 0.25, 0.2))
-    expected = prepare(picture())
-    levels = levels_of(prepare.squash(picture()))
+    expected = prepare(photo())
+    levels = levels_of(prepare.squash(photo()))
     for given_levels in (levels, levels.float(), levels.contiguous().float()):
         before = given_levels.clone()
         assert torch.equal(prepare.normalise(given_levels), expected)
@@ -111,13 +111,13 @@ def test_preprocessing_is_saved_and_loaded(tmp_path: Path) -> None:
 def test_without_augmentation_training_sees_what_evaluation_sees() -> None:
     prepare = Preprocessing(16)
     train = TrainTransform(PLAIN, prepare)
-    image = picture()
+    image = photo()
     assert torch.equal(train(image, np.random.default_rng(0), "a dog"), prepare(image))
 
 
 def test_all_choices_come_from_the_generator() -> None:
     train = TrainTransform(AugmentConfig(), Preprocessing(16))
-    image = picture()
+    image = photo()
     first = [train(image, np.random.default_rng(seed), "x") for seed in range(20)]
     np.random.seed(5)
     torch.manual_seed(7)
@@ -131,13 +131,13 @@ def test_all_choices_come_from_the_generator() -> None:
 )
 def test_no_mirror_when_the_caption_tells_sides(caption: str) -> None:
     prepare = Preprocessing(16)
-    train = TrainTransform(PLAIN.model_copy(update={"mirror": True}), prepare)
-    image = picture()
-    plain, mirrored = prepare(image), prepare(image).flip(2)
+    train = TrainTransform(PLAIN.model_copy(update={"hflip": True}), prepare)
+    image = photo()
+    plain, flipped = prepare(image), prepare(image).flip(2)
     for seed in range(10):
         assert torch.equal(train(image, np.random.default_rng(seed), caption), plain)
     free = [train(image, np.random.default_rng(seed), "a bright cleft") for seed in range(40)]
-    flips = sum(torch.allclose(tensor, mirrored, atol=0.02) for tensor in free)
+    flips = sum(torch.allclose(tensor, flipped, atol=0.02) for tensor in free)
     assert 10 < flips < 30
     assert flips + sum(torch.equal(tensor, plain) for tensor in free) == 40
 
@@ -161,9 +161,9 @@ def test_a_crop_is_resized_as_pillow_does() -> None:
     """To one level, where rounding between rows and columns falls otherwise."""
     size = (120, 90)
     noise = np.random.default_rng(0).integers(60, 200, (90, 120, 3), dtype=np.uint8)
-    config = AugmentConfig(randaugment=False, mirror=False, crop_scale=(0.3, 0.9))
+    config = AugmentConfig(randaugment=False, hflip=False, crop_scale=(0.3, 0.9))
     train = TrainTransform(config, Preprocessing(48))
-    for image in (picture(*size), Image.fromarray(noise)):
+    for image in (photo(*size), Image.fromarray(noise)):
         for seed in range(10):
             box = random_crop(*size, config.crop_scale, np.random.default_rng(seed))
             found = train.levels(image, np.random.default_rng(seed), "x").permute(1, 2, 0).numpy()
@@ -173,27 +173,27 @@ def test_a_crop_is_resized_as_pillow_does() -> None:
             assert (difference > 1).mean() < 0.01
 
 
-def jpeg(image: Image.Image) -> EncodedPicture:
+def jpeg(image: Image.Image) -> JpegImage:
     stream = BytesIO()
     image.save(stream, "jpeg", quality=95)
-    return EncodedPicture(stream.getvalue(), "x")
+    return JpegImage(stream.getvalue(), "x")
 
 
 @pytest.mark.parametrize("config", [PLAIN, AugmentConfig(quick_decode=False), AugmentConfig()])
-def test_encoded_pictures_give_what_decoded_ones_give(config: AugmentConfig) -> None:
-    encoded = jpeg(picture(60, 44))  # too small to be decoded at half size
+def test_encoded_images_give_what_decoded_ones_give(config: AugmentConfig) -> None:
+    encoded = jpeg(photo(60, 44))  # too small to be decoded at half size
     train = TrainTransform(config, Preprocessing(32))
     for seed in range(10):
         found = train(encoded, np.random.default_rng(seed), "x")
         assert torch.equal(found, train(encoded.image(), np.random.default_rng(seed), "x"))
 
 
-def test_a_reduced_picture_shows_the_same_crop() -> None:
-    image = picture(640, 480)
+def test_a_reduced_image_shows_the_same_crop() -> None:
+    image = photo(640, 480)
     image.paste((255, 0, 0), (300, 200, 420, 330))  # an edge would show a crop that is off
     encoded = jpeg(image)
     for scale in ((0.2, 0.5), (0.5, 1.0), (0.99, 1.0)):
-        config = AugmentConfig(randaugment=False, mirror=False, crop_scale=scale, quick_decode=True)
+        config = AugmentConfig(randaugment=False, hflip=False, crop_scale=scale, quick_decode=True)
         full = config.model_copy(update={"quick_decode": False})
         for seed in range(8):
             small, large = (
@@ -209,7 +209,7 @@ def test_a_reduced_picture_shows_the_same_crop() -> None:
 
 @given(st.integers(8, 900), st.integers(8, 900), st.integers(1, 300), st.integers(0, 99))
 def test_a_crop_keeps_its_resolution(width: int, height: int, side: int, seed: int) -> None:
-    """Or, where it had less from the start, the picture is decoded at full size."""
+    """Or, where it had less from the start, the image is decoded at full size."""
     box = random_crop(width, height, (0.1, 1.0), np.random.default_rng(seed))
     least = _least_size((width, height), box, side)
     for numerator in (4, 3, 2, 1):
@@ -219,9 +219,9 @@ def test_a_crop_keeps_its_resolution(width: int, height: int, side: int, seed: i
             assert (box[3] - box[1]) * rows >= side * height
 
 
-def test_a_picture_too_narrow_to_crop_is_taken_whole() -> None:
+def test_a_image_too_narrow_to_crop_is_taken_whole() -> None:
     prepare = Preprocessing(8)
-    train = TrainTransform(AugmentConfig(randaugment=False, mirror=False), prepare)
-    strip = picture(400, 4)
+    train = TrainTransform(AugmentConfig(randaugment=False, hflip=False), prepare)
+    strip = photo(400, 4)
     found = train(strip, np.random.default_rng(0), "x")
     assert torch.allclose(found, prepare(strip), atol=1.01 * 2 / 255)

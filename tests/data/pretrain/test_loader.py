@@ -34,7 +34,7 @@ MakeShards = Callable[..., Path]
 MakeData = Callable[..., PretrainData]
 
 INPUTS = Inputs(16, (4, 4), 10, 90, word_masking=0.15, patch_masking=PatchMasking(0.5, 2))
-PLAIN = AugmentConfig(randaugment=False, crop_scale=(1.0, 1.0), mirror=False)
+PLAIN = AugmentConfig(randaugment=False, crop_scale=(1.0, 1.0), hflip=False)
 
 
 @pytest.fixture
@@ -108,15 +108,15 @@ def test_fields_shapes_and_values(make_shards: MakeShards, make_data: MakeData) 
     assert (masked & ~batch.word_mask).sum() == 0
     assert torch.equal(batch.mlm_labels[masked], batch.text_ids[masked])
     assert torch.equal(batch.mlm_ids[~masked], batch.text_ids[~masked])
-    assert (batch.draws >= 0).all()
-    assert len(batch.draws.unique()) == 16
-    # Every row is the picture and one of the captions of the sample that its image id names.
+    assert (batch.rng_for >= 0).all()
+    assert len(batch.rng_for.unique()) == 16
+    # Every row is the image and one of the captions of the sample that its image id names.
     index = ShardIndex.open(folder)
     prepare = Preprocessing(16)
     by_id = {}
     for number in range(8):
         raw = index.read(0, number)
-        by_id[identity("picture", "shards", str(number))] = raw
+        by_id[identity("image", "shards", str(number))] = raw
     assert set(batch.image_ids.tolist()) == set(by_id)
     for row, image_id in enumerate(batch.image_ids.tolist()):
         raw = by_id[image_id]
@@ -195,8 +195,8 @@ def test_ranks_workers_accumulation_and_stops_change_nothing(
     @given(
         st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(0, 3)
     )
-    def check(ranks: int, later: int, accumulation: int, steps: int) -> None:
-        stopped = min(steps * accumulation, len(whole) - 1)
+    def check(ranks: int, later: int, gradient_accumulation_steps: int, steps: int) -> None:
+        stopped = min(steps * gradient_accumulation_steps, len(whole) - 1)
         found = run(ranks, 0, stopped)
         found += run(later, found[-1][1] if found else 0, len(whole) - stopped)
         for (batch, after), (expected, expected_after) in zip(found, whole, strict=True):
@@ -306,12 +306,12 @@ def test_each_sample_once_an_epoch_with_fresh_draws(
         other = rows[1][sample]
         assert epochs[0].image_ids[row] == epochs[1].image_ids[other]
         assert not torch.equal(epochs[0].pixels[row], epochs[1].pixels[other])
-        assert not torch.equal(epochs[0].draws[row], epochs[1].draws[other])
+        assert not torch.equal(epochs[0].rng_for[row], epochs[1].rng_for[other])
         same_text += int(torch.equal(epochs[0].text_ids[row], epochs[1].text_ids[other]))
     assert 3 < same_text < 20  # one of two captions, drawn afresh on each visit
 
 
-def test_weights_and_pictures_shared_by_sources(
+def test_weights_and_images_shared_by_sources(
     tmp_path: Path, make_shards: MakeShards, make_data: MakeData
 ) -> None:
     common = make_shards("a", 6)
@@ -319,13 +319,13 @@ def test_weights_and_pictures_shared_by_sources(
         (common, 2.0), common, (make_shards("b", 8), 0.5), canonical_streams=2, batch=2
     )
     batch = joined(batch for batch, _ in data.batches(stop_after=data.batches_in_epoch(0)))
-    pictures = Counter(batch.image_ids[batch.valid].tolist())
-    assert sorted(pictures.values()) == [1] * 4 + [3] * 6
+    images = Counter(batch.image_ids[batch.valid].tolist())
+    assert sorted(images.values()) == [1] * 4 + [3] * 6
     samples = Counter(batch.sample_ids[batch.valid].tolist())
     assert sorted(samples.values()) == [1] * (6 + 4) + [2] * 6
     # The two visits of one epoch are two draws.
     twice = next(sample for sample, count in samples.items() if count == 2)
-    first, second = batch.draws[batch.sample_ids == twice]
+    first, second = batch.rng_for[batch.sample_ids == twice]
     assert not torch.equal(first, second)
 
 
@@ -390,7 +390,7 @@ def write_bad_shards(folder: Path, good: Callable[[int], bytes]) -> None:
             if number == 2:
                 annotation = Annotation(image_id="no text")
             if number == 3:
-                image = b"no picture"
+                image = b"no image"
             if number == 4:
                 annotation = Annotation(caption="  ")
             writer.write(f"k{number}", image, kind, annotation)
@@ -414,7 +414,7 @@ def test_bad_samples_leave_their_slots_empty_and_are_named(
     assert batches[-1][1] == 24
     kinds = Counter(skip.kind for skip in batch.skipped)
     assert kinds == {
-        "unreadable picture": 2,
+        "unreadable image": 2,
         "no text": 2,
         "corrupt shard": 3,
         "missing shard": 8,
@@ -438,7 +438,7 @@ def test_mostly_bad_data_ends_in_an_error_and_leaves_no_worker(
         for number in range(40):
             writer.write(f"k{number}", b"x", "png", Annotation(caption="a dog"))
     data = make_data(tmp_path / "bad", workers=workers)
-    with pytest.raises(DataError, match=r"24 of 40 samples.*max_skipped_share.*unreadable picture"):
+    with pytest.raises(DataError, match=r"24 of 40 samples.*max_skipped_share.*unreadable image"):
         list(data.batches())
     assert multiprocessing.active_children() == []
     # Allowed to be bad to the last one: still not an endless run on nothing.
@@ -524,7 +524,7 @@ def test_workers_outlive_the_signals_that_end_a_job(
     assert multiprocessing.active_children() == []
 
 
-def test_real_pictures(shared: Path, tmp_path: Path, make_data: MakeData) -> None:
+def test_real_images(shared: Path, tmp_path: Path, make_data: MakeData) -> None:
     """Photographs of several shapes at full size, two ranks against one."""
     originals = shared / "data" / "flickr8k" / "images_original.tar"
     with ShardWriter(tmp_path / "photographs", 8) as writer, tarfile.open(originals) as archive:

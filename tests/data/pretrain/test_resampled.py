@@ -15,7 +15,7 @@ from shard_server import serve
 from vlp.config import ConfigError
 from vlp.data.config import DataConfig
 from vlp.data.pretrain.loader import DataError, PretrainData
-from vlp.data.pretrain.resampled import EndlessOrder, ListedShards
+from vlp.data.pretrain.resampled import EndlessSampler, ListedShards
 from vlp.data.shards import remote as remote_module
 from vlp.data.stream.batch import Batch
 from vlp.data.stream.input_spec import Inputs, PatchMasking
@@ -38,7 +38,7 @@ def stream(vocabulary: Path) -> Callable[..., Stream]:
     ) -> Stream:
         pairs = [path if isinstance(path, tuple) else (path, 1.0) for path in paths]
         sources = [{"path": path, "weight": weight} for path, weight in pairs]
-        settings = {"sources": sources, "vocabulary": str(vocabulary), "order": "resampled"}
+        settings = {"sources": sources, "vocabulary": str(vocabulary), "sampler": "resampled"}
         settings |= {"epoch_samples": 40, "shuffle_window": 7, "workers": 0}
         config = DataConfig.model_validate(settings | options)
         inputs = Inputs(16, (4, 4), 10, 90, word_masking=0.15, patch_masking=PatchMasking(0.5, 2))
@@ -80,8 +80,8 @@ def test_everything_comes_in_the_long_run_and_batches_are_full(
     # About 9 visits each, by whole shards: far from once an epoch, and no sample is left out.
     assert max(counts.values()) < 30
     # What comes twice is drawn afresh.
-    draws = torch.cat([batch.draws for batch, _ in found])
-    assert len(draws.unique(dim=0)) == 200
+    rng_for = torch.cat([batch.rng_for for batch, _ in found])
+    assert len(rng_for.unique(dim=0)) == 200
     texts = torch.cat([batch.mlm_ids for batch, _ in found])
     assert len(texts.unique(dim=0)) > 80
 
@@ -120,8 +120,8 @@ def test_ranks_and_workers_read_different_things(
     assert ids(ranks[0]) != ids(ranks[1])
     # A worker's batches come in turn: the first of each are of different shards.
     assert ids(ranks[0][:1]) != ids(ranks[0][1:2])
-    draws = torch.cat([batch.draws for rank in ranks for batch, _ in rank])
-    assert len(draws.unique(dim=0)) == len(draws)
+    rng_for = torch.cat([batch.rng_for for rank in ranks for batch, _ in rank])
+    assert len(rng_for.unique(dim=0)) == len(rng_for)
 
 
 def test_weights_say_how_often_a_source_comes(
@@ -178,9 +178,9 @@ def test_bad_samples_and_shards_are_counted(
         server.fails["shard-000000.tar"] = 10_000
         url = f"{server.url}/shard-00000{{0,4,7}}.tar"
         found = stream(url, stop_after=12, max_skipped_share=0.9)
-    skips = [skip for batch, _ in found for skip in batch.skipped]
-    assert {skip.kind for skip in skips} == {"missing shard"}
-    assert {skip.where.split(" ")[0][-8:] for skip in skips} == {"0000.tar", "0007.tar"}
+    skipped = [skip for batch, _ in found for skip in batch.skipped]
+    assert {skip.kind for skip in skipped} == {"missing shard"}
+    assert {skip.where.split(" ")[0][-8:] for skip in skipped} == {"0000.tar", "0007.tar"}
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -216,8 +216,8 @@ def test_what_names_no_shards(
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"order": "resampled"}, "needs epoch_samples"),
-        ({"order": "resampled", "epoch_samples": 5, "captions": "all"}, "one caption"),
+        ({"sampler": "resampled"}, "needs epoch_samples"),
+        ({"sampler": "resampled", "epoch_samples": 5, "captions": "all"}, "one caption"),
         ({"epoch_samples": 5}, "an index says how many"),
     ],
 )
@@ -227,11 +227,11 @@ def test_what_cannot_be_meant(options: dict[str, Any], reason: str) -> None:
 
 
 def test_endless_order() -> None:
-    order = EndlessOrder(25, 10)
-    assert order.samples_in_epoch(0) == 30
-    steps = list(islice(order.steps(20, 10), 5))
+    sampler = EndlessSampler(25, 10)
+    assert sampler.samples_in_epoch(0) == 30
+    steps = list(islice(sampler.steps(20, 10), 5))
     assert [(step.epoch, step.consumed) for step in steps] == [
         (0, 30), (1, 40), (1, 50), (1, 60), (2, 70),
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="3 ranks cannot share a batch of 10"):
-        order.share(0, 0, 3)
+        sampler.share(0, 0, 3)

@@ -19,7 +19,7 @@ from vlp.data.scenes.captions import (
     write,
 )
 from vlp.data.scenes.graph import COLOURS, SHAPES, Scene
-from vlp.data.scenes.pair_claims import Claim, Noun, holds
+from vlp.data.scenes.pair_claims import ObjectPhrase, SceneClaim, holds
 from vlp.data.scenes.sample import sample_scene
 
 NOUN = rf"(?:(small|little|large|big) )?({'|'.join(COLOURS)}) ({'|'.join(SHAPES)})"
@@ -126,10 +126,10 @@ def test_claims_carry_what_the_pattern_says(make_scene) -> None:
     scene = make_scene("small red circle top", "large blue cross bottom right")
     caption = fill(scene, "N0 P0 , R01 N1", (1, 0), (True, False), [0] * 16)
     assert caption.text == "a blue cross at the bottom right, below a small red circle"
-    assert caption.claim == Claim(
+    assert caption.claim == SceneClaim(
         (
-            Noun("cross", "blue", None, "bottom right"),
-            Noun("circle", "red", "small", None),
+            ObjectPhrase("cross", "blue", None, "bottom right"),
+            ObjectPhrase("circle", "red", "small", None),
         ),
         ((0, "below", 1),),
     )

@@ -6,7 +6,7 @@ import pytest
 from vlp.data.scenes.captions import fill, words_of
 from vlp.data.scenes.graph import gap, nearness
 from vlp.data.scenes.negatives import SWAP_KINDS, sample_swap, swap_pair
-from vlp.data.scenes.pair_claims import Claim, Noun, truth
+from vlp.data.scenes.pair_claims import ObjectPhrase, SceneClaim, truth
 from vlp.data.scenes.splits import held_out_pairs
 
 BACK = {"left": "right", "right": "left", "above": "below", "over": "under"}
@@ -47,7 +47,7 @@ def test_pairs_differ_only_in_what_they_should(kind, split) -> None:
             assert [(obj.colour, obj.shape) for obj in moved] == [(named.colour, named.shape)]
         else:
             assert _bag(pair.caption) == _bag(pair.foil)
-        # The pictures hold the same colours, shapes and boxes.
+        # The images hold the same colours, shapes and boxes.
         for field in ("colour", "shape", "size" if kind in ("place", "distance") else "box"):
             values = [
                 sorted(getattr(obj, field) for obj in scene.objects)
@@ -68,7 +68,7 @@ def test_pairs_for_training_hold_nothing_that_is_held_out(kind) -> None:
 
 
 @pytest.mark.parametrize("kind", SWAP_KINDS)
-def test_each_caption_is_true_of_one_picture_only(kind) -> None:
+def test_each_caption_is_true_of_one_image_only(kind) -> None:
     for index in range(40):
         pair = sample_swap(1, index, kind)
         truths = [
@@ -118,13 +118,13 @@ def test_swaps_that_change_nothing_are_refused(make_scene) -> None:
     assert swap_pair(third, "order", (0, 1), rng) is not None
 
 
-def test_a_picture_in_between_is_neither_near_nor_far(make_scene) -> None:
+def test_a_image_in_between_is_neither_near_nor_far(make_scene) -> None:
     scene = make_scene("small red circle left", "small blue square right")
     circle, square = scene.objects
     assert [gap(circle, square, 64), gap(square, circle, 64)] == [28, 28]
     between = scene._replace(objects=(circle, square._replace(box=(38.0, 25.0, 14.0, 14.0))))
     assert nearness(between, 0, 1) is None
-    assert truth(Claim((Noun(), Noun()), ((0, "near", 1),)), between) is None
+    assert truth(SceneClaim((ObjectPhrase(), ObjectPhrase()), ((0, "near", 1),)), between) is None
     assert swap_pair(between, "distance", (0, 1), np.random.default_rng(0)) is None
     with pytest.raises(ValueError, match="neither near nor far"):
         fill(between, "N0 and N1 are A01", [0, 1], [False, False], [0] * 16)

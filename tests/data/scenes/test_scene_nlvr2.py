@@ -9,7 +9,7 @@ from vlp.data.scenes.sample import sample_scene
 
 
 def _true(text: str, left, right) -> bool:
-    """Read the statement and look at the two pictures."""
+    """Read the statement and look at the two images."""
     if "all objects in both" in text:
         size = text.split()[-1]
         return {obj.size for obj in left.objects + right.objects} == {size}
@@ -64,7 +64,7 @@ def _stands(one, words, other) -> bool:
 
 
 def _lies(obj, words, size) -> bool:
-    """In the ninth of the picture that the words name."""
+    """In the ninth of the image that the words name."""
     [place] = [place for place, said in PLACE_WORDS.items() if words in said]
     x, y = (obj.box[axis] + obj.box[axis + 2] / 2 for axis in (0, 1))
     names = (
@@ -86,7 +86,7 @@ def test_labels_are_right_and_the_words_say_nothing() -> None:
         assert abs(sum(values) / len(values) - 0.5) < 1.75 / len(values) ** 0.5, key
 
 
-def test_statements_are_fixed_and_their_pictures_are_of_the_split() -> None:
+def test_statements_are_fixed_and_their_images_are_of_the_split() -> None:
     told = sample_statement(3, 5, "val", 96)
     assert told == sample_statement(3, 5, "val", 96)
     assert told.left.image_size == told.right.image_size == 96

@@ -19,7 +19,7 @@ from vlp.data.scenes.nlvr_v1.boxes import (
     COLOURS,
     SIDE,
     WIDTH,
-    Item,
+    BoxItem,
     rearrange_boxes,
     render_boxes,
     sample_boxes,
@@ -104,7 +104,7 @@ def test_labels_are_right_and_the_words_say_nothing(same_items: bool) -> None:
 
 
 def test_what_there_is_says_nothing_where_items_are_the_same() -> None:
-    """How many items a picture has: of statements that are true of it and of others."""
+    """How many items an image has: of statements that are true of it and of others."""
 
     def difference(same_items: bool) -> float:
         numbers = defaultdict(list)
@@ -131,7 +131,7 @@ def test_people_judge_the_same_words_alike(shared: Path) -> None:
             row = json.loads(line)
             boxes = [
                 [
-                    Item(i["type"], colours[i["color"]], i["size"], i["x_loc"], i["y_loc"])
+                    BoxItem(i["type"], colours[i["color"]], i["size"], i["x_loc"], i["y_loc"])
                     for i in box
                 ]
                 for box in row["structured_rep"]
@@ -198,17 +198,17 @@ def test_boxes_arranged_anew_hold_the_same_items_as_often_in_each_number(towers:
     assert abs(drawn - dealt) < 0.3
 
 
-def test_the_picture_shows_each_item_in_its_colour() -> None:
+def test_the_image_shows_each_item_in_its_colour() -> None:
     rng = np.random.default_rng(1)
     for towers in (True, False):
         scene = sample_boxes(rng, towers)
-        picture = render_boxes(scene)
-        assert picture.size == (WIDTH, SIDE)
+        image = render_boxes(scene)
+        assert image.size == (WIDTH, SIDE)
         for number, box in enumerate(scene.boxes):
             for item in box:
                 middle = number * 150 + item.x + item.size // 2, item.y + item.size // 2
-                assert picture.getpixel(middle) == COLOURS[item.colour]
-        assert picture.getpixel((125, 50)) == (128, 128, 128)
+                assert image.getpixel(middle) == COLOURS[item.colour]
+        assert image.getpixel((125, 50)) == (128, 128, 128)
 
 
 def test_its_annotation_holds_the_statement() -> None:

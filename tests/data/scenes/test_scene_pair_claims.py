@@ -4,52 +4,52 @@ from itertools import permutations
 
 import pytest
 
-from vlp.data.scenes.pair_claims import Claim, Noun, holds, referents, subjects, truth
+from vlp.data.scenes.pair_claims import ObjectPhrase, SceneClaim, holds, referents, subjects, truth
 from vlp.data.scenes.sample import sample_scene
 
-RED_CIRCLE = Noun(shape="circle", colour="red")
+RED_CIRCLE = ObjectPhrase(shape="circle", colour="red")
 
 
 def test_nouns_fit_what_they_say(make_scene) -> None:
     scene = make_scene("small red circle top left", "large red square right")
-    assert referents(Noun(colour="red"), scene) == [0, 1]
-    assert referents(Noun(colour="red", size="large"), scene) == [1]
-    assert referents(Noun(place="top left"), scene) == [0]
-    assert referents(Noun(), scene) == [0, 1]
-    assert referents(Noun(colour="blue"), scene) == []
+    assert referents(ObjectPhrase(colour="red"), scene) == [0, 1]
+    assert referents(ObjectPhrase(colour="red", size="large"), scene) == [1]
+    assert referents(ObjectPhrase(place="top left"), scene) == [0]
+    assert referents(ObjectPhrase(), scene) == [0, 1]
+    assert referents(ObjectPhrase(colour="blue"), scene) == []
 
 
 def test_each_noun_needs_an_object_of_its_own(make_scene) -> None:
     scene = make_scene("small red circle top left", "large red square right")
-    assert holds(Claim((Noun(colour="red"), Noun(colour="red"))), scene)
-    assert not holds(Claim((RED_CIRCLE, RED_CIRCLE)), scene)
+    assert holds(SceneClaim((ObjectPhrase(colour="red"), ObjectPhrase(colour="red"))), scene)
+    assert not holds(SceneClaim((RED_CIRCLE, RED_CIRCLE)), scene)
 
 
 def test_relations_bind_the_nouns(make_scene) -> None:
     scene = make_scene("small red circle left", "small blue square right")
-    square = Noun(shape="square")
-    assert truth(Claim((RED_CIRCLE, square), ((0, "left", 1),)), scene) is True
-    assert truth(Claim((RED_CIRCLE, square), ((0, "right", 1),)), scene) is False
-    assert truth(Claim((square, RED_CIRCLE), ((0, "left", 1),)), scene) is False
-    assert truth(Claim((square, RED_CIRCLE), ((1, "left", 0),)), scene) is True
+    square = ObjectPhrase(shape="square")
+    assert truth(SceneClaim((RED_CIRCLE, square), ((0, "left", 1),)), scene) is True
+    assert truth(SceneClaim((RED_CIRCLE, square), ((0, "right", 1),)), scene) is False
+    assert truth(SceneClaim((square, RED_CIRCLE), ((0, "left", 1),)), scene) is False
+    assert truth(SceneClaim((square, RED_CIRCLE), ((1, "left", 0),)), scene) is True
 
 
 def test_vague_claims_are_neither_true_nor_false(make_scene) -> None:
     scene = make_scene("small red circle top left")
-    assert truth(Claim((Noun(colour="red", place="top"),)), scene) is None
-    assert truth(Claim((Noun(colour="red", place="left"),)), scene) is None
-    assert truth(Claim((Noun(colour="red", place="bottom"),)), scene) is False
-    assert truth(Claim((Noun(colour="red", place="top left"),)), scene) is True
+    assert truth(SceneClaim((ObjectPhrase(colour="red", place="top"),)), scene) is None
+    assert truth(SceneClaim((ObjectPhrase(colour="red", place="left"),)), scene) is None
+    assert truth(SceneClaim((ObjectPhrase(colour="red", place="bottom"),)), scene) is False
+    assert truth(SceneClaim((ObjectPhrase(colour="red", place="top left"),)), scene) is True
     moved = make_scene("small red circle left", "small blue square right")
     red, blue = moved.objects
     # Nearly level: three pixels higher is neither 'above' nor surely not above.
     nearly = moved._replace(objects=(red, blue._replace(box=(46.0, 28.0, 14.0, 14.0))))
-    claim = Claim((RED_CIRCLE, Noun(shape="square")), ((0, "above", 1),))
+    claim = SceneClaim((RED_CIRCLE, ObjectPhrase(shape="square")), ((0, "above", 1),))
     assert truth(claim, nearly) is None
 
 
 def test_alone_excludes_other_objects(make_scene) -> None:
-    claim = Claim((RED_CIRCLE,), alone=True)
+    claim = SceneClaim((RED_CIRCLE,), alone=True)
     assert holds(claim, make_scene("small red circle left"))
     assert not holds(claim, make_scene("small red circle left", "small blue square right"))
 
@@ -63,8 +63,8 @@ def test_subjects_against_trying_every_assignment(lenient) -> None:
             continue
         obj = scene.objects[index % 3]
         for relation in ("left", "above"):
-            nouns = (Noun(), Noun(size=obj.size), Noun(colour=obj.colour))
-            claim = Claim(nouns, ((0, relation, 1), (1, relation, 2)))
+            nouns = (ObjectPhrase(), ObjectPhrase(size=obj.size), ObjectPhrase(colour=obj.colour))
+            claim = SceneClaim(nouns, ((0, relation, 1), (1, relation, 2)))
             expected = sorted(
                 {
                     chosen[0]

@@ -83,7 +83,7 @@ def test_a_curtain_hides_its_place_only(make_scene) -> None:
 
 
 def test_png_keeps_every_pixel() -> None:
-    picture = render(sample_scene(0, 1))
-    assert picture.size == (64, 64)
-    again = Image.open(io.BytesIO(encode_png(picture)))
-    assert np.array_equal(np.asarray(again), np.asarray(picture))
+    image = render(sample_scene(0, 1))
+    assert image.size == (64, 64)
+    again = Image.open(io.BytesIO(encode_png(image)))
+    assert np.array_equal(np.asarray(again), np.asarray(image))

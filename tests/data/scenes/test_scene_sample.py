@@ -24,7 +24,7 @@ def test_a_scene_is_a_function_of_its_arguments(index, seed, split) -> None:
 
 
 @given(indices, st.sampled_from([16, 33, 64, 96, 224]))
-def test_objects_lie_apart_inside_the_picture_and_their_place(index, size) -> None:
+def test_objects_lie_apart_inside_the_image_and_their_place(index, size) -> None:
     scene = sample_scene(1, index, image_size=size)
     for obj in scene.objects:
         x, y, width, height = obj.box

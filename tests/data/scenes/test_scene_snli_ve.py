@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 
 from vlp.data.scenes.captions import PLACE_WORDS
-from vlp.data.scenes.pair_claims import Noun
+from vlp.data.scenes.pair_claims import ObjectPhrase
 from vlp.data.scenes.render import render
 from vlp.data.scenes.snli_ve import LABELS, hides_nothing, judge, sample_entailment
 
@@ -48,14 +48,14 @@ def test_the_curtain_leaves_every_object_in_view() -> None:
 
 def test_judge(make_scene) -> None:
     scene = make_scene("small red circle top left")._replace(cover="bottom")
-    assert judge(Noun(colour="red", place="top left"), scene) == "entailment"
-    assert judge(Noun(colour="blue", place="top left"), scene) == "contradiction"
-    assert judge(Noun(colour="red", place="centre"), scene) == "contradiction"
-    assert judge(Noun(colour="red", place="bottom"), scene) == "neutral"
-    assert judge(Noun(colour="red", place="top"), scene) is None
+    assert judge(ObjectPhrase(colour="red", place="top left"), scene) == "entailment"
+    assert judge(ObjectPhrase(colour="blue", place="top left"), scene) == "contradiction"
+    assert judge(ObjectPhrase(colour="red", place="centre"), scene) == "contradiction"
+    assert judge(ObjectPhrase(colour="red", place="bottom"), scene) == "neutral"
+    assert judge(ObjectPhrase(colour="red", place="top"), scene) is None
     corner = scene._replace(cover="bottom right")
-    assert judge(Noun(colour="red", place="bottom"), corner) is None
-    assert judge(Noun(colour="red", place="bottom left"), corner) == "contradiction"
+    assert judge(ObjectPhrase(colour="red", place="bottom"), corner) is None
+    assert judge(ObjectPhrase(colour="red", place="bottom left"), corner) == "contradiction"
     assert not hides_nothing(scene, "top left")
     assert hides_nothing(scene, "bottom right")
 

@@ -5,14 +5,14 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from vlp.data.shards import bad_samples as skips
-from vlp.data.shards.bad_samples import DataError, Skip, SkipWatch
-from vlp.data.stream.sampler import Pool, TrainingOrder
+from vlp.data.shards import bad_samples as skipped
+from vlp.data.shards.bad_samples import DataError, SkippedSample, SkippedShareWatch
+from vlp.data.stream.sampler import Pool, TrainingSampler
 
 
 class Share(NamedTuple):
     valid: torch.Tensor
-    skipped: tuple[Skip, ...]
+    skipped: tuple[SkippedSample, ...]
 
     def to(self, device: torch.device | str) -> Share:
         return self
@@ -20,11 +20,15 @@ class Share(NamedTuple):
 
 def share(good: int, bad: int) -> Share:
     valid = torch.tensor([True] * good + [False] * bad)
-    return Share(valid, tuple(Skip("unreadable picture", f"a.tar, k{n}") for n in range(bad)))
+    return Share(
+        valid, tuple(SkippedSample("unreadable image", f"a.tar, k{n}") for n in range(bad))
+    )
 
 
-def watch(samples: int, most: float) -> SkipWatch:
-    return SkipWatch(TrainingOrder([Pool([samples])], 2, 4, 0), most, rank=1, world_size=2)
+def watch(samples: int, most: float) -> SkippedShareWatch:
+    return SkippedShareWatch(
+        TrainingSampler([Pool([samples])], 2, 4, 0), most, rank=1, world_size=2
+    )
 
 
 def test_a_share_of_the_epoch_may_be_bad_and_no_more() -> None:
@@ -47,7 +51,7 @@ def test_only_a_whole_epoch_without_a_good_sample_ends_a_run() -> None:
 def test_nothing_good_for_long_ends_a_run_whose_epochs_are_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(skips, "_MOST_IN_A_ROW", 100)
+    monkeypatch.setattr(skipped, "_MOST_IN_A_ROW", 100)
     one = watch(10**9, 0.5)
     for _ in range(12):
         one.see(0, share(0, 8))

@@ -13,7 +13,7 @@ import pytest
 from broken_shards import END, FINE, GOOD, JSON, PNG, checked, found, header, member, pax, tar
 
 from vlp.config import ConfigError
-from vlp.data.shards.sample_files import MAX_ANNOTATION_BYTES, MAX_PICTURE_BYTES
+from vlp.data.shards.sample_files import MAX_ANNOTATION_BYTES, MAX_IMAGE_BYTES
 from vlp.data.shards.shard_index import ShardIndex, index_folder
 from vlp.data.shards.tar import read_members, stored_files
 
@@ -93,14 +93,14 @@ def sparse_file(path: Path, *parts: tuple[bytes, int]) -> None:
     [
         (
             [(header("a.png", 3 * 2**30), 3 * 2**30), (member("a.json", JSON), 0)],
-            "picture too large",
+            "image too large",
         ),
         (
             [
                 (member("a.png", PNG), 0),
-                (header("a.1.png", MAX_PICTURE_BYTES + 1), MAX_PICTURE_BYTES + 1),
+                (header("a.1.png", MAX_IMAGE_BYTES + 1), MAX_IMAGE_BYTES + 1),
             ],
-            "picture too large",
+            "image too large",
         ),
         ([(member("a.png", PNG), 0), (header("a.json", 2**31), 2**31)], "bad annotation"),
         (
@@ -127,7 +127,7 @@ def sparse_file(path: Path, *parts: tuple[bytes, int]) -> None:
             "a",
         ),
     ],
-    ids=["picture", "second", "json", "txt", "film", "between"],
+    ids=["image", "second", "json", "txt", "film", "between"],
 )
 def test_files_of_gigabytes_are_not_read(
     tmp_path: Path, parts: list[tuple[bytes, int]], result: str

@@ -59,9 +59,9 @@ def problem_of(path: Path, content: bytes) -> tuple[list[str], str | None]:
         "nothing",
     ],
 )
-def test_what_is_no_plain_picture_is_a_missing_one(tmp_path: Path, trick: bytes) -> None:
+def test_what_is_no_plain_image_is_a_missing_one(tmp_path: Path, trick: bytes) -> None:
     content = tar(GOOD, trick, member("a.json", JSON), member("b.png", PNG))
-    assert found(tmp_path, content) == ["good", "missing picture", "b"]
+    assert found(tmp_path, content) == ["good", "missing image", "b"]
 
 
 @pytest.mark.parametrize("kind", [b"0", b"\0", b"7"])
@@ -108,7 +108,7 @@ def test_nothing_outside_of_the_folder_is_opened(tmp_path: Path) -> None:
         member("../outside.json", JSON),
         member(str(outside), PNG),
     )
-    assert found(folder, content) == ["missing picture", "missing picture", str(outside)[:-4]]
+    assert found(folder, content) == ["missing image", "missing image", str(outside)[:-4]]
     watching = False
     assert opened
     assert all(path.startswith(str(folder)) for path in opened), opened
@@ -133,7 +133,7 @@ def test_samples_of_one_key(tmp_path: Path) -> None:
     assert found(tmp_path, tar(again, again)) == ["a", "duplicate key"]
     assert found(tmp_path, tar(again, GOOD, again)) == ["a", "good", "duplicate key"]
     assert found(tmp_path, tar(again, member("a.PNG", PNG))) == ["a", "duplicate key"]
-    # All pictures first: no reader of WebDataset finds the samples together.
+    # All images first: no reader of WebDataset finds the samples together.
     names = [member(f"{key}.png", PNG) for key in "abc"] + [member("b.json", JSON)]
     assert found(tmp_path, tar(*names)) == ["a", "b", "c", "duplicate key"]
     with pytest.raises(BadSample, match=r"0\.tar, b \(came before; .*must follow each other"):
@@ -147,7 +147,7 @@ def test_samples_without_their_other_half(tmp_path: Path) -> None:
         member("c.png", PNG),
         member("README", b""),
     )
-    assert found(tmp_path, content) == ["missing picture", "missing picture", "c"]
+    assert found(tmp_path, content) == ["missing image", "missing image", "c"]
     index = ShardIndex.open(tmp_path)
     assert index.read(0, 2).annotation.caption is None
 

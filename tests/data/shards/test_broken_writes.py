@@ -31,7 +31,7 @@ def write(
             before(number)
             if f"k{number}" not in writer.done:
                 image = bytes([number % 256]) * (700 + 5000 * (number % 3))
-                writer.write(f"k{number}", image, "png", Annotation(caption=f"picture {number}"))
+                writer.write(f"k{number}", image, "png", Annotation(caption=f"image {number}"))
 
 
 def files(folder: Path) -> dict[str, bytes]:

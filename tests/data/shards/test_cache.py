@@ -466,7 +466,7 @@ def test_what_cannot_start_says_so(server: ShardServer, vocabulary: Path, tmp_pa
     with pytest.raises(DataError, match=r"100 bytes cannot hold .*shard-000000\.tar"):
         ShardIndex.open(server.url, tiny).read(0, 0)
     (server.folder / "index.json").unlink()
-    with pytest.raises(ConfigError, match=r"has no index\.json; .*order=resampled"):
+    with pytest.raises(ConfigError, match=r"has no index\.json; .*sampler=resampled"):
         ShardIndex.open(server.url, cache)
 
 

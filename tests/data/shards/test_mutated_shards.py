@@ -1,4 +1,4 @@
-"""Thousands of damaged tars, pictures and annotations: each costs its own samples, nothing more."""
+"""Thousands of damaged tars, images and annotations: each costs its own samples, nothing more."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from broken_images import picture, png_of
+from broken_images import photo, png_of
 from broken_shards import BYTES, TARS, Damage, plain_tar, splice_json
 
 from vlp.config import ConfigError
@@ -27,18 +27,18 @@ from vlp.data.stream.sampler import Element
 pytestmark = pytest.mark.filterwarnings("ignore:Image size", "ignore:Corrupt EXIF")
 
 INPUTS = Inputs(16, (4, 4), 10, 90, word_masking=0.15, patch_masking=PatchMasking(0.5, 2))
-PLAIN = AugmentConfig(randaugment=False, crop_scale=(1.0, 1.0), mirror=False)
+PLAIN = AugmentConfig(randaugment=False, crop_scale=(1.0, 1.0), hflip=False)
 ENCODED = {
-    "jpg": picture("jpeg"),
-    "png": picture("png"),
-    "webp": picture("webp"),
-    "progressive": picture("jpeg", progressive=True),
-    "grey": picture("jpeg", mode="L"),
-    "cmyk": picture("jpeg", mode="CMYK"),
-    "palette": picture("png", mode="P"),
-    "alpha": picture("png", mode="RGBA"),
-    "gif": picture("gif", mode="P"),
-    "bmp": picture("bmp"),
+    "jpg": photo("jpeg"),
+    "png": photo("png"),
+    "webp": photo("webp"),
+    "progressive": photo("jpeg", progressive=True),
+    "grey": photo("jpeg", mode="L"),
+    "cmyk": photo("jpeg", mode="CMYK"),
+    "palette": photo("png", mode="P"),
+    "alpha": photo("png", mode="RGBA"),
+    "gif": photo("gif", mode="P"),
+    "bmp": photo("bmp"),
 }
 
 COUNT = 60  # mutants of one kind
@@ -166,7 +166,7 @@ def test_a_tar_cut_at_every_block_loses_what_is_behind_the_cut(
 
 @pytest.mark.parametrize("augment", [AugmentConfig(), PLAIN], ids=["augmented", "plain"])
 @pytest.mark.parametrize("kind", ENCODED)
-def test_damaged_pictures(
+def test_damaged_images(
     tmp_path: Path, vocabulary: Path, kind: str, augment: AugmentConfig
 ) -> None:
     mutants = list(damaged(BYTES, ENCODED[kind], 5 * COUNT, seed=len(kind)))
@@ -179,8 +179,8 @@ def test_damaged_pictures(
     index_folder(tmp_path)
     found = outcomes(open_data(tmp_path, vocabulary, augment=augment))
     assert found.total() == len(mutants)
-    assert set(found) <= {"good", "unreadable picture", "picture too large"}
-    assert min(found["good"], found["unreadable picture"]) > 0.05 * len(mutants)
+    assert set(found) <= {"good", "unreadable image", "image too large"}
+    assert min(found["good"], found["unreadable image"]) > 0.05 * len(mutants)
 
 
 @pytest.mark.parametrize("name", ["values", "bytes"])
@@ -257,7 +257,7 @@ def test_bad_samples_up_to_the_stated_share_are_counted_once(
         {"png": ENCODED["png"]},
         {"png": ENCODED["png"], "json": b"{"},
         {"png": ENCODED["png"], "txt": b"\xff"},
-        {"txt": b"a text that is called a picture".ljust(99), "jpg": b"a red dog"},
+        {"txt": b"a text that is called an image".ljust(99), "jpg": b"a red dog"},
         {"jpg": ENCODED["png"], "txt": b"a red dog"},
         dict(sample(0)[1]),
     ]
@@ -268,9 +268,9 @@ def test_bad_samples_up_to_the_stated_share_are_counted_once(
     (tmp_path / "2.tar").write_bytes((tmp_path / "2.tar").read_bytes()[:900])
     (tmp_path / "3.tar").unlink()
     expected = {
-        "unreadable picture": 4,
-        "picture too large": 2,
-        "missing picture": 2,
+        "unreadable image": 4,
+        "image too large": 2,
+        "missing image": 2,
         "no text": 2,
         "bad annotation": 4,
         "duplicate key": 2,

@@ -25,7 +25,7 @@ def write(folder: Path, numbers: Iterator[int] | range, per_shard: int = 4) -> N
     with ShardWriter(folder, per_shard) as writer:
         for number in numbers:
             if f"k{number}" not in writer.done:
-                annotation = Annotation(caption=f"picture {number}")
+                annotation = Annotation(caption=f"image {number}")
                 writer.write(f"k{number}", bytes([number]) * 700, "png", annotation)
 
 
@@ -361,11 +361,11 @@ def test_not_a_tar_at_all_and_a_shard_that_is_gone(tmp_path: Path) -> None:
     assert read_all(ShardIndex.open(tmp_path)) == expected
 
 
-def test_a_sample_without_picture_or_with_a_bad_annotation(tmp_path: Path) -> None:
+def test_a_sample_without_image_or_with_a_bad_annotation(tmp_path: Path) -> None:
     foreign(
         tmp_path / "0.tar",
         {
-            "a.txt": b"no picture",
+            "a.txt": b"no image",
             "b.jpg": b"1",
             "b.json": b"{not json",
             "c.jpg": b"1",
@@ -378,7 +378,7 @@ def test_a_sample_without_picture_or_with_a_bad_annotation(tmp_path: Path) -> No
     assert index_folder(tmp_path) == []
     index = ShardIndex.open(tmp_path)
     bad = "bad annotation"
-    assert read_all(index) == ["missing picture", bad, bad, bad, "e"]
+    assert read_all(index) == ["missing image", bad, bad, bad, "e"]
     assert index.shards[0][3:] == (1, 4)
     assert captions_of(index.read(0, 4).annotation) == []
 

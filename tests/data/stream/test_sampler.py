@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlp.config import ConfigError
-from vlp.data.stream.rng import draw
-from vlp.data.stream.sampler import Element, Pool, Step, TrainingOrder
+from vlp.data.stream.rng import make_rng
+from vlp.data.stream.sampler import Element, Pool, Step, TrainingSampler
 
 
-def epoch_of(order: TrainingOrder, epoch: int, size: int) -> list[list[Element | None]]:
+def epoch_of(order: TrainingSampler, epoch: int, size: int) -> list[list[Element | None]]:
     """All global batches of one epoch."""
     batches = []
     for step in order.steps(order.samples_before(epoch), size):
@@ -36,7 +36,7 @@ def slow_epoch(
         total = sum(pool.sizes)
         row, chunk_ids = [], []
         for visit in range(int(pool.weight * (epoch + 1)) + 2):
-            order = draw(seed, visit, source, "shards").permutation(len(pool.sizes))
+            order = make_rng(seed, visit, source, "shards").permutation(len(pool.sizes))
             for shard in order:
                 for position in range(pool.sizes[shard]):
                     row.append(Element(source, int(shard), position, visit))
@@ -46,7 +46,7 @@ def slow_epoch(
         for element, chunk in zip(row[start:stop], chunk_ids[start:stop]):
             by_chunk.setdefault(chunk, []).append(element)
         chunks += by_chunk.values()
-    shuffled = draw(seed, epoch, "epoch", "chunks").permutation(len(chunks))
+    shuffled = make_rng(seed, epoch, "epoch", "chunks").permutation(len(chunks))
     row = [element for number in shuffled for element in chunks[number]]
     pieces = []
     for stream in range(streams):
@@ -54,7 +54,7 @@ def slow_epoch(
         mixed = []
         for number, first in enumerate(range(0, len(piece), window)):
             part = piece[first : first + window]
-            order = draw(seed, epoch, stream, f"window {number}").permutation(len(part))
+            order = make_rng(seed, epoch, stream, f"window {number}").permutation(len(part))
             mixed += [part[place] for place in order]
         pieces.append(mixed)
     each = size // streams
@@ -71,7 +71,7 @@ def slow_epoch(
 @pytest.mark.parametrize("epoch", [0, 1, 3])
 def test_against_the_definition(epoch: int) -> None:
     pools = [Pool([5, 0, 7, 3], 1.0), Pool([4, 4], 2.0), Pool([9, 2], 0.5)]
-    order = TrainingOrder(pools, streams=3, window=4, seed=11)
+    order = TrainingSampler(pools, streams=3, window=4, seed=11)
     assert epoch_of(order, epoch, 6) == slow_epoch(pools, 3, 4, 11, epoch, 6)
 
 
@@ -83,7 +83,7 @@ runs = st.tuples(sizes, st.integers(1, 6), st.integers(1, 5), st.integers(1, 8),
 @given(runs)
 def test_each_element_once_an_epoch(run: tuple[list[int], int, int, int, int]) -> None:
     shards, streams, each, window, seed = run
-    order = TrainingOrder([Pool(shards)], streams, window, seed)
+    order = TrainingSampler([Pool(shards)], streams, window, seed)
     expected = {(shard, n) for shard, size in enumerate(shards) for n in range(size)}
     for epoch in range(2):
         batches = epoch_of(order, epoch, streams * each)
@@ -102,7 +102,7 @@ def test_each_element_once_an_epoch(run: tuple[list[int], int, int, int, int]) -
 def test_ranks_share_every_batch(run: tuple[list[int], int, int, int, int], world: int) -> None:
     shards, streams, each, window, seed = run
     size = streams * each
-    order = TrainingOrder([Pool(shards)], streams, window, seed)
+    order = TrainingSampler([Pool(shards)], streams, window, seed)
     if streams % world:
         with pytest.raises(ConfigError, match=f"{world} ranks cannot share"):
             order.slots(0, 0, size, 0, world)
@@ -122,7 +122,7 @@ def test_resuming_with_another_batch_loses_and_repeats_nothing(
 ) -> None:
     shards, streams, each, window, seed = run
     pools = [Pool(shards), Pool([3, 2], 0.5)]
-    order = TrainingOrder(pools, streams, window, seed)
+    order = TrainingSampler(pools, streams, window, seed)
     consumed = 0
     seen: list[tuple[int, Element]] = []
 
@@ -136,7 +136,7 @@ def test_resuming_with_another_batch_loses_and_repeats_nothing(
 
     consumed = take(list(islice(order.steps(0, streams * each), stop)), streams * each)
     # A fresh process knows the number alone.
-    order = TrainingOrder(pools, streams, window, seed)
+    order = TrainingSampler(pools, streams, window, seed)
     rest = []
     end = order.locate(consumed)[0] + 2
     for step in order.steps(consumed, streams * other):
@@ -151,7 +151,7 @@ def test_resuming_with_another_batch_loses_and_repeats_nothing(
 
 
 def test_resuming_gives_the_same_batches() -> None:
-    order = TrainingOrder([Pool([10, 13, 9])], streams=4, window=5, seed=3)
+    order = TrainingSampler([Pool([10, 13, 9])], streams=4, window=5, seed=3)
     whole = list(islice(order.steps(0, 8), 20))
     for number, step in enumerate(whole[:-1]):
         assert list(islice(order.steps(step.consumed, 8), 19 - number)) == whole[number + 1 :]
@@ -159,7 +159,7 @@ def test_resuming_gives_the_same_batches() -> None:
 
 def test_weights() -> None:
     pools = [Pool([5, 5], 1), Pool([4, 3], 2), Pool([6, 4], 0.5), Pool([10], 0.1), Pool([3], 0.1)]
-    order = TrainingOrder(pools, streams=2, window=8, seed=0)
+    order = TrainingSampler(pools, streams=2, window=8, seed=0)
     epochs = [elements(epoch_of(order, epoch, 4)) for epoch in range(10)]
     for seen in epochs:
         counts = Counter(element.source for element in seen)
@@ -178,17 +178,17 @@ def test_weights() -> None:
 
 
 def test_epochs_without_samples_are_passed_over() -> None:
-    order = TrainingOrder([Pool([2], 0.25)], streams=1, window=4, seed=0)
+    order = TrainingSampler([Pool([2], 0.25)], streams=1, window=4, seed=0)
     assert [step.epoch for step in islice(order.steps(0, 1), 3)] == [1, 3, 5]
     assert order.locate(1) == (3, 0)
 
 
 def test_order_depends_on_seed_and_epoch_and_is_shuffled() -> None:
     shards = [Pool([50] * 20)]
-    first = elements(epoch_of(TrainingOrder(shards, 4, 100, 0), 0, 8))
-    assert first != elements(epoch_of(TrainingOrder(shards, 4, 100, 1), 0, 8))
+    first = elements(epoch_of(TrainingSampler(shards, 4, 100, 0), 0, 8))
+    assert first != elements(epoch_of(TrainingSampler(shards, 4, 100, 1), 0, 8))
     places = [(e.shard, e.position) for e in first]
-    second = elements(epoch_of(TrainingOrder(shards, 4, 100, 0), 1, 8))
+    second = elements(epoch_of(TrainingSampler(shards, 4, 100, 0), 1, 8))
     assert places != [(e.shard, e.position) for e in second]
     # Neighbours in a shard do not stay neighbours in the order.
     near = sum(a[0] == b[0] and abs(a[1] - b[1]) == 1 for a, b in pairwise(places))
@@ -196,13 +196,13 @@ def test_order_depends_on_seed_and_epoch_and_is_shuffled() -> None:
 
 
 def test_a_stream_reads_few_shards_at_a_time() -> None:
-    order = TrainingOrder([Pool([100] * 40)], streams=4, window=100, seed=0)
+    order = TrainingSampler([Pool([100] * 40)], streams=4, window=100, seed=0)
     opened = {e.shard for e in elements([order.slots(0, 0, 400, rank=0, world_size=4)])}
     assert len(opened) <= 2
 
 
 def test_numbers_that_fit_no_run() -> None:
-    order = TrainingOrder([Pool([10])], streams=4, window=4, seed=0)
+    order = TrainingSampler([Pool([10])], streams=4, window=4, seed=0)
     assert order.locate(8) == (0, 2)
     assert order.locate(10) == (1, 0)
     for wrong in (9, 11, -4):
@@ -215,11 +215,11 @@ def test_numbers_that_fit_no_run() -> None:
 @pytest.mark.parametrize("pools", [[], [Pool([])], [Pool([0, 0]), Pool([0])]])
 def test_no_samples_is_an_error_not_a_hang(pools: list[Pool]) -> None:
     with pytest.raises(ConfigError, match="hold no samples"):
-        TrainingOrder(pools, 2, 4, 0)
+        TrainingSampler(pools, 2, 4, 0)
 
 
 def test_large_corpora_are_not_laid_out() -> None:
-    order = TrainingOrder([Pool(np.full(5000, 1000))], streams=64, window=4096, seed=0)  # type: ignore[arg-type]
+    order = TrainingSampler([Pool(np.full(5000, 1000))], streams=64, window=4096, seed=0)  # type: ignore[arg-type]
     slots = order.slots(0, 70_000, 512, rank=3, world_size=8)
     assert len(set(slots)) == 64
     assert order.samples_in_epoch(3) == 5_000_000

@@ -14,7 +14,7 @@ from PIL import Image
 
 from vlp.config import ConfigError
 from vlp.data.shards.sample_files import BadSample
-from vlp.data.vision.detection.coco import CocoPictures
+from vlp.data.vision.detection.coco import CocoImages
 from vlp.data.vision.detection.dataset import DetectionDataConfig, detection_data
 from vlp.data.vision.detection.objects import CocoSource
 
@@ -35,39 +35,39 @@ def real(request, shared):
     return CocoSource(
         format="coco",
         annotations=str(folder / "annotations" / f"instances_{request.param}2017.json"),
-        pictures=str(folder / f"{request.param}2017_short256.tar"),
+        images=str(folder / f"{request.param}2017_short256.tar"),
     )
 
 
-def test_every_real_picture_is_read(real):
-    pictures = CocoPictures(real)
-    assert len(pictures) in (79, 80)
-    assert len(pictures.classes) == 80
-    assert pictures.classes[:2] == ("person", "bicycle")
+def test_every_real_image_is_read(real):
+    images = CocoImages(real)
+    assert len(images) in (79, 80)
+    assert len(images.classes) == 80
+    assert images.classes[:2] == ("person", "bicycle")
     raw = json.loads(Path(real.annotations).read_text())
     names = {one["id"]: one["name"] for one in raw["categories"]}
     ids = sorted(image["id"] for image in raw["images"])
     total = 0
     for number, image_id in enumerate(ids):
-        read = pictures.read(number)
+        read = images.read(number)
         own = [one for one in raw["annotations"] if one["image_id"] == image_id]
-        assert [pictures.classes[label] for label in read.labels] == [
+        assert [images.classes[label] for label in read.labels] == [
             names[one["category_id"]] for one in own
         ]
         sides = read.boxes[:, 2:] - read.boxes[:, :2]
         boxes = np.array([one["bbox"] for one in own]).reshape(-1, 4)
         assert np.allclose(np.concatenate([read.boxes[:, :2], sides], -1), boxes, atol=1.0)
         assert read.crowds.tolist() == [bool(one["iscrowd"]) for one in own]
-        assert min(read.picture.size) == 256
+        assert min(read.image.size) == 256
         total += len(own)
     assert total == len(raw["annotations"])
 
 
-def test_real_pictures_make_batches(real):
+def test_real_images_make_batches(real):
     plain = config(real, sizes=[64, 96], longest=160, multiple=16,
         crop=0.5,
     )  # fmt: skip
-    data = detection_data(CocoPictures(real), plain, 100, 4, 0)
+    data = detection_data(CocoImages(real), plain, 100, 4, 0)
     shapes = set()
     for batch, _ in data.batches(stop_after=6):
         assert int(batch.valid.sum()) == len(batch.pixels) == len(batch.labels) == 4
@@ -96,33 +96,33 @@ GOOD = {
 
 
 def write(folder, content, **sizes):
-    (folder / "pictures").mkdir(parents=True)
+    (folder / "images").mkdir(parents=True)
     for name, size in {"a.png": (40, 20), "b.png": (10, 20), **sizes}.items():
-        Image.new("RGB", size).save(folder / "pictures" / name)
+        Image.new("RGB", size).save(folder / "images" / name)
     (folder / "instances.json").write_text(json.dumps(content))
     return CocoSource(
         format="coco",
         annotations=str(folder / "instances.json"),
-        pictures=str(folder / "pictures"),
+        images=str(folder / "images"),
     )
 
 
 def test_a_small_file_is_read_as_it_says(tmp_path):
     source = write(tmp_path, GOOD)
-    with tarfile.open(tmp_path / "pictures.tar", "w") as archive:
-        archive.add(tmp_path / "pictures", "train2017")
-    as_tar = source.model_copy(update={"pictures": str(tmp_path / "pictures.tar")})
+    with tarfile.open(tmp_path / "images.tar", "w") as archive:
+        archive.add(tmp_path / "images", "train2017")
+    as_tar = source.model_copy(update={"images": str(tmp_path / "images.tar")})
     for one in (source, as_tar):
-        pictures = pickle.loads(pickle.dumps(CocoPictures(one)))  # workers get copies
-        assert pictures.classes == ("dog", "cat")
-        first, second = pictures.read(0), pictures.read(1)
+        images = pickle.loads(pickle.dumps(CocoImages(one)))  # workers get copies
+        assert images.classes == ("dog", "cat")
+        first, second = images.read(0), images.read(1)
         assert first.boxes.shape == (0, 4)
-        assert (first.width, first.picture.width) == (20, 10)  # stored smaller than annotated
+        assert (first.width, first.image.width) == (20, 10)  # stored smaller than annotated
         assert second.labels.tolist() == [1, 0]
         assert second.boxes.tolist() == [[30, 5, 40, 15], [0, 0, 8, 4]]  # half a pixel is cut
         assert second.areas.tolist() == [105, 9]
         assert second.crowds.tolist() == [False, True]
-    assert CocoPictures(source, ["cat", "fox", "dog"]).read(1).labels.tolist() == [0, 2]
+    assert CocoImages(source, ["cat", "fox", "dog"]).read(1).labels.tolist() == [0, 2]
 
 
 def changed(part, number, **values):
@@ -135,86 +135,84 @@ def changed(part, number, **values):
     ("content", "message"),
     [
         (changed("annotations", 1, image_id=8),
-         "1 annotations are of a picture that the file lacks: annotation 2 of picture 8"),
+         "1 annotations are of an image that the file lacks: annotation 2 of image 8"),
         (changed("annotations", 0, category_id=5), "annotation 1 of category 5"),
         (changed("annotations", 0, bbox=[1, 2, 3]), r"annotation 1 has the box \[1, 2, 3\]"),
         (changed("annotations", 0, bbox=[1, 2, 3, float("nan")]), "annotation 1 has the box"),
         (changed("images", 1, id=7), "images with the same id: 7"),
         (changed("categories", 1, id=9), "categories with the same id: 9"),
-        (changed("images", 0, width=0), "picture 7 has 0 x 20 px"),
+        (changed("images", 0, width=0), "image 7 has 0 x 20 px"),
         ({**GOOD, "images": [{"id": 1}]}, r"images\[0\] lacks file_name, width, height"),
-        ({**GOOD, "images": []}, "no pictures, or no categories"),
+        ({**GOOD, "images": []}, "no images, or no categories"),
         ({key: GOOD[key] for key in ("images", "categories")}, "no list 'annotations'"),
         ([1], "no list 'images'"),
     ],
 )  # fmt: skip
 def test_files_that_contradict_themselves_are_refused(tmp_path, content, message):
     with pytest.raises(ConfigError, match=message):
-        CocoPictures(write(tmp_path, content))
+        CocoImages(write(tmp_path, content))
 
 
 def test_other_files_are_refused(tmp_path):
     source = write(tmp_path, GOOD)
     with pytest.raises(ConfigError, match=r"unknown categories dog \(1 of 2\)"):
-        CocoPictures(source, ["cat"])
+        CocoImages(source, ["cat"])
     with pytest.raises(ConfigError, match=r"nowhere\.json: cannot be read"):
-        CocoPictures(source.model_copy(update={"annotations": str(tmp_path / "nowhere.json")}))
+        CocoImages(source.model_copy(update={"annotations": str(tmp_path / "nowhere.json")}))
     with pytest.raises(ConfigError, match="neither a folder nor a tar file"):
-        CocoPictures(source.model_copy(update={"pictures": str(tmp_path / "nowhere")}))
+        CocoImages(source.model_copy(update={"images": str(tmp_path / "nowhere")}))
     bad = tmp_path / "bad.tar"
     bad.write_bytes(b"no tar" * 1000)
     with pytest.raises(ConfigError, match=r"bad\.tar: .*not a readable tar"):
-        CocoPictures(source.model_copy(update={"pictures": str(bad)}))
+        CocoImages(source.model_copy(update={"images": str(bad)}))
     (tmp_path / "instances.json").write_text("{")
     with pytest.raises(ConfigError, match="not JSON"):
-        CocoPictures(source)
+        CocoImages(source)
 
 
 @pytest.mark.parametrize(
     ("box", "kind", "values"),
     [
-        ([30, 5, 20, 10], "box outside the picture", "annotation 1 [30, 5, 20, 10]"),
-        ([-4, 5, 10, 10], "box outside the picture", "annotation 1 [-4, 5, 10, 10]"),
-        ([50, 5, 10, 10], "box outside the picture", "picture of 40 x 20 px"),
+        ([30, 5, 20, 10], "box outside the image", "annotation 1 [30, 5, 20, 10]"),
+        ([-4, 5, 10, 10], "box outside the image", "annotation 1 [-4, 5, 10, 10]"),
+        ([50, 5, 10, 10], "box outside the image", "image of 40 x 20 px"),
         ([5, 5, 0, 10], "box without area", "annotation 1 [5, 5, 0, 10]"),
         ([5, 5, 10, -3], "box without area", "annotation 1 [5, 5, 10, -3]"),
     ],
 )
-def test_pictures_with_bad_boxes_are_left_out_by_name(tmp_path, box, kind, values):
+def test_images_with_bad_boxes_are_left_out_by_name(tmp_path, box, kind, values):
     source = write(tmp_path, changed("annotations", 0, bbox=box))
-    pictures = CocoPictures(source)
+    images = CocoImages(source)
     with pytest.raises(BadSample) as bad:
-        pictures.read(1)
+        images.read(1)
     assert bad.value.kind == kind
     assert values in bad.value.where
-    assert "picture 7 (a.png)" in bad.value.where
+    assert "image 7 (a.png)" in bad.value.where
 
     plain = config(source)
-    ((batch, _),) = list(detection_data(pictures, plain, 100, 2, 0).batches(stop_after=1))
+    ((batch, _),) = list(detection_data(images, plain, 100, 2, 0).batches(stop_after=1))
     assert len(batch.pixels) == int(batch.valid.sum()) == 1
     assert [skip.kind for skip in batch.skipped] == [kind]
 
 
-def test_pictures_that_are_missing_broken_or_others_are_left_out_by_name(tmp_path):
-    pictures = CocoPictures(write(tmp_path, GOOD, **{"a.png": (20, 40)}))
-    with pytest.raises(
-        BadSample, match=r"picture of another shape: .*20 x 40 px, annotated 40 x 20"
-    ):
-        pictures.read(1)
-    (tmp_path / "pictures" / "b.png").write_bytes(b"broken")
-    with pytest.raises(BadSample, match="unreadable picture"):
-        pictures.read(0)
-    (tmp_path / "pictures" / "b.png").unlink()
-    with pytest.raises(BadSample, match=r"missing picture: .*b\.png"):
-        pictures.read(0)
+def test_images_that_are_missing_broken_or_others_are_left_out_by_name(tmp_path):
+    images = CocoImages(write(tmp_path, GOOD, **{"a.png": (20, 40)}))
+    with pytest.raises(BadSample, match=r"image of another shape: .*20 x 40 px, annotated 40 x 20"):
+        images.read(1)
+    (tmp_path / "images" / "b.png").write_bytes(b"broken")
+    with pytest.raises(BadSample, match="unreadable image"):
+        images.read(0)
+    (tmp_path / "images" / "b.png").unlink()
+    with pytest.raises(BadSample, match=r"missing image: .*b\.png"):
+        images.read(0)
 
 
 def test_a_batch_may_be_empty(tmp_path):
     source = write(tmp_path, GOOD)
     for name in ("a.png", "b.png"):
-        (tmp_path / "pictures" / name).unlink()
+        (tmp_path / "images" / name).unlink()
     plain = config(source, max_skipped_share=1.0)
-    ((batch, _),) = list(detection_data(CocoPictures(source), plain, 9, 2, 0).batches(stop_after=1))
+    ((batch, _),) = list(detection_data(CocoImages(source), plain, 9, 2, 0).batches(stop_after=1))
     assert batch.pixels == batch.boxes == ()
     assert len(batch.skipped) == 2
     assert batch.to("meta").valid.device.type == "meta"

@@ -1,4 +1,4 @@
-"""Pictures with boxes for training: generated scenes, sizes, crops, mirrors and batches."""
+"""Images with boxes for training: generated scenes, sizes, crops, mirrors and batches."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from vlp.data.vision.detection.dataset import (
     fit_size,
     open_objects,
 )
-from vlp.data.vision.detection.objects import ObjectPicture, ScenePictures, SceneSource
+from vlp.data.vision.detection.objects import ObjectImage, SceneImages, SceneSource
 
 SCENES = {"format": "scenes", "count": 12}
-PLAIN = {"mean": [0, 0, 0], "std": [1, 1, 1], "mirror": False}
+PLAIN = {"mean": [0, 0, 0], "std": [1, 1, 1], "hflip": False}
 GREY, RED = (90, 90, 90), (250, 0, 0)
 
 
@@ -36,7 +36,7 @@ def rng_for(seed):
 
 
 class OneObject:
-    """A grey picture with one red box, and a crowd in the corner."""
+    """A grey image with one red box, and a crowd in the corner."""
 
     classes = ("red",)
 
@@ -47,13 +47,13 @@ class OneObject:
         return 1
 
     def read(self, number):
-        picture = Image.new("RGB", self.size, GREY)
+        image = Image.new("RGB", self.size, GREY)
         left, top, right, bottom = self.box
-        picture.paste(RED, (left, top, right, bottom))
+        image.paste(RED, (left, top, right, bottom))
         boxes = np.array([self.box, (0, 0, 5, 5)], dtype=float) * self.stored
         wide, high = (side * self.stored for side in self.size)
-        return ObjectPicture(
-            picture, wide, high, boxes, np.array([0, 0]), np.array([400.0, 25.0]),
+        return ObjectImage(
+            image, wide, high, boxes, np.array([0, 0]), np.array([400.0, 25.0]),
             np.array([False, True]), "one",
         )  # fmt: skip
 
@@ -71,8 +71,8 @@ def corners(boxes):
 
 
 def test_too_many_objects_are_left_out_by_name():
-    samples = DetectionSamples(ScenePictures(SceneSource(**SCENES), 64), config(), most=1)
-    crowded = next(n for n in range(12) if len(samples.pictures.read(n).labels) > 1)
+    samples = DetectionSamples(SceneImages(SceneSource(**SCENES), 64), config(), most=1)
+    crowded = next(n for n in range(12) if len(samples.images.read(n).labels) > 1)
     with pytest.raises(BadSample, match=r"more objects than queries: train-0-\d+: [23], not 1"):
         samples(crowded, rng_for(0))
 
@@ -81,30 +81,30 @@ def test_too_many_objects_are_left_out_by_name():
 
 
 def test_scenes_have_their_boxes_at_every_size():
-    small, large = (ScenePictures(SceneSource(**SCENES), side) for side in (64, 160))
+    small, large = (SceneImages(SceneSource(**SCENES), side) for side in (64, 160))
     for number in range(12):
         one, other = small.read(number), large.read(number)
-        assert other.picture.size == (160, 160)
+        assert other.image.size == (160, 160)
         assert np.allclose(one.boxes / 64, other.boxes / 160)
         assert one.labels.tolist() == other.labels.tolist()
         assert np.allclose(one.areas, (one.boxes[:, 2:] - one.boxes[:, :2]).prod(-1))
         # Inside a box there is another colour than around all of them.
-        pixels = np.asarray(other.picture, dtype=int)
+        pixels = np.asarray(other.image, dtype=int)
         background = pixels[0, 0]
         left, top, right, bottom = np.rint(other.boxes[0]).astype(int)
         assert np.abs(pixels[top:bottom, left:right] - background).max() > 30
     with pytest.raises(ConfigError, match="16 px a side at least, not 8"):
-        ScenePictures(SceneSource(**SCENES), 8)
+        SceneImages(SceneSource(**SCENES), 8)
 
 
 # Preparation
 
 
-@pytest.mark.parametrize("mirror", [False, True])
+@pytest.mark.parametrize("hflip", [False, True])
 @pytest.mark.parametrize("crop", [0.0, 1.0])
 @pytest.mark.parametrize("stored", [1, 3])
-def test_boxes_stay_on_their_objects(mirror, crop, stored):
-    plain = config(sizes=[160, 240], multiple=8, **PLAIN | {"mirror": mirror, "crop": crop})
+def test_boxes_stay_on_their_objects(hflip, crop, stored):
+    plain = config(sizes=[160, 240], multiple=8, **PLAIN | {"hflip": hflip, "crop": crop})
     samples = DetectionSamples(OneObject(stored=stored), plain, 100)
     seen = []
     for seed in range(12):
@@ -113,7 +113,7 @@ def test_boxes_stay_on_their_objects(mirror, crop, stored):
         assert torch.allclose(corners(boxes)[0], red_box(pixels), atol=0.03)
         seen.append(boxes)
     seen = torch.cat(seen)
-    assert len(seen.unique(dim=0)) == (1 if not (mirror or crop) else 2 if not crop else 12)
+    assert len(seen.unique(dim=0)) == (1 if not (hflip or crop) else 2 if not crop else 12)
 
 
 def test_an_object_outside_of_the_crop_is_none():
@@ -153,7 +153,7 @@ def test_detr_sizes():
 
 def test_batches_are_the_same_on_any_number_of_ranks():
     plain = config(sizes=[64, 96], crop=0.5)
-    data = detection_data(ScenePictures(SceneSource(**SCENES), 96), plain, 10, 4, 3)
+    data = detection_data(SceneImages(SceneSource(**SCENES), 96), plain, 10, 4, 3)
 
     def epoch(ranks):
         streams = [data.batches(0, rank, ranks, stop_after=3) for rank in range(ranks)]
@@ -169,7 +169,7 @@ def test_batches_are_the_same_on_any_number_of_ranks():
 
 
 def test_a_batch_moves():
-    data = detection_data(ScenePictures(SceneSource(**SCENES), 64), config(), 9, 2, 0)
+    data = detection_data(SceneImages(SceneSource(**SCENES), 64), config(), 9, 2, 0)
     ((batch, _),) = list(data.batches(stop_after=1))
     moved = batch.to("meta")
     assert {one.device.type for part in moved[:4] for one in part} == {"meta"}
@@ -185,7 +185,7 @@ def test_configurations_that_cannot_work_are_refused():
     with pytest.raises(ValidationError, match="format"):
         config(train={"format": "voc"})
     with pytest.raises(ConfigError, match="batch 3 is not a multiple of canonical_streams 2"):
-        detection_data(ScenePictures(SceneSource(**SCENES), 64), config(), 9, 3, 0)
+        detection_data(SceneImages(SceneSource(**SCENES), 64), config(), 9, 3, 0)
     with pytest.raises(ConfigError, match=r"scenes have the classes circle, .*knows cat"):
         open_objects(SceneSource(**SCENES), 64, ["cat"])
 

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 
 from vlp.data.vision.arc.grid_variants import (
     TURNS,
+    GridVariant,
     Symmetry,
-    Variant,
     draw_variant,
     held_out_variants,
     orbit,
@@ -47,12 +47,12 @@ SYMMETRIES = st.sampled_from(
     ],
 )
 def test_turns(turn, expected):
-    assert Variant(turn)(GRID).tolist() == expected
+    assert GridVariant(turn)(GRID).tolist() == expected
 
 
 def test_colours_are_written_for_others():
     colours = (0, 2, 1, 3, 4, 5, 6, 7, 8, 9)
-    assert Variant("left-right", colours)(GRID).tolist() == [[3, 1, 2], [6, 5, 4]]
+    assert GridVariant("left-right", colours)(GRID).tolist() == [[3, 1, 2], [6, 5, 4]]
 
 
 @given(SYMMETRIES, st.integers(0, 1000))
@@ -71,15 +71,16 @@ def test_held_out_variants_are_others_and_the_same_each_time():
     assert all(variant.held_out for variant in first)
     rng = np.random.default_rng(1)
     assert not {draw_variant(EVERYTHING, rng) for _ in range(500)} & set(first)
-    assert Variant() not in first
+    assert GridVariant() not in first
 
 
 def test_small_symmetries_give_what_they_have():
     assert held_out_variants(Symmetry(), 5, np.random.default_rng(0)) == ()
-    assert draw_variant(Symmetry(), np.random.default_rng(0)) == Variant()
+    assert draw_variant(Symmetry(), np.random.default_rng(0)) == GridVariant()
     colours = Symmetry(colours=(1, 2, 3))
     every = [
-        Variant(colours=(0, *order, *range(4, 10))) for order in itertools.permutations((1, 2, 3))
+        GridVariant(colours=(0, *order, *range(4, 10)))
+        for order in itertools.permutations((1, 2, 3))
     ]
     found = held_out_variants(colours, 100, np.random.default_rng(0))
     assert set(found) == {variant for variant in every if variant.held_out}
@@ -89,7 +90,7 @@ def test_small_symmetries_give_what_they_have():
 
 def test_about_a_fifth_is_held_out():
     variants = [
-        Variant(turn, (*order, *range(5, 10)))
+        GridVariant(turn, (*order, *range(5, 10)))
         for turn in TURNS
         for order in itertools.permutations(range(5))
     ]
@@ -109,7 +110,7 @@ def test_variants_are_in_the_same_orbit(symmetry, grid, seed):
     colours = list(range(10))
     for before, after in zip(symmetry.colours, rng.permutation(list(symmetry.colours))):
         colours[before] = int(after)
-    variant = Variant(str(rng.choice(symmetry.turns)), tuple(colours))
+    variant = GridVariant(str(rng.choice(symmetry.turns)), tuple(colours))
     assert orbit(variant(grid), symmetry) == orbit(grid, symmetry)
 
 
@@ -117,7 +118,9 @@ def test_equal_orbits_are_variants():
     """All 2 x 2 grids of three colours, of which two may be exchanged, by brute force."""
     symmetry = Symmetry(turns=("identity", "left-right"), colours=(1, 2))
     swapped = (0, 2, 1, *range(3, 10))
-    variants = [Variant(turn, c) for turn in symmetry.turns for c in (tuple(range(10)), swapped)]
+    variants = [
+        GridVariant(turn, c) for turn in symmetry.turns for c in (tuple(range(10)), swapped)
+    ]
     grids = [np.array(cells).reshape(2, 2) for cells in itertools.product((0, 1, 2), repeat=4)]
     for first in grids:
         reached = {variant(first).tobytes() for variant in variants}

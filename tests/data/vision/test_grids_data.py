@@ -33,7 +33,7 @@ from vlp.data.vision.arc.grids import (
     open_grids,
 )
 from vlp.data.vision.arc.rules import RULES
-from vlp.data.vision.arc.tasks import Pair
+from vlp.data.vision.arc.tasks import GridPair
 from vlp.positions.object import object_ids
 
 GRIDS = arrays.arrays(
@@ -59,7 +59,7 @@ def batches(chosen, count, batch=10, seed=0):
 
 def pairs(batch, size):
     for inputs, outputs in zip(batch.inputs.numpy(), batch.outputs.numpy()):
-        yield Pair(to_grid(inputs, size), to_grid(outputs, size))
+        yield GridPair(to_grid(inputs, size), to_grid(outputs, size))
 
 
 def test_a_template_by_hand():
@@ -209,8 +209,8 @@ def test_given_pairs_that_are_too_large_are_counted(archive):
 
 
 def test_a_batch_pads_boxes_and_may_be_empty():
-    lonely = grid_sample(Pair(np.array([[0, 0, 1]]), np.array([[1]])), 0, 3)
-    crowd = grid_sample(Pair(np.array([[0, 0, 1], [0, 2, 3]]), np.array([[1]])), 1, 3)
+    lonely = grid_sample(GridPair(np.array([[0, 0, 1]]), np.array([[1]])), 0, 3)
+    crowd = grid_sample(GridPair(np.array([[0, 0, 1], [0, 2, 3]]), np.array([[1]])), 1, 3)
     batch = collate_grids(3, [lonely, crowd]).to("cpu")
     assert batch.boxes.shape == (2, 3, 4)
     assert not batch.boxes[0, 1:].any()

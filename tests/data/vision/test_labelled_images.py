@@ -1,4 +1,4 @@
-"""Pictures with classes from folders, tar files and shards; augmentation and batches of them."""
+"""Images with classes from folders, tar files and shards; augmentation and batches of them."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def png(colour, side=8):
 @pytest.fixture
 def folder(tmp_path):
     for name, colour in COLOURS.items():
-        (tmp_path / "pictures" / name).mkdir(parents=True)
+        (tmp_path / "images" / name).mkdir(parents=True)
         for number in range(8):
-            (tmp_path / "pictures" / name / f"{number}.png").write_bytes(png(colour))
-    return tmp_path / "pictures"
+            (tmp_path / "images" / name / f"{number}.png").write_bytes(png(colour))
+    return tmp_path / "images"
 
 
 def as_tar(folder, file, mode):
@@ -62,13 +62,13 @@ def test_folders_tars_and_shards_hold_the_same(folder, tmp_path):
         open_labelled(str(as_tar(folder, tmp_path / "a.tar.xz", "w:xz"))),
         open_labelled(str(as_shards(folder, tmp_path / "shards")), CLASSES),
     ]
-    for pictures in opened:
-        assert pictures.classes == CLASSES
-        assert len(pictures) == 16
+    for images in opened:
+        assert images.classes == CLASSES
+        assert len(images) == 16
         for number in (0, 7, 8, 15):
-            read = pictures.read(number)
-            assert read.picture.getpixel((0, 0)) == COLOURS[CLASSES[read.label]]
-        labels = [pictures.read(number).label for number in range(16)]
+            read = images.read(number)
+            assert read.image.getpixel((0, 0)) == COLOURS[CLASSES[read.label]]
+        labels = [images.read(number).label for number in range(16)]
         assert labels == [0] * 8 + [1] * 8
 
 
@@ -77,16 +77,16 @@ def test_classes_of_shards_may_be_numbers(tmp_path):
         for number in range(3):
             label = Annotation.model_validate_json(b'{"label": %d}' % number)
             writer.write(f"k{number}", png((number, 0, 0)), "png", label)
-    pictures = open_labelled(str(tmp_path), ("0", "1", "2"))
-    assert [pictures.read(number).label for number in range(3)] == [0, 1, 2]
+    images = open_labelled(str(tmp_path), ("0", "1", "2"))
+    assert [images.read(number).label for number in range(3)] == [0, 1, 2]
 
 
 def test_real_cifar_is_read(shared):
-    pictures = open_labelled(str(shared / "data_tasks" / "cifar10" / "test.tar.xz"))
-    assert len(pictures) == 10_000
-    assert len(pictures.classes) == 10
-    assert pictures.read(0).picture.size == (32, 32)
-    assert [pictures.read(n).label for n in (0, 999, 1000, 9999)] == [0, 0, 1, 9]
+    images = open_labelled(str(shared / "data_tasks" / "cifar10" / "test.tar.xz"))
+    assert len(images) == 10_000
+    assert len(images.classes) == 10
+    assert images.read(0).image.size == (32, 32)
+    assert [images.read(n).label for n in (0, 999, 1000, 9999)] == [0, 0, 1, 9]
 
 
 def test_what_is_not_usable_is_named(folder, tmp_path):
@@ -96,7 +96,7 @@ def test_what_is_not_usable_is_named(folder, tmp_path):
     with pytest.raises(ConfigError, match=r"bad\.tar: not a tar file"):
         open_labelled(str(tmp_path / "bad.tar"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="holds no pictures in class folders"):
+    with pytest.raises(ConfigError, match="holds no images in class folders"):
         open_labelled(str(tmp_path / "empty"))
     with pytest.raises(ConfigError, match="unknown classes red"):
         open_labelled(str(folder), ["blue", "green"])
@@ -105,7 +105,7 @@ def test_what_is_not_usable_is_named(folder, tmp_path):
         open_labelled(str(shards))
     with pytest.raises(BadSample, match="label 'red'"):
         open_labelled(str(shards), ["blue"]).read(15)
-    with pytest.raises(ConfigError, match=r"limit 17 is more than the 16 pictures"):
+    with pytest.raises(ConfigError, match=r"limit 17 is more than the 16 images"):
         labelled_data(open_labelled(str(folder)), config(folder, limit=17), 4, 0)
     with pytest.raises(ConfigError, match="batch 3 is not a multiple of canonical_streams 2"):
         labelled_data(open_labelled(str(folder)), config(folder), 3, 0)
@@ -113,7 +113,7 @@ def test_what_is_not_usable_is_named(folder, tmp_path):
         LabelledSamples(open_labelled(str(folder)), config(folder, augment={"policy": "nonsense"}))
 
 
-def test_an_epoch_has_every_picture_once_on_any_number_of_ranks(folder):
+def test_an_epoch_has_every_image_once_on_any_number_of_ranks(folder):
     data = labelled_data(open_labelled(str(folder)), config(folder), 4, 7)
     assert data.samples_in_epoch(0) == 16
 
@@ -129,13 +129,13 @@ def test_an_epoch_has_every_picture_once_on_any_number_of_ranks(folder):
     assert int((torch.cat(one) > torch.cat(one).mean()).sum()) == 8
 
 
-def test_bad_pictures_are_counted_and_left_out(folder):
+def test_bad_images_are_counted_and_left_out(folder):
     (folder / "red" / "3.png").write_bytes(b"broken")
     data = labelled_data(open_labelled(str(folder)), config(folder), 4, 0)
     batches = [batch for batch, _ in data.batches(stop_after=4)]
     assert sum(len(batch.labels) for batch in batches) == 15
     (skip,) = [skip for batch in batches for skip in batch.skipped]
-    assert skip.kind == "unreadable picture"
+    assert skip.kind == "unreadable image"
     assert skip.where.startswith(str(folder / "red" / "3.png"))
     for batch in batches:
         assert len(batch.pixels) == len(batch.labels) == int(batch.valid.sum())
@@ -145,16 +145,16 @@ def rng_for(seed):
     return lambda purpose: np.random.default_rng([seed, len(purpose)])
 
 
-def test_a_shift_moves_the_picture_over_black(folder):
-    plain = config(folder, mean=[0, 0, 0], std=[1, 1, 1], augment={"shift": 2, "mirror": False})
+def test_a_shift_moves_the_image_over_black(folder):
+    plain = config(folder, mean=[0, 0, 0], std=[1, 1, 1], augment={"shift": 2, "hflip": False})
     samples = LabelledSamples(open_labelled(str(folder)), plain)
-    picture = Image.fromarray(np.arange(8 * 8 * 3, dtype=np.uint8).reshape(8, 8, 3))
-    whole = np.asarray(picture, dtype=np.float32) / 255
+    image = Image.fromarray(np.arange(8 * 8 * 3, dtype=np.uint8).reshape(8, 8, 3))
+    whole = np.asarray(image, dtype=np.float32) / 255
     padded = np.pad(whole, ((2, 2), (2, 2), (0, 0)))
     windows = [padded[a : a + 8, b : b + 8] for a in range(5) for b in range(5)]
     seen = set()
     for seed in range(60):
-        pixels = samples.pixels(picture, rng_for(seed)).permute(1, 2, 0).numpy()
+        pixels = samples.pixels(image, rng_for(seed)).permute(1, 2, 0).numpy()
         hits = [n for n, window in enumerate(windows) if np.allclose(window, pixels, atol=1e-6)]
         assert len(hits) == 1
         seen.update(hits)
@@ -168,12 +168,12 @@ def test_a_shift_moves_the_picture_over_black(folder):
 def test_augmentation_is_a_function_of_its_draws(folder, augment):
     samples = LabelledSamples(open_labelled(str(folder)), config(folder, augment=augment))
     noise = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
-    picture = Image.fromarray(noise)
-    one = samples.pixels(picture, rng_for(1))
+    image = Image.fromarray(noise)
+    one = samples.pixels(image, rng_for(1))
     np.random.seed(5)
     state = np.random.get_state()[1].copy()
-    assert torch.equal(samples.pixels(picture, rng_for(1)), one)
+    assert torch.equal(samples.pixels(image, rng_for(1)), one)
     assert np.array_equal(np.random.get_state()[1], state)  # the global generators are as before
-    others = [samples.pixels(picture, rng_for(seed)) for seed in range(2, 8)]
+    others = [samples.pixels(image, rng_for(seed)) for seed in range(2, 8)]
     assert any(not torch.equal(one, other) for other in others)
     assert torch.isfinite(torch.stack(others)).all()

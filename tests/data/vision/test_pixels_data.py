@@ -1,4 +1,4 @@
-"""Pictures as pixel values: order, size, and what cannot be used."""
+"""Images as pixel values: order, size, and what cannot be used."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def config(folder, **options):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Ten pictures of 8 x 8 pixels; picture n has red 20 n in its left half, 10 in its right."""
+    """Ten images of 8 x 8 pixels; image n has red 20 n in its left half, 10 in its right."""
     (tmp_path / "all").mkdir()
     for number in range(10):
         pixels = np.full((8, 8, 3), 10, dtype=np.uint8)
@@ -34,7 +34,7 @@ def batches(folder, count, batch=4, seed=0, **options):
     return [found for found, _ in data.batches(stop_after=count)]
 
 
-def test_pictures_of_the_right_size_are_left_as_they_are():
+def test_images_of_the_right_size_are_left_as_they_are():
     pixels = np.random.default_rng(0).integers(0, 256, (5, 5, 3), dtype=np.uint8)
     values = pixel_values(Image.fromarray(pixels), 5, "here")
     assert values.dtype == torch.uint8
@@ -43,19 +43,19 @@ def test_pictures_of_the_right_size_are_left_as_they_are():
     assert values.flatten()[:6].tolist() == [*pixels[0, 0], *pixels[0, 1]]
 
 
-def test_larger_pictures_become_means_of_their_middle_square():
+def test_larger_images_become_means_of_their_middle_square():
     pixels = np.random.default_rng(0).integers(0, 256, (4, 8, 3), dtype=np.uint8)
     values = pixel_values(Image.fromarray(pixels), 2, "here")
     blocks = pixels[:, 2:6].reshape(2, 2, 2, 2, 3).astype(float).mean((1, 3))
     assert np.abs(values.numpy() - blocks).max() <= 1  # Pillow rounds rows, then columns
 
 
-def test_smaller_pictures_are_refused():
-    with pytest.raises(BadSample, match=r"picture too small: here \(9 x 3\)"):
+def test_smaller_images_are_refused():
+    with pytest.raises(BadSample, match=r"image too small: here \(9 x 3\)"):
         pixel_values(Image.new("RGB", (9, 3)), 4, "here")
 
 
-def test_an_epoch_has_every_picture_once(folder):
+def test_an_epoch_has_every_image_once(folder):
     found = torch.cat([batch.values for batch in batches(folder, 3)])
     assert found.shape == (10, 4, 4, 3)
     assert found.dtype == torch.int64
@@ -64,10 +64,10 @@ def test_an_epoch_has_every_picture_once(folder):
 
 
 def test_mirroring_is_drawn_and_repeatable(folder):
-    plain, mirrored = batches(folder, 2), batches(folder, 2, mirror=True)
-    again = batches(folder, 2, mirror=True)
+    plain, flipped = batches(folder, 2), batches(folder, 2, hflip=True)
+    again = batches(folder, 2, hflip=True)
     turned = 0
-    for before, after, same in zip(plain, mirrored, again):
+    for before, after, same in zip(plain, flipped, again):
         assert torch.equal(after.values, same.values)
         for left, right in zip(before.values, after.values):
             assert torch.equal(left, right) or torch.equal(left.flip(1), right)
@@ -86,21 +86,21 @@ def test_limit_takes_the_same_few_for_every_seed(folder):
     ]
     assert chosen[0] == chosen[1]
     assert len(chosen[0]) == 4
-    with pytest.raises(ConfigError, match="limit 11 is more than the 10 pictures"):
+    with pytest.raises(ConfigError, match="limit 11 is more than the 10 images"):
         batches(folder, 1, limit=11)
 
 
-def test_bad_pictures_are_counted_and_left_out(folder):
+def test_bad_images_are_counted_and_left_out(folder):
     Image.new("RGB", (3, 3)).save(folder / "all" / "a_small_one.png")
-    (folder / "all" / "b_broken.png").write_bytes(b"no picture")
+    (folder / "all" / "b_broken.png").write_bytes(b"no image")
     found = batches(folder, 3)
     assert sum(int(batch.valid.sum()) for batch in found) == 10
     assert sum(len(batch.values) for batch in found) == 10
     kinds = sorted(skip.kind for batch in found for skip in batch.skipped)
-    assert kinds == ["picture too small", "unreadable picture"]
+    assert kinds == ["image too small", "unreadable image"]
 
 
-def test_a_batch_of_bad_pictures_alone_is_empty(tmp_path):
+def test_a_batch_of_bad_images_alone_is_empty(tmp_path):
     (tmp_path / "all").mkdir()
     for number in range(2):
         Image.new("RGB", (3, 3)).save(tmp_path / "all" / f"{number}.png")
@@ -113,8 +113,8 @@ def test_a_batch_of_bad_pictures_alone_is_empty(tmp_path):
 
 def test_cifar10_at_full_size(shared):
     file = shared / "data_tasks" / "cifar10" / "test.tar.xz"
-    pictures = open_labelled(str(file))
-    data = pixel_data(pictures, config(file, image_size=32), 8, 0)
+    images = open_labelled(str(file))
+    data = pixel_data(images, config(file, image_size=32), 8, 0)
     batch, _ = next(data.batches(stop_after=1))
     assert batch.values.shape == (8, 32, 32, 3)
     assert 0 <= int(batch.values.min()) < 64

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from vlp.config import ConfigError
 from vlp.data.shards.sample_files import BadSample
-from vlp.data.stream.rng import draw
+from vlp.data.stream.rng import make_rng
 from vlp.data.vision.widgets.dataset import Collate, WidgetDataConfig, encode_screen, widget_data
 from vlp.data.vision.widgets.screen_sets import (
     GeneratedScreensConfig,
@@ -400,7 +400,7 @@ class TestBatches:
         from vlp.data.vision.widgets.dataset import WidgetSamples
 
         samples = WidgetSamples(screens, text, config)
-        one, other = (samples(3, lambda purpose: draw(0, 0, "3:0", purpose)) for _ in range(2))
+        one, other = (samples(3, lambda purpose: make_rng(0, 0, "3:0", purpose)) for _ in range(2))
         assert torch.equal(one.captions, other.captions)
 
     def test_worker_processes_give_the_same(self) -> None:

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmark_files import failures_of, json_of, picture, said_of, samples_of, tar_of
+from benchmark_files import failures_of, json_of, photo, said_of, samples_of, tar_of
 
 from data_tools.__main__ import main
 
 
 def converted(tmp_path: Path, kind: str, path: Path, names: set[str], *more: str) -> int:
-    pictures = tar_of(tmp_path / "p.tar", dict.fromkeys(sorted(names), picture(640, 640)))
-    arguments = ["albef", "--kind", kind, "--annotations", str(path), "--images", str(pictures)]
+    images = tar_of(tmp_path / "p.tar", dict.fromkeys(sorted(names), photo(640, 640)))
+    arguments = ["albef", "--kind", kind, "--annotations", str(path), "--images", str(images)]
     return main([*arguments, "--out", str(tmp_path / "out"), "--processes", "1", *more])
 
 
@@ -63,13 +63,13 @@ def test_real_statements(shared: Path, tmp_path: Path) -> None:
 def test_real_entailment(shared: Path, tmp_path: Path) -> None:
     path = shared / "data_tasks" / "albef_format" / "ve_dev.json"
     rows = json.loads(path.read_text())
-    # One picture is not there.
+    # One image is not there.
     names = {row["image"] for row in rows} - {rows[0]["image"]}
     assert converted(tmp_path, "ve", path, names) == 0
     samples = samples_of(tmp_path / "out")
     lost = [number for number, row in enumerate(rows) if row["image"] == rows[0]["image"]]
     assert failures_of(tmp_path / "out") == {
-        "missing picture": [f"ve_dev-{number}" for number in lost]
+        "missing image": [f"ve_dev-{number}" for number in lost]
     }
     assert [said_of(sample) for sample in samples.values()] == [
         {
@@ -122,7 +122,7 @@ def test_expressions_without_boxes(
     files += ["--detections", str(json_of(tmp_path / "dets.json", {"5": [[0, 0, 32, 16]]}))]
     assert converted(tmp_path, "refcoco", path, {image}, *files) == 0
     [sample] = samples_of(tmp_path / "out").values()
-    # The picture that is there is twice as wide and four times as high.
+    # The image that is there is twice as wide and four times as high.
     assert said_of(sample)["expressions"] == [
         {"id": str(number), "text": "dog 1", "box": [20, 80, 60, 160], "ref_id": 1}
         for number in (0, 1)

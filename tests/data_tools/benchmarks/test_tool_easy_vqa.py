@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmark_files import failures_of, json_of, picture, said_of, samples_of, tar_of
+from benchmark_files import failures_of, json_of, photo, said_of, samples_of, tar_of
 
 from data_tools.__main__ import main
 
@@ -41,9 +41,9 @@ def test_rows_that_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture) -
     questions = json_of(tmp_path / "q.json", rows)
     answers = tmp_path / "answers.txt"
     answers.write_text("yes\nno\n")
-    pictures = tar_of(tmp_path / "p.tar", {"images/0.png": picture(kind="png")})
+    images = tar_of(tmp_path / "p.tar", {"images/0.png": photo(kind="png")})
     arguments = ["easy_vqa", "--questions", str(questions), "--answers", str(answers)]
-    arguments += ["--images", str(pictures), "--out", str(tmp_path / "out"), "--processes", "1"]
+    arguments += ["--images", str(images), "--out", str(tmp_path / "out"), "--processes", "1"]
     assert main(arguments) == 0
     assert list(samples_of(tmp_path / "out")) == ["0"]
     failures = failures_of(tmp_path / "out")
@@ -53,12 +53,12 @@ def test_rows_that_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture) -
     ]
     assert failures == {
         "unknown answer": ["1 (maybe)"],
-        "missing picture": ["4"],
-        "question of a missing picture": ["4"],
+        "missing image": ["4"],
+        "question of a missing image": ["4"],
     }
     answers.write_text("\n")
     assert main(arguments) == 2
     assert "holds no answers" in capsys.readouterr().err
     json_of(questions, [{"question": "?"}])
     assert main([*arguments[:3], *arguments[5:]]) == 2
-    assert "row 1: not [question, answer, picture's number]" in capsys.readouterr().err
+    assert "row 1: not [question, answer, image's number]" in capsys.readouterr().err

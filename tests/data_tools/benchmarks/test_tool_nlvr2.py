@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmark_files import failures_of, lines_of, picture, said_of, samples_of
+from benchmark_files import failures_of, lines_of, photo, said_of, samples_of
 
 from data_tools.__main__ import main
 from vlp.data.shards.tar import stored_files
@@ -20,15 +20,15 @@ def test_real_pairs(shared: Path, tmp_path: Path) -> None:
     arguments = ["nlvr2", "--annotations", str(data / "with_images.json"), "--processes", "1"]
     arguments += ["--images", str(data / "images_384.tar"), "--extension", "jpg"]
     assert main([*arguments, "--out", str(tmp_path)]) == 0
-    pictures = {str(name): content for name, content in stored_files(data / "images_384.tar", bool)}
+    images = {str(name): content for name, content in stored_files(data / "images_384.tar", bool)}
     rows = [json.loads(line) for line in (data / "with_images.json").read_text().splitlines()]
     samples = list(samples_of(tmp_path).values())
     assert len(samples) == len(rows) == 16
     for row, sample in zip(rows, samples):
         pair = row["identifier"].rpartition("-")[0]
         assert sample.key == row["identifier"]
-        assert sample.image == pictures[f"{pair}-img0.jpg"]
-        assert sample.second_image == pictures[f"{pair}-img1.jpg"]
+        assert sample.image == images[f"{pair}-img0.jpg"]
+        assert sample.second_image == images[f"{pair}-img1.jpg"]
         assert said_of(sample) == {
             "version": 1,
             "source": "nlvr2",
@@ -47,7 +47,7 @@ def test_folders_of_the_training_set_and_rows_that_are_left_out(
     for folder in ("12", "34"):
         (tmp_path / "train" / folder).mkdir(parents=True)
     for name in ("12/train-1-0-img0.png", "12/train-1-0-img1.png", "34/train-2-0-img0.png"):
-        (tmp_path / "train" / name).write_bytes(picture(kind="png"))
+        (tmp_path / "train" / name).write_bytes(photo(kind="png"))
     rows = [
         example("train-1-0-0", directory=12),
         example("train-1-0-0", sentence="again"),
@@ -70,7 +70,7 @@ def test_folders_of_the_training_set_and_rows_that_are_left_out(
     assert failures_of(tmp_path / "out") == {
         "identifier given twice": ["train-1-0-0"],
         "unknown label": ["train-1-0-2 (Perhaps)"],
-        "missing picture": ["train-2-0-0"],
+        "missing image": ["train-2-0-0"],
         "identifier is not split-set-pair-sentence": ["nonsense"],
         "no statement": ["train-1-0-4"],
     }

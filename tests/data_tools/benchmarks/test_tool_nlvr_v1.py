@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmark_files import failures_of, lines_of, picture, said_of, samples_of, tar_of
+from benchmark_files import failures_of, lines_of, photo, said_of, samples_of, tar_of
 from PIL import Image
 
 from data_tools.__main__ import main
@@ -31,8 +31,8 @@ def example(identifier: str, **changes: Any) -> dict[str, Any]:
     return {"identifier": identifier, "sentence": "a yellow box", "label": "true"} | changes
 
 
-def boxes_picture(values: tuple[int, int, int]) -> bytes:
-    """Boxes of three shades, with the alpha channel that the published pictures have."""
+def boxes_image(values: tuple[int, int, int]) -> bytes:
+    """Boxes of three shades, with the alpha channel that the published images have."""
     array = np.full((100, 400, 4), 255, np.uint8)
     for number, value in enumerate(values):
         array[:, 150 * number : 150 * number + 100, :3] = value
@@ -79,8 +79,8 @@ def test_real_examples_in_all_permutations(shared: Path, tmp_path: Path) -> None
 
 def test_a_published_permutation_is_taken_as_it_is(tmp_path: Path) -> None:
     files = {
-        "images/dev/3/dev-1-0-0.png": boxes_picture((10, 20, 30)),
-        "images/dev/3/dev-1-0-3.png": boxes_picture((1, 2, 3)),
+        "images/dev/3/dev-1-0-0.png": boxes_image((10, 20, 30)),
+        "images/dev/3/dev-1-0-3.png": boxes_image((1, 2, 3)),
     }
     tar = tar_of(tmp_path / "images.tar", files)
     annotations = lines_of(tmp_path / "dev.json", [example("1-0", directory="3")])
@@ -96,11 +96,11 @@ def test_a_published_permutation_is_taken_as_it_is(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_rows_and_pictures_that_are_left_out(tmp_path: Path) -> None:
+def test_rows_and_images_that_are_left_out(tmp_path: Path) -> None:
     files = {
-        "dev-1-0-0.png": boxes_picture((10, 20, 30)),
-        "dev-2-0-0.png": picture(401, 100, "png"),
-        "dev-3-0-0.png": b"no picture",
+        "dev-1-0-0.png": boxes_image((10, 20, 30)),
+        "dev-2-0-0.png": photo(401, 100, "png"),
+        "dev-3-0-0.png": b"no image",
     }
     rows = [
         example("1-0"),
@@ -118,16 +118,16 @@ def test_rows_and_pictures_that_are_left_out(tmp_path: Path) -> None:
     assert list(samples_of(tmp_path / "out")) == ["dev-1-0-0", "dev-1-0-1"]
     assert failures_of(tmp_path / "out") == {
         "identifier given twice": ["1-0"],
-        "unreadable picture": ["dev-2-0-0", "dev-2-0-1", "dev-3-0-0", "dev-3-0-1"],
-        "missing picture": ["dev-4-0-0", "dev-4-0-1"],
+        "unreadable image": ["dev-2-0-0", "dev-2-0-1", "dev-3-0-0", "dev-3-0-1"],
+        "missing image": ["dev-4-0-0", "dev-4-0-1"],
         "unknown label": ["5-0 (yes)"],
         "no statement": ["6-0"],
     }
 
 
 def test_whole_presentations_are_held_out(tmp_path: Path) -> None:
-    rows = [example(f"{number}-{picture}") for number in range(60) for picture in range(4)]
-    files = {f"train-{row['identifier']}-0.png": boxes_picture((1, 2, 3)) for row in rows}
+    rows = [example(f"{number}-{image}") for number in range(60) for image in range(4)]
+    files = {f"train-{row['identifier']}-0.png": boxes_image((1, 2, 3)) for row in rows}
     annotations = lines_of(tmp_path / "train.json", rows)
     arguments = ["nlvr_v1", "--annotations", str(annotations), "--split", "train", "--images"]
     arguments += [str(tar_of(tmp_path / "images.tar", files)), "--processes", "1"]
@@ -160,7 +160,7 @@ def test_numbers_out_of_range(
 def test_killed_while_it_converts_a_compressed_archive(tmp_path: Path) -> None:
     rows = [example(f"{number}-0") for number in range(60)]
     files = {
-        f"dev-{row['identifier']}-0.png": boxes_picture((number, 20, 30))
+        f"dev-{row['identifier']}-0.png": boxes_image((number, 20, 30))
         for number, row in enumerate(rows)
     }
     annotations = lines_of(tmp_path / "dev.json", rows)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmark_files import failures_of, json_of, picture, said_of, samples_of, tar_of
+from benchmark_files import failures_of, json_of, photo, said_of, samples_of, tar_of
 
 from data_tools.__main__ import main
 from data_tools.converters.benchmarks.refcoco import read_proposals
@@ -74,7 +74,7 @@ class Raw:
             ],
         }
         self.folder = folder
-        tar_of(folder / "train2014.tar", {name_of(image): picture(40, 20) for image in (5, 6)})
+        tar_of(folder / "train2014.tar", {name_of(image): photo(40, 20) for image in (5, 6)})
 
     def command(self, out: Path, *more: str, protocol: int | None = 2) -> list[str]:
         refs = self.folder / "refs(unc).p"
@@ -117,8 +117,8 @@ def test_the_official_files(raw: Raw, tmp_path: Path, protocol: int | None) -> N
     assert manifest["failures"] == {}
 
 
-def test_boxes_follow_smaller_pictures(raw: Raw, tmp_path: Path) -> None:
-    tar_of(raw.folder / "train2014.tar", {name_of(5): picture(20, 10)})
+def test_boxes_follow_smaller_images(raw: Raw, tmp_path: Path) -> None:
+    tar_of(raw.folder / "train2014.tar", {name_of(5): photo(20, 10)})
     detections = json_of(tmp_path / "dets.json", [{"image_id": 5, "box": [4, 4, 8, 8]}])
     command = raw.command(tmp_path / "out", "--splits", "train", "--detections", str(detections))
     assert main(command) == 0
@@ -139,10 +139,10 @@ def test_what_is_left_out(raw: Raw, tmp_path: Path, capsys: pytest.CaptureFixtur
     ]
     raw.refs += [
         reference(4, 5, "train", (10, "sticks out")),
-        reference(5, 5, "train", (11, "of picture 6")),
+        reference(5, 5, "train", (11, "of image 6")),
         reference(6, 5, "train", (12, "without an object")),
-        reference(7, 7, "train", (13, "picture not there")),
-        reference(8, 99, "train", (14, "picture not known")),
+        reference(7, 7, "train", (13, "image not there")),
+        reference(8, 99, "train", (14, "image not known")),
         reference(1, 5, "train", (1, "again"), (15, " ")),
         {"ref_id": 9},
     ]
@@ -160,15 +160,15 @@ def test_what_is_left_out(raw: Raw, tmp_path: Path, capsys: pytest.CaptureFixtur
     [layout] = failures.pop("row of another layout")
     assert "refs(unc).p, row 10: ann_id: Field required" in layout
     assert failures == {
-        "box outside its picture": [
+        "box outside its image": [
             f"{key}/expression 10", f"{key}/proposals 1", f"{key}/proposals 2",
         ],
-        "object of another picture": ["ref 5"],
+        "object of another image": ["ref 5"],
         "object not in instances.json": ["ref 6"],
-        "picture not in instances.json": ["ref 8"],
-        "missing picture": ["COCO_train2014_000000000007"],
-        "expression of a missing picture": ["13"],
-        "picture without proposals (kept)": [name_of(7)],
+        "image not in instances.json": ["ref 8"],
+        "missing image": ["COCO_train2014_000000000007"],
+        "expression of a missing image": ["13"],
+        "image without proposals (kept)": [name_of(7)],
         "sent_id given twice": ["1 of ref 1"],
         "empty expression": ["15 of ref 1"],
     }  # fmt: skip
@@ -218,8 +218,8 @@ def test_real_expressions_with_proposals(shared: Path, tmp_path: Path) -> None:
     path = shared / "data_tasks" / "refcoco" / "refcoco_testA_expressions_gt_dets.json"
     rows = json.loads(path.read_text())
     stems = {row["pred_boxes_img_id"][0].rpartition("_")[0] for row in rows}
-    pictures = tar_of(tmp_path / "p.tar", {f"{stem}.jpg": picture(640, 640) for stem in stems})
-    arguments = ["refcoco", "--expressions", str(path), "--images", str(pictures)]
+    images = tar_of(tmp_path / "p.tar", {f"{stem}.jpg": photo(640, 640) for stem in stems})
+    arguments = ["refcoco", "--expressions", str(path), "--images", str(images)]
     assert main([*arguments, "--out", str(tmp_path / "out"), "--processes", "1"]) == 0
     samples = samples_of(tmp_path / "out")
     assert set(samples) == stems

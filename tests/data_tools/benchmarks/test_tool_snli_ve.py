@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmark_files import failures_of, lines_of, picture, said_of, samples_of
+from benchmark_files import failures_of, lines_of, photo, said_of, samples_of
 
 from data_tools.__main__ import main
 
@@ -18,10 +18,10 @@ def pair(identifier: str, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> Path:
+def images(tmp_path: Path) -> Path:
     folder = tmp_path / "flickr30k-images"
     folder.mkdir()
-    (folder / "7.jpg").write_bytes(picture())
+    (folder / "7.jpg").write_bytes(photo())
     return folder
 
 
@@ -67,7 +67,7 @@ def test_real_rows_of_e_snli_ve(shared: Path, tmp_path: Path) -> None:
 
 
 def test_rows_that_are_left_out(
-    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    images: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     rows = [
         pair("a"),
@@ -80,7 +80,7 @@ def test_rows_that_are_left_out(
         pair("g", sentence1=None, Flickr30K_ID=7),
     ]
     annotations = lines_of(tmp_path / "dev.jsonl", rows)
-    arguments = ["snli_ve", "--annotations", str(annotations), "--images", str(pictures)]
+    arguments = ["snli_ve", "--annotations", str(annotations), "--images", str(images)]
     assert main([*arguments, "--out", str(tmp_path / "out"), "--processes", "1"]) == 0
     assert list(samples_of(tmp_path / "out")) == ["a", "g"]
     failures = failures_of(tmp_path / "out")
@@ -91,21 +91,21 @@ def test_rows_that_are_left_out(
         "no gold label": ["b"],
         "unknown label": ["c (maybe)"],
         "no hypothesis": ["d"],
-        "missing picture": ["e"],
+        "missing image": ["e"],
     }
     printed = capsys.readouterr().out
     assert "2 samples" in printed
     assert "unknown label: 1 (first: c (maybe))" in printed
 
 
-def test_nothing_to_convert(pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_nothing_to_convert(images: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     annotations = lines_of(tmp_path / "dev.jsonl", [pair("b", gold_label="-")])
-    arguments = ["snli_ve", "--annotations", str(annotations), "--images", str(pictures)]
+    arguments = ["snli_ve", "--annotations", str(annotations), "--images", str(images)]
     assert main([*arguments, "--out", str(tmp_path / "out")]) == 2
     assert "no row can be used; the first is of kind 'no gold label': b" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     lines_of(annotations, [pair("b", Flickr30K_ID="8")])
     assert main([*arguments, "--out", str(tmp_path / "out")]) == 1
     printed = capsys.readouterr().out
-    assert "missing picture: 1 (first: b)" in printed
-    assert "no sample was written; are --images the pictures of this" in printed
+    assert "missing image: 1 (first: b)" in printed
+    assert "no sample was written; are --images the images of this" in printed

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmark_files import failures_of, json_of, picture, said_of, samples_of, tar_of
+from benchmark_files import failures_of, json_of, photo, said_of, samples_of, tar_of
 
 from data_tools.__main__ import main
 
@@ -33,9 +33,9 @@ def coco_name(image: int, subset: str = "val2014") -> str:
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> Path:
-    files = {coco_name(image): picture() for image in (1, 2)}
-    return tar_of(tmp_path / "pictures.tar", files | {"7.jpg": picture(), "8.jpg": picture()})
+def images(tmp_path: Path) -> Path:
+    files = {coco_name(image): photo() for image in (1, 2)}
+    return tar_of(tmp_path / "images.tar", files | {"7.jpg": photo(), "8.jpg": photo()})
 
 
 def test_real_official_files(shared: Path, tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_real_files_without_a_header(
     packed.write_bytes(gzip.compress((data / "questions_300.json").read_bytes()))
     rows = json.loads((data / "annotations_300.json").read_text())["annotations"]
     images = sorted({row["image_id"] for row in rows})
-    files = {coco_name(image, "train2014"): picture() for image in images[1:]}
+    files = {coco_name(image, "train2014"): photo() for image in images[1:]}
     arguments = ["vqa", "--questions", str(packed)]
     arguments += ["--annotations", str(data / "annotations_300.json"), "--processes", "1"]
     arguments += ["--images", str(tar_of(tmp_path / "p.tar", files)), "--out", str(tmp_path / "o")]
@@ -98,18 +98,18 @@ def test_real_files_without_a_header(
         if row["image_id"] != images[0]
     }
     assert failures_of(tmp_path / "o") == {
-        "missing picture": [coco_name(images[0], "train2014").removesuffix(".jpg")],
-        "question of a missing picture": lost,
+        "missing image": [coco_name(images[0], "train2014").removesuffix(".jpg")],
+        "question of a missing image": lost,
     }
-    arguments += ["--picture-name", "{subset}-{number}.jpg", "--subset", "x"]
+    arguments += ["--image-name", "{subset}-{number}.jpg", "--subset", "x"]
     assert main(arguments) == 2
     assert "{subset} and {image_id} can stand in it" in capsys.readouterr().err
 
 
-def test_questions_without_annotations(pictures: Path, tmp_path: Path) -> None:
+def test_questions_without_annotations(images: Path, tmp_path: Path) -> None:
     questions = {**HEADER, "questions": [asked(1, 1), asked(2, 2), asked(3, 1, "who?")]}
     path = json_of(tmp_path / "q.json", questions)
-    arguments = ["vqa", "--questions", str(path), "--images", str(pictures), "--processes", "1"]
+    arguments = ["vqa", "--questions", str(path), "--images", str(images), "--processes", "1"]
     assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
     samples = samples_of(tmp_path / "out").values()
     assert [
@@ -120,7 +120,7 @@ def test_questions_without_annotations(pictures: Path, tmp_path: Path) -> None:
 
 
 def test_files_that_do_not_fit_together(
-    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    images: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     rows = [asked(1, 1), asked(1, 2), asked(2, 1), asked(3, 9), asked(4, 2), asked(5, 1, " ")]
     answers = [
@@ -134,7 +134,7 @@ def test_files_that_do_not_fit_together(
     questions = json_of(tmp_path / "q.json", {**HEADER, "questions": [*rows, {"question_id": 6}]})
     annotations = json_of(tmp_path / "a.json", {"annotations": answers})
     arguments = ["vqa", "--questions", str(questions), "--annotations", str(annotations)]
-    arguments += ["--images", str(pictures), "--processes", "1"]
+    arguments += ["--images", str(images), "--processes", "1"]
     assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
     first, second = samples_of(tmp_path / "out").values()
     assert said_of(first)["questions"] == [
@@ -155,11 +155,11 @@ def test_files_that_do_not_fit_together(
         "question id given twice": ["1"],
         "question annotated twice": ["1"],
         "annotation without question": ["99"],
-        "annotation of another picture": ["4 (asked of 2, answered of 1)"],
+        "annotation of another image": ["4 (asked of 2, answered of 1)"],
         "question without answers (kept)": ["2", "4"],
         "empty question": ["5"],
-        "missing picture": ["COCO_val2014_000000000009"],
-        "question of a missing picture": ["3"],
+        "missing image": ["COCO_val2014_000000000009"],
+        "question of a missing image": ["3"],
     }
     json_of(annotations, {"annotations": [answered(77, 1, "x")]})
     assert main([*arguments, "--out", str(tmp_path / "none")]) == 2
@@ -171,10 +171,10 @@ def test_files_that_do_not_fit_together(
 
 
 def test_visual_genome_beside_vqa(
-    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    images: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    def genome(identifier: int, picture: int, question: str, answer: str) -> dict[str, Any]:
-        return {"qa_id": identifier, "image_id": picture, "question": question, "answer": answer}
+    def genome(identifier: int, image: int, question: str, answer: str) -> dict[str, Any]:
+        return {"qa_id": identifier, "image_id": image, "question": question, "answer": answer}
 
     questions = json_of(tmp_path / "q.json", {**HEADER, "questions": [asked(1, 1)]})
     rows = [
@@ -185,7 +185,7 @@ def test_visual_genome_beside_vqa(
         {"id": 8, "qas": [genome(1, 8, "Again?", "Yes."), genome(3, 8, "Who?", "A U.S. dog. ")]},
     ]
     data = [{"image_id": 7, "coco_id": None}, {"image_id": 8, "coco_id": 2}]
-    arguments = ["vqa", "--questions", str(questions), "--images", str(pictures)]
+    arguments = ["vqa", "--questions", str(questions), "--images", str(images)]
     arguments += ["--visual-genome", str(json_of(tmp_path / "qa.json", rows)), "--processes", "1"]
     arguments += ["--image-data", str(json_of(tmp_path / "image_data.json", data))]
     assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
@@ -210,5 +210,5 @@ def test_visual_genome_beside_vqa(
         "question id given twice": ["Visual Genome 1"],
         "question without answers": ["Visual Genome 2"],
     }
-    assert main(["vqa", "--images", str(pictures), "--out", str(tmp_path / "no")]) == 2
+    assert main(["vqa", "--images", str(images), "--out", str(tmp_path / "no")]) == 2
     assert "give --questions or --visual-genome" in capsys.readouterr().err

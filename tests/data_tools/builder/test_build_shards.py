@@ -11,11 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from raw_images import files_of, raw_picture
+from raw_images import files_of, raw_image
 
-from data_tools.builder import build_shards, journal
+from data_tools.builder import journal
 from data_tools.builder import write_shard as shard_job
-from data_tools.builder.build_shards import BuildOptions, Refused, Wanted, print_manifest
+from data_tools.builder.build_shards import (
+    BuildOptions,
+    Refused,
+    SampleSpec,
+    build_shards,
+    print_manifest,
+)
 from data_tools.sources.image_sources import Originals
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation, Expression, captions_of
@@ -24,19 +30,19 @@ from vlp.data.shards.shard_index import ShardIndex
 FOUR = BuildOptions(samples_per_shard=4, processes=1)
 
 
-def wanted(number: int, **more: Any) -> Wanted:
-    about = {"caption": f"picture {number}", "source": "toy", "image_id": f"i{number}"} | more
-    return Wanted(f"k{number:03d}", (f"{number}.jpg",), Annotation(**about))
+def wanted(number: int, **more: Any) -> SampleSpec:
+    about = {"caption": f"image {number}", "source": "toy", "image_id": f"i{number}"} | more
+    return SampleSpec(f"k{number:03d}", (f"{number}.jpg",), Annotation(**about))
 
 
 @pytest.fixture
 def places(tmp_path: Path) -> Path:
-    """Twenty pictures; 3 and 9 are missing, 6 is cut."""
+    """Twenty images; 3 and 9 are missing, 6 is cut."""
     folder = tmp_path / "raw"
     folder.mkdir()
     for number in range(20):
         if number not in (3, 9):
-            data = raw_picture(number)
+            data = raw_image(number)
             (folder / f"{number}.jpg").write_bytes(data[:-200] if number == 6 else data)
     return folder
 
@@ -82,14 +88,14 @@ def test_shards_hold_what_was_wanted_and_the_manifest_what_failed(
     assert failures_of(manifest) == {
         "bad key": ["a.b", "a/b"],
         "duplicate key": ["k002"],
-        "missing picture": ["k003", "k009"],
+        "missing image": ["k003", "k009"],
         "no text": ["k014"],
         "torn page": ["page 7"],
-        "unreadable picture": ["k006"],
+        "unreadable image": ["k006"],
     }
     first = ShardIndex.open(out).read(0, 1)
-    assert first.image == raw_picture(1)
-    assert captions_of(first.annotation) == ["picture 1"]
+    assert first.image == raw_image(1)
+    assert captions_of(first.annotation) == ["image 1"]
     assert json.loads((out / "manifest.json").read_text()) == manifest
     assert (manifest["samples"], manifest["captions"]) == (9, 9)
     assert (manifest["title"], manifest["licence"]) == ("Toy", "of toys")
@@ -100,7 +106,7 @@ def test_shards_hold_what_was_wanted_and_the_manifest_what_failed(
     print_manifest(out, manifest)
     printed = capsys.readouterr().out
     assert "9 samples, 9 captions in 3 shards" in printed
-    assert "missing picture: 2 (first: k003)" in printed
+    assert "missing image: 2 (first: k003)" in printed
 
 
 def test_the_number_of_processes_does_not_change_a_byte(places: Path, tmp_path: Path) -> None:
@@ -116,7 +122,7 @@ def test_run_again_nothing_is_done(
     out = tmp_path / "out"
     manifest = build(places, out)
     whole = files_of(out)
-    monkeypatch.setattr(shard_job, "prepare_picture", None)
+    monkeypatch.setattr(shard_job, "prepare_image", None)
     assert build(places, out) == manifest
     assert files_of(out) == whole
 
@@ -126,7 +132,7 @@ def test_interrupted_and_run_again(
     places: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
 ) -> None:
     build(places, tmp_path / "whole")
-    prepare, calls = shard_job.prepare_picture, []
+    prepare, calls = shard_job.prepare_image, []
 
     def interrupted(*arguments: Any) -> Any:
         calls.append(1)
@@ -135,7 +141,7 @@ def test_interrupted_and_run_again(
         return prepare(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(shard_job, "prepare_picture", interrupted)
+        patch.setattr(shard_job, "prepare_image", interrupted)
         with pytest.raises(KeyboardInterrupt):
             build(places, tmp_path / "twice")
     assert not list((tmp_path / "twice").glob("*.tmp"))
@@ -147,7 +153,7 @@ def test_interrupted_and_run_again(
 def test_a_killed_worker_ends_the_build(
     places: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare = shard_job.prepare_picture
+    prepare = shard_job.prepare_image
 
     def killed(data: bytes, where: str, *rest: Any) -> Any:
         if where == "17.jpg":
@@ -157,7 +163,7 @@ def test_a_killed_worker_ends_the_build(
 
     options = FOUR._replace(processes=2)
     with monkeypatch.context() as patch:
-        patch.setattr(shard_job, "prepare_picture", killed)
+        patch.setattr(shard_job, "prepare_image", killed)
         with pytest.raises(ConfigError, match="a worker process was killed"):
             build(places, tmp_path / "out", options)
     assert not list((tmp_path / "out").glob("*.tmp"))
@@ -173,7 +179,7 @@ def test_a_full_disk_keeps_what_is_finished(
     large = tmp_path / "large"
     large.mkdir()
     for number in range(20):
-        data = raw_picture(number, (24, 16) if number < 8 else (300, 200), "png")
+        data = raw_image(number, (24, 16) if number < 8 else (300, 200), "png")
         (large / f"{number}.jpg").write_bytes(data)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**17, before[1]))
@@ -237,14 +243,14 @@ def test_a_shard_whose_samples_are_all_taken_down_goes(places: Path, tmp_path: P
     assert not list((tmp_path / "out").glob("*.tar"))
 
 
-def test_failed_pictures_are_tried_again_only_when_asked(places: Path, tmp_path: Path) -> None:
+def test_failed_images_are_tried_again_only_when_asked(places: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     first = build(places, out)
     for number in (3, 6):
-        (places / f"{number}.jpg").write_bytes(raw_picture(number))
+        (places / f"{number}.jpg").write_bytes(raw_image(number))
     assert build(places, out) == first
     again = build(places, out, FOUR._replace(retry=True))
-    assert failures_of(again) == {"missing picture": ["k009"]}
+    assert failures_of(again) == {"missing image": ["k009"]}
     assert keys_of(out)[0] == ["k000", "k001", "k002", "k003", "k004"]
     assert build(places, out) == again
 
@@ -257,11 +263,11 @@ def test_what_arrives_later_fills_shards_like_the_others(places: Path, tmp_path:
     build(places, out)
     assert [len(keys) for keys in keys_of(out)] == [4, 1]
     for number in range(3, 17):
-        (places / f"{number}.jpg").write_bytes(raw_picture(number))
+        (places / f"{number}.jpg").write_bytes(raw_image(number))
     again = build(places, out, FOUR._replace(retry=True))
     # The one that was missing among others joins them.
     assert [len(keys) for keys in keys_of(out)] == [5, 4, 4, 4]
-    assert failures_of(again) == {"missing picture": ["k017", "k018", "k019"]}
+    assert failures_of(again) == {"missing image": ["k017", "k018", "k019"]}
     whole = files_of(out)
     for retry in (False, True, False):
         assert build(places, out, FOUR._replace(retry=retry)) == again
@@ -288,7 +294,7 @@ def test_a_changed_shard_is_indexed_again_though_it_has_its_size(
     build(places, out, samples=[wanted(0), wanted(1)])
     before = files_of(out)
 
-    def corrected(length: int) -> list[Wanted]:
+    def corrected(length: int) -> list[SampleSpec]:
         return [wanted(0, caption="said at length " * length), wanted(1)]
 
     manifest = build(places, out, samples=corrected(40))
@@ -345,7 +351,7 @@ def test_killed_while_a_shard_is_replaced(places: Path, tmp_path: Path, replaced
     assert files_of(out) == whole
 
 
-def interrupted() -> Iterator[Wanted]:
+def interrupted() -> Iterator[SampleSpec]:
     yield wanted(0)
     raise KeyboardInterrupt
 
@@ -414,7 +420,7 @@ def test_two_builds_of_one_folder(
     monkeypatch.setattr(journal, "PATIENCE_SECONDS", 0)
     out = tmp_path / "out"
 
-    def samples() -> Iterator[Wanted]:
+    def samples() -> Iterator[SampleSpec]:
         yield wanted(0)
         with pytest.raises(ConfigError, match="another process is building here"):
             build(places, out)
@@ -426,17 +432,17 @@ def test_two_builds_of_one_folder(
 
 
 def test_pairs_keep_a_format_each(tmp_path: Path) -> None:
-    (tmp_path / "a.jpg").write_bytes(raw_picture(1))
-    (tmp_path / "b.jpg").write_bytes(raw_picture(2, kind="png"))
+    (tmp_path / "a.jpg").write_bytes(raw_image(1))
+    (tmp_path / "b.jpg").write_bytes(raw_image(2, kind="png"))
     about = Annotation(statement="They differ.", label=True)
     samples = [
-        Wanted("pair", ("a.jpg", "b.jpg"), about),
-        Wanted("half", ("a.jpg", "c.jpg"), about),
+        SampleSpec("pair", ("a.jpg", "b.jpg"), about),
+        SampleSpec("half", ("a.jpg", "c.jpg"), about),
     ]
     manifest = build(tmp_path, tmp_path / "out", samples=samples)
     sample = ShardIndex.open(tmp_path / "out").read(0, 0)
-    assert (sample.image, sample.second_image) == (raw_picture(1), raw_picture(2, kind="png"))
-    assert failures_of(manifest) == {"missing picture": ["half"]}
+    assert (sample.image, sample.second_image) == (raw_image(1), raw_image(2, kind="png"))
+    assert failures_of(manifest) == {"missing image": ["half"]}
 
 
 def test_boxes_outside_are_named_and_counted_again(places: Path, tmp_path: Path) -> None:
@@ -450,7 +456,7 @@ def test_boxes_outside_are_named_and_counted_again(places: Path, tmp_path: Path)
     out = tmp_path / "out"
     manifest = build(places, out, samples=samples)
     failed = {
-        "box outside its picture": ["k000/expression 8", "k001/expression 8"],
+        "box outside its image": ["k000/expression 8", "k001/expression 8"],
         "no text": ["k001"],
     }
     assert failures_of(manifest) == failed
@@ -462,8 +468,8 @@ def test_boxes_outside_are_named_and_counted_again(places: Path, tmp_path: Path)
     assert failures_of(manifest) == failed | {"taken down": ["k002"]}
 
 
-def test_pictures_are_reduced_on_request_and_boxes_with_them(tmp_path: Path) -> None:
-    (tmp_path / "1.jpg").write_bytes(raw_picture(1, (200, 100)))
+def test_images_are_reduced_on_request_and_boxes_with_them(tmp_path: Path) -> None:
+    (tmp_path / "1.jpg").write_bytes(raw_image(1, (200, 100)))
     boxed = wanted(1, boxes=[[20, 10, 100, 50]])
     build(tmp_path, tmp_path / "out", FOUR._replace(max_side=50), [boxed])
     sample = ShardIndex.open(tmp_path / "out").read(0, 0)

@@ -53,7 +53,7 @@ def test_what_is_dropped(raw: str, reason: str | None) -> None:
     assert why_dropped(clean_caption(raw), max_words=3) == reason
 
 
-def test_captions_of_a_picture_are_named_by_their_number() -> None:
+def test_captions_of_a_image_are_named_by_their_number() -> None:
     kept, dropped = clean_captions(["a dog", " ", "www.x.org", "a &amp; b"], "k7")
     assert kept == ["a dog", "a & b"]
     assert dropped == [(EMPTY, "k7/caption 1"), (LINK, "k7/caption 2")]

@@ -7,26 +7,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from raw_images import raw_picture
+from raw_images import raw_image
 
 from data_tools.builder.fit_boxes import CUT, OUTSIDE, fit_boxes
-from data_tools.builder.reencode import Prepared, prepare_picture
+from data_tools.builder.reencode import Prepared, prepare_image
 from vlp.data.schema import Annotation, Expression, Word
 
 
 def prepared(data: bytes) -> Prepared:
-    return prepare_picture(data, "it", None, 90)
+    return prepare_image(data, "it", None, 90)
 
 
 def test_boxes_are_scaled_from_the_size_they_were_drawn_on() -> None:
-    picture = prepared(raw_picture(1, (32, 16)))
+    image = prepared(raw_image(1, (32, 16)))
     annotation = Annotation(
         boxes=[[10, 20, 30, 40]],
         proposals=[[0, 0, 320, 160]],
         expressions=[Expression(id="1", text="x", box=[160, 80, 160, 80])],
         words=[Word(caption=0, index=2, word="x", kind="object", box=[160, 0, 160, 40])],
     )
-    fitted, lost = fit_boxes(annotation, picture, (320, 160))
+    fitted, lost = fit_boxes(annotation, image, (320, 160))
     assert fitted.boxes == [[1, 2, 3, 4]]
     assert fitted.proposals == [[0, 0, 32, 16]]
     assert fitted.expressions is not None
@@ -34,7 +34,7 @@ def test_boxes_are_scaled_from_the_size_they_were_drawn_on() -> None:
     assert fitted.words is not None
     assert fitted.words[0].box == [16, 0, 16, 4]
     assert lost == {}
-    assert fit_boxes(Annotation(caption="a"), picture, (9, 9))[0] == Annotation(caption="a")
+    assert fit_boxes(Annotation(caption="a"), image, (9, 9))[0] == Annotation(caption="a")
 
 
 @pytest.mark.parametrize(
@@ -52,13 +52,13 @@ def test_boxes_are_scaled_from_the_size_they_were_drawn_on() -> None:
     ],
 )
 def test_boxes_that_stick_out(box: list[float], kind: str | None, kept: list[float] | None) -> None:
-    picture = prepared(raw_picture(1))
+    image = prepared(raw_image(1))
     annotation = Annotation(
         boxes=[[1, 1, 2, 2], box],
         expressions=[Expression(id="e7", text="x", box=box)],
         words=[Word(caption=1, index=2, word="x", kind="object", box=box)],
     )
-    fitted, faults = fit_boxes(annotation, picture, None)
+    fitted, faults = fit_boxes(annotation, image, None)
     assert fitted.boxes == [[1, 1, 2, 2]] + ([] if kept is None else [kept])
     assert [one.box for one in fitted.expressions or []] == ([] if kept is None else [kept])
     assert [one.box for one in fitted.words or []] == ([] if kept is None else [kept])
@@ -67,23 +67,23 @@ def test_boxes_that_stick_out(box: list[float], kind: str | None, kept: list[flo
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("drawn_on", ["stored", "shown"])
-def test_boxes_turn_with_the_picture(orientation: int, drawn_on: str) -> None:
-    """A bright box on black is found again, whichever of the two pictures it was drawn on."""
+def test_boxes_turn_with_the_image(orientation: int, drawn_on: str) -> None:
+    """A bright box on black is found again, whichever of the two images it was drawn on."""
     pixels = np.zeros((40, 80, 3), dtype=np.uint8)
     pixels[8:16, 48:72] = 255
     exif = Image.Exif()
     exif[0x0112] = orientation
     stream = io.BytesIO()
     Image.fromarray(pixels).save(stream, "jpeg", exif=exif, quality=95)
-    picture = prepared(stream.getvalue())
-    bright = np.argwhere(np.asarray(Image.open(io.BytesIO(picture.data)).convert("L")) > 128)
+    image = prepared(stream.getvalue())
+    bright = np.argwhere(np.asarray(Image.open(io.BytesIO(image.data)).convert("L")) > 128)
     (top, left), (low, right) = bright.min(axis=0), bright.max(axis=0) + 1
     expected = [left, top, right - left, low - top]
     if drawn_on == "shown":
-        fitted, _ = fit_boxes(Annotation(boxes=[expected]), picture, None)
+        fitted, _ = fit_boxes(Annotation(boxes=[expected]), image, None)
     elif orientation > 4:
-        # The size tells: boxes were drawn on the picture as it lies in the file.
-        fitted, _ = fit_boxes(Annotation(boxes=[[48, 8, 24, 8]]), picture, (80, 40))
+        # The size tells: boxes were drawn on the image as it lies in the file.
+        fitted, _ = fit_boxes(Annotation(boxes=[[48, 8, 24, 8]]), image, (80, 40))
     else:
         return
     assert fitted.boxes is not None
@@ -96,11 +96,11 @@ def test_boxes_turn_with_the_picture(orientation: int, drawn_on: str) -> None:
     st.integers(1, 8),
     st.sampled_from([None, (24, 16), (16, 24), (48, 32), (7, 90)]),
 )
-def test_every_box_that_is_kept_lies_in_the_picture(
+def test_every_box_that_is_kept_lies_in_the_image(
     corner: list[float], sides: list[float], orientation: int, size: tuple[int, int] | None
 ) -> None:
-    picture = Prepared(b"", "jpg", (12, 20), (24, 16), orientation)
-    fitted, lost = fit_boxes(Annotation(boxes=[[*corner, *sides]]), picture, size)
+    image = Prepared(b"", "jpg", (12, 20), (24, 16), orientation)
+    fitted, lost = fit_boxes(Annotation(boxes=[[*corner, *sides]]), image, size)
     assert len(fitted.boxes or []) + len(lost.get(OUTSIDE, ())) == 1
     for x, y, wide, high in fitted.boxes or []:
         assert min(x, y) >= 0

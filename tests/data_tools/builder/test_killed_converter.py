@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from raw_images import files_of, raw_picture
+from raw_images import files_of, raw_image
 
 from data_tools.__main__ import main
 from vlp.data.shards.sample_files import contents
@@ -22,16 +22,16 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def command(tmp_path: Path) -> list[str]:
-    """A command that takes a second: a few pictures, reduced again and again."""
-    folder = tmp_path / "pictures"
+    """A command that takes a second: a few photos, reduced again and again."""
+    folder = tmp_path / "images"
     folder.mkdir()
     images = []
-    pictures = [raw_picture(number, (480, 360)) for number in range(3)]
+    photos = [raw_image(number, (480, 360)) for number in range(3)]
     for number in range(80):
         if number % 17 != 5:
             target = folder / f"{number % 3}-{number}.jpg"
-            target.write_bytes(pictures[number % 3])
-        sentence = {"raw": f"picture {number}"}
+            target.write_bytes(photos[number % 3])
+        sentence = {"raw": f"image {number}"}
         name = f"{number % 3}-{number}.jpg"
         images.append({"filename": name, "split": "train", "sentences": [sentence]})
     annotations = tmp_path / "toy.json"

@@ -7,57 +7,57 @@ import zlib
 import numpy as np
 import pytest
 from PIL import Image
-from raw_images import raw_picture
+from raw_images import raw_image
 
-from data_tools.builder.reencode import Prepared, prepare_picture
-from vlp.data.image.decode import MAX_PIXELS, decode_picture
+from data_tools.builder.reencode import Prepared, prepare_image
+from vlp.data.image.decode import MAX_PIXELS, decode_image
 from vlp.data.shards.sample_files import BadSample
 
 
 def prepared(data: bytes, max_side: int | None = None) -> Prepared:
-    return prepare_picture(data, "it", max_side, 90)
+    return prepare_image(data, "it", max_side, 90)
 
 
-def opened(picture: Prepared) -> Image.Image:
-    return Image.open(io.BytesIO(picture.data))
+def opened(image: Prepared) -> Image.Image:
+    return Image.open(io.BytesIO(image.data))
 
 
 def turned(orientation: int, size: tuple[int, int] = (24, 16)) -> bytes:
     exif = Image.Exif()
     exif[0x0112] = orientation
-    return raw_picture(orientation, size, exif=exif, quality=95)
+    return raw_image(orientation, size, exif=exif, quality=95)
 
 
 @pytest.mark.parametrize(
     ("kind", "extension"), [("jpeg", "jpg"), ("png", "png"), ("webp", "webp"), ("mpo", "jpg")]
 )
 def test_what_a_shard_can_hold_stays_as_it_is(kind: str, extension: str) -> None:
-    data = raw_picture(1, kind=kind)
+    data = raw_image(1, kind=kind)
     assert prepared(data) == Prepared(data, extension, (24, 16), (24, 16))
 
 
 @pytest.mark.parametrize("kind", ["gif", "bmp"])
 def test_other_formats_become_jpeg(kind: str) -> None:
-    picture = prepared(raw_picture(1, kind=kind))
-    assert (picture.extension, picture.size) == ("jpg", (24, 16))
-    assert opened(picture).format == "JPEG"
+    image = prepared(raw_image(1, kind=kind))
+    assert (image.extension, image.size) == ("jpg", (24, 16))
+    assert opened(image).format == "JPEG"
 
 
 @pytest.mark.parametrize("orientation", range(2, 9))
-def test_turned_pictures_are_stored_upright(orientation: int) -> None:
+def test_turned_images_are_stored_upright(orientation: int) -> None:
     data = turned(orientation)
-    picture = prepared(data)
-    assert picture.size == ((16, 24) if orientation > 4 else (24, 16))
-    assert 0x0112 not in opened(picture).getexif()
-    shown = np.asarray(decode_picture(data, ""), dtype=float)
-    stored = np.asarray(decode_picture(picture.data, ""), dtype=float)
+    image = prepared(data)
+    assert image.size == ((16, 24) if orientation > 4 else (24, 16))
+    assert 0x0112 not in opened(image).getexif()
+    shown = np.asarray(decode_image(data, ""), dtype=float)
+    stored = np.asarray(decode_image(image.data, ""), dtype=float)
     assert np.abs(shown - stored).mean() < 25  # noise written as JPEG again
     flipped = np.abs(shown[::-1] - stored).mean()
     assert flipped > 2 * np.abs(shown - stored).mean()
 
 
 def test_garbage_exif_is_no_fault() -> None:
-    data = raw_picture(1, exif=b"Exif\x00\x00garbage")
+    data = raw_image(1, exif=b"Exif\x00\x00garbage")
     assert prepared(data).data == data
 
 
@@ -69,26 +69,26 @@ def test_reduced_to_the_longest_side(
     size: tuple[int, int], max_side: int, expected: tuple[int, int]
 ) -> None:
     for kind, extension in (("jpeg", "jpg"), ("png", "png"), ("webp", "jpg")):
-        data = raw_picture(1, size, kind)
-        picture = prepared(data, max_side)
-        assert picture.size == opened(picture).size == expected
-        assert (picture.data == data) == (size == expected)
+        data = raw_image(1, size, kind)
+        image = prepared(data, max_side)
+        assert image.size == opened(image).size == expected
+        assert (image.data == data) == (size == expected)
         if size != expected:
-            assert picture.extension == extension
+            assert image.extension == extension
 
 
 @pytest.mark.parametrize("share", [0.3, 0.7, 0.99])
 @pytest.mark.parametrize("how", [{}, {"progressive": True}])
 def test_a_cut_jpeg_is_noticed_though_only_an_eighth_is_decoded(share: float, how: dict) -> None:
-    data = raw_picture(1, (320, 200), **how)
+    data = raw_image(1, (320, 200), **how)
     prepared(data)
-    with pytest.raises(BadSample, match="unreadable picture"):
+    with pytest.raises(BadSample, match="unreadable image"):
         prepared(data[: int(len(data) * share)])
 
 
-def test_what_is_no_picture() -> None:
-    for data in (b"", b"text", b"<svg/>", raw_picture(1, kind="tiff")):
-        with pytest.raises(BadSample, match="unreadable picture: it"):
+def test_what_is_no_image() -> None:
+    for data in (b"", b"text", b"<svg/>", raw_image(1, kind="tiff")):
+        with pytest.raises(BadSample, match="unreadable image: it"):
             prepared(data)
 
 
@@ -105,5 +105,5 @@ def test_absurd_dimensions_are_refused_by_the_header() -> None:
         header = chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0))
         data = b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
         assert side * side > MAX_PIXELS
-        with pytest.raises(BadSample, match="picture too large"):
+        with pytest.raises(BadSample, match="image too large"):
             prepared(data)

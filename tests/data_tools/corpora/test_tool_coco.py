@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from benchmark_files import failures_of, json_of, samples_of
 from PIL import Image
-from raw_images import raw_picture
+from raw_images import raw_image
 
 from data_tools.__main__ import main
 from vlp.data.schema import captions_of
@@ -86,15 +86,15 @@ def test_real_originals_are_reduced(shared: Path, tmp_path: Path) -> None:
     assert len(samples) == 16
     for sample in samples.values():
         assert max(Image.open(io.BytesIO(sample.image)).size) == 256
-    assert len(failures_of(tmp_path / "val2017")["missing picture"]) == 63
+    assert len(failures_of(tmp_path / "val2017")["missing image"]) == 63
 
 
 @pytest.fixture
 def karpathy(tmp_path: Path) -> Path:
-    """COCO in Karpathy's layout, its pictures in a zip of the official layout."""
+    """COCO in Karpathy's layout, its images in a zip of the official layout."""
     images = [
         {"filename": f"COCO_{folder}_{number:012d}.jpg", "filepath": folder, "split": split,
-         "cocoid": number, "sentences": [{"raw": f"picture {number}"}]}
+         "cocoid": number, "sentences": [{"raw": f"image {number}"}]}
         for number, folder, split in [
             (9, "train2014", "train"), (42, "val2014", "restval"),
             (73, "val2014", "val"), (74, "val2014", "test"),
@@ -103,7 +103,7 @@ def karpathy(tmp_path: Path) -> Path:
     with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
         for image in images:
             number = image["cocoid"]
-            archive.writestr(f"{image['filepath']}/{image['filename']}", raw_picture(number))
+            archive.writestr(f"{image['filepath']}/{image['filename']}", raw_image(number))
     return json_of(tmp_path / "dataset_coco.json", {"dataset": "coco", "images": images})
 
 
@@ -115,7 +115,7 @@ def test_karpathys_splits(karpathy: Path, tmp_path: Path) -> None:
     train = samples_of(out / "train")
     assert list(train) == ["COCO_train2014_000000000009", "COCO_val2014_000000000042"]
     about = train["COCO_val2014_000000000042"]
-    assert about.image == raw_picture(42)
+    assert about.image == raw_image(42)
     assert (about.annotation.source, about.annotation.image_id) == ("coco", "42")
     assert list(samples_of(out / "test")) == ["COCO_val2014_000000000074"]
 
@@ -131,7 +131,7 @@ def test_faults_are_named(tmp_path: Path) -> None:
     path = tmp_path / "captions_toy.json"
     json_of(path, {"images": [*images, {"id": 4}], "annotations": annotations})
     for number in (1, 3):
-        (tmp_path / f"{number}.jpg").write_bytes(raw_picture(number))
+        (tmp_path / f"{number}.jpg").write_bytes(raw_image(number))
     arguments = ["coco", "--annotations", str(path), "--images", str(tmp_path)]
     assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
     assert list(samples_of(tmp_path / "out" / "toy")) == ["1"]
@@ -142,7 +142,7 @@ def test_faults_are_named(tmp_path: Path) -> None:
         f"{path}, images, row 4",
     ]
     assert failures == {
-        "captions of an unknown picture": ["9"],
+        "captions of an unknown image": ["9"],
         "empty caption": ["1/caption 1"],
         "no text": ["2", "3"],
     }

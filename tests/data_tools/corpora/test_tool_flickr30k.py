@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from benchmark_files import json_of, samples_of, tar_of
-from raw_images import raw_picture
+from raw_images import raw_image
 
 from data_tools.__main__ import main
 from vlp.data.schema import captions_of
@@ -13,8 +13,8 @@ NUMBERS = (1000092795, 10002456, 1000268201, 1000344755)
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> Path:
-    files = {f"flickr30k-images/{number}.jpg": raw_picture(number) for number in NUMBERS}
+def photos(tmp_path: Path) -> Path:
+    files = {f"flickr30k-images/{number}.jpg": raw_image(number) for number in NUMBERS}
     return tar_of(tmp_path / "flickr30k-images.tar", files)
 
 
@@ -30,12 +30,12 @@ def token(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_official_captions_with_lists(pictures: Path, token: Path, tmp_path: Path) -> None:
+def test_the_official_captions_with_lists(photos: Path, token: Path, tmp_path: Path) -> None:
     for name, numbers in (("train", NUMBERS[:2]), ("val", NUMBERS[2:3])):
         end = ".jpg" if name == "val" else ""
         (tmp_path / f"{name}.txt").write_text("".join(f"{number}{end}\n" for number in numbers))
     out = tmp_path / "out"
-    arguments = ["flickr30k", "--annotations", str(token), "--images", str(pictures)]
+    arguments = ["flickr30k", "--annotations", str(token), "--images", str(photos)]
     lists = ["--lists", str(tmp_path / "train.txt"), str(tmp_path / "val.txt")]
     assert main([*arguments, *lists, "--out", str(out)]) == 0
     assert sorted(path.name for path in out.iterdir()) == ["train", "val"]
@@ -48,13 +48,13 @@ def test_the_official_captions_with_lists(pictures: Path, token: Path, tmp_path:
     assert len(samples_of(tmp_path / "all" / "all")) == 4
 
 
-def test_karpathys_layout_gives_the_same_identity(pictures: Path, tmp_path: Path) -> None:
+def test_karpathys_layout_gives_the_same_identity(photos: Path, tmp_path: Path) -> None:
     images = [
         {"filename": f"{number}.jpg", "split": "test", "sentences": [{"raw": "a caption"}]}
         for number in NUMBERS
     ]
     path = json_of(tmp_path / "dataset_flickr30k.json", {"dataset": "flickr30k", "images": images})
-    arguments = ["flickr30k", "--annotations", str(path), "--images", str(pictures)]
+    arguments = ["flickr30k", "--annotations", str(path), "--images", str(photos)]
     assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
     samples = samples_of(tmp_path / "out" / "test")
     identities = [(one.annotation.source, one.annotation.image_id) for one in samples.values()]
@@ -62,9 +62,9 @@ def test_karpathys_layout_gives_the_same_identity(pictures: Path, tmp_path: Path
 
 
 def test_what_cannot_be_used(
-    pictures: Path, token: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    photos: Path, token: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    arguments = ["flickr30k", "--images", str(pictures), "--out", str(tmp_path / "out")]
+    arguments = ["flickr30k", "--images", str(photos), "--out", str(tmp_path / "out")]
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("10002456\n")
     lists = ["--lists", str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]

@@ -11,7 +11,7 @@ from PIL import Image
 
 from data_tools.__main__ import main
 from data_tools.builder import write_shard as shard_job
-from vlp.data.image.decode import decode_picture
+from vlp.data.image.decode import decode_image
 from vlp.data.schema import captions_of
 from vlp.data.shards.shard_index import ShardIndex
 
@@ -28,18 +28,18 @@ def entry(name: str, split: str, *captions: str) -> dict:
 
 @pytest.fixture
 def raw(tmp_path: Path) -> list[str]:
-    """Nine pictures over a folder and a tar, with every kind of trouble; the command's options."""
+    """Nine photos over a folder and a tar, with every kind of trouble; the command's options."""
     folder = tmp_path / "raw"
-    (folder / "pictures").mkdir(parents=True)
+    (folder / "images").mkdir(parents=True)
     for name, content in {
         "a.jpg": jpeg(0),
         "b.jpg": jpeg(20),
         "twin.jpg": jpeg(20),
         "cut.jpg": jpeg(30)[:-300],
-        "text.jpg": b"not a picture",
+        "text.jpg": b"not an image",
         "mute.jpg": jpeg(40),
     }.items():
-        (folder / "pictures" / name).write_bytes(content)
+        (folder / "images" / name).write_bytes(content)
     with tarfile.open(folder / "more.tar", "w") as archive:
         for name, content in {"./c.d.jpg": jpeg(50), "v.png": jpeg(60), "a.jpg": jpeg(99)}.items():
             info = tarfile.TarInfo(name)
@@ -60,15 +60,15 @@ def raw(tmp_path: Path) -> list[str]:
     (folder / "one.json").write_text(json.dumps({"dataset": "toy", "images": images[:5]}))
     (folder / "two.json").write_text(json.dumps({"dataset": "toy", "images": images[5:]}))
     annotations = ["--annotations", str(folder / "one.json"), str(folder / "two.json")]
-    pictures = ["--images", str(folder / "pictures"), str(folder / "more.tar")]
-    return ["flickr8k", *annotations, *pictures, "--samples-per-shard", "2"]
+    photos = ["--images", str(folder / "images"), str(folder / "more.tar")]
+    return ["flickr8k", *annotations, *photos, "--samples-per-shard", "2"]
 
 
 FAILURES = {
     "duplicate key": {"count": 1, "ids": ["a"]},
-    "missing picture": {"count": 1, "ids": ["gone"]},
+    "missing image": {"count": 1, "ids": ["gone"]},
     "no text": {"count": 1, "ids": ["mute"]},
-    "unreadable picture": {"count": 2, "ids": ["cut", "text"]},
+    "unreadable image": {"count": 2, "ids": ["cut", "text"]},
 }
 
 
@@ -80,7 +80,7 @@ def files(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_pictures_and_captions_arrive(
+def test_images_and_captions_arrive(
     raw: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     out = tmp_path / "out"
@@ -104,8 +104,8 @@ def test_pictures_and_captions_arrive(
     for line in (
         "train: 4 samples",
         "val: 1 samples",
-        "missing picture: 1 (first: gone)",
-        "unreadable picture: 2",
+        "missing image: 1 (first: gone)",
+        "unreadable image: 2",
         "manifest.json",
     ):
         assert line in printed
@@ -121,7 +121,7 @@ def test_interrupted_and_run_again(
 ) -> None:
     assert main([*raw, "--out", str(tmp_path / "whole")]) == 0
     calls = 0
-    prepare = shard_job.prepare_picture
+    prepare = shard_job.prepare_image
 
     def interrupt(*arguments: Any) -> object:
         nonlocal calls
@@ -131,7 +131,7 @@ def test_interrupted_and_run_again(
         return prepare(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(shard_job, "prepare_picture", interrupt)
+        patch.setattr(shard_job, "prepare_image", interrupt)
         processes = ["--processes", "1"]
         assert main([*raw, *processes, "--out", str(tmp_path / "twice")]) == 130
     assert "run the same command again" in capsys.readouterr().err
@@ -171,7 +171,7 @@ def test_annotations_that_cannot_be_used(
     assert not (tmp_path / "out").exists()
 
 
-def test_pictures_that_are_nowhere_or_damaged(
+def test_images_that_are_nowhere_or_damaged(
     raw: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     assert main([*raw, "--images", str(tmp_path / "no"), "--out", str(tmp_path / "out")]) == 2
@@ -182,7 +182,7 @@ def test_pictures_that_are_nowhere_or_damaged(
     manifest = json.loads((tmp_path / "out" / "val" / "manifest.json").read_text())
     assert len(manifest["problems"]) == 1
     assert "more.tar: " in manifest["problems"][0]
-    assert manifest["failures"]["missing picture"]["ids"] == ["v"]
+    assert manifest["failures"]["missing image"]["ids"] == ["v"]
 
 
 def test_real_flickr8k(shared: Path, tmp_path: Path) -> None:
@@ -197,5 +197,5 @@ def test_real_flickr8k(shared: Path, tmp_path: Path) -> None:
     index = ShardIndex.open(tmp_path / "train")
     assert len(index.shards) == 6
     raw = index.read(5, 999)
-    assert decode_picture(raw.image, raw.key).size == (160, 160)
+    assert decode_image(raw.image, raw.key).size == (160, 160)
     assert raw.annotation.source == "flickr8k"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from benchmark_files import failures_of, json_of, samples_of
-from raw_images import raw_picture
+from raw_images import raw_image
 
 from data_tools.__main__ import main
 from vlp.data.schema import captions_of
@@ -22,7 +22,7 @@ def region(number: int, phrase: str, *box: int) -> dict[str, Any]:
 def test_the_real_layout(shared: Path, tmp_path: Path) -> None:
     path = shared / "data" / "web_formats" / "visual_genome_region_descriptions_schema.json"
     (tmp_path / "VG_100K").mkdir()
-    (tmp_path / "VG_100K" / "1.jpg").write_bytes(raw_picture(1, (800, 600)))
+    (tmp_path / "VG_100K" / "1.jpg").write_bytes(raw_image(1, (800, 600)))
     arguments = ["visual_genome", "--regions", str(path), "--images", str(tmp_path / "VG_100K")]
     assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
     [(key, sample)] = samples_of(tmp_path / "out").items()
@@ -33,12 +33,12 @@ def test_the_real_layout(shared: Path, tmp_path: Path) -> None:
         ("1382", "the clock is green in colour", [421, 57, 82, 139]),
         ("1383", "shade is along the street", [194, 372, 182, 228]),
     ]
-    # This one does stick out, of the real picture of 800 x 600 too.
-    cut = {"box cut at the edge of its picture (kept)": ["vg-1/expression 1383"]}
+    # This one does stick out, of the real image of 800 x 600 too.
+    cut = {"box cut at the edge of its image (kept)": ["vg-1/expression 1383"]}
     assert failures_of(tmp_path / "out") == cut
 
 
-def test_cocos_pictures_have_cocos_identity(tmp_path: Path) -> None:
+def test_cocos_images_have_cocos_identity(tmp_path: Path) -> None:
     regions = [
         {"id": number, "regions": [region(10 * number, "a dog", 20, 10, 100, 40)]}
         for number in (1, 2, 3)
@@ -48,7 +48,7 @@ def test_cocos_pictures_have_cocos_identity(tmp_path: Path) -> None:
         {"image_id": 2, "width": 200, "height": 100, "coco_id": None, "flickr_id": None},
     ]
     for number in (1, 2, 3):
-        (tmp_path / f"{number}.jpg").write_bytes(raw_picture(number, (100, 50)))
+        (tmp_path / f"{number}.jpg").write_bytes(raw_image(number, (100, 50)))
     arguments = ["visual_genome", "--images", str(tmp_path), "--out", str(tmp_path / "out")]
     arguments += ["--regions", str(json_of(tmp_path / "regions.json", regions))]
     assert main([*arguments, "--image-data", str(json_of(tmp_path / "data.json", data))]) == 0
@@ -61,7 +61,7 @@ def test_cocos_pictures_have_cocos_identity(tmp_path: Path) -> None:
         "vg-2": ("visual_genome", "2"),
         "vg-3": ("visual_genome", "3"),
     }
-    # The pictures are smaller than those the boxes were drawn on: their sizes are in image_data.
+    # The images are smaller than those the boxes were drawn on: their sizes are in image_data.
     boxes = [
         expression.box
         for sample in samples.values()
@@ -69,7 +69,7 @@ def test_cocos_pictures_have_cocos_identity(tmp_path: Path) -> None:
     ]
     assert boxes == [[10, 5, 50, 20], [10, 5, 50, 20], [20, 10, 80, 40]]
     assert failures_of(tmp_path / "out") == {
-        "box cut at the edge of its picture (kept)": ["vg-3/expression 30"]
+        "box cut at the edge of its image (kept)": ["vg-3/expression 30"]
     }
 
 
@@ -89,17 +89,17 @@ def test_faults_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None
         {"id": 1, "regions": [region(16, "again", 0, 0, 5, 5)]},
     ]  # fmt: skip
     for number in (1, 2):
-        (tmp_path / f"{number}.jpg").write_bytes(raw_picture(number))
+        (tmp_path / f"{number}.jpg").write_bytes(raw_image(number))
     path = json_of(tmp_path / "regions.json", regions)
     arguments = ["visual_genome", "--regions", str(path), "--images", str(tmp_path)]
     assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
     failures = failures_of(tmp_path / "out")
     assert failures.pop("row of another layout")[0].startswith(f"{path}, row 4: ")
     assert failures == {
-        "box outside its picture": ["vg-1/expression 13", "vg-1/expression 14"],
+        "box outside its image": ["vg-1/expression 13", "vg-1/expression 14"],
         "duplicate key": ["vg-1"],
         "empty caption": ["vg-1/region 12"],
-        "missing picture": ["vg-3"],
+        "missing image": ["vg-3"],
         "no text": ["vg-2"],
         "region of another layout": ["vg-1/region 15"],
     }

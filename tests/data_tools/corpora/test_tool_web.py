@@ -1,4 +1,4 @@
-"""CC3M, CC12M and SBU: lists of URLs, joined with pictures that were downloaded."""
+"""CC3M, CC12M and SBU: lists of URLs, joined with images that were downloaded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from benchmark_files import failures_of, samples_of, tar_of
-from raw_images import files_of, raw_picture
+from raw_images import files_of, raw_image
 
 from data_tools.__main__ import main
 from data_tools.converters.corpora.web import image_id_of
@@ -24,7 +24,7 @@ URL = "http://x.org/{}.jpg"
 @pytest.fixture
 def tsv(tmp_path: Path) -> Path:
     """Twelve rows in CC3M's layout; 3 holds a URL alone, 5 nothing, and 7 is no row."""
-    captions = [f"picture &amp; {number}" for number in range(12)]
+    captions = [f"image &amp; {number}" for number in range(12)]
     captions[3], captions[5] = "www.x.org", " "
     lines = [f"{caption}\t{URL.format(number)}" for number, caption in enumerate(captions)]
     lines[7] = "one\ttwo\tthree"
@@ -43,9 +43,9 @@ def downloaded(folder: Path, numbers: list[list[int]], url: bool = True) -> Path
         files: dict[str, bytes] = {}
         for place, number in enumerate(members):
             key = f"{shard:05d}{place}"
-            data = raw_picture(number)
+            data = raw_image(number)
             about = {
-                "caption": f"picture &amp; {number}",
+                "caption": f"image &amp; {number}",
                 "url": URL.format(number),
                 "key": key,
                 "status": "success",
@@ -78,8 +78,8 @@ def test_downloads_are_joined_by_url(tsv: Path, tmp_path: Path) -> None:
     assert list(samples) == [f"cc3m-{number:08d}" for number in (0, 1, 2, 4, 8, 9, 11)]
     for key, sample in samples.items():
         number = int(key[-8:])
-        assert sample.image == raw_picture(number)
-        assert captions_of(sample.annotation) == [f"picture & {number}"]
+        assert sample.image == raw_image(number)
+        assert captions_of(sample.annotation) == [f"image & {number}"]
         assert sample.annotation.source == "cc3m"
         assert sample.annotation.image_id == image_id_of(URL.format(number))
         assert sample.annotation.model_extra == {"url": URL.format(number)}
@@ -87,7 +87,7 @@ def test_downloads_are_joined_by_url(tsv: Path, tmp_path: Path) -> None:
         "caption of a URL alone": ["cc3m-00000003"],
         "empty caption": ["cc3m-00000005"],
         "line of another layout": ["line 8"],
-        "missing picture": ["cc3m-00000006", "cc3m-00000010"],
+        "missing image": ["cc3m-00000006", "cc3m-00000010"],
     }
 
 
@@ -95,8 +95,8 @@ def test_downloads_are_shards_as_they_are(tmp_path: Path) -> None:
     folder = downloaded(tmp_path / "got", [[4, 0], [1]])
     assert index_folder(folder) == []
     sample = ShardIndex.open(folder).read(0, 1)
-    assert (sample.key, sample.image) == ("000001", raw_picture(0))
-    assert captions_of(sample.annotation) == ["picture &amp; 0"]
+    assert (sample.key, sample.image) == ("000001", raw_image(0))
+    assert captions_of(sample.annotation) == ["image &amp; 0"]
 
 
 def test_downloads_that_are_damaged_or_name_no_url(
@@ -112,7 +112,7 @@ def test_downloads_that_are_damaged_or_name_no_url(
     arguments[-1] = str(tmp_path / "other")
     assert main([*arguments, "--img2dataset", str(without)]) == 1
     printed = capsys.readouterr().out
-    assert "00000.tar: 2 pictures without a url" in printed
+    assert "00000.tar: 2 images without a url" in printed
     assert "no sample was written" in printed
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -131,11 +131,11 @@ def test_downloads_that_are_damaged_or_name_no_url(
         ("{file}", "2.jpg"),
     ],
 )
-def test_pictures_named_by_a_rule(tsv: Path, tmp_path: Path, rule: str | None, name: str) -> None:
-    place = tmp_path / "pictures" / name
+def test_images_named_by_a_rule(tsv: Path, tmp_path: Path, rule: str | None, name: str) -> None:
+    place = tmp_path / "images" / name
     place.parent.mkdir(parents=True)
-    place.write_bytes(raw_picture(2))
-    arguments = ["cc3m", "--annotations", str(tsv), "--images", str(tmp_path / "pictures")]
+    place.write_bytes(raw_image(2))
+    arguments = ["cc3m", "--annotations", str(tsv), "--images", str(tmp_path / "images")]
     arguments += ["--out", str(tmp_path / "out")] + (["--names", rule] if rule else [])
     assert main(arguments) == 0
     assert list(samples_of(tmp_path / "out")) == ["cc3m-00000002"]
@@ -158,7 +158,7 @@ def test_urls_to_download(tsv: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     lines = (tmp_path / "out" / "urls.tsv").read_text().splitlines()
     assert lines[0] == "url\tcaption"
     assert lines[1:] == [
-        *(f"{URL.format(number)}\tpicture & {number}" for number in (0, 1, 2, 8, 9, 10, 11)),
+        *(f"{URL.format(number)}\timage & {number}" for number in (0, 1, 2, 8, 9, 10, 11)),
         f'{URL.format(12)}\t"a ""quoted"" word"',
     ]
     printed = capsys.readouterr().out
@@ -169,9 +169,9 @@ def test_urls_to_download(tsv: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_the_real_list_of_cc3m(shared: Path, tmp_path: Path) -> None:
     path = shared / "data" / "web_formats" / "cc3m_val_400.tsv"
-    pictures = {f"{number:08d}.jpg": raw_picture(number) for number in range(400)}
-    tar_of(tmp_path / "pictures.tar", pictures)
-    arguments = ["cc3m", "--annotations", str(path), "--images", str(tmp_path / "pictures.tar")]
+    images = {f"{number:08d}.jpg": raw_image(number) for number in range(400)}
+    tar_of(tmp_path / "images.tar", images)
+    arguments = ["cc3m", "--annotations", str(path), "--images", str(tmp_path / "images.tar")]
     assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
     samples = samples_of(tmp_path / "out")
     assert len(samples) == 400
@@ -180,28 +180,28 @@ def test_the_real_list_of_cc3m(shared: Path, tmp_path: Path) -> None:
         sample = samples[f"cc3m-{number:08d}"]
         assert captions_of(sample.annotation) == [" ".join(caption.split())]
         assert (sample.annotation.model_extra or {})["url"] == url
-        assert sample.image == pictures[f"{number:08d}.jpg"]
+        assert sample.image == images[f"{number:08d}.jpg"]
 
 
 def test_cc12m(tmp_path: Path) -> None:
     path = tmp_path / "cc12m.tsv.gz"
-    rows = [f"{URL.format(number)}\t<PERSON> and picture {number}\r\n" for number in range(3)]
+    rows = [f"{URL.format(number)}\t<PERSON> and image {number}\r\n" for number in range(3)]
     path.write_bytes(gzip.compress("".join(rows).encode()))
     folder = downloaded(tmp_path / "got", [[0, 2]])
     arguments = ["cc12m", "--annotations", str(path), "--img2dataset", str(folder)]
     assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
     samples = samples_of(tmp_path / "out")
     assert {key: captions_of(sample.annotation) for key, sample in samples.items()} == {
-        "cc12m-00000000": ["person and picture 0"],
-        "cc12m-00000002": ["person and picture 2"],
+        "cc12m-00000000": ["person and image 0"],
+        "cc12m-00000002": ["person and image 2"],
     }
 
 
 def test_sbu(shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     path = shared / "data" / "web_formats" / "sbu_schema.json"
-    (tmp_path / "pictures").mkdir()
-    (tmp_path / "pictures" / "b.jpg").write_bytes(raw_picture(1))
-    arguments = ["sbu", "--annotations", str(path), "--images", str(tmp_path / "pictures")]
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "b.jpg").write_bytes(raw_image(1))
+    arguments = ["sbu", "--annotations", str(path), "--images", str(tmp_path / "images")]
     arguments += ["--names", "{file}"]
     assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
     [sample] = samples_of(tmp_path / "out").values()
@@ -241,13 +241,13 @@ def test_lists_that_cannot_be_used(
         assert not (tmp_path / "out").exists()
 
 
-def test_the_same_bytes_from_downloads_and_from_named_pictures(tsv: Path, tmp_path: Path) -> None:
+def test_the_same_bytes_from_downloads_and_from_named_images(tsv: Path, tmp_path: Path) -> None:
     folder = downloaded(tmp_path / "got", [[0, 1, 2]])
-    pictures = tar_of(tmp_path / "p.tar", {f"{n}.jpg": raw_picture(n) for n in range(3)})
+    images = tar_of(tmp_path / "p.tar", {f"{n}.jpg": raw_image(n) for n in range(3)})
     arguments = ["cc3m", "--annotations", str(tsv), "--out"]
     assert main([*arguments, str(tmp_path / "a"), "--img2dataset", str(folder)]) == 0
-    named = ["--images", str(pictures), "--names", "{row}"]
+    named = ["--images", str(images), "--names", "{row}"]
     assert main([*arguments, str(tmp_path / "b"), *named]) == 0
     tar = "shard-000000.tar"
     assert files_of(tmp_path / "a")[tar] == files_of(tmp_path / "b")[tar]
-    assert Originals([pictures]).read("2.jpg") == raw_picture(2)
+    assert Originals([images]).read("2.jpg") == raw_image(2)

@@ -8,20 +8,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_shards import encoded, jpeg, listed, picture, pictures_of, run, write, write_tar
+from data_tools.dedup.duplicate_images import duplicate_images
+from made_shards import encoded, images_of, jpeg, listed, photo, run, write, write_tar
 from PIL import Image
 
 from data_tools.__main__ import main
 from data_tools.builder.take_down import TakeDown
-from data_tools.dedup import perceptual_hash as picture_hash
+from data_tools.dedup import perceptual_hash as image_hash
 from data_tools.dedup.perceptual_hash import RECORD, differing_bits, fine_distance
-from data_tools.dedup.repeated_pictures import repeated_pictures
 from data_tools.sources.image_sources import Originals
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_index import ShardWriter
 
 TWINS = "2851198725_37b6027625", "3050606344_af711c726c"
-"""Two pictures of Flickr8k with the same bytes."""
+"""Two images of Flickr8k with the same bytes."""
 
 
 def copies(image: Image.Image) -> list[bytes]:
@@ -35,12 +35,12 @@ def copies(image: Image.Image) -> list[bytes]:
     ]
 
 
-def test_real_pictures_and_their_copies(
+def test_real_images_and_their_copies(
     shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    originals = pictures_of(shared / "data" / "coco_mini" / "val2017_short256.tar", 60)
+    originals = images_of(shared / "data" / "coco_mini" / "val2017_short256.tar", 60)
     flickr = shared / "data" / "flickr8k" / "images_sq160"
-    originals |= pictures_of(flickr / "shard-000.tar", 60)
+    originals |= images_of(flickr / "shard-000.tar", 60)
     place = Originals([flickr])
     for key in TWINS:
         found = place.find(f"{key}.jpg")
@@ -59,7 +59,7 @@ def test_real_pictures_and_their_copies(
     assert set(listed(out)) == expected | {later_twin}
     assert TakeDown.read(out).lines == expected | {later_twin}  # as the builders read it
     printed = capsys.readouterr().out
-    assert f"{len(expected) + 1} of {len(originals) + len(expected)} pictures" in printed
+    assert f"{len(expected) + 1} of {len(originals) + len(expected)} images" in printed
     assert "1 with the same bytes" in printed
     assert Image.open(sheet).width > 1000
 
@@ -68,7 +68,7 @@ def test_real_pictures_and_their_copies(
 
 
 def test_who_is_kept_and_why(tmp_path: Path) -> None:
-    small = encoded(picture(2).resize((48, 36)))
+    small = encoded(photo(2).resize((48, 36)))
     first = write(tmp_path / "a", {"one": jpeg(1), "again": jpeg(1), "two": jpeg(2)}, 2)
     write(tmp_path / "b", {"small": small, "one": jpeg(1), "three": jpeg(3)})
     out = tmp_path / "list.txt"
@@ -103,16 +103,16 @@ def test_what_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture) -> No
             ("b.1.jpg", jpeg(2)),
             ("cut.jpg", jpeg(3)[:-200]),
             ("cut2.jpg", jpeg(3)[:-200]),
-            ("none.txt", b"no picture"),
+            ("none.txt", b"no image"),
         ],
     )
     out = tmp_path / "list.txt"
     assert run("dedup", folder, "--out", out) == 0
     assert listed(out) == ["red2"]
     printed = capsys.readouterr().out
-    assert "2 pictures cannot be decoded" in printed
-    assert "3 pictures of one colour" in printed
-    assert "2 samples have two pictures" in printed
+    assert "2 images cannot be decoded" in printed
+    assert "3 images of one colour" in printed
+    assert "2 samples have two images" in printed
 
 
 def test_the_same_key_in_two_folders_is_warned_of(
@@ -132,15 +132,15 @@ def test_hashes_are_kept_and_taken_again(
     folder = write(tmp_path / "shards", {f"k{n}": jpeg(n % 7) for n in range(12)})
     out = tmp_path / "list.txt"
     calls: list[str] = []
-    hash_picture = picture_hash.hash_picture
+    hash_image = image_hash.hash_image
 
     def stopped(data: bytes, where: str) -> object:
         calls.append(where)
         if len(calls) == 10:
             raise KeyboardInterrupt
-        return hash_picture(data, where)
+        return hash_image(data, where)
 
-    monkeypatch.setattr(picture_hash, "hash_picture", stopped)
+    monkeypatch.setattr(image_hash, "hash_image", stopped)
     assert run("dedup", folder, "--out", out) == 130
     assert not out.exists()
     assert run("dedup", folder, "--out", out) == 0
@@ -181,46 +181,46 @@ def test_wrong_numbers_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) 
         assert "file/x" in capsys.readouterr().err
 
 
-def by_hand(pictures: np.ndarray, distance: int) -> set[int]:
+def by_hand(images: np.ndarray, distance: int) -> set[int]:
     """One by one: dropped if it is near an earlier one that is kept."""
     kept: list[int] = []
-    for place in range(len(pictures)):
-        one, others = pictures[place : place + 1], pictures[kept]
+    for place in range(len(images)):
+        one, others = images[place : place + 1], images[kept]
         near = differing_bits(one["coarse"], others["coarse"]) <= distance
         near &= fine_distance(one["fine"], others["fine"]) <= 48
         if not (near | (one["bytes"] == others["bytes"])).any():
             kept.append(place)
-    return set(range(len(pictures))) - set(kept)
+    return set(range(len(images))) - set(kept)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_earlier_one_is_kept(seed: int) -> None:
-    """In chains too: one that looks like a dropped picture alone stays."""
+    """In chains too: one that looks like a dropped image alone stays."""
     rng = np.random.default_rng(seed)
-    pictures = np.zeros(300, RECORD)
-    pictures["coarse"] = rng.integers(0, 2**64, 300, dtype=np.uint64)
-    pictures["fine"] = rng.integers(0, 2**64, (300, 4), dtype=np.uint64)
-    pictures["bytes"] = rng.integers(0, 2**64, 300, dtype=np.uint64)
+    images = np.zeros(300, RECORD)
+    images["coarse"] = rng.integers(0, 2**64, 300, dtype=np.uint64)
+    images["fine"] = rng.integers(0, 2**64, (300, 4), dtype=np.uint64)
+    images["bytes"] = rng.integers(0, 2**64, 300, dtype=np.uint64)
     for place in range(40, 300):
         earlier = rng.integers(place - 40, place)
         kind = rng.integers(4)
         if kind == 0:
-            pictures[place] = pictures[earlier]
+            images[place] = images[earlier]
         if kind in (1, 2):  # of the latter, only these 64 bits are the same
-            pictures["coarse"][place] = pictures["coarse"][earlier]
+            images["coarse"][place] = images["coarse"][earlier]
         if kind == 1:
-            pictures["fine"][place] = pictures["fine"][earlier]
+            images["fine"][place] = images["fine"][earlier]
             for bit in rng.integers(0, 64, 4):
-                pictures["coarse"][place] ^= np.uint64(1) << np.uint64(bit)
-    drops = repeated_pictures(pictures, 6)
-    assert set(drops.dropped.tolist()) == by_hand(pictures, 6)
+                images["coarse"][place] ^= np.uint64(1) << np.uint64(bit)
+    drops = duplicate_images(images, 6)
+    assert set(drops.dropped.tolist()) == by_hand(images, 6)
     assert (drops.kept < drops.dropped).all()
     assert not set(drops.kept.tolist()) & set(drops.dropped.tolist())
 
 
-def test_thousands_of_copies_of_one_picture_are_no_burden() -> None:
+def test_thousands_of_copies_of_one_image_are_no_burden() -> None:
     rng = np.random.default_rng(0)
-    pictures = np.zeros(20_000, RECORD)
-    pictures["bytes"] = rng.integers(0, 2**64, 20_000, dtype=np.uint64)
-    pictures["fine"][:, 0] = np.uint64(1) << rng.integers(0, 64, 20_000).astype(np.uint64)
-    assert len(repeated_pictures(pictures, 6).dropped) == 19_999
+    images = np.zeros(20_000, RECORD)
+    images["bytes"] = rng.integers(0, 2**64, 20_000, dtype=np.uint64)
+    images["fine"][:, 0] = np.uint64(1) << rng.integers(0, 64, 20_000).astype(np.uint64)
+    assert len(duplicate_images(images, 6).dropped) == 19_999

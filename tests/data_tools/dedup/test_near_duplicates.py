@@ -5,12 +5,12 @@ import pytest
 import scipy.fft
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_shards import encoded, jpeg, picture
+from made_shards import encoded, jpeg, photo
 from PIL import Image
 
 from data_tools.dedup.near_duplicates import NearIndex, block_masks, near_pairs
-from data_tools.dedup.perceptual_hash import differing_bits, fine_distance, hash_picture
-from data_tools.scan.repeated_ids import Repeats, number_of, numbers_of
+from data_tools.dedup.perceptual_hash import differing_bits, fine_distance, hash_image
+from data_tools.scan.repeated_ids import RepeatedIds, number_of, numbers_of
 from vlp.data.shards.sample_files import BadSample
 
 
@@ -83,18 +83,18 @@ def test_bits_are_counted() -> None:
 
 
 def test_the_hash_is_the_sign_of_the_lowest_cosines() -> None:
-    image = picture(3, (32, 32)).convert("L")
+    image = photo(3, (32, 32)).convert("L")
     waves = scipy.fft.dctn(np.asarray(image, dtype=float), norm="ortho")
-    found = hash_picture(encoded(image, "png"))
+    found = hash_image(encoded(image, "png"))
     assert found is not None
     for block, words in ((waves[:8, :8], [found[0]]), (waves[:16, :16], found[1].tolist())):
         above = np.unpackbits(np.array(words, dtype="<u8").view(np.uint8))
         assert (above == (block > np.median(block)).reshape(-1)).all()
 
 
-def test_copies_are_near_and_other_pictures_are_not() -> None:
+def test_copies_are_near_and_other_images_are_not() -> None:
     for seed in range(20):
-        original = picture(seed, (320, 240))
+        original = photo(seed, (320, 240))
         turned = Image.Exif()
         turned[0x0112] = 6
         copies = [
@@ -105,30 +105,30 @@ def test_copies_are_near_and_other_pictures_are_not() -> None:
             encoded(original.convert("L")),
             encoded(original.rotate(90, expand=True), exif=turned),  # type: ignore[arg-type]
         ]
-        first = hash_picture(encoded(original))
-        other = hash_picture(jpeg(seed + 100))
+        first = hash_image(encoded(original))
+        other = hash_image(jpeg(seed + 100))
         assert first is not None
         assert other is not None
         for copy in copies:
-            found = hash_picture(copy)
+            found = hash_image(copy)
             assert found is not None
             assert (first[0] ^ found[0]).bit_count() <= 6
             assert fine_distance(first[1], found[1]) <= 48
         assert fine_distance(first[1], other[1]) > 80
 
 
-def test_pictures_without_a_hash() -> None:
-    assert hash_picture(encoded(Image.new("RGB", (64, 64), "red"), "png")) is None
-    for bad in (b"", b"no picture", jpeg(0)[:-100]):
+def test_images_without_a_hash() -> None:
+    assert hash_image(encoded(Image.new("RGB", (64, 64), "red"), "png")) is None
+    for bad in (b"", b"no image", jpeg(0)[:-100]):
         with pytest.raises(BadSample, match="here"):
-            hash_picture(bad, "here")
+            hash_image(bad, "here")
 
 
 @settings(max_examples=20)
 @given(st.lists(st.integers(0, 40), max_size=60), st.integers(1, 30))
 def test_repeats_in_memory_and_on_disk(values: list[int], limit: int) -> None:
     names = [f"name {value}" for value in values]
-    repeats = Repeats(limit)
+    repeats = RepeatedIds(limit)
     for start in range(0, len(names), 7):
         repeats.add(numbers_of(names[start : start + 7]))
     found = repeats.result()

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from made_shards import encoded, jpeg, listed, picture, pictures_of, run, write
+from made_shards import encoded, images_of, jpeg, listed, photo, run, write
 from PIL import Image
 
-from data_tools.dedup import perceptual_hash as picture_hash
+from data_tools.dedup import perceptual_hash as image_hash
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_index import ShardWriter
 
@@ -27,7 +27,7 @@ def named(source: str, image_id: str) -> Annotation:
 
 @pytest.fixture
 def pretraining(tmp_path: Path) -> Path:
-    small = encoded(picture(4).resize((60, 45)), quality=60)
+    small = encoded(photo(4).resize((60, 45)), quality=60)
     return shards(
         tmp_path / "pretraining",
         ("named", jpeg(50), named("coco", "7"), None),
@@ -67,11 +67,11 @@ def test_each_way_is_found(
     assert ": the same image_id, the same bytes, looks alike\nall\n" in text
     printed = capsys.readouterr().out
     assert "5 of 7 pretraining samples" in printed
-    assert f"{evaluation}: 5 of 6 pictures are shown" in printed
+    assert f"{evaluation}: 5 of 6 images are shown" in printed
     assert "the same image_id: 2, by 2 samples" in printed
     assert "the same bytes: 3, by 3 samples" in printed
     assert "looks alike: 4, by 4 samples" in printed
-    assert "1 pictures cannot be decoded" in printed
+    assert "1 images cannot be decoded" in printed
     assert Image.open(sheet).width > 1000
 
     assert run(*command, "--out", out, "--exact") == 0
@@ -86,8 +86,8 @@ def test_evaluation_sets_are_counted_apart(
     sets = ("--evaluation", evaluation, again, clean)
     assert run("overlap", "--pretraining", pretraining, *sets, "--out", tmp_path / "list.txt") == 0
     printed = capsys.readouterr().out
-    assert f"{again}: 1 of 1 pictures" in printed
-    assert f"{clean}: 0 of 1 pictures" in printed
+    assert f"{again}: 1 of 1 images" in printed
+    assert f"{clean}: 0 of 1 images" in printed
     assert listed(tmp_path / "list.txt").count("all") == 1
 
 
@@ -101,13 +101,13 @@ def test_nothing_shared(tmp_path: Path, evaluation: Path, capsys: pytest.Capture
     assert "0 of 5 pretraining samples" in capsys.readouterr().out
 
 
-def test_real_pictures(shared: Path, tmp_path: Path) -> None:
+def test_real_images(shared: Path, tmp_path: Path) -> None:
     """COCO at 256 px against the same at full size, and Flickr8k against neither."""
     data = shared / "data"
-    coco = pictures_of(data / "coco_mini" / "val2017_short256.tar", 79)
-    full = pictures_of(data / "coco_mini" / "val2017_original_16.tar", 16)
+    coco = images_of(data / "coco_mini" / "val2017_short256.tar", 79)
+    full = images_of(data / "coco_mini" / "val2017_original_16.tar", 16)
     assert set(full) < set(coco)
-    flickr = pictures_of(data / "flickr8k" / "images_sq160" / "shard-001.tar", 80)
+    flickr = images_of(data / "flickr8k" / "images_sq160" / "shard-001.tar", 80)
     first = write(tmp_path / "first", coco | flickr, 40)
     out = tmp_path / "list.txt"
     second = write(tmp_path / "full", full)
@@ -119,23 +119,23 @@ def test_an_interrupted_run_goes_on(
     pretraining: Path, evaluation: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = 0
-    hash_picture: Callable[[bytes, str], object] = picture_hash.hash_picture
+    hash_image: Callable[[bytes, str], object] = image_hash.hash_image
 
     def stopped(data: bytes, where: str) -> object:
         nonlocal calls
         calls += 1
         if calls == 11:
             raise KeyboardInterrupt
-        return hash_picture(data, where)
+        return hash_image(data, where)
 
-    monkeypatch.setattr(picture_hash, "hash_picture", stopped)
+    monkeypatch.setattr(image_hash, "hash_image", stopped)
     command = ("overlap", "--pretraining", pretraining, "--evaluation", evaluation)
     out = tmp_path / "list.txt"
     assert run(*command, "--out", out) == 130
     assert not out.exists()
     assert run(*command, "--out", out) == 0
     assert len(listed(out)) == 5
-    assert calls == 11 + 14 - 9  # of three shards, nine pictures, the hashes were there
+    assert calls == 11 + 14 - 9  # of three shards, nine images, the hashes were there
 
 
 def test_what_is_missing_is_named(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_shards import cut, encoded, jpeg, picture, write, write_tar
+from made_shards import cut, encoded, jpeg, photo, write, write_tar
 from PIL import Image, ImageFont
 
 from data_tools.__main__ import main
@@ -52,7 +52,7 @@ def test_first_and_random(folder: Path, capsys: pytest.CaptureFixture) -> None:
     assert columns_of(sheet(folder, "--count", "2")) == 2
 
 
-def test_the_picture_is_on_the_sheet(tmp_path: Path) -> None:
+def test_the_image_is_on_the_sheet(tmp_path: Path) -> None:
     write(tmp_path / "shards", {"a": encoded(Image.new("RGB", (40, 40), (10, 200, 30)))})
     pixels = np.asarray(sheet(tmp_path / "shards")).astype(int)
     same = (abs(pixels - (10, 200, 30)).max(-1) < 8).sum()
@@ -65,7 +65,7 @@ def test_damaged_samples_are_grey_cards(
     files = [
         ("cut.jpg", jpeg(1)[:-200]),
         ("cut.txt", b"a caption"),
-        ("alone.txt", b"no picture"),
+        ("alone.txt", b"no image"),
         ("bad.jpg", jpeg(2)),
         ("bad.json", b"{"),
         ("good.jpg", jpeg(3)),
@@ -77,9 +77,9 @@ def test_damaged_samples_are_grey_cards(
     cut(broken / "0.tar")
     with ShardReader(broken / "0.tar") as shard:
         cards = [sample_card(shard, number) for number in range(5)]
-    problems = ["unreadable picture", "missing picture", "bad annotation", "", "corrupt shard"]
+    problems = ["unreadable image", "missing image", "bad annotation", "", "corrupt shard"]
     assert [card.problem for card in cards] == problems
-    assert [card.picture is None for card in cards] == [True, True, True, False, True]
+    assert [card.image is None for card in cards] == [True, True, True, False, True]
     assert cards[0].title == "cut"
     assert "truncated" in cards[0].texts[0]
     assert cards[0].texts[1] == "a caption"
@@ -99,7 +99,7 @@ def test_boxes_lie_where_they_should(tmp_path: Path) -> None:
     plain = np.asarray(sheet(tmp_path / "shards"))
     assert not (plain == RED).all(-1).any()
     framed = np.asarray(sheet(tmp_path / "shards", "--boxes"))
-    # The picture is enlarged by 1.2 and centred in its card, 8 pixels from the edge of the sheet;
+    # The image is enlarged by 1.2 and centred in its card, 8 pixels from the edge of the sheet;
     # the text in the frame's colour stands below it.
     rows, columns = np.nonzero((framed[: WIDTH + 8] == RED).all(-1))
     assert (columns.min(), columns.max()) == pytest.approx((8 + 120, 8 + 216), abs=1)
@@ -110,15 +110,15 @@ def test_boxes_lie_where_they_should(tmp_path: Path) -> None:
 def test_every_kind_of_text_is_shown(tmp_path: Path) -> None:
     with ShardWriter(tmp_path) as writer:
         known = Annotation(statement="two dogs", label=True)
-        writer.write("pair", jpeg(1), "jpg", known, encoded(picture(2, (50, 90))))
+        writer.write("pair", jpeg(1), "jpg", known, encoded(photo(2, (50, 90))))
         asked = [Question.model_validate({"id": "1", "question": "why?", "answers": []})]
         writer.write("asked", jpeg(3), "jpg", Annotation(questions=asked))
         writer.write("silent", jpeg(4), "jpg", Annotation(boxes=[[1, 2, 3, 4]]))
     with ShardReader(tmp_path / "shard-000000.tar") as shard:
         pair, question, silent = (sample_card(shard, number, boxes=True) for number in range(3))
     assert list(pair.texts) == ["statement: two dogs", "label: True"]
-    assert pair.picture is not None
-    assert pair.picture.size == (96 + 50 + 4, 90)
+    assert pair.image is not None
+    assert pair.image.size == (96 + 50 + 4, 90)
     assert list(question.texts) == ["why?"]
     assert list(silent.texts) == ["(no caption)"]
     assert [frame.text for frame in silent.frames] == ["box 0"]
@@ -126,7 +126,7 @@ def test_every_kind_of_text_is_shown(tmp_path: Path) -> None:
 
 def test_long_and_odd_texts(tmp_path: Path) -> None:
     texts = ["word " * 300, "l" * 500, "", "日本語 ελληνικά 🙂", "$x^2$ {a}"]
-    card = Card("a_very_long_key_" * 9, picture(1), texts)
+    card = Card("a_very_long_key_" * 9, photo(1), texts)
     out = draw_sheet([card, Card("k", None, problem="x " * 50)], tmp_path / "new" / "sheet.png")
     assert columns_of(Image.open(out)) == 2
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made_shards import cut, encoded, jpeg, picture, pictures_of, run, write, write_tar
+from made_shards import cut, encoded, images_of, jpeg, photo, run, write, write_tar
 from PIL import Image
 
 from data_tools.__main__ import main
 from data_tools.inspect import shard_stats as tally
 from data_tools.inspect.shard_stats import Tally, describe, rounded
-from data_tools.scan.repeated_ids import Repeats
+from data_tools.scan.repeated_ids import RepeatedIds
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_index import ShardWriter
 from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
             known = Annotation(captions=captions, source=f"s{number % 2}", image_id="1")
             size = (100, 50) if number else (60, 90)
             kind = "png" if key == "b" else "jpeg"
-            image = encoded(picture(number, size), kind)
+            image = encoded(photo(number, size), kind)
             second = jpeg(7) if key == "d" else None
             writer.write(key, image, "jpg", known, second)
     return tmp_path / "shards"
@@ -50,7 +50,7 @@ def stats(*arguments: object) -> dict[str, Any]:
 def test_counts(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     found = stats(folder, "--out", tmp_path / "stats.json", "--max-tokens", 3)
     assert found["complete"] is True
-    assert (found["shards"], found["samples"], found["captions"], found["pictures"]) == (2, 4, 4, 5)
+    assert (found["shards"], found["samples"], found["captions"], found["images"]) == (2, 4, 4, 5)
     assert found["samples without caption"] == 1
     assert found["captions that are too long"] == 1
     assert found["limit"] == "3 words"
@@ -59,7 +59,7 @@ def test_counts(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> 
     assert found["bad samples"] == {}
     words = {"a", "dog", "runs", "the", "dog's", "ball", "red", "one", "cat"}
     assert found["vocabulary size"] == len(words)
-    assert found["repeated"] == {"keys": 0, "named pictures": 2, "pictures": 2}
+    assert found["repeated"] == {"keys": 0, "named images": 2, "images": 2}
     quantities = found["quantities"]
     assert quantities["words per caption"]["histogram"] == [[2, 2], [3, 1], [6, 1]]
     assert quantities["captions per sample"]["histogram"] == [[0, 1], [1, 2], [2, 1]]
@@ -91,7 +91,7 @@ def test_damage_and_repetitions_are_counted(tmp_path: Path) -> None:
         first / "0.tar",
         [
             ("a.jpg", jpeg(1)),
-            ("b.jpg", b"no picture"),
+            ("b.jpg", b"no image"),
             ("b.txt", b"a caption"),
             ("c.txt", b"alone"),
             ("d.jpg", jpeg(2)),
@@ -103,8 +103,8 @@ def test_damage_and_repetitions_are_counted(tmp_path: Path) -> None:
     cut(second / "shard-000000.tar")
     found = stats(first, second, "--out", tmp_path / "new" / "stats.json")
     assert found["bad samples"] == {
-        "unreadable picture": 1,
-        "missing picture": 1,
+        "unreadable image": 1,
+        "missing image": 1,
         "bad annotation": 1,
         "corrupt shard": 1,
     }
@@ -112,11 +112,11 @@ def test_damage_and_repetitions_are_counted(tmp_path: Path) -> None:
     assert found["sources"] == {"(none)": 4, "second": 1}  # the JSON of z is cut off
 
 
-def test_real_pictures(shared: Path, tmp_path: Path) -> None:
-    originals = pictures_of(shared / "data" / "coco_mini" / "val2017_short256.tar", 79)
+def test_real_images(shared: Path, tmp_path: Path) -> None:
+    originals = images_of(shared / "data" / "coco_mini" / "val2017_short256.tar", 79)
     found = stats(write(tmp_path / "coco", originals, 30), "--out", tmp_path / "stats.json")
     assert found["quantities"]["shorter side"]["histogram"] == [[256, 79]]
-    assert found["bytes of pictures"] == sum(map(len, originals.values()))
+    assert found["bytes of images"] == sum(map(len, originals.values()))
 
 
 def test_processes_count_the_same(folder: Path, tmp_path: Path) -> None:
@@ -168,15 +168,15 @@ def test_histograms_and_sources_stay_small() -> None:
         part = Tally()
         for number in range(start, start + 100):
             part.sources[f"source {number}"] += 1
-            part.histograms["picture size"][rounded(1000 + 7 * number)] += 1
+            part.histograms["image size"][rounded(1000 + 7 * number)] += 1
         part.sources["common"] += 10
         whole.add(part)
     assert len(whole.sources) <= 1100
     assert whole.sources.total() == 5000 + 500
     assert whole.sources["common"] == 500
     assert whole.sources["(others)"] > 3000
-    assert len(whole.histograms["picture size"]) < 130
-    assert whole.histograms["picture size"].total() == 5000
+    assert len(whole.histograms["image size"]) < 130
+    assert whole.histograms["image size"].total() == 5000
 
 
 def test_words() -> None:
@@ -194,4 +194,4 @@ def test_wrong_arguments_are_named(
     options = ("--out", tmp_path / "stats.json", "--vocabulary", tmp_path)
     assert run("stats", folder, *options) == 2
     assert "holds neither tokenizer.json" in capsys.readouterr().err
-    assert Repeats().result().distinct == 0
+    assert RepeatedIds().result().distinct == 0

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from made_shards import encoded, jpeg, picture, run, write, write_manifest, write_tar
+from made_shards import encoded, jpeg, photo, run, write, write_manifest, write_tar
 
 from data_tools.__main__ import main
 from data_tools.inspect import verify
@@ -37,7 +37,7 @@ def test_whole_shards_pass(folder: Path, capsys: pytest.CaptureFixture) -> None:
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert report(folder, "--fix") == (0, [])
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    assert "10 samples, 10 pictures decoded" in capsys.readouterr().out
+    assert "10 samples, 10 images decoded" in capsys.readouterr().out
     assert report(folder, "--quick") == (0, [])
 
 
@@ -65,8 +65,8 @@ def test_a_damaged_header(folder: Path) -> None:
     assert tuple(kind for kind, _ in damage) == ("corrupt shard", "index differs")
 
 
-def test_flipped_bytes_in_pictures(tmp_path: Path) -> None:
-    png = encoded(picture(0), "png")
+def test_flipped_bytes_in_images(tmp_path: Path) -> None:
+    png = encoded(photo(0), "png")
     broken = bytearray(png)
     broken[png.index(b"IDAT") + 40] ^= 0x10
     files = [("a.png", png), ("a.txt", b"a"), ("b.png", bytes(broken)), ("b.txt", b"b")]
@@ -74,7 +74,7 @@ def test_flipped_bytes_in_pictures(tmp_path: Path) -> None:
     assert main(["index", str(tmp_path / "shards")]) == 0
     code, damage = report(tmp_path / "shards")
     assert code == 1
-    assert [kind for kind, _ in damage] == ["unreadable picture"]
+    assert [kind for kind, _ in damage] == ["unreadable image"]
     assert "0.tar, b " in damage[0][1]
 
 
@@ -101,7 +101,7 @@ def test_kinds_of_broken_samples(tmp_path: Path) -> None:
         ("bad.jpg", whole),
         ("bad.json", b"{nothing"),
         ("pair.jpg", whole),
-        ("pair.1.jpg", b"no picture"),
+        ("pair.1.jpg", b"no image"),
         ("pair.json", b"{}"),
         ("text.jpg", b"a text"),
         ("good.jpg", whole),
@@ -121,19 +121,19 @@ def test_kinds_of_broken_samples(tmp_path: Path) -> None:
         ("duplicate key", "/1.tar, good"),
         ("empty shard", "/2.tar"),
         ("empty shard", "/3.tar"),
-        ("missing picture", "/0.tar, alone"),
-        ("unreadable picture", "/0.tar, cut"),
-        ("unreadable picture", "/0.tar, empty"),
-        ("unreadable picture", "/0.tar, pair"),
-        ("unreadable picture", "/0.tar, text"),
+        ("missing image", "/0.tar, alone"),
+        ("unreadable image", "/0.tar, cut"),
+        ("unreadable image", "/0.tar, empty"),
+        ("unreadable image", "/0.tar, pair"),
+        ("unreadable image", "/0.tar, text"),
     ]
     quick = [kind for kind, _ in report(shards, "--quick")[1]]
     assert sorted(quick) == [
         "duplicate key",
         "empty shard",
         "empty shard",
-        "missing picture",
-        "unreadable picture",  # of no bytes: its header says so
+        "missing image",
+        "unreadable image",  # of no bytes: its header says so
     ]
 
 
@@ -191,8 +191,8 @@ def test_places_are_limited_in_print_alone(folder: Path, capsys: pytest.CaptureF
     assert code == 1
     assert len(damage) == 10
     printed = capsys.readouterr()
-    assert (printed.out + printed.err).count("unreadable picture: /") == 3
-    assert "unreadable picture: 10" in printed.out
+    assert (printed.out + printed.err).count("unreadable image: /") == 3
+    assert "unreadable image: 10" in printed.out
 
 
 def test_processes_find_the_same(folder: Path, tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_a_killed_process_is_no_hang(
         if os.getpid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(verify, "decode_picture", die)
+    monkeypatch.setattr(verify, "decode_image", die)
     assert main(["verify", str(folder), "--processes", "2"]) == 2
     message = capsys.readouterr().err
     assert "a process died at" in message

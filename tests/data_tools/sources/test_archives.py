@@ -16,12 +16,12 @@ FILES = {"a/one.jpg": b"1" * 700, "two.jpg": b"2", "../three.jpg": b"3" * 512}
 @pytest.mark.parametrize("kind", ["xz", "gz", "bz2"])
 def test_compressed_tars_become_places(tmp_path: Path, kind: str) -> None:
     # Told by its bytes, not by its name.
-    archive = tar_of(tmp_path / "pictures.bin", FILES, f"w:{kind}")
+    archive = tar_of(tmp_path / "images.bin", FILES, f"w:{kind}")
     room = tmp_path / "deep" / "room"
     with unpacked([archive], room) as places:
         found = Originals(places)
         assert {name: found.read(name) for name in FILES} == FILES
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["deep", "pictures.bin"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["deep", "images.bin"]
     assert list(room.iterdir()) == []
 
 
@@ -64,7 +64,7 @@ def test_what_a_killed_run_left_goes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["xz", "gz", "bz2"])
 @pytest.mark.parametrize("harm", ["cut", "changed"])
 def test_damaged_archives(tmp_path: Path, kind: str, harm: str) -> None:
-    archive = tar_of(tmp_path / f"pictures.tar.{kind}", FILES, f"w:{kind}")
+    archive = tar_of(tmp_path / f"images.tar.{kind}", FILES, f"w:{kind}")
     data = bytearray(archive.read_bytes())
     if harm == "cut":
         del data[-20:]
@@ -72,7 +72,7 @@ def test_damaged_archives(tmp_path: Path, kind: str, harm: str) -> None:
         data[len(data) // 2] ^= 0xFF
     archive.write_bytes(data)
     with (
-        pytest.raises(ConfigError, match=rf"pictures\.tar\.{kind}: .*(damaged|cannot be unpacked)"),
+        pytest.raises(ConfigError, match=rf"images\.tar\.{kind}: .*(damaged|cannot be unpacked)"),
         unpacked([archive], tmp_path / "room"),
     ):
         raise AssertionError("a damaged archive was taken for a whole one")
@@ -80,6 +80,6 @@ def test_damaged_archives(tmp_path: Path, kind: str, harm: str) -> None:
 
 
 def test_the_plain_tar_is_the_compressed_one(tmp_path: Path) -> None:
-    archive = tar_of(tmp_path / "pictures.tar.xz", FILES, "w:xz")
+    archive = tar_of(tmp_path / "images.tar.xz", FILES, "w:xz")
     with unpacked([archive], tmp_path / "room") as [plain], tarfile.open(plain, "r:") as opened:
         assert opened.getnames() == list(FILES)

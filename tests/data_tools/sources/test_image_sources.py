@@ -16,7 +16,7 @@ def test_folders_two_levels_deep(tmp_path: Path) -> None:
     for name in ("a.jpg", "ab/b.jpg", "ab/cd/c.jpg", "ab/cd/ef/deep.jpg", ".hidden.jpg"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(name.encode())
-    (tmp_path / "a.txt").write_text("a caption beside the picture")
+    (tmp_path / "a.txt").write_text("a caption beside the image")
     originals = Originals([tmp_path])
     assert originals.read("a.jpg") == b"a.jpg"
     assert originals.read("b.jpg") == b"ab/b.jpg"
@@ -64,14 +64,14 @@ def test_what_is_damaged_or_gone(tmp_path: Path) -> None:
     assert originals.read("2.jpg") is None
     assert len(originals.problems) == 1
     path.write_bytes(path.read_bytes()[:1000])  # cut while the build runs
-    with pytest.raises(BadSample, match=r"unreadable picture: .*b.tar: cut off at byte 512"):
+    with pytest.raises(BadSample, match=r"unreadable image: .*b.tar: cut off at byte 512"):
         originals.read("1.jpg")
 
 
 def test_a_damaged_member_of_a_zip(tmp_path: Path) -> None:
     path = tmp_path / "a.zip"
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("1.jpg", b"first picture")
+        archive.writestr("1.jpg", b"first image")
     data = bytearray(path.read_bytes())
     data[data.index(b"first")] ^= 1
     path.write_bytes(data)

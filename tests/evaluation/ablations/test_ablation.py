@@ -72,10 +72,10 @@ def figures(judged: float) -> dict:
     names = [
         name.format(view=view, scorer=scorer)
         for name in COLUMNS.values()
-        for view in ("picture", "shuffled")
+        for view in ("image", "shuffled")
         for scorer in ("match", "words")
     ]
-    own = {JUDGED.format(view="picture", scorer="match"): judged}
+    own = {JUDGED.format(view="image", scorer="match"): judged}
     return {"figures": {**dict.fromkeys(names, 50.0), **own}}
 
 
@@ -88,11 +88,11 @@ def test_the_plan_has_every_seed_of_what_is_used(config):
         "variant/none/1",
     ]
     one = variants[1].settings["overrides"]
-    assert one["start"] == f"{config.output}/backbone/anchor/0/model"
+    assert one["init_from"] == f"{config.output}/backbone/anchor/0/model"
     assert one["model.cross.position"] == ["ape"]
     assert one["training.seed"] == 0
     assert one["data.sources"] == [{"path": "shards/ablation/twins"}]
-    assert "start" not in backbones[0].settings["overrides"]
+    assert "init_from" not in backbones[0].settings["overrides"]
 
 
 def test_some_variants_can_be_run_alone(config):
@@ -132,7 +132,7 @@ def test_a_corpus_can_be_of_chosen_swaps_alone(tmp_path):
 
 def test_columns_are_those_that_the_corpus_has(config):
     one = figures(50.0)
-    del one["figures"][COLUMNS["binding"].format(view="picture", scorer="match")]
+    del one["figures"][COLUMNS["binding"].format(view="image", scorer="match")]
     found = {(name, seed): one for name in ("none", "ape") for seed in (0, 1, 2)}
     (table,) = tables(config, found)
     assert "relation" in table.head
@@ -143,7 +143,7 @@ def test_columns_are_those_that_the_corpus_has(config):
 def test_the_judge_may_be_the_head_of_masked_words(config):
     found = {(name, seed): figures(50.0) for name in ("none", "ape") for seed in (0, 1, 2)}
     for seed in (0, 1, 2):
-        found["ape", seed]["figures"][JUDGED.format(view="picture", scorer="words")] = 70.0 + seed
+        found["ape", seed]["figures"][JUDGED.format(view="image", scorer="words")] = 70.0 + seed
     assert judged(found, "ape", "none", "match").mean == 0
     assert judged(found, "ape", "none", "words").mean == 21
     (table,) = tables(config, found)
@@ -171,7 +171,7 @@ def test_a_table_may_be_about_anchors(config):
     assert ape[table.head.index("R@1 − none")].startswith("+1.0 ± 0.0")
     assert "shape words" not in table.head  # nobody has them
     shown = [head for head, cell in zip(table.head, shuffled) if cell]
-    assert shown == ["", "seeds"]  # anchors are asked of pictures as they are
+    assert shown == ["", "seeds"]  # anchors are asked of images as they are
     assert "Differences of colour words varied by 1.4 points" in table.text()
 
 
@@ -224,7 +224,7 @@ def test_tables_show_means_tests_and_the_paper(config):
     assert none[table.head.index("all swaps")] == "51.0 ± 1.0"
     assert none[-2:] == ["94.3", "83"]
     assert ape[-5].startswith("+10.2 ± 0.2, p < 0.001")
-    assert shuffled[-5].startswith("-1.0 ± 1.0")  # its own view, against the reference's pictures
+    assert shuffled[-5].startswith("-1.0 ± 1.0")  # its own view, against the reference's images
     assert shuffled[-4:] == ["", "3", "", ""]
     assert all(len(row) == len(table.head) for row in table.rows)
     (line,) = gates(config, found)

@@ -89,8 +89,8 @@ def test_tables_have_means_tests_and_the_paper(config, tmp_path):
     assert rows[0] == ["variant", "seed", "loss", "top1"]
     assert rows[1] == ["ape", "0", "1.0", "60.0"]
     assert len(rows) == 7
-    with Image.open(tmp_path / "kept" / "figures.png") as picture:
-        assert len(set(picture.convert("L").getdata())) > 10
+    with Image.open(tmp_path / "kept" / "figures.png") as image:
+        assert len(set(image.convert("L").getdata())) > 10
     assert "2 variants with 3 seeds" in smallest_difference(config)
     assert "–" in report(config, {}, tmp_path / "nothing")
     without = found(config)
@@ -154,15 +154,15 @@ def test_the_configurations_in_the_box_are_valid_with_the_overrides_of_their_hea
 def test_a_whole_comparison_is_trained_judged_and_never_done_twice(tmp_path):
     rng = np.random.default_rng(0)
     for name, level in (("dark", 40), ("light", 200)):
-        (tmp_path / "pictures" / name).mkdir(parents=True)
+        (tmp_path / "images" / name).mkdir(parents=True)
         for number in range(8):
             pixels = rng.integers(level - 40, level + 40, (16, 16, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(tmp_path / "pictures" / name / f"{number}.png")
+            Image.fromarray(pixels).save(tmp_path / "images" / name / f"{number}.png")
     tiny = {"patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
     overrides = {
         "task.model.options": tiny,
-        "task.data.train": str(tmp_path / "pictures"),
-        "task.data.test": str(tmp_path / "pictures"),
+        "task.data.train": str(tmp_path / "images"),
+        "task.data.test": str(tmp_path / "images"),
         "task.data.image_size": 16,
         "training.batch": 8,
         "training.steps": 2,

@@ -19,7 +19,7 @@ from evaluation.benchmarks.anchor_path import (
     peak_memory,
     random_distance,
 )
-from evaluation.benchmarks.figures import Figure, device_name, print_figures
+from evaluation.benchmarks.figures import Measurement, device_name, print_figures
 from vlp.positions.anchor import anchor_path
 
 CPU = torch.device("cpu")
@@ -84,7 +84,7 @@ def test_sizes_that_make_no_sense_are_named(text, capsys):
 
 
 def test_figures_name_target_and_device(capsys):
-    print_figures([Figure("a", 1.5, "ms", 2.0), Figure("b", 3, "MiB", stretch=1)], CPU)
+    print_figures([Measurement("a", 1.5, "ms", 2.0), Measurement("b", 3, "MiB", stretch=1)], CPU)
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert first == {
         "name": "a",

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from evaluation.benchmarks.loader import OURS, THEIRS, Settings, figures, main, our_batches, ratios
 from evaluation.benchmarks.loader_shards import check_shards, make_shards, save_vocabulary
-from evaluation.benchmarks.loader_turns import Measured, Turn, take_turns
+from evaluation.benchmarks.loader_turns import LoaderTurns, Turn, take_turns
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig
 
@@ -41,7 +41,7 @@ def batches(seconds: float, workers: int) -> Iterator[torch.Tensor]:
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shards")
-    make_shards(folder, 40, pictures=2, per_shard=20)
+    make_shards(folder, 40, images=2, per_shard=20)
     return folder
 
 
@@ -70,8 +70,8 @@ def test_workers_of_a_side_rest_while_another_has_its_turn() -> None:
 
 def test_ratios_are_of_cpu_time_by_rounds() -> None:
     found = {
-        THEIRS: Measured(10, 0.1, [Turn(1, 4), Turn(9, 6)]),
-        OURS: Measured(10, 0.1, [Turn(5, 2), Turn(1, 2)]),
+        THEIRS: LoaderTurns(10, 0.1, [Turn(1, 4), Turn(9, 6)]),
+        OURS: LoaderTurns(10, 0.1, [Turn(5, 2), Turn(1, 2)]),
     }
     assert ratios(found, OURS) == [2, 3]
     settings = Settings(Path("x"), Path("y"), 256, 64, 1)
@@ -83,7 +83,7 @@ def test_ratios_are_of_cpu_time_by_rounds() -> None:
 def test_our_side_gives_levels_or_what_they_are_normalised(shards: Path, tmp_path: Path) -> None:
     save_vocabulary(shards, tmp_path, 32)
     settings = Settings(shards, tmp_path, 32, 8, 0)
-    plain = AugmentConfig(randaugment=False, mirror=False, crop_scale=(0.9, 1.0))
+    plain = AugmentConfig(randaugment=False, hflip=False, crop_scale=(0.9, 1.0))
     levels, pixels = (
         next(our_batches(settings, plain, normalised)).pixels for normalised in (False, True)
     )

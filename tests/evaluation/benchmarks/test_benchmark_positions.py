@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from evaluation.benchmarks import positions
-from evaluation.benchmarks.positions import Measured, Variant, macs, main, ratio, table
+from evaluation.benchmarks.positions import EncodingVariant, VariantTimes, macs, main, ratio, table
 
 
 def test_macs_are_those_of_the_paper_but_for_values():
@@ -24,7 +24,7 @@ def test_macs_are_those_of_the_paper_but_for_values():
 
 def test_ratios_are_medians_over_rounds():
     def measured(*seconds):
-        return Measured(1e9, 10**6, 2**20, {"training": list(seconds), "inference": [1.0]})
+        return VariantTimes(1e9, 10**6, 2**20, {"training": list(seconds), "inference": [1.0]})
 
     found = {"plain": measured(1.0, 10.0, 1.0), "other": measured(2.0, 20.0, 1.0)}
     assert ratio(found, "other", "training") == 0.5
@@ -73,7 +73,7 @@ def test_published_modules_are_called_in_our_hooks(tmp_path, monkeypatch):
     assert list(variants) == ["published k", "published qk", "published qkv"]
     for name, on in (("published k", "k"), ("published qkv", "qkv")):
         variant = variants[name]
-        assert isinstance(variant, Variant)
+        assert isinstance(variant, EncodingVariant)
         encoding = variant.name(width=8, heads=2)
         assert encoding.hooks == ({"bias"} if on == "k" else {"bias", "value"})
         query = torch.randn(1, 2, 5, 4)

@@ -21,7 +21,11 @@ from evaluation.demo.session import TryIt
 from evaluation.downstream.predict_one import predict_one
 from vlp.tasks.downstream import caption, vqa
 from vlp.tasks.downstream.init_from import start_parts
-from vlp.tasks.downstream.pair_classification import Claims, EntailmentConfig, StatementsConfig
+from vlp.tasks.downstream.pair_classification import (
+    Nlvr2Config,
+    PairClassification,
+    SnliVeConfig,
+)
 
 TEXT = "a small red circle left of a blue square"
 needs_gradio = pytest.mark.skipif(
@@ -35,9 +39,11 @@ def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("tried")
     plain = tiny_folder(root / "plain")
     made = {}
-    for kind, config in (("entailment", EntailmentConfig), ("statements", StatementsConfig)):
+    for kind, config in (("snli_ve", SnliVeConfig), ("nlvr2", Nlvr2Config)):
         parts, _ = start_parts(str(plain), {})
-        made[kind] = Claims(config.model_validate({"data": {"train": ["unused"]}}), parts)
+        made[kind] = PairClassification(
+            config.model_validate({"data": {"train": ["unused"]}}), parts
+        )
     shards = write_shards(root / "shards", coloured(6))
     data = {"train": [str(shards)], "canonical_streams": 1, "augment": AUGMENT}
     values = {"data": {**data, "max_answer": 6}, "decoder": {"layers": 1}}
@@ -61,12 +67,12 @@ def red():
     return Image.new("RGB", (24, 20), (220, 20, 20))
 
 
-def test_a_search_orders_pictures_as_both_encoders_say(tried, model_folder):
+def test_a_search_orders_images_as_both_encoders_say(tried, model_folder):
     gallery = tried.gallery
     loaded = vlp.load(str(model_folder))
     with torch.no_grad():
         text = loaded.model.encode_text(*loaded.text([TEXT]))
-        pixels = [loaded.preprocess(gallery.picture(n).image) for n in range(len(gallery))]
+        pixels = [loaded.preprocess(gallery.image(n).image) for n in range(len(gallery))]
         image = loaded.model.encode_image(torch.stack(pixels))
         cosine = (image.feature @ text.feature[0]).tolist()
         every = text.select(torch.zeros(len(gallery), dtype=torch.int64))
@@ -74,24 +80,24 @@ def test_a_search_orders_pictures_as_both_encoders_say(tried, model_folder):
         temperature = loaded.model.temperature().item()
     whole = [value / temperature + odd for value, odd in zip(cosine, odds)]
     hits = gallery.search(TEXT, top=len(gallery), rerank=len(gallery))
-    assert [hit.picture for hit in hits] == np.argsort(whole)[::-1].tolist()
-    assert [hit.match for hit in hits] == pytest.approx([odds[h.picture] for h in hits], abs=1e-4)
+    assert [hit.image for hit in hits] == np.argsort(whole)[::-1].tolist()
+    assert [hit.match for hit in hits] == pytest.approx([odds[h.image] for h in hits], abs=1e-4)
     plain = gallery.search(TEXT, top=5, rerank=0)
-    assert [hit.picture for hit in plain] == np.argsort(cosine)[::-1][:5].tolist()
+    assert [hit.image for hit in plain] == np.argsort(cosine)[::-1][:5].tolist()
     assert all(hit.match is None for hit in plain)
     some = gallery.search(TEXT, top=6, rerank=3)
     near = np.argsort(cosine)[::-1]
-    assert {hit.picture for hit in some[:3]} == set(near[:3].tolist())
-    assert [hit.picture for hit in some[3:]] == near[3:6].tolist()
+    assert {hit.image for hit in some[:3]} == set(near[:3].tolist())
+    assert [hit.image for hit in some[3:]] == near[3:6].tolist()
     found = tried.search(TEXT, top=2, rerank=2)
     odds_of_first = gallery.search(TEXT, top=2, rerank=2)[0]
     chance = torch.tensor(odds_of_first.match).sigmoid()
     assert found[0].text == f"{odds_of_first.similarity:.2f} · match {chance:.2f}"
-    first = gallery.search(TEXT, top=2, rerank=2)[0].picture
-    assert np.array_equal(np.asarray(found[0].image), np.asarray(gallery.picture(first).image))
+    first = gallery.search(TEXT, top=2, rerank=2)[0].image
+    assert np.array_equal(np.asarray(found[0].image), np.asarray(gallery.image(first).image))
 
 
-@pytest.mark.parametrize("kind", ["plain", "entailment", "statements", "vqa", "caption"])
+@pytest.mark.parametrize("kind", ["plain", "snli_ve", "nlvr2", "vqa", "caption"])
 def test_a_folder_does_what_it_was_trained_for_as_predict_does(folders, kind, tmp_path, red):
     one = TryIt(folders[kind], device="cpu")
     blue = Image.new("RGB", (16, 16), (10, 20, 210))
@@ -100,23 +106,23 @@ def test_a_folder_does_what_it_was_trained_for_as_predict_does(folders, kind, tm
         image.save(file)
     acts = {
         "plain": lambda: one.match(red, TEXT),
-        "entailment": lambda: one.judge([red], TEXT),
-        "statements": lambda: one.judge([red, blue], TEXT),
+        "snli_ve": lambda: one.judge([red], TEXT),
+        "nlvr2": lambda: one.judge([red, blue], TEXT),
         "vqa": lambda: one.answer(red, "what colour is it?"),
         "caption": lambda: one.caption(red),
     }
     text = {"vqa": "what colour is it?", "caption": None}.get(kind, TEXT)
-    expected = predict_one(folders[kind], files[: 1 + (kind == "statements")], text, "cpu")
+    expected = predict_one(folders[kind], files[: 1 + (kind == "nlvr2")], text, "cpu")
     assert [said for said, _ in acts[kind]()] == [said for said, _ in expected.answers]
     assert [p for _, p in acts[kind]()] == pytest.approx([p for _, p in expected.answers], abs=1e-5)
-    for other in {"entailment", "vqa", "caption"} - {kind}:
-        if kind == "statements" and other == "entailment":
+    for other in {"snli_ve", "vqa", "caption"} - {kind}:
+        if kind == "nlvr2" and other == "snli_ve":
             continue
         with pytest.raises(EvaluationError, match="cannot"):
             acts[other]()
 
 
-def test_maps_and_anchors_are_pictures_of_the_picture(tried, red):
+def test_maps_and_anchors_are_images_of_the_image(tried, red):
     wide = Image.new("RGB", (64, 32), (220, 20, 20))
     plain, heat = tried.ground(wide, "a red circle")
     assert plain.size == heat.size == (480, 240)
@@ -133,9 +139,9 @@ def test_mistakes_are_told_to_the_person(tried, folders, red):
         lambda: tried.ground(None, "a"),
         lambda: tried.match(red, ""),
         lambda: tried.search(TEXT, top=0),
-        lambda: tried.gallery.picture(10_000),
+        lambda: tried.gallery.image(10_000),
         lambda: TryIt(folders["plain"]).search("a red circle"),
-        lambda: TryIt(folders["statements"]).judge([red], TEXT),
+        lambda: TryIt(folders["nlvr2"]).judge([red], TEXT),
     ):
         with pytest.raises(EvaluationError):
             act()
@@ -158,7 +164,7 @@ def test_the_page_offers_what_the_model_can_do(tried, folders):
 
     always = {"match", "ground", "anchors"}
     assert actions(tried) == always | {"search"}
-    assert actions(TryIt(folders["statements"], device="cpu")) == always | {"judge"}
+    assert actions(TryIt(folders["nlvr2"], device="cpu")) == always | {"judge"}
     assert actions(TryIt(folders["vqa"], device="cpu")) == always | {"answer"}
     assert actions(TryIt(folders["caption"], device="cpu")) == always | {"caption"}
 

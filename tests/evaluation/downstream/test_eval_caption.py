@@ -6,7 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
-from question_shards import AUGMENT, coloured, picture, toy_parts, write_shards
+from question_shards import AUGMENT, coloured, photo, toy_parts, write_shards
 
 from evaluation.core.samples import EvaluationError
 from evaluation.core.work_sharding import Ranks
@@ -46,7 +46,7 @@ def test_figures_are_those_of_the_metrics(shards, tmp_path) -> None:
 
 def test_figures_of_the_corpus_have_no_interval(shards, monkeypatch) -> None:
     task = made(shards)
-    monkeypatch.setattr(task, "write", lambda inputs: ["a red picture"] * len(inputs.pixels))
+    monkeypatch.setattr(task, "write", lambda inputs: ["a red image"] * len(inputs.pixels))
     result = evaluate_task(task, [shards], resamples=20)
     cells = {row[0]: row[1] for row in result.table().rows}
     assert "[" in cells["rouge_l"]
@@ -67,13 +67,13 @@ def test_without_java_the_way_out_is_named(shards, monkeypatch) -> None:
         evaluate_task(made(shards, java=True), [shards], resamples=2)
 
 
-def test_pictures_without_captions_are_captioned_and_not_counted(shards, tmp_path) -> None:
-    samples = [(picture(), Annotation(image_id="1")), *coloured(2), (b"", Annotation(caption="a"))]
+def test_images_without_captions_are_captioned_and_not_counted(shards, tmp_path) -> None:
+    samples = [(photo(), Annotation(image_id="1")), *coloured(2), (b"", Annotation(caption="a"))]
     task = made(shards)
     result = evaluate_task(task, [write_shards(tmp_path / "some", samples)], resamples=2)
     assert len(result.predictions) == 3
-    assert result.skipped == {"unreadable picture": 1}
-    with pytest.raises(EvaluationError, match="no picture has a caption"):
+    assert result.skipped == {"unreadable image": 1}
+    with pytest.raises(EvaluationError, match="no image has a caption"):
         evaluate_task(task, [write_shards(tmp_path / "none", samples[:1])])
 
 

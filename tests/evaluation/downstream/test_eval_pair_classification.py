@@ -14,17 +14,21 @@ from vlp.data.scenes.render import encode_png, render
 from vlp.data.scenes.sample import sample_scene
 from vlp.data.schema import Annotation
 from vlp.tasks.downstream.init_from import start_parts
-from vlp.tasks.downstream.pair_classification import Claims, EntailmentConfig, StatementsConfig
+from vlp.tasks.downstream.pair_classification import (
+    Nlvr2Config,
+    PairClassification,
+    SnliVeConfig,
+)
 
 
 def task_of(kind, tmp_path):
     parts, _ = start_parts(str(tiny_folder(tmp_path / "model")), {})
-    return Claims(kind.model_validate({"data": {"train": ["unused"]}}), parts)
+    return PairClassification(kind.model_validate({"data": {"train": ["unused"]}}), parts)
 
 
 def test_accuracy_is_the_share_of_right_predictions(tmp_path):
     shards = entailment_shards(tmp_path / "shards", 30)
-    result = evaluate_task(task_of(EntailmentConfig, tmp_path), [shards], batch=7)
+    result = evaluate_task(task_of(SnliVeConfig, tmp_path), [shards], batch=7)
     rows = result.predictions
     assert len(rows) == result.items == 30
     right = [row["prediction"] == row["label"] for row in rows]
@@ -35,14 +39,14 @@ def test_accuracy_is_the_share_of_right_predictions(tmp_path):
     most = max(sum(row["label"] == name for row in rows) for name in result.figures)
     assert result.figures["accuracy"].chance == pytest.approx(most / 30)
     result.save(tmp_path / "out")
-    assert json.loads((tmp_path / "out" / "entailment.json").read_text())["items"] == 30
-    lines = (tmp_path / "out" / "entailment.predictions.jsonl").read_text().splitlines()
+    assert json.loads((tmp_path / "out" / "snli_ve.json").read_text())["items"] == 30
+    lines = (tmp_path / "out" / "snli_ve.predictions.jsonl").read_text().splitlines()
     assert json.loads(lines[3]) == rows[3]
 
 
 def test_consistency_counts_sentences_that_are_always_right(tmp_path):
     shards = statement_shards(tmp_path / "shards", 24)
-    result = evaluate_task(task_of(StatementsConfig, tmp_path), [shards])
+    result = evaluate_task(task_of(Nlvr2Config, tmp_path), [shards])
     wrong = {row["text"] for row in result.predictions if row["prediction"] != row["label"]}
     every = {row["text"] for row in result.predictions}
     assert len(every) < 24, "some sentence comes twice"
@@ -52,7 +56,7 @@ def test_consistency_counts_sentences_that_are_always_right(tmp_path):
 
 def test_any_number_of_ranks_gives_the_same_rows(tmp_path, monkeypatch):
     shards = entailment_shards(tmp_path / "shards", 13)
-    task = task_of(EntailmentConfig, tmp_path)
+    task = task_of(SnliVeConfig, tmp_path)
     alone = evaluate_task(task, [shards], batch=3)
     whole = Ranks.map_blocks
 
@@ -69,22 +73,22 @@ def test_any_number_of_ranks_gives_the_same_rows(tmp_path, monkeypatch):
 
 
 def test_bad_samples_are_counted_and_unlabelled_ones_predicted(tmp_path):
-    picture = encode_png(render(sample_scene(0, 0, image_size=16)))
+    image = encode_png(render(sample_scene(0, 0, image_size=16)))
     annotations = [
         Annotation(hypothesis="a red circle", label="neutral"),
         Annotation(hypothesis="a red circle", label="perhaps"),
         Annotation(hypothesis="a red circle"),
         Annotation(hypothesis="a blue square", label="entailment"),
     ]
-    shards = annotated_shards(tmp_path / "shards", annotations, picture)
-    task = task_of(EntailmentConfig, tmp_path)
+    shards = annotated_shards(tmp_path / "shards", annotations, image)
+    task = task_of(SnliVeConfig, tmp_path)
     result = evaluate_task(task, [shards])
     assert result.skipped == {"unknown label": 1}
     assert result.items == 3
     assert "contradiction" not in result.figures
-    unlabelled = annotated_shards(tmp_path / "test", annotations[2:3], picture)
+    unlabelled = annotated_shards(tmp_path / "test", annotations[2:3], image)
     with pytest.raises(EvaluationError, match="no sample has a label"):
         evaluate_task(task, [unlabelled])
-    nothing = annotated_shards(tmp_path / "nothing", annotations[1:2], picture)
+    nothing = annotated_shards(tmp_path / "nothing", annotations[1:2], image)
     with pytest.raises(EvaluationError, match="nothing could be used; the first: unknown label"):
         evaluate_task(task, [nothing])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from question_shards import AUGMENT, coloured, picture, question, toy_parts, write_shards
+from question_shards import AUGMENT, coloured, photo, question, toy_parts, write_shards
 
 from evaluation.core.samples import EvaluationError
 from evaluation.downstream import evaluate_task
@@ -83,22 +83,22 @@ def test_questions_without_answers_are_answered_and_not_counted(task, tmp_path) 
     unanswered = Annotation(questions=[question(7, "is it red?", {})])
     answered = Annotation(questions=[question(8, "is it red?", {"yes": 1})])
     bad = Annotation(questions=[question(9, "is it red?", {"yes": 1})])
-    samples = [(picture(), unanswered), (picture(), answered), (b"", bad)]
+    samples = [(photo(), unanswered), (photo(), answered), (b"", bad)]
     result = evaluate_task(task, [write_shards(tmp_path / "some", samples)], resamples=2)
     assert [row["question_id"] for row in result.predictions] == ["7", "8"]
-    assert result.skipped == {"unreadable picture": 1}
+    assert result.skipped == {"unreadable image": 1}
     assert result.metrics["accuracy"] in (0.0, 1.0)
     with pytest.raises(EvaluationError, match="no question has an answer"):
         evaluate_task(task, [write_shards(tmp_path / "none", samples[:1])])
-    with pytest.raises(EvaluationError, match=r"nothing could be used.*unreadable picture"):
+    with pytest.raises(EvaluationError, match=r"nothing could be used.*unreadable image"):
         evaluate_task(task, [write_shards(tmp_path / "bad", samples[2:])])
 
 
-def test_intervals_are_over_pictures(task, tmp_path) -> None:
-    """Two samples of one picture are drawn together, so nothing varies."""
+def test_intervals_are_over_images(task, tmp_path) -> None:
+    """Two samples of one image are drawn together, so nothing varies."""
     samples = [
         (
-            picture(),
+            photo(),
             Annotation(source="toy", image_id="1", questions=[question(n, "is it?", {a: 1})]),
         )
         for n, a in enumerate(("yes", "no", "red", "blue", "green", "left"))

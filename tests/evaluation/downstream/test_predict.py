@@ -9,7 +9,7 @@ import pytest
 import torch
 from pair_shards import annotated_shards, entailment_shards, statement_shards, tiny_folder
 from PIL import Image
-from question_shards import AUGMENT, coloured, picture, question, toy_parts, write_shards
+from question_shards import AUGMENT, coloured, photo, question, toy_parts, write_shards
 
 import vlp
 from evaluation.__main__ import main
@@ -26,9 +26,13 @@ from vlp.data.shards.shard_index import ShardWriter
 from vlp.models.decoder.answer_likelihood import answer_likelihood
 from vlp.tasks.downstream import caption, vqa
 from vlp.tasks.downstream.init_from import start_parts
-from vlp.tasks.downstream.pair_classification import Claims, EntailmentConfig, StatementsConfig
+from vlp.tasks.downstream.pair_classification import (
+    Nlvr2Config,
+    PairClassification,
+    SnliVeConfig,
+)
 
-PICTURE = encode_png(render(sample_scene(0, 3, image_size=16)))
+IMAGE = encode_png(render(sample_scene(0, 3, image_size=16)))
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +40,9 @@ def folders(tmp_path_factory):
     """An untrained folder of each kind."""
     root = tmp_path_factory.mktemp("models")
     made = {"plain": tiny_folder(root / "plain")}
-    for kind, config in (("entailment", EntailmentConfig), ("statements", StatementsConfig)):
+    for kind, config in (("snli_ve", SnliVeConfig), ("nlvr2", Nlvr2Config)):
         parts, _ = start_parts(str(made["plain"]), {})
-        tasks = Claims(config.model_validate({"data": {"train": ["unused"]}}), parts)
+        tasks = PairClassification(config.model_validate({"data": {"train": ["unused"]}}), parts)
         made[kind] = root / kind
         tasks.save_model(made[kind], tasks.state_dict())
     shards = write_shards(root / "shards", coloured(12))
@@ -62,7 +66,7 @@ def predicted(folders, kind, shards, out, *more):
 
 def test_vqa_results_of_questions_that_nobody_answered(folders, tmp_path):
     test = [
-        (picture(colour), Annotation(questions=[question(7 + n, "is it red?", {})]))
+        (photo(colour), Annotation(questions=[question(7 + n, "is it red?", {})]))
         for n, colour in enumerate(("red", "blue"))
     ]
     shards = write_shards(tmp_path / "test", test)
@@ -73,11 +77,11 @@ def test_vqa_results_of_questions_that_nobody_answered(folders, tmp_path):
     assert predicted(folders, "vqa", shards, tmp_path / "rows.jsonl", "--format", "jsonl") == 0
     lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [line["answer"] for line in lines] == [row["answer"] for row in rows]
-    assert set(lines[0]) == {"key", "question_id", "question", "answer", "picture"}
+    assert set(lines[0]) == {"key", "question_id", "question", "answer", "image"}
 
 
-def test_captions_of_pictures_without_any(folders, tmp_path):
-    shards = write_shards(tmp_path / "test", [(picture(), Annotation(image_id="000042"))])
+def test_captions_of_images_without_any(folders, tmp_path):
+    shards = write_shards(tmp_path / "test", [(photo(), Annotation(image_id="000042"))])
     assert predicted(folders, "caption", shards, tmp_path / "c.json") == 0
     (row,) = json.loads((tmp_path / "c.json").read_text())
     assert row["image_id"] == 42
@@ -86,18 +90,18 @@ def test_captions_of_pictures_without_any(folders, tmp_path):
 
 def test_snli_ve_and_nlvr2(folders, tmp_path):
     pairs = [Annotation(hypothesis="a red circle", pairID=f"{n}.jpg#0r1c") for n in range(3)]
-    shards = annotated_shards(tmp_path / "pairs", pairs, PICTURE)
-    assert predicted(folders, "entailment", shards, tmp_path / "test.jsonl") == 0
+    shards = annotated_shards(tmp_path / "pairs", pairs, IMAGE)
+    assert predicted(folders, "snli_ve", shards, tmp_path / "test.jsonl") == 0
     rows = [json.loads(line) for line in (tmp_path / "test.jsonl").read_text().splitlines()]
     assert [row["pairID"] for row in rows] == [one.pairID for one in pairs]
-    own = predict(folders["entailment"], [shards]).rows
+    own = predict(folders["snli_ve"], [shards]).rows
     assert [row["label"] for row in rows] == [row["prediction"] for row in own]
-    shards = tmp_path / "statements"
+    shards = tmp_path / "nlvr2"
     with ShardWriter(shards, samples_per_shard=5) as writer:
         for n in range(3):
             said = Annotation(statement="two red circles", identifier=f"test1-0-0-{n}")
-            writer.write(f"{n}", PICTURE, "png", said, PICTURE)
-    assert predicted(folders, "statements", shards, tmp_path / "test.csv") == 0
+            writer.write(f"{n}", IMAGE, "png", said, IMAGE)
+    assert predicted(folders, "nlvr2", shards, tmp_path / "test.csv") == 0
     lines = [line.split(",") for line in (tmp_path / "test.csv").read_text().splitlines()]
     assert [line[0] for line in lines] == [f"test1-0-0-{n}" for n in range(3)]
     assert {line[1] for line in lines} <= {"True", "False"}
@@ -109,13 +113,13 @@ def test_boxes_of_expressions_need_no_task(folders, tmp_path, capsys):
     ]
     proposals = [[0.0, 0, 8, 8], [8.0, 8, 8, 8]]
     asked = [Annotation(expressions=says, proposals=proposals)]
-    shards = annotated_shards(tmp_path / "asked", asked, PICTURE)
+    shards = annotated_shards(tmp_path / "asked", asked, IMAGE)
     assert predicted(folders, "plain", shards, tmp_path / "boxes.json") == 0
     rows = json.loads((tmp_path / "boxes.json").read_text())
     assert [row["sent_id"] for row in rows] == [30, 31]
     assert all(row["box"] in proposals for row in rows)
     asked = [Annotation(expressions=says)]
-    shards = annotated_shards(tmp_path / "no_proposals", asked, PICTURE)
+    shards = annotated_shards(tmp_path / "no_proposals", asked, IMAGE)
     assert predicted(folders, "plain", shards, tmp_path / "none.json") == 2
     assert "has no proposals to choose from" in capsys.readouterr().err
     assert predicted(folders, "plain", shards, tmp_path / "none.jsonl", "--format", "jsonl") == 0
@@ -127,28 +131,28 @@ def test_predictions_equal_those_that_are_judged(folders, tmp_path):
     from vlp.tasks.downstream.task import load_task
 
     shards = entailment_shards(tmp_path / "labelled", 9)
-    judged = evaluate_task(load_task(folders["entailment"]), [shards], resamples=2, batch=4)
-    plain = predict(folders["entailment"], [shards], batch=4)
+    judged = evaluate_task(load_task(folders["snli_ve"]), [shards], resamples=2, batch=4)
+    plain = predict(folders["snli_ve"], [shards], batch=4)
     assert [row["prediction"] for row in plain.rows] == [
         row["prediction"] for row in judged.predictions
     ]
-    assert [row["key"] for row in predict(folders["entailment"], [shards], limit=2).rows] == [
+    assert [row["key"] for row in predict(folders["snli_ve"], [shards], limit=2).rows] == [
         row["key"] for row in plain.rows[:2]
     ]
 
 
 def test_missing_items_are_warned_of(folders, tmp_path, capsys):
-    samples = [(picture(), Annotation(questions=[question(1, "is it red?", {})])),
+    samples = [(photo(), Annotation(questions=[question(1, "is it red?", {})])),
                (b"", Annotation(questions=[question(2, "is it red?", {})]))]  # fmt: skip
     shards = write_shards(tmp_path / "bad", samples)
     assert predicted(folders, "vqa", shards, tmp_path / "r.json") == 0
-    assert "not predicted: 1 unreadable picture" in capsys.readouterr().err
+    assert "not predicted: 1 unreadable image" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("kind", "shards", "message"),
     [
-        ("entailment", "generated", "has no pairID"),
+        ("snli_ve", "generated", "has no pairID"),
         ("vqa", "scenes", "is no number"),
         ("plain", "toy", "was not fine-tuned for a task"),
         ("nowhere", "toy", "there is no model folder"),
@@ -164,7 +168,7 @@ def test_what_cannot_be_predicted_is_one_line_and_code_2(
         places[shards] = entailment_shards(tmp_path / shards, 2)
     if shards == "scenes":
         scenes = [annotation(sample_scene(0, 1, image_size=16))]
-        places[shards] = annotated_shards(tmp_path / shards, scenes, PICTURE)
+        places[shards] = annotated_shards(tmp_path / shards, scenes, IMAGE)
     assert predicted(named, kind, places[shards], tmp_path / "out") == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ")
@@ -177,18 +181,18 @@ def files(tmp_path):
     names = []
     for colour in ("red", "blue"):
         names.append(str(tmp_path / f"{colour}.png"))
-        (tmp_path / f"{colour}.png").write_bytes(picture(colour))
+        (tmp_path / f"{colour}.png").write_bytes(photo(colour))
     return names
 
 
 def test_labels_of_files_with_probabilities(folders, files, capsys):
-    said = predict_one(folders["statements"], files, "two red circles")
+    said = predict_one(folders["nlvr2"], files, "two red circles")
     assert sorted(name for name, _ in said.answers) == ["False", "True"]
     assert sum(share for _, share in said.answers) == pytest.approx(1)
     assert said.answers[0][1] >= said.answers[1][1]
-    swapped = predict_one(folders["statements"], files[::-1], "two red circles")
+    swapped = predict_one(folders["nlvr2"], files[::-1], "two red circles")
     assert dict(swapped.answers) != dict(said.answers), "left and right are told apart"
-    command = ["predict", "--model", folders["entailment"], "--image", files[0]]
+    command = ["predict", "--model", folders["snli_ve"], "--image", files[0]]
     assert main([*command, "--text", "a red circle"]) == 0
     printed = capsys.readouterr().out.split()
     assert set(printed[::2]) == {"entailment", "neutral", "contradiction"}
@@ -203,7 +207,7 @@ def test_an_answer_of_a_file_is_that_of_the_shards_with_its_likelihood(folders, 
     ((answer, share),) = said.answers
     assert answer == same[0]["answer"]
     task = load_task(folders["vqa"])
-    pixels = task.preprocess(vlp_picture(files[0]))[None]
+    pixels = task.preprocess(vlp_image(files[0]))[None]
     words = task.text(["is it red?"])
     with torch.no_grad():
         crossed = task.model.cross(
@@ -219,7 +223,7 @@ def test_an_answer_of_a_file_is_that_of_the_shards_with_its_likelihood(folders, 
     assert math.log(share) == pytest.approx(float(likely), abs=1e-4)
 
 
-def vlp_picture(path):
+def vlp_image(path):
     from evaluation.probes.anchor_maps import read_pair
 
     return read_pair(path, "").image
@@ -234,7 +238,7 @@ def test_captions_and_matches_of_files(folders, files):
     loaded = vlp.load(folders["plain"])
     with torch.no_grad():
         odds = loaded.model.match(
-            loaded.model.encode_image(loaded.preprocess(vlp_picture(files[0]))[None]),
+            loaded.model.encode_image(loaded.preprocess(vlp_image(files[0]))[None]),
             loaded.model.encode_text(*loaded.text(["a red circle"])),
         )
     assert said["matches"] == pytest.approx(float(odds.sigmoid()), abs=1e-6)
@@ -247,8 +251,8 @@ def test_captions_and_matches_of_files(folders, files):
 @pytest.mark.parametrize(
     ("kind", "more", "message"),
     [
-        ("statements", ["--image", "red.png", "--text", "a"], "about 2 pictures, not 1"),
-        ("entailment", ["--image", "red.png"], "needs a text"),
+        ("nlvr2", ["--image", "red.png", "--text", "a"], "about 2 images, not 1"),
+        ("snli_ve", ["--image", "red.png"], "needs a text"),
         ("caption", ["--image", "red.png", "--text", "a"], "leave --text out"),
         ("vqa", ["--image", "gone.png", "--text", "a"], "gone.png: cannot be read"),
         ("vqa", ["--image", "red.png", "--text", "a", "--batch", "2"], "--batch is for --shards"),
@@ -271,7 +275,7 @@ def test_options_that_do_not_fit(folders, files, capsys, monkeypatch, kind, more
 
 def test_statement_shards_of_the_generated_corpus_need_jsonl(folders, tmp_path, capsys):
     shards = statement_shards(tmp_path / "made", 3)
-    assert predicted(folders, "statements", shards, tmp_path / "out.csv") == 2
+    assert predicted(folders, "nlvr2", shards, tmp_path / "out.csv") == 2
     error = capsys.readouterr().err
     assert "--format jsonl" in error
     kept = tmp_path / "out.csv.rows.jsonl"
@@ -281,11 +285,11 @@ def test_statement_shards_of_the_generated_corpus_need_jsonl(folders, tmp_path, 
 
 @pytest.fixture(scope="module")
 def panelled(folders, tmp_path_factory):
-    """A folder for statements about one picture of three boxes, and such a picture."""
+    """A folder for statements about one image of three boxes, and such an image."""
     root = tmp_path_factory.mktemp("panelled")
     parts, _ = start_parts(folders["plain"], {})
-    values = {"data": {"train": ["unused"]}, "pictures": 1, "panels": 3}
-    task = Claims(StatementsConfig.model_validate(values), parts)
+    values = {"data": {"train": ["unused"]}, "images": 1, "panels": 3}
+    task = PairClassification(Nlvr2Config.model_validate(values), parts)
     task.save_model(root / "model", task.state_dict())
     strip = Image.new("RGB", (48, 16))
     for left, colour in zip((0, 16, 32), ("red", "green", "blue")):
@@ -294,7 +298,7 @@ def panelled(folders, tmp_path_factory):
     return str(root / "model"), root / "strip.png", task.eval()
 
 
-def test_a_picture_of_several_panels_is_one_file(panelled, tmp_path, capsys):
+def test_a_image_of_several_panels_is_one_file(panelled, tmp_path, capsys):
     folder, strip, task = panelled
     said = Annotation(statement="a red circle", identifier="1572-0")
     shards = annotated_shards(tmp_path / "strips", [said], strip.read_bytes())
@@ -305,14 +309,14 @@ def test_a_picture_of_several_panels_is_one_file(panelled, tmp_path, capsys):
     found = predict_one(folder, [strip], "a red circle", "cpu")
     assert dict(found.answers) == pytest.approx(wanted, abs=1e-6)
     one = TryIt(folder, device="cpu")
-    assert one.pictures_judged == 1
+    assert one.images_judged == 1
     judged = one.judge([Image.open(strip)], "a red circle")
     assert dict(judged) == pytest.approx(wanted, abs=1e-6)
     files = ["--image", *[str(strip)] * 3]
     assert main(["predict", "--model", folder, *files, "--text", "a red circle"]) == 2
     error = capsys.readouterr().err
-    assert "about 1 picture, to be cut into 3 parts, not 3: give --image FILE once" in error
-    with pytest.raises(EvaluationError, match="about 1 picture, not 3"):
+    assert "about 1 image, to be cut into 3 parts, not 3: give --image FILE once" in error
+    with pytest.raises(EvaluationError, match="about 1 image, not 3"):
         one.judge([Image.open(strip)] * 3, "a red circle")
 
 

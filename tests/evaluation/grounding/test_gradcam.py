@@ -116,7 +116,7 @@ def test_a_layer_that_is_not_there_is_named_with_those_that_are(layer):
 def test_impossible_inputs_are_refused():
     model = tiny()
     image, text = encoded(model, rows=3)
-    with pytest.raises(ValueError, match="2 pictures and 3 texts"):
+    with pytest.raises(ValueError, match="2 images and 3 texts"):
         grad_cam(model, image.select([0, 1]), text, 0)
     with pytest.raises(ValueError, match="12 patches do not fill the model's grid of 4 x 4"):
         grad_cam(model, image._replace(states=image.states[:, :13]), text, 0)

@@ -15,7 +15,7 @@ from evaluation.grounding import grounding as module
 from evaluation.grounding.gradcam import grad_cam
 from evaluation.grounding.grounding import evaluate_grounding
 from vlp.config import ConfigError
-from vlp.data.image.decode import decode_picture
+from vlp.data.image.decode import decode_image
 from vlp.data.image.patches import patches_in_box
 from vlp.data.scenes.annotation import annotation
 from vlp.data.scenes.render import encode_png, render
@@ -23,7 +23,7 @@ from vlp.data.scenes.sample import sample_scene
 from vlp.data.schema import Annotation, Expression
 
 SCENE = sample_scene(0, 3, image_size=32)
-PICTURE = encode_png(render(SCENE))
+IMAGE = encode_png(render(SCENE))
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +34,14 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def shards(tmp_path):
     scenes = [annotation(sample_scene(0, number, image_size=32)) for number in range(4)]
-    return annotated_shards(tmp_path / "shards", scenes, PICTURE)
+    return annotated_shards(tmp_path / "shards", scenes, IMAGE)
 
 
 def test_the_map_is_grad_cams_mean_over_the_text(folder, shards):
     loaded = vlp.load(folder)
     result = evaluate_grounding(loaded, [shards], batch=3)
     row = result.predictions[0]
-    image = loaded.model.encode_image(loaded.preprocess(decode_picture(PICTURE, ""))[None])
+    image = loaded.model.encode_image(loaded.preprocess(decode_image(IMAGE, ""))[None])
     text = loaded.model.encode_text(*loaded.text([row["text"]]))
     maps = grad_cam(loaded.model, image, text)[0]
     heat = maps[text.attention_mask[0]].mean(0).detach().numpy()
@@ -53,7 +53,7 @@ def test_the_map_is_grad_cams_mean_over_the_text(folder, shards):
 def test_only_the_first_words_make_the_map_where_asked(folder, shards):
     loaded = vlp.load(folder)
     rows = evaluate_grounding(loaded, [shards], by="similarity", head=2).predictions
-    image = loaded.model.encode_image(loaded.preprocess(decode_picture(PICTURE, ""))[None])
+    image = loaded.model.encode_image(loaded.preprocess(decode_image(IMAGE, ""))[None])
     for row in rows:
         text = loaded.model.encode_text(*loaded.text([row["text"]]))
         heat = (image.tokens[0].double() @ text.tokens[0, 1:3].double().mT).mean(-1)
@@ -87,7 +87,7 @@ def test_a_map_below_zero_has_a_highest_patch_too(folder, tmp_path, monkeypatch)
     box, far = [16.0, 8.0, 8.0, 8.0], [0.0, 16.0, 8.0, 8.0]
     says = [Expression(id="1", text="a red circle", box=box)]
     shards = annotated_shards(
-        tmp_path / "shards", [Annotation(expressions=says, proposals=[far, box])], PICTURE
+        tmp_path / "shards", [Annotation(expressions=says, proposals=[far, box])], IMAGE
     )
     result = evaluate_grounding(vlp.load(folder), [shards], by="similarity")
     assert result.figures["pointing"].value == 1
@@ -117,7 +117,7 @@ def test_proposals_are_judged_by_their_overlap(folder, tmp_path):
         Annotation(expressions=says, proposals=[far]),
         Annotation(expressions=says),
     ]
-    shards = annotated_shards(tmp_path / "shards", annotations, PICTURE)
+    shards = annotated_shards(tmp_path / "shards", annotations, IMAGE)
     figures = evaluate_grounding(vlp.load(folder), [shards]).figures
     assert figures["best possible"].value == pytest.approx(0.5)
     assert figures["IoU ≥ 0.5"].chance == pytest.approx(0.25)
@@ -128,7 +128,7 @@ def test_bad_expressions_are_counted(folder, tmp_path):
     boxes = [[0.0, 0, 5, 5], [1.0, 1, 0, 4], [40.0, 40, 5, 5]]
     says = [Expression(id=str(n), text="a red circle", box=box) for n, box in enumerate(boxes)]
     annotations = [Annotation(expressions=says), Annotation(caption="nothing is asked")]
-    shards = annotated_shards(tmp_path / "shards", annotations, PICTURE)
+    shards = annotated_shards(tmp_path / "shards", annotations, IMAGE)
     result = evaluate_grounding(vlp.load(folder), [shards])
     assert result.skipped == {"bad annotation": 2}
     assert [row["id"] for row in result.predictions] == ["0"]

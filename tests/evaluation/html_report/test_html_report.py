@@ -36,7 +36,7 @@ from vlp.data.scenes.render import encode_png, render
 from vlp.data.scenes.sample import sample_scene
 from vlp.data.schema import Annotation
 from vlp.tasks.downstream.init_from import start_parts
-from vlp.tasks.downstream.pair_classification import Claims, EntailmentConfig
+from vlp.tasks.downstream.pair_classification import PairClassification, SnliVeConfig
 
 LOG = [
     {
@@ -119,7 +119,7 @@ def entailment(tmp_path_factory):
     """A folder of results of a fine-tuned model, and its shards."""
     root = tmp_path_factory.mktemp("entailment")
     parts, _ = start_parts(str(tiny_folder(root / "tiny")), {})
-    task = Claims(EntailmentConfig.model_validate({"data": {"train": ["unused"]}}), parts)
+    task = PairClassification(SnliVeConfig.model_validate({"data": {"train": ["unused"]}}), parts)
     shards = entailment_shards(root / "shards", 12)
     found = evaluate_task(task, [shards], resamples=50)
     found.save(root / "results")
@@ -141,14 +141,14 @@ def test_a_page_shows_runs_side_by_side_and_needs_nothing_else(
         assert word in page.text, word
     titles = {part.source.name: [title for title, _ in part.cases] for part in report.runs}
     assert titles == {
-        "ace_small": ["Cases: retrieval among 21 pictures, dual encoder"],
+        "ace_small": ["Cases: retrieval among 21 images, dual encoder"],
         "results": ["Cases: visual entailment"],
     }
     assert len(report.runs[0].anchors) == 2
     assert len(report.runs[0].maps) == 2, "the generated corpus has expressions"
     assert any("no model folder" in word for word in report.runs[1].source.missing)
 
-    # Nothing is fetched: every address is within the page, or holds its picture.
+    # Nothing is fetched: every address is within the page, or holds its image.
     for tag, attributes in page.tags:
         for name in ("src", "href"):
             if name in attributes:
@@ -190,11 +190,11 @@ def test_retrieval_cases_are_the_last_ranks_of_the_evaluation(pretrained, scene_
         ranks = [row["ranks"]["dual"] for row in found.predictions if row["direction"] == direction]
         for title, expected in (("Worst", max(ranks)), ("Best", min(ranks))):
             first = dict(groups[f"{title}, {arrow}"][0].lines)
-            said = first["rank of its picture" if "text →" in arrow else "rank of the first"]
+            said = first["rank of its image" if "text →" in arrow else "rank of the first"]
             assert int(said.split(" of ")[0]) == expected
     worst = groups["Worst, text → image"]
     assert len(worst) == 3
-    assert all(len(case.found) == 3 and len(case.pictures) == 1 for case in worst)
+    assert all(len(case.found) == 3 and len(case.images) == 1 for case in worst)
 
 
 def test_claim_cases_are_wrong_and_right_with_the_truth(entailment, tmp_path):
@@ -205,7 +205,7 @@ def test_claim_cases_are_wrong_and_right_with_the_truth(entailment, tmp_path):
     keys = [Annotation(hypothesis="something else", label="neutral")] * 3
     other = annotated_shards(tmp_path / "other", keys, png)
     worst, best = task_cases(result, [other, shards], 3)
-    # A sentence may be asked of two pictures, with two truths.
+    # A sentence may be asked of two images, with two truths.
     rows = {(row["text"], row["prediction"], row["label"]) for row in found.predictions}
     for group, right in ((worst, False), (best, True)):
         assert group.cases
@@ -213,7 +213,7 @@ def test_claim_cases_are_wrong_and_right_with_the_truth(entailment, tmp_path):
             lines = dict(case.lines)
             assert (lines["said"] == lines["truth"]) is right
             assert (lines["text"], lines["said"], lines["truth"]) in rows
-            assert len(case.pictures) == 1
+            assert len(case.images) == 1
     with pytest.raises(EvaluationError, match="holds none of the items"):
         task_cases(result, [other], 3)
 
@@ -225,12 +225,12 @@ def test_a_grounding_case_shows_the_map_and_the_box(pretrained, scene_shards, tm
     found.save(tmp_path / "evaluation")
     (result,) = read_sources([tmp_path])[0].results
     groups = task_cases(result, [scene_shards], 2, loaded)
-    assert [len(one.pictures) for group in groups for one in group.cases] == [2] * 4
+    assert [len(one.images) for group in groups for one in group.cases] == [2] * 4
     # The map is the evaluation's: its strongest patch is where the evaluation pointed.
     gallery = Gallery(loaded, [scene_shards], limit=3)
-    pictures = {gallery.picture(n).key: gallery.picture(n).image for n in range(3)}
+    images = {gallery.image(n).key: gallery.image(n).image for n in range(3)}
     for row in found.predictions[:3]:
-        image = pictures[row["key"]]
+        image = images[row["key"]]
         heat = phrase_heat(loaded, image, row["text"])
         down, along = np.unravel_index(heat.argmax(), heat.shape)
         x, y = (along + 0.5) * image.width / 4, (down + 0.5) * image.height / 4
@@ -276,7 +276,7 @@ def test_the_papers_figures_are_whole():
             assert list(values[:3]) == sorted(values[:3]), label
             assert list(values[3:]) == sorted(values[3:]), label
     assert len(RECALLS) == 6
-    claims = paper_tables("entailment", ["shards/snli_ve/test"])
+    claims = paper_tables("snli_ve", ["shards/snli_ve/test"])
     assert [split_of(table, ["shards/snli_ve/test"]) for table in claims] == ["test", "test"]
     assert paper_tables("retrieval", ["refcoco/val"]) == []
     assert [table.number for table in paper_tables("grounding", ["shards/refcoco+/testA"])] == [5]
@@ -334,7 +334,7 @@ def test_the_command_writes_page_markdown_and_latex(pretrained, tmp_path, capsys
 
 def test_notes_say_code_and_stand_apart(tmp_path):
     kept = {"any_object": Figure(0.5, 0.4, 0.6, 0.0)._asdict()}
-    for kind in ("pointing", "entailment"):
+    for kind in ("pointing", "snli_ve"):
         found = {"task": kind, "figures": kept, "notes": ["always `<b>`.", "More."]}
         (tmp_path / f"{kind}.json").write_text(json.dumps(found))
     report = make_report([tmp_path])

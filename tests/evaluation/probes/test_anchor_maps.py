@@ -64,7 +64,7 @@ def test_words_that_name_an_object_carry_its_box(model_folder, scene_shards):
     assert {place: word.box for place, word in enumerate(row.words) if word.box} == named
 
 
-def test_pictures_without_a_scene_are_drawn_too(model_folder, tmp_path):
+def test_images_without_a_scene_are_drawn_too(model_folder, tmp_path):
     with ShardWriter(tmp_path / "dogs") as writer:
         writer.write("0", png((1, 2, 3)), "png", Annotation(caption="a circle"))
     maps = anchor_maps(vlp.load(model_folder), [tmp_path / "dogs"])
@@ -72,7 +72,7 @@ def test_pictures_without_a_scene_are_drawn_too(model_folder, tmp_path):
     assert all(word.box is None for word in maps[0].words)
 
 
-def test_the_picture_shows_heat_where_it_is(tmp_path):
+def test_the_image_shows_heat_where_it_is(tmp_path):
     heat = np.zeros((2, 2), np.float32)
     none = WordMap("a", heat)
     full = WordMap("b", heat + 1, box=(1, 1, 4, 4))
@@ -103,18 +103,18 @@ TEXT = "a bluered circle"  # the second word is several pieces
 
 
 @pytest.fixture
-def picture(tmp_path):
+def photo(tmp_path):
     """A wide photograph of noise."""
     noise = np.random.default_rng(0).integers(0, 255, (30, 50, 3), dtype=np.uint8)
     Image.fromarray(noise).save(tmp_path / "photo.png")
     return tmp_path / "photo.png"
 
 
-def test_details_equal_what_the_model_computes(model_folder, picture, tmp_path):
+def test_details_equal_what_the_model_computes(model_folder, photo, tmp_path):
     loaded = vlp.load(model_folder)
     model = loaded.model
     model.anchor_threshold.fill_(0.1)
-    (detail,) = anchor_details(loaded, [read_pair(picture, TEXT)])
+    (detail,) = anchor_details(loaded, [read_pair(photo, TEXT)])
     detail.save(tmp_path / "new" / "a.npz")
     arrays = np.load(tmp_path / "new" / "a.npz")
     assert set(arrays) == {
@@ -130,7 +130,7 @@ def test_details_equal_what_the_model_computes(model_folder, picture, tmp_path):
     assert len(tokens[1]) > 1
 
     with torch.no_grad():
-        image = model.encode_image(loaded.preprocess(Image.open(picture))[None])
+        image = model.encode_image(loaded.preprocess(Image.open(photo))[None])
         text = model.encode_text(*loaded.text([TEXT]))
         field = model.anchors(image, text)
         assert arrays["match"] == pytest.approx(model.match(image, text).item(), abs=1e-6)
@@ -161,10 +161,10 @@ def test_details_equal_what_the_model_computes(model_folder, picture, tmp_path):
     assert True in some
 
 
-def test_out_of_reach_is_not_reachable(model_folder, picture):
+def test_out_of_reach_is_not_reachable(model_folder, photo):
     loaded = vlp.load(model_folder)
     loaded.model.anchor_threshold.fill_(1.1)  # no cosine is as large
-    (detail,) = anchor_details(loaded, [read_pair(picture, TEXT)])
+    (detail,) = anchor_details(loaded, [read_pair(photo, TEXT)])
     assert not detail.anchors.any()
     assert not detail.reachable.any()
     assert not detail.path.any()
@@ -180,9 +180,9 @@ def with_position(loaded, *position):
     return loaded._replace(model=model)
 
 
-def test_a_model_without_anchor_paths_has_anchors_and_gradcam(model_folder, picture, tmp_path):
+def test_a_model_without_anchor_paths_has_anchors_and_gradcam(model_folder, photo, tmp_path):
     loaded = vlp.load(model_folder)
-    sample = read_pair(picture, TEXT)
+    sample = read_pair(photo, TEXT)
     (ace,) = anchor_details(with_position(loaded, "anchor"), [sample])
     (detail,) = anchor_details(with_position(loaded), [sample])
     np.testing.assert_array_equal(detail.anchors, ace.anchors)
@@ -192,9 +192,9 @@ def test_a_model_without_anchor_paths_has_anchors_and_gradcam(model_folder, pict
     assert_drawn(draw_anchor_detail(detail, tmp_path / "a.png"))
 
 
-def test_constant_paths_do_not_make_everything_an_anchor(model_folder, picture):
+def test_constant_paths_do_not_make_everything_an_anchor(model_folder, photo):
     loaded = vlp.load(model_folder)
-    sample = read_pair(picture, TEXT)
+    sample = read_pair(photo, TEXT)
     (ace,) = anchor_details(with_position(loaded, "anchor"), [sample])
     (uniform,) = anchor_details(with_position(loaded, "uniform"), [sample])
     np.testing.assert_array_equal(uniform.anchors, ace.anchors)
@@ -218,7 +218,7 @@ def test_details_of_shards_carry_boxes_and_leave_the_model_in_training(model_fol
 
 
 def made_up(size=(60, 20), words=2, groups=2, **fields):
-    """Nothing anywhere on a grey picture, but what `fields` says."""
+    """Nothing anywhere on a grey photo, but what `fields` says."""
     maps, empty = (words, 2, 4), (words, groups, 2, 4)
     detail = AnchorDetail(
         image=Image.new("RGB", size, (128, 128, 128)),
@@ -257,7 +257,7 @@ def assert_drawn(path):
 
 @pytest.mark.parametrize("size", [(60, 20), (20, 30), (3000, 2000)])
 @pytest.mark.parametrize("name", ["anchors", "gradcam", "path"])
-def test_maps_lie_where_their_patches_are_in_the_picture(name, size, tmp_path):
+def test_maps_lie_where_their_patches_are_in_the_image(name, size, tmp_path):
     # Each map alone: no dots in the panels of groups, nothing that says there is no gradient, and
     # scales that stay.
     blank = made_up(size, groups=1 if name == "path" else 0)
@@ -313,8 +313,8 @@ def command(model_folder, tmp_path, *options):
     return main(["anchors", "--model", str(model_folder), *out, *map(str, options)])
 
 
-def test_a_picture_and_a_text_give_a_grid_and_arrays(model_folder, picture, tmp_path, capsys):
-    assert command(model_folder, tmp_path, "--image", picture, "--text", TEXT) == 0
+def test_a_image_and_a_text_give_a_grid_and_arrays(model_folder, photo, tmp_path, capsys):
+    assert command(model_folder, tmp_path, "--image", photo, "--text", TEXT) == 0
     drawn, arrays = tmp_path / "out" / "a.png", tmp_path / "out" / "a.npz"
     assert capsys.readouterr().out.split() == [str(drawn), str(arrays)]
     assert_drawn(drawn)
@@ -330,16 +330,16 @@ def test_detail_of_shards_gives_a_grid_for_each_caption(model_folder, scene_shar
     assert names == [f"{stem}.{kind}" for stem in stems for kind in ("npz", "png")]
 
 
-def test_a_text_longer_than_the_model_takes_is_cut_with_a_warning(model_folder, picture, caplog):
+def test_a_text_longer_than_the_model_takes_is_cut_with_a_warning(model_folder, photo, caplog):
     loaded = vlp.load(model_folder)
-    (fits,) = anchor_details(loaded, [read_pair(picture, " ".join(["circle"] * 22))])
+    (fits,) = anchor_details(loaded, [read_pair(photo, " ".join(["circle"] * 22))])
     assert not caplog.messages
-    (cut,) = anchor_details(loaded, [read_pair(picture, " ".join(["circle"] * 23))])
+    (cut,) = anchor_details(loaded, [read_pair(photo, " ".join(["circle"] * 23))])
     assert caplog.messages == ["the text has 23 word pieces, the model reads the first 22"]
     assert fits.words == cut.words == ["circle"] * 22
 
 
-def test_a_picture_is_turned_as_its_camera_notes(tmp_path):
+def test_a_image_is_turned_as_its_camera_notes(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6  # taken with the camera on its side
     buffer = io.BytesIO()
@@ -352,29 +352,29 @@ def test_a_picture_is_turned_as_its_camera_notes(tmp_path):
     ("options", "message"),
     [
         ([], "either --image and --text, or --shards"),
-        (["--image", "PICTURE", "--text", "a", "--shards", "SHARDS"], "either --image"),
-        (["--image", "PICTURE"], "--image and --text go together"),
+        (["--image", "IMAGE", "--text", "a", "--shards", "SHARDS"], "either --image"),
+        (["--image", "IMAGE"], "--image and --text go together"),
         (["--shards", "SHARDS", "--text", "a"], "--image and --text go together"),
-        (["--image", "PICTURE", "--text", "a", "--count", "2"], "--count is for --shards"),
+        (["--image", "IMAGE", "--text", "a", "--count", "2"], "--count is for --shards"),
         (["--shards", "SHARDS", "--layer", "0"], "--layer is for the grid: add --detail"),
         (["--shards", "SHARDS", "--groups", "2"], "--groups is for the grid"),
         (["--shards", "SHARDS", "--detail", "--groups", "0"], "--groups 0: at least one"),
         (["--shards", "SHARDS", "--detail", "--count", "0"], "count 0: at least one"),
-        (["--shards", "SHARDS", "--out", "a.jpg"], "a.jpg: the picture is a .png"),
+        (["--shards", "SHARDS", "--out", "a.jpg"], "a.jpg: the photo is a .png"),
         (["--shards", "SHARDS", "--detail", "--layer", "1"], "layer 1: the model has 1, 0 to 0"),
         (["--image", "nowhere.png", "--text", "a"], "nowhere.png: cannot be read (No such file"),
         (["--image", "FOLDER", "--text", "a"], "cannot be read (Is a directory)"),
-        (["--image", "BROKEN", "--text", "a"], "unreadable picture"),
-        (["--image", "PICTURE", "--text", " "], "the text ' ' holds no word"),
-        (["--image", "PICTURE", "--text", "[SEP]"], "holds no word"),
+        (["--image", "BROKEN", "--text", "a"], "unreadable photo"),
+        (["--image", "IMAGE", "--text", " "], "the text ' ' holds no word"),
+        (["--image", "IMAGE", "--text", "[SEP]"], "holds no word"),
     ],
 )
 def test_what_cannot_be_drawn_is_one_line_and_code_2(
-    model_folder, scene_shards, picture, tmp_path, capsys, options, message
+    model_folder, scene_shards, photo, tmp_path, capsys, options, message
 ):
     broken = tmp_path / "broken.png"
-    broken.write_bytes(picture.read_bytes()[:300])
-    names = {"PICTURE": picture, "SHARDS": scene_shards, "FOLDER": tmp_path, "BROKEN": broken}
+    broken.write_bytes(photo.read_bytes()[:300])
+    names = {"IMAGE": photo, "SHARDS": scene_shards, "FOLDER": tmp_path, "BROKEN": broken}
     options = [names.get(option, option) for option in options]
     assert command(model_folder, tmp_path, *options) == 2
     printed = capsys.readouterr()
@@ -386,14 +386,14 @@ def test_what_cannot_be_drawn_is_one_line_and_code_2(
 
 
 def test_a_model_folder_that_does_not_fit_together_is_one_line(
-    model_folder, picture, tmp_path, capsys
+    model_folder, photo, tmp_path, capsys
 ):
     folder = tmp_path / "model"
     shutil.copytree(model_folder, folder, ignore=shutil.ignore_patterns("evaluation"))
     config = json.loads((folder / "config.json").read_text())
     config["cross"]["heads"] = 3
     (folder / "config.json").write_text(json.dumps(config))
-    assert command(folder, tmp_path, "--image", picture, "--text", TEXT) == 2
+    assert command(folder, tmp_path, "--image", photo, "--text", TEXT) == 2
     error = capsys.readouterr().err
     assert "cross.heads" in error
     assert len(error.splitlines()) == 1

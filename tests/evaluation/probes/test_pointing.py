@@ -9,7 +9,7 @@ from PIL import Image
 from retrieval_stub import png
 
 import vlp
-from evaluation.core.samples import EvaluationError, Sample, Samples
+from evaluation.core.samples import CaptionedSample, EvaluationError, Samples
 from evaluation.probes.pointing import KINDS, ask_words, evaluate_pointing
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_index import ShardWriter
@@ -21,7 +21,7 @@ LEFT, RIGHT = (0, 0, 16, 16), (24, 24, 8, 8)
 PIECES = [["[CLS]", "re", "##d", "square", "blue", "star", "[SEP]"]]
 
 
-def two_objects() -> Sample:
+def two_objects() -> CaptionedSample:
     words = [(0, "red", "colour", LEFT), (1, "square", "shape", LEFT)]
     words += [(2, "blue", "colour", RIGHT), (3, "star", "shape", RIGHT)]
     entries = [
@@ -29,7 +29,7 @@ def two_objects() -> Sample:
         for index, word, kind, box in words
     ]
     annotation = Annotation(captions=["red square blue star"], words=entries)
-    return Sample(Image.new("RGB", (32, 32)), annotation.captions, annotation, ("s", "0"))
+    return CaptionedSample(Image.new("RGB", (32, 32)), annotation.captions, annotation, ("s", "0"))
 
 
 def ask(cosine, anchors=None, pieces=PIECES):

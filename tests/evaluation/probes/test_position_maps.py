@@ -41,8 +41,8 @@ def test_sape_sees_where_a_region_ends():
 
 
 def test_what_has_no_map_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="anchor lies between a picture and a text"):
+    with pytest.raises(ValueError, match="anchor lies between an image and a text"):
         position_map("anchor")
     out = draw_position_maps(tmp_path / "maps.png")
-    with Image.open(out) as picture:
-        assert picture.width > 1000
+    with Image.open(out) as image:
+        assert image.width > 1000

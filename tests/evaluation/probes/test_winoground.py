@@ -18,7 +18,7 @@ from evaluation.probes.winoground import (
     swap_scores,
     word_head,
 )
-from vlp.data.image.decode import decode_picture
+from vlp.data.image.decode import decode_image
 from vlp.data.shards.shard_index import ShardIndex, ShardWriter
 
 
@@ -33,9 +33,9 @@ def swap_shards(tmp_path_factory):
 
 
 def test_scores_are_winogrounds():
-    right = np.array([[2.0, 1.0], [0.0, 3.0]])  # picture 0: 2 > 1; caption 1: 3 > 1
+    right = np.array([[2.0, 1.0], [0.0, 3.0]])  # image 0: 2 > 1; caption 1: 3 > 1
     assert swap_scores(right).tolist() == [1, 1, 1, 1]
-    text_only = np.array([[2.0, 1.0], [5.0, 6.0]])  # captions: picture 1 wins both
+    text_only = np.array([[2.0, 1.0], [5.0, 6.0]])  # captions: image 1 wins both
     assert swap_scores(text_only).tolist() == [1, 0, 0, 0.75]
     image_only = text_only.T
     assert swap_scores(image_only).tolist() == [0, 1, 0, 0.75]
@@ -61,7 +61,7 @@ def test_figures_equal_pair_by_pair_scoring(model_folder, swap_shards):
         captions = [raw.annotation.caption, raw.annotation.scene["swap"]["foil"]]
         scores = np.zeros((2, 2))
         for row, content in enumerate((raw.image, raw.second_image)):
-            pixels = loaded.preprocess(decode_picture(content, ""))[None]
+            pixels = loaded.preprocess(decode_image(content, ""))[None]
             for column, caption in enumerate(captions):
                 with torch.no_grad():
                     image = loaded.model.encode_image(pixels)
@@ -95,7 +95,7 @@ def test_words_are_scored_by_their_likelihood_when_masked(model_folder, swap_sha
         for place in asked:
             ids[0, place] = loaded.text.mask_id
         for row, content in enumerate((raw.image, raw.second_image)):
-            pixels = loaded.preprocess(decode_picture(content, ""))[None]
+            pixels = loaded.preprocess(decode_image(content, ""))[None]
             with torch.no_grad():
                 image = loaded.model.encode_image(pixels)
                 text = loaded.model.encode_text(ids, *tokens[1:])
@@ -124,12 +124,12 @@ def test_what_captions_do_not_share_is_between_start_and_end():
     assert not differing_words(ids[:1].expand(2, -1), torch.ones(2, 7).bool()).any()
 
 
-def test_without_pictures_nothing_can_be_told(model_folder, swap_shards):
+def test_without_images_nothing_can_be_told(model_folder, swap_shards):
     loaded = vlp.load(model_folder)
     torch.nn.init.normal_(loaded.model.match_head.weight)
     blank = evaluate_swaps(loaded, [swap_shards], view="blank")
     for scorer in blank.scorers:
-        # One of the two captions wins at both pictures, and every caption's pictures tie.
+        # One of the two captions wins at both images, and every caption's images tie.
         assert blank.figures[scorer, "all", "pair"].value == pytest.approx(0.25)
         assert blank.figures[scorer, "all", "group"].value == 0
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from question_shards import coloured, picture, write_shards
+from question_shards import coloured, photo, write_shards
 from test_work_sharding import launch
 
 import vlp
@@ -25,7 +25,7 @@ from evaluation.retrieval.embed import embed, embed_inputs
 from vlp.data.schema import Annotation
 
 ROOT = Path(__file__).resolve().parents[3]
-NAMES = ("captions.jsonl", "captions.npy", "pictures.jsonl", "pictures.npy")
+NAMES = ("captions.jsonl", "captions.npy", "images.jsonl", "images.npy")
 
 
 def lines(file):
@@ -35,12 +35,12 @@ def lines(file):
 def test_rows_are_the_models_features_in_shard_order(model_folder, scene_shards, tmp_path):
     loaded = vlp.load(model_folder)
     found = embed(loaded, [scene_shards], tmp_path / "out", batch=4)
-    pictures = np.load(tmp_path / "out" / "pictures.npy", mmap_mode="r")
+    images = np.load(tmp_path / "out" / "images.npy", mmap_mode="r")
     captions = np.load(tmp_path / "out" / "captions.npy", mmap_mode="r")
-    assert (len(pictures), len(captions)) == (found.pictures, found.captions)
-    assert pictures.dtype == np.float32
+    assert (len(images), len(captions)) == (found.images, found.captions)
+    assert images.dtype == np.float32
     said = lines(tmp_path / "out" / "captions.jsonl")
-    assert [row["key"] for row in lines(tmp_path / "out" / "pictures.jsonl")] == [
+    assert [row["key"] for row in lines(tmp_path / "out" / "images.jsonl")] == [
         f"{number:05d}" for number in range(21)
     ]
     row = 0
@@ -48,24 +48,24 @@ def test_rows_are_the_models_features_in_shard_order(model_folder, scene_shards,
         with torch.no_grad():
             image = loaded.model.encode_image(loaded.preprocess(sample.image)[None]).feature
             text = loaded.model.encode_text(*loaded.text(sample.captions)).feature
-        assert pictures[number] == pytest.approx(image[0].numpy(), abs=1e-6)
+        assert images[number] == pytest.approx(image[0].numpy(), abs=1e-6)
         for count, caption in enumerate(sample.captions):
             assert captions[row] == pytest.approx(text[count].numpy(), abs=1e-6)
             assert (said[row]["text"], said[row]["caption"]) == (caption, count)
-            assert said[row]["pictures"] == number
+            assert said[row]["images"] == number
             row += 1
     assert row == found.captions
 
 
-def test_half_precision_limits_and_pictures_without_captions(model_folder, tmp_path):
-    samples = [(picture(side=20), Annotation(image_id="1")), (b"", Annotation()), *coloured(3)]
+def test_half_precision_limits_and_images_without_captions(model_folder, tmp_path):
+    samples = [(photo(side=20), Annotation(image_id="1")), (b"", Annotation()), *coloured(3)]
     shards = write_shards(tmp_path / "shards", samples)
     loaded = vlp.load(model_folder)
     found = embed(loaded, [shards], tmp_path / "out", dtype="float16", limit=4, batch=2)
-    assert (found.pictures, found.captions) == (3, 4)
-    assert found.skipped == {"unreadable picture": 1}
-    assert np.load(tmp_path / "out" / "pictures.npy").dtype == np.float16
-    assert [row["pictures"] for row in lines(tmp_path / "out" / "captions.jsonl")] == [1, 1, 2, 2]
+    assert (found.images, found.captions) == (3, 4)
+    assert found.skipped == {"unreadable image": 1}
+    assert np.load(tmp_path / "out" / "images.npy").dtype == np.float16
+    assert [row["images"] for row in lines(tmp_path / "out" / "captions.jsonl")] == [1, 1, 2, 2]
     plain = write_shards(tmp_path / "plain", samples[:1])
     embed(loaded, [plain], tmp_path / "none")
     assert np.load(tmp_path / "none" / "captions.npy").shape == (0, 8)
@@ -77,7 +77,7 @@ def test_one_and_two_ranks_write_the_same_files(model_folder, scene_shards, tmp_
     assert main([*command, "--out", str(tmp_path / "1")]) == 0
     first, second = launch(2, ["-m", "evaluation", *command, "--out", str(tmp_path / "2")])
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
-    assert "21 pictures" in first.stdout
+    assert "21 images" in first.stdout
     for out in ("1", "2"):
         assert sorted(file.name for file in (tmp_path / out).iterdir()) == list(NAMES)
     for name in NAMES:
@@ -109,11 +109,11 @@ SLOW = """
 import sys, time
 import evaluation.retrieval.embed
 from evaluation.__main__ import main
-decode = evaluation.retrieval.embed.decode_picture
+decode = evaluation.retrieval.embed.decode_image
 def slow(*arguments):
     time.sleep(0.2)
     return decode(*arguments)
-evaluation.retrieval.embed.decode_picture = slow
+evaluation.retrieval.embed.decode_image = slow
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -128,7 +128,7 @@ def test_a_killed_run_leaves_no_folder_and_the_next_one_ends_well(
         [sys.executable, "-c", SLOW, *command], cwd=ROOT, stderr=subprocess.DEVNULL,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    part = tmp_path / "out.tmp" / "pictures.0.raw"
+    part = tmp_path / "out.tmp" / "images.0.raw"
     for _ in range(3000):
         if part.is_file() and part.stat().st_size:
             break
@@ -138,12 +138,12 @@ def test_a_killed_run_leaves_no_folder_and_the_next_one_ends_well(
     assert part.is_file()
     assert not out.exists()
     assert main(command) == 0
-    assert len(np.load(out / "pictures.npy")) == 21
+    assert len(np.load(out / "images.npy")) == 21
     assert not (tmp_path / "out.tmp").exists()
 
 
 def test_single_inputs_are_printed_or_written(model_folder, tmp_path, capsys):
-    (tmp_path / "red.png").write_bytes(picture())
+    (tmp_path / "red.png").write_bytes(photo())
     image, texts = str(tmp_path / "red.png"), ["a red circle", "a blue square"]
     command = ["embed", "--model", str(model_folder), "--image", image, "--text", *texts]
     assert main(command) == 0
@@ -188,8 +188,8 @@ def test_bad_input_is_one_line_and_code_2(
     assert len(error.splitlines()) == 1
 
 
-def test_shards_without_a_usable_picture(model_folder, tmp_path):
+def test_shards_without_a_usable_image(model_folder, tmp_path):
     shards = write_shards(tmp_path / "bad", [(b"", Annotation(caption="a"))])
-    with pytest.raises(EvaluationError, match=r"no picture could be used; the first: unreadable"):
+    with pytest.raises(EvaluationError, match=r"no image could be used; the first: unreadable"):
         embed(vlp.load(model_folder), [shards], tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -12,7 +12,7 @@ from evaluation.core.samples import Samples
 from evaluation.core.work_sharding import Ranks
 from evaluation.retrieval import pair_scoring as matching
 from evaluation.retrieval.pair_scoring import PairScorer, shelves
-from evaluation.retrieval.rerank import Pairs, match_pairs
+from evaluation.retrieval.rerank import CandidatePairs, match_pairs
 
 ALL = 2**30
 
@@ -32,12 +32,12 @@ def scores(encoder, collection, pairs, batch=3):
 @pytest.fixture
 def small_shelves(monkeypatch):
     monkeypatch.setattr(matching, "TOKENS_HELD", 130)
-    monkeypatch.setattr(matching, "PICTURES_HELD", 7)
+    monkeypatch.setattr(matching, "IMAGES_HELD", 7)
 
 
 def some_pairs(collection, share=0.4):
     chosen = np.random.default_rng(0).random((len(collection.image), len(collection.text))) < share
-    return Pairs(*(index.astype(np.int64) for index in chosen.nonzero()))
+    return CandidatePairs(*(index.astype(np.int64) for index in chosen.nonzero()))
 
 
 def test_scores_equal_the_public_calls(model_folder, scene_shards, small_shelves):
@@ -77,13 +77,13 @@ def test_memory_and_ranks_change_no_bit(model_folder, scene_shards, small_shelve
     np.testing.assert_array_equal(found, expected)
 
 
-def test_each_picture_is_prepared_once_for_a_shelf(model_folder, scene_shards, small_shelves):
+def test_each_image_is_prepared_once_for_a_shelf(model_folder, scene_shards, small_shelves):
     loaded = vlp.load(model_folder)
     encoder, collection = collected(loaded, scene_shards)
     pairs = some_pairs(collection, 1.0)
     prepared = []
-    real = encoder.matcher.prepare_picture
-    encoder.matcher.prepare_picture = lambda image: prepared.append(1) or real(image)
+    real = encoder.itm_scorer.prepare_image
+    encoder.itm_scorer.prepare_image = lambda image: prepared.append(1) or real(image)
     scores(encoder, collection, pairs)
     on_shelf = shelves(encoder.text_widths, encoder.batch, matching.TOKENS_HELD).max() + 1
     assert on_shelf > 1

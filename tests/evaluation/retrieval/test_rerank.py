@@ -4,7 +4,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evaluation.retrieval.rerank import Pairs, look_up, match_pairs, nearest_pairs, reranked_ranks
+from evaluation.retrieval.rerank import (
+    CandidatePairs,
+    look_up,
+    match_pairs,
+    nearest_pairs,
+    reranked_ranks,
+)
 from evaluation.retrieval.search import Search
 
 
@@ -50,7 +56,7 @@ def test_pairs_near_in_both_directions_are_matched_once():
 def test_matching_keeps_to_groups_and_returns_the_order_of_the_pairs():
     generator = np.random.default_rng(0)
     code = np.unique(generator.integers(0, 12 * 20, size=90))
-    pairs = Pairs(code // 20, code % 20)
+    pairs = CandidatePairs(code // 20, code % 20)
     group, length = (pairs.image * 7) % 12, generator.permutation(20)
     calls = []
 
@@ -77,4 +83,4 @@ def test_matching_keeps_to_groups_and_returns_the_order_of_the_pairs():
 
 def test_nothing_to_match_calls_nobody():
     none = np.zeros(0, dtype=np.int64)
-    assert len(match_pairs(Pairs(none, none), None, none, none, 4)) == 0
+    assert len(match_pairs(CandidatePairs(none, none), None, none, none, 4)) == 0

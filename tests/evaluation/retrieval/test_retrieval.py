@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from retrieval_stub import StubMatcher, StubModel, make_stub, png, write_numbered
+from retrieval_stub import StubITMScorer, StubModel, make_stub, png, write_numbered
 
 import vlp
 from evaluation.core.feature_cache import Block, BlockCache
@@ -15,17 +15,17 @@ from vlp.config import ConfigError
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_index import ShardWriter
 from vlp.metrics.recall import pessimistic_ranks
-from vlp.models.itm_scorer import Matcher
+from vlp.models.itm_scorer import ITMScorer
 
 CAPTIONS = [2, 1, 3, 1, 2, 5, 1, 1, 2, 4, 1, 3, 2, 1]
 
 
 @pytest.fixture(autouse=True)
 def stubs_are_matched_by_their_tables(monkeypatch):
-    def matcher(model):
-        return StubMatcher(model) if isinstance(model, StubModel) else Matcher(model)
+    def itm_scorer(model):
+        return StubITMScorer(model) if isinstance(model, StubModel) else ITMScorer(model)
 
-    monkeypatch.setattr("evaluation.core.encoder.Matcher", matcher)
+    monkeypatch.setattr("evaluation.core.encoder.ITMScorer", itm_scorer)
 
 
 @pytest.fixture
@@ -113,8 +113,8 @@ def test_collapsed_features_score_zero(numbered):
     assert result.recall("dual", "text_to_image", 10).value == 0
 
 
-def test_samples_of_one_picture_become_one_picture(tmp_path):
-    """One row per caption, as some corpora come, against one row per picture."""
+def test_samples_of_one_image_become_one_image(tmp_path):
+    """One row per caption, as some corpora come, against one row per image."""
     apart = tmp_path / "apart"
     with ShardWriter(apart, samples_per_shard=4) as writer:
         for number, count in enumerate(CAPTIONS):
@@ -151,8 +151,8 @@ def test_bad_samples_are_counted_and_named(tmp_path):
         writer.write("broken", png((1, 0, 0))[:-30], "png", Annotation(caption="1 0"))
     result = evaluate_retrieval(make_stub([1, 1, 1]), [folder], batch=2)
     assert result.images == 3
-    assert result.skipped == {"no text": 1, "unreadable picture": 1}
-    assert "1 no text, 1 unreadable picture" in result.table().text()
+    assert result.skipped == {"no text": 1, "unreadable image": 1}
+    assert "1 no text, 1 unreadable image" in result.table().text()
 
 
 def test_nothing_to_evaluate_is_one_clear_error(tmp_path):

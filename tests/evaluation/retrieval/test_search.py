@@ -43,7 +43,7 @@ def test_chunks_give_the_ranks_and_order_of_the_full_matrix(seed, queries, candi
     np.testing.assert_array_equal(found.scores, np.take_along_axis(scores, order, axis=1))
 
 
-def test_equal_pictures_tie_wherever_they_stand():
+def test_equal_images_tie_wherever_they_stand():
     """A float32 product gives equal columns different last bits in some places of a matrix."""
     torch.manual_seed(1)
     query = torch.nn.functional.normalize(torch.randn(50, 256), dim=-1)

@@ -19,7 +19,7 @@ from evaluation.retrieval.retrieval import evaluate_retrieval
 from evaluation.suite.compare import compare
 from evaluation.suite.item_tests import item_difference, sign_flip_p
 from vlp.tasks.downstream.init_from import start_parts
-from vlp.tasks.downstream.pair_classification import Claims, StatementsConfig
+from vlp.tasks.downstream.pair_classification import Nlvr2Config, PairClassification
 
 
 def slow_sign_flip(differences):
@@ -31,7 +31,7 @@ def slow_sign_flip(differences):
     return np.mean([one >= observed - 1e-12 for one in sums])
 
 
-def test_the_sign_flip_test_tries_all_signs_of_few_pictures():
+def test_the_sign_flip_test_tries_all_signs_of_few_images():
     differences = np.array([1.0, 2.0, -0.5, 0.0, 1.5, 1.0])
     assert sign_flip_p(differences) == pytest.approx(slow_sign_flip(differences))
     assert sign_flip_p(np.zeros(5)) == 1
@@ -56,8 +56,8 @@ def test_mcnemar_is_the_binomial_test_of_the_items_that_differ():
     assert item_difference(first, first, range(40)).mcnemar == 1
 
 
-def test_items_of_one_picture_are_one_draw():
-    """Ten times the same item of a picture must not look like ten times the evidence."""
+def test_items_of_one_image_are_one_draw():
+    """Ten times the same item of an image must not look like ten times the evidence."""
     rng = np.random.default_rng(0)
     first, second = (rng.random(30) < share for share in (0.4, 0.6))
     once = item_difference(first * 1.0, second * 1.0, range(30))
@@ -80,11 +80,11 @@ def test_no_items_or_other_lengths_are_refused():
 
 @pytest.fixture(scope="module")
 def statements(tmp_path_factory):
-    """Results of two heads on the same pairs of pictures, in folders `a` and `b`."""
+    """Results of two heads on the same pairs of images, in folders `a` and `b`."""
     folder = tmp_path_factory.mktemp("statements")
     shards = statement_shards(folder / "shards", 24)
     parts, _ = start_parts(str(tiny_folder(folder / "model")), {})
-    task = Claims(StatementsConfig.model_validate({"data": {"train": ["unused"]}}), parts)
+    task = PairClassification(Nlvr2Config.model_validate({"data": {"train": ["unused"]}}), parts)
     results = []
     for name in ("a", "b"):
         result = evaluate_task(task, [shards], resamples=2)
@@ -110,7 +110,7 @@ def test_figures_are_those_of_the_two_results(statements):
 
 def test_a_result_does_not_differ_from_itself(statements):
     folder, _ = statements
-    found = compare(folder / "a", folder / "a" / "statements.predictions.jsonl")
+    found = compare(folder / "a", folder / "a" / "nlvr2.predictions.jsonl")
     for one in found.differences.values():
         assert (one.difference, one.low, one.high, one.p) == (0, 0, 0, 1)
 
@@ -121,20 +121,20 @@ def test_retrieval_is_compared_query_by_query(model_folder, scene_shards, tmp_pa
     both = evaluate_retrieval(loaded, [scene_shards], rerank=6, rerank_by="match", resamples=5)
     dual.save(tmp_path / "dual")
     both.save(tmp_path / "both")
-    found = compare(tmp_path / "dual", tmp_path / "both", draws=50)
+    found = compare(tmp_path / "dual", tmp_path / "both", permutations=50)
     assert set(found.differences) == {
         f"{arrow} R@{k}, dual" for arrow in ("text → image", "image → text") for k in (1, 5, 10)
     }
-    again = compare(tmp_path / "both", tmp_path / "both", draws=50).differences
+    again = compare(tmp_path / "both", tmp_path / "both", permutations=50).differences
     for direction, arrow in (("text_to_image", "text → image"), ("image_to_text", "image → text")):
         for stage in ("dual", "rerank"):
             for k in (1, 5, 10):
                 own = again[f"{arrow} R@{k}, {stage}"]
                 assert own.first == pytest.approx(both.recall(stage, direction, k).value)
-    assert found.pictures == 21
+    assert found.images == 21
 
 
-def test_retrieval_rows_name_picture_caption_and_ranks(model_folder, scene_shards):
+def test_retrieval_rows_name_image_caption_and_ranks(model_folder, scene_shards):
     result = evaluate_retrieval(vlp.load(model_folder), [scene_shards], rerank=3, resamples=2)
     texts = [row for row in result.predictions if row["direction"] == "text_to_image"]
     images = [row for row in result.predictions if row["direction"] == "image_to_text"]
@@ -151,7 +151,7 @@ def test_retrieval_rows_name_picture_caption_and_ranks(model_folder, scene_shard
 
 def rows(*items):
     return [
-        {"key": key, "text": "t", "label": label, "picture": key, "prediction": "x",
+        {"key": key, "text": "t", "label": label, "image": key, "prediction": "x",
          "scores": {"accuracy": score}}
         for key, label, score in items
     ]  # fmt: skip
@@ -182,7 +182,7 @@ def test_other_items_are_named(tmp_path):
     ],
 )
 def test_what_cannot_be_compared_is_one_line_and_code_2(tmp_path, capsys, second, message):
-    first = tmp_path / "first" / "entailment.predictions.jsonl"
+    first = tmp_path / "first" / "snli_ve.predictions.jsonl"
     write_lines(first, rows(("0", "x", 1)))
     (tmp_path / "empty").mkdir()
     write_lines(tmp_path / "vqa" / "vqa.predictions.jsonl", [{"key": "0", "question_id": 1}])
@@ -202,7 +202,7 @@ def test_what_cannot_be_compared_is_one_line_and_code_2(tmp_path, capsys, second
 
 def test_the_command_prints_and_writes(statements, tmp_path, capsys):
     folder, _ = statements
-    command = ["compare", str(folder / "a"), str(folder / "b"), "--draws", "99"]
+    command = ["compare", str(folder / "a"), str(folder / "b"), "--permutations", "99"]
     assert main([*command, "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "consistency" in printed

@@ -24,10 +24,10 @@ from vlp.data.scenes.annotation import annotation
 from vlp.data.scenes.render import encode_png, render
 from vlp.data.scenes.sample import sample_scene
 from vlp.tasks.downstream.init_from import start_parts
-from vlp.tasks.downstream.pair_classification import Claims, EntailmentConfig
+from vlp.tasks.downstream.pair_classification import PairClassification, SnliVeConfig
 
 ROOT = Path(__file__).resolve().parents[3]
-PICTURE = encode_png(render(sample_scene(0, 3, image_size=16)))
+IMAGE = encode_png(render(sample_scene(0, 3, image_size=16)))
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +36,10 @@ def data(tmp_path_factory):
     root = tmp_path_factory.mktemp("suite")
     plain = tiny_folder(root / "plain")
     parts, _ = start_parts(str(plain), {})
-    task = Claims(EntailmentConfig.model_validate({"data": {"train": ["unused"]}}), parts)
+    task = PairClassification(SnliVeConfig.model_validate({"data": {"train": ["unused"]}}), parts)
     task.save_model(root / "fine", task.state_dict())
     scenes = [annotation(sample_scene(0, number, image_size=16)) for number in range(5)]
-    annotated_shards(root / "scenes", scenes, PICTURE)
+    annotated_shards(root / "scenes", scenes, IMAGE)
     entailment_shards(root / "claims", 8)
     return root
 
@@ -49,7 +49,7 @@ def suite(data, *more):
     tasks = [
         {"task": "retrieval", "model": str(data / "plain"), "shards": [str(data / "scenes")],
          "rerank": 2},
-        {"task": "entailment", "shards": [str(data / "claims")], "batch": 3},
+        {"task": "snli_ve", "shards": [str(data / "claims")], "batch": 3},
     ]  # fmt: skip
     return {"models": [{"name": "one", "model": str(data / "fine"), "tasks": tasks}, *more]}
 
@@ -69,9 +69,7 @@ def test_everything_is_judged_once_and_kept(data, tmp_path, capsys, monkeypatch)
     printed = capsys.readouterr().out
     assert printed.count("judged in") == 3
     summary = printed.split("All models")[1]
-    entailment = json.loads(
-        (tmp_path / "out" / "one" / "entailment" / "entailment.json").read_text()
-    )
+    entailment = json.loads((tmp_path / "out" / "one" / "snli_ve" / "snli_ve.json").read_text())
     accuracy = saved_figures(entailment).figures["accuracy"].percent()
     assert accuracy in summary
     assert "–" in summary, "the second model has no entailment"
@@ -91,17 +89,17 @@ def test_an_interrupted_suite_goes_on(data, tmp_path, monkeypatch):
 
     def interrupted(job, *more):
         judged.append(job.label)
-        if job.label == "entailment" and len(judged) == 2:
+        if job.label == "snli_ve" and len(judged) == 2:
             raise KeyboardInterrupt
         return real(job, *more)
 
     monkeypatch.setattr(evaluation.suite.suite, "run_job", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_suite(config, tmp_path)
-    assert not (tmp_path / "one" / "entailment").exists()
+    assert not (tmp_path / "one" / "snli_ve").exists()
     result = run_suite(config, tmp_path)
-    assert judged == ["retrieval", "entailment", "entailment"]
-    assert set(result.results) == {("one", "retrieval"), ("one", "entailment")}
+    assert judged == ["retrieval", "snli_ve", "snli_ve"]
+    assert set(result.results) == {("one", "retrieval"), ("one", "snli_ve")}
 
 
 @pytest.mark.parametrize("change", ["model", "option", "shards", "damage"])
@@ -114,7 +112,7 @@ def test_what_a_result_depends_on_is_judged_anew(data, tmp_path, monkeypatch, ch
     entailment_shards(shards, 3)
 
     def config(**options):
-        tasks = [{"task": "entailment", "shards": [str(shards)], **options}]
+        tasks = [{"task": "snli_ve", "shards": [str(shards)], **options}]
         return SuiteConfig.model_validate(
             {"models": [{"name": "m", "model": str(folder), "tasks": tasks}]}
         )
@@ -140,7 +138,7 @@ def test_what_a_result_depends_on_is_judged_anew(data, tmp_path, monkeypatch, ch
             file.unlink()
         entailment_shards(shards, 4)
     if change == "damage":
-        (out / "m" / "entailment" / "entailment.json").write_text('{"task": ')
+        (out / "m" / "snli_ve" / "snli_ve.json").write_text('{"task": ')
     run_suite(config(**options), out)
     assert len(judged) == 2
 
@@ -160,13 +158,13 @@ def test_one_that_fails_is_named_and_the_rest_goes_on(data, tmp_path, capsys):
     errors = [line for line in said.err.splitlines() if line.startswith("failed: ")]
     assert len(errors) == 3
     assert "one/asked: " in errors[0]
-    assert "is fine-tuned for entailment, not for vqa" in errors[0]
+    assert "is fine-tuned for snli_ve, not for vqa" in errors[0]
     assert "no such folder of shards" in errors[1]
-    assert "gone/entailment: there is no model folder ./nowhere" in errors[2]
+    assert "gone/snli_ve: there is no model folder ./nowhere" in errors[2]
     assert "All models" in said.out
     assert "failed" in said.out.split("All models")[1]
     content = json.loads((tmp_path / "out" / "all.json").read_text())
-    assert {one["name"] for one in content["results"]} == {"retrieval", "entailment"}
+    assert {one["name"] for one in content["results"]} == {"retrieval", "snli_ve"}
     assert len(content["failures"]) == 3
 
 
@@ -179,7 +177,7 @@ def test_one_and_two_ranks_write_the_same(data, tmp_path):
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert "All models" in first.stdout
     assert second.stdout == ""
-    for name in ("all.md", "all.json", "one/entailment/entailment.predictions.jsonl"):
+    for name in ("all.md", "all.json", "one/snli_ve/entailment.predictions.jsonl"):
         assert (tmp_path / "1" / name).read_text() == (tmp_path / "2" / name).read_text()
 
 
@@ -268,27 +266,27 @@ def test_figures_of_every_kind_are_read(data, model_folder, scene_shards, tmp_pa
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_data_without_an_index_are_known_by_their_files(data, tmp_path, packed):
-    folder, classes = tmp_path / "pictures", tmp_path / "classes.txt"
+    folder, classes = tmp_path / "images", tmp_path / "classes.txt"
     classes.write_text("red\nblue\n")
-    place = tmp_path / "pictures.tar" if packed else folder
+    place = tmp_path / "images.tar" if packed else folder
 
     def key():
         if packed:
             with tarfile.open(place, "w") as tar:
-                tar.add(folder, "pictures")
+                tar.add(folder, "images")
             os.utime(place, ns=(0, folder.joinpath("red", "0.png").stat().st_mtime_ns))
         job = ZeroShotJob(shards=(str(place),), classes=str(classes))
         return job_key(job, data / "plain", {})
 
     for colour in ("red", "blue"):
         (folder / colour).mkdir(parents=True)
-        (folder / colour / "0.png").write_bytes(PICTURE)
+        (folder / colour / "0.png").write_bytes(IMAGE)
     first = key()
     assert key() == first
-    (folder / "red" / "0.png").write_bytes(PICTURE[::-1])
+    (folder / "red" / "0.png").write_bytes(IMAGE[::-1])
     os.utime(folder / "red" / "0.png", ns=(0, 10**9))
     changed = key()
-    (folder / "blue" / "1.png").write_bytes(PICTURE * 40)
+    (folder / "blue" / "1.png").write_bytes(IMAGE * 40)
     assert len({first, changed, key()}) == 3
 
 

@@ -14,7 +14,7 @@ from vlp.config import ConfigError
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.vision.detection.dataset import open_objects
 from vlp.models.vision.detection import Detections
-from vlp.tasks.vision.detection import Detection, DetectionConfig, build
+from vlp.tasks.vision.detection import DetectionConfig, DetectionTask, build
 
 CLASSES = ("circle", "square", "triangle", "cross", "star")
 MODEL = {
@@ -31,26 +31,26 @@ def config(position="learned-2d", source=SCENES, **data):
         {
             "model": {**MODEL, "positions": [{"name": position, "options": options}]},
             "data": {"train": source, "test": source, "sizes": [48], "multiple": 8,
-                     "mirror": False, **data},
+                     "hflip": False, **data},
         }
     )  # fmt: skip
 
 
 class Oracle(torch.nn.Module):
-    """In place of a model: says what the next picture in order holds, one query too many."""
+    """In place of a model: says what the next image in order holds, one query too many."""
 
-    def __init__(self, pictures, order):
+    def __init__(self, images, order):
         super().__init__()
         self.seen = []
         self.answers = {}
         for number in order:
-            read = pictures.read(number)
+            read = images.read(number)
             self.answers[number] = (read.boxes / ([read.width, read.height] * 2), read.labels)
         self.order = list(order)
 
     def forward(self, given):
-        shapes = {tuple(picture.shape) for picture in given}
-        assert len(shapes) == 1  # only pictures of one size come together
+        shapes = {tuple(image.shape) for image in given}
+        assert len(shapes) == 1  # only images of one size come together
         self.seen.append((len(given), *shapes.pop()))
         logits = torch.full((1, len(given), 12, 6), -20.0)
         logits[..., -1] = 0
@@ -66,10 +66,10 @@ class Oracle(torch.nn.Module):
 @pytest.mark.parametrize("limit", [None, 5])
 def test_right_answers_have_full_precision_at_every_size(limit):
     source = {"format": "scenes", "count": 21, "split": "val"}
-    task = Detection(config(test=source, test_sizes=[48, 80]), CLASSES)
-    pictures = open_objects(task.config.data.test, 48)
+    task = DetectionTask(config(test=source, test_sizes=[48, 80]), CLASSES)
+    images = open_objects(task.config.data.test, 48)
     order = range(21) if limit is None else (0, 5, 10, 15, 20)
-    task.model = Oracle(pictures, [*order, *order])
+    task.model = Oracle(images, [*order, *order])
     figures = evaluate(task, limit, "cpu")
     for name in ("AP", "AP50", "AP75", "AP@80", "AR100@80"):
         assert figures[name] == pytest.approx(100)
@@ -101,8 +101,8 @@ def test_a_trained_model_finds_what_it_was_trained_on_and_other_sizes_work():
 
 @pytest.mark.parametrize("name", ["learned-2d", "learned-1d", "irpe-quantization"])
 def test_sizes_that_an_encoding_cannot_serve_are_refused_by_name(name):
-    task = Detection(config(name, test_sizes=[64]), CLASSES)
-    with pytest.raises(ConfigError, match=f"pictures of size 64: {name} "):
+    task = DetectionTask(config(name, test_sizes=[64]), CLASSES)
+    with pytest.raises(ConfigError, match=f"images of size 64: {name} "):
         evaluate(task, 2)
 
 
@@ -110,24 +110,24 @@ def test_sizes_that_an_encoding_cannot_serve_are_refused_by_name(name):
     "name", ["irpe-product", "sine-2d", "fourier", "mlp", "rope-axial", "alibi-2d", "sape"]
 )
 def test_sizes_not_trained_on_work_where_an_encoding_extrapolates(name):
-    figures = evaluate(Detection(config(name, test_sizes=[48, 64, 80]), CLASSES), 2)
+    figures = evaluate(DetectionTask(config(name, test_sizes=[48, 64, 80]), CLASSES), 2)
     assert {"AP", "AP@64", "AP@80"} <= set(figures)
 
 
-def test_real_pictures_are_judged_in_their_own_pixels(shared):
+def test_real_images_are_judged_in_their_own_pixels(shared):
     folder = shared / "data" / "coco_mini"
     source = {
         "format": "coco",
         "annotations": str(folder / "annotations" / "instances_val2017.json"),
-        "pictures": str(folder / "val2017_short256.tar"),
+        "images": str(folder / "val2017_short256.tar"),
     }
     settings = config("irpe-product", source, sizes=[64], longest=120)
-    pictures = open_objects(settings.data.test, 64)
-    task = Detection(settings, pictures.classes)
+    images = open_objects(settings.data.test, 64)
+    task = DetectionTask(settings, images.classes)
     assert evaluate(task, 20)["AP"] < 5
 
     class Largest(torch.nn.Module):
-        """One box, the whole picture, as a person."""
+        """One box, the whole image, as a person."""
 
         def forward(self, given):
             logits = torch.full((1, len(given), 1, 81), -20.0)
@@ -135,27 +135,27 @@ def test_real_pictures_are_judged_in_their_own_pixels(shared):
             return Detections(logits, torch.tensor([0.5, 0.5, 1, 1]).expand(1, len(given), 1, 4))
 
     task.model = Largest()
-    # Right at IoU 0.5 where a person fills the picture, whatever size it was shown at.
+    # Right at IoU 0.5 where a person fills the image, whatever size it was shown at.
     expected = [
         any(
             label == 0 and not crowd and (box[2] - box[0]) * (box[3] - box[1]) >= 0.5 * w * h
             for box, label, crowd in zip(read.boxes, read.labels, read.crowds)
         )
-        for read in map(pictures.read, range(len(pictures)))
+        for read in map(images.read, range(len(images)))
         for w, h in [(read.width, read.height)]
     ]
     assert any(expected)
     people = sum(
         int(((read.labels == 0) & ~read.crowds).sum())
-        for read in map(pictures.read, range(len(pictures)))
+        for read in map(images.read, range(len(images)))
     )
     figures = evaluate(task)
-    classes = {int(label) for read in map(pictures.read, range(len(pictures)))
+    classes = {int(label) for read in map(images.read, range(len(images)))
                for label in read.labels[~read.crowds]}  # fmt: skip
     assert 0 < figures["AR1"] <= 100 * sum(expected) / people / len(classes) + 1e-6
 
 
-def test_bad_test_pictures_are_named(tmp_path):
+def test_bad_test_images_are_named(tmp_path):
     Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
     content = {
         "images": [{"id": 1, "file_name": "a.png", "width": 64, "height": 64}],
@@ -166,14 +166,14 @@ def test_bad_test_pictures_are_named(tmp_path):
     source = {
         "format": "coco",
         "annotations": str(tmp_path / "instances.json"),
-        "pictures": str(tmp_path),
+        "images": str(tmp_path),
     }
-    task = Detection(config("irpe-product", source, longest=64), CLASSES)
-    with pytest.raises(BadSample, match=r"outside the picture: .*annotation 5 \[60, 0, 40, 10\]"):
+    task = DetectionTask(config("irpe-product", source, longest=64), CLASSES)
+    with pytest.raises(BadSample, match=r"outside the image: .*annotation 5 \[60, 0, 40, 10\]"):
         evaluate(task)
     content["annotations"] = []
     (tmp_path / "instances.json").write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match="no object in 1 pictures"):
+    with pytest.raises(ConfigError, match="no object in 1 images"):
         evaluate(task)
     task.classes = ("circle", "square", "cat", "dog", "cross")
     with pytest.raises(ConfigError, match=r"unknown categories triangle, star \(2 of 5\)"):

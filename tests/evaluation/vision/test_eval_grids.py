@@ -13,7 +13,7 @@ from vlp.data.vision.arc.grid_tokens import to_grid, to_tokens
 from vlp.data.vision.arc.grid_variants import held_out_variants
 from vlp.data.vision.arc.grids import open_grids
 from vlp.data.vision.arc.rules import RULES
-from vlp.models.vision.grids import GridTransformer, Question
+from vlp.models.vision.grids import GridQuestion, GridTransformer
 from vlp.tasks.vision.grids import Grids, GridsConfig
 
 NAMES = ("74dd1130", "25ff71a9")
@@ -42,7 +42,7 @@ class Knowing(GridTransformer):
 
     wrong: tuple[str, ...] = ()
 
-    def forward(self, question: Question, outputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, question: GridQuestion, outputs: torch.Tensor) -> torch.Tensor:
         logits = torch.zeros(*outputs.shape, 14)
         for row, (inputs, number) in enumerate(zip(question.inputs, question.tasks.tolist())):
             answer = RULES[NAMES[number]].answer(to_grid(inputs.numpy(), 3))
@@ -73,11 +73,11 @@ def test_one_pass_says_what_greedy_writing_gives(archive):
     asked = evaluation_grids._questions(judged.config.data)
     batch = evaluation_grids.collate_grids(3, [one.sample for one in asked])
     with torch.no_grad():
-        written = judged.model.generate(Question(batch.inputs, batch.boxes, batch.tasks))
+        written = judged.model.generate(GridQuestion(batch.inputs, batch.boxes, batch.tasks))
     expected = written.clone()
     expected[::2, 3] = (expected[::2, 3] + 1) % 14
     with torch.no_grad():
-        question = Question(batch.inputs, batch.boxes, batch.tasks)
+        question = GridQuestion(batch.inputs, batch.boxes, batch.tasks)
         one_pass = (judged.model(question, expected).argmax(-1) == expected).all(-1)
     assert torch.equal(one_pass, (written == expected).all(-1))
     assert one_pass[1::2].all()

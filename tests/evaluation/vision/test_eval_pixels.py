@@ -1,4 +1,4 @@
-"""Bits per dimension of test pictures, real ones too."""
+"""Bits per dimension of test images, real ones too."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def folder(tmp_path):
 
 
 def by_hand(model, folder, numbers):
-    """Mean of -log2 p over all channels, picture by picture, and of red alone."""
+    """Mean of -log2 p over all channels, image by image, and of red alone."""
     bits = torch.zeros(4, 4, 3, dtype=torch.float64)
     for number in numbers:
         values = torch.from_numpy(np.array(Image.open(folder / "all" / f"{number}.png"))).long()
@@ -48,7 +48,7 @@ def by_hand(model, folder, numbers):
     return float(bits.mean()) / len(numbers), float(bits[..., 0].mean()) / len(numbers)
 
 
-def test_bits_are_those_of_every_picture_in_batches_of_any_size(folder, monkeypatch):
+def test_bits_are_those_of_every_image_in_batches_of_any_size(folder, monkeypatch):
     made = task(folder)
     for parameter in made.model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -65,7 +65,7 @@ def test_bits_are_those_of_every_picture_in_batches_of_any_size(folder, monkeypa
     assert evaluate(made, limit=3)["bits_per_dim"] == pytest.approx(few, rel=1e-5)
 
 
-def test_a_test_picture_that_is_too_small_is_named(folder):
+def test_a_test_image_that_is_too_small_is_named(folder):
     with pytest.raises(BadSample, match=r"0.png \(4 x 4\)"):
         evaluate(task(folder, size=5))
 

@@ -8,7 +8,7 @@ import tarfile
 import numpy as np
 import pytest
 import torch
-from question_shards import COLOURS, picture
+from question_shards import COLOURS, photo
 
 import vlp
 from evaluation.__main__ import main
@@ -17,7 +17,7 @@ from evaluation.core.work_sharding import Ranks
 from evaluation.suite.compare import compare
 from evaluation.zeroshot.prompts import Prompts, class_features, read_prompts
 from evaluation.zeroshot.zeroshot import evaluate_zeroshot, reordered
-from vlp.data.image.decode import decode_picture
+from vlp.data.image.decode import decode_image
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_index import ShardWriter
 
@@ -28,8 +28,8 @@ LABELS = [list(COLOURS)[number % 3] for number in range(7)]
 
 
 def shade(number):
-    """Pictures of one class differ in size, so in what the model sees of their borders."""
-    return picture(LABELS[number], 20 + number)
+    """Images of one class differ in size, so in what the model sees of their borders."""
+    return photo(LABELS[number], 20 + number)
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +48,11 @@ def loaded(model_folder):
 
 
 def slow_scores(loaded, templates=TEMPLATES):
-    """(pictures, classes) cosines and (pictures, classes, templates) log-odds, one by one."""
+    """(images, classes) cosines and (images, classes, templates) log-odds, one by one."""
     model, cosines, odds = loaded.model, [], []
     with torch.no_grad():
         for number in range(len(LABELS)):
-            image = model.encode_image(loaded.preprocess(decode_picture(shade(number), ""))[None])
+            image = model.encode_image(loaded.preprocess(decode_image(shade(number), ""))[None])
             row, own = [], []
             for name in CLASSES:
                 texts = [
@@ -128,7 +128,7 @@ def test_ensembles_are_the_unit_mean_of_the_prompts():
     assert found[2] == pytest.approx(mean / np.linalg.norm(mean))
 
 
-def test_folders_tars_and_other_fields_are_the_same_pictures(loaded, shards, tmp_path):
+def test_folders_tars_and_other_fields_are_the_same_images(loaded, shards, tmp_path):
     folder = tmp_path / "folder"
     for number, label in enumerate(LABELS):
         (folder / label).mkdir(parents=True, exist_ok=True)
@@ -150,10 +150,10 @@ def test_folders_tars_and_other_fields_are_the_same_pictures(loaded, shards, tmp
     assert [row["key"] for row in some.predictions][7:] == ["0", "1"]
 
 
-def test_pictures_of_unknown_classes_are_counted(loaded, shards, tmp_path):
+def test_images_of_unknown_classes_are_counted(loaded, shards, tmp_path):
     with ShardWriter(tmp_path / "odd") as writer:
         for number, label in enumerate(("red", "zebra", None)):
-            writer.write(f"{number}", picture(), "png", Annotation(label=label))
+            writer.write(f"{number}", photo(), "png", Annotation(label=label))
     result = evaluate_zeroshot(loaded, [tmp_path / "odd"], PROMPTS, resamples=5)
     assert result.items == 1
     assert result.skipped == {"no class": 1, "unknown class": 1}
@@ -178,7 +178,7 @@ def test_of_many_classes_the_worst_and_the_best_are_shown(loaded, tmp_path):
     names = tuple(f"class {n}" for n in range(30))
     with ShardWriter(tmp_path / "many") as writer:
         for number, label in enumerate(names):
-            writer.write(f"{number}", picture(side=16 + number), "png", Annotation(label=label))
+            writer.write(f"{number}", photo(side=16 + number), "png", Annotation(label=label))
     result = evaluate_zeroshot(loaded, [tmp_path / "many"], Prompts(names, names), resamples=5)
     assert len(result.classes) == 30
     assert len(result.table().rows) == len(result.figures) + 20
@@ -199,7 +199,7 @@ def test_the_command_and_files_of_names(model_folder, shards, tmp_path, capsys):
     assert "mean over classes" in capsys.readouterr().out
     written = json.loads((tmp_path / "out" / "zeroshot.json").read_text())
     assert set(written["classes"]) == {"red", "green", "blue"}
-    again = compare(tmp_path / "out", tmp_path / "out", draws=9).differences
+    again = compare(tmp_path / "out", tmp_path / "out", rng_for=9).differences
     assert again["top-1"].first == pytest.approx(written["figures"]["top-1"]["value"])
 
 

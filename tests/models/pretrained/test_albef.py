@@ -44,7 +44,7 @@ def strip(state, prefix):
     }
 
 
-def transformers_text(state, bert, ids, attention, pictures):
+def transformers_text(state, bert, ids, attention, images):
     """Text and fusion states of transformers' own BERT layers, which ALBEF's names come from."""
     plain = {
         "vocab_size": TINY.vocabulary,
@@ -70,7 +70,7 @@ def transformers_text(state, bert, ids, attention, pictures):
             between = states
         layer = BertLayer(fusion_config if fusion else text_config).double().eval()
         layer.load_state_dict(strip(state, f"{bert}encoder.layer.{number}."))
-        states = layer(states, mask, pictures if fusion else None)
+        states = layer(states, mask, images if fusion else None)
     return between, states
 
 
@@ -89,15 +89,15 @@ def test_outputs_are_those_of_timm_and_transformers(kind, bert):
     with torch.no_grad():
         image, text = model.encode_image(pixels), model.encode_text(*text_inputs)
         crossed = model.cross(image, text)
-        pictures = vit.forward_features(pixels)
-        between, last = transformers_text(state, bert, *text_inputs[:2], pictures)
+        images = vit.forward_features(pixels)
+        between, last = transformers_text(state, bert, *text_inputs[:2], images)
     expected = {
-        "picture": (image.states, pictures),
+        "image": (image.states, images),
         "text": (text.states, between),
         "fusion": (crossed.text, last),
     }
     for side, states, feature in (
-        ("vision", pictures, image.feature),
+        ("vision", images, image.feature),
         ("text", between, text.feature),
     ):
         projected = states[:, 0] @ state[f"{side}_proj.weight"].T + state[f"{side}_proj.bias"]
@@ -178,7 +178,7 @@ def test_reports_say_what_became_of_each_part():
     assert "(anchor_threshold, image_tokens, text_tokens)" in lines[3]
 
 
-def test_positions_of_another_picture_size_are_resampled():
+def test_positions_of_another_image_size_are_resampled():
     state = albef_tensors()
     config = albef_config(state, image_size=24)
     assert config.image.grid == (6, 6)

@@ -44,7 +44,7 @@ def attention(query, key, value, keys_mask=None):
     return torch.cat(heads, -1)
 
 
-def pictures(state, pixels):
+def images(state, pixels):
     """Pre-norm ViT; the learned positions resized as ALBEF's authors resize them."""
     rows = pixels.shape[-1] // 16
     patches = pixels.unflatten(3, (rows, 16)).unflatten(2, (rows, 16))
@@ -115,17 +115,17 @@ def test_whole_forward_at_384_pixels_from_257_positions(kind, bert):
 
     image, text = model.encode_image(pixels), model.encode_text(ids, mask, words)
     crossed = model.cross(image, text)
-    picture = pictures(state, pixels)
-    between, last = texts(state, bert, ids, mask, picture)
+    photo = images(state, pixels)
+    between, last = texts(state, bert, ids, mask, photo)
     itm = linear(state, "itm_head", last[:, 0])
     wanted = {
-        "picture": (image.states, picture),
+        "image": (image.states, photo),
         "text": (text.states[mask], between[mask]),
         "fusion": (crossed.text[mask], last[mask]),
         "itm": (model.match_logits(crossed), itm),
     }
     for side, states, feature in (
-        ("vision", picture, image.feature),
+        ("vision", photo, image.feature),
         ("text", between, text.feature),
     ):
         projected = linear(state, f"{side}_proj", states[:, 0])

@@ -51,7 +51,7 @@ def started(folder, text_layers, cross_layers, **text):
     return model, load_public_weights(model)
 
 
-def without_pictures(layer, states, mask):
+def without_images(layer, states, mask):
     """A cross-modal layer whose cross-attention adds nothing and is not normalised."""
     states = layer.attention_norm(states + layer.attention(states, mask=mask))
     return layer.feed_forward_norm(states + layer.feed_forward(states))
@@ -76,7 +76,7 @@ def test_hidden_states_are_those_of_transformers(
     assert torch.equal(states, model.text_encoder(ids, mask))
     if text_layers == 3:
         for layer, theirs in zip(model.cross_encoder.layers, expected[4:], strict=True):
-            states = without_pictures(layer, states, mask)
+            states = without_images(layer, states, mask)
             torch.testing.assert_close(states[mask], theirs[mask], rtol=1e-5, atol=1e-5)
     text, cross = reports
     # Five embedding tensors and sixteen of each layer; the pooler and the position ids are left.

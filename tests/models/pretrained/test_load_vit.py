@@ -164,15 +164,15 @@ def test_distilled_deit_without_its_distillation_token(tmp_path, pixels):
     encoder, report = loaded(file, image_size=pixels)
     if pixels == 384:
         vit = at_384(name, file)
-    pictures = torch.randn(1, 3, pixels, pixels)
-    states = vit._pos_embed(vit.patch_embed(pictures))
+    images = torch.randn(1, 3, pixels, pixels)
+    states = vit._pos_embed(vit.patch_embed(images))
     mask = torch.zeros(states.shape[1], states.shape[1])
     mask[:, 1] = -torch.inf
     for block in vit.blocks:
         states = block(states, attn_mask=mask)
     states = vit.norm(states)
     theirs = torch.cat([states[:, :1], states[:, 2:]], dim=1)
-    torch.testing.assert_close(encoder(pictures), theirs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(encoder(images), theirs, rtol=1e-5, atol=1e-5)
     assert report.resized == (["vit.pos_embed"] if pixels == 384 else [])
     assert "dist_token" in report.unused
     assert "; the distillation token and its position are left out; " in str(report)

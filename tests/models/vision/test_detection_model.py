@@ -44,7 +44,7 @@ def stirred(model):
     return model.double().eval()
 
 
-def pictures(*shapes):
+def images(*shapes):
     return [torch.randn(3, *shape, generator=torch.Generator().manual_seed(n)).double()
             for n, shape in enumerate(shapes)]  # fmt: skip
 
@@ -57,12 +57,12 @@ def slow_attention(module, query, key, value):
     q, k, v = module.query(query), module.key(key), module.value(value)
     width = q.shape[-1] // module.heads
     rows = torch.zeros_like(q)
-    for picture in range(len(q)):
+    for image in range(len(q)):
         for head in range(module.heads):
             part = slice(head * width, (head + 1) * width)
             for row in range(q.shape[1]):
-                logits = k[picture, :, part] @ q[picture, row, part] / width**0.5
-                rows[picture, row, part] = logits.softmax(0) @ v[picture, :, part]
+                logits = k[image, :, part] @ q[image, row, part] / width**0.5
+                rows[image, row, part] = logits.softmax(0) @ v[image, :, part]
     return module.output(rows)
 
 
@@ -101,7 +101,7 @@ def slow_detr(model, pixels, table, at_input=False):
 @pytest.mark.parametrize("place", ["layers", "input"])
 def test_it_is_the_slow_one(place):
     model = stirred(detr("learned-2d", place=place))
-    pixels = torch.stack(pictures((48, 64), (48, 64)))
+    pixels = torch.stack(images((48, 64), (48, 64)))
     encoding = model.positions[0]
     table = torch.cat([encoding.table_rows[:3, None].expand(-1, 4, -1),
                        encoding.table_columns[None, :4].expand(3, -1, -1)], -1)  # fmt: skip
@@ -114,7 +114,7 @@ def test_it_is_the_slow_one(place):
 
 def test_without_encodings_it_is_the_slow_one_without_places():
     model = stirred(detr())
-    pixels = torch.stack(pictures((64, 48)))
+    pixels = torch.stack(images((64, 48)))
     logits, _ = slow_detr(model, pixels, torch.zeros(16).double())
     assert torch.allclose(model(list(pixels)).logits, logits, rtol=0, atol=1e-9)
 
@@ -123,12 +123,12 @@ def test_without_encodings_it_is_the_slow_one_without_places():
 
 
 @pytest.mark.parametrize("name", [None, "learned-2d", "irpe-product"])
-def test_a_picture_does_not_depend_on_the_others_in_its_batch(name):
+def test_a_image_does_not_depend_on_the_others_in_its_batch(name):
     model = stirred(detr(*([name] if name else [])))
     shapes = [(48, 64), (64, 64), (33, 47), (48, 64), (64, 16), (64, 64)]
-    together = model(pictures(*shapes))
-    for number, picture in enumerate(pictures(*shapes)):
-        alone = model([picture])
+    together = model(images(*shapes))
+    for number, image in enumerate(images(*shapes)):
+        alone = model([image])
         for one, other in zip(together, alone):
             assert torch.allclose(one[:, number], other[:, 0], rtol=0, atol=1e-9)
 
@@ -151,7 +151,7 @@ def test_every_encoding_trains_or_is_refused_by_name(name):
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for _ in range(10):
-        found = model([picture.float() for picture in pictures(*sizes)])
+        found = model([image.float() for image in images(*sizes)])
         logits = found.logits.flatten(0, 2)
         loss = F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64))
         loss = loss + (found.boxes - 0.3).abs().mean()
@@ -169,19 +169,19 @@ def test_other_grids_work_or_are_refused_by_name(name):
     model = stirred(detr(with_options(name)))
     if name in ON_A_GRID_ALONE:
         with pytest.raises(ValueError, match=rf"{name} .*(4 x 4|16 places).*(6 x 5|30 tokens)"):
-            model(pictures((96, 80)))
+            model(images((96, 80)))
         with pytest.raises(ValueError, match=rf"{name} .*(6 x 5|30 tokens)"):
             model.require_grid(96, 80)
     else:
         model.require_grid(96, 80)
-        assert torch.isfinite(model(pictures((96, 80))).boxes).all()
+        assert torch.isfinite(model(images((96, 80))).boxes).all()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_nan_under_autocast(name):
     model = detr(with_options(name))
     with torch.autocast("cpu", torch.bfloat16):
-        found = model([picture.float() for picture in pictures((64, 64))])
+        found = model([image.float() for image in images((64, 64))])
     assert found.logits.dtype == found.boxes.dtype == torch.float32
     (found.logits.mean() + found.boxes.mean()).backward()
     for parameter in model.parameters():
@@ -274,7 +274,7 @@ def test_what_is_frozen_is_not_trained():
          "public weights belong to batch norms"),
         ({"heads": 3}, "3 heads do not divide width 16"),
         ({"positions": [{"name": "nonsense"}]}, "nonsense"),
-        ({"positions": [{"name": "anchor"}]}, "anchor lies between a picture and a text"),
+        ({"positions": [{"name": "anchor"}]}, "anchor lies between an image and a text"),
         ({"positions": [{"name": "irpe-product", "roles": "x"}]}, "irpe-product: on='x'"),
         ({"positions": [{"name": "learned-2d", "options": {"ratio": 2}}]}, "learned-2d"),
     ],

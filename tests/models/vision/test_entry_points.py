@@ -110,7 +110,7 @@ def test_absolute_positions():
 
 
 @pytest.mark.parametrize("variant", ["none", "learned", *VARIANTS])
-def test_small_models_train_and_run_on_larger_pictures(variant):
+def test_small_models_train_and_run_on_larger_images(variant):
     name, encoding = SMALL.format(variant), VARIANTS.get(variant)
     if encoding is not None and encoding not in list_positions():
         with pytest.raises(ValueError, match=f"unknown position encoding '{encoding}'"):

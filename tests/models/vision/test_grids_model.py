@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vlp.config import ConfigError
-from vlp.models.vision.grids import GridModelConfig, GridTransformer, Question
+from vlp.models.vision.grids import GridModelConfig, GridQuestion, GridTransformer
 from vlp.positions import create_position
 from vlp.positions.base import PositionContext
 
@@ -33,7 +33,7 @@ def question(rows=2, boxes=None):
         if boxes is None
         else boxes
     )
-    return Question(torch.randint(TOKENS, (rows, LENGTH)), boxes, torch.arange(rows) % 2)
+    return GridQuestion(torch.randint(TOKENS, (rows, LENGTH)), boxes, torch.arange(rows) % 2)
 
 
 def templates(rows=2):
@@ -129,7 +129,9 @@ def test_bf16_gradients_are_finite():
 def test_without_objects_or_rows_there_is_an_answer():
     made = model(*VITARC)
     assert made(question(boxes=torch.zeros(2, 0, 4)), templates()).isfinite().all()
-    nobody = Question(torch.zeros(0, LENGTH).long(), torch.zeros(0, 0, 4), torch.zeros(0).long())
+    nobody = GridQuestion(
+        torch.zeros(0, LENGTH).long(), torch.zeros(0, 0, 4), torch.zeros(0).long()
+    )
     assert made(nobody, torch.zeros(0, LENGTH).long()).shape == (0, LENGTH, TOKENS)
 
 
@@ -142,7 +144,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"templates of 4 x 4 cells .* not \(2, 9\)"):
         made(question(), torch.zeros(2, 9).long())
     outside = question(boxes=torch.tensor([[[3.0, 0, 2, 1]]]).expand(2, -1, -1))
-    with pytest.raises(ValueError, match=r"object box 0 of picture 0 .*does not lie inside"):
+    with pytest.raises(ValueError, match=r"object box 0 of image 0 .*does not lie inside"):
         model(*VITARC)(outside, templates())
 
 

@@ -1,4 +1,4 @@
-"""The pixel transformer: likelihood that is one, no look ahead, and pictures drawn from it."""
+"""The pixel transformer: likelihood that is one, no look ahead, and images drawn from it."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def model(*names, **options):
     return made
 
 
-def pictures(rows=2):
+def images(rows=2):
     return torch.randint(256, (rows, SIZE, SIZE, 3))
 
 
 @pytest.mark.parametrize("name", [*ON_TOKENS, *IN_ATTENTION, None])
 def test_a_later_channel_never_changes_an_earlier_logit(name):
     made = model(*([name] if name else []))
-    values = pictures()
+    values = images()
     logits = made(values).flatten(1, 3)
     for place in range(LENGTH):
         changed = values.flatten(1).clone()
@@ -60,7 +60,7 @@ def test_a_later_channel_never_changes_an_earlier_logit(name):
 
 @pytest.mark.parametrize("names", [["fourier"], ["learned-1d"], ["sine-2d", "irpe-cross"]])
 def test_nats_are_the_chain_rule_by_hand(names):
-    made, values = model(*names), pictures()
+    made, values = model(*names), images()
     total = torch.zeros(2, dtype=torch.float64)
     for place in range(LENGTH):
         known = values.flatten(1).clone()
@@ -75,7 +75,7 @@ def test_nats_are_the_chain_rule_by_hand(names):
 
 
 def test_the_likelihoods_of_all_values_sum_to_one():
-    made, values = model("sine-2d"), pictures(1).expand(256, -1, -1, -1).clone()
+    made, values = model("sine-2d"), images(1).expand(256, -1, -1, -1).clone()
     values[:, 1, 2, 1] = torch.arange(256)
     shares = (-made.nats(values)[:, 1, 2, 1]).exp()
     assert shares.sum().item() == pytest.approx(1, abs=1e-5)
@@ -84,7 +84,7 @@ def test_the_likelihoods_of_all_values_sum_to_one():
 @pytest.mark.parametrize("names", [(), ("learned-2d",), ("sine-1d",), ("fourier", "alibi-2d")])
 def test_an_untrained_model_needs_8_bits(names):
     made = PixelTransformer(config(*names), SIZE)
-    bits = made.nats(pictures(8)).mean().item() / math.log(2)
+    bits = made.nats(images(8)).mean().item() / math.log(2)
     assert bits == pytest.approx(8, abs=0.02)
 
 
@@ -146,7 +146,7 @@ MIXED = {"name": "learned-2d", "options": {"mixer": True}}
 
 @pytest.mark.parametrize("names", [["fourier"], ["learned-1d"], [MIXED, "sine-1d"], []])
 def test_logits_token_by_token_are_those_of_the_whole(names):
-    made, values = model(*names), pictures()
+    made, values = model(*names), images()
     tokens = values.flatten(1)
     whole = made(values).flatten(1, 3)
     step = made._step_by_step(2)
@@ -155,7 +155,7 @@ def test_logits_token_by_token_are_those_of_the_whole(names):
 
 
 @pytest.mark.parametrize("names", [["fourier"], ["sine-2d", "alibi-2d"]])
-def test_pictures_are_drawn_alike_from_equal_numbers(names):
+def test_images_are_drawn_alike_from_equal_numbers(names):
     made = model(*names)
     first = made.generate(3, np.random.default_rng(1))
     assert first.shape == (3, SIZE, SIZE, 3)
@@ -194,7 +194,7 @@ def test_a_low_temperature_takes_the_likeliest():
 def test_bf16_gradients_are_finite(names):
     made = PixelTransformer(config(*names), SIZE)
     with torch.autocast("cpu", torch.bfloat16):
-        loss = made.nats(pictures()).sum()
+        loss = made.nats(images()).sum()
     loss.backward()
     assert loss.isfinite()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in made.parameters())

@@ -37,7 +37,7 @@ def pairs():
     return image, text, image_keys, text_keys, ids, key_ids, valid, key_valid
 
 
-def test_positives_are_the_pairs_of_one_picture():
+def test_positives_are_the_pairs_of_one_image():
     assert positives(torch.tensor([3, 5]), torch.tensor([5, 3, 3])).tolist() == [
         [False, True, True],
         [True, False, False],
@@ -74,8 +74,8 @@ def test_empty_slots_change_nothing(pairs):
     assert full.count == cut.count
 
 
-def test_captions_of_one_picture_are_not_negatives():
-    """Two equal captions: as one picture's they are at rest, as two pictures' they repel."""
+def test_captions_of_one_image_are_not_negatives():
+    """Two equal captions: as one image's they are at rest, as two images' they repel."""
     image = unit(1, 8).repeat(2, 1)
     gradients = []
     for ids in (torch.tensor([1, 1]), torch.tensor([1, 2])):

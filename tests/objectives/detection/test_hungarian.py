@@ -56,7 +56,7 @@ def test_more_objects_than_queries_are_refused():
         match([torch.zeros(2, 3)])
 
 
-def test_pictures_without_objects_are_matched_with_nothing():
+def test_images_without_objects_are_matched_with_nothing():
     cost = matching_cost(
         torch.randn(2, 4, 6), torch.rand(2, 4, 4), torch.zeros(0).long(), torch.zeros(0, 4)
     )

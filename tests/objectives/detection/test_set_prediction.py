@@ -1,4 +1,4 @@
-"""DETR's loss against a slow one, picture by picture and query by query."""
+"""DETR's loss against a slow one, image by image and query by query."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ def problem(counts=(2, 0, 3)):
 
 
 def slow(logits, boxes, labels, objects, layer, no_object):
-    """The best assignment of every picture by trying all, then the sums by hand."""
+    """The best assignment of every image by trying all, then the sums by hand."""
     classes = weights = l1 = giou = 0.0
     right = 0
-    for picture, (label, target) in enumerate(zip(labels, objects)):
-        cost = matching_cost(logits[layer, picture], boxes[layer, picture], label, target)
+    for image, (label, target) in enumerate(zip(labels, objects)):
+        cost = matching_cost(logits[layer, image], boxes[layer, image], label, target)
         best = min(
             itertools.permutations(range(QUERIES), len(label)),
             key=lambda one: sum(cost[q, n].item() for n, q in enumerate(one)),
         )
         owner = {query: number for number, query in enumerate(best)}
         for query in range(QUERIES):
-            odds = [math.exp(value) for value in logits[layer, picture, query].tolist()]
+            odds = [math.exp(value) for value in logits[layer, image, query].tolist()]
             wanted = label[owner[query]].item() if query in owner else CLASSES
             weight = 1.0 if query in owner else no_object
             classes -= weight * math.log(odds[wanted] / sum(odds))
             weights += weight
             if query in owner:
-                box = boxes[layer, picture, query].detach()
+                box = boxes[layer, image, query].detach()
                 l1 += (box - target[owner[query]]).abs().sum().item()
                 giou += 1 - slow_giou(box, target[owner[query]])
                 right += max(range(CLASSES), key=lambda c: odds[c]) == wanted

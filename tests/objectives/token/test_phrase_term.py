@@ -56,7 +56,7 @@ def test_the_loss_equals_the_loop(seed):
 
 
 def phrase(*words):
-    """One picture of four patches, each a direction of its own, and a text of given words."""
+    """One image of four patches, each a direction of its own, and a text of given words."""
     text = F.normalize(torch.tensor(words, dtype=torch.float64), dim=-1)[None]
     every = torch.ones(1, len(words), dtype=torch.bool)
     return torch.eye(4, dtype=torch.float64)[None], text, every, torch.ones(1, dtype=torch.bool)
@@ -66,20 +66,20 @@ RED, BLUE, VAGUE = (1.0, 0, 0, 0), (0, 1.0, 0, 0), (1.0, 1, 1, 1)
 
 
 def test_a_vague_word_learns_from_its_neighbour_and_the_neighbour_nothing():
-    picture, text, words, valid = phrase(RED, VAGUE)
+    image, text, words, valid = phrase(RED, VAGUE)
     text.requires_grad_(True)
-    phrase_loss(picture, text, words, valid).total.backward()
+    phrase_loss(image, text, words, valid).total.backward()
     assert (text.grad[0, 0] == 0).all()
     assert text.grad[0, 1].argmin() == 0  # a step downhill raises the response to the red patch
     assert (text.grad[0, 1, 1:] > 0).all()
 
 
 def test_training_brings_each_word_to_the_patch_of_its_own_phrase():
-    picture, text, words, valid = phrase(RED, VAGUE, VAGUE, VAGUE, VAGUE, BLUE)
+    image, text, words, valid = phrase(RED, VAGUE, VAGUE, VAGUE, VAGUE, BLUE)
     free = text.clone().requires_grad_(True)
     for _ in range(200):
         tokens = F.normalize(free, dim=-1)
-        (gradient,) = torch.autograd.grad(phrase_loss(picture, tokens, words, valid).total, free)
+        (gradient,) = torch.autograd.grad(phrase_loss(image, tokens, words, valid).total, free)
         with torch.no_grad():
             free -= 0.1 * gradient
     assert free[0].argmax(-1).tolist() == [0, 0, 0, 1, 1, 1]

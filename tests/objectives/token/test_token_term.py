@@ -11,9 +11,9 @@ def unit(*shape, seed=0):
     return F.normalize(torch.randn(*shape, generator=random, dtype=torch.float64), dim=-1)
 
 
-def slow_response(word, pictures, valid, alpha, beta):
-    """What one word finds in each picture, one patch at a time."""
-    cosines = [[word @ patch for patch in picture] for picture in pictures]
+def slow_response(word, images, valid, alpha, beta):
+    """What one word finds in each image, one patch at a time."""
+    cosines = [[word @ patch for patch in image] for image in images]
     seen = [row for row, is_valid in zip(cosines, valid) if is_valid]
     found = []
     for row in cosines:
@@ -69,7 +69,7 @@ def slow_losses(image_tokens, text_tokens, word_mask, words, ids, valid, scale, 
 
 @pytest.fixture
 def batch():
-    """Eight samples; two captions of one picture, an empty slot, a caption without words."""
+    """Eight samples; two captions of one image, an empty slot, a caption without words."""
     random = torch.Generator().manual_seed(3)
     word_mask = torch.rand(8, 4, generator=random) < 0.7
     word_mask[:, 1] = True
@@ -138,15 +138,15 @@ def test_a_word_in_every_text_says_nothing(batch):
     assert losses.words.total == 0
 
 
-def test_what_answers_in_every_picture_at_the_same_place_is_no_answer():
+def test_what_answers_in_every_image_at_the_same_place_is_no_answer():
     """A word that one fixed patch answers to, against one found in another patch each time."""
     corner, moving = torch.eye(4, dtype=torch.float64)[:2]
-    pictures = torch.zeros(4, 4, 4, dtype=torch.float64)
-    pictures[:, 0] = corner
+    images = torch.zeros(4, 4, 4, dtype=torch.float64)
+    images[:, 0] = corner
     for number in range(1, 4):
-        pictures[number, number] = moving
+        images[number, number] = moving
     valid = torch.ones(4, dtype=torch.bool)
-    response = word_response(torch.stack([corner, moving]), pictures, valid, 0.0, 1.0)
+    response = word_response(torch.stack([corner, moving]), images, valid, 0.0, 1.0)
     assert (response[0] == 0).all()
     assert response[1].tolist() == [0, 0.75, 0.75, 0.75]
 

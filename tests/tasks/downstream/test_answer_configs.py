@@ -14,7 +14,7 @@ FOLDER = Path(__file__).resolve().parents[3] / "configs" / "finetune"
 FILES = {
     "vqa_v2": VqaConfig,
     "easy_vqa": VqaConfig,
-    "scenes_questions": VqaConfig,
+    "scenes_vqa": VqaConfig,
     "coco_caption": CaptionConfig,
     "scenes_caption": CaptionConfig,
 }

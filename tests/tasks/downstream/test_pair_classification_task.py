@@ -15,14 +15,14 @@ from vlp.data.shards.sample_files import BadSample
 from vlp.models.folder import from_pretrained
 from vlp.tasks.downstream.init_from import start_parts
 from vlp.tasks.downstream.pair_classification import (
-    AssignmentConfig,
-    EntailmentConfig,
-    StatementsConfig,
+    Nlvr2AssignmentConfig,
+    Nlvr2Config,
+    SnliVeConfig,
     build,
 )
 from vlp.tasks.downstream.task import load_task
 
-PLAIN = {"randaugment": False, "crop_scale": [1.0, 1.0], "mirror": False}
+PLAIN = {"randaugment": False, "crop_scale": [1.0, 1.0], "hflip": False}
 
 
 def settings(kind, *folders, **more):
@@ -41,7 +41,7 @@ def folder(tmp_path):
 
 
 def test_entailment_learns_a_batch(folder, tmp_path):
-    config = settings(EntailmentConfig, entailment_shards(tmp_path / "train"))
+    config = settings(SnliVeConfig, entailment_shards(tmp_path / "train"))
     task, data = built(config, folder)
     batch, _ = next(iter(data.batches()))
     assert batch.pixels.shape == (4, 1, 3, 16, 16)
@@ -57,20 +57,20 @@ def test_entailment_learns_a_batch(folder, tmp_path):
 
 
 def test_a_saved_task_gives_the_same_answers_in_a_fresh_place(folder, tmp_path):
-    config = settings(StatementsConfig, statement_shards(tmp_path / "train"))
+    config = settings(Nlvr2Config, statement_shards(tmp_path / "train"))
     task, data = built(config, folder)
     batch, _ = next(iter(data.batches()))
     task.save_model(tmp_path / "saved", task.state_dict())
     loaded = load_task(tmp_path / "saved")
-    assert loaded.kind == "statements"
+    assert loaded.kind == "nlvr2"
     with torch.no_grad():
         assert torch.equal(loaded.logits(batch), task.eval().logits(batch))
     assert from_pretrained(tmp_path / "saved").heads.keys() >= {"tags", "head.0.weight"}
 
 
-def test_each_of_two_pictures_has_its_own_paths(folder, tmp_path):
-    """Against a second run in which the other picture is another one."""
-    task, _ = built(settings(StatementsConfig, statement_shards(tmp_path / "train")), folder)
+def test_each_of_two_images_has_its_own_paths(folder, tmp_path):
+    """Against a second run in which the other image is another one."""
+    task, _ = built(settings(Nlvr2Config, statement_shards(tmp_path / "train")), folder)
     model = task.eval().model
     pixels = torch.randn(3, 1, 3, 16, 16)
     text = model.encode_text(*task.text([CAPTIONS[0]]))
@@ -88,8 +88,8 @@ def test_each_of_two_pictures_has_its_own_paths(folder, tmp_path):
         assert not both.path[:, 1 + patches].any()  # the second [CLS]
 
 
-def test_one_picture_in_several_is_that_picture(folder, tmp_path):
-    task, _ = built(settings(StatementsConfig, statement_shards(tmp_path / "train")), folder)
+def test_one_image_in_several_is_that_image(folder, tmp_path):
+    task, _ = built(settings(Nlvr2Config, statement_shards(tmp_path / "train")), folder)
     model = task.eval().model
     image = model.encode_image(torch.randn(2, 3, 16, 16))
     text = model.encode_text(*task.text(CAPTIONS[:2]))
@@ -97,8 +97,8 @@ def test_one_picture_in_several_is_that_picture(folder, tmp_path):
     torch.testing.assert_close(several, model.cross(image, text).text)
 
 
-def test_the_order_of_two_pictures_matters_by_their_tags(folder, tmp_path):
-    task, data = built(settings(StatementsConfig, statement_shards(tmp_path / "train")), folder)
+def test_the_order_of_two_images_matters_by_their_tags(folder, tmp_path):
+    task, data = built(settings(Nlvr2Config, statement_shards(tmp_path / "train")), folder)
     batch, _ = next(iter(data.batches()))
     turned = batch._replace(pixels=batch.pixels.flip(1))
     task.eval()
@@ -108,14 +108,14 @@ def test_the_order_of_two_pictures_matters_by_their_tags(folder, tmp_path):
         torch.testing.assert_close(task.logits(batch), task.logits(turned), rtol=0, atol=1e-5)
 
 
-def test_a_picture_of_panels_is_read_as_pictures_side_by_side(folder, tmp_path):
+def test_a_image_of_panels_is_read_as_images_side_by_side(folder, tmp_path):
     scene = render(sample_scene(0, 0, image_size=48))
     wide = scene.resize((50, 16))
     label = Annotation(statement="a b", label=True)
     shards = annotated_shards(tmp_path / "wide", [label] * 4, encode_png(wide))
     shown = [wide.crop(box) for box in ((0, 0, 16, 16), (16, 0, 33, 16), (33, 0, 50, 16))]
     task, data = built(
-        settings(StatementsConfig, shards).model_copy(update={"pictures": 1, "panels": 3}), folder
+        settings(Nlvr2Config, shards).model_copy(update={"images": 1, "panels": 3}), folder
     )
     batch, _ = next(iter(data.batches()))
     assert batch.pixels.shape == (4, 3, 3, 16, 16)
@@ -124,18 +124,18 @@ def test_a_picture_of_panels_is_read_as_pictures_side_by_side(folder, tmp_path):
     assert task.logits(batch).shape == (4, 2)
 
 
-def test_assignment_puts_the_caption_with_its_picture(folder, tmp_path):
+def test_assignment_puts_the_caption_with_its_image(folder, tmp_path):
     shards = tmp_path / "captioned"
-    pictures = [encode_png(render(sample_scene(0, number, image_size=16))) for number in range(9)]
+    images = [encode_png(render(sample_scene(0, number, image_size=16))) for number in range(9)]
     from vlp.data.shards.shard_index import ShardWriter
 
     with ShardWriter(shards) as writer:
-        for number, picture in enumerate(pictures):
+        for number, image in enumerate(images):
             said = Annotation(caption=f"number {number}", source="test", image_id=str(number))
-            writer.write(f"{number}", picture, "png", said)
-    task, _ = built(settings(AssignmentConfig, shards), folder)
+            writer.write(f"{number}", image, "png", said)
+    task, _ = built(settings(Nlvr2AssignmentConfig, shards), folder)
     claims = task.claims([shards])
-    own = [claims.prepare([_decoded(picture)], "", 0, None)[0] for picture in pictures]
+    own = [claims.prepare([_decoded(image)], "", 0, None)[0] for image in images]
     places = []
     for number in range(9):
         claim = claims.make(claims.items.read(number), number)
@@ -146,22 +146,22 @@ def test_assignment_puts_the_caption_with_its_picture(folder, tmp_path):
     assert set(places) == {0, 1, 2}
 
 
-def _decoded(picture):
-    from vlp.data.image.decode import decode_picture
+def _decoded(image):
+    from vlp.data.image.decode import decode_image
 
-    return decode_picture(picture, "test")
+    return decode_image(image, "test")
 
 
 def test_bad_samples_are_named(folder, tmp_path):
-    picture = encode_png(render(sample_scene(0, 0, image_size=16)))
+    image = encode_png(render(sample_scene(0, 0, image_size=16)))
     annotations = [
         Annotation(hypothesis="a red circle", label="maybe"),
         Annotation(label="neutral"),
         Annotation(hypothesis="a red circle"),
         Annotation(hypothesis="a red circle", label="neutral"),
     ]
-    shards = annotated_shards(tmp_path / "bad", annotations, picture)
-    task, data = built(settings(EntailmentConfig, shards, max_skipped_share=1.0), folder)
+    shards = annotated_shards(tmp_path / "bad", annotations, image)
+    task, data = built(settings(SnliVeConfig, shards, max_skipped_share=1.0), folder)
     batch, _ = next(iter(data.batches()))
     assert int(batch.valid.sum()) == 1
     kinds = sorted(skip.kind for skip in batch.skipped)
@@ -169,15 +169,15 @@ def test_bad_samples_are_named(folder, tmp_path):
     where = " ".join(skip.where for skip in batch.skipped)
     assert "'maybe' is none of entailment, neutral, contradiction" in where
     statements = task.claims([shards])
-    statements.pictures = 2
-    with pytest.raises(BadSample, match="no second picture"):
+    statements.images = 2
+    with pytest.raises(BadSample, match="no second image"):
         statements.make(statements.items.read(3), 3)
 
 
 def test_a_batch_without_a_good_sample_counts_nowhere(folder, tmp_path):
-    picture = encode_png(render(sample_scene(0, 0, image_size=16)))
-    shards = annotated_shards(tmp_path / "bad", [Annotation(label="neutral")] * 4, picture)
-    task, data = built(settings(EntailmentConfig, shards, max_skipped_share=1.0), folder)
+    image = encode_png(render(sample_scene(0, 0, image_size=16)))
+    shards = annotated_shards(tmp_path / "bad", [Annotation(label="neutral")] * 4, image)
+    task, data = built(settings(SnliVeConfig, shards, max_skipped_share=1.0), folder)
     batch, _ = next(iter(data.batches()))
     assert not batch.valid.any()
     assert float(task(batch, 0).loss.detach()) == 0
@@ -186,8 +186,8 @@ def test_a_batch_without_a_good_sample_counts_nowhere(folder, tmp_path):
 @pytest.mark.parametrize("view", ["blank", "shuffled"])
 def test_what_the_model_is_shown_can_be_taken_away(folder, tmp_path, view):
     shards = entailment_shards(tmp_path / "train")
-    whole, _ = built(settings(EntailmentConfig, shards), folder)
-    less, _ = built(settings(EntailmentConfig, shards, view=view), folder)
+    whole, _ = built(settings(SnliVeConfig, shards), folder)
+    less, _ = built(settings(SnliVeConfig, shards, view=view), folder)
     item = whole.claims([shards]).items.read(0)
     seen, left = (task.claims([shards]).make(item, 0).pixels for task in (whole, less))
     assert not torch.equal(seen, left)
@@ -209,7 +209,7 @@ def test_a_start_that_cannot_be_used_is_refused(folder, tmp_path):
         load_task(folder)
 
 
-def test_pictures_may_grow(folder):
+def test_images_may_grow(folder):
     parts, report = start_parts(str(folder), {"image": {"image_size": 24}})
     assert parts.preprocess.image_size == 24
     assert report.resized == ["image_encoder.vit.pos_embed"]
@@ -217,7 +217,7 @@ def test_pictures_may_grow(folder):
 
 
 def test_a_folder_with_a_key_that_is_none_is_refused_by_file_and_key(folder, tmp_path):
-    config = settings(EntailmentConfig, entailment_shards(tmp_path / "train"))
+    config = settings(SnliVeConfig, entailment_shards(tmp_path / "train"))
     task, _ = built(config, folder)
     task.save_model(tmp_path / "saved", task.state_dict())
     file = tmp_path / "saved" / "task.json"

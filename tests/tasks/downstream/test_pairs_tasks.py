@@ -26,15 +26,15 @@ OBJECTIVES = {"mlm": None, "mim": None, "teacher": None, "itm": {"group": 4}}
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
     scenes = [annotation(sample_scene(0, number, image_size=32)) for number in range(8)]
-    picture = encode_png(render(sample_scene(0, 3, image_size=32)))
-    return annotated_shards(tmp_path_factory.mktemp("pairs") / "shards", scenes, picture)
+    image = encode_png(render(sample_scene(0, 3, image_size=32)))
+    return annotated_shards(tmp_path_factory.mktemp("pairs") / "shards", scenes, image)
 
 
 def settings(folder, shards, kind, **task):
     data = {"sources": [{"path": str(shards)}], "validation": [str(shards)], "canonical_streams": 4}
-    data["augment"] = {"randaugment": False, "crop_scale": [1.0, 1.0], "mirror": False}
+    data["augment"] = {"randaugment": False, "crop_scale": [1.0, 1.0], "hflip": False}
     content = {
-        "start": str(folder),
+        "init_from": str(folder),
         "task": {"kind": kind, "data": data, "objectives": OBJECTIVES} | task,
         "training": {"batch": 4, "precision": "float32"},
     }

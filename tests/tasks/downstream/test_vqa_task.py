@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from question_shards import AUGMENT, coloured, picture, question, toy_parts, write_shards
+from question_shards import AUGMENT, coloured, photo, question, toy_parts, write_shards
 
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation
@@ -124,7 +124,7 @@ class TestTask:
         torch.testing.assert_close(again(batch, 0).loss, task(batch, 0).loss)
         assert from_pretrained(tmp_path).model.config == task.model.config
 
-    def test_pictures_that_are_not_shown_change_nothing(self, trained, shards) -> None:
+    def test_images_that_are_not_shown_change_nothing(self, trained, shards) -> None:
         task, _ = trained
         blind = task.config.data.model_copy(update={"view": "blank"})
         task.config = task.config.model_copy(update={"data": blind})
@@ -179,7 +179,7 @@ def test_what_does_not_fit_is_refused(shards, options, message) -> None:
 
 
 def test_shards_without_questions(tmp_path) -> None:
-    write_shards(tmp_path, [(picture(), Annotation(caption="a red picture"))])
+    write_shards(tmp_path, [(photo(), Annotation(caption="a red image"))])
     with pytest.raises(ConfigError, match="no question in these shards is answered"):
         built(tmp_path)
     file = tmp_path / "answers.txt"
@@ -190,7 +190,7 @@ def test_shards_without_questions(tmp_path) -> None:
 
 def test_every_answer_of_a_question_is_seen(tmp_path) -> None:
     many = {f"{n} red": 1 for n in range(10)}
-    write_shards(tmp_path, [(picture(), Annotation(questions=[question(1, "is it?", many)]))])
+    write_shards(tmp_path, [(photo(), Annotation(questions=[question(1, "is it?", many)]))])
     task, data = built(tmp_path, batch=1)
     batch = first_batch(data)
     assert batch.owners.tolist() == [0] * 10

@@ -72,7 +72,7 @@ def test_mixing_mixes_targets_as_pixels(mixing):
         pixels, mixed, done = task._mix(constant, targets, step)
         assert done
         assert torch.allclose(mixed.sum(-1), torch.ones(6))
-        # A target is the share of pixels that come from each picture.
+        # A target is the share of pixels that come from each image.
         mean = (mixed * torch.arange(6.0)).sum(-1)
         torch.testing.assert_close(pixels.mean((1, 2, 3)), mean, atol=1e-5, rtol=0)
         again, _, _ = task._mix(constant, targets, step)

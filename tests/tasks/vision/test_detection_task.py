@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from vlp.config import ConfigError, load_config
-from vlp.data.shards.bad_samples import Skip
+from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.vision.detection.dataset import DetectionBatch
 from vlp.objectives.detection.set_prediction import set_losses
-from vlp.tasks.vision.detection import Detection, DetectionConfig, build, load
+from vlp.tasks.vision.detection import DetectionConfig, DetectionTask, build, load
 from vlp.tasks.vision.folder import read_task
 from vlp.training.config import DeepSpeedRunConfig
 
@@ -35,7 +35,7 @@ def config(positions=(), data=(), model=(), **options):
     scenes = {"format": "scenes", "count": 8}
     plain = {
         "model": {**MODEL, "positions": list(positions), **dict(model)},
-        "data": {"train": scenes, "test": scenes, "sizes": [48], "multiple": 8, "mirror": False,
+        "data": {"train": scenes, "test": scenes, "sizes": [48], "multiple": 8, "hflip": False,
                  **dict(data)},
     }  # fmt: skip
     return DetectionConfig.model_validate(plain | options)
@@ -70,7 +70,7 @@ def trained(settings, steps, rate=2e-3):
 def test_the_loss_is_the_sum_over_layers():
     torch.manual_seed(0)
     weights = {"classes": 0.5, "l1": 3.0, "giou": 4.0, "no_object": 0.2}
-    task = Detection(config([PLACES], loss=weights), CLASSES)
+    task = DetectionTask(config([PLACES], loss=weights), CLASSES)
     given = batch(2, 0, 3)
     out = task(given, 0)
     layers = set_losses(
@@ -91,8 +91,8 @@ def test_the_loss_is_the_sum_over_layers():
 
 def test_auxiliary_losses_are_optional():
     torch.manual_seed(0)
-    both = Detection(config([PLACES]), CLASSES)
-    last = Detection(config([PLACES], loss={"auxiliary": False}), CLASSES)
+    both = DetectionTask(config([PLACES]), CLASSES)
+    last = DetectionTask(config([PLACES], loss={"auxiliary": False}), CLASSES)
     last.load_state_dict(both.state_dict())
     given = batch(2, 1)
     one, other = both(given, 0), last(given, 0)
@@ -103,9 +103,9 @@ def test_auxiliary_losses_are_optional():
 
 
 @pytest.mark.parametrize("counts", [(), (0, 0)])
-def test_batches_without_pictures_or_objects_have_finite_gradients(counts):
-    task = Detection(config([PLACES]), CLASSES)
-    given = batch(*counts)._replace(skipped=(Skip("unreadable picture", "a.png"),))
+def test_batches_without_images_or_objects_have_finite_gradients(counts):
+    task = DetectionTask(config([PLACES]), CLASSES)
+    given = batch(*counts)._replace(skipped=(SkippedSample("unreadable image", "a.png"),))
     out = task(given, 0)
     out.loss.backward()
     assert bool(out.loss == 0) == (not counts)
@@ -117,7 +117,7 @@ def test_batches_without_pictures_or_objects_have_finite_gradients(counts):
 
 
 def test_pixels_that_are_not_finite_spoil_the_loss_and_nothing_else():
-    task = Detection(config([PLACES]), CLASSES)
+    task = DetectionTask(config([PLACES]), CLASSES)
     given = batch(1, 1)
     given.pixels[0].fill_(math.inf)
     assert not torch.isfinite(task(given, 0).loss)
@@ -125,8 +125,8 @@ def test_pixels_that_are_not_finite_spoil_the_loss_and_nothing_else():
 
 def test_bf16_stays_near_float32():
     torch.manual_seed(0)
-    full = Detection(config([PLACES]), CLASSES)
-    half = Detection(config([PLACES]), CLASSES, "bf16")
+    full = DetectionTask(config([PLACES]), CLASSES)
+    half = DetectionTask(config([PLACES]), CLASSES, "bf16")
     half.load_state_dict(full.state_dict())
     given = batch(1, 1)
     one, other = full(given, 0), half(given, 0)
@@ -175,12 +175,12 @@ def test_every_rank_starts_with_the_same_weights():
         ({"positions": [PLACES], "data": {"test_sizes": [48, 64]}},
          r"64 x 64 px \(size 64\): learned-2d has vectors for a 6 x 6 grid, not for 8 x 8"),
         ({"positions": [{"name": "irpe-quantization"}], "data": {"sizes": [48, 64]}},
-         r"pictures of 48 x 48 px \(size 48\): irpe-quantization .*8 x 8"),
+         r"images of 48 x 48 px \(size 48\): irpe-quantization .*8 x 8"),
         ({"positions": [{"name": "learned-1d"}], "data": {"crop": 0.5, "longest": 64}},
          r"learned-1d"),
         ({"positions": [{"name": "nonsense"}]}, "nonsense"),
         ({"data": {"canonical_streams": 3}}, "batch 8 is not a multiple of canonical_streams 3"),
-        ({"data": {"test": {"format": "coco", "annotations": "nowhere", "pictures": "."}}},
+        ({"data": {"test": {"format": "coco", "annotations": "nowhere", "images": "."}}},
          "nowhere: cannot be read"),
     ],
 )  # fmt: skip

@@ -32,7 +32,7 @@ def config(data="unused", name="fourier", **options):
 
 @pytest.fixture
 def planes(tmp_path):
-    """Pictures whose upper half is one of two colours, and whose lower half is the other."""
+    """Images whose upper half is one of two colours, and whose lower half is the other."""
     (tmp_path / "all").mkdir()
     colours = np.array([[250, 20, 90], [10, 130, 240]], dtype=np.uint8)
     for number in range(32):
@@ -65,7 +65,7 @@ def test_an_empty_share_has_loss_zero_and_gradients():
 
 
 @pytest.mark.parametrize("name", ["learned-2d", "fourier"])
-def test_training_learns_pictures_and_the_folder_keeps_what_it_learned(planes, tmp_path, name):
+def test_training_learns_images_and_the_folder_keeps_what_it_learned(planes, tmp_path, name):
     task, data = build(config(planes, name), batch=16, seed=0, precision="float32")
     before = evaluate(task)
     assert before["bits_per_dim"] == pytest.approx(8, abs=0.05)
@@ -76,7 +76,7 @@ def test_training_learns_pictures_and_the_folder_keeps_what_it_learned(planes, t
         out.loss.backward()
         optimiser.step()
     after = evaluate(task)
-    # One bit tells both pictures apart: 1 / 48 bits a dimension is all there is.
+    # One bit tells both images apart: 1 / 48 bits a dimension is all there is.
     assert after["bits_per_dim"] < 0.5
     assert after["bits_red"] > after["bits_blue"]  # the first channel is the open question
 

@@ -27,27 +27,36 @@ KINDS = {"0": 0, "1": 1, "2": 2, "3": 3, "3-whole": 3}
 ACCELERATE = "accelerate"
 
 
-def training(kind: str, accumulation: int = 1) -> TrainingConfig:
+def training(kind: str, gradient_accumulation_steps: int = 1) -> TrainingConfig:
     zero = {"stage": KINDS[kind]}
     if KINDS[kind] == 3:
         zero["stage3_param_persistence_threshold"] = 0 if kind == "3" else 100_000
     path = FOLDER / f"{kind}_{distributed.world_size()}_{distributed.rank()}.json"
     path.write_text(json.dumps({"zero_optimization": zero}))
-    return toy_config(deepspeed=str(path), batch=8, accumulation=accumulation).training
+    return toy_config(
+        deepspeed=str(path), batch=8, gradient_accumulation_steps=gradient_accumulation_steps
+    ).training
 
 
-def make(task: ToyTask, kind: str, accumulation: int = 1) -> Engine:
+def make(task: ToyTask, kind: str, gradient_accumulation_steps: int = 1) -> Engine:
     if kind == ACCELERATE:
-        return AccelerateEngine(task, toy_config(batch=8, accumulation=accumulation).training)
-    return DeepSpeedEngine(task, training(kind, accumulation))
+        return AccelerateEngine(
+            task,
+            toy_config(batch=8, gradient_accumulation_steps=gradient_accumulation_steps).training,
+        )
+    return DeepSpeedEngine(task, training(kind, gradient_accumulation_steps))
 
 
 def steps(engine: Engine, first: int, last: int) -> list[Update]:
     """Optimiser steps on fixed global batches; one rank alone poisons step `POISONED`."""
     updates = []
-    accumulation = engine.config.accumulation if isinstance(engine, PlainEngine) else ACCUMULATION
+    gradient_accumulation_steps = (
+        engine.config.gradient_accumulation_steps
+        if isinstance(engine, PlainEngine)
+        else ACCUMULATION
+    )
     for step in range(first, last):
-        for micro in range(accumulation):
+        for micro in range(gradient_accumulation_steps):
             generator = torch.Generator().manual_seed(100 * step + micro)
             ids = torch.randint(TOKENS, (8, 5), generator=generator)
             share = len(ids) // engine.world_size
@@ -74,9 +83,11 @@ def distance(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
     return max(float((first[name] - second[name]).abs().max()) for name in used)
 
 
-def plain(accumulation: int = 1) -> tuple[dict[str, Tensor], list[Update]]:
+def plain(gradient_accumulation_steps: int = 1) -> tuple[dict[str, Tensor], list[Update]]:
     torch.manual_seed(0)
-    engine = PlainEngine(ToyTask(), toy_config(accumulation=accumulation).training)
+    engine = PlainEngine(
+        ToyTask(), toy_config(gradient_accumulation_steps=gradient_accumulation_steps).training
+    )
     updates = steps(engine, 0, STEPS)
     return copied(engine.gather()), updates
 
@@ -137,9 +148,9 @@ def check_loading(kind: str) -> None:
 
 def check_accumulation(kind: str) -> None:
     global ACCUMULATION
-    expected, _ = plain(accumulation=3)
+    expected, _ = plain(gradient_accumulation_steps=3)
     torch.manual_seed(0)
-    engine = make(ToyTask(), kind, accumulation=3)
+    engine = make(ToyTask(), kind, gradient_accumulation_steps=3)
     ACCUMULATION = 3
     updates = steps(engine, 0, STEPS)
     ACCUMULATION = 1

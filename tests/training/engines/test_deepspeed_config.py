@@ -12,13 +12,16 @@ from vlp.training.engines.deepspeed_config import deepspeed_config, deepspeed_fi
 def write(folder: Path, values: Any) -> TrainingConfig:
     path = folder / "zero.json"
     path.write_text(values if isinstance(values, str) else json.dumps(values))
-    return TrainingConfig(batch=12, accumulation=2, deepspeed=str(path))
+    return TrainingConfig(batch=12, gradient_accumulation_steps=2, deepspeed=str(path))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_shipped_files_take_batch_and_clipping_from_the_yaml(stage: int) -> None:
     config = TrainingConfig(
-        batch=12, accumulation=2, deepspeed=f"zero{stage}", optimiser=OptimiserConfig(clip=0.5)
+        batch=12,
+        gradient_accumulation_steps=2,
+        deepspeed=f"zero{stage}",
+        optimiser=OptimiserConfig(clip=0.5),
     )
     merged = deepspeed_config(config, world_size=3)
     assert merged["zero_optimization"]["stage"] == stage

@@ -1,4 +1,4 @@
-"""Pictures with captions, for a model that writes them."""
+"""Images with captions, for a model that writes them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pydantic import Field
 from torch import Tensor
 
 from vlp.data.downstream.config import DownstreamDataConfig
-from vlp.data.downstream.images import PicturePreparation, decoded
+from vlp.data.downstream.images import ImagePreparation, decoded
 from vlp.data.downstream.items import Item, Items
 from vlp.data.pretrain.loader import OrderedData
 from vlp.data.schema import Annotation, captions_of
-from vlp.data.shards.bad_samples import Skip
+from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.stream.batch import moved
-from vlp.data.stream.map_dataset import Draws, indexed_data
+from vlp.data.stream.map_dataset import RngFactory, indexed_data
 from vlp.data.text.tokenizer import TextProcessor
 
 
@@ -27,11 +27,11 @@ class CaptionDataConfig(DownstreamDataConfig):
         32, ge=3, description="tokens of a padded caption, [CLS] and [SEP] in; longer ones are cut"
     )
     captions: Literal["one", "all"] = Field(
-        "all", description="every caption once an epoch, or one drawn per picture"
+        "all", description="every caption once an epoch, or one drawn per image"
     )
 
 
-class Captioned(NamedTuple):
+class CaptionExample(NamedTuple):
     """pixels (3, size, size); the caption to write, "" in evaluation; all captions there are."""
 
     pixels: Tensor
@@ -48,7 +48,7 @@ class CaptionBatch(NamedTuple):
     pixels: Tensor
     caption_ids: Tensor
     valid: Tensor
-    skipped: tuple[Skip, ...] = ()
+    skipped: tuple[SkippedSample, ...] = ()
 
     def to(self, device: torch.device | str) -> CaptionBatch:
         """Move every tensor to `device`."""
@@ -56,12 +56,12 @@ class CaptionBatch(NamedTuple):
 
 
 class CaptionSet:
-    """The pictures of some shard folders, or each of their captions.
+    """The images of some shard folders, or each of their captions.
 
     Args:
         items: samples, or with `captions_in` their captions.
         text: tokenizer.
-        prepare: pictures to pixels.
+        prepare: images to pixels.
         config: see there.
     """
 
@@ -69,41 +69,43 @@ class CaptionSet:
         self,
         items: Items,
         text: TextProcessor,
-        prepare: PicturePreparation,
+        prepare: ImagePreparation,
         config: CaptionDataConfig,
     ) -> None:
         self.items, self.prepare, self.config = items, prepare, config
         self.text = TextProcessor(text.tokenizer, config.max_caption)
 
-    def make(self, item: Item, number: int, draws: Draws | None = None) -> Captioned:
-        """The picture of an item of that number; with `draws`, those of training, and a caption.
+    def make(self, item: Item, number: int, rng_for: RngFactory | None = None) -> CaptionExample:
+        """The image of an item of that number; with `rng_for`, those of training, and a caption.
 
         Raises:
-            BadSample: the picture cannot be used, or there is no caption to train on.
+            BadSample: the image cannot be used, or there is no caption to train on.
         """
         captions = captions_of(item.raw.annotation)
         caption = ""
-        if draws is not None:
+        if rng_for is not None:
             if not captions:
                 raise BadSample("no text", f"{item.where}: it has no caption")
             part = item.part
             if self.config.captions == "one":
-                part = int(draws("caption").integers(len(captions)))
+                part = int(rng_for("caption").integers(len(captions)))
             caption = captions[part]
-        picture = decoded(item.raw, 1, item.where)
-        pixels = self.prepare(picture, caption, number, draws)[0]
-        return Captioned(pixels, caption, tuple(captions))
+        image = decoded(item.raw, 1, item.where)
+        pixels = self.prepare(image, caption, number, rng_for)[0]
+        return CaptionExample(pixels, caption, tuple(captions))
 
-    def train(self, number: int, draws: Draws) -> Captioned:
-        """A picture with a caption to train on."""
-        return self.make(self.items.read(number), number, draws)
+    def train(self, number: int, rng_for: RngFactory) -> CaptionExample:
+        """An image with a caption to train on."""
+        return self.make(self.items.read(number), number, rng_for)
 
-    def collate(self, samples: list[Captioned], skipped: tuple[Skip, ...] = ()) -> CaptionBatch:
-        """A batch of pictures with one caption each."""
+    def collate(
+        self, samples: list[CaptionExample], skipped: tuple[SkippedSample, ...] = ()
+    ) -> CaptionBatch:
+        """A batch of images with one caption each."""
         valid = torch.ones(len(samples), dtype=torch.bool)
         if not samples:  # models want a row; it counts nowhere
             size = self.prepare.evaluate.image_size
-            samples = [Captioned(torch.zeros(3, size, size), "", ())]
+            samples = [CaptionExample(torch.zeros(3, size, size), "", ())]
             valid = torch.zeros(1, dtype=torch.bool)
         tokens = self.text([sample.caption for sample in samples])
         longest = int(tokens.attention_mask.sum(1).max())

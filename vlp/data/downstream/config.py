@@ -1,4 +1,4 @@
-"""Where the data of a downstream task lies and how its pictures are prepared."""
+"""Where the data of a downstream task lies and how its images are prepared."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pydantic import Field
 
 from vlp.data.config import AugmentConfig
 from vlp.data.image.ablated_views import View
-from vlp.data.stream.map_dataset import OrderConfig
+from vlp.data.stream.map_dataset import MapDatasetConfig
 
 
-class DownstreamDataConfig(OrderConfig):
+class DownstreamDataConfig(MapDatasetConfig):
     """Shard folders to train on and to choose the best model by."""
 
     train: tuple[str, ...] = Field(min_length=1)
@@ -18,7 +18,7 @@ class DownstreamDataConfig(OrderConfig):
     validation_limit: int | None = Field(None, ge=1, description="likewise of `validation`")
     augment: AugmentConfig = AugmentConfig()
     view: View = Field(
-        "picture",
+        "image",
         description="what the model is shown: `shuffled` (patches in random order) and `blank` "
-        "tell what it owes to places and to the picture",
+        "tell what it owes to places and to the image",
     )

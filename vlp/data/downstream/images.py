@@ -1,4 +1,4 @@
-"""Pictures of a downstream task as pixels, in training and in evaluation."""
+"""Images of a downstream task as pixels, in training and in evaluation."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from PIL import Image
 from torch import Tensor
 
 from vlp.data.image.ablated_views import View, viewed
-from vlp.data.image.decode import decode_picture
+from vlp.data.image.decode import decode_image
 from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.shards.sample_files import BadSample, RawSample
-from vlp.data.stream.map_dataset import Draws
+from vlp.data.stream.map_dataset import RngFactory
 
 
-class PicturePreparation(NamedTuple):
-    """How pictures become pixels; `train` is used where draws are given, `evaluate` else."""
+class ImagePreparation(NamedTuple):
+    """How images become pixels; `train` is used where draws are given, `evaluate` else."""
 
     train: TrainTransform
     evaluate: Preprocessing
@@ -26,45 +26,45 @@ class PicturePreparation(NamedTuple):
     patch_size: int
 
     def __call__(
-        self, pictures: Sequence[Image.Image], text: str, number: int, draws: Draws | None
+        self, images: Sequence[Image.Image], text: str, number: int, rng_for: RngFactory | None
     ) -> Tensor:
-        """(pictures, 3, size, size) float32, normalised.
+        """(images, 3, size, size) float32, normalised.
 
         Args:
-            pictures: those of one sample.
-            text: what is said of them; a picture is not mirrored where it speaks of sides.
+            images: those of one sample.
+            text: what is said of them; an image is not mirrored where it speaks of sides.
             number: of the sample, which fixes the order of shuffled patches in evaluation.
             draws: of training.
         """
-        if draws is None:
-            pixels = [self.evaluate(picture) for picture in pictures]
+        if rng_for is None:
+            pixels = [self.evaluate(image) for image in images]
             seed = number
         else:
-            rng = draws("augment")
-            pixels = [self.train(picture, rng, text) for picture in pictures]
-            seed = int(draws("view").integers(1 << 62))
+            rng = rng_for("augment")
+            pixels = [self.train(image, rng, text) for image in images]
+            seed = int(rng_for("view").integers(1 << 62))
         return viewed(torch.stack(pixels), self.view, self.patch_size, seed)
 
 
 def decoded(raw: RawSample, count: int, where: str) -> list[Image.Image]:
-    """The first `count` pictures (1 or 2) of a sample, decoded.
+    """The first `count` images (1 or 2) of a sample, decoded.
 
     Raises:
         BadSample: one is missing or cannot be decoded.
     """
     encoded = [raw.image, raw.second_image][:count]
     if any(image is None for image in encoded):
-        raise BadSample("missing picture", f"{where}: it has no second picture (KEY.1.jpg)")
-    return [decode_picture(image, where) for image in encoded if image is not None]
+        raise BadSample("missing image", f"{where}: it has no second image (KEY.1.jpg)")
+    return [decode_image(image, where) for image in encoded if image is not None]
 
 
-def panels(picture: Image.Image, count: int) -> list[Image.Image]:
-    """A picture cut into `count` parts of one width, from left to right.
+def panels(image: Image.Image, count: int) -> list[Image.Image]:
+    """An image cut into `count` parts of one width, from left to right.
 
     Args:
-        picture: of any width; parts differ by a pixel where it does not divide.
-        count: 1 gives the picture itself.
+        image: of any width; parts differ by a pixel where it does not divide.
+        count: 1 gives the image itself.
     """
-    edges = [picture.width * number // count for number in range(count + 1)]
+    edges = [image.width * number // count for number in range(count + 1)]
     parts = itertools.pairwise(edges)
-    return [picture.crop((left, 0, right, picture.height)) for left, right in parts]
+    return [image.crop((left, 0, right, image.height)) for left, right in parts]

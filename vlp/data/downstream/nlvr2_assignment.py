@@ -1,6 +1,6 @@
-"""Text assignment: two pictures and a caption of the first, of the second, or of neither.
+"""Text assignment: two images and a caption of the first, of the second, or of neither.
 
-ALBEF (section 5, NLVR2) prepares for statements about two pictures with it; any captioned shards
+ALBEF (section 5, NLVR2) prepares for statements about two images with it; any captioned shards
 will do.
 """
 
@@ -8,38 +8,38 @@ from __future__ import annotations
 
 import numpy as np
 
-from vlp.data.downstream.images import PicturePreparation, decoded
+from vlp.data.downstream.images import ImagePreparation, decoded
 from vlp.data.downstream.items import Item, Items
-from vlp.data.downstream.pair_classification import Claim, ClaimKind, ClaimSet
+from vlp.data.downstream.pair_classification import PairDataset, PairExample, TextLabels
 from vlp.data.schema import captions_of
 from vlp.data.shards.sample_files import BadSample
-from vlp.data.stream.map_dataset import Draws
-from vlp.data.stream.rng import draw
+from vlp.data.stream.map_dataset import RngFactory
+from vlp.data.stream.rng import make_rng
 from vlp.data.text.tokenizer import TextProcessor
 
 FIRST, SECOND, NEITHER = range(3)
-_UNUSED = ClaimKind("caption", {})
+_UNUSED = TextLabels("caption", {})
 
 
-class AssignmentSet(ClaimSet):
+class AssignmentSet(PairDataset):
     """Claims made of captioned samples: a sample, others drawn beside it, and where it belongs.
 
     Args:
         items: captioned samples.
         text: tokenizer.
-        prepare: pictures to pixels.
+        prepare: images to pixels.
     """
 
-    def __init__(self, items: Items, text: TextProcessor, prepare: PicturePreparation) -> None:
+    def __init__(self, items: Items, text: TextProcessor, prepare: ImagePreparation) -> None:
         super().__init__(items, _UNUSED, 2, 1, text, prepare)
 
-    def make(self, item: Item, number: int, draws: Draws | None = None) -> Claim:
-        """The caption of `item`, with its picture first, second or absent.
+    def make(self, item: Item, number: int, rng_for: RngFactory | None = None) -> PairExample:
+        """The caption of `item`, with its image first, second or absent.
 
         Raises:
-            BadSample: a drawn picture cannot be used, or `item` has no caption.
+            BadSample: a drawn image cannot be used, or `item` has no caption.
         """
-        rng = draws("assignment") if draws else draw(0, 0, number, "assignment")
+        rng = rng_for("assignment") if rng_for else make_rng(0, 0, number, "assignment")
         captions = captions_of(item.raw.annotation)
         if not captions:
             raise BadSample("no text", f"{item.where}: it has no caption")
@@ -49,20 +49,20 @@ class AssignmentSet(ClaimSet):
         for _ in range(2 if place == NEITHER else 1):
             others.append(self._other([item, *others], rng))
         shown = [item, *others] if place == FIRST else [*others, item]
-        pictures = [decoded(one.raw, 1, one.where)[0] for one in shown[:2]]
-        return Claim(self.prepare(pictures, said, number, draws), self.text([said]), place)
+        images = [decoded(one.raw, 1, one.where)[0] for one in shown[:2]]
+        return PairExample(self.prepare(images, said, number, rng_for), self.text([said]), place)
 
     def _other(self, taken: list[Item], rng: np.random.Generator) -> Item:
-        """A sample of another picture than those taken, as far as the annotations tell."""
-        pictures = [_picture(item) for item in taken]
+        """A sample of another image than those taken, as far as the annotations tell."""
+        images = [_image(item) for item in taken]
         for _ in range(8):
             other = self.items.read(int(rng.integers(len(self.items))))
-            if _picture(other) not in pictures:
+            if _image(other) not in images:
                 return other
-        raise BadSample("no text", f"{taken[0].where}: no other picture was drawn beside it")
+        raise BadSample("no text", f"{taken[0].where}: no other image was drawn beside it")
 
 
-def _picture(item: Item) -> tuple[str | None, str]:
+def _image(item: Item) -> tuple[str | None, str]:
     annotation = item.raw.annotation
     if annotation.image_id is None:
         return None, item.where

@@ -1,4 +1,4 @@
-"""Questions about pictures, each with the answers that several people gave."""
+"""Questions about images, each with the answers that several people gave."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from vlp.data.downstream.answers import answers_of
 from vlp.data.downstream.config import DownstreamDataConfig
-from vlp.data.downstream.images import PicturePreparation, decoded
+from vlp.data.downstream.images import ImagePreparation, decoded
 from vlp.data.downstream.items import Item, Items
 from vlp.data.pretrain.loader import OrderedData
 from vlp.data.scenes.annotation import SOURCE
 from vlp.data.schema import Annotation, Question
-from vlp.data.shards.bad_samples import Skip
+from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.stream.batch import moved
-from vlp.data.stream.map_dataset import Draws, indexed_data
+from vlp.data.stream.map_dataset import RngFactory, indexed_data
 from vlp.data.text.tokenizer import TextProcessor, TextTokens
 
 
@@ -37,7 +37,7 @@ class VqaDataConfig(DownstreamDataConfig):
     most_answers: int = Field(3129, ge=1, description="of those that are taken from `train`")
 
 
-class Asked(NamedTuple):
+class VqaExample(NamedTuple):
     """pixels (3, size, size); tokens of one row; answers with the number of people, none in a test
     set; types of the question by division, as far as the sample tells."""
 
@@ -65,7 +65,7 @@ class VqaBatch(NamedTuple):
     owners: Tensor
     shares: Tensor
     valid: Tensor
-    skipped: tuple[Skip, ...] = ()
+    skipped: tuple[SkippedSample, ...] = ()
 
     def to(self, device: torch.device | str) -> VqaBatch:
         """Move every tensor to `device`."""
@@ -78,54 +78,54 @@ class QuestionSet:
     Args:
         items: the questions, `questions_in` of each sample.
         text: tokenizer of questions.
-        prepare: pictures to pixels.
+        prepare: images to pixels.
         max_answer: see `VqaDataConfig`.
     """
 
     def __init__(
-        self, items: Items, text: TextProcessor, prepare: PicturePreparation, max_answer: int
+        self, items: Items, text: TextProcessor, prepare: ImagePreparation, max_answer: int
     ) -> None:
         self.items, self.text, self.prepare = items, text, prepare
         self.answer_text = TextProcessor(text.tokenizer, max_answer)
 
-    def make(self, item: Item, number: int, draws: Draws | None = None) -> Asked:
-        """The question of an item of that number; `draws` are those of training.
+    def make(self, item: Item, number: int, rng_for: RngFactory | None = None) -> VqaExample:
+        """The question of an item of that number; `rng_for` are those of training.
 
         Raises:
-            BadSample: its picture or its text cannot be used.
+            BadSample: its image or its text cannot be used.
         """
         annotation = item.raw.annotation
         question = (annotation.questions or [])[item.part]
         if not question.question.strip():
             raise BadSample("no text", f"{item.where}: question {question.id} is blank")
-        picture = decoded(item.raw, 1, item.where)
+        image = decoded(item.raw, 1, item.where)
         answers = answers_of(question)
-        # A mirrored picture would make "left" false in an answer, too.
+        # A mirrored image would make "left" false in an answer, too.
         said = " ".join([question.question, *answers])
-        return Asked(
-            self.prepare(picture, said, number, draws)[0],
+        return VqaExample(
+            self.prepare(image, said, number, rng_for)[0],
             self.text([question.question]),
             question,
             answers,
             question_types(annotation, question),
         )
 
-    def train(self, number: int, draws: Draws) -> Asked:
+    def train(self, number: int, rng_for: RngFactory) -> VqaExample:
         """A question to train on; one without answers is a bad sample."""
         item = self.items.read(number)
-        asked = self.make(item, number, draws)
+        asked = self.make(item, number, rng_for)
         if not asked.answers:
             raise BadSample("no answers", f"{item.where}: nobody answered {asked.question.id}")
         return asked
 
-    def collate(self, asked: list[Asked], skipped: tuple[Skip, ...] = ()) -> VqaBatch:
+    def collate(self, asked: list[VqaExample], skipped: tuple[SkippedSample, ...] = ()) -> VqaBatch:
         """A batch of questions with all their answers."""
         valid = torch.ones(len(asked), dtype=torch.bool)
         if not asked:  # models want a row; it counts nowhere
             size = self.prepare.evaluate.image_size
             nothing = Question(id="", question="")
             blank = torch.zeros(3, size, size)
-            asked = [Asked(blank, self.text([""]), nothing, {"": 1}, {})]
+            asked = [VqaExample(blank, self.text([""]), nothing, {"": 1}, {})]
             valid = torch.zeros(1, dtype=torch.bool)
         said = [
             (answer, row, count / sum(one.answers.values()))

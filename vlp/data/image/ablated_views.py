@@ -1,4 +1,4 @@
-"""What a model is shown in place of a picture, to learn what it owes to the picture."""
+"""What a model is shown in place of an image, to learn what it owes to the image."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ import torch
 from torch import Tensor
 from torch.nn.functional import fold, unfold
 
-View = Literal["picture", "shuffled", "blank"]
-"""The picture; patches of it in random order, so that nothing is where it was; a plain grey."""
+View = Literal["image", "shuffled", "blank"]
+"""The image; patches of it in random order, so that nothing is where it was; a plain grey."""
 
 
 def viewed(pixels: Tensor, view: View, patch_size: int, seed: int) -> Tensor:
-    """Pictures as the view wants them; each one's patches have an order of their own.
+    """Images as the view wants them; each one's patches have an order of their own.
 
-    Before it is cut to be shuffled, a picture is moved by a random part of a patch, out at one side
+    Before it is cut to be shuffled, an image is moved by a random part of a patch, out at one side
     and in at the other: where the grid cuts a thing would tell where the thing lay.
 
     Args:
-        pixels: (pictures, 3, height, width).
+        pixels: (images, 3, height, width).
         view: what is shown.
         patch_size: side of a patch in pixels.
         seed: of the moves and orders.
     """
     if view == "blank":
         return torch.zeros_like(pixels)
-    if view == "picture":
+    if view == "image":
         return pixels
     generator = torch.Generator().manual_seed(seed)
     shifts = torch.randint(patch_size, (len(pixels), 2), generator=generator).tolist()
     moved = torch.stack([torch.roll(one, by, (-2, -1)) for one, by in zip(pixels, shifts)])
-    patches = unfold(moved, patch_size, stride=patch_size)  # (pictures, values, patches)
+    patches = unfold(moved, patch_size, stride=patch_size)  # (images, values, patches)
     count = patches.shape[-1]
     orders = [torch.randperm(count, generator=generator) for _ in patches]
     mixed = torch.stack([patch[:, order] for patch, order in zip(patches, orders)])

@@ -1,4 +1,4 @@
-"""Encoded pictures to upright RGB, refusing what is too large or cannot be decoded whole."""
+"""Encoded images to upright RGB, refusing what is too large or cannot be decoded whole."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_PIXELS = 2**26
 # the corpora.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 
-# EXIF orientation, to what puts the picture upright.
+# EXIF orientation, to what puts the image upright.
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -31,25 +31,25 @@ TURNS = {
 }
 
 
-def decode_picture(data: bytes, where: str) -> Image.Image:
-    """Decode a picture wholly, to RGB, as a viewer shows it.
+def decode_image(data: bytes, where: str) -> Image.Image:
+    """Decode an image wholly, to RGB, as a viewer shows it.
 
-    It is turned by its EXIF orientation, so boxes are in pixels of the upright picture. What is
-    transparent shows white; 16 bits become their upper 8; of an animation the first picture is
+    It is turned by its EXIF orientation, so boxes are in pixels of the upright image. What is
+    transparent shows white; 16 bits become their upper 8; of an animation the first image is
     taken. The format is found in the bytes: a PNG that is called .jpg decodes.
 
     Raises:
-        BadSample: the bytes are no picture of FORMATS, or end too early (a truncated JPEG would
+        BadSample: the bytes are no image of FORMATS, or end too early (a truncated JPEG would
             otherwise come out with a grey lower part); or its header announces more than
             MAX_PIXELS, which is said before any memory is spent on them.
     """
-    with reading(where), open_picture(data, where) as image:
+    with reading(where), open_image(data, where) as image:
         image.load()
         return _upright(_to_rgb(image), orientation(image))
 
 
 def upright_rgb(image: Image.Image) -> Image.Image:
-    """A picture that others opened, as `decode_picture` gives it; one that is so already, itself.
+    """An image that others opened, as `decode_image` gives it; one that is so already, itself.
 
     Raises:
         OSError: the file ends too early, or cannot be decoded.
@@ -69,22 +69,22 @@ def reading(where: str) -> Iterator[None]:
     except BadSample:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise BadSample("picture too large", f"{where} ({error})") from error
+        raise BadSample("image too large", f"{where} ({error})") from error
     except Exception as error:  # decoders raise a dozen kinds for bad bytes; all mean the same
-        raise BadSample("unreadable picture", f"{where} ({error})") from error
+        raise BadSample("unreadable image", f"{where} ({error})") from error
 
 
-def open_picture(data: bytes, where: str) -> Image.Image:
+def open_image(data: bytes, where: str) -> Image.Image:
     """Read the header alone.
 
     Raises:
-        BadSample: it announces more than MAX_PIXELS. Bytes that are no picture raise whatever the
+        BadSample: it announces more than MAX_PIXELS. Bytes that are no image raise whatever the
             decoder does: see `reading`.
     """
     image = Image.open(BytesIO(data), formats=FORMATS)
     width, height = image.size
     if width * height > MAX_PIXELS:
-        raise BadSample("picture too large", f"{where} ({width} x {height} pixels)")
+        raise BadSample("image too large", f"{where} ({width} x {height} pixels)")
     return image
 
 
@@ -103,15 +103,15 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def orientation(image: Image.Image) -> int:
-    """EXIF's number of the way a picture must be turned; 1 is upright."""
+    """EXIF's number of the way an image must be turned; 1 is upright."""
     try:
         return int(image.getexif().get(ExifTags.Base.Orientation, 1))
-    except Exception:  # garbage beside the pixels does not make the picture a bad one
+    except Exception:  # garbage beside the pixels does not make the image a bad one
         return 1
 
 
 def _upright(image: Image.Image, turn: int) -> Image.Image:
     if turn in TURNS:
         image = image.transpose(TURNS[turn])
-    image.info = {}  # with the orientation in it, the next reader would turn the picture again
+    image.info = {}  # with the orientation in it, the next reader would turn the image again
     return image

@@ -1,4 +1,4 @@
-"""A picture whose size is known before it is decoded, so that a crop can be chosen first."""
+"""An image whose size is known before it is decoded, so that a crop can be chosen first."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from vlp.data.image.decode import (
     MAX_PIXELS,
     TURNS,
-    decode_picture,
-    open_picture,
+    decode_image,
+    open_image,
     orientation,
     reading,
 )
@@ -26,15 +26,15 @@ _JPEG, _SCAN, _APP1 = b"\xff\xd8\xff", 0xDA, 0xE1
 _ORIENTED = (b"Exif\0\0", b"tiff:Orientation")
 
 
-class EncodedPicture:
-    """An encoded picture, of which the header alone has been read.
+class JpegImage:
+    """An encoded image, of which the header alone has been read.
 
     Args:
         data: the bytes.
         where: names the place in errors.
 
     Raises:
-        BadSample: as `vlp.data.image.decode.decode_picture`; the methods too.
+        BadSample: as `vlp.data.image.decode.decode_image`; the methods too.
     """
 
     def __init__(self, data: bytes, where: str) -> None:
@@ -43,7 +43,7 @@ class EncodedPicture:
         if size is not None:
             self._plain, self.size = True, size
             return
-        with reading(where), open_picture(data, where) as image:
+        with reading(where), open_image(data, where) as image:
             turn = orientation(image)
             # Nothing is left for Pillow to do.
             self._plain = (
@@ -54,8 +54,8 @@ class EncodedPicture:
         """(width, height) in pixels, upright."""
 
     def image(self) -> Image.Image:
-        """Decoded by `decode_picture`."""
-        return decode_picture(self._data, self._where)
+        """Decoded by `decode_image`."""
+        return decode_image(self._data, self._where)
 
     def levels(self, least: tuple[int, int] | None = None) -> Tensor:
         """Decoded to levels, (3, height, width) uint8: those of `image`, or quicker ones.
@@ -113,5 +113,5 @@ def _may_be_turned(data: bytes) -> bool:
 
 
 def levels_of(image: Image.Image) -> Tensor:
-    """An RGB picture's levels, (3, height, width) uint8."""
+    """An RGB image's levels, (3, height, width) uint8."""
     return torch.from_numpy(np.array(image, dtype=np.uint8)).permute(2, 0, 1)

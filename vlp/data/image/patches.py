@@ -1,4 +1,4 @@
-"""Which patches of a picture lie in a box."""
+"""Which patches of an image lie in a box."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def patches_in_box(
     """Patches whose centre lies in the box; for a box too small to hold one, the patch it is on.
 
     Args:
-        box: [x, y, width, height] in pixels of the picture.
-        grid: patches (rows, columns). The picture is squashed to the model's square, so patches
-            of a picture that is not square are not square either.
-        size: the picture's (width, height) in pixels.
+        box: [x, y, width, height] in pixels of the image.
+        grid: patches (rows, columns). The image is squashed to the model's square, so patches
+            of an image that is not square are not square either.
+        size: the image's (width, height) in pixels.
 
     Returns:
         (rows * columns,) in raster order.

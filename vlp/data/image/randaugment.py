@@ -1,6 +1,6 @@
 """RandAugment without operations that change hue, because captions name colours.
 
-Pictures are float32 levels, (3, height, width) in 0..255: what is added up or turned is rounded
+Images are float32 levels, (3, height, width) in 0..255: what is added up or turned is rounded
 nowhere, and no operation needs another copy in Pillow's layout.
 """
 
@@ -17,7 +17,7 @@ from torch.nn.functional import grid_sample
 # ALBEF shifts by at most 10 px of 256.
 _SHIFT = 10 / 256
 
-# Uncovered corners of shifted and turned pictures: mid grey, which normalises to about zero.
+# Uncovered corners of shifted and turned images: mid grey, which normalises to about zero.
 _FILL = 128.0
 
 
@@ -69,7 +69,7 @@ def _brightness(levels: Tensor, strength: float, sign: int) -> Tensor:
 
 
 def _sharpness(levels: Tensor, strength: float, sign: int) -> Tensor:
-    # Away from, or towards, a smoothed picture: 3 x 3 neighbours, the middle five times (Pillow's
+    # Away from, or towards, a smoothed image: 3 x 3 neighbours, the middle five times (Pillow's
     # filter). The sum over the nine holds the middle once.
     share = sign * 0.9 * strength / 13
     middle = levels[:, 1:-1, 1:-1]
@@ -127,7 +127,7 @@ def _affine(
     x, y = torch.arange(width) + 0.5, (torch.arange(height) + 0.5)[:, None]
     places = torch.empty(1, height, width, 2)
     for axis, (by_x, by_y, fixed), size in ((0, across, width), (1, down, height)):
-        # grid_sample counts from -1 to 1 over the picture.
+        # grid_sample counts from -1 to 1 over the image.
         torch.add(
             x * (2 * by_x / size),
             y * (2 * by_y / size) + (2 * fixed / size - 1),

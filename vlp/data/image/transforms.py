@@ -1,4 +1,4 @@
-"""Pictures to tensors: the plain preparation of evaluation, and the augmented one of training."""
+"""Images to tensors: the plain preparation of evaluation, and the augmented one of training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn.functional import interpolate
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig
 from vlp.data.image.decode import upright_rgb
-from vlp.data.image.jpeg import EncodedPicture, levels_of
+from vlp.data.image.jpeg import JpegImage, levels_of
 from vlp.data.image.randaugment import randaugment
 
 FILE_NAME = "preprocessing.json"
@@ -24,7 +24,7 @@ FILE_NAME = "preprocessing.json"
 # As timm's `augreg` ViTs were trained; close to the range [-1, 1] that MIM regresses.
 MEAN = STD = (0.5, 0.5, 0.5)
 
-# `left`, `right`, `leftmost`, `right-hand`, ...: a mirrored picture would make the caption false.
+# `left`, `right`, `leftmost`, `right-hand`, ...: a mirrored image would make the caption false.
 _SIDES = re.compile(r"\b(?:left|right)", re.IGNORECASE)
 
 Box = tuple[int, int, int, int]
@@ -32,9 +32,9 @@ Box = tuple[int, int, int, int]
 
 
 class Preprocessing:
-    """Squash a picture to a square, bicubic, and normalise it (as ALBEF evaluates).
+    """Squash an image to a square, bicubic, and normalise it (as ALBEF evaluates).
 
-    Nothing is cropped, so whatever a caption names stays in the picture.
+    Nothing is cropped, so whatever a caption names stays in the image.
 
     Args:
         image_size: side in pixels.
@@ -53,11 +53,11 @@ class Preprocessing:
         self.std = std
 
     def __call__(self, image: Image.Image) -> Tensor:
-        """A picture as `squash` takes it, to (3, image_size, image_size) float32."""
+        """An image as `squash` takes it, to (3, image_size, image_size) float32."""
         return self.normalise(self.squash(image))
 
     def squash(self, image: Image.Image) -> Image.Image:
-        """A picture of any mode and size as RGB of image_size x image_size.
+        """An image of any mode and size as RGB of image_size x image_size.
 
         As in training, it is turned by its EXIF orientation, what is transparent shows white, and
         16 bits become their upper 8.
@@ -66,9 +66,9 @@ class Preprocessing:
         image = upright_rgb(image)
         return image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
 
-    def normalise(self, picture: Image.Image | Tensor) -> Tensor:
-        """An RGB picture, or its levels (3, height, width) in 0..255, to float32 of that size."""
-        levels = picture if isinstance(picture, Tensor) else levels_of(picture)
+    def normalise(self, image: Image.Image | Tensor) -> Tensor:
+        """An RGB image, or its levels (3, height, width) in 0..255, to float32 of that size."""
+        levels = image if isinstance(image, Tensor) else levels_of(image)
         return normalise(levels, self.mean, self.std)
 
     def save(self, folder: str | Path) -> None:
@@ -125,7 +125,7 @@ class TrainTransform:
     """Random crop, RandAugment and mirror; every choice comes from the given generator.
 
     Crops are resized by PyTorch's bicubic filter on 8 bits, three times as fast as Pillow's and
-    equal to it but for a level here and there. Without crops (`crop_scale` from 1) pictures are
+    equal to it but for a level here and there. Without crops (`crop_scale` from 1) images are
     squashed exactly as `Preprocessing` does.
     """
 
@@ -135,33 +135,31 @@ class TrainTransform:
 
     @property
     def keeps_places(self) -> bool:
-        """Whether what lies at a place of the picture lies there in the pixels too."""
+        """Whether what lies at a place of the image lies there in the pixels too."""
         return (
-            not self.config.randaugment
-            and not self.config.mirror
-            and self.config.crop_scale[0] >= 1
+            not self.config.randaugment and not self.config.hflip and self.config.crop_scale[0] >= 1
         )
 
     def __call__(
-        self, picture: Image.Image | EncodedPicture, rng: np.random.Generator, caption: str
+        self, image: Image.Image | JpegImage, rng: np.random.Generator, caption: str
     ) -> Tensor:
-        """A picture to (3, image_size, image_size) float32; `caption` decides about mirroring.
+        """An image to (3, image_size, image_size) float32; `caption` decides about mirroring.
 
         Raises:
-            BadSample: an encoded picture cannot be decoded.
+            BadSample: an encoded image cannot be decoded.
         """
-        return self.preprocessing.normalise(self.levels(picture, rng, caption))
+        return self.preprocessing.normalise(self.levels(image, rng, caption))
 
     def levels(
-        self, picture: Image.Image | EncodedPicture, rng: np.random.Generator, caption: str
+        self, image: Image.Image | JpegImage, rng: np.random.Generator, caption: str
     ) -> Tensor:
         """As a call, but not normalised yet: (3, image_size, image_size) uint8."""
-        if isinstance(picture, Image.Image):
-            picture = upright_rgb(picture)
-        levels = self._cropped(picture, random_crop(*picture.size, self.config.crop_scale, rng))
+        if isinstance(image, Image.Image):
+            image = upright_rgb(image)
+        levels = self._cropped(image, random_crop(*image.size, self.config.crop_scale, rng))
         # Drawn even where the caption forbids it, so the draws that follow stay the same.
-        mirror = rng.random() < 0.5
-        if self.config.mirror and mirror and not _SIDES.search(caption):
+        hflip = rng.random() < 0.5
+        if self.config.hflip and hflip and not _SIDES.search(caption):
             levels = levels.flip(2)
         if self.config.randaugment:
             levels = levels.to(torch.float32, memory_format=torch.contiguous_format)
@@ -169,19 +167,19 @@ class TrainTransform:
             levels = levels.round_().clamp_(0, 255).to(torch.uint8)
         return levels
 
-    def _cropped(self, picture: Image.Image | EncodedPicture, box: Box) -> Tensor:
+    def _cropped(self, image: Image.Image | JpegImage, box: Box) -> Tensor:
         if self.config.crop_scale[0] >= 1:
-            image = picture if isinstance(picture, Image.Image) else picture.image()
-            return levels_of(self.preprocessing.squash(image))
+            whole = image if isinstance(image, Image.Image) else image.image()
+            return levels_of(self.preprocessing.squash(whole))
         side = self.preprocessing.image_size
-        if isinstance(picture, Image.Image):
-            levels = levels_of(picture)
+        if isinstance(image, Image.Image):
+            levels = levels_of(image)
         elif self.config.quick_decode:
-            levels = picture.levels(_least_size(picture.size, box, side))
+            levels = image.levels(_least_size(image.size, box, side))
         else:
-            levels = picture.levels()
+            levels = image.levels()
         # In whole pixels of what was decoded, outwards.
-        (width, height), (rows, columns) = picture.size, levels.shape[1:]
+        (width, height), (rows, columns) = image.size, levels.shape[1:]
         left, upper = box[0] * columns // width, box[1] * rows // height
         right, lower = -(-box[2] * columns // width), -(-box[3] * rows // height)
         part = levels[None, :, upper:lower, left:right]
@@ -189,7 +187,7 @@ class TrainTransform:
 
 
 def _least_size(size: tuple[int, int], box: Box, side: int) -> tuple[int, int]:
-    """(width, height) at which a picture's crop still has `side` pixels both ways."""
+    """(width, height) at which an image's crop still has `side` pixels both ways."""
     left, upper, right, lower = box
     return math.ceil(size[0] * side / (right - left)), math.ceil(size[1] * side / (lower - upper))
 

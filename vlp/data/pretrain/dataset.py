@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
-from vlp.data.image.jpeg import EncodedPicture
+from vlp.data.image.jpeg import JpegImage
 from vlp.data.image.transforms import TrainTransform
 from vlp.data.schema import TextKind, texts_of
-from vlp.data.shards.bad_samples import Skip
+from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.shards.sample_files import BadSample, RawSample
 from vlp.data.shards.shard_index import ShardIndex
 from vlp.data.stream.batch import Batch
 from vlp.data.stream.input_spec import Inputs
-from vlp.data.stream.rng import draw, identity
+from vlp.data.stream.rng import identity, make_rng
 from vlp.data.stream.sampler import Element
 from vlp.data.text.masking import IGNORED, mask_patches, mask_words
 from vlp.data.text.tokenizer import TextProcessor
@@ -43,11 +43,11 @@ class Slot(NamedTuple):
     mlm_labels: Tensor
     mim_mask: Tensor
     image_id: int
-    draws: Tensor
+    rng_for: Tensor
     valid: bool
     sample_id: int
     word_patches: Tensor | None = None
-    skip: Skip | None = None
+    skip: SkippedSample | None = None
 
 
 class Request(NamedTuple):
@@ -64,7 +64,7 @@ class CaptionedSamples(Dataset[Slot]):
         sources: the folders of shards, in the order of the configuration.
         every_caption: whether each caption makes an element; else one is drawn on each visit.
         text: captions to ids.
-        transform: pictures to pixels.
+        transform: images to pixels.
         inputs: patch grid and masking.
         seed: of the run.
         texts: which texts of a sample are its captions.
@@ -96,7 +96,7 @@ class CaptionedSamples(Dataset[Slot]):
         try:
             return self._slot(request.epoch, request.element)
         except BadSample as bad:
-            return self._empty(Skip(bad.kind, bad.where))
+            return self._empty(SkippedSample(bad.kind, bad.where))
 
     def _slot(self, epoch: int, element: Element) -> Slot:
         source, shard, _, visit = element
@@ -108,7 +108,7 @@ class CaptionedSamples(Dataset[Slot]):
         name = f"{source}:{shard}:{sample}:{caption_number}:{visit}"
 
         def rng(purpose: str) -> np.random.Generator:
-            return draw(self.seed, epoch, name, purpose)
+            return make_rng(self.seed, epoch, name, purpose)
 
         captions = texts_of(raw.annotation, self.texts)
         if caption_number is None and captions:
@@ -117,12 +117,12 @@ class CaptionedSamples(Dataset[Slot]):
         if caption_number is None or caption_number >= len(captions):
             raise BadSample("no text", where)
         caption = captions[caption_number]
-        picture = EncodedPicture(raw.image, where)
+        image = JpegImage(raw.image, where)
         tokens = self.text([caption])
         ids, words = tokens.text_ids[0], tokens.word_mask[0]
         masked, labels = self._mask_words(ids, words, rng)
         return Slot(
-            levels=self.transform.levels(picture, rng("augment"), caption),
+            levels=self.transform.levels(image, rng("augment"), caption),
             text_ids=ids,
             attention_mask=tokens.attention_mask[0],
             word_mask=words,
@@ -130,10 +130,10 @@ class CaptionedSamples(Dataset[Slot]):
             mlm_labels=labels,
             mim_mask=self._mask_patches(rng),
             image_id=self._image_id(source, shard, raw),
-            draws=torch.from_numpy(rng("itm").random(2)),
+            rng_for=torch.from_numpy(rng("itm").random(2)),
             valid=True,
             sample_id=identity("sample", source, shard, sample, self._sample(element)[1] or 0),
-            word_patches=self._word_patches(raw, caption_number, caption, picture.size),
+            word_patches=self._word_patches(raw, caption_number, caption, image.size),
         )
 
     def _sample(self, element: Element) -> tuple[int, int | None]:
@@ -149,7 +149,7 @@ class CaptionedSamples(Dataset[Slot]):
         if annotation.image_id is None:
             name = self.sources[source].shards[shard].name
             return identity("place", source, name, raw.key)
-        # Two folders may hold the same picture (COCO and Visual Genome do): the annotation's own
+        # Two folders may hold the same image (COCO and Visual Genome do): the annotation's own
         # source name comes before the folder's number.
         return identity("picture", annotation.source or source, annotation.image_id)
 
@@ -190,7 +190,7 @@ class CaptionedSamples(Dataset[Slot]):
         patches = self.grid[0] * self.grid[1]
         return torch.zeros(self.text.max_tokens, patches, dtype=torch.int8)
 
-    def _empty(self, skip: Skip | None) -> Slot:
+    def _empty(self, skip: SkippedSample | None) -> Slot:
         tokens = self.text([""])
         ids = tokens.text_ids[0]
         return Slot(
@@ -202,7 +202,7 @@ class CaptionedSamples(Dataset[Slot]):
             mlm_labels=torch.full_like(ids, IGNORED),
             mim_mask=torch.zeros(self.grid, dtype=torch.bool),
             image_id=NO_ID,
-            draws=torch.zeros(2, dtype=torch.float64),
+            rng_for=torch.zeros(2, dtype=torch.float64),
             valid=False,
             sample_id=NO_ID,
             word_patches=self._no_words() if self.transform.keeps_places else None,
@@ -220,7 +220,7 @@ class CaptionedSamples(Dataset[Slot]):
             mlm_labels=torch.stack([slot.mlm_labels for slot in slots]),
             mim_mask=torch.stack([slot.mim_mask for slot in slots]),
             image_ids=torch.tensor([slot.image_id for slot in slots], dtype=torch.int64),
-            draws=torch.stack([slot.draws for slot in slots]),
+            rng_for=torch.stack([slot.rng_for for slot in slots]),
             valid=torch.tensor([slot.valid for slot in slots], dtype=torch.bool),
             sample_ids=torch.tensor([slot.sample_id for slot in slots], dtype=torch.int64),
             word_patches=_optional([slot.word_patches for slot in slots]),
@@ -243,7 +243,7 @@ def _optional(fields: Sequence[Tensor | None]) -> Tensor | None:
 def _empty(shape: tuple[int, ...]) -> Tensor:
     if get_worker_info() is None:
         return torch.empty(shape, dtype=torch.uint8)
-    # The memory that the main process will read: a batch of pictures is megabytes, and a worker
+    # The memory that the main process will read: a batch of images is megabytes, and a worker
     # would otherwise write it twice.
     storage = torch.empty(0).untyped_storage()._new_shared(math.prod(shape))
     return torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)

@@ -16,14 +16,14 @@ from vlp.config import ConfigError
 from vlp.data.config import DataConfig, SourceConfig
 from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.pretrain.dataset import CaptionedSamples
-from vlp.data.pretrain.resampled import EndlessOrder, ListedShards, ResampledSamples
-from vlp.data.shards.bad_samples import DataError, SkipWatch
+from vlp.data.pretrain.resampled import EndlessSampler, ListedShards, ResampledSamples
+from vlp.data.shards.bad_samples import DataError, SkippedShareWatch
 from vlp.data.shards.cache import ShardCache
 from vlp.data.shards.shard_index import ShardIndex
 from vlp.data.stream.batch import Slots
-from vlp.data.stream.batch_sampler import Answers, Prefetch, Requests, read_at_once
+from vlp.data.stream.batch_sampler import Answers, Prefetch, ShardAwareBatchSampler, read_at_once
 from vlp.data.stream.input_spec import Inputs
-from vlp.data.stream.sampler import Pool, TrainingOrder
+from vlp.data.stream.sampler import Pool, TrainingSampler
 from vlp.data.text.tokenizer import TextProcessor
 
 __all__ = ["DataError", "OrderedData", "PretrainData"]
@@ -47,7 +47,7 @@ class OrderedData:
 
     def __init__(
         self,
-        order: TrainingOrder | EndlessOrder,
+        sampler: TrainingSampler | EndlessSampler,
         samples: Dataset[Any],
         collate: Callable[[list[Any]], Slots],
         batch: int,
@@ -55,18 +55,18 @@ class OrderedData:
         max_skipped_share: float = 0.5,
         prefetch: Prefetch | None = None,
     ) -> None:
-        self.order, self.samples, self.collate = order, samples, collate
+        self.sampler, self.samples, self.collate = sampler, samples, collate
         self.prefetch = prefetch
         self.batch, self.workers, self.max_skipped_share = batch, workers, max_skipped_share
-        order.batches_in_epoch(0, batch)  # complains now when the batch does not fit
+        sampler.batches_in_epoch(0, batch)  # complains now when the batch does not fit
 
     def samples_in_epoch(self, epoch: int) -> int:
         """Samples of one epoch over all ranks (pairs with `captions: all`)."""
-        return self.order.samples_in_epoch(epoch)
+        return self.sampler.samples_in_epoch(epoch)
 
     def batches_in_epoch(self, epoch: int) -> int:
         """Global batches of one epoch."""
-        return self.order.batches_in_epoch(epoch, self.batch)
+        return self.sampler.batches_in_epoch(epoch, self.batch)
 
     def batches_left(self, samples_consumed: int, epochs: int) -> int:
         """Global batches after so many samples, until `epochs` epochs are over.
@@ -74,10 +74,10 @@ class OrderedData:
         Raises:
             ConfigError: no batch ends at samples_consumed.
         """
-        now, _ = self.order.locate(samples_consumed)
+        now, _ = self.sampler.locate(samples_consumed)
         if now >= epochs:
             return 0
-        steps = self.order.steps(samples_consumed, self.batch)
+        steps = self.sampler.steps(samples_consumed, self.batch)
         left = sum(1 for _ in takewhile(lambda step: step.epoch == now, steps))
         return left + sum(map(self.batches_in_epoch, range(now + 1, epochs)))
 
@@ -104,18 +104,18 @@ class OrderedData:
             ConfigError: the ranks cannot share the streams, or no batch ends at samples_consumed.
             DataError: more than `max_skipped_share` of this rank's epoch, or all of it, is bad.
         """
-        self.order.locate(samples_consumed)
-        self.order.share(0, rank, world_size)
+        self.sampler.locate(samples_consumed)
+        self.sampler.share(0, rank, world_size)
         loader = self._loader(samples_consumed, rank, world_size, stop_after)
         return self._watched(loader, samples_consumed, rank, world_size, stop_after)
 
     def _loader(
         self, consumed: int, rank: int, world_size: int, stop_after: int | None
     ) -> DataLoader[Any]:
-        assert isinstance(self.order, TrainingOrder)
+        assert isinstance(self.sampler, TrainingSampler)
         fetchers = 0 if self.prefetch is None else max(self.workers, 1)
-        requests = Requests(
-            self.order, self.batch, consumed, rank, world_size, stop_after, fetchers
+        requests = ShardAwareBatchSampler(
+            self.sampler, self.batch, consumed, rank, world_size, stop_after, fetchers
         )
         return DataLoader(
             Answers(self.samples, self.prefetch),
@@ -146,8 +146,8 @@ class OrderedData:
         if stop is not None:
             atexit.register(stop)
         try:
-            watch = SkipWatch(self.order, self.max_skipped_share, rank, world_size)
-            steps = islice(self.order.steps(samples_consumed, self.batch), stop_after)
+            watch = SkippedShareWatch(self.sampler, self.max_skipped_share, rank, world_size)
+            steps = islice(self.sampler.steps(samples_consumed, self.batch), stop_after)
             for step, batch in zip(steps, batches):
                 watch.see(step.epoch, batch)
                 yield batch, step.consumed
@@ -165,7 +165,7 @@ class PretrainData(OrderedData):
 
     Args:
         config: sources, order and preparation.
-        inputs: sizes of text and picture, and which masks are drawn.
+        inputs: sizes of text and image, and which masks are drawn.
         batch: slots of a global batch (all ranks).
         seed: of the run.
         text: tokenizer; None is the one that the configuration names.
@@ -191,14 +191,14 @@ class PretrainData(OrderedData):
             self.cache = ShardCache(config.cache.folder, config.cache.limit)
         self.sources: list[ShardIndex] = []
         self.listed: list[ListedShards] = []
-        order: TrainingOrder | EndlessOrder
-        if config.order == "resampled":
+        sampler: TrainingSampler | EndlessSampler
+        if config.sampler == "resampled":
             self.listed = [ListedShards(source.path) for source in config.sources]
             assert config.epoch_samples is not None  # the configuration sees to it
-            order = EndlessOrder(config.epoch_samples, batch)
+            sampler = EndlessSampler(config.epoch_samples, batch)
         else:
             self.sources = [ShardIndex.open(source.path, self.cache) for source in config.sources]
-            order = TrainingOrder(
+            sampler = TrainingSampler(
                 [_pool(config, *both) for both in zip(config.sources, self.sources)],
                 config.canonical_streams,
                 config.shuffle_window,
@@ -215,7 +215,7 @@ class PretrainData(OrderedData):
         )
         remote = any(index.is_remote for index in self.sources)
         super().__init__(
-            order,
+            sampler,
             self.captioned,
             self.captioned.collate,
             batch,
@@ -227,7 +227,7 @@ class PretrainData(OrderedData):
     def _loader(
         self, consumed: int, rank: int, world_size: int, stop_after: int | None
     ) -> DataLoader[Any]:
-        if self.config.order == "indexed":
+        if self.config.sampler == "indexed":
             self._require_room(consumed, rank, world_size)
             return super()._loader(consumed, rank, world_size, stop_after)
         config = self.config
@@ -248,9 +248,9 @@ class PretrainData(OrderedData):
         """Complain now if the cache cannot hold what one rank reads at a time."""
         if self.cache is None:
             return
-        assert isinstance(self.order, TrainingOrder)
+        assert isinstance(self.sampler, TrainingSampler)
         needed = 0
-        for source, shard in read_at_once(self.order, self.batch, consumed, rank, world_size):
+        for source, shard in read_at_once(self.sampler, self.batch, consumed, rank, world_size):
             index = self.sources[source]
             needed += int(index.shards.bytes[shard]) if index.is_remote else 0
         if needed > self.cache.limit:

@@ -25,7 +25,7 @@ from vlp.data.shards.file_section import section
 from vlp.data.shards.remote import RemoteFolder, Unreachable, is_url, patiently
 from vlp.data.shards.sample_files import BadSample, RawSample, grouped, parse
 from vlp.data.shards.tar import Member, members_in
-from vlp.data.stream.rng import draw
+from vlp.data.stream.rng import make_rng
 from vlp.data.stream.sampler import Element, Step
 
 # So many different shards in a row without one good sample are not the shards' fault.
@@ -34,7 +34,7 @@ _MOST_BAD_SHARDS = 16
 Value = TypeVar("Value")
 
 
-class EndlessOrder:
+class EndlessSampler:
     """Global batches of a stream without end; an epoch is a number of batches.
 
     Args:
@@ -148,7 +148,7 @@ class ResampledSamples(IterableDataset[Slot]):
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         readers = self.world_size * workers
         reader = self.rank * workers + number
-        rng = draw(self.seed, self.consumed, f"{reader} of {readers}", "resampled")
+        rng = make_rng(self.seed, self.consumed, f"{reader} of {readers}", "resampled")
         kept: list[tuple[Element, RawSample | BadSample]] = []
         for new in self._read(rng, reader, readers):
             if len(kept) < self.buffer:
@@ -213,7 +213,7 @@ def _names(path: str) -> list[str]:
     for name in names:
         if not name.endswith(".tar"):
             raise ConfigError(
-                f"{name}: with data.order resampled, name tars, as in cc/{{00000..00331}}.tar, a "
+                f"{name}: with data.sampler resampled, name tars, as in cc/{{00000..00331}}.tar, a "
                 "folder of them, or a .txt file that lists them"
             )
         if not is_url(name) and not Path(name).is_file():

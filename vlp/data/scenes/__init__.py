@@ -1,4 +1,4 @@
-"""The generated corpus: pictures of coloured shapes, captions and every other task's samples.
+"""The generated corpus: images of coloured shapes, captions and every other task's samples.
 
 Import from the modules (`vlp.data.scenes.sample.sample_scene`, `.captions.captions`, ...): several
 functions share their module's name, so nothing is lifted up here.

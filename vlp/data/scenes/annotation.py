@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vlp.data.scenes.captions import Caption, captions, word_objects
+from vlp.data.scenes.captions import SceneCaption, captions, word_objects
 from vlp.data.scenes.expressions import expressions
 from vlp.data.scenes.graph import Scene, relations
 from vlp.data.scenes.negatives import SwapPair
@@ -20,7 +20,7 @@ ANNOTATORS = 10
 """Every answer counts as given by so many people, as VQA scores it."""
 
 
-def annotation(scene: Scene, texts: Sequence[Caption] | None = None) -> Annotation:
+def annotation(scene: Scene, texts: Sequence[SceneCaption] | None = None) -> Annotation:
     """Captions, boxes, named words, expressions, questions and the graph of a scene.
 
     The captions are `texts`, or those that the scene has by itself.
@@ -70,7 +70,7 @@ def graph_of(scene: Scene) -> dict[str, Any]:
 
 
 def swap_annotation(pair: SwapPair) -> Annotation:
-    """A hard negative: `caption` is the first picture's, `scene["swap"]["foil"]` the second's."""
+    """A hard negative: `caption` is the first image's, `scene["swap"]["foil"]` the second's."""
     return Annotation(
         caption=pair.caption.text,
         source=SOURCE,
@@ -84,7 +84,7 @@ def swap_annotation(pair: SwapPair) -> Annotation:
 
 
 def statement_annotation(statement: Statement) -> Annotation:
-    """A statement about two pictures; the first picture is the left one."""
+    """A statement about two images; the first image is the left one."""
     return Annotation(
         statement=statement.text,
         label=statement.label,
@@ -106,7 +106,7 @@ def box_statement_annotation(statement: BoxStatement) -> Annotation:
 
 
 def entailment_annotation(entailment: Entailment) -> Annotation:
-    """A hypothesis about a picture with a curtain."""
+    """A hypothesis about an image with a curtain."""
     return Annotation(
         premise=entailment.premise,
         hypothesis=entailment.hypothesis,

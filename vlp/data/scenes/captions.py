@@ -1,4 +1,4 @@
-"""Captions that identify their picture: every object with its colour and shape, size and place or
+"""Captions that identify their image: every object with its colour and shape, size and place or
 relation, in varied English of at most `MAX_WORDS` words.
 
 A pattern is a row of slots and literal words. `N0` is the noun phrase of object 0 with its
@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from vlp.data.scenes.graph import Box, Scene, main_relation, nearness
-from vlp.data.scenes.pair_claims import Claim, Noun
-from vlp.data.stream.rng import draw
+from vlp.data.scenes.pair_claims import ObjectPhrase, SceneClaim
+from vlp.data.stream.rng import make_rng
 
 MAX_WORDS = 18
 """Words and punctuation marks of a caption; [CLS] and [SEP] make it 20 tokens."""
@@ -65,7 +65,7 @@ PATTERNS = {
     ),
 }
 EXHAUSTIVE = ("only N0 P0", "nothing but N0 P0", "one T0 P0")
-"""Patterns which say that the picture holds nothing else."""
+"""Patterns which say that the image holds nothing else."""
 
 RELATION_WORDS = {
     "left": ("left of", "to the left of"),
@@ -109,11 +109,11 @@ class NamedWord(NamedTuple):
     obj: int
 
 
-class Caption(NamedTuple):
+class SceneCaption(NamedTuple):
     """A sentence, what it claims, and which of its words name which object."""
 
     text: str
-    claim: Claim
+    claim: SceneClaim
     words: tuple[NamedWord, ...]
 
 
@@ -122,7 +122,7 @@ def article(word: str) -> str:
     return "an" if word[0] in "aeiou" else "a"
 
 
-def captions(scene: Scene, count: int = CAPTIONS) -> list[Caption]:
+def captions(scene: Scene, count: int = CAPTIONS) -> list[SceneCaption]:
     """Write `count` captions of different patterns as far as there are, fixed by the scene's key.
 
     Raises:
@@ -130,9 +130,9 @@ def captions(scene: Scene, count: int = CAPTIONS) -> list[Caption]:
     """
     if count < 1:
         raise ValueError(f"captions must be at least 1, got {count}")
-    rng = draw(0, 0, scene.key, "captions")
+    rng = make_rng(0, 0, scene.key, "captions")
     patterns = PATTERNS[len(scene.objects)]
-    written: dict[str, Caption] = {}
+    written: dict[str, SceneCaption] = {}
     for _ in range(count):  # each round adds one caption or, nearly always, several
         for pattern in rng.permutation(len(patterns)):
             caption = write(scene, patterns[int(pattern)], rng)
@@ -143,7 +143,7 @@ def captions(scene: Scene, count: int = CAPTIONS) -> list[Caption]:
     return list(written.values())
 
 
-def write(scene: Scene, pattern: str, rng: np.random.Generator) -> Caption | None:
+def write(scene: Scene, pattern: str, rng: np.random.Generator) -> SceneCaption | None:
     """Fill a pattern for the scene; None where even without sizes it is over `MAX_WORDS`."""
     count = len(scene.objects)
     order = [int(number) for number in rng.permutation(count)]
@@ -164,7 +164,7 @@ def words_of(text: str) -> list[str]:
     return re.findall(r"\w+|[^\w\s]", text)
 
 
-def word_objects(caption: Caption, scene: Scene) -> list[tuple[int, str, str, Box]]:
+def word_objects(caption: SceneCaption, scene: Scene) -> list[tuple[int, str, str, Box]]:
     """Which word names which object: (position, word, 'colour' or 'shape', the object's box).
 
     Positions count `words_of(caption.text)`.
@@ -182,7 +182,7 @@ def draw_style(rng: np.random.Generator) -> list[int]:
 
 def fill(
     scene: Scene, pattern: str, order: Sequence[int], sizes: Sequence[bool], style: Sequence[int]
-) -> Caption:
+) -> SceneCaption:
     """Fill a pattern's slots.
 
     Args:
@@ -229,7 +229,7 @@ def fill(
             relations.append((first, relation, second))
             words += _pick(_WORDINGS[kind][relation], pick).split()
     nouns = tuple(
-        Noun(
+        ObjectPhrase(
             shape=scene.objects[number].shape,
             colour=scene.objects[number].colour,
             size=scene.objects[number].size if sizes[number] else None,
@@ -237,8 +237,8 @@ def fill(
         )
         for position, number in enumerate(order)
     )
-    claim = Claim(nouns, tuple(relations), alone=pattern in EXHAUSTIVE)
-    return Caption(" ".join(words).replace(" ,", ","), claim, tuple(named))
+    claim = SceneClaim(nouns, tuple(relations), alone=pattern in EXHAUSTIVE)
+    return SceneCaption(" ".join(words).replace(" ,", ","), claim, tuple(named))
 
 
 def _pick(choices: tuple[str, ...], pick: int) -> str:

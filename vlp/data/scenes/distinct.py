@@ -1,14 +1,14 @@
 """Scenes for retrieval: no caption of one of them is true of another.
 
-A retrieval score counts a caption's own picture as the one right answer, so a caption that fits a
-second picture would make a right answer count as wrong.
+A retrieval score counts a caption's own image as the one right answer, so a caption that fits a
+second image would make a right answer count as wrong.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from vlp.data.scenes.captions import Caption, captions
+from vlp.data.scenes.captions import SceneCaption, captions
 from vlp.data.scenes.graph import Scene
 from vlp.data.scenes.pair_claims import holds
 from vlp.data.scenes.sample import FULL, Variety, sample_scene
@@ -31,7 +31,7 @@ def distinct_scenes(
     captions can say) the last draw stays; `ambiguous_share` says how many captions that concerns.
     """
     scenes: list[Scene] = []
-    written: list[list[Caption]] = []
+    written: list[list[SceneCaption]] = []
     for index in range(count):
         for attempt in range(MAX_ATTEMPTS):
             scene = sample_scene(seed, index, split, image_size, attempt, variety=variety)
@@ -61,7 +61,7 @@ def ambiguous_share(scenes: Sequence[Scene]) -> float:
     return ambiguous / max(total, 1)
 
 
-def _any_true(texts: Sequence[Caption], scene: Scene) -> bool:
+def _any_true(texts: Sequence[SceneCaption], scene: Scene) -> bool:
     looks = {(obj.shape, obj.colour) for obj in scene.objects}
     return any(
         # Every caption names each object's shape and colour, which rules out most scenes at once.

@@ -9,26 +9,26 @@ import numpy as np
 
 from vlp.data.scenes.captions import PLACE_WORDS, RELATION_WORDS
 from vlp.data.scenes.graph import Scene, main_relation
-from vlp.data.scenes.pair_claims import Claim, Noun, holds, subjects
-from vlp.data.stream.rng import draw
+from vlp.data.scenes.pair_claims import ObjectPhrase, SceneClaim, holds, subjects
+from vlp.data.stream.rng import make_rng
 
 
-class Referring(NamedTuple):
+class ReferringExpression(NamedTuple):
     """A phrase, the object it means and its claim, whose first noun is that object."""
 
     text: str
     obj: int
-    claim: Claim
+    claim: SceneClaim
 
 
-def expressions(scene: Scene) -> list[Referring]:
+def expressions(scene: Scene) -> list[ReferringExpression]:
     """Up to three phrases for each object: by its looks, by its place, by a relation.
 
     Each is as short as it can be drawn, and none fits another object even in a lenient reading.
     Objects whose looks or neighbours do not single them out have fewer.
     """
-    rng = draw(0, 0, scene.key, "expressions")
-    found: list[Referring] = []
+    rng = make_rng(0, 0, scene.key, "expressions")
+    found: list[ReferringExpression] = []
     for number in range(len(scene.objects)):
         for candidates in (_looks, _places, _relations):
             chosen = next(
@@ -39,7 +39,7 @@ def expressions(scene: Scene) -> list[Referring]:
     return found
 
 
-def is_unique(expression: Referring, scene: Scene) -> bool:
+def is_unique(expression: ReferringExpression, scene: Scene) -> bool:
     """Whether the phrase means its object for sure, and no other one even leniently."""
     # Lenient first: it excludes more, and what holds strictly is part of what holds leniently.
     return subjects(expression.claim, scene, lenient=True) == [expression.obj] and holds(
@@ -47,7 +47,7 @@ def is_unique(expression: Referring, scene: Scene) -> bool:
     )
 
 
-def noun_words(noun: Noun) -> str:
+def noun_words(noun: ObjectPhrase) -> str:
     """'small red circle', 'red object', 'circle': what the noun says, without article and place."""
     words = (noun.size, noun.colour, noun.shape or "object")
     return " ".join(word for word in words if word)
@@ -56,48 +56,54 @@ def noun_words(noun: Noun) -> str:
 # The makers yield candidates one by one, most of which are never asked for.
 
 
-def _looks(scene: Scene, number: int, rng: np.random.Generator) -> Iterator[Referring]:
+def _looks(scene: Scene, number: int, rng: np.random.Generator) -> Iterator[ReferringExpression]:
     obj = scene.objects[number]
-    short = [Noun(shape=obj.shape), Noun(colour=obj.colour), Noun(size=obj.size)]
+    short = [
+        ObjectPhrase(shape=obj.shape),
+        ObjectPhrase(colour=obj.colour),
+        ObjectPhrase(size=obj.size),
+    ]
     long = [
-        Noun(shape=obj.shape, colour=obj.colour),
-        Noun(shape=obj.shape, size=obj.size),
-        Noun(colour=obj.colour, size=obj.size),
+        ObjectPhrase(shape=obj.shape, colour=obj.colour),
+        ObjectPhrase(shape=obj.shape, size=obj.size),
+        ObjectPhrase(colour=obj.colour, size=obj.size),
     ]
     for noun in _rotated(short, rng) + _rotated(long, rng):
-        yield Referring(f"the {noun_words(noun)}", number, Claim((noun,)))
+        yield ReferringExpression(f"the {noun_words(noun)}", number, SceneClaim((noun,)))
 
 
-def _places(scene: Scene, number: int, rng: np.random.Generator) -> Iterator[Referring]:
+def _places(scene: Scene, number: int, rng: np.random.Generator) -> Iterator[ReferringExpression]:
     obj = scene.objects[number]
     nouns = [
-        Noun(place=obj.place),
-        Noun(place=obj.place, shape=obj.shape),
-        Noun(place=obj.place, colour=obj.colour),
-        Noun(place=obj.place, shape=obj.shape, colour=obj.colour),
+        ObjectPhrase(place=obj.place),
+        ObjectPhrase(place=obj.place, shape=obj.shape),
+        ObjectPhrase(place=obj.place, colour=obj.colour),
+        ObjectPhrase(place=obj.place, shape=obj.shape, colour=obj.colour),
     ]
     words = PLACE_WORDS[obj.place][int(rng.integers(3))]
     for noun in _rotated(nouns, rng):
-        yield Referring(f"the {noun_words(noun)} {words}", number, Claim((noun,)))
+        yield ReferringExpression(f"the {noun_words(noun)} {words}", number, SceneClaim((noun,)))
 
 
-def _relations(scene: Scene, number: int, rng: np.random.Generator) -> Iterator[Referring]:
+def _relations(
+    scene: Scene, number: int, rng: np.random.Generator
+) -> Iterator[ReferringExpression]:
     for other in (int(at) for at in rng.permutation(len(scene.objects))):
         if other == number:
             continue
         relation = main_relation(scene, number, other)
-        mark = Noun(shape=scene.objects[other].shape, colour=scene.objects[other].colour)
+        mark = ObjectPhrase(shape=scene.objects[other].shape, colour=scene.objects[other].colour)
         words = RELATION_WORDS[relation][int(rng.integers(2))]
         nouns = [
-            Noun(shape=scene.objects[number].shape),
-            Noun(),
-            Noun(colour=scene.objects[number].colour),
+            ObjectPhrase(shape=scene.objects[number].shape),
+            ObjectPhrase(),
+            ObjectPhrase(colour=scene.objects[number].colour),
         ]
         for noun in _rotated(nouns, rng):
             text = f"the {noun_words(noun)} {words} the {noun_words(mark)}"
-            yield Referring(text, number, Claim((noun, mark), ((0, relation, 1),)))
+            yield ReferringExpression(text, number, SceneClaim((noun, mark), ((0, relation, 1),)))
 
 
-def _rotated(nouns: list[Noun], rng: np.random.Generator) -> list[Noun]:
+def _rotated(nouns: list[ObjectPhrase], rng: np.random.Generator) -> list[ObjectPhrase]:
     start = int(rng.integers(len(nouns)))
     return nouns[start:] + nouns[:start]

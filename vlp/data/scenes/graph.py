@@ -1,7 +1,7 @@
 """The scene graph: coloured shapes at places, their boxes, and the relations between them.
 
-Everything the corpus says about a picture is read off this graph, so captions, questions,
-statements and referring expressions of one picture can never contradict each other.
+Everything the corpus says about an image is read off this graph, so captions, questions,
+statements and referring expressions of one image can never contradict each other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NEARNESS = ("near", "far")
 INVERSE = {"left": "right", "right": "left", "above": "below", "below": "above"}
 
 LATTICE = 64
-"""Positions are whole 64ths of the picture's side, so one scene is the same graph at every size."""
+"""Positions are whole 64ths of the image's side, so one scene is the same graph at every size."""
 
 CLEAR = 8
 """Two centres this many 64ths apart are clearly left of or above one another."""
@@ -49,7 +49,7 @@ class Obj(NamedTuple):
 
 
 class Scene(NamedTuple):
-    """A picture as a graph.
+    """An image as a graph.
 
     `key` names the scene and seeds every later draw about it; `image_size` is the side in pixels;
     `background` and `tints` (one per object: the colour's own variation) are RGB in 0..255.

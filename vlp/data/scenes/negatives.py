@@ -1,9 +1,9 @@
-"""Hard negatives: two pictures and two captions, each caption true of exactly one picture.
+"""Hard negatives: two images and two captions, each caption true of exactly one image.
 
 The captions of a pair differ only in a place, only in the relation, only in the order of the nouns,
 only in which object has which colour, or only in whether two objects are near or far, and the
-pictures differ only in the same. A text alone cannot know which of the two is right, because each
-is right once; nor can a bag of words, because both pictures show the same colours and shapes.
+images differ only in the same. A text alone cannot know which of the two is right, because each
+is right once; nor can a bag of words, because both images show the same colours and shapes.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-from vlp.data.scenes.captions import Caption, draw_style, fill
+from vlp.data.scenes.captions import SceneCaption, draw_style, fill
 from vlp.data.scenes.graph import LATTICE, Scene, gap, nearness
 from vlp.data.scenes.pair_claims import truth
 from vlp.data.scenes.sample import FULL, Variety, moved, sample_scene
 from vlp.data.scenes.splits import held_out_pairs, split_of, swap_family
-from vlp.data.stream.rng import draw
+from vlp.data.stream.rng import make_rng
 
 SwapKind = Literal["place", "relation", "order", "binding", "distance"]
 SWAP_KINDS: tuple[SwapKind, ...] = get_args(SwapKind)
@@ -74,8 +74,8 @@ class SwapPair(NamedTuple):
     kind: SwapKind
     scene: Scene
     twin: Scene
-    caption: Caption
-    foil: Caption
+    caption: SceneCaption
+    foil: SceneCaption
 
 
 def sample_swap(
@@ -88,8 +88,8 @@ def sample_swap(
 ) -> SwapPair:
     """Draw pair `index`: about two objects that the split holds out from training, or from it.
 
-    Neither picture of a pair for training shows what the other two splits hold out. A `place` swap
-    is about one object, of which no pair is held out: for `swaps` its pictures are new ones with
+    Neither image of a pair for training shows what the other two splits hold out. A `place` swap
+    is about one object, of which no pair is held out: for `swaps` its images are new ones with
     contents that training has.
     """
     if kind == "place" and split == "swaps":
@@ -97,7 +97,7 @@ def sample_swap(
     for attempt in range(_MAX_ATTEMPTS):
         least = 1 if kind == "place" else 2
         scene = sample_scene(seed, index, split, image_size, attempt, least, variety)
-        rng = draw(seed, 0, scene.key, f"swap {kind} {attempt}")
+        rng = make_rng(seed, 0, scene.key, f"swap {kind} {attempt}")
         pairs: list[tuple[int, ...]] = (
             list(held_out_pairs(scene, split))
             if split == "swaps" or split == "unseen"
@@ -108,7 +108,7 @@ def sample_swap(
         if swapped is not None:
             if split == "train" and split_of(swapped.twin) in ("swaps", "unseen"):
                 continue
-            # Which of the two is 'the' picture is a coin as well.
+            # Which of the two is 'the' image is a coin as well.
             return swapped if rng.random() < 0.5 else _turned(swapped)
     raise RuntimeError(f"no {kind} swap for scene {index} of split {split!r}")
 
@@ -157,7 +157,7 @@ def _nearer_or_farther(
     """The second object moved such that near turns to far or far to near; None if none is found.
 
     The direction stays horizontal or vertical, so the pair stays in its family of swaps. Near ones
-    keep a gap that no patch of a sixth of the picture's side bridges: one that holds both would
+    keep a gap that no patch of a sixth of the image's side bridges: one that holds both would
     tell that they are near to a model that knows no places.
     """
     before = nearness(scene, first, second)

@@ -1,8 +1,8 @@
-"""Statements about two pictures, true or false (the form of NLVR2).
+"""Statements about two images, true or false (the form of NLVR2).
 
-The statement is drawn first, its label by a coin, and only then pictures until the label is right:
+The statement is drawn first, its label by a coin, and only then images until the label is right:
 whatever a model reads in the words alone, it is right half of the time. Three of four statements
-say where something is, and of pictures that show it, so that only the place decides.
+say where something is, and of images that show it, so that only the place decides.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from vlp.data.scenes.captions import PLACE_WORDS, RELATION_WORDS, article
 from vlp.data.scenes.expressions import noun_words
 from vlp.data.scenes.graph import COLOURS, PLACES, RELATIONS, SHAPES, SIZES, Scene
 from vlp.data.scenes.nlvr_v1.three_valued import every
-from vlp.data.scenes.pair_claims import Claim, Noun, holds, referents, truth
+from vlp.data.scenes.pair_claims import ObjectPhrase, SceneClaim, holds, referents, truth
 from vlp.data.scenes.sample import sample_scene
 from vlp.data.scenes.splits import Split
-from vlp.data.stream.rng import draw
+from vlp.data.stream.rng import make_rng
 
 Judge = Callable[[Scene, Scene], bool | None]
 
 _MAX_ATTEMPTS = 5000
-_PICTURES = 1 << 15  # too many to know by heart, few enough to keep what was drawn
+_IMAGES = 1 << 15  # too many to know by heart, few enough to keep what was drawn
 _SHARE_OF_WHAT = 0.25  # what is shown can be told from shuffled patches too
 _SIDES = ("left", "right")
 
 
 class Statement(NamedTuple):
-    """A sentence about a left and a right picture, and whether it is true of them."""
+    """A sentence about a left and a right image, and whether it is true of them."""
 
     key: str
     text: str
@@ -43,16 +43,15 @@ class Statement(NamedTuple):
 def sample_statement(
     seed: int, index: int, split: Split = "train", image_size: int = 64
 ) -> Statement:
-    """Draw statement `index`; its pictures are scenes of the split."""
+    """Draw statement `index`; its images are scenes of the split."""
     key = f"statement-{split}-{seed}-{index}"
-    rng = draw(seed, 0, key, "statement")
+    rng = make_rng(seed, 0, key, "statement")
     makers = _WHAT if rng.random() < _SHARE_OF_WHAT else _WHERE
     text, judge = makers[int(rng.integers(len(makers)))](rng)
     label = bool(rng.random() < 0.5)
     for _ in range(_MAX_ATTEMPTS):
         left, right = (
-            _picture(seed, int(number), split, image_size)
-            for number in rng.integers(_PICTURES, size=2)
+            _image(seed, int(number), split, image_size) for number in rng.integers(_IMAGES, size=2)
         )
         if judge(left, right) is label:
             return Statement(key, text, label, left, right)
@@ -60,7 +59,7 @@ def sample_statement(
 
 
 @cache
-def _picture(seed: int, number: int, split: Split, image_size: int) -> Scene:
+def _image(seed: int, number: int, split: Split, image_size: int) -> Scene:
     return sample_scene(seed, number, split, image_size)
 
 
@@ -118,7 +117,8 @@ def _relation(rng: np.random.Generator) -> tuple[str, Judge]:
     # Colours only: a relation between shapes may be one that the split never shows. Of two objects
     # of one colour, one nearly always is above the other, and one left of it.
     first, second = (
-        Noun(colour=COLOURS[number]) for number in rng.choice(len(COLOURS), size=2, replace=False)
+        ObjectPhrase(colour=COLOURS[number])
+        for number in rng.choice(len(COLOURS), size=2, replace=False)
     )
     relation = RELATIONS[int(rng.integers(4))]
     words = RELATION_WORDS[relation][int(rng.integers(2))]
@@ -126,26 +126,28 @@ def _relation(rng: np.random.Generator) -> tuple[str, Judge]:
     return (
         f"in the {_SIDES[side]} picture {_with_article(first)} is {words} {_with_article(second)}",
         lambda left, right: _where_shown(
-            Claim((first, second)), Claim((first, second), ((0, relation, 1),)), (left, right)[side]
+            SceneClaim((first, second)),
+            SceneClaim((first, second), ((0, relation, 1),)),
+            (left, right)[side],
         ),
     )
 
 
 def _place(rng: np.random.Generator) -> tuple[str, Judge]:
-    noun = Noun(colour=COLOURS[int(rng.integers(len(COLOURS)))])
+    noun = ObjectPhrase(colour=COLOURS[int(rng.integers(len(COLOURS)))])
     place, words = _some_place(rng)
     side = int(rng.integers(2))
     return (
         f"in the {_SIDES[side]} picture {_with_article(noun)} is {words}",
         lambda left, right: _where_shown(
-            Claim((noun,)), Claim((noun._replace(place=place),)), (left, right)[side]
+            SceneClaim((noun,)), SceneClaim((noun._replace(place=place),)), (left, right)[side]
         ),
     )
 
 
 def _place_in_both(rng: np.random.Generator) -> tuple[str, Judge]:
     place, words = _some_place(rng)
-    claim = Claim((Noun(place=place),))
+    claim = SceneClaim((ObjectPhrase(place=place),))
 
     return (
         f"both pictures show an object {words}",
@@ -155,7 +157,7 @@ def _place_in_both(rng: np.random.Generator) -> tuple[str, Judge]:
 
 def _place_in_one(rng: np.random.Generator) -> tuple[str, Judge]:
     place, words = _some_place(rng)
-    claim = Claim((Noun(place=place),))
+    claim = SceneClaim((ObjectPhrase(place=place),))
 
     def judge(left: Scene, right: Scene) -> bool | None:
         found = truth(claim, left), truth(claim, right)
@@ -164,8 +166,8 @@ def _place_in_one(rng: np.random.Generator) -> tuple[str, Judge]:
     return f"exactly one of the pictures shows an object {words}", judge
 
 
-def _where_shown(shown: Claim, where: Claim, scene: Scene) -> bool | None:
-    """Truth of `where` in pictures for which `shown` holds, None in others."""
+def _where_shown(shown: SceneClaim, where: SceneClaim, scene: Scene) -> bool | None:
+    """Truth of `where` in images for which `shown` holds, None in others."""
     return truth(where, scene) if holds(shown, scene) else None
 
 
@@ -174,17 +176,17 @@ def _some_place(rng: np.random.Generator) -> tuple[str, str]:
     return place, PLACE_WORDS[place][int(rng.integers(3))]
 
 
-def _with_article(noun: Noun) -> str:
+def _with_article(noun: ObjectPhrase) -> str:
     words = noun_words(noun)
     return f"{article(words)} {words}"
 
 
-def _coarse_noun(rng: np.random.Generator) -> tuple[Noun, str]:
+def _coarse_noun(rng: np.random.Generator) -> tuple[ObjectPhrase, str]:
     if rng.random() < 0.5:
         shape = SHAPES[int(rng.integers(len(SHAPES)))]
-        return Noun(shape=shape), f"a {shape}"
+        return ObjectPhrase(shape=shape), f"a {shape}"
     colour = COLOURS[int(rng.integers(len(COLOURS)))]
-    return Noun(colour=colour), f"something {colour}"
+    return ObjectPhrase(colour=colour), f"something {colour}"
 
 
 _WHAT = (_more, _both, _exactly_one, _in_all, _sizes)

@@ -1,4 +1,4 @@
-"""What a sentence says of a picture, and whether it is true of a scene.
+"""What a sentence says of an image, and whether it is true of a scene.
 
 A sentence of the corpus is always written together with its claim, so truth is decided by the graph
 and never by reading text back. Words are vague at their edges ('left of', 'at the top'), so there
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from vlp.data.scenes.graph import Obj, Scene, relation_holds
 
 
-class Noun(NamedTuple):
+class ObjectPhrase(NamedTuple):
     """What a phrase says of one object; None = not said."""
 
     shape: str | None = None
@@ -34,23 +34,23 @@ class Noun(NamedTuple):
         )
 
 
-class Claim(NamedTuple):
+class SceneClaim(NamedTuple):
     """Different objects that fit `nouns` stand in `relations` (noun, relation, noun).
 
-    With `alone`, the picture holds nothing else.
+    With `alone`, the image holds nothing else.
     """
 
-    nouns: tuple[Noun, ...]
+    nouns: tuple[ObjectPhrase, ...]
     relations: tuple[tuple[int, str, int], ...] = ()
     alone: bool = False
 
 
-def referents(noun: Noun, scene: Scene) -> list[int]:
+def referents(noun: ObjectPhrase, scene: Scene) -> list[int]:
     """The objects of the scene that fit the phrase in the strict reading."""
     return [number for number, obj in enumerate(scene.objects) if noun.fits(obj)]
 
 
-def subjects(claim: Claim, scene: Scene, lenient: bool = False) -> list[int]:
+def subjects(claim: SceneClaim, scene: Scene, lenient: bool = False) -> list[int]:
     """The objects of the scene that can be the claim's first noun."""
     if claim.alone and len(scene.objects) != len(claim.nouns):
         return []
@@ -71,12 +71,12 @@ def subjects(claim: Claim, scene: Scene, lenient: bool = False) -> list[int]:
     )
 
 
-def holds(claim: Claim, scene: Scene, lenient: bool = False) -> bool:
+def holds(claim: SceneClaim, scene: Scene, lenient: bool = False) -> bool:
     """Whether some choice of objects satisfies the claim."""
     return bool(subjects(claim, scene, lenient))
 
 
-def truth(claim: Claim, scene: Scene) -> bool | None:
+def truth(claim: SceneClaim, scene: Scene) -> bool | None:
     """True or False where the claim is surely so, None where readers may differ."""
     if holds(claim, scene):
         return True

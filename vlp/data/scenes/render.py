@@ -17,22 +17,22 @@ Point = tuple[float, float]
 
 
 def render(scene: Scene) -> Image.Image:
-    """The picture of a scene, RGB, `image_size` pixels a side."""
+    """The image of a scene, RGB, `image_size` pixels a side."""
     side = scene.image_size * SUPERSAMPLING
-    picture = Image.new("RGB", (side, side), scene.background)
-    canvas = ImageDraw.Draw(picture)
+    image = Image.new("RGB", (side, side), scene.background)
+    canvas = ImageDraw.Draw(image)
     for obj, colour in zip(scene.objects, scene.tints, strict=True):
         _draw(canvas, obj.shape, obj.box, colour)
     if scene.cover is not None:
         _draw_curtain(canvas, cover_box(scene.cover, scene.image_size))
     # A box filter over whole pixels: exact coverage, and several times faster than Lanczos.
-    return picture.reduce(SUPERSAMPLING)
+    return image.reduce(SUPERSAMPLING)
 
 
-def encode_png(picture: Image.Image) -> bytes:
+def encode_png(image: Image.Image) -> bytes:
     """PNG bytes; lossless, so colours and edges are the same everywhere."""
     buffer = io.BytesIO()
-    picture.save(buffer, format="PNG", compress_level=6)
+    image.save(buffer, format="PNG", compress_level=6)
     return buffer.getvalue()
 
 

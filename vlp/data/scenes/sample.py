@@ -8,7 +8,7 @@ import numpy as np
 
 from vlp.data.scenes.graph import COLOURS, LATTICE, SHAPES, SIZES, Obj, Scene, place_name
 from vlp.data.scenes.splits import Split, split_of
-from vlp.data.stream.rng import draw
+from vlp.data.stream.rng import make_rng
 
 OBJECT_SHARES = (0.08, 0.4, 0.52)
 """Shares of scenes with one, two and three objects."""
@@ -18,7 +18,7 @@ SAME_COLOUR_SHARE = 0.25
 object, as a caption's reader expects, and there is still something to count."""
 
 SIDES = {"small": (12, 14), "large": (25, 28)}
-"""Shortest and longest side of an object, in 64ths of the picture's side: four times the area, as
+"""Shortest and longest side of an object, in 64ths of the image's side: four times the area, as
 the eye has no scale to measure by."""
 
 CENTRES = ((0, 20), (25, 39), (44, 64))
@@ -75,7 +75,7 @@ def sample_scene(
         seed: seed of the corpus.
         index: number of the scene within its split; any non-negative number.
         split: which contents the scene may have (`vlp.data.scenes.splits`).
-        image_size: side of the picture in pixels; the same scene at every size.
+        image_size: side of the image in pixels; the same scene at every size.
         attempt: another scene in the same place of the corpus, with as many objects.
         least: fewest objects; `swaps` and `unseen` are about pairs and have two at least.
         variety: colours, shapes and objects that there are.
@@ -91,9 +91,9 @@ def sample_scene(
         )
     key = f"{split}-{seed}-{index}"
     shares = np.cumsum(OBJECT_SHARES[: variety.objects]) / sum(OBJECT_SHARES[: variety.objects])
-    count = 1 + int((draw(seed, 0, key, "objects").random() >= shares[:-1]).sum())
+    count = 1 + int((make_rng(seed, 0, key, "objects").random() >= shares[:-1]).sum())
     count = max(count, 2 if split in ("swaps", "unseen") else least)
-    rng = draw(seed, 0, key, f"scene {attempt}")
+    rng = make_rng(seed, 0, key, f"scene {attempt}")
     for _ in range(_MAX_ATTEMPTS):
         scene = _any_scene(rng, key, count, image_size, variety)
         if split_of(scene) == split:
@@ -180,7 +180,7 @@ def _rectangle(rng: np.random.Generator, size: str, cell: int) -> Rectangle:
 
 
 def _start(rng: np.random.Generator, side: int, third: int) -> int:
-    """A start such that the centre lies in the third and the object inside the picture."""
+    """A start such that the centre lies in the third and the object inside the image."""
     low, high = CENTRES[third]
     first = max(MARGIN, -(-(2 * low - side) // 2))
     last = min(LATTICE - MARGIN - side, (2 * high - side) // 2)

@@ -1,6 +1,6 @@
-"""Picture and hypothesis: entailment, contradiction or neutral (the form of SNLI-VE).
+"""Image and hypothesis: entailment, contradiction or neutral (the form of SNLI-VE).
 
-One place of every picture is hidden by a curtain. What a hypothesis says of a place one can see is
+One place of every image is hidden by a curtain. What a hypothesis says of a place one can see is
 true or false; what it says of the hidden place cannot be known. The hypothesis is drawn first and
 its label with equal odds, so the words alone say nothing, and since there is always a curtain its
 presence says nothing either.
@@ -15,11 +15,11 @@ import numpy as np
 from vlp.data.scenes.captions import PLACE_WORDS, article, captions
 from vlp.data.scenes.expressions import noun_words
 from vlp.data.scenes.graph import COLOURS, PLACES, SHAPES, Scene
-from vlp.data.scenes.pair_claims import Noun
+from vlp.data.scenes.pair_claims import ObjectPhrase
 from vlp.data.scenes.render import cover_box
 from vlp.data.scenes.sample import sample_scene
 from vlp.data.scenes.splits import Split
-from vlp.data.stream.rng import draw
+from vlp.data.stream.rng import make_rng
 
 Label = Literal["entailment", "neutral", "contradiction"]
 LABELS: tuple[Label, ...] = ("entailment", "neutral", "contradiction")
@@ -28,7 +28,7 @@ _MAX_ATTEMPTS = 10_000
 
 
 class Entailment(NamedTuple):
-    """A picture with a curtain, a caption of what is seen, a hypothesis and its label."""
+    """An image with a curtain, a caption of what is seen, a hypothesis and its label."""
 
     key: str
     scene: Scene
@@ -40,9 +40,9 @@ class Entailment(NamedTuple):
 def sample_entailment(
     seed: int, index: int, split: Split = "train", image_size: int = 64
 ) -> Entailment:
-    """Draw triple `index`; its picture is a scene of the split."""
+    """Draw triple `index`; its image is a scene of the split."""
     key = f"entailment-{split}-{seed}-{index}"
-    rng = draw(seed, 0, key, "entailment")
+    rng = make_rng(seed, 0, key, "entailment")
     noun, hypothesis = _hypothesis(rng)
     label = LABELS[int(rng.integers(len(LABELS)))]
     for _ in range(_MAX_ATTEMPTS):
@@ -56,8 +56,8 @@ def sample_entailment(
     raise RuntimeError(f"no scene of split {split!r} makes {hypothesis!r} {label}")
 
 
-def judge(noun: Noun, scene: Scene) -> Label | None:
-    """What a picture with a curtain says about 'there is NOUN at its place'; None where vague."""
+def judge(noun: ObjectPhrase, scene: Scene) -> Label | None:
+    """What an image with a curtain says about 'there is NOUN at its place'; None where vague."""
     if any(noun.fits(obj) for obj in scene.objects):
         return "entailment"
     if any(noun.fits(obj, lenient=True) for obj in scene.objects):
@@ -81,12 +81,12 @@ def hides_nothing(scene: Scene, place: str) -> bool:
     )
 
 
-def _hypothesis(rng: np.random.Generator) -> tuple[Noun, str]:
+def _hypothesis(rng: np.random.Generator) -> tuple[ObjectPhrase, str]:
     place = PLACES[int(rng.integers(len(PLACES)))]
     colour = COLOURS[int(rng.integers(len(COLOURS)))]
     shape = SHAPES[int(rng.integers(len(SHAPES)))]
     said = int(rng.integers(3))
-    noun = Noun(
+    noun = ObjectPhrase(
         shape=shape if said != 1 else None, colour=colour if said != 0 else None, place=place
     )
     words = noun_words(noun)

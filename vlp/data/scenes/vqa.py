@@ -13,13 +13,13 @@ import numpy as np
 from vlp.data.scenes.captions import RELATION_WORDS, article
 from vlp.data.scenes.expressions import noun_words
 from vlp.data.scenes.graph import COLOURS, INVERSE, SHAPES, Scene, main_relation
-from vlp.data.scenes.pair_claims import Claim, Noun, referents, subjects, truth
-from vlp.data.stream.rng import draw
+from vlp.data.scenes.pair_claims import ObjectPhrase, SceneClaim, referents, subjects, truth
+from vlp.data.stream.rng import make_rng
 
 NUMBERS = ("zero", "one", "two", "three")
 
 
-class Asked(NamedTuple):
+class SceneQuestion(NamedTuple):
     """A question, its answer, and what kind it is."""
 
     kind: str
@@ -27,48 +27,57 @@ class Asked(NamedTuple):
     answer: str
 
 
-def questions(scene: Scene) -> list[Asked]:
+def questions(scene: Scene) -> list[SceneQuestion]:
     """One question of each kind that the scene allows."""
-    rng = draw(0, 0, scene.key, "questions")
+    rng = make_rng(0, 0, scene.key, "questions")
     number = int(rng.integers(len(scene.objects)))
     makers = (_colour, _shape, _place, _count, _exists, _relation, _neighbour)
     asked = (maker(scene, number, rng) for maker in makers)
     return [question for question in asked if question is not None]
 
 
-def _colour(scene: Scene, number: int, rng: np.random.Generator) -> Asked | None:
+def _colour(scene: Scene, number: int, rng: np.random.Generator) -> SceneQuestion | None:
     obj = scene.objects[number]
-    noun = _first_unique(scene, [Noun(shape=obj.shape), Noun(shape=obj.shape, size=obj.size)])
-    return noun and Asked("colour", f"what colour is the {noun_words(noun)}?", obj.colour)
+    noun = _first_unique(
+        scene, [ObjectPhrase(shape=obj.shape), ObjectPhrase(shape=obj.shape, size=obj.size)]
+    )
+    return noun and SceneQuestion("colour", f"what colour is the {noun_words(noun)}?", obj.colour)
 
 
-def _shape(scene: Scene, number: int, rng: np.random.Generator) -> Asked | None:
+def _shape(scene: Scene, number: int, rng: np.random.Generator) -> SceneQuestion | None:
     obj = scene.objects[number]
-    noun = _first_unique(scene, [Noun(colour=obj.colour), Noun(colour=obj.colour, size=obj.size)])
-    return noun and Asked("shape", f"what shape is the {noun_words(noun)}?", obj.shape)
+    noun = _first_unique(
+        scene, [ObjectPhrase(colour=obj.colour), ObjectPhrase(colour=obj.colour, size=obj.size)]
+    )
+    return noun and SceneQuestion("shape", f"what shape is the {noun_words(noun)}?", obj.shape)
 
 
-def _place(scene: Scene, number: int, rng: np.random.Generator) -> Asked | None:
+def _place(scene: Scene, number: int, rng: np.random.Generator) -> SceneQuestion | None:
     obj = scene.objects[number]
-    noun = Noun(shape=obj.shape, colour=obj.colour)
-    return Asked("place", f"where is the {noun_words(noun)}?", obj.place)
+    noun = ObjectPhrase(shape=obj.shape, colour=obj.colour)
+    return SceneQuestion("place", f"where is the {noun_words(noun)}?", obj.place)
 
 
-def _count(scene: Scene, number: int, rng: np.random.Generator) -> Asked | None:
+def _count(scene: Scene, number: int, rng: np.random.Generator) -> SceneQuestion | None:
     obj = scene.objects[number]
-    nouns = (Noun(), Noun(shape=obj.shape), Noun(colour=obj.colour), Noun(size=obj.size))
+    nouns = (
+        ObjectPhrase(),
+        ObjectPhrase(shape=obj.shape),
+        ObjectPhrase(colour=obj.colour),
+        ObjectPhrase(size=obj.size),
+    )
     noun = nouns[int(rng.integers(len(nouns)))]
     answer = NUMBERS[len(referents(noun, scene))]
     plural = "crosses" if noun.shape == "cross" else noun_words(noun) + "s"
-    return Asked("count", f"how many {plural} are there?", answer)
+    return SceneQuestion("count", f"how many {plural} are there?", answer)
 
 
-def _exists(scene: Scene, number: int, rng: np.random.Generator) -> Asked | None:
+def _exists(scene: Scene, number: int, rng: np.random.Generator) -> SceneQuestion | None:
     names = {(obj.colour, obj.shape) for obj in scene.objects}
     if rng.random() < 0.5:
         colour, shape = scene.objects[number].colour, scene.objects[number].shape
     else:
-        # Half of the false ones take colour and shape from the picture, each from another object:
+        # Half of the false ones take colour and shape from the image, each from another object:
         # only who knows which belongs to which can answer.
         colours = [obj.colour for obj in scene.objects] if rng.random() < 0.5 else list(COLOURS)
         shapes = [obj.shape for obj in scene.objects] if len(colours) < len(COLOURS) else [*SHAPES]
@@ -77,38 +86,38 @@ def _exists(scene: Scene, number: int, rng: np.random.Generator) -> Asked | None
             absent = [(c, s) for c in COLOURS for s in SHAPES if (c, s) not in names]
         colour, shape = absent[int(rng.integers(len(absent)))]
     answer = "yes" if (colour, shape) in names else "no"
-    return Asked("exists", f"is there {article(colour)} {colour} {shape}?", answer)
+    return SceneQuestion("exists", f"is there {article(colour)} {colour} {shape}?", answer)
 
 
-def _relation(scene: Scene, number: int, rng: np.random.Generator) -> Asked | None:
+def _relation(scene: Scene, number: int, rng: np.random.Generator) -> SceneQuestion | None:
     if len(scene.objects) < 2:
         return None
     other = (number + 1 + int(rng.integers(len(scene.objects) - 1))) % len(scene.objects)
     relation = main_relation(scene, number, other)
     relation = INVERSE[relation] if rng.random() < 0.5 else relation
     nouns = tuple(
-        Noun(shape=scene.objects[at].shape, colour=scene.objects[at].colour)
+        ObjectPhrase(shape=scene.objects[at].shape, colour=scene.objects[at].colour)
         for at in (number, other)
     )
-    answer = "yes" if truth(Claim(nouns, ((0, relation, 1),)), scene) else "no"
+    answer = "yes" if truth(SceneClaim(nouns, ((0, relation, 1),)), scene) else "no"
     words = RELATION_WORDS[relation][int(rng.integers(2))]
     text = f"is the {noun_words(nouns[0])} {words} the {noun_words(nouns[1])}?"
-    return Asked("relation", text, answer)
+    return SceneQuestion("relation", text, answer)
 
 
-def _neighbour(scene: Scene, number: int, rng: np.random.Generator) -> Asked | None:
+def _neighbour(scene: Scene, number: int, rng: np.random.Generator) -> SceneQuestion | None:
     if len(scene.objects) < 2:
         return None
     other = (number + 1 + int(rng.integers(len(scene.objects) - 1))) % len(scene.objects)
     relation = main_relation(scene, other, number)
-    mark = Noun(shape=scene.objects[number].shape, colour=scene.objects[number].colour)
-    claim = Claim((Noun(), mark), ((0, relation, 1),))
+    mark = ObjectPhrase(shape=scene.objects[number].shape, colour=scene.objects[number].colour)
+    claim = SceneClaim((ObjectPhrase(), mark), ((0, relation, 1),))
     if subjects(claim, scene, lenient=True) != [other]:
         return None
     words = RELATION_WORDS[relation][int(rng.integers(2))]
     answer = f"{scene.objects[other].colour} {scene.objects[other].shape}"
-    return Asked("neighbour", f"what is {words} the {noun_words(mark)}?", answer)
+    return SceneQuestion("neighbour", f"what is {words} the {noun_words(mark)}?", answer)
 
 
-def _first_unique(scene: Scene, nouns: list[Noun]) -> Noun | None:
+def _first_unique(scene: Scene, nouns: list[ObjectPhrase]) -> ObjectPhrase | None:
     return next((noun for noun in nouns if len(referents(noun, scene)) == 1), None)

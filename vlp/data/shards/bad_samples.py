@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # the tools for shards come this way and have no use for PyTo
 _MOST_IN_A_ROW = 10_000
 
 
-class Skip(NamedTuple):
+class SkippedSample(NamedTuple):
     """A sample that could not be used: its slot stays empty and the run goes on."""
 
     kind: str
@@ -30,7 +30,7 @@ class Shared(Protocol):
         """Elements of one epoch that fall to one rank."""
 
 
-class SkipWatch:
+class SkippedShareWatch:
     """Ends a run whose data is mostly bad, epoch by epoch.
 
     It sees one rank's samples, from where the run started or resumed.
@@ -48,7 +48,7 @@ class SkipWatch:
         self._ranks = rank, world_size
         self._epoch = -1
         self._expected = self._good = self._bad = self._in_a_row = 0
-        self._last = Skip("", "")
+        self._last = SkippedSample("", "")
 
     def see(self, epoch: int, batch: Slots) -> None:
         """Count a batch.

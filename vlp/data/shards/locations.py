@@ -28,7 +28,7 @@ class OpenShard(NamedTuple):
     bytes: int
 
 
-class Place(Protocol):
+class ShardLocation(Protocol):
     """What a `ShardIndex` asks of the place where its shards lie."""
 
     @property

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 Value = TypeVar("Value")
 
 
-class Recent(Generic[Value]):
+class LRUCache(Generic[Value]):
     """At most `bound` values by key; the one unused for longest goes first, through `dispose`."""
 
     def __init__(self, bound: int, dispose: Callable[[Value], object] | None = None) -> None:

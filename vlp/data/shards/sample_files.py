@@ -12,22 +12,22 @@ from pydantic import ValidationError
 from vlp.data.schema import Annotation, captions_of
 from vlp.data.shards.tar import Member, read_members
 
-PICTURES = ("jpg", "jpeg", "png", "webp")
+IMAGES = ("jpg", "jpeg", "png", "webp")
 
 # What can be wrong with a sample of a shard. Tasks that read other files have kinds of their own.
 KINDS = (
     "missing shard",  # gone, or it cannot be opened
     "corrupt shard",  # the shard is damaged before the sample ends
     "duplicate key",  # the key came before in the shard
-    "missing picture",  # there is no KEY.jpg|jpeg|png|webp; links are not followed
-    "picture too large",  # of more bytes than MAX_PICTURE_BYTES, or more pixels than MAX_PIXELS
-    "unreadable picture",  # no picture, or damaged
+    "missing image",  # there is no KEY.jpg|jpeg|png|webp; links are not followed
+    "image too large",  # of more bytes than MAX_IMAGE_BYTES, or more pixels than MAX_PIXELS
+    "unreadable image",  # no image, or damaged
     "bad annotation",  # KEY.json or KEY.txt is damaged, too large, or means something else
-    "no text",  # there is nothing to read beside the picture
+    "no text",  # there is nothing to read beside the image
 )
 
-# Of one picture as stored, and of one KEY.json or KEY.txt: more is damage, or no sample.
-MAX_PICTURE_BYTES = 2**27
+# Of one image as stored, and of one KEY.json or KEY.txt: more is damage, or no sample.
+MAX_IMAGE_BYTES = 2**27
 MAX_ANNOTATION_BYTES = 2**22
 
 # The files of a sample lie side by side and are read at once, unless more than this lies between.
@@ -49,7 +49,7 @@ class BadSample(Exception):
 
 
 class RawSample(NamedTuple):
-    """One sample as stored: encoded pictures and the parsed annotation."""
+    """One sample as stored: encoded images and the parsed annotation."""
 
     key: str
     image: bytes
@@ -112,24 +112,24 @@ def parse(sample: SampleFiles, read: Callable[[Member], bytes], where: str) -> R
     """Read one sample through `read(member)`, its files at once where they lie side by side.
 
     Raises:
-        BadSample: it has no picture or one too large, its JSON or text cannot be read, or its key
+        BadSample: it has no image or one too large, its JSON or text cannot be read, or its key
             came before.
     """
     if sample.repeated:
         raise _repeated(where)
-    extension = next((name for name in PICTURES if name in sample.files), None)
+    extension = next((name for name in IMAGES if name in sample.files), None)
     if extension is None:
-        raise BadSample("missing picture", where)
-    pictures = [extension, *(f"1.{name}" for name in PICTURES if f"1.{name}" in sample.files)][:2]
-    for name in pictures:
-        if sample.files[name].size > MAX_PICTURE_BYTES:
+        raise BadSample("missing image", where)
+    images = [extension, *(f"1.{name}" for name in IMAGES if f"1.{name}" in sample.files)][:2]
+    for name in images:
+        if sample.files[name].size > MAX_IMAGE_BYTES:
             size = sample.files[name].size
-            raise BadSample("picture too large", f"{where}.{name}: {size} bytes")
+            raise BadSample("image too large", f"{where}.{name}: {size} bytes")
     _require_small_texts(sample, where)
-    wanted = [sample.files[name] for name in (*pictures, *_TEXTS) if name in sample.files]
+    wanted = [sample.files[name] for name in (*images, *_TEXTS) if name in sample.files]
     read = _at_once(wanted, read)
     annotation = parse_annotation(sample, read, where)
-    image, *second = (read(sample.files[name]) for name in pictures)
+    image, *second = (read(sample.files[name]) for name in images)
     return RawSample(sample.key, image, extension, annotation, second[0] if second else None)
 
 

@@ -1,7 +1,7 @@
 """Shards: plain WebDataset tars, read at random through their index.
 
 A sample is `KEY.jpg|jpeg|png|webp` with `KEY.txt` and/or `KEY.json` beside it, and perhaps a second
-picture `KEY.1.jpg`. The index says how many samples each shard holds, which is all the training
+image `KEY.1.jpg`. The index says how many samples each shard holds, which is all the training
 order needs, and where each one lies; where it does not, the tar's own headers are read once.
 """
 
@@ -29,11 +29,11 @@ from vlp.data.shards.index import (
     read_table,
     sample_rows,
 )
-from vlp.data.shards.locations import CachedFolder, LocalFolder, OpenShard, Place
-from vlp.data.shards.lru import Recent
+from vlp.data.shards.locations import CachedFolder, LocalFolder, OpenShard, ShardLocation
+from vlp.data.shards.lru import LRUCache
 from vlp.data.shards.remote import RemoteFolder, is_url
 from vlp.data.shards.sample_files import (
-    PICTURES,
+    IMAGES,
     BadSample,
     RawSample,
     SampleFiles,
@@ -46,8 +46,8 @@ from vlp.data.shards.tar import Member, members_in
 from vlp.data.shards.tar_headers import plain_members
 
 __all__ = [
+    "IMAGES",
     "INDEX_NAME",
-    "PICTURES",
     "BadSample",
     "RawSample",
     "ShardEntry",
@@ -83,7 +83,7 @@ class ShardIndex:
     carry their own offset.
     """
 
-    def __init__(self, place: Place, shards: ShardTable) -> None:
+    def __init__(self, place: ShardLocation, shards: ShardTable) -> None:
         self._place = place
         self.folder = place.folder
         self.shards = shards
@@ -91,10 +91,10 @@ class ShardIndex:
         self._first = np.concatenate([[0], np.cumsum(shards.samples)])
         self._rows: np.ndarray | None = None
         self._rows_sought = False
-        self._scans: Recent[_Scan] = Recent(_SCANS_KEPT)
-        self._ends: Recent[np.ndarray] = Recent(_SCANS_KEPT)
+        self._scans: LRUCache[_Scan] = LRUCache(_SCANS_KEPT)
+        self._ends: LRUCache[np.ndarray] = LRUCache(_SCANS_KEPT)
         kept = _CACHED_FILES_KEPT if isinstance(place, CachedFolder) else _FILES_KEPT
-        self._files: Recent[OpenShard] = Recent(kept, dispose=_close)
+        self._files: LRUCache[OpenShard] = LRUCache(kept, dispose=_close)
         place.when_full(self._files.clear)
 
     @classmethod
@@ -145,7 +145,7 @@ class ShardIndex:
         if content is None:
             raise ConfigError(
                 f"{url}: has no {INDEX_NAME}; {remedy}; or name the shards themselves and set "
-                "data.order=resampled"
+                "data.sampler=resampled"
             )
         shards = read_table(content, f"{folder / INDEX_NAME}", remedy)
         return cls(CachedFolder(folder, cache, folder.digests(shards.names)), shards)
@@ -164,7 +164,7 @@ class ShardIndex:
         return parse(*self._find(shard_number, sample_number))
 
     def read_annotation(self, shard_number: int, sample_number: int) -> Annotation:
-        """The annotation alone, its pictures left unparsed; raises as `read` does."""
+        """The annotation alone, its images left unparsed; raises as `read` does."""
         return parse_annotation(*self._find(shard_number, sample_number))
 
     def caption_ends(self, shard_number: int) -> np.ndarray:

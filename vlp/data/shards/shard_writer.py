@@ -12,7 +12,7 @@ from vlp.config import ConfigError
 from vlp.data.schema import Annotation, captions_of
 from vlp.data.shards.build_index import survey
 from vlp.data.shards.index import BLOCK, INDEX_NAME, SurveyedShard, rows_of, write_index
-from vlp.data.shards.sample_files import PICTURES
+from vlp.data.shards.sample_files import IMAGES
 from vlp.data.shards.tar import append_member, close_tar
 from vlp.io import sync, sync_folder
 
@@ -62,10 +62,10 @@ class ShardWriter:
 
         Args:
             key: name of the sample, unique in the folder, without dots or slashes.
-            image: the encoded picture.
-            extension: `jpg`, `jpeg`, `png` or `webp`; of both pictures.
+            image: the encoded image.
+            extension: `jpg`, `jpeg`, `png` or `webp`; of both images.
             annotation: written as `KEY.json`.
-            second_image: the other picture of a paired sample, written as `KEY.1.EXTENSION`.
+            second_image: the other image of a paired sample, written as `KEY.1.EXTENSION`.
 
         Raises:
             ValueError: the key is not usable or was written before, or the extension is unknown.
@@ -75,8 +75,8 @@ class ShardWriter:
             raise ValueError(f"{key!r} cannot be a key: it may hold neither dots nor slashes")
         if key in self.done:
             raise ValueError(f"the key {key!r} is already in {self.folder}")
-        if extension not in PICTURES:
-            raise ValueError(f"{key}: extension {extension!r} is not one of {', '.join(PICTURES)}")
+        if extension not in IMAGES:
+            raise ValueError(f"{key}: extension {extension!r} is not one of {', '.join(IMAGES)}")
         if self._file is None:
             while self._path().exists():
                 self._number += 1

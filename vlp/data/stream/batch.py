@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vlp.data.image.transforms import normalise
-from vlp.data.shards.bad_samples import Skip
+from vlp.data.shards.bad_samples import SkippedSample
 
 AnyBatch = TypeVar("AnyBatch", bound=tuple)
 
@@ -24,7 +24,7 @@ class Slots(Protocol):
         """(B,) bool, False where the slot is empty."""
 
     @property
-    def skipped(self) -> tuple[Skip, ...]:
+    def skipped(self) -> tuple[SkippedSample, ...]:
         """This share's bad samples."""
 
     def to(self, device: torch.device | str) -> Slots:
@@ -54,8 +54,8 @@ class Batch(NamedTuple):
     normalised after `to`; text_ids (B, N) int64; attention_mask (B, N) bool, True = not padding;
     word_mask (B, N) bool, True = a real word piece ([CLS], [SEP] and padding are False); mlm_ids
     (B, N) the masked text; mlm_labels (B, N) the original id where masked, else -100; mim_mask (B,
-    H, W) bool, True = masked patch; image_ids (B,) int64, equal for captions of one picture; draws
-    (B, 2) float64 in [0, 1), for the text's and the picture's ITM negative; valid (B,) bool;
+    H, W) bool, True = masked patch; image_ids (B,) int64, equal for captions of one image; draws
+    (B, 2) float64 in [0, 1), for the text's and the image's ITM negative; valid (B,) bool;
     sample_ids (B,) int64, stable over ranks; word_patches (B, N, M) int8, what
     `vlp.data.text.word_boxes.named_patches` says, or None where augmentation moves places; skipped:
     this share's bad samples.
@@ -69,11 +69,11 @@ class Batch(NamedTuple):
     mlm_labels: Tensor
     mim_mask: Tensor
     image_ids: Tensor
-    draws: Tensor
+    rng_for: Tensor
     valid: Tensor
     sample_ids: Tensor
     word_patches: Tensor | None = None
-    skipped: tuple[Skip, ...] = ()
+    skipped: tuple[SkippedSample, ...] = ()
 
     def to(self, device: torch.device | str) -> Batch:
         """Move every tensor to `device`, and normalise the pixels there."""

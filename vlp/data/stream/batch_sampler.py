@@ -10,21 +10,21 @@ from typing import Any, NamedTuple
 from torch.utils.data import Dataset
 
 from vlp.data.pretrain.dataset import Request
-from vlp.data.stream.sampler import Step, TrainingOrder
+from vlp.data.stream.sampler import Step, TrainingSampler
 
 Prefetch = Callable[[int, int], object]
 """Is told (source, shard) in a worker, about a window before the shard is needed."""
 
 
-class Asked(NamedTuple):
+class BatchRequest(NamedTuple):
     """The slots of one rank's share of a batch, and shards that are needed soon."""
 
     slots: list[Request]
     ahead: list[tuple[int, int]]
 
 
-class Requests:
-    """One `Asked` for each global batch, for `torch.utils.data.DataLoader` as its batch sampler.
+class ShardAwareBatchSampler:
+    """Yield one `BatchRequest` for each global batch: the batch sampler of a torch `DataLoader`.
 
     Args:
         order: which sample stands where.
@@ -38,7 +38,7 @@ class Requests:
 
     def __init__(
         self,
-        order: TrainingOrder,
+        sampler: TrainingSampler,
         batch: int,
         consumed: int,
         rank: int,
@@ -46,51 +46,55 @@ class Requests:
         stop_after: int | None,
         fetchers: int,
     ) -> None:
-        self._order, self._batch, self._consumed = order, batch, consumed
+        self._sampler, self._batch, self._consumed = sampler, batch, consumed
         self._share = rank, world_size
         self._stop_after, self._fetchers = stop_after, fetchers
 
-    def __iter__(self) -> Iterator[Asked]:
+    def __iter__(self) -> Iterator[BatchRequest]:
         ahead = self._ahead() if self._fetchers else None
-        for step in islice(self._order.steps(self._consumed, self._batch), self._stop_after):
-            slots = self._order.slots(step.epoch, step.start, self._batch, *self._share)
+        for step in islice(self._sampler.steps(self._consumed, self._batch), self._stop_after):
+            slots = self._sampler.slots(step.epoch, step.start, self._batch, *self._share)
             requests = [Request(step.epoch, element) for element in slots]
-            yield Asked(requests, [] if ahead is None else next(ahead))
+            yield BatchRequest(requests, [] if ahead is None else next(ahead))
 
     def _ahead(self) -> Iterator[list[tuple[int, int]]]:
         """For each batch, its part of the shards of the window after the one it stands in."""
         waiting: deque[tuple[int, int]] = deque()
         last, at_once = (-1, 0), 0
-        for step in self._order.steps(self._consumed, self._batch):
+        for step in self._sampler.steps(self._consumed, self._batch):
             new = [window for window in self._windows(step) if window > last]
             at_once = at_once if waiting else 0
             for window in new:
-                waiting.extend(self._order.shards_of_window(*window, *self._share))
+                waiting.extend(self._sampler.shards_of_window(*window, *self._share))
                 last = window
             at_once = max(at_once, -(-len(waiting) // self._fetchers))
             yield [waiting.popleft() for _ in range(min(at_once, len(waiting)))]
 
     def _windows(self, step: Step) -> list[tuple[int, int]]:
         """Epoch and number of the windows that a batch takes from, and of the one after them."""
-        behind = step.start + self._batch // self._order.streams
-        end = min(-(-behind // self._order.window), self._order.windows_in_epoch(step.epoch))
-        touched = [(step.epoch, number) for number in range(step.start // self._order.window, end)]
+        behind = step.start + self._batch // self._sampler.streams
+        end = min(-(-behind // self._sampler.window), self._sampler.windows_in_epoch(step.epoch))
+        touched = [
+            (step.epoch, number) for number in range(step.start // self._sampler.window, end)
+        ]
         return [*touched, self._after(*touched[-1])]
 
     def _after(self, epoch: int, window: int) -> tuple[int, int]:
-        if window + 1 < self._order.windows_in_epoch(epoch):
+        if window + 1 < self._sampler.windows_in_epoch(epoch):
             return epoch, window + 1
         epoch += 1
-        while not self._order.samples_in_epoch(epoch):
+        while not self._sampler.samples_in_epoch(epoch):
             epoch += 1
         return epoch, 0
 
 
 def read_at_once(
-    order: TrainingOrder, batch: int, consumed: int, rank: int, world_size: int
+    sampler: TrainingSampler, batch: int, consumed: int, rank: int, world_size: int
 ) -> set[tuple[int, int]]:
     """(source, shard) of what a rank needs at a time: its streams' windows and the next ones."""
-    return set(next(Requests(order, batch, consumed, rank, world_size, None, 1)._ahead()))
+    return set(
+        next(ShardAwareBatchSampler(sampler, batch, consumed, rank, world_size, None, 1)._ahead())
+    )
 
 
 class Answers(Dataset[Any]):
@@ -104,7 +108,7 @@ class Answers(Dataset[Any]):
     def __init__(self, samples: Dataset[Any], prefetch: Prefetch | None) -> None:
         self.samples, self.prefetch = samples, prefetch
 
-    def __getitems__(self, asked: Asked) -> list[Any]:
+    def __getitems__(self, asked: BatchRequest) -> list[Any]:
         """All slots of a batch; `DataLoader` calls this with what its batch sampler gave."""
         if self.prefetch is not None:
             for source, shard in asked.ahead:

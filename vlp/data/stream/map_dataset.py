@@ -12,17 +12,17 @@ from torch.utils.data import Dataset
 from vlp.config import Config, ConfigError
 from vlp.data.pretrain.dataset import Request
 from vlp.data.pretrain.loader import OrderedData
-from vlp.data.shards.bad_samples import Skip
+from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.stream.batch import Slots
-from vlp.data.stream.rng import draw
-from vlp.data.stream.sampler import Pool, TrainingOrder
+from vlp.data.stream.rng import make_rng
+from vlp.data.stream.sampler import Pool, TrainingSampler
 
-Draws = Callable[[str], np.random.Generator]
+RngFactory = Callable[[str], np.random.Generator]
 """Gives a generator for a purpose ("crop"); equal for equal (seed, epoch, sample, purpose)."""
 
 
-class OrderConfig(Config):
+class MapDatasetConfig(Config):
     """How a set that fits an index is gone through; base of the data of every vision task."""
 
     canonical_streams: int = Field(8, ge=1, description="the number of ranks divides it")
@@ -31,36 +31,36 @@ class OrderConfig(Config):
 
 
 class IndexedSamples(Dataset[Any]):
-    """Calls `read(number, draws)` for each slot; a bad sample or an empty slot gives a `Skip`.
+    """Calls `read(number, rng_for)` for each slot; bad samples and empty slots are skipped ones.
 
     Args:
-        read: makes sample `number`; every random choice comes from `draws`.
+        read: makes sample `number`; every random choice comes from `rng_for`.
         seed: of the run.
     """
 
-    def __init__(self, read: Callable[[int, Draws], Any], seed: int) -> None:
+    def __init__(self, read: Callable[[int, RngFactory], Any], seed: int) -> None:
         self._read, self._seed = read, seed
 
     def __getitem__(self, request: Request) -> Any:
-        """The sample that a slot asks for, a `Skip`, or None for an empty slot."""
+        """The sample that a slot asks for, a `SkippedSample`, or None for an empty slot."""
         if request.element is None:
             return None
         number, visit = request.element.position, request.element.visit
 
-        def draws(purpose: str) -> np.random.Generator:
-            return draw(self._seed, request.epoch, f"{number}:{visit}", purpose)
+        def rng_for(purpose: str) -> np.random.Generator:
+            return make_rng(self._seed, request.epoch, f"{number}:{visit}", purpose)
 
         try:
-            return self._read(number, draws)
+            return self._read(number, rng_for)
         except BadSample as bad:
-            return Skip(bad.kind, bad.where)
+            return SkippedSample(bad.kind, bad.where)
 
 
 def indexed_data(
     count: int,
-    read: Callable[[int, Draws], Any],
-    collate: Callable[[list[Any], tuple[Skip, ...]], Slots],
-    config: OrderConfig,
+    read: Callable[[int, RngFactory], Any],
+    collate: Callable[[list[Any], tuple[SkippedSample, ...]], Slots],
+    config: MapDatasetConfig,
     batch: int,
     seed: int,
 ) -> OrderedData:
@@ -82,9 +82,9 @@ def indexed_data(
             f"training.batch {batch} is not a multiple of canonical_streams "
             f"{config.canonical_streams}"
         )
-    order = TrainingOrder([Pool([count])], config.canonical_streams, max(count, 1), seed)
+    sampler = TrainingSampler([Pool([count])], config.canonical_streams, max(count, 1), seed)
     return OrderedData(
-        order,
+        sampler,
         IndexedSamples(read, seed),
         _Collate(collate),
         batch,
@@ -96,9 +96,9 @@ def indexed_data(
 class _Collate:
     """Parts good from bad; a class, so that spawned workers can have it."""
 
-    def __init__(self, collate: Callable[[list[Any], tuple[Skip, ...]], Slots]) -> None:
+    def __init__(self, collate: Callable[[list[Any], tuple[SkippedSample, ...]], Slots]) -> None:
         self._collate = collate
 
     def __call__(self, samples: list[Any]) -> Slots:
-        good = [s for s in samples if s is not None and not isinstance(s, Skip)]
-        return self._collate(good, tuple(s for s in samples if isinstance(s, Skip)))
+        good = [s for s in samples if s is not None and not isinstance(s, SkippedSample)]
+        return self._collate(good, tuple(s for s in samples if isinstance(s, SkippedSample)))

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.random.bit_generator import ISeedSequence
 
 
-def draw(seed: int, epoch: int, sample: int | str, purpose: str) -> np.random.Generator:
+def make_rng(seed: int, epoch: int, sample: int | str, purpose: str) -> np.random.Generator:
     """A generator of its own for one purpose ("caption", "augment", ...) of one sample's visit.
 
     Equal arguments give equal streams on every rank, worker and machine; Philox is counter-based,

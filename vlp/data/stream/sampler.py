@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from vlp.config import ConfigError
-from vlp.data.shards.lru import Recent
-from vlp.data.stream.rng import draw
+from vlp.data.shards.lru import LRUCache
+from vlp.data.stream.rng import make_rng
 
 
 class Pool(NamedTuple):
@@ -43,7 +43,7 @@ class Step(NamedTuple):
     consumed: int
 
 
-class TrainingOrder:
+class TrainingSampler:
     """Places of the elements of every epoch, worked out piece by piece.
 
     Args:
@@ -67,7 +67,7 @@ class TrainingOrder:
         self._weights = [Fraction(pool.weight).limit_denominator(10**6) for pool in pools]
         if not any(total * weight for total, weight in zip(self._totals, self._weights)):
             raise ConfigError("the sources hold no samples")
-        self._epochs: Recent[_Epoch] = Recent(2)
+        self._epochs: LRUCache[_Epoch] = LRUCache(2)
         # Each stream's window of the moment, by (epoch, number): streams go forward.
         self._windows: dict[int, tuple[tuple[int, int], np.ndarray]] = {}
         self._place_type = np.min_scalar_type(window)
@@ -206,7 +206,7 @@ class TrainingOrder:
     def _permutation(self, epoch: int, stream: int, number: int, size: int) -> np.ndarray:
         key, permutation = self._windows.get(stream, (None, None))
         if key != (epoch, number) or permutation is None:
-            rng = draw(self.seed, epoch, stream, f"window {number}")
+            rng = make_rng(self.seed, epoch, stream, f"window {number}")
             permutation = rng.permutation(size).astype(self._place_type)
             self._windows[stream] = (epoch, number), permutation
         return permutation
@@ -221,7 +221,7 @@ class TrainingOrder:
         ):
             start, stop = int(epoch * weight * total), int((epoch + 1) * weight * total)
             for visit in range(start // total, -(-stop // total)) if total else ():
-                shards = draw(self.seed, visit, source, "shards").permutation(len(sizes))
+                shards = make_rng(self.seed, visit, source, "shards").permutation(len(sizes))
                 ends = np.cumsum(sizes[shards]) + visit * total
                 first = np.maximum(ends - sizes[shards], start)
                 last = np.minimum(ends, stop)
@@ -239,7 +239,7 @@ class TrainingOrder:
                 )
         chunks = np.concatenate(parts, axis=1)
         return _Epoch(
-            chunks[:, draw(self.seed, epoch, "epoch", "chunks").permutation(chunks.shape[1])]
+            chunks[:, make_rng(self.seed, epoch, "epoch", "chunks").permutation(chunks.shape[1])]
         )
 
 

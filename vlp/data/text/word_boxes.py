@@ -1,4 +1,4 @@
-"""Where the words of a caption stand among its tokens, and what they name in a picture."""
+"""Where the words of a caption stand among its tokens, and what they name in an image."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from vlp.data.schema import Annotation
 OWN, OTHER = 1, 2
 
 
-class NamedWord(NamedTuple):
+class WordBox(NamedTuple):
     """Word number `position` of caption number `caption` says the `kind` of what lies in `box`.
 
-    kind is `colour`, `shape` or `object`; box is [x, y, width, height] in pixels of the picture.
+    kind is `colour`, `shape` or `object`; box is [x, y, width, height] in pixels of the image.
     """
 
     caption: int
@@ -27,10 +27,10 @@ class NamedWord(NamedTuple):
     box: tuple[float, ...]
 
 
-def named_words(annotation: Annotation) -> list[NamedWord]:
+def named_words(annotation: Annotation) -> list[WordBox]:
     """The words of a sample's captions that are known to name something; mostly there are none."""
     return [
-        NamedWord(word.caption, word.index, word.word, word.kind, tuple(word.box))
+        WordBox(word.caption, word.index, word.word, word.kind, tuple(word.box))
         for word in annotation.words or ()
     ]
 
@@ -67,7 +67,7 @@ def named_patches(
         pieces: its word pieces, [CLS] and [SEP] in.
         tokens: N, the padded length.
         grid: patches (rows, columns).
-        size: the picture's (width, height) in pixels.
+        size: the image's (width, height) in pixels.
 
     Returns:
         (N, M) int8: OWN in the box of the object that the token names, OTHER in another object's

@@ -1,4 +1,4 @@
-"""Pictures and classes as batches, with the augmentation of the papers' recipes."""
+"""Images and classes as batches, with the augmentation of the papers' recipes."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from vlp.config import Config, ConfigError
 from vlp.data.config import CropScale
 from vlp.data.image.transforms import Preprocessing, random_crop
 from vlp.data.pretrain.loader import OrderedData
-from vlp.data.shards.bad_samples import Skip
+from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.stream.batch import moved
-from vlp.data.stream.map_dataset import Draws, OrderConfig, indexed_data
-from vlp.data.vision.labelled_images import LabelledPictures, some_of
+from vlp.data.stream.map_dataset import MapDatasetConfig, RngFactory, indexed_data
+from vlp.data.vision.labelled_images import LabelledImages, some_of
 
 
-class PictureAugmentConfig(Config):
-    """What happens to a training picture, in this order."""
+class ImageAugmentConfig(Config):
+    """What happens to a training image, in this order."""
 
     crop_scale: CropScale = Field(
         (1.0, 1.0), description="share of the area of a random crop, resized; 1 is the whole"
     )
     shift: int = Field(0, ge=0, description="pixels that it is moved by at most, black around it")
-    mirror: bool = Field(True, description="left and right, every other time")
+    hflip: bool = Field(True, description="left and right, every other time")
     policy: str | None = Field(
         None, description="timm's AutoAugment policy, such as rand-m9-mstd0.5-inc1"
     )
     erasing: float = Field(0.0, ge=0, le=1, description="probability of a random erased box")
 
 
-class LabelledDataConfig(OrderConfig):
-    """Pictures of classes: a tar file, a folder of class folders, or shards with labels."""
+class LabelledDataConfig(MapDatasetConfig):
+    """Images of classes: a tar file, a folder of class folders, or shards with labels."""
 
     train: str
     test: str
     classes: tuple[str, ...] | None = Field(None, description="only shards need them")
-    limit: int | None = Field(None, ge=1, description="pictures of `train`, drawn once")
+    limit: int | None = Field(None, ge=1, description="images of `train`, drawn once")
     image_size: int = Field(224, ge=1, description="pixels")
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
-    augment: PictureAugmentConfig = PictureAugmentConfig()
+    augment: ImageAugmentConfig = ImageAugmentConfig()
 
     @property
     def preprocessing(self) -> Preprocessing:
@@ -59,13 +59,13 @@ class LabelledDataConfig(OrderConfig):
 class LabelledBatch(NamedTuple):
     """pixels (B, 3, size, size) float32, normalised; labels (B,) int64; valid (B,) bool.
 
-    A batch without a good sample is one grey picture that is not valid.
+    A batch without a good sample is one grey image that is not valid.
     """
 
     pixels: Tensor
     labels: Tensor
     valid: Tensor
-    skipped: tuple[Skip, ...] = ()
+    skipped: tuple[SkippedSample, ...] = ()
 
     def to(self, device: torch.device | str) -> LabelledBatch:
         """Move every tensor to `device`."""
@@ -73,19 +73,19 @@ class LabelledBatch(NamedTuple):
 
 
 class LabelledSamples:
-    """Reads and augments one training picture.
+    """Reads and augments one training image.
 
     Args:
-        pictures: where they come from.
+        images: where they come from.
         config: size and augmentation.
     """
 
     def __init__(
         self,
-        pictures: LabelledPictures,
+        images: LabelledImages,
         config: LabelledDataConfig,
     ) -> None:
-        self.pictures, self.config = pictures, config
+        self.images, self.config = images, config
         self._preprocessing = config.preprocessing
         self._policy = None
         if config.augment.policy is not None:
@@ -103,51 +103,51 @@ class LabelledSamples:
                 raise ConfigError(f"augment.policy {config.augment.policy!r}: {error}") from error
 
     def __len__(self) -> int:
-        return len(self.pictures)
+        return len(self.images)
 
-    def __call__(self, number: int, draws: Draws) -> tuple[Tensor, int]:
+    def __call__(self, number: int, rng_for: RngFactory) -> tuple[Tensor, int]:
         """Pixels (3, size, size) and class."""
-        picture, label, _ = self.pictures.read(number)
-        return self.pixels(picture, draws), label
+        image, label, _ = self.images.read(number)
+        return self.pixels(image, rng_for), label
 
-    def pixels(self, picture: Image.Image, draws: Draws) -> Tensor:
-        """Augment one picture: (3, size, size) float32, normalised."""
+    def pixels(self, image: Image.Image, rng_for: RngFactory) -> Tensor:
+        """Augment one image: (3, size, size) float32, normalised."""
         augment, size = self.config.augment, self.config.image_size
-        rng = draws("augment")
-        box = random_crop(picture.width, picture.height, augment.crop_scale, rng)
-        if picture.size != (size, size) or box != (0, 0, size, size):
-            picture = picture.resize((size, size), Image.Resampling.BICUBIC, box=box)
+        rng = rng_for("augment")
+        box = random_crop(image.width, image.height, augment.crop_scale, rng)
+        if image.size != (size, size) or box != (0, 0, size, size):
+            image = image.resize((size, size), Image.Resampling.BICUBIC, box=box)
         if augment.shift:
             right, down = rng.integers(-augment.shift, augment.shift + 1, 2).tolist()
             moved_box = (-right, -down, size - right, size - down)
-            picture = picture.crop(moved_box)  # what lies outside is black
-        if augment.mirror and rng.random() < 0.5:
-            picture = ImageOps.mirror(picture)
+            image = image.crop(moved_box)  # what lies outside is black
+        if augment.hflip and rng.random() < 0.5:
+            image = ImageOps.mirror(image)
         if self._policy is not None:
-            with _seeded(draws("policy")):
-                picture = self._policy(picture)
-        pixels = self._preprocessing.normalise(picture)
+            with _seeded(rng_for("policy")):
+                image = self._policy(image)
+        pixels = self._preprocessing.normalise(image)
         if rng.random() < augment.erasing:
-            _erase(pixels, draws("erasing"))
+            _erase(pixels, rng_for("erasing"))
         return pixels
 
 
 def labelled_data(
-    pictures: LabelledPictures, config: LabelledDataConfig, batch: int, seed: int
+    images: LabelledImages, config: LabelledDataConfig, batch: int, seed: int
 ) -> OrderedData:
-    """Training batches of `pictures`, those of `config.train`.
+    """Training batches of `images`, those of `config.train`.
 
     Raises:
         ConfigError: `limit` or the batch does not fit.
     """
-    pictures = some_of(pictures, config.limit, config.train)
-    samples = LabelledSamples(pictures, config)
+    images = some_of(images, config.limit, config.train)
+    samples = LabelledSamples(images, config)
     collate = partial(_collate, size=config.image_size)
     return indexed_data(len(samples), samples, collate, config, batch, seed)
 
 
 def _collate(
-    samples: list[tuple[Tensor, int]], skipped: tuple[Skip, ...], size: int
+    samples: list[tuple[Tensor, int]], skipped: tuple[SkippedSample, ...], size: int
 ) -> LabelledBatch:
     valid = torch.ones(len(samples), dtype=torch.bool)
     if not samples:  # models want a row; it counts nowhere

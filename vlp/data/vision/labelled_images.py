@@ -1,4 +1,4 @@
-"""Pictures with a class each: folders, tar files of such folders, and shards."""
+"""Images with a class each: folders, tar files of such folders, and shards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from vlp.config import ConfigError
-from vlp.data.image.decode import decode_picture
+from vlp.data.image.decode import decode_image
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.shard_index import INDEX_NAME, ShardIndex
 from vlp.data.shards.tar import stored_files
@@ -19,20 +19,20 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 
 
 class Labelled(NamedTuple):
-    """A picture (RGB), the number of its class, and where it lies."""
+    """An image (RGB), the number of its class, and where it lies."""
 
-    picture: Image.Image
+    image: Image.Image
     label: int
     where: str
 
 
-class LabelledPictures(Protocol):
-    """A picture and its class by number, 0 to len - 1."""
+class LabelledImages(Protocol):
+    """An image and its class by number, 0 to len - 1."""
 
     classes: tuple[str, ...]
 
     def __len__(self) -> int:
-        """Pictures."""
+        """Images."""
 
     def read(self, number: int) -> Labelled:
         """One of them.
@@ -42,12 +42,12 @@ class LabelledPictures(Protocol):
         """
 
 
-def open_labelled(path: str, classes: Sequence[str] | None = None) -> LabelledPictures:
+def open_labelled(path: str, classes: Sequence[str] | None = None) -> LabelledImages:
     """Open what `path` is: a folder of class folders, a tar file of one, or a folder of shards.
 
     Args:
         path: a tar file (compressed or not, read into memory: for small sets), a folder that holds
-            `CLASS/PICTURE`, or one that `data_tools index` has indexed, whose samples name their
+            `CLASS/IMAGE`, or one that `data_tools index` has indexed, whose samples name their
             class as `label`.
         classes: class names in order, as training had them; None finds them, sorted. For shards
             they must be given: an index does not know them.
@@ -64,15 +64,15 @@ def open_labelled(path: str, classes: Sequence[str] | None = None) -> LabelledPi
     if (place / INDEX_NAME).is_file():
         if classes is None:
             raise ConfigError(f"{path}: shards need `classes`, the names of their labels in order")
-        return _FromShards(place, classes)
+        return _ClassShards(place, classes)
     return _FromFolder(place, classes)
 
 
-def some_of(pictures: LabelledPictures, limit: int | None, path: str) -> LabelledPictures:
-    """So many of the pictures, drawn once: the same few for every seed of a comparison.
+def some_of(images: LabelledImages, limit: int | None, path: str) -> LabelledImages:
+    """So many of the images, drawn once: the same few for every seed of a comparison.
 
     Args:
-        pictures: of `path`.
+        images: of `path`.
         limit: how many; None is all of them.
         path: for the message.
 
@@ -80,22 +80,22 @@ def some_of(pictures: LabelledPictures, limit: int | None, path: str) -> Labelle
         ConfigError: there are not so many.
     """
     if limit is None:
-        return pictures
-    if limit > len(pictures):
-        raise ConfigError(f"data.limit {limit} is more than the {len(pictures)} pictures of {path}")
-    return _Some(pictures, np.random.default_rng(0).permutation(len(pictures))[:limit].tolist())
+        return images
+    if limit > len(images):
+        raise ConfigError(f"data.limit {limit} is more than the {len(images)} images of {path}")
+    return _Some(images, np.random.default_rng(0).permutation(len(images))[:limit].tolist())
 
 
 class _Some:
-    def __init__(self, pictures: LabelledPictures, numbers: Sequence[int]) -> None:
-        self._pictures, self._numbers = pictures, numbers
-        self.classes = pictures.classes
+    def __init__(self, images: LabelledImages, numbers: Sequence[int]) -> None:
+        self._images, self._numbers = images, numbers
+        self.classes = images.classes
 
     def __len__(self) -> int:
         return len(self._numbers)
 
     def read(self, number: int) -> Labelled:
-        return self._pictures.read(self._numbers[number])
+        return self._images.read(self._numbers[number])
 
 
 class _FromFolder:
@@ -112,9 +112,9 @@ class _FromFolder:
         try:
             content = file.read_bytes()
         except OSError as error:
-            raise BadSample("unreadable picture", f"{file} ({error.strerror})") from error
-        picture = decode_picture(content, str(file))
-        return Labelled(picture, self._number[file.parent.name], str(file))
+            raise BadSample("unreadable image", f"{file} ({error.strerror})") from error
+        image = decode_image(content, str(file))
+        return Labelled(image, self._number[file.parent.name], str(file))
 
 
 class _FromTar:
@@ -130,10 +130,10 @@ class _FromTar:
     def read(self, number: int) -> Labelled:
         name, content = self._found[number]
         where = f"{self._file}, {name}"
-        return Labelled(decode_picture(content, where), self._number[name.parent.name], where)
+        return Labelled(decode_image(content, where), self._number[name.parent.name], where)
 
 
-class _FromShards:
+class _ClassShards:
     def __init__(self, folder: Path, classes: Sequence[str]) -> None:
         self._index = ShardIndex.open(folder)
         self.classes = tuple(classes)
@@ -154,7 +154,7 @@ class _FromShards:
         label = raw.annotation.label
         if label not in self._number:
             raise BadSample("unknown class", f"{where} (label {label!r})")
-        return Labelled(decode_picture(raw.image, where), self._number[str(label)], where)
+        return Labelled(decode_image(raw.image, where), self._number[str(label)], where)
 
 
 def _in_class_folder(name: PurePosixPath) -> bool:
@@ -164,7 +164,7 @@ def _in_class_folder(name: PurePosixPath) -> bool:
 def _classes(found: Iterable[str], wanted: Sequence[str] | None, where: Path) -> tuple[str, ...]:
     names = sorted(set(found))
     if not names:
-        raise ConfigError(f"{where}: holds no pictures in class folders ({', '.join(SUFFIXES)})")
+        raise ConfigError(f"{where}: holds no images in class folders ({', '.join(SUFFIXES)})")
     if wanted is None:
         return tuple(names)
     if unknown := sorted(set(names) - set(wanted)):

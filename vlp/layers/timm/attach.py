@@ -41,7 +41,7 @@ def attach(
     bias. Encodings whose tables start at zero, as iRPE's do, leave the model's function as it was.
 
     Feature extraction by hooks and by timm's `create_feature_extractor` (layers with encodings are
-    then leaves, and the picture size is fixed), dynamic picture sizes, `set_input_size`, activation
+    then leaves, and the image size is fixed), dynamic image sizes, `set_input_size`, activation
     checkpointing, copies, pickles, `torch.compile`, `torch.export` and `torch.jit.trace` work as
     before; `torch.jit.script` does not. Timm's `no_weight_decay` names the encodings' tables, too.
     Encodings that are bound to one grid raise on another.
@@ -294,5 +294,5 @@ def _parameters(name: str | Factory) -> Iterable[str]:
     if not isinstance(name, str):
         return inspect.signature(name).parameters
     if name in CROSS_MODAL:
-        raise ValueError(f"{name} lies between a picture and a text; a timm model has no text")
+        raise ValueError(f"{name} lies between an image and a text; a timm model has no text")
     return position_options(name)

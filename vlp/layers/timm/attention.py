@@ -44,7 +44,7 @@ class PositionedAttention(Attention):
             (B, T, width).
 
         Raises:
-            ValueError: T is not the number of tokens of a picture that the model has embedded.
+            ValueError: T is not the number of tokens of an image that the model has embedded.
         """
         # Older versions of timm know no gate and no norm.
         gate, norm = getattr(self, "gate", None), getattr(self, "norm", None)
@@ -83,11 +83,11 @@ class PositionedWindowAttention(WindowAttention):
         """As in timm, plus the encodings.
 
         Args:
-            x: (pictures * windows, T, width), a picture's windows one after the other.
+            x: (images * windows, T, width), an image's windows one after the other.
             mask: (windows, T, T), added to the logits.
 
         Returns:
-            (pictures * windows, T, width).
+            (images * windows, T, width).
         """
         query, key, value = _heads(self.qkv(x), self.num_heads)
         bias = self._get_rel_pos_bias()

@@ -26,7 +26,7 @@ class Places:
 
     A plain object that they share, so that copies and pickles of the model share their own. Grids
     are kept by their number of tokens: activation checkpointing runs layers again in the backward
-    pass, when pictures of another size may have passed since. Two grids of equally many patches
+    pass, when images of another size may have passed since. Two grids of equally many patches
     (2 x 8 and 4 x 4) must not be in flight together under activation checkpointing.
 
     Args:
@@ -38,7 +38,7 @@ class Places:
         self._contexts: dict[int, PositionContext] = {}
 
     def write(self, rows: int, columns: int) -> PositionContext:
-        """The patches of the pictures at hand are a grid of this size."""
+        """The patches of the images at hand are a grid of this size."""
         context = PositionContext((rows, columns), self.prefix_tokens)
         self._contexts[self.prefix_tokens + rows * columns] = context
         return context
@@ -47,12 +47,12 @@ class Places:
         """The context of so many tokens, prefix included.
 
         Raises:
-            ValueError: no picture had so many.
+            ValueError: no image had so many.
         """
         if tokens not in self._contexts:
             known = ", ".join(map(str, self._contexts)) or "none so far"
             raise ValueError(
-                f"no picture of this model has {tokens} tokens ({known}), so that nothing says "
+                f"no image of this model has {tokens} tokens ({known}), so that nothing says "
                 "where they lie: patches were dropped, or attention was called without its model"
             )
         return self._contexts[tokens]

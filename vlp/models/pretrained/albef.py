@@ -1,7 +1,7 @@
 """A public ALBEF checkpoint as the start of a model with ACE-RPE (the paper's first limitation).
 
 ALBEF (Li et al. 2021) is a ViT-B/16, a BERT whose first half reads the text and whose second half
-cross-attends to the picture, two projections into the contrastive space, and an ITM head: layout
+cross-attends to the image, two projections into the contrastive space, and an ITM head: layout
 `albef` has a place for each. The tables of ACE-RPE start at zero, so the loaded model computes what
 ALBEF computes until fine-tuning moves them.
 
@@ -29,7 +29,7 @@ from vlp.models.pretrained.load import (
 from vlp.models.pretrained.weight_copy import LoadReport, copy_weights, listed
 from vlp.models.vlp import VLPModel
 
-# ALBEF normalises pictures with CLIP's mean and deviation of pixel values in [0, 1].
+# ALBEF normalises images with CLIP's mean and deviation of pixel values in [0, 1].
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
 
@@ -77,7 +77,7 @@ def albef_config(state: Mapping[str, Tensor], image_size: int | None = None) -> 
 
     Args:
         state: as `read_pth` gives it; tensors on the meta device will do.
-        image_size: side of the pictures in pixels; None keeps the checkpoint's.
+        image_size: side of the images in pixels; None keeps the checkpoint's.
 
     Raises:
         ValueError: a tensor that tells a size is missing, or the sizes are none that ALBEF has.
@@ -141,7 +141,7 @@ def albef_config(state: Mapping[str, Tensor], image_size: int | None = None) -> 
 def load_albef(model: VLPModel, state: Mapping[str, Tensor], source: str) -> list[LoadReport]:
     """Copy an ALBEF state dict into a model of layout `albef`.
 
-    Positions of another picture size are resampled as ALBEF's own code does: bicubic, without
+    Positions of another image size are resampled as ALBEF's own code does: bicubic, without
     smoothing. What ALBEF does not have keeps its own start: ACE-RPE tables, token projections and
     the threshold.
 

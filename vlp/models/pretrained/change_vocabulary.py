@@ -17,7 +17,7 @@ _WORDS, _BIAS = "text_encoder.embedding.word.weight", "mlm_head.bias"
 _CONTINUED = "##"
 
 
-class Carried(NamedTuple):
+class TransferredTokens(NamedTuple):
     """Numbers of the new word pieces: known as they are, put together from others, unknown."""
 
     known: int
@@ -25,7 +25,7 @@ class Carried(NamedTuple):
     unknown: int
 
 
-def with_vocabulary(loaded: Loaded, vocabulary: Tokenizer) -> tuple[Loaded, Carried]:
+def with_vocabulary(loaded: Loaded, vocabulary: Tokenizer) -> tuple[Loaded, TransferredTokens]:
     """The same model for another vocabulary.
 
     A piece that both know keeps its embedding; another starts as the mean of the pieces that the
@@ -60,7 +60,7 @@ def with_vocabulary(loaded: Loaded, vocabulary: Tokenizer) -> tuple[Loaded, Carr
     heads = dict(loaded.heads)
     if _BIAS in heads:
         heads[_BIAS] = torch.stack([heads[_BIAS][part].mean() for part in parts])
-    counts = Carried(known, composed=len(pieces) - known - lost, unknown=lost)
+    counts = TransferredTokens(known, composed=len(pieces) - known - lost, unknown=lost)
     return Loaded(model.eval(), text, loaded.preprocess, heads), counts
 
 

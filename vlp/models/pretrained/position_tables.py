@@ -21,7 +21,7 @@ _NAME = re.compile(
 _STREAMS = ("text", "image")
 
 
-class Carried(NamedTuple):
+class ResizedTables(NamedTuple):
     """state: all weights by this model's names; resized: names of tables of another size there;
     unused: names in the folder of encodings that this model has not."""
 
@@ -30,7 +30,9 @@ class Carried(NamedTuple):
     unused: list[str]
 
 
-def carry_encodings(model: VLPModel, trained: ModelConfig, state: Mapping[str, Tensor]) -> Carried:
+def carry_encodings(
+    model: VLPModel, trained: ModelConfig, state: Mapping[str, Tensor]
+) -> ResizedTables:
     """Weights of a model trained as `trained` says, its encodings found by their names.
 
     Their modules are numbered as `cross.position` lists them, so a number alone does not say whose
@@ -52,7 +54,7 @@ def carry_encodings(model: VLPModel, trained: ModelConfig, state: Mapping[str, T
     before = {name: tensor.shape for name, tensor in carried.items()}
     _to_sizes_of(model, trained, carried)
     resized = [name for name, shape in before.items() if carried[name].shape != shape]
-    return Carried(carried, resized, unused)
+    return ResizedTables(carried, resized, unused)
 
 
 def _target(

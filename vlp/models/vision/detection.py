@@ -51,7 +51,7 @@ class Detections(NamedTuple):
     """What every decoder layer says, the last one last.
 
     logits (layers, B, queries, classes + 1), the last class is 'no object'; boxes (layers, B,
-    queries, 4): centre x, y, width, height as shares of the picture's width and height.
+    queries, 4): centre x, y, width, height as shares of the image's width and height.
     """
 
     logits: Tensor
@@ -59,12 +59,12 @@ class Detections(NamedTuple):
 
 
 class Detr(nn.Module):
-    """Pictures of any sizes to a fixed number of boxes with classes each.
+    """Images of any sizes to a fixed number of boxes with classes each.
 
-    Pictures of one size are computed together and without padding: every position encoding sees
-    the grid that the picture really has, nothing has to be masked, and what is said of a picture
-    does not depend on the others in its batch. (DETR pads to the largest picture.) ZeRO-3, which
-    gathers weights at every call, therefore needs pictures of as many sizes on every rank; the
+    Images of one size are computed together and without padding: every position encoding sees
+    the grid that the image really has, nothing has to be masked, and what is said of an image
+    does not depend on the others in its batch. (DETR pads to the largest image.) ZeRO-3, which
+    gathers weights at every call, therefore needs images of as many sizes on every rank; the
     stages below do not.
 
     Layers are post-norm with ReLU, linear layers of the transformer start from Xavier, and all
@@ -99,8 +99,8 @@ class Detr(nn.Module):
             attention_encodings(config.positions, width, config.heads, grid)
             for _ in range(config.encoder_layers)
         ]
-        self.encoder = nn.ModuleList(EncoderLayer(config, positions) for positions in layers)
-        self.decoder = nn.ModuleList(DecoderLayer(config) for _ in range(config.decoder_layers))
+        self.encoder = nn.ModuleList(DetrEncoderLayer(config, positions) for positions in layers)
+        self.decoder = nn.ModuleList(DetrDecoderLayer(config) for _ in range(config.decoder_layers))
         self.decoder_norm = nn.LayerNorm(width)
         self.queries = nn.Embedding(config.queries, width)
         self.classify = nn.Linear(width, classes + 1)
@@ -111,22 +111,22 @@ class Detr(nn.Module):
         for layers_of in (self.encoder, self.decoder):
             _start(layers_of)
 
-    def forward(self, pictures: Sequence[Tensor]) -> Detections:
-        """B pictures (3, height, width), normalised, in any mixture of sizes.
+    def forward(self, images: Sequence[Tensor]) -> Detections:
+        """B images (3, height, width), normalised, in any mixture of sizes.
 
         Raises:
-            ValueError: an encoding cannot serve the grid of a picture; it is named.
+            ValueError: an encoding cannot serve the grid of an image; it is named.
         """
         groups: dict[torch.Size, list[int]] = defaultdict(list)
-        for number, picture in enumerate(pictures):
-            groups[picture.shape].append(number)
-        found = [self.detect(torch.stack([pictures[n] for n in same])) for same in groups.values()]
+        for number, image in enumerate(images):
+            groups[image.shape].append(number)
+        found = [self.detect(torch.stack([images[n] for n in same])) for same in groups.values()]
         order = torch.tensor([number for same in groups.values() for number in same]).argsort()
         return Detections(*(torch.cat(parts, 1)[:, order.to(parts[0].device)]
                             for parts in zip(*found)))  # fmt: skip
 
     def detect(self, pixels: Tensor) -> Detections:
-        """Pictures of one size (B, 3, height, width)."""
+        """Images of one size (B, 3, height, width)."""
         features = self.project(self.backbone(pixels))
         context = PositionContext((features.shape[-2], features.shape[-1]))
         memory, place = self.encode(features.flatten(2).transpose(1, 2), context)
@@ -157,7 +157,7 @@ class Detr(nn.Module):
         return tokens, place
 
     def require_grid(self, height: int, width: int) -> None:
-        """Whether a picture of so many pixels can be encoded.
+        """Whether an image of so many pixels can be encoded.
 
         Raises:
             ValueError: an encoding cannot serve its grid; it is named.
@@ -175,7 +175,7 @@ class Detr(nn.Module):
         return tokens
 
 
-class EncoderLayer(nn.Module):
+class DetrEncoderLayer(nn.Module):
     """Self-attention and feed-forward, each added and then normalised."""
 
     def __init__(self, config: DetrConfig, positions: Sequence[PositionEncoding]) -> None:
@@ -195,8 +195,8 @@ class EncoderLayer(nn.Module):
         return self.feed_forward_norm(tokens + self.dropout(self.feed_forward(tokens)))
 
 
-class DecoderLayer(nn.Module):
-    """Queries attend to one another, then to the picture; then the feed-forward."""
+class DetrDecoderLayer(nn.Module):
+    """Queries attend to one another, then to the image; then the feed-forward."""
 
     def __init__(self, config: DetrConfig) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ positions, and `position_options` of the encoding, such as `{"shared_heads": Fal
 - `vlp_swin_tiny_patch4_window7_irpe_{k,qk,qkv}_224`: the same within windows, beside Swin's own
   bias.
 - `vlp_vit_small_patch4_<variant>_32`: models of the SaPE paper (section 5.1), ViT-S with patches of
-  4 on pictures of 32 pixels. The encoding replaces the learned absolute positions, as the names in
+  4 on images of 32 pixels. The encoding replaces the learned absolute positions, as the names in
   the paper's Table 1 mean; `absolute="keep"` is its "+ APE". `learned` has these alone, `none` no
   positions.
 
@@ -180,7 +180,7 @@ def _create(
 
 
 def _configurations() -> Mapping[str, Any]:
-    """timm's record of every model: its picture size, its public weights."""
+    """timm's record of every model: its image size, its public weights."""
     records: dict[str, Any] = {}
     for name, model in _MODELS.items():
         if model.weights is None:

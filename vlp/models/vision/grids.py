@@ -45,7 +45,7 @@ class GridModelConfig(Config):
     )
 
 
-class Question(NamedTuple):
+class GridQuestion(NamedTuple):
     """What the encoder is given.
 
     inputs: (B, T) int64, the template's tokens. boxes: (B, K, 4), see `PositionContext`. tasks:
@@ -57,7 +57,7 @@ class Question(NamedTuple):
     tasks: Tensor
 
 
-class EncoderLayer(nn.Module):
+class GridEncoderLayer(nn.Module):
     """Self-attention and feed-forward, each on normalised states and added."""
 
     def __init__(self, config: GridModelConfig, side: int) -> None:
@@ -75,7 +75,7 @@ class EncoderLayer(nn.Module):
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
-class DecoderLayer(nn.Module):
+class GridDecoderLayer(nn.Module):
     """Causal self-attention, attention to the encoder, feed-forward."""
 
     def __init__(self, config: GridModelConfig, side: int) -> None:
@@ -135,16 +135,16 @@ class GridTransformer(nn.Module):
             for positions in (config.positions, _of_decoder(config))
         )
         self.encoder = nn.ModuleList(
-            EncoderLayer(config, side) for _ in range(config.encoder_layers)
+            GridEncoderLayer(config, side) for _ in range(config.encoder_layers)
         )
         self.encoder_norm = nn.LayerNorm(width)
         self.decoder = nn.ModuleList(
-            DecoderLayer(config, side) for _ in range(config.decoder_layers)
+            GridDecoderLayer(config, side) for _ in range(config.decoder_layers)
         )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, tokens)
 
-    def forward(self, question: Question, outputs: Tensor) -> Tensor:
+    def forward(self, question: GridQuestion, outputs: Tensor) -> Tensor:
         """Logits of every cell given those before it.
 
         Args:
@@ -159,7 +159,7 @@ class GridTransformer(nn.Module):
         """
         return self.decode(outputs, self.encode(question))
 
-    def encode(self, question: Question) -> Tensor:
+    def encode(self, question: GridQuestion) -> Tensor:
         """States of the task and of the cells, (B, 1 + T, width)."""
         cells = self.embedding(self._checked(question.inputs))
         x = torch.cat([self.tasks(question.tasks)[:, None], cells], 1)
@@ -181,7 +181,7 @@ class GridTransformer(nn.Module):
         return self.head(self.norm(x))
 
     @torch.no_grad()
-    def generate(self, question: Question) -> Tensor:
+    def generate(self, question: GridQuestion) -> Tensor:
         """The likeliest token of every cell after those before it, greedily: (B, T) int64.
 
         Each cell costs a pass over the whole template, which the encodings' hooks need. Whether the

@@ -1,7 +1,7 @@
-"""A transformer that writes pictures channel by channel, and says how likely a given one is.
+"""A transformer that writes images channel by channel, and says how likely a given one is.
 
 The image generation model of Li et al. 2021 (section 4.1) is a Reformer on the raster scan of a
-picture, red, green and blue of every pixel one after another: 12,288 tokens at 64 x 64. Hashed
+image, red, green and blue of every pixel one after another: 12,288 tokens at 64 x 64. Hashed
 attention and reversible layers save memory there; this is the same model with exact attention.
 """
 
@@ -58,7 +58,7 @@ class PixelPlaces(nn.Module):
 
     Args:
         config: width and encodings; those of attention are left out.
-        size: pixels of a picture's side.
+        size: pixels of an image's side.
 
     Raises:
         ConfigError: encodings that do not fit, or colours without channels.
@@ -95,7 +95,7 @@ class PixelPlaces(nn.Module):
         if self.colours is None:
             return x
         pixel, colour = x.split([self.pixel_width, x.shape[-1] - self.pixel_width], -1)
-        # Three pictures, one for each channel, whose pixels have the same places.
+        # Three images, one for each channel, whose pixels have the same places.
         pixel = pixel.unflatten(1, (-1, CHANNELS)).transpose(1, 2).flatten(0, 1)
         for encoding in self.pixel:
             pixel = encoding("tokens", pixel, PositionContext(grid=(self.size, self.size)))
@@ -123,14 +123,14 @@ class PixelLayer(nn.Module):
 
 
 class PixelTransformer(nn.Module):
-    """p(picture) as the product of p(channel | all channels before it).
+    """p(image) as the product of p(channel | all channels before it).
 
     The input at each place is the value before it, with the place of the value that is to be
     predicted. Encodings of attention see a grid whose columns are the channels, (size, 3 size).
 
     Args:
         config: sizes and encodings.
-        size: pixels of a picture's side.
+        size: pixels of an image's side.
 
     Raises:
         ConfigError: encodings that do not fit, or that see later tokens; heads that do not divide
@@ -165,28 +165,28 @@ class PixelTransformer(nn.Module):
             (B, size, size, 3, 256).
 
         Raises:
-            ValueError: pictures of another size.
+            ValueError: images of another size.
         """
         shape = (self.size, self.size, CHANNELS)
         if tuple(values.shape[1:]) != shape:
-            raise ValueError(f"pictures are (B, {shape}), not {tuple(values.shape)}")
+            raise ValueError(f"images are (B, {shape}), not {tuple(values.shape)}")
         return self._logits(values.flatten(1)).unflatten(1, shape)
 
     def nats(self, values: Tensor) -> Tensor:
-        """-ln p of every channel: (B, size, size, 3), in float32; summed, that of the picture."""
+        """-ln p of every channel: (B, size, size, 3), in float32; summed, that of the image."""
         logits = self(values).float()
         return functional.cross_entropy(logits.movedim(-1, 1), values, reduction="none")
 
     @torch.no_grad()
     def generate(self, count: int, rng: np.random.Generator, temperature: float = 1.0) -> Tensor:
-        """Draw pictures from the model, one channel after another.
+        """Draw images from the model, one channel after another.
 
         Without encodings in attention each step costs one token; with them, whose hooks need the
-        whole grid, the whole picture.
+        whole grid, the whole image.
 
         Args:
-            count: pictures.
-            rng: draws one number per picture and channel.
+            count: images.
+            rng: draws one number per image and channel.
             temperature: divides the logits; below 1 likely values become likelier.
 
         Returns:
@@ -244,7 +244,7 @@ class PixelTransformer(nn.Module):
 
 
 def sequence_context(size: int) -> PositionContext:
-    """The tokens of a picture as a grid, each channel a column of its own."""
+    """The tokens of an image as a grid, each channel a column of its own."""
     return PositionContext(grid=(size, CHANNELS * size))
 
 

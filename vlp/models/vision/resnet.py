@@ -35,7 +35,7 @@ class ResNetConfig(Config):
 
 
 class ResNet(nn.Module):
-    """Pictures (B, 3, height, width) to features (B, channels, rows, columns).
+    """Images (B, 3, height, width) to features (B, channels, rows, columns).
 
     Args:
         config: name, norm and depth.
@@ -78,7 +78,7 @@ class ResNet(nn.Module):
                 parameter.requires_grad_(name.startswith(trained))
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of the features of a picture."""
+        """Rows and columns of the features of an image."""
         return math.ceil(height / self.stride), math.ceil(width / self.stride)
 
     def forward(self, pixels: Tensor) -> Tensor:

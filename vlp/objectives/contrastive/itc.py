@@ -11,7 +11,7 @@ from vlp.objectives.precision import full_precision, no_autocast
 
 
 def positives(image_ids: Tensor, candidate_image_ids: Tensor) -> Tensor:
-    """Pairs of the same picture, (B,), (K,) -> (B, K) bool.
+    """Pairs of the same image, (B,), (K,) -> (B, K) bool.
 
     Captions of one image are all right answers to it and never each other's negatives.
     """

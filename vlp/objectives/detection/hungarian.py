@@ -12,7 +12,7 @@ from torch import Tensor
 from torchvision.ops import box_convert, generalized_box_iou
 
 IMPOSSIBLE = 1e6
-"""Cost of what is not finite: the loss of that picture says so itself, the matching must not end
+"""Cost of what is not finite: the loss of that image says so itself, the matching must not end
 the run."""
 
 
@@ -29,7 +29,7 @@ def matching_cost(
 
     Args:
         logits: (..., queries, classes + 1).
-        boxes: (..., queries, 4), centre x, y, width, height, as shares of the picture.
+        boxes: (..., queries, 4), centre x, y, width, height, as shares of the image.
         labels: (objects,) int64.
         objects: (objects, 4), like boxes.
         weights: of class, L1 and GIoU.

@@ -46,40 +46,40 @@ def set_losses(
 
     Args:
         logits: (layers, B, queries, classes + 1), the last class is 'no object'.
-        boxes: (layers, B, queries, 4), centre x, y, width, height as shares of the picture.
-        labels: of each picture, (objects,) int64.
-        objects: of each picture, (objects, 4), like boxes.
+        boxes: (layers, B, queries, 4), centre x, y, width, height as shares of the image.
+        labels: of each image, (objects,) int64.
+        objects: of each image, (objects, 4), like boxes.
         cost: weights of class, L1 and GIoU in the matching.
         no_object: weight of queries without object, in thousandths at the finest.
 
     Raises:
-        ValueError: a picture has more objects than there are queries, or `no_object` is finer.
+        ValueError: an image has more objects than there are queries, or `no_object` is finer.
     """
     share = round(no_object * _PARTS)
     if abs(share - no_object * _PARTS) > 1e-6:
         raise ValueError(f"no_object {no_object} is no whole number of thousandths")
-    layers, pictures, queries, classes = logits.shape
-    # One way to the host for all layers: (picture, layer) after (picture, layer).
+    layers, images, queries, classes = logits.shape
+    # One way to the host for all layers: (image, layer) after (image, layer).
     costs = [
         one
-        for number in range(pictures)
+        for number in range(images)
         for one in matching_cost(
             logits[:, number], boxes[:, number], labels[number], objects[number], cost
         ).cpu()
     ]
     chosen = [torch.from_numpy(one) for one in match(costs)]
-    label = torch.cat(list(labels)) if pictures else logits.new_zeros(0).long()
-    target = torch.cat(list(objects)) if pictures else boxes.new_zeros(0, 4)
-    picture = torch.arange(pictures).repeat_interleave(
+    label = torch.cat(list(labels)) if images else logits.new_zeros(0).long()
+    target = torch.cat(list(objects)) if images else boxes.new_zeros(0, 4)
+    image = torch.arange(images).repeat_interleave(
         torch.tensor([len(one) for one in labels], dtype=torch.int64)
     )
     out = []
     for layer in range(layers):
-        query = torch.cat([chosen[n * layers + layer] for n in range(pictures)] or [picture])
-        where = picture.to(logits.device), query.to(logits.device)
-        wanted = torch.full((pictures, queries), classes - 1, device=logits.device)
+        query = torch.cat([chosen[n * layers + layer] for n in range(images)] or [image])
+        where = image.to(logits.device), query.to(logits.device)
+        wanted = torch.full((images, queries), classes - 1, device=logits.device)
         wanted[where] = label
-        weight = torch.full((pictures, queries), share, device=logits.device)
+        weight = torch.full((images, queries), share, device=logits.device)
         weight[where] = _PARTS
         errors = functional.cross_entropy(
             logits[layer].flatten(0, 1), wanted.flatten(), reduction="none"

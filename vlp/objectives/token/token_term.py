@@ -1,4 +1,4 @@
-"""The token term that replaces the paper's third term: words find patches, among pictures."""
+"""The token term that replaces the paper's third term: words find patches, among images."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from vlp.objectives.token.word_response import word_response
 
 
 class TokenLosses(NamedTuple):
-    """captions: whole texts and pictures tell each other apart; counts rows.
+    """captions: whole texts and images tell each other apart; counts rows.
 
-    words: every word tells pictures apart, whose texts have it or not; counts words.
+    words: every word tells images apart, whose texts have it or not; counts words.
     """
 
     captions: Loss
@@ -33,15 +33,15 @@ def token_scores(
     beta: float = 0.0,
     valid: Tensor | None = None,
 ) -> Tensor:
-    """How well each text's words find a patch of each picture, before tau.
+    """How well each text's words find a patch of each image, before tau.
 
     `image_tokens` (..., B, M, D), `text_tokens` (..., T, N, D), unit length, `word_mask`
     (..., T, N) bool, `valid` (..., B) bool -> (..., B, T): mean over real words of
     max_m (s_bmn - beta * mean_b relu(s_bmn)) - alpha * mean_m relu(s_bmn).
 
     A hard maximum over patches, because sums of exponentials do not select. Less the word's mean
-    response to the picture (alpha), so that words which answer to everything gain nothing, and less
-    its mean response to the same patch of all valid pictures (beta): else a word that names what
+    response to the image (alpha), so that words which answer to everything gain nothing, and less
+    its mean response to the same patch of all valid images (beta): else a word that names what
     lies anywhere is gathered in a patch that always lies in the same corner. A text without words
     scores 0. Leading dimensions are sample groups, which never meet; each holds T·N·B·M
     similarities in memory.
@@ -64,11 +64,11 @@ def token_losses(
 ) -> TokenLosses:
     """Both losses over tau times the responses of words within groups of consecutive samples.
 
-    Captions: cross-entropy both ways over `token_scores`. Captions of one picture share the target.
-    Words: a picture is right for a word if a text of it in the group has the same word piece, and
-    each right picture is set against all wrong ones: -log (e^l+ / (e^l+ + sum e^l-)), the mean over
-    right pictures. So a word must answer to the same thing in pictures with other captions, which a
-    fingerprint of its own caption does not; a word that all pictures share has no loss and is not
+    Captions: cross-entropy both ways over `token_scores`. Captions of one image share the target.
+    Words: an image is right for a word if a text of it in the group has the same word piece, and
+    each right image is set against all wrong ones: -log (e^l+ / (e^l+ + sum e^l-)), the mean over
+    right images. So a word must answer to the same thing in images with other captions, which a
+    fingerprint of its own caption does not; a word that all images share has no loss and is not
     counted. The idea is that of visual word detectors by multiple instance learning (Fang et al.
     2015, section 3).
 
@@ -102,14 +102,14 @@ def token_losses(
 
 
 def _caption_loss(logits: Tensor, same: Tensor, valid: Tensor) -> Loss:
-    """`logits` (groups, pictures, texts); `same` (groups, S, S) bool, `valid` (groups, S) bool."""
+    """`logits` (groups, images, texts); `same` (groups, S, S) bool, `valid` (groups, S) bool."""
     rows = candidate_cross_entropy(logits, same, valid)
     rows = rows + candidate_cross_entropy(logits.mT, same, valid)
     return Loss(torch.where(valid, rows, 0).sum() / 2, valid.sum())
 
 
 def _word_loss(logits: Tensor, named: Tensor, word_mask: Tensor, valid: Tensor) -> Loss:
-    """`logits` and `named` (groups, texts, N, pictures); the other masks (groups, S, ...)."""
+    """`logits` and `named` (groups, texts, N, images); the other masks (groups, S, ...)."""
     others = ~named & valid[:, None, None, :]
     lowest = torch.finfo(logits.dtype).min
     against = logits.masked_fill(~others, lowest).logsumexp(-1, keepdim=True)
@@ -120,17 +120,17 @@ def _word_loss(logits: Tensor, named: Tensor, word_mask: Tensor, valid: Tensor) 
 
 
 def _named(word_ids: Tensor, word_mask: Tensor, same: Tensor, valid: Tensor) -> Tensor:
-    """Whether a valid picture has a text with the word, (groups, texts, N, pictures) bool."""
+    """Whether a valid image has a text with the word, (groups, texts, N, images) bool."""
     equal = word_ids[:, :, :, None, None] == word_ids[:, None, None, :, :]
     in_text = (equal & word_mask[:, None, None, :, :]).any(-1)  # (groups, texts, N, texts)
-    of_picture = (same & valid[:, :, None] & valid[:, None, :]).float()
-    return (in_text.flatten(1, 2).float() @ of_picture > 0).unflatten(1, word_ids.shape[1:])
+    of_image = (same & valid[:, :, None] & valid[:, None, :]).float()
+    return (in_text.flatten(1, 2).float() @ of_image > 0).unflatten(1, word_ids.shape[1:])
 
 
 def _responses(
     image_tokens: Tensor, text_tokens: Tensor, alpha: float, beta: float, valid: Tensor | None
 ) -> Tensor:
-    """(..., texts, N, pictures)."""
+    """(..., texts, N, images)."""
     image_tokens, text_tokens = full_precision(image_tokens, text_tokens)
     if valid is None:
         valid = torch.ones_like(image_tokens[..., 0, 0], dtype=torch.bool)
@@ -139,6 +139,6 @@ def _responses(
 
 
 def _over_words(response: Tensor, word_mask: Tensor) -> Tensor:
-    """Mean over real words, (..., texts, N, pictures) -> (..., pictures, texts)."""
+    """Mean over real words, (..., texts, N, images) -> (..., images, texts)."""
     number = word_mask.sum(-1).clamp(min=1)
     return ((response * word_mask[..., None]).sum(-2) / number[..., None]).mT

@@ -1,4 +1,4 @@
-"""What every word finds in every picture: its best patch, less what it finds everywhere."""
+"""What every word finds in every image: its best patch, less what it finds everywhere."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def word_response(
 ) -> Tensor:
     """max_m (s_bm - beta * mean_b relu(s_bm)) - alpha * mean_m relu(s_bm) for every word.
 
-    s_bm are the dot products of the word and patch m of picture b; the mean over b runs over valid
-    pictures. `words` (..., R, D), `image_tokens` (..., B, M, D), of one type, `valid` (..., B) bool
+    s_bm are the dot products of the word and patch m of image b; the mean over b runs over valid
+    images. `words` (..., R, D), `image_tokens` (..., B, M, D), of one type, `valid` (..., B) bool
     -> (..., R, B). The similarities (..., R, B, M) are built once and kept for the backward pass.
     """
     share = valid.to(words.dtype)
@@ -36,10 +36,10 @@ class _WordResponse(torch.autograd.Function):
     def forward(
         ctx: Any, words: Tensor, image_tokens: Tensor, share: Tensor, alpha: float, beta: float
     ) -> Tensor:
-        pictures, patches = image_tokens.shape[-3:-1]
+        images, patches = image_tokens.shape[-3:-1]
         with no_autocast(words):
             similarity = words @ image_tokens.flatten(-3, -2).mT
-            similarity = similarity.unflatten(-1, (pictures, patches))
+            similarity = similarity.unflatten(-1, (images, patches))
             answer = similarity
             if beta:
                 everywhere = torch.einsum("...rbm,...b->...rm", similarity.relu(), share)
@@ -58,7 +58,7 @@ class _WordResponse(torch.autograd.Function):
         taken = (gradient * (ctx.alpha / patches))[..., None]
         if ctx.beta:
             chosen = gradient.new_zeros(*gradient.shape[:-1], patches)
-            chosen.scatter_add_(-1, patch, gradient)  # over all pictures, (..., R, M)
+            chosen.scatter_add_(-1, patch, gradient)  # over all images, (..., R, M)
             taken = taken + ctx.beta * share[..., None, :, None] * chosen[..., None, :]
         similarity = (positive * taken).neg_()
         similarity = similarity.scatter_add_(-1, patch[..., None], gradient[..., None])

@@ -1,7 +1,7 @@
 """Captioning: the decoder attends to the image encoder's states and writes what they show.
 
 A layer of the decoder starts as a layer of the cross-modal encoder, whose text stream attends to
-image states; with causal attention it is the same computation, so the picture enters here as it
+image states; with causal attention it is the same computation, so the image enters here as it
 does there, and no text has to be made up to go through the cross-modal encoder.
 """
 
@@ -29,7 +29,7 @@ from vlp.tasks.task import StepOutput
 
 
 class CaptionConfig(DownstreamConfig):
-    """Decoder, pictures, and how captions are found and judged."""
+    """Decoder, images, and how captions are found and judged."""
 
     kind: Literal["caption"] = "caption"
     data: CaptionDataConfig
@@ -42,7 +42,7 @@ class CaptionConfig(DownstreamConfig):
     )
 
 
-class Caption(Downstream):
+class CaptionTask(Downstream):
     """Cross-entropy of each next word piece of a caption.
 
     Args:
@@ -64,8 +64,8 @@ class Caption(Downstream):
         self.decoder = create_decoder(config.decoder, parts, config.data.max_caption)
         self._sentences = Sentences(self.text)
 
-    def pictures(self, folders: Sequence[str | Path], limit: int | None = None) -> CaptionSet:
-        """The pictures of shard folders as this task reads them, each once.
+    def images(self, folders: Sequence[str | Path], limit: int | None = None) -> CaptionSet:
+        """The images of shard folders as this task reads them, each once.
 
         Raises:
             ConfigError: a folder cannot be read.
@@ -73,13 +73,13 @@ class Caption(Downstream):
         return CaptionSet(Items(folders, limit=limit), self.text, self.prepare, self.config.data)
 
     def captions(self, folders: Sequence[str | Path], limit: int | None = None) -> CaptionSet:
-        """What is trained on: the pictures, or all their captions.
+        """What is trained on: the images, or all their captions.
 
         Raises:
             ConfigError: a folder cannot be read.
         """
         if self.config.data.captions == "one":
-            return self.pictures(folders, limit)
+            return self.images(folders, limit)
         items = Items(folders, captions_in, limit)
         return CaptionSet(items, self.text, self.prepare, self.config.data)
 
@@ -104,7 +104,7 @@ class Caption(Downstream):
 
     @torch.no_grad()
     def write(self, batch: CaptionBatch) -> list[str]:
-        """A caption for each picture."""
+        """A caption for each image."""
         config = self.config
         memory = self.decoder.remember(self.model.encode_image(batch.pixels).states)
         ids = generate(
@@ -121,17 +121,17 @@ class Caption(Downstream):
 
 def build(
     config: CaptionConfig, parts: Loaded, batch: int, seed: int, precision: Precision
-) -> tuple[Caption, OrderedData]:
+) -> tuple[CaptionTask, OrderedData]:
     """The task and its training data.
 
     Raises:
         ConfigError: start, shards and batch cannot be used.
     """
-    task = Caption(config, parts, precision)
+    task = CaptionTask(config, parts, precision)
     start(task.decoder, parts)
     return task, task.captions(config.data.train, config.data.limit).batches(batch, seed)
 
 
-def load(config: dict[str, Any], known: Mapping[str, Any], parts: Loaded) -> Caption:
+def load(config: dict[str, Any], known: Mapping[str, Any], parts: Loaded) -> CaptionTask:
     """The task that a model folder describes, with a fresh decoder."""
-    return Caption(read_config(config, CaptionConfig, parts), parts)
+    return CaptionTask(read_config(config, CaptionConfig, parts), parts)

@@ -33,7 +33,7 @@ class MapConfig(Config):
 
 
 class GroundingDataConfig(PairsDataConfig):
-    """One expression of a picture at each visit."""
+    """One expression of an image at each visit."""
 
     captions: Literal["one"] = "one"
     texts: Literal["expressions"] = "expressions"

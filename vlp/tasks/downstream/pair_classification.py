@@ -1,7 +1,7 @@
-"""What a text is to one or two pictures: SNLI-VE (three classes) and NLVR2 (true or false).
+"""What a text is to one or two images: SNLI-VE (three classes) and NLVR2 (true or false).
 
 The joint representation, the text stream's [CLS], goes through a two-layer perceptron (ACE-RPE,
-section 4.2, after UNITER). Two pictures are read in one pass, each with a tag of its own added to
+section 4.2, after UNITER). Two images are read in one pass, each with a tag of its own added to
 its tokens and ACE-RPE within each.
 """
 
@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from vlp.data.downstream.items import Items
 from vlp.data.downstream.nlvr2_assignment import AssignmentSet
-from vlp.data.downstream.pair_classification import HYPOTHESES, STATEMENTS, ClaimBatch, ClaimSet
+from vlp.data.downstream.pair_classification import HYPOTHESES, STATEMENTS, PairBatch, PairDataset
 from vlp.data.pretrain.loader import OrderedData
 from vlp.models.folder import Loaded
 from vlp.objectives.loss import Loss
@@ -28,7 +28,7 @@ from vlp.tasks.plain import Precision
 from vlp.tasks.task import StepOutput
 
 
-class ClaimsConfig(DownstreamConfig):
+class PairClassificationConfig(DownstreamConfig):
     """Of every kind in this module."""
 
     label_smoothing: float = Field(0.0, ge=0, lt=1)
@@ -40,14 +40,14 @@ class ClaimsConfig(DownstreamConfig):
 
     @property
     def shown(self) -> int:
-        """Pictures that are read for a sample."""
+        """Images that are read for a sample."""
         raise NotImplementedError
 
 
-class EntailmentConfig(ClaimsConfig):
-    """SNLI-VE: a picture and a hypothesis."""
+class SnliVeConfig(PairClassificationConfig):
+    """SNLI-VE: an image and a hypothesis."""
 
-    kind: Literal["entailment"] = "entailment"
+    kind: Literal["snli_ve"] = "snli_ve"
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -56,20 +56,20 @@ class EntailmentConfig(ClaimsConfig):
 
     @property
     def shown(self) -> int:
-        """One picture."""
+        """One image."""
         return 1
 
 
-class StatementsConfig(ClaimsConfig):
-    """NLVR2: a statement about two pictures, or NLVR v1's about one that shows three boxes."""
+class Nlvr2Config(PairClassificationConfig):
+    """NLVR2: a statement about two images, or NLVR v1's about one that shows three boxes."""
 
-    kind: Literal["statements"] = "statements"
-    pictures: Literal[1, 2] = 2
+    kind: Literal["nlvr2"] = "nlvr2"
+    images: Literal[1, 2] = 2
     panels: int = Field(
         1,
         ge=1,
         le=16,
-        description="each picture is cut into so many parts of one width, from left to right, and "
+        description="each image is cut into so many parts of one width, from left to right, and "
         "each is read as a picture of its own, with its own tag",
     )
 
@@ -81,13 +81,13 @@ class StatementsConfig(ClaimsConfig):
     @property
     def shown(self) -> int:
         """As configured."""
-        return self.pictures * self.panels
+        return self.images * self.panels
 
 
-class AssignmentConfig(ClaimsConfig):
-    """Text assignment, which prepares for NLVR2: which of two pictures a caption tells of."""
+class Nlvr2AssignmentConfig(PairClassificationConfig):
+    """Text assignment, which prepares for NLVR2: which of two images a caption tells of."""
 
-    kind: Literal["assignment"] = "assignment"
+    kind: Literal["nlvr2_assignment"] = "nlvr2_assignment"
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -96,18 +96,18 @@ class AssignmentConfig(ClaimsConfig):
 
     @property
     def shown(self) -> int:
-        """Two pictures."""
+        """Two images."""
         return 2
 
 
-class Claims(Downstream):
+class PairClassification(Downstream):
     """Cross-entropy of one class a sample."""
 
     metric: ClassVar[str] = "accuracy"
-    config: ClaimsConfig
+    config: PairClassificationConfig
 
     def __init__(
-        self, config: ClaimsConfig, parts: Loaded, precision: Precision = "float32"
+        self, config: PairClassificationConfig, parts: Loaded, precision: Precision = "float32"
     ) -> None:
         super().__init__(config, parts, precision)
         width = self.model.config.text.width
@@ -119,21 +119,21 @@ class Claims(Downstream):
             nn.init.normal_(self.tags, std=0.02)
             take_tags(self.tags, parts.heads)
 
-    def claims(self, folders: Sequence[str | Path], limit: int | None = None) -> ClaimSet:
+    def claims(self, folders: Sequence[str | Path], limit: int | None = None) -> PairDataset:
         """The samples of shard folders as this task reads them.
 
         Raises:
             ConfigError: a folder cannot be read.
         """
         items = Items(folders, limit=limit)
-        if isinstance(self.config, AssignmentConfig):
+        if isinstance(self.config, Nlvr2AssignmentConfig):
             return AssignmentSet(items, self.text, self.prepare)
-        if isinstance(self.config, StatementsConfig):
-            shown = self.config.pictures, self.config.panels
-            return ClaimSet(items, STATEMENTS, *shown, self.text, self.prepare)
-        return ClaimSet(items, HYPOTHESES, 1, 1, self.text, self.prepare)
+        if isinstance(self.config, Nlvr2Config):
+            shown = self.config.images, self.config.panels
+            return PairDataset(items, STATEMENTS, *shown, self.text, self.prepare)
+        return PairDataset(items, HYPOTHESES, 1, 1, self.text, self.prepare)
 
-    def logits(self, batch: ClaimBatch) -> Tensor:
+    def logits(self, batch: PairBatch) -> Tensor:
         """(B, classes), in the compute type."""
         text = self.model.encode_text(batch.text_ids, batch.attention_mask, batch.word_mask)
         images = [self.model.encode_image(pixels) for pixels in batch.pixels.unbind(1)]
@@ -145,7 +145,7 @@ class Claims(Downstream):
         logits: Tensor = self.head(crossed.text[:, 0])
         return logits
 
-    def forward(self, batch: ClaimBatch, step: int) -> StepOutput:
+    def forward(self, batch: PairBatch, step: int) -> StepOutput:
         """Loss, and the share of right answers."""
         with self.autocast(batch.pixels.device):
             logits = self.logits(batch)
@@ -160,30 +160,30 @@ class Claims(Downstream):
 
 @torch.no_grad()
 def take_tags(tags: nn.Parameter, heads: Mapping[str, Tensor]) -> None:
-    """Start from the tags of a folder that was trained on pairs of pictures before."""
+    """Start from the tags of a folder that was trained on pairs of images before."""
     found = heads.get("tags")
     if found is not None and found.shape == tags.shape:
         tags.copy_(found)
 
 
 def build(
-    config: ClaimsConfig, parts: Loaded, batch: int, seed: int, precision: Precision
-) -> tuple[Claims, OrderedData]:
+    config: PairClassificationConfig, parts: Loaded, batch: int, seed: int, precision: Precision
+) -> tuple[PairClassification, OrderedData]:
     """The task and its training data.
 
     Raises:
         ConfigError: shards and batch cannot be used.
     """
-    task = Claims(config, parts, precision)
+    task = PairClassification(config, parts, precision)
     claims = task.claims(config.data.train, config.data.limit)
     return task, claims.batches(config.data, batch, seed)
 
 
-def load(config: dict[str, Any], known: Mapping[str, Any], parts: Loaded) -> Claims:
+def load(config: dict[str, Any], known: Mapping[str, Any], parts: Loaded) -> PairClassification:
     """The task that a model folder describes, with a fresh head."""
-    kinds: dict[str, type[ClaimsConfig]] = {
-        "entailment": EntailmentConfig,
-        "statements": StatementsConfig,
-        "assignment": AssignmentConfig,
+    kinds: dict[str, type[PairClassificationConfig]] = {
+        "snli_ve": SnliVeConfig,
+        "nlvr2": Nlvr2Config,
+        "nlvr2_assignment": Nlvr2AssignmentConfig,
     }
-    return Claims(read_config(config, kinds[config["kind"]], parts), parts)
+    return PairClassification(read_config(config, kinds[config["kind"]], parts), parts)

@@ -1,6 +1,6 @@
 """Retrieval: pretraining's contrastive and matching terms on the pairs of one benchmark.
 
-All captions of a picture are right answers for it, in the batch and in the queue. What it leaves is
+All captions of an image are right answers for it, in the batch and in the queue. What it leaves is
 a model folder like pretraining's.
 """
 
@@ -59,7 +59,7 @@ class PairsTask(Pretraining):
 
     Args:
         settings: of the task.
-        parts: model, tokenizer and preparation of pictures; the model is taken over.
+        parts: model, tokenizer and preparation of images; the model is taken over.
         precision: "bf16" runs the passes under autocast, "float32" does not.
     """
 
@@ -79,7 +79,7 @@ class PairsTask(Pretraining):
 
     @property
     def loaded(self) -> Loaded:
-        """The model as it is now, with its tokenizer and preparation of pictures."""
+        """The model as it is now, with its tokenizer and preparation of images."""
         return self.parts._replace(model=self.model)
 
     def save_model(self, folder: Path, state: dict[str, Tensor]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vlp.config import Config, validated
 from vlp.data.downstream.config import DownstreamDataConfig
-from vlp.data.downstream.images import PicturePreparation
+from vlp.data.downstream.images import ImagePreparation
 from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.models.folder import Loaded, from_pretrained, local_folder, save_pretrained
@@ -26,9 +26,9 @@ from vlp.tasks.plain import PlainTask, Precision
 KINDS = {
     "retrieval": "retrieval",
     "grounding": "grounding",
-    "entailment": "claims",
-    "statements": "claims",
-    "assignment": "claims",
+    "snli_ve": "pair_classification",
+    "nlvr2": "pair_classification",
+    "nlvr2_assignment": "pair_classification",
     "vqa": "vqa",
     "caption": "caption",
 }
@@ -53,7 +53,7 @@ class Downstream(PlainTask):
 
     Args:
         config: of the task.
-        parts: model, tokenizer and preparation of pictures; the model is taken over.
+        parts: model, tokenizer and preparation of images; the model is taken over.
         precision: see `PlainTask`.
 
     `metric` names the figure of the kind's evaluation that chooses the best model.
@@ -80,10 +80,10 @@ class Downstream(PlainTask):
         return {}
 
     @property
-    def prepare(self) -> PicturePreparation:
-        """How pictures become pixels."""
+    def prepare(self) -> ImagePreparation:
+        """How images become pixels."""
         data = self.config.data
-        return PicturePreparation(
+        return ImagePreparation(
             TrainTransform(data.augment, self.preprocess),
             self.preprocess,
             data.view,

@@ -1,6 +1,6 @@
 """Question answering: a decoder writes the answer, or ranks those of a list (ALBEF, section 4).
 
-The question goes through both encoders and the cross-modal encoder with its picture; the decoder
+The question goes through both encoders and the cross-modal encoder with its image; the decoder
 attends to the text stream (ACE-RPE, section 4.2).
 """
 

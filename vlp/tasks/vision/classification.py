@@ -1,4 +1,4 @@
-"""Classification of pictures: a timm model, cross-entropy, and DeiT's mixing of pictures."""
+"""Classification of images: a timm model, cross-entropy, and DeiT's mixing of images."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vlp.config import Config
 from vlp.data.pretrain.loader import OrderedData
-from vlp.data.stream.rng import draw
+from vlp.data.stream.rng import make_rng
 from vlp.data.vision.classification import LabelledBatch, LabelledDataConfig, labelled_data
 from vlp.data.vision.labelled_images import open_labelled
 from vlp.layers.fused import fuse_by_device
@@ -27,7 +27,7 @@ from vlp.tasks.vision.folder import save_task
 
 
 class ClassificationConfig(Config):
-    """Model, pictures and loss. Mixing is drawn per step and rank, so it depends on the ranks."""
+    """Model, images and loss. Mixing is drawn per step and rank, so it depends on the ranks."""
 
     kind: Literal["classification"] = "classification"
     model: BackboneConfig
@@ -38,7 +38,7 @@ class ClassificationConfig(Config):
 
 
 class Classification(PlainTask):
-    """Cross-entropy of one label a picture.
+    """Cross-entropy of one label an image.
 
     Args:
         config: model and loss.
@@ -61,7 +61,7 @@ class Classification(PlainTask):
         )
 
     def forward(self, batch: LabelledBatch, step: int) -> StepOutput:
-        """Loss, and the share of right answers where pictures are not mixed."""
+        """Loss, and the share of right answers where images are not mixed."""
         targets = F.one_hot(batch.labels, len(self.classes)).to(batch.pixels.dtype)
         pixels, targets, mixed = self._mix(batch.pixels, targets, step)
         fuse_by_device(self.model, pixels.device)
@@ -82,11 +82,11 @@ class Classification(PlainTask):
         save_task(folder, self.config, state, {"classes": self.classes})
 
     def _mix(self, pixels: Tensor, targets: Tensor, step: int) -> tuple[Tensor, Tensor, bool]:
-        """Every picture with the one at the mirrored place of the batch."""
+        """Every image with the one at the mirrored place of the batch."""
         mixup, cutmix = self.config.mixup, self.config.cutmix
         if not (self.training and (mixup or cutmix)) or len(pixels) < 2:
             return pixels, targets, False
-        rng = draw(self.seed, step, 0, "mix")
+        rng = make_rng(self.seed, step, 0, "mix")
         cut = bool(cutmix) and (not mixup or rng.random() < 0.5)
         alpha = cutmix if cut else mixup
         share = float(rng.beta(alpha, alpha))
@@ -110,11 +110,11 @@ def build(
     """The task and its training data.
 
     Raises:
-        ConfigError: model, pictures and batch do not fit.
+        ConfigError: model, images and batch do not fit.
     """
-    pictures = open_labelled(config.data.train, config.data.classes)
-    data = labelled_data(pictures, config.data, batch, seed)
-    return Classification(config, pictures.classes, precision, seed), data
+    images = open_labelled(config.data.train, config.data.classes)
+    data = labelled_data(images, config.data, batch, seed)
+    return Classification(config, images.classes, precision, seed), data
 
 
 def load(config: dict[str, Any], known: dict[str, Any]) -> Classification:

@@ -1,4 +1,4 @@
-"""Detection of objects: DETR, trained by matching its queries with the objects of a picture."""
+"""Detection of objects: DETR, trained by matching its queries with the objects of an image."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SetLossConfig(Config):
 
 
 class DetectionConfig(Config):
-    """Model, pictures and loss."""
+    """Model, images and loss."""
 
     kind: Literal["detection"] = "detection"
     model: DetrConfig = DetrConfig()
@@ -49,7 +49,7 @@ class DetectionConfig(Config):
     loss: SetLossConfig = SetLossConfig()
 
 
-class Detection(PlainTask):
+class DetectionTask(PlainTask):
     """Class, box distance and box overlap of the queries that are matched with objects.
 
     Args:
@@ -70,7 +70,7 @@ class Detection(PlainTask):
 
     def forward(self, batch: DetectionBatch, step: int) -> StepOutput:
         """Losses of the last decoder layer, and of the others together as `auxiliary_...`."""
-        # A rank whose pictures were all bad computes a blank one that counts nowhere.
+        # A rank whose images were all bad computes a blank one that counts nowhere.
         pixels = batch.pixels or (self._blank(),)
         with self.autocast(pixels[0].device):
             found = self.model(pixels)
@@ -105,28 +105,28 @@ class Detection(PlainTask):
 
 def build(
     config: DetectionConfig, batch: int, seed: int, precision: Precision
-) -> tuple[Detection, OrderedData]:
+) -> tuple[DetectionTask, OrderedData]:
     """The task and its training data.
 
     Raises:
-        ConfigError: model, pictures, sizes and batch do not fit; a position encoding that cannot
+        ConfigError: model, images, sizes and batch do not fit; a position encoding that cannot
             serve a size of training or of the evaluation is named.
     """
     data = config.data
-    pictures = open_objects(data.train, max(data.sizes))
-    open_objects(data.test, max(data.judged_sizes), pictures.classes)
-    task = Detection(config, pictures.classes, precision)
+    images = open_objects(data.train, max(data.sizes))
+    open_objects(data.test, max(data.judged_sizes), images.classes)
+    task = DetectionTask(config, images.classes, precision)
     for size in dict.fromkeys((min(data.sizes), max(data.sizes), *data.judged_sizes)):
         _require_size(task.model, data, size)
-    return task, detection_data(pictures, data, config.model.queries, batch, seed)
+    return task, detection_data(images, data, config.model.queries, batch, seed)
 
 
-def load(config: dict[str, Any], known: dict[str, Any]) -> Detection:
+def load(config: dict[str, Any], known: dict[str, Any]) -> DetectionTask:
     """The task that a model folder describes, with fresh weights."""
     parsed = DetectionConfig.model_validate(config)
     backbone = parsed.model.backbone.model_copy(update={"pretrained": False})
     model = parsed.model.model_copy(update={"backbone": backbone})
-    return Detection(parsed.model_copy(update={"model": model}), tuple(known["classes"]))
+    return DetectionTask(parsed.model_copy(update={"model": model}), tuple(known["classes"]))
 
 
 def _named(layers: list[SetLosses]) -> dict[str, Loss]:
@@ -140,7 +140,7 @@ def _named(layers: list[SetLosses]) -> dict[str, Loss]:
 
 
 def _require_size(model: Detr, data: DetectionDataConfig, size: int) -> None:
-    """A square picture of this size, and where shapes differ the widest and the highest.
+    """A square image of this size, and where shapes differ the widest and the highest.
 
     Raises:
         ConfigError: an encoding cannot serve it.
@@ -153,4 +153,4 @@ def _require_size(model: Detr, data: DetectionDataConfig, size: int) -> None:
         try:
             model.require_grid(high, wide)
         except ValueError as error:
-            raise ConfigError(f"pictures of {wide} x {high} px (size {size}): {error}") from error
+            raise ConfigError(f"images of {wide} x {high} px (size {size}): {error}") from error

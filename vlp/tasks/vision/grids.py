@@ -13,7 +13,7 @@ from vlp.config import Config
 from vlp.data.pretrain.loader import OrderedData
 from vlp.data.vision.arc.grid_tokens import TOKENS
 from vlp.data.vision.arc.grids import GridBatch, GridDataConfig, grid_data, open_grids
-from vlp.models.vision.grids import GridModelConfig, GridTransformer, Question
+from vlp.models.vision.grids import GridModelConfig, GridQuestion, GridTransformer
 from vlp.objectives.loss import Loss
 from vlp.tasks.plain import PlainTask, Precision
 from vlp.tasks.task import StepOutput
@@ -63,9 +63,9 @@ class Grids(PlainTask):
         save_task(folder, self.config, state)
 
 
-def question_of(batch: GridBatch) -> Question:
+def question_of(batch: GridBatch) -> GridQuestion:
     """What the encoder is given of a batch."""
-    return Question(batch.inputs, batch.boxes, batch.tasks)
+    return GridQuestion(batch.inputs, batch.boxes, batch.tasks)
 
 
 def build(

@@ -1,4 +1,4 @@
-"""Image generation: the likelihood of pictures, pixel by pixel (Li et al. 2021, section 4.1)."""
+"""Image generation: the likelihood of images, pixel by pixel (Li et al. 2021, section 4.1)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vlp.tasks.vision.folder import save_task
 
 
 class PixelsConfig(Config):
-    """Model and pictures."""
+    """Model and images."""
 
     kind: Literal["pixels"] = "pixels"
     model: PixelModelConfig = PixelModelConfig()
@@ -32,7 +32,7 @@ class Pixels(PlainTask):
     """Maximum likelihood of every channel of every pixel given those before it.
 
     Args:
-        config: model and pictures.
+        config: model and images.
         precision: see `PlainTask`.
 
     Raises:
@@ -45,7 +45,7 @@ class Pixels(PlainTask):
         self.model = PixelTransformer(config.model, config.data.image_size)
 
     def forward(self, batch: PixelBatch, step: int) -> StepOutput:
-        """The loss in nats a channel, and the same in bits (of this rank's pictures)."""
+        """The loss in nats a channel, and the same in bits (of this rank's images)."""
         with self.autocast(batch.values.device):
             nats = self.model.nats(batch.values)
         count = torch.tensor(nats.numel(), device=nats.device)
@@ -65,10 +65,10 @@ def build(
     """The task and its training data.
 
     Raises:
-        ConfigError: model, pictures and batch do not fit.
+        ConfigError: model, images and batch do not fit.
     """
-    pictures = open_labelled(config.data.train, config.data.classes)
-    data = pixel_data(pictures, config.data, batch, seed)
+    images = open_labelled(config.data.train, config.data.classes)
+    data = pixel_data(images, config.data, batch, seed)
     return Pixels(config, precision), data
 
 

@@ -43,7 +43,10 @@ class AccelerateEngine:
         self._accelerator = accelerator
         self.device = torch.device(accelerator.device)
         self.module = task.to(self.device)
-        self._clip, self._accumulation = config.optimiser.clip, config.accumulation
+        self._clip, self._gradient_accumulation_steps = (
+            config.optimiser.clip,
+            config.gradient_accumulation_steps,
+        )
         self._micro_step = 0
         self._adamw = build_adamw(task.named_parameters(), config.optimiser)
         self._named = {n: p for n, p in task.named_parameters() if p.requires_grad}
@@ -53,7 +56,7 @@ class AccelerateEngine:
     def forward(self, batch: Slots, step: int) -> StepOutput:
         """Run the task on this rank's share of a global batch."""
         self._micro_step += 1
-        last = self._micro_step == self._accumulation
+        last = self._micro_step == self._gradient_accumulation_steps
         # Gradients travel once, with the last micro-step.
         with nullcontext() if last else self._accelerator.no_sync(self._wrapped):
             output: StepOutput = self._wrapped(batch, step)
@@ -61,7 +64,7 @@ class AccelerateEngine:
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss`; averaged over ranks and micro-steps."""
-        self._accelerator.backward(loss / self._accumulation)
+        self._accelerator.backward(loss / self._gradient_accumulation_steps)
 
     def step(self, learning_rate: float) -> Update:
         """Clip and apply AdamW once; nothing changes when a gradient is not finite."""

@@ -17,7 +17,7 @@ _OWNED_BY_YAML = {
     "gradient_clipping": "training.optimiser.clip",
     "train_batch_size": "training.batch",
     "train_micro_batch_size_per_gpu": "training.batch",
-    "gradient_accumulation_steps": "training.accumulation",
+    "gradient_accumulation_steps": "training.gradient_accumulation_steps",
     "fp16": "training.precision",
     "bf16": "training.precision",
     "bfloat16": "training.precision",
@@ -74,9 +74,9 @@ def deepspeed_config(config: TrainingConfig, world_size: int) -> dict[str, Any]:
     config.require_equal_shares(world_size)
     clip = config.optimiser.clip
     return values | {
-        "train_batch_size": config.batch * config.accumulation,
+        "train_batch_size": config.batch * config.gradient_accumulation_steps,
         "train_micro_batch_size_per_gpu": config.batch // world_size,
-        "gradient_accumulation_steps": config.accumulation,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
         # Stage 0 is clipped by our engine, with the formula that the other stages use.
         "gradient_clipping": 0.0 if clip is None or zero["stage"] == 0 else clip,
         "steps_per_print": None,

@@ -24,14 +24,14 @@ from vlp.data.scenes.nlvr_v1.box_words import (
     two_colours,
     uniform_or_without,
 )
-from vlp.data.scenes.nlvr_v1.boxes import MOST_ITEMS, SHAPES, Box, Item
+from vlp.data.scenes.nlvr_v1.boxes import MOST_ITEMS, SHAPES, Box, BoxItem
 from vlp.data.scenes.nlvr_v1.three_valued import every
 
 _SIDES = ("left", "right", "top", "bottom")
 _HAVING = ("with", "with", "with", "that has", "which has", "that contains")
 
 
-def _all(boxes: Sequence[Box]) -> list[Item]:
+def _all(boxes: Sequence[Box]) -> list[BoxItem]:
     return [item for box in boxes for item in box]
 
 
@@ -48,7 +48,7 @@ def _items_in_all(rng: np.random.Generator) -> Told:
     )
 
 
-def _place_of_touch(rng: np.random.Generator) -> tuple[str, Callable[[Item], bool]]:
+def _place_of_touch(rng: np.random.Generator) -> tuple[str, Callable[[BoxItem], bool]]:
     """Where an item touches, in words, and whether it does."""
     where = pick(rng, "any", "any", "bottom", "corner", "side")
     near = pick(rng, "touching", "touching", "closely touching")
@@ -78,7 +78,9 @@ def _touching(rng: np.random.Generator) -> Told:
     return _counted_where(how_many, what, place, touches)
 
 
-def _counted_where(how_many: Count, what: Noun, words: str, there: Callable[[Item], bool]) -> Told:
+def _counted_where(
+    how_many: Count, what: Noun, words: str, there: Callable[[BoxItem], bool]
+) -> Told:
     return (
         f"{how_many.be} {how_many.of(what)} {words}",
         lambda boxes: how_many.holds(sum(what.fits(i) and there(i) for i in _all(boxes))),

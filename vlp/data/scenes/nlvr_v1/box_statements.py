@@ -1,8 +1,8 @@
 """Statements about three boxes, true or false, worded as people did for NLVR v1.
 
-As there, a picture of which a statement is false holds the items of one of which it is true, dealt
+As there, an image of which a statement is false holds the items of one of which it is true, dealt
 to the boxes and placed anew: neither the words nor what there is says anything, only how it is
-arranged. A picture on which a statement can be read two ways ("there are two black items", of
+arranged. An image on which a statement can be read two ways ("there are two black items", of
 three) is not shown with it.
 """
 
@@ -12,10 +12,10 @@ from functools import cache
 from typing import NamedTuple
 
 from vlp.data.scenes.nlvr_v1.box_sentences import OF_ITEMS
-from vlp.data.scenes.nlvr_v1.boxes import Boxes, rearrange_boxes, sample_boxes
+from vlp.data.scenes.nlvr_v1.boxes import ThreeBoxes, rearrange_boxes, sample_boxes
 from vlp.data.scenes.nlvr_v1.tower_sentences import OF_TOWERS
 from vlp.data.scenes.splits import Split
-from vlp.data.stream.rng import draw
+from vlp.data.stream.rng import make_rng
 
 _HOARDS, _ARRANGEMENTS = 1 << 13, 8  # few enough to keep what was drawn
 _ATTEMPTS = 40
@@ -27,7 +27,7 @@ class BoxStatement(NamedTuple):
     key: str
     text: str
     label: bool
-    scene: Boxes
+    scene: ThreeBoxes
 
 
 def sample_box_statement(
@@ -38,12 +38,12 @@ def sample_box_statement(
     Args:
         seed: seed of the corpus.
         index: number of the statement within its split.
-        split: statements of two splits share no picture but by chance.
-        same_items: whether false pictures hold a true one's items. Without it what there is says
+        split: statements of two splits share no image but by chance.
+        same_items: whether false images hold a true one's items. Without it what there is says
             much: easier to start from.
     """
     key = f"boxes-{split}-{seed}-{index}" if same_items else f"boxes-{split}-{seed}-{index}-any"
-    rng = draw(seed, 0, key, "boxes")
+    rng = make_rng(seed, 0, key, "boxes")
     label = bool(rng.random() < 0.5)
     while True:
         towers = bool(rng.random() < 0.5)
@@ -60,9 +60,9 @@ def sample_box_statement(
 
 
 @cache
-def _arrangement(seed: int, split: Split, towers: bool, hoard: int, number: int) -> Boxes:
+def _arrangement(seed: int, split: Split, towers: bool, hoard: int, number: int) -> ThreeBoxes:
     """The same items as every other number of this hoard has."""
-    rng = draw(seed, 0, f"boxes-{split}-{seed}-{towers}-{hoard}", f"arrangement {number}")
+    rng = make_rng(seed, 0, f"boxes-{split}-{seed}-{towers}-{hoard}", f"arrangement {number}")
     if number == 0:
         return sample_boxes(rng, towers)
     return rearrange_boxes(rng, _arrangement(seed, split, towers, hoard, 0))

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from vlp.data.scenes.nlvr_v1.boxes import COLOURS, SHAPES, SIZES, Box, Item
+from vlp.data.scenes.nlvr_v1.boxes import COLOURS, SHAPES, SIZES, Box, BoxItem
 from vlp.data.scenes.nlvr_v1.three_valued import every
 
 Judge = Callable[[Sequence[Box]], bool | None]
@@ -42,9 +42,9 @@ class Noun(NamedTuple):
 
     one: str
     several: str
-    fits: Callable[[Item], bool]
+    fits: Callable[[BoxItem], bool]
 
-    def among(self, items: Iterable[Item]) -> int:
+    def among(self, items: Iterable[BoxItem]) -> int:
         """How many it fits."""
         return sum(map(self.fits, items))
 
@@ -112,7 +112,7 @@ def noun(rng: np.random.Generator, sized: float = 0.05) -> Noun:
     size = pick(rng, *_SIZE_WORDS) if rng.random() < sized else ""
     word = shape or pick(rng, "item", "object")
 
-    def fits(item: Item) -> bool:
+    def fits(item: BoxItem) -> bool:
         return (
             tone in ("", item.colour)
             and shape in ("", item.shape)

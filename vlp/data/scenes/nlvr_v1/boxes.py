@@ -1,4 +1,4 @@
-"""Pictures of three boxes in the manner of NLVR v1 (Suhr et al., ACL 2017): items or towers."""
+"""Images of three boxes in the manner of NLVR v1 (Suhr et al., ACL 2017): items or towers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _Kind = tuple[str, str, int]
 """Shape, colour and size of an item."""
 
 
-class Item(NamedTuple):
+class BoxItem(NamedTuple):
     """A shape in a box; x and y are its left and upper edge in pixels of the box."""
 
     shape: str
@@ -49,24 +49,24 @@ class Item(NamedTuple):
         return frozenset(wall for wall, there in touched.items() if there)
 
 
-Box = tuple[Item, ...]
+Box = tuple[BoxItem, ...]
 """Items in any order, or a tower's blocks from its base up."""
 
 
-class Boxes(NamedTuple):
+class ThreeBoxes(NamedTuple):
     """Three boxes; `towers` says that each holds one tower, else they hold scattered items."""
 
     towers: bool
     boxes: tuple[Box, ...]
 
 
-def sample_boxes(rng: np.random.Generator, towers: bool) -> Boxes:
+def sample_boxes(rng: np.random.Generator, towers: bool) -> ThreeBoxes:
     """Draw three boxes."""
     numbers = rng.integers(1, (TALLEST if towers else MOST_ITEMS) + 1, size=BOXES).tolist()
     return _arranged(rng, towers, [_kind(rng, towers) for _ in range(sum(numbers))], numbers)
 
 
-def rearrange_boxes(rng: np.random.Generator, scene: Boxes) -> Boxes:
+def rearrange_boxes(rng: np.random.Generator, scene: ThreeBoxes) -> ThreeBoxes:
     """The same items or blocks, dealt to the boxes and placed anew.
 
     As likely as `sample_boxes` would give them.
@@ -79,11 +79,11 @@ def rearrange_boxes(rng: np.random.Generator, scene: Boxes) -> Boxes:
     return _arranged(rng, scene.towers, shuffled, numbers)
 
 
-def render_boxes(scene: Boxes) -> Image.Image:
-    """The picture, RGB, WIDTH x SIDE, anti-aliased."""
+def render_boxes(scene: ThreeBoxes) -> Image.Image:
+    """The image, RGB, WIDTH x SIDE, anti-aliased."""
     scale = _SUPERSAMPLING
-    picture = Image.new("RGB", (WIDTH * scale, SIDE * scale), _GAP)
-    canvas = ImageDraw.Draw(picture)
+    image = Image.new("RGB", (WIDTH * scale, SIDE * scale), _GAP)
+    canvas = ImageDraw.Draw(image)
     for number, box in enumerate(scene.boxes):
         left = number * PITCH
         canvas.rectangle(_corners(left, 0, SIDE), fill=_GROUND)
@@ -97,7 +97,7 @@ def render_boxes(scene: Boxes) -> Image.Image:
                 x, y, right, bottom = corners
                 top = ((x + right) / 2, y)
                 canvas.polygon([top, (right, bottom), (x, bottom)], fill=COLOURS[item.colour])
-    return picture.reduce(scale)
+    return image.reduce(scale)
 
 
 def _corners(x: int, y: int, side: int) -> tuple[int, int, int, int]:
@@ -114,17 +114,17 @@ def _kind(rng: np.random.Generator, towers: bool) -> _Kind:
 
 def _arranged(
     rng: np.random.Generator, towers: bool, kinds: Sequence[_Kind], numbers: Sequence[int]
-) -> Boxes:
+) -> ThreeBoxes:
     """So many of them in each box, in their order."""
     arrange = _tower if towers else _scatter
     ends = np.cumsum(numbers)
     shares = [kinds[end - number : end] for number, end in zip(numbers, ends)]
-    return Boxes(towers, tuple(arrange(rng, share) for share in shares))
+    return ThreeBoxes(towers, tuple(arrange(rng, share) for share in shares))
 
 
 def _tower(rng: np.random.Generator, kinds: Sequence[_Kind]) -> Box:
     return tuple(
-        Item(shape, colour, size, _BLOCK_LEFT, SIDE - BLOCK - _STOREY * storey)
+        BoxItem(shape, colour, size, _BLOCK_LEFT, SIDE - BLOCK - _STOREY * storey)
         for storey, (shape, colour, size) in enumerate(kinds)
     )
 
@@ -132,14 +132,14 @@ def _tower(rng: np.random.Generator, kinds: Sequence[_Kind]) -> Box:
 def _scatter(rng: np.random.Generator, kinds: Sequence[_Kind]) -> Box:
     """Items that do not touch each other; some four in ten touch a wall."""
     while True:
-        items = list[Item]()
+        items = list[BoxItem]()
         for shape, colour, size in kinds:
             for _ in range(_ATTEMPTS):
                 x, y = int(rng.integers(SIDE - size + 1)), int(rng.integers(SIDE - size + 1))
                 if rng.random() < 0.3:
                     end = int(rng.integers(2)) * (SIDE - size)
                     x, y = (end, y) if rng.random() < 0.5 else (x, end)
-                item = Item(shape, colour, size, x, y)
+                item = BoxItem(shape, colour, size, x, y)
                 if not any(_overlap(item, other) for other in items):
                     items.append(item)
                     break
@@ -147,7 +147,7 @@ def _scatter(rng: np.random.Generator, kinds: Sequence[_Kind]) -> Box:
             return tuple(items)
 
 
-def _overlap(one: Item, other: Item) -> bool:
+def _overlap(one: BoxItem, other: BoxItem) -> bool:
     gap = 2
     across = one.x < other.x + other.size + gap and other.x < one.x + one.size + gap
     return across and one.y < other.y + other.size + gap and other.y < one.y + one.size + gap

@@ -76,7 +76,7 @@ class Symmetry(Config):
         return colours
 
 
-class Variant(NamedTuple):
+class GridVariant(NamedTuple):
     """One of the ways to change a task: turn, then write `colours[c]` for colour c."""
 
     turn: str = "identity"
@@ -89,25 +89,25 @@ class Variant(NamedTuple):
     @property
     def held_out(self) -> bool:
         """Whether it is kept for evaluation: the same in every run; never the task as it is."""
-        if self == Variant():
+        if self == GridVariant():
             return False
         return identity("variants", self.turn, *self.colours) % _HELD_OUT_OF == 0
 
 
-def draw_variant(symmetry: Symmetry, rng: np.random.Generator) -> Variant:
+def draw_variant(symmetry: Symmetry, rng: np.random.Generator) -> GridVariant:
     """Any of the variants that training may use, the unchanged task among them."""
     for _ in range(_TRIES):
         variant = _draw(symmetry, rng)
         if not variant.held_out:
             return variant
-    return Variant()
+    return GridVariant()
 
 
 def held_out_variants(
     symmetry: Symmetry, count: int, rng: np.random.Generator
-) -> tuple[Variant, ...]:
+) -> tuple[GridVariant, ...]:
     """Different variants kept for evaluation: `count`, or all if there seem to be fewer."""
-    found: dict[Variant, None] = {}
+    found: dict[GridVariant, None] = {}
     for _ in range(_TRIES * max(count, 1)):
         if len(found) >= count:
             break
@@ -133,10 +133,10 @@ def orbit(grid: Grid, symmetry: Symmetry) -> tuple[tuple[int, int], bytes]:
     return min(keys)
 
 
-def _draw(symmetry: Symmetry, rng: np.random.Generator) -> Variant:
+def _draw(symmetry: Symmetry, rng: np.random.Generator) -> GridVariant:
     turn = symmetry.turns[int(rng.integers(len(symmetry.turns)))]
     colours = list(range(COLOURS))
     drawn = rng.permutation(list(symmetry.colours)).astype(int).tolist()
     for before, after in zip(symmetry.colours, drawn, strict=True):
         colours[before] = after
-    return Variant(turn, tuple(colours))
+    return GridVariant(turn, tuple(colours))

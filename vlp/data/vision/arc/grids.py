@@ -13,14 +13,14 @@ from torch import Tensor
 
 from vlp.config import Config, ConfigError
 from vlp.data.pretrain.loader import OrderedData
-from vlp.data.shards.bad_samples import Skip
+from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.stream.batch import moved
-from vlp.data.stream.map_dataset import Draws, OrderConfig, indexed_data
+from vlp.data.stream.map_dataset import MapDatasetConfig, RngFactory, indexed_data
 from vlp.data.vision.arc.grid_tokens import object_boxes, to_tokens
-from vlp.data.vision.arc.grid_variants import Symmetry, Variant, draw_variant, orbit
+from vlp.data.vision.arc.grid_variants import GridVariant, Symmetry, draw_variant, orbit
 from vlp.data.vision.arc.rules import RULES
-from vlp.data.vision.arc.tasks import LARGEST, ArcTask, Pair, read_tasks
+from vlp.data.vision.arc.tasks import LARGEST, ArcTask, GridPair, read_tasks
 
 _TRIES = 100
 
@@ -46,7 +46,7 @@ class GridTaskConfig(Config):
         return RULES[self.name].symmetry if self.name in RULES else Symmetry()
 
 
-class GridDataConfig(OrderConfig):
+class GridDataConfig(MapDatasetConfig):
     """Which tasks, and how much of them."""
 
     path: str = Field(description="folder or tar file of ARC's JSON files")
@@ -88,14 +88,14 @@ class GridBatch(NamedTuple):
     boxes: Tensor
     tasks: Tensor
     valid: Tensor
-    skipped: tuple[Skip, ...] = ()
+    skipped: tuple[SkippedSample, ...] = ()
 
     def to(self, device: torch.device | str) -> GridBatch:
         """Move every tensor to `device`."""
         return moved(self, device)
 
 
-def grid_sample(pair: Pair, task: int, size: int) -> GridSample:
+def grid_sample(pair: GridPair, task: int, size: int) -> GridSample:
     """One pair as tensors.
 
     Raises:
@@ -153,28 +153,28 @@ class GridSamples:
             orbits_of_tests(task, chosen.allowed) for task, chosen in zip(self._tasks, config.tasks)
         ]
 
-    def __call__(self, number: int, draws: Draws) -> GridSample:
+    def __call__(self, number: int, rng_for: RngFactory) -> GridSample:
         """Sample `number`, all of it drawn.
 
         Raises:
             BadSample: a given pair is larger than the template, or draws give test inputs alone.
         """
         which = number % len(self._tasks)
-        variant = draw_variant(self.config.tasks[which].allowed, draws("variant"))
-        pair = self._pair(which, draws("pair"))
-        changed = Pair(variant(pair.input), variant(pair.output))
+        variant = draw_variant(self.config.tasks[which].allowed, rng_for("variant"))
+        pair = self._pair(which, rng_for("pair"))
+        changed = GridPair(variant(pair.input), variant(pair.output))
         try:
             return grid_sample(changed, which, self.config.size)
         except ValueError as error:
             raise BadSample("grid too large", f"{self._tasks[which].name} ({error})") from error
 
-    def _pair(self, which: int, rng: np.random.Generator) -> Pair:
+    def _pair(self, which: int, rng: np.random.Generator) -> GridPair:
         task, chosen = self._tasks[which], self.config.tasks[which]
         for _ in range(_TRIES):
             if chosen.source == "rule":
                 rule = RULES[task.name]
                 grid = rule.draw(rng, min(self.config.size, rule.largest))
-                pair = Pair(grid, rule.answer(grid))
+                pair = GridPair(grid, rule.answer(grid))
             else:
                 pair = task.train[int(rng.integers(len(task.train)))]
             if orbit(pair.input, chosen.allowed) not in self._tests[which]:
@@ -196,7 +196,7 @@ def grid_data(
 
 
 def collate_grids(
-    size: int, samples: list[GridSample], skipped: tuple[Skip, ...] = ()
+    size: int, samples: list[GridSample], skipped: tuple[SkippedSample, ...] = ()
 ) -> GridBatch:
     """A batch of samples, of which there may be none."""
     length = (size + 1) ** 2
@@ -229,7 +229,7 @@ def _require_symmetry(where: str, task: ArcTask, chosen: GridTaskConfig) -> None
     answer = RULES[chosen.name].answer
     rng = np.random.default_rng(0)
     for pair in task.train:
-        variants = [Variant(turn=turn) for turn in chosen.symmetry.turns]
+        variants = [GridVariant(turn=turn) for turn in chosen.symmetry.turns]
         variants += [draw_variant(chosen.symmetry, rng) for _ in range(20)]
         for variant in variants:
             if not np.array_equal(answer(variant(pair.input)), variant(pair.output)):

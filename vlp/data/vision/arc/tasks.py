@@ -19,7 +19,7 @@ COLOURS = 10
 LARGEST = 30
 
 
-class Pair(NamedTuple):
+class GridPair(NamedTuple):
     """What is given and what is asked for."""
 
     input: Grid
@@ -30,8 +30,8 @@ class ArcTask(NamedTuple):
     """One rule, shown by `train` pairs and asked for by `test` pairs."""
 
     name: str
-    train: tuple[Pair, ...]
-    test: tuple[Pair, ...]
+    train: tuple[GridPair, ...]
+    test: tuple[GridPair, ...]
 
 
 def read_tasks(path: str, names: Sequence[str]) -> dict[str, ArcTask]:
@@ -82,8 +82,10 @@ def _parse(name: str, where: str, content: bytes) -> ArcTask:
     return ArcTask(name, train, test)
 
 
-def _pair(plain: Any, where: str) -> Pair:
-    return Pair(_grid(plain["input"], f"{where} input"), _grid(plain["output"], f"{where} output"))
+def _pair(plain: Any, where: str) -> GridPair:
+    return GridPair(
+        _grid(plain["input"], f"{where} input"), _grid(plain["output"], f"{where} output")
+    )
 
 
 def _grid(plain: Any, where: str) -> Grid:

@@ -1,4 +1,4 @@
-"""COCO's `instances` files: what is in them is checked once, pictures are read one by one."""
+"""COCO's `instances` files: what is in them is checked once, images are read one by one."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import numpy as np
 from PIL import Image
 
 from vlp.config import ConfigError
-from vlp.data.image.decode import decode_picture
+from vlp.data.image.decode import decode_image
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.tar import Member, read_members
-from vlp.data.vision.detection.objects import CocoSource, ObjectPicture, checked_boxes
+from vlp.data.vision.detection.objects import CocoSource, ObjectImage, checked_boxes
 
 _SHAPE_ROUNDING = 2.0
-"""Pixels by which a resized picture may miss the shape that the annotation tells."""
+"""Pixels by which a resized image may miss the shape that the annotation tells."""
 
 _KEYS = {
     "images": ("id", "file_name", "width", "height"),
@@ -28,18 +28,18 @@ _KEYS = {
 }
 
 
-class CocoPictures:
-    """Pictures of an annotation file in the order of their ids, also those without objects.
+class CocoImages:
+    """Images of an annotation file in the order of their ids, also those without objects.
 
-    Pictures may be stored at another size than the annotation's. Classes are the categories in the
+    Images may be stored at another size than the annotation's. Classes are the categories in the
     order of their ids, which have gaps in COCO.
 
     Args:
-        source: annotation file and pictures.
+        source: annotation file and images.
         classes: names in order, as training had them; None takes the file's own.
 
     Raises:
-        ConfigError: a file is missing or has another schema, annotations of pictures or categories
+        ConfigError: a file is missing or has another schema, annotations of images or categories
             that the file lacks, or categories that are none of `classes`.
     """
 
@@ -59,29 +59,29 @@ class CocoPictures:
                 f"{len(names)}); the model knows {', '.join(self.classes[:5])}, ..."
             )
         label = {one["id"]: self.classes.index(str(one["name"])) for one in categories}
-        self._objects = _by_picture(file, content["annotations"], self._images, label)
+        self._objects = _by_image(file, content["annotations"], self._images, label)
         self._label = label
-        self._pictures = _Pictures(Path(source.pictures))
+        self._files = _ImageFiles(Path(source.images))
 
     def __len__(self) -> int:
         return len(self._images)
 
-    def read(self, number: int) -> ObjectPicture:
-        """Picture `number`, in the order of ids, and its objects."""
-        image = self._images[number]
-        width, height = image["width"], image["height"]
-        where = f"{self._file}, picture {image['id']} ({image['file_name']})"
-        picture = self._pictures.read(str(image["file_name"]), where)
-        _require_shape(picture, width, height, where)
-        objects = self._objects.get(image["id"], [])
+    def read(self, number: int) -> ObjectImage:
+        """Image `number`, in the order of ids, and its objects."""
+        entry = self._images[number]
+        width, height = entry["width"], entry["height"]
+        where = f"{self._file}, image {entry['id']} ({entry['file_name']})"
+        image = self._files.read(str(entry["file_name"]), where)
+        _require_shape(image, width, height, where)
+        objects = self._objects.get(entry["id"], [])
         boxes = np.array([one["bbox"] for one in objects], dtype=np.float64).reshape(-1, 4)
         corners = checked_boxes(
             boxes, [f"annotation {one['id']}" for one in objects], width, height, where
         )
         sides = boxes[:, 2:]
         areas = [one.get("area", w * h) for one, (w, h) in zip(objects, sides)]
-        return ObjectPicture(
-            picture,
+        return ObjectImage(
+            image,
             width,
             height,
             corners,
@@ -92,8 +92,8 @@ class CocoPictures:
         )
 
 
-class _Pictures:
-    """A folder or a plain tar file of pictures, by file name."""
+class _ImageFiles:
+    """A folder or a plain tar file of images, by file name."""
 
     def __init__(self, place: Path) -> None:
         self._place = place
@@ -101,16 +101,16 @@ class _Pictures:
         if place.is_file():
             members, problem = read_members(place)
             if problem is not None:
-                raise ConfigError(f"{place}: {problem}; pictures come in a plain tar file")
+                raise ConfigError(f"{place}: {problem}; images come in a plain tar file")
             self._members = {PurePosixPath(member.name).name: member for member in members}
         elif not place.is_dir():
-            raise ConfigError(f"{place}: there is neither a folder nor a tar file of pictures")
+            raise ConfigError(f"{place}: there is neither a folder nor a tar file of images")
 
     def read(self, name: str, where: str) -> Image.Image:
         """Decode one.
 
         Raises:
-            BadSample: it is not there, or no picture.
+            BadSample: it is not there, or no image.
         """
         try:
             if self._members is None:
@@ -121,8 +121,8 @@ class _Pictures:
                     file.seek(member.offset)
                     content = file.read(member.size)
         except (KeyError, OSError) as error:
-            raise BadSample("missing picture", f"{where}: not in {self._place}") from error
-        return decode_picture(content, where)
+            raise BadSample("missing image", f"{where}: not in {self._place}") from error
+        return decode_image(content, where)
 
 
 def _read(file: Path) -> dict[str, list[dict[str, Any]]]:
@@ -143,23 +143,23 @@ def _read(file: Path) -> dict[str, list[dict[str, Any]]]:
     for image in content["images"]:
         sides = image["width"], image["height"]
         if not all(isinstance(side, int) and side > 0 for side in sides):
-            raise ConfigError(f"{file}: picture {image['id']} has {sides[0]} x {sides[1]} px")
+            raise ConfigError(f"{file}: image {image['id']} has {sides[0]} x {sides[1]} px")
     if not content["images"] or not content["categories"]:
-        raise ConfigError(f"{file}: no pictures, or no categories")
+        raise ConfigError(f"{file}: no images, or no categories")
     found: dict[str, list[dict[str, Any]]] = content
     return found
 
 
-def _by_picture(
+def _by_image(
     file: Path,
     annotations: Iterable[dict[str, Any]],
     images: Iterable[dict[str, Any]],
     label: dict[Any, int],
 ) -> dict[Any, list[dict[str, Any]]]:
-    """Annotations by the id of their picture.
+    """Annotations by the id of their image.
 
     Raises:
-        ConfigError: of a picture or a category that the file lacks, or a box of other than four
+        ConfigError: of an image or a category that the file lacks, or a box of other than four
             numbers.
     """
     known = {image["id"] for image in images}
@@ -167,7 +167,7 @@ def _by_picture(
     wrong = defaultdict(list)
     for one in annotations:
         if one["image_id"] not in known:
-            wrong["picture"].append((one["id"], one["image_id"]))
+            wrong["image"].append((one["id"], one["image_id"]))
         elif one["category_id"] not in label:
             wrong["category"].append((one["id"], one["category_id"]))
         elif not _is_box(one["bbox"]):
@@ -195,16 +195,16 @@ def _require_unique(file: Path, part: str, ids: Sequence[Any]) -> None:
         raise ConfigError(f"{file}: {part} with the same id: {', '.join(map(str, twice[:5]))}")
 
 
-def _require_shape(picture: Image.Image, width: int, height: int, where: str) -> None:
-    """The stored picture is the annotated one, perhaps resized.
+def _require_shape(image: Image.Image, width: int, height: int, where: str) -> None:
+    """The stored image is the annotated one, perhaps resized.
 
     Raises:
         BadSample: its shape is another.
     """
-    scale = max(picture.width / width, picture.height / height)
-    misses = max(abs(picture.width - scale * width), abs(picture.height - scale * height))
+    scale = max(image.width / width, image.height / height)
+    misses = max(abs(image.width - scale * width), abs(image.height - scale * height))
     if misses > _SHAPE_ROUNDING:
         raise BadSample(
-            "picture of another shape",
-            f"{where}: {picture.width} x {picture.height} px, annotated {width} x {height}",
+            "image of another shape",
+            f"{where}: {image.width} x {image.height} px, annotated {width} x {height}",
         )

@@ -1,4 +1,4 @@
-"""Detection: pictures of several sizes with boxes and classes, for training and for judging."""
+"""Detection: images of several sizes with boxes and classes, for training and for judging."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from torch import Tensor
 from vlp.config import ConfigError
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.pretrain.loader import OrderedData
-from vlp.data.shards.bad_samples import Skip
+from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.stream.batch import moved
-from vlp.data.stream.map_dataset import Draws, OrderConfig, indexed_data
-from vlp.data.vision.detection.coco import CocoPictures
+from vlp.data.stream.map_dataset import MapDatasetConfig, RngFactory, indexed_data
+from vlp.data.vision.detection.coco import CocoImages
 from vlp.data.vision.detection.objects import (
     CocoSource,
-    ObjectPicture,
-    ObjectPictures,
+    ObjectImage,
+    ObjectImages,
     ObjectSource,
-    ScenePictures,
+    SceneImages,
     SceneSource,
 )
 
 DETR_SIZES = tuple(range(480, 801, 32))
 
 
-class DetectionDataConfig(OrderConfig):
-    """Pictures with boxes, and the sizes at which they are seen; DETR's are the defaults.
+class DetectionDataConfig(MapDatasetConfig):
+    """Images with boxes, and the sizes at which they are seen; DETR's are the defaults.
 
-    A picture keeps its shape but for rounding to whole multiples. Where `train` is of scenes they
+    An image keeps its shape but for rounding to whole multiples. Where `train` is of scenes they
     are drawn at the largest size and resized to the smaller ones.
     """
 
@@ -50,7 +50,7 @@ class DetectionDataConfig(OrderConfig):
     multiple: int = Field(
         32, ge=1, description="sides are multiples of so many pixels: the backbone's stride"
     )
-    mirror: bool = Field(True, description="left and right, every other time")
+    hflip: bool = Field(True, description="left and right, every other time")
     crop: float = Field(0.0, ge=0, le=1, description="probability of a random crop; DETR: 0.5")
     crop_sides: tuple[float, float] = Field(
         (0.64, 1.0), description="share of either side that a crop keeps; DETR's is 384 to 600 px"
@@ -65,7 +65,7 @@ class DetectionDataConfig(OrderConfig):
 
     @property
     def shapes_differ(self) -> bool:
-        """Whether there may be other pictures than squares; scenes are squares."""
+        """Whether there may be other images than squares; scenes are squares."""
         scenes = isinstance(self.train, SceneSource) and isinstance(self.test, SceneSource)
         return not scenes or self.crop > 0
 
@@ -90,10 +90,10 @@ class DetectionDataConfig(OrderConfig):
 
 
 class DetectionBatch(NamedTuple):
-    """B pictures, each of its own size, with their objects.
+    """B images, each of its own size, with their objects.
 
     pixels: B times (3, height, width) float32, normalised; boxes: B times (objects, 4) float32,
-    centre x, y, width, height as shares of the picture; labels: B times (objects,) int64; valid
+    centre x, y, width, height as shares of the image; labels: B times (objects,) int64; valid
     (B,) bool.
     """
 
@@ -101,15 +101,15 @@ class DetectionBatch(NamedTuple):
     boxes: tuple[Tensor, ...]
     labels: tuple[Tensor, ...]
     valid: Tensor
-    skipped: tuple[Skip, ...] = ()
+    skipped: tuple[SkippedSample, ...] = ()
 
     def to(self, device: torch.device | str) -> DetectionBatch:
         """Move every tensor to `device`."""
         return moved(self, device)
 
 
-class Sample(NamedTuple):
-    """One picture of a `DetectionBatch`."""
+class DetectionSample(NamedTuple):
+    """One image of a `DetectionBatch`."""
 
     pixels: Tensor
     boxes: Tensor
@@ -118,7 +118,7 @@ class Sample(NamedTuple):
 
 def open_objects(
     source: CocoSource | SceneSource, image_size: int, classes: Sequence[str] | None = None
-) -> ObjectPictures:
+) -> ObjectImages:
     """Open what a configuration names.
 
     Args:
@@ -130,8 +130,8 @@ def open_objects(
         ConfigError: it cannot be used, or has other classes.
     """
     if isinstance(source, CocoSource):
-        return CocoPictures(source, classes)
-    scenes = ScenePictures(source, image_size)
+        return CocoImages(source, classes)
+    scenes = SceneImages(source, image_size)
     if classes is not None and tuple(classes) != scenes.classes:
         raise ConfigError(
             f"scenes have the classes {', '.join(scenes.classes)}; the model knows "
@@ -143,10 +143,10 @@ def open_objects(
 def fit_size(
     width: int, height: int, shortest: int, longest: int, multiple: int
 ) -> tuple[int, int]:
-    """Width and height in pixels at which a picture is seen.
+    """Width and height in pixels at which an image is seen.
 
     The shorter side is `shortest`, unless the longer one would be more than `longest`; both are
-    rounded to multiples, so that a picture fills the cells of a feature map exactly, and few
+    rounded to multiples, so that an image fills the cells of a feature map exactly, and few
     shapes differ.
     """
     scale = min(shortest / min(width, height), longest / max(width, height))
@@ -157,72 +157,72 @@ def fit_size(
 
 
 class DetectionSamples:
-    """Reads and augments one training picture: crop, size, mirror.
+    """Reads and augments one training image: crop, size, mirror.
 
     Args:
-        pictures: where they come from.
+        images: where they come from.
         config: sizes and augmentation.
-        most: objects that a picture may have, the model's queries.
+        most: objects that an image may have, the model's queries.
     """
 
-    def __init__(self, pictures: ObjectPictures, config: DetectionDataConfig, most: int) -> None:
-        self.pictures, self.config, self.most = pictures, config, most
+    def __init__(self, images: ObjectImages, config: DetectionDataConfig, most: int) -> None:
+        self.images, self.config, self.most = images, config, most
         self._preprocessing = Preprocessing(max(config.sizes), config.mean, config.std)
 
     def __len__(self) -> int:
-        return len(self.pictures)
+        return len(self.images)
 
-    def __call__(self, number: int, draws: Draws) -> Sample:
+    def __call__(self, number: int, rng_for: RngFactory) -> DetectionSample:
         """Pixels, boxes and labels; crowds are left out, as in DETR.
 
         Raises:
-            BadSample: the picture cannot be used, or has more objects than queries.
+            BadSample: the image cannot be used, or has more objects than queries.
         """
-        config, read = self.config, self.pictures.read(number)
-        picture, boxes, labels = _without_crowds(read)
-        rng = draws("crop")
+        config, read = self.config, self.images.read(number)
+        image, boxes, labels = _without_crowds(read)
+        rng = rng_for("crop")
         if rng.random() < config.crop:
-            picture, boxes, labels = _crop(picture, boxes, labels, config.crop_sides, rng)
+            image, boxes, labels = _crop(image, boxes, labels, config.crop_sides, rng)
         if len(labels) > self.most:
             raise BadSample(
                 "more objects than queries", f"{read.where}: {len(labels)}, not {self.most}"
             )
-        shortest = config.sizes[int(draws("size").integers(len(config.sizes)))]
-        size = fit_size(picture.width, picture.height, shortest, config.longest, config.multiple)
-        picture = _resized(picture, size)
-        if config.mirror and draws("mirror").random() < 0.5:
-            picture = ImageOps.mirror(picture)
+        shortest = config.sizes[int(rng_for("size").integers(len(config.sizes)))]
+        size = fit_size(image.width, image.height, shortest, config.longest, config.multiple)
+        image = _resized(image, size)
+        if config.hflip and rng_for("mirror").random() < 0.5:
+            image = ImageOps.mirror(image)
             boxes = np.stack([1 - boxes[:, 2], boxes[:, 1], 1 - boxes[:, 0], boxes[:, 3]], -1)
         centres = np.concatenate(
             [boxes[:, :2] + boxes[:, 2:], 2 * (boxes[:, 2:] - boxes[:, :2])], -1
         )
-        return Sample(
-            self._preprocessing.normalise(picture),
+        return DetectionSample(
+            self._preprocessing.normalise(image),
             torch.from_numpy(centres / 2).float(),
             torch.from_numpy(labels),
         )
 
 
 def detection_data(
-    pictures: ObjectPictures, config: DetectionDataConfig, most: int, batch: int, seed: int
+    images: ObjectImages, config: DetectionDataConfig, most: int, batch: int, seed: int
 ) -> OrderedData:
-    """Training batches of `pictures`, those of `config.train`.
+    """Training batches of `images`, those of `config.train`.
 
     Raises:
         ConfigError: the batch does not fit.
     """
-    samples = DetectionSamples(pictures, config, most)
+    samples = DetectionSamples(images, config, most)
     return indexed_data(len(samples), samples, _collate, config, batch, seed)
 
 
-def judged_pixels(read: ObjectPicture, size: int, config: DetectionDataConfig) -> Tensor:
-    """A picture as evaluation sees it, its shorter side `size`: (3, height, width) float32."""
-    picture = read.picture
-    fitted = fit_size(picture.width, picture.height, size, config.longest, config.multiple)
-    return Preprocessing(size, config.mean, config.std).normalise(_resized(picture, fitted))
+def judged_pixels(read: ObjectImage, size: int, config: DetectionDataConfig) -> Tensor:
+    """An image as evaluation sees it, its shorter side `size`: (3, height, width) float32."""
+    image = read.image
+    fitted = fit_size(image.width, image.height, size, config.longest, config.multiple)
+    return Preprocessing(size, config.mean, config.std).normalise(_resized(image, fitted))
 
 
-def _collate(samples: list[Sample], skipped: tuple[Skip, ...]) -> DetectionBatch:
+def _collate(samples: list[DetectionSample], skipped: tuple[SkippedSample, ...]) -> DetectionBatch:
     return DetectionBatch(
         tuple(one.pixels for one in samples),
         tuple(one.boxes for one in samples),
@@ -232,28 +232,28 @@ def _collate(samples: list[Sample], skipped: tuple[Skip, ...]) -> DetectionBatch
     )
 
 
-def _resized(picture: Image.Image, size: tuple[int, int]) -> Image.Image:
-    return picture if picture.size == size else picture.resize(size, Image.Resampling.BILINEAR)
+def _resized(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    return image if image.size == size else image.resize(size, Image.Resampling.BILINEAR)
 
 
-def _without_crowds(read: ObjectPicture) -> tuple[Image.Image, np.ndarray, np.ndarray]:
-    """Picture, boxes (left, top, right, bottom) as shares of it, and labels."""
+def _without_crowds(read: ObjectImage) -> tuple[Image.Image, np.ndarray, np.ndarray]:
+    """Image, boxes (left, top, right, bottom) as shares of it, and labels."""
     sides = np.array([read.width, read.height] * 2, dtype=np.float64)
-    return read.picture, read.boxes[~read.crowds] / sides, read.labels[~read.crowds]
+    return read.image, read.boxes[~read.crowds] / sides, read.labels[~read.crowds]
 
 
 def _crop(
-    picture: Image.Image,
+    image: Image.Image,
     boxes: np.ndarray,
     labels: np.ndarray,
     sides: tuple[float, float],
     rng: np.random.Generator,
 ) -> tuple[Image.Image, np.ndarray, np.ndarray]:
-    """A random part of a picture, and what of the boxes (shares) lies in it."""
-    whole = np.array(picture.size)
+    """A random part of an image, and what of the boxes (shares) lies in it."""
+    whole = np.array(image.size)
     kept = np.maximum(np.rint(whole * rng.uniform(*sides, 2)), 1).astype(int)
     start = rng.integers(whole - kept + 1)
-    picture = picture.crop((*start.tolist(), *(start + kept).tolist()))
+    image = image.crop((*start.tolist(), *(start + kept).tolist()))
     boxes = np.clip((boxes * np.tile(whole, 2) - np.tile(start, 2)) / np.tile(kept, 2), 0, 1)
     inside = (boxes[:, 2:] > boxes[:, :2]).all(-1)
-    return picture, boxes[inside], labels[inside]
+    return image, boxes[inside], labels[inside]

@@ -1,4 +1,4 @@
-"""Pictures with objects in boxes: COCO's annotation files, and generated scenes."""
+"""Images with objects in boxes: COCO's annotation files, and generated scenes."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from vlp.data.scenes.splits import Split
 from vlp.data.shards.sample_files import BadSample
 
 ROUNDING = 1.0
-"""Pixels by which a box may stand over the picture's edge: annotators' rounding, which is cut."""
+"""Pixels by which a box may stand over the image's edge: annotators' rounding, which is cut."""
 
 
 class CocoSource(Config):
-    """Pictures and an annotation file in COCO's `instances` schema."""
+    """Images and an annotation file in COCO's `instances` schema."""
 
     format: Literal["coco"]
     annotations: str = Field(description="a file such as instances_train2017.json")
-    pictures: str = Field(description="a folder or a plain tar file of its pictures")
+    images: str = Field(description="a folder or a plain tar file of its images")
 
 
 class SceneSource(Config):
-    """Generated pictures of coloured shapes; the classes are the shapes."""
+    """Generated images of coloured shapes; the classes are the shapes."""
 
     format: Literal["scenes"]
-    count: int = Field(ge=1, description="pictures")
+    count: int = Field(ge=1, description="images")
     split: Split = Field("train", description="no other split has the same contents")
     seed: int = 0
 
@@ -40,15 +40,15 @@ class SceneSource(Config):
 ObjectSource = Annotated[CocoSource | SceneSource, Field(discriminator="format")]
 
 
-class ObjectPicture(NamedTuple):
-    """A picture (RGB) and its objects, in pixels of `width` x `height`.
+class ObjectImage(NamedTuple):
+    """An image (RGB) and its objects, in pixels of `width` x `height`.
 
-    The picture itself may have other pixels than the annotation. boxes (objects, 4) float64: left,
-    top, right, bottom, inside the picture; labels (objects,) int64; areas (objects,) float64, what
+    The image itself may have other pixels than the annotation. boxes (objects, 4) float64: left,
+    top, right, bottom, inside the image; labels (objects,) int64; areas (objects,) float64, what
     COCO's small, medium and large go by; crowds (objects,) bool: regions of many objects.
     """
 
-    picture: Image.Image
+    image: Image.Image
     width: int
     height: int
     boxes: NDArray[np.float64]
@@ -58,15 +58,15 @@ class ObjectPicture(NamedTuple):
     where: str
 
 
-class ObjectPictures(Protocol):
-    """A picture and its objects by number, 0 to len - 1."""
+class ObjectImages(Protocol):
+    """An image and its objects by number, 0 to len - 1."""
 
     classes: tuple[str, ...]
 
     def __len__(self) -> int:
-        """Pictures."""
+        """Images."""
 
-    def read(self, number: int) -> ObjectPicture:
+    def read(self, number: int) -> ObjectImage:
         """One of them.
 
         Raises:
@@ -74,8 +74,8 @@ class ObjectPictures(Protocol):
         """
 
 
-class ScenePictures:
-    """Generated scenes as pictures with objects; every size shows the same scenes.
+class SceneImages:
+    """Generated scenes as images with objects; every size shows the same scenes.
 
     Args:
         source: which scenes.
@@ -92,7 +92,7 @@ class ScenePictures:
     def __len__(self) -> int:
         return self._source.count
 
-    def read(self, number: int) -> ObjectPicture:
+    def read(self, number: int) -> ObjectImage:
         """Scene `number` of the split."""
         source, side = self._source, self._size
         scene = sample_scene(source.seed, number, source.split, side)
@@ -101,20 +101,20 @@ class ScenePictures:
         boxes[:, 2:] += boxes[:, :2]
         labels = np.array([SHAPES.index(obj.shape) for obj in scene.objects], dtype=np.int64)
         crowds = np.zeros(len(boxes), dtype=bool)
-        return ObjectPicture(render(scene), side, side, boxes, labels, areas, crowds, scene.key)
+        return ObjectImage(render(scene), side, side, boxes, labels, areas, crowds, scene.key)
 
 
 def checked_boxes(
     boxes: NDArray[np.float64], names: list[str], width: int, height: int, where: str
 ) -> NDArray[np.float64]:
-    """Boxes x, y, width, height as left, top, right, bottom inside the picture.
+    """Boxes x, y, width, height as left, top, right, bottom inside the image.
 
     Args:
         boxes: (objects, 4), pixels.
         names: what errors call each object.
-        width: of the picture.
-        height: of the picture.
-        where: what errors call the picture.
+        width: of the image.
+        height: of the image.
+        where: what errors call the image.
 
     Raises:
         BadSample: a box has no area, is not made of numbers, or stands over the edge by more than
@@ -126,7 +126,7 @@ def checked_boxes(
     cut = np.clip(corners, 0, limit)
     outside = ~(np.abs(corners - cut) <= ROUNDING).all(-1)  # NaN is outside, too
     empty = ~((cut[:, 2:] - cut[:, :2]) > 0).all(-1)
-    for kind, wrong in (("box outside the picture", outside), ("box without area", empty)):
+    for kind, wrong in (("box outside the image", outside), ("box without area", empty)):
         if wrong.any():
             first = int(wrong.argmax())
             values = ", ".join(f"{value:g}" for value in boxes[first])

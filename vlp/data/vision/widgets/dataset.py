@@ -11,16 +11,16 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from vlp.data.pretrain.loader import OrderedData
-from vlp.data.shards.bad_samples import Skip
+from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.stream.batch import moved
-from vlp.data.stream.map_dataset import Draws, OrderConfig, indexed_data
+from vlp.data.stream.map_dataset import MapDatasetConfig, RngFactory, indexed_data
 from vlp.data.vision.widgets.screen_sets import AnyScreensConfig, GeneratedScreensConfig, Screens
 from vlp.data.vision.widgets.view_hierarchy import Screen
 from vlp.data.vision.widgets.widget_text import WidgetText
 
 
-class WidgetDataConfig(OrderConfig):
+class WidgetDataConfig(MapDatasetConfig):
     """Screens, and how much of each a model reads. The public code has 10 words everywhere."""
 
     screens: AnyScreensConfig = Field(GeneratedScreensConfig(), discriminator="kind")
@@ -54,7 +54,7 @@ class WidgetBatch(NamedTuple):
     targets: Tensor
     captions: Tensor
     valid: Tensor
-    skipped: tuple[Skip, ...] = ()
+    skipped: tuple[SkippedSample, ...] = ()
 
     def to(self, device: torch.device | str) -> WidgetBatch:
         """Move every tensor to `device`."""
@@ -118,14 +118,14 @@ class WidgetSamples:
     def __len__(self) -> int:
         return len(self.screens)
 
-    def __call__(self, number: int, draws: Draws) -> EncodedScreen:
+    def __call__(self, number: int, rng_for: RngFactory) -> EncodedScreen:
         """Screen `number`."""
         screen = self.screens.read(number)
         if not screen.captions:
             raise BadSample("no captions", screen.name)
         most = min(self.config.max_targets, self.config.max_widgets)
-        order = draws("widgets").permutation(list(screen.captions)).tolist()[:most]
-        rng = draws("caption")
+        order = rng_for("widgets").permutation(list(screen.captions)).tolist()[:most]
+        rng = rng_for("caption")
         spoken = [(one, str(rng.choice(screen.captions[one]))) for one in order]
         return encode_screen(screen, self.text, spoken, self.config.max_widgets)
 
@@ -149,7 +149,7 @@ class Collate:
         self._pad, self._words, self._caption = text.pad_id, text.max_words, text.max_caption + 2
 
     def __call__(
-        self, screens: Sequence[EncodedScreen], skipped: tuple[Skip, ...] = ()
+        self, screens: Sequence[EncodedScreen], skipped: tuple[SkippedSample, ...] = ()
     ) -> WidgetBatch:
         """Pad widgets to the longest screen."""
         valid = torch.ones(len(screens), dtype=torch.bool)

@@ -14,7 +14,7 @@ from pydantic import Field
 from vlp.config import Config, ConfigError
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.tar import stored_files
-from vlp.data.stream.rng import draw
+from vlp.data.stream.rng import make_rng
 from vlp.data.vision.widgets.screens import generate_screen
 from vlp.data.vision.widgets.view_hierarchy import Nodes, Screen, read_screen
 
@@ -84,7 +84,7 @@ class _Generated:
 
     def read(self, number: int) -> Screen:
         if number not in self._made:
-            rng = draw(self._config.seed, 0, number, f"{self._part} screen")
+            rng = make_rng(self._config.seed, 0, number, f"{self._part} screen")
             hierarchy, captions = generate_screen(rng)
             name = f"{self._part} {number}"
             screen = read_screen(hierarchy, name, captions, self._config.nodes)

@@ -119,22 +119,20 @@ def _tabs(rng: np.random.Generator, height: int) -> _Node:
 
 
 def _messages(rng: np.random.Generator, area: Box) -> _Node:
-    """Rows with a picture, a line, and a button that deletes; the line may hold no text."""
+    """Rows with an image, a line, and a button that deletes; the line may hold no text."""
     count = _between(rng, 2, 6)
     names = rng.choice(NAMES, count, replace=False) if rng.random() < 0.5 else None
-    mirrored = rng.random() < 0.5
+    flipped = rng.random() < 0.5
 
     def row(number: int, box: Box, side: int) -> list[_Node]:
-        first, last = _ends(box, side, mirrored)
+        first, last = _ends(box, side, flipped)
         line = (box[0] + side + 80, box[1] + 10, box[2] - side - 80, box[3] - 10)
         if names is None:
             which = f"the {ORDINALS[number]} message"
             return [_Node(_IMAGE, first), _Node(_VIEW, line), _delete(last, which)]
-        picture = _Node(
-            _IMAGE, first, None, True, _two("open", "show", names[number], "profile of")
-        )
+        image = _Node(_IMAGE, first, None, True, _two("open", "show", names[number], "profile of"))
         return [
-            picture,
+            image,
             _label(line, names[number]),
             _delete(last, f"the message from {names[number]}"),
         ]
@@ -145,10 +143,10 @@ def _messages(rng: np.random.Generator, area: Box) -> _Node:
 def _switches(rng: np.random.Generator, area: Box) -> _Node:
     count = _between(rng, 2, 6)
     labels = rng.choice(SETTINGS, count, replace=False)
-    mirrored = rng.random() < 0.5
+    flipped = rng.random() < 0.5
 
     def row(number: int, box: Box, side: int) -> list[_Node]:
-        _, last = _ends(box, side, mirrored)
+        _, last = _ends(box, side, flipped)
         line = (box[0] + side + 80, box[1] + 10, box[2] - side - 80, box[3] - 10)
         label = labels[number]
         said = (f"turn {label} on or off", f"switch for {label}")
@@ -199,14 +197,14 @@ def _rows(
     return rows
 
 
-def _ends(box: Box, side: int, mirrored: bool) -> tuple[Box, Box]:
+def _ends(box: Box, side: int, flipped: bool) -> tuple[Box, Box]:
     """Squares at both ends of a row: where it begins, and where it can be acted upon."""
     y = (box[1] + box[3] - side) // 2
     ends = (
         (box[0] + 20, y, box[0] + 20 + side, y + side),
         (box[2] - 20 - side, y, box[2] - 20, y + side),
     )
-    return (ends[1], ends[0]) if mirrored else ends
+    return (ends[1], ends[0]) if flipped else ends
 
 
 def _delete(box: Box, which: str) -> _Node:
