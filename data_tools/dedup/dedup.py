@@ -52,13 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Hash, compare, write the list and say what is on it."""
-    likeness = required_distance(arguments)
+    distance = required_distance(arguments)
     shards = shards_of(arguments.folders)
     parts = list(hash_shards(shards, hash_folder(arguments), arguments.processes, "hash"))
     ends = np.cumsum([len(part) for part in parts])
     images = np.concatenate(parts)
     del parts
-    drops = duplicate_images(images, likeness)
+    drops = duplicate_images(images, distance)
     places = np.searchsorted(ends, np.arange(len(images)), side="right")
     ours = _HashedImages(shards, images, places)
     same = images["bytes"][drops.dropped] == images["bytes"][drops.kept]

@@ -195,7 +195,7 @@ def _memory(process: str) -> tuple[int, int]:
     return fields["Rss"], fields["Private_Clean"] + fields["Private_Dirty"]
 
 
-def mixing(scale: Scale, rng_for: int = 1000) -> Mixing:
+def mixing(scale: Scale, lookups: int = 1000) -> Mixing:
     """Statistics of the order of the first epoch.
 
     Args:
@@ -207,7 +207,7 @@ def mixing(scale: Scale, rng_for: int = 1000) -> Mixing:
     each = scale.batch // scale.ranks
     per_stream = scale.batch // scale.streams
     distances = []
-    for _ in range(rng_for):
+    for _ in range(lookups):
         batch, rank = int(rng.integers(batches - 1)), int(rng.integers(scale.ranks))
         slots = sampler.slots(0, batch * per_stream, scale.batch, rank, scale.ranks)
         for number, element in enumerate(slots):

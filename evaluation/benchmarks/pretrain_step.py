@@ -56,7 +56,7 @@ def random_batch(inputs: Inputs, rows: int, words: int, seed: int = 0) -> Batch:
         mlm_labels=torch.where(chosen, ids, -100),
         mim_mask=random(rows, *inputs.grid) < ratio,
         image_ids=torch.arange(rows),
-        rng_for=random(rows, 2).double(),
+        uniform=random(rows, 2).double(),
         valid=torch.ones(rows, dtype=torch.bool),
         sample_ids=torch.arange(rows),
     )

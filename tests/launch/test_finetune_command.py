@@ -17,7 +17,7 @@ from vlp.training.finetune_config import FinetuneConfig
 
 COMMAND = ranks.ROOT / "launch" / "finetune_snli_ve.py"
 CONFIGS = ranks.ROOT / "configs" / "finetune"
-PLAIN = "{randaugment: false, crop_scale: [1.0, 1.0], mirror: false}"
+PLAIN = "{randaugment: false, crop_scale: [1.0, 1.0], hflip: false}"
 
 
 def run(arguments: list[str], world_size: int = 1) -> str:
@@ -67,7 +67,7 @@ def test_two_ranks_train_what_one_does_and_a_killed_run_goes_on(tmp_path):
     report = json.loads((tmp_path / "one" / "report.json").read_text())
     assert report["best"]["step"] in looks
     best = load_task(tmp_path / "one" / "best")
-    assert best.kind == "entailment"
+    assert best.kind == "snli_ve"
 
     # As if it had been killed between its checkpoints, and goes on with another number of ranks.
     shutil.rmtree(tmp_path / "two" / "checkpoints" / "step_6")

@@ -22,7 +22,7 @@ COLOURS = {"red": (220, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 220)}
 TEXTS = [
     "what colour is it? is it red green blue?",
     "yes no two 10:30 left right",
-    "a red image . a plain green one . all blue",
+    "a red picture . a plain green one . all blue",
 ]
 AUGMENT = {"randaugment": False, "crop_scale": [1.0, 1.0], "hflip": False}
 
@@ -59,7 +59,7 @@ def coloured(count: int = 12) -> list[tuple[bytes, Annotation]]:
                 Annotation(
                     source="toy",
                     image_id=str(number),
-                    captions=[f"a {colour} image", f"a plain {colour} one"],
+                    captions=[f"a {colour} picture", f"a plain {colour} one"],
                     questions=[
                         question(
                             10 * number, "what colour is it?", {colour: 10},

@@ -49,7 +49,7 @@ def batch(rows=ROWS, seed=0):
         mlm_labels=torch.where(chosen, ids, -100),
         mim_mask=random(rows, 4, 4) < 0.5,
         image_ids=torch.arange(rows),
-        rng_for=random(rows, 2).double(),
+        uniform=random(rows, 2).double(),
         valid=torch.ones(rows, dtype=torch.bool),
         sample_ids=torch.arange(rows),
     )

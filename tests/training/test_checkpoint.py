@@ -57,7 +57,7 @@ def test_save_then_load_gives_everything_back(tmp_path: Path) -> None:
 
 
 def test_the_last_k_stay_and_the_newest_is_loaded(tmp_path: Path) -> None:
-    config = toy_config(keep=2)
+    config = toy_config(keep_last=2)
     save(tmp_path, range(8, 13), config)
     assert names(tmp_path) == ["step_11", "step_12"]
     progress = Checkpoints(tmp_path, config).load(*fresh(config))
@@ -177,7 +177,7 @@ def test_a_step_reached_again_replaces_what_was_there(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_earlier_checkpoints_and_no_half_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str
 ) -> None:
-    config = toy_config(keep=1)
+    config = toy_config(keep_last=1)
     save(tmp_path, range(1, 2), config)
 
     def full(path: Path, *rest: object) -> None:

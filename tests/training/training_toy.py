@@ -141,7 +141,7 @@ def toy_batch(ids: Tensor, spoilt: bool = False) -> Batch:
         mlm_labels=ids,
         mim_mask=torch.zeros(rows, 1, 1, dtype=torch.bool),
         image_ids=torch.arange(rows),
-        rng_for=torch.zeros(rows, 2, dtype=torch.float64),
+        uniform=torch.zeros(rows, 2, dtype=torch.float64),
         valid=torch.ones(rows, dtype=torch.bool),
         sample_ids=torch.arange(rows),
         skipped=(SkippedSample("truncated image", "shard-000.tar: 7"),) if spoilt else (),

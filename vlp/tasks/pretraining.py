@@ -320,7 +320,7 @@ class Pretraining(nn.Module):
         with torch.no_grad(), torch.autocast(batch.pixels.device.type, enabled=False):
             similarity = clean.image.feature @ clean.text.feature.T / self._pair_temperature()
         negatives = hard_negatives(
-            similarity, batch.image_ids, batch.valid, batch.rng_for, settings.group
+            similarity, batch.image_ids, batch.valid, batch.uniform, settings.group
         )
         rows = torch.arange(len(batch.valid), device=batch.valid.device)
         pairs = PairIndices(

@@ -87,7 +87,7 @@ def test_fields_shapes_and_values(make_shards: MakeShards, make_data: MakeData) 
     shapes = {
         "pixels": (8, 3, 16, 16),
         "mim_mask": (8, 4, 4),
-        "draws": (8, 2),
+        "uniform": (8, 2),
         "image_ids": (8,),
         "valid": (8,),
         "sample_ids": (8,),
@@ -108,15 +108,15 @@ def test_fields_shapes_and_values(make_shards: MakeShards, make_data: MakeData) 
     assert (masked & ~batch.word_mask).sum() == 0
     assert torch.equal(batch.mlm_labels[masked], batch.text_ids[masked])
     assert torch.equal(batch.mlm_ids[~masked], batch.text_ids[~masked])
-    assert (batch.rng_for >= 0).all()
-    assert len(batch.rng_for.unique()) == 16
+    assert (batch.uniform >= 0).all()
+    assert len(batch.uniform.unique()) == 16
     # Every row is the image and one of the captions of the sample that its image id names.
     index = ShardIndex.open(folder)
     prepare = Preprocessing(16)
     by_id = {}
     for number in range(8):
         raw = index.read(0, number)
-        by_id[identity("image", "shards", str(number))] = raw
+        by_id[identity("picture", "shards", str(number))] = raw
     assert set(batch.image_ids.tolist()) == set(by_id)
     for row, image_id in enumerate(batch.image_ids.tolist()):
         raw = by_id[image_id]
@@ -306,7 +306,7 @@ def test_each_sample_once_an_epoch_with_fresh_draws(
         other = rows[1][sample]
         assert epochs[0].image_ids[row] == epochs[1].image_ids[other]
         assert not torch.equal(epochs[0].pixels[row], epochs[1].pixels[other])
-        assert not torch.equal(epochs[0].rng_for[row], epochs[1].rng_for[other])
+        assert not torch.equal(epochs[0].uniform[row], epochs[1].uniform[other])
         same_text += int(torch.equal(epochs[0].text_ids[row], epochs[1].text_ids[other]))
     assert 3 < same_text < 20  # one of two captions, drawn afresh on each visit
 
@@ -323,9 +323,9 @@ def test_weights_and_images_shared_by_sources(
     assert sorted(images.values()) == [1] * 4 + [3] * 6
     samples = Counter(batch.sample_ids[batch.valid].tolist())
     assert sorted(samples.values()) == [1] * (6 + 4) + [2] * 6
-    # The two visits of one epoch are two draws.
+    # The two visits of one epoch are two random draws.
     twice = next(sample for sample, count in samples.items() if count == 2)
-    first, second = batch.rng_for[batch.sample_ids == twice]
+    first, second = batch.uniform[batch.sample_ids == twice]
     assert not torch.equal(first, second)
 
 
@@ -356,7 +356,7 @@ def test_objectives_that_are_off_mask_nothing(make_shards: MakeShards, make_data
     assert not batch.mim_mask.any()
     # Leaving objectives out changes no other draw.
     [(full, _)] = make_data(folder).batches(stop_after=1)
-    for name in ("pixels", "text_ids", "draws", "sample_ids"):
+    for name in ("pixels", "text_ids", "uniform", "sample_ids"):
         assert torch.equal(getattr(batch, name), getattr(full, name))
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_tools.dedup.duplicate_images import duplicate_images
 from made_shards import encoded, images_of, jpeg, listed, photo, run, write, write_tar
 from PIL import Image
 
 from data_tools.__main__ import main
 from data_tools.builder.take_down import TakeDown
 from data_tools.dedup import perceptual_hash as image_hash
+from data_tools.dedup.duplicate_images import duplicate_images
 from data_tools.dedup.perceptual_hash import RECORD, differing_bits, fine_distance
 from data_tools.sources.image_sources import Originals
 from vlp.data.schema import Annotation

@@ -215,7 +215,8 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
     expected = files(whole)
     # Slowed down, so that there is a moment between any two shards.
     program = (
-        "import sys, time; from data_tools import reshard; from data_tools.__main__ import main\n"
+        "import sys, time\nfrom data_tools.inspect import reshard\n"
+        "from data_tools.__main__ import main\n"
         "append = reshard.append_member\n"
         "def slow(*given): time.sleep(0.02); append(*given)\n"
         "reshard.append_member = slow; sys.exit(main(sys.argv[1:]))"

@@ -26,7 +26,7 @@ def epoch(scale: Scale) -> list[tuple[int, int]]:
 
 
 def test_mixing_is_what_the_whole_order_shows() -> None:
-    mixed = mixing(SMALL, rng_for=400)
+    mixed = mixing(SMALL, lookups=400)
     places = epoch(SMALL)
     assert len(places) == SMALL.samples == 2000
     distances = [
@@ -53,7 +53,7 @@ def test_mixing_is_what_the_whole_order_shows() -> None:
 
 def test_a_longer_window_mixes_more_and_reads_more_at_a_time() -> None:
     windows = [SMALL._replace(window=window) for window in (5, 60, 250)]
-    spans = [mixing(scale, rng_for=1).span[0] for scale in windows]
+    spans = [mixing(scale, lookups=1).span[0] for scale in windows]
     assert all(a < b for a, b in pairwise(spans))
     at_once = [reading(scale).rank_at_once for scale in windows]
     assert at_once[0] < at_once[-1]

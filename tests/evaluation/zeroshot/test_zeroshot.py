@@ -199,7 +199,7 @@ def test_the_command_and_files_of_names(model_folder, shards, tmp_path, capsys):
     assert "mean over classes" in capsys.readouterr().out
     written = json.loads((tmp_path / "out" / "zeroshot.json").read_text())
     assert set(written["classes"]) == {"red", "green", "blue"}
-    again = compare(tmp_path / "out", tmp_path / "out", rng_for=9).differences
+    again = compare(tmp_path / "out", tmp_path / "out", permutations=9).differences
     assert again["top-1"].first == pytest.approx(written["figures"]["top-1"]["value"])
 
 

@@ -43,7 +43,7 @@ class Slot(NamedTuple):
     mlm_labels: Tensor
     mim_mask: Tensor
     image_id: int
-    rng_for: Tensor
+    uniform: Tensor
     valid: bool
     sample_id: int
     word_patches: Tensor | None = None
@@ -130,7 +130,7 @@ class CaptionedSamples(Dataset[Slot]):
             mlm_labels=labels,
             mim_mask=self._mask_patches(rng),
             image_id=self._image_id(source, shard, raw),
-            rng_for=torch.from_numpy(rng("itm").random(2)),
+            uniform=torch.from_numpy(rng("itm").random(2)),
             valid=True,
             sample_id=identity("sample", source, shard, sample, self._sample(element)[1] or 0),
             word_patches=self._word_patches(raw, caption_number, caption, image.size),
@@ -202,7 +202,7 @@ class CaptionedSamples(Dataset[Slot]):
             mlm_labels=torch.full_like(ids, IGNORED),
             mim_mask=torch.zeros(self.grid, dtype=torch.bool),
             image_id=NO_ID,
-            rng_for=torch.zeros(2, dtype=torch.float64),
+            uniform=torch.zeros(2, dtype=torch.float64),
             valid=False,
             sample_id=NO_ID,
             word_patches=self._no_words() if self.transform.keeps_places else None,
@@ -220,7 +220,7 @@ class CaptionedSamples(Dataset[Slot]):
             mlm_labels=torch.stack([slot.mlm_labels for slot in slots]),
             mim_mask=torch.stack([slot.mim_mask for slot in slots]),
             image_ids=torch.tensor([slot.image_id for slot in slots], dtype=torch.int64),
-            rng_for=torch.stack([slot.rng_for for slot in slots]),
+            uniform=torch.stack([slot.uniform for slot in slots]),
             valid=torch.tensor([slot.valid for slot in slots], dtype=torch.bool),
             sample_ids=torch.tensor([slot.sample_id for slot in slots], dtype=torch.int64),
             word_patches=_optional([slot.word_patches for slot in slots]),

@@ -69,7 +69,7 @@ class Batch(NamedTuple):
     mlm_labels: Tensor
     mim_mask: Tensor
     image_ids: Tensor
-    rng_for: Tensor
+    uniform: Tensor
     valid: Tensor
     sample_ids: Tensor
     word_patches: Tensor | None = None

@@ -174,9 +174,10 @@ def _by_image(
             raise ConfigError(f"{file}: annotation {one['id']} has the box {one['bbox']!r}")
         objects[one["image_id"]].append(one)
     for what, found in wrong.items():
+        article = "an" if what == "image" else "a"
         first = ", ".join(f"annotation {number} of {what} {id_}" for number, id_ in found[:5])
         raise ConfigError(
-            f"{file}: {len(found)} annotations are of a {what} that the file lacks: {first}"
+            f"{file}: {len(found)} annotations are of {article} {what} that the file lacks: {first}"
         )
     return dict(objects)
 

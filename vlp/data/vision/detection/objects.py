@@ -131,6 +131,6 @@ def checked_boxes(
             first = int(wrong.argmax())
             values = ", ".join(f"{value:g}" for value in boxes[first])
             raise BadSample(
-                kind, f"{where}: {names[first]} [{values}] in a picture of {width} x {height} px"
+                kind, f"{where}: {names[first]} [{values}] in an image of {width} x {height} px"
             )
     return cut
