@@ -12,15 +12,28 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from torch import distributed as dist
 
 from vlp.training.logging.memory import keep_freed_memory
 
 _control: Any = None
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 def prepare_environment() -> None:
@@ -143,6 +156,26 @@ def tensor_from_rank_0(tensor: Tensor) -> Tensor:
     if world_size() > 1:
         dist.broadcast(tensor, src=0, group=_control)
     return tensor
+
+
+def broadcast_tensors(path: Path | None) -> Iterator[tuple[str, Tensor]]:
+    """The file's tensors one by one, on the CPU of every rank; only rank 0 has a path.
+
+    So a run folder may lie on the first node's own disk.
+    """
+    file = safe_open(path, framework="pt") if path is not None else None
+    described: list[tuple[str, list[int], str]] = []
+    if file is not None:
+        for name in file.keys():  # noqa: SIM118 (not a mapping)
+            tensor = file.get_slice(name)
+            described.append((name, tensor.get_shape(), tensor.get_dtype()))
+    described = from_rank_0(described)
+    for name, shape, kind in described:
+        if file is not None:
+            tensor = file.get_tensor(name)
+        else:
+            tensor = torch.empty(shape, dtype=_DTYPES[kind])
+        yield name, tensor_from_rank_0(tensor)
 
 
 def free_port() -> int:

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from vlp.config import ConfigError
-from vlp.io import sync, sync_folder
+from vlp.io import atomic_write, sync, sync_folder
 
 JOURNAL_NAME = "build.jsonl"
 PATIENCE_SECONDS = 5.0
@@ -101,13 +101,10 @@ class Journal:
         for number in [number for number in self.records if number >= shards]:
             del self.records[number]
         kept = {record.name for record in self.records.values() if record.samples}
-        temporary = self._path.with_suffix(".tmp")
-        with open(temporary, "wb") as file:
+        with atomic_write(self._path, durable=True) as file:
             file.write(_line({"settings": self._settings}))
             file.writelines(_line(self.records[number].model_dump()) for number in range(shards))
-            sync(file)
         self._file.close()
-        temporary.replace(self._path)
         for path in self.folder.glob("*.tar"):
             if path.name not in kept and _is_ours(path.name):
                 path.unlink()

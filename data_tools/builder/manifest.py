@@ -12,7 +12,7 @@ from PIL import features
 
 from data_tools.builder.plan import Pieces
 from vlp.data.image.decode import MAX_PIXELS
-from vlp.io import sync, sync_folder
+from vlp.io import atomic_write
 
 MANIFEST_NAME = "manifest.json"
 
@@ -58,13 +58,9 @@ def make_manifest(pieces: Pieces, title: str, arguments: Mapping[str, Any]) -> d
 
 def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
     """Write it whole or not at all."""
-    temporary = path.with_suffix(".json.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
+    with atomic_write(path, "w", durable=True) as file:
         json.dump(manifest, file, indent=1, ensure_ascii=False)
         file.write("\n")
-        sync(file)
-    temporary.rename(path)
-    sync_folder(path.parent)
 
 
 def print_manifest(out: Path, manifest: Mapping[str, Any]) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from data_tools.scan.atomic_file import atomic_write
 from data_tools.scan.parallel_scan import Shard, ShardReader, in_order
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation
+from vlp.io import atomic_write
 
 
 class SamplesToRemove(NamedTuple):
@@ -90,7 +90,7 @@ def write_list(path: Path, heading: str, lines: Iterable[Line]) -> int:
         ConfigError: the file cannot be written.
     """
     count, folder = 0, None
-    with atomic_write(path) as file:
+    with atomic_write(path, error=ConfigError) as file:
         file.write(f"# {heading}\n".encode())
         for line in lines:
             if line.folder != folder:

@@ -16,6 +16,7 @@ change of colour that leaves the luminance alone is not seen.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache, partial
@@ -26,11 +27,12 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from data_tools.scan.atomic_file import atomic_write
 from data_tools.scan.parallel_scan import Shard, ShardReader, scan
 from data_tools.scan.repeated_ids import number_of
+from vlp.config import ConfigError
 from vlp.data.image.decode import MAX_PIXELS, decode_image
 from vlp.data.shards.sample_files import BadSample
+from vlp.io import atomic_write
 
 Hashes = NDArray[np.uint64]
 
@@ -112,7 +114,8 @@ def _keep_hashes(shard: Shard, folder: Path) -> Path:
     if not kept.is_file():
         with ShardReader(shard.path) as opened:
             rows = [row for number in range(len(opened)) for row in _rows(opened, number)]
-        with atomic_write(kept) as file:
+        # Several commands may keep hashes of the same shards in this folder.
+        with atomic_write(kept, suffix=f".{os.getpid()}.tmp", error=ConfigError) as file:
             np.save(file, np.array(rows, dtype=RECORD))
     return kept
 

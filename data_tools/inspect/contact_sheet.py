@@ -10,11 +10,12 @@ from typing import NamedTuple
 import matplotlib
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from data_tools.scan.atomic_file import atomic_write
 from data_tools.scan.parallel_scan import Shard, ShardReader
+from vlp.config import ConfigError
 from vlp.data.image.decode import decode_image
 from vlp.data.schema import Annotation, captions_of
 from vlp.data.shards.sample_files import BadSample
+from vlp.io import atomic_write
 
 WIDTH = 240
 """Of a card, and the height of its image; in pixels."""
@@ -89,7 +90,7 @@ def draw_sheet(cards: Sequence[Card], path: Path, columns: int = 6) -> Path:
         for column, card in enumerate(row):
             sheet.paste(card, (_GAP + column * (WIDTH + _GAP), top))
         top += height + _GAP
-    with atomic_write(path) as file:
+    with atomic_write(path, error=ConfigError) as file:
         sheet.save(file, "png")
     return path
 

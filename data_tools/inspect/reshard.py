@@ -31,7 +31,6 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from data_tools.inspect.index import write_index_of
-from data_tools.scan.atomic_file import atomic_write
 from data_tools.scan.keys import keys_in, prefixed, repeated_keys
 from data_tools.scan.parallel_scan import (
     Shard,
@@ -48,7 +47,7 @@ from vlp.data.shards.index import BLOCK, ROW, sample_rows
 from vlp.data.shards.lru import LRUCache
 from vlp.data.shards.sample_files import grouped
 from vlp.data.shards.tar import append_member, close_tar, members_in
-from vlp.io import sync, sync_folder
+from vlp.io import atomic_write, write_text
 
 RESHARD_VERSION = 1
 """Raised whenever equal arguments give other shards than before."""
@@ -194,21 +193,16 @@ def write_shard(piece: Piece, out: Path, plan: Path, prefixes: dict[Path, str]) 
     """Write one new shard; it gets its name when it is whole and on disk."""
     rows = np.memmap(plan, dtype=ROW, mode="r")
     files: LRUCache[int] = LRUCache(_FILES_KEPT, dispose=os.close)
-    unfinished = out / f"{_name(piece.number)}.{os.getpid()}.tmp"
     try:
-        with open(unfinished, "wb") as file:
+        with atomic_write(out / _name(piece.number), durable=True) as file:
             for sample, source in zip(piece.samples, piece.source):
                 go_on()
                 shard = piece.sources[source]
                 handle = files.get(source, partial(os.open, shard.path, os.O_RDONLY))
                 _copy(handle, rows[sample], prefixes.get(shard.folder, ""), file, str(shard))
             close_tar(file)
-            sync(file)
-        unfinished.rename(out / _name(piece.number))
     finally:
         files.clear()
-        unfinished.unlink(missing_ok=True)
-    sync_folder(out)
 
 
 def folder_prefixes(folders: Sequence[Path]) -> dict[Path, str]:
@@ -281,8 +275,7 @@ def _refuse_others(out: Path, settings: dict[str, object]) -> None:
 
 
 def _keep_settings(out: Path, settings: dict[str, object]) -> None:
-    with atomic_write(out / SETTINGS_NAME) as file:
-        file.write(json.dumps(settings, indent=2).encode() + b"\n")
+    write_text(out / SETTINGS_NAME, json.dumps(settings, indent=2) + "\n", error=ConfigError)
 
 
 def _settings(arguments: argparse.Namespace, shards: Sequence[Shard]) -> dict[str, object]:

@@ -27,10 +27,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from data_tools.inspect.shard_stats import ShardTally, Tally, tally_shard
-from data_tools.scan.atomic_file import atomic_write
 from data_tools.scan.parallel_scan import Shard, ShardReader, add_processes, scan, shards_of
 from data_tools.scan.repeated_ids import RepeatedIds
 from vlp.config import ConfigError
+from vlp.io import atomic_write, write_text
 
 _BARS = 50
 
@@ -142,8 +142,8 @@ class _Count:
             },
         }
         out: Path = self._arguments.out
-        with atomic_write(out) as file:
-            file.write(json.dumps(summary, indent=1, ensure_ascii=False).encode() + b"\n")
+        text = json.dumps(summary, indent=1, ensure_ascii=False) + "\n"
+        write_text(out, text, error=ConfigError)
         draw(summary, out.with_suffix(".png"))
         return summary
 
@@ -169,7 +169,7 @@ def draw(summary: dict[str, Any], path: Path) -> None:
         panel.tick_params(labelsize=8)
         panel.set_visible(panel.has_data())
     figure.suptitle(f"{summary['samples']} samples", fontsize=11)
-    with atomic_write(path) as file:
+    with atomic_write(path, error=ConfigError) as file:
         figure.savefig(file, dpi=110, format="png")
 
 

@@ -22,6 +22,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import AfterValidator
 
 from vlp.config import ConfigError
+from vlp.io import write_text
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 RESULT = "result.json"
@@ -159,9 +160,7 @@ def execute(run: Run, judge: Judge | None, threads: int) -> float:
     if judge is not None:
         result["figures"] = judge(run.folder / "model", threads)
     result["seconds"] = time.monotonic() - started
-    partial_file = run.folder / (RESULT + ".tmp")
-    partial_file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    partial_file.rename(run.folder / RESULT)
+    write_text(run.folder / RESULT, json.dumps(result, indent=1) + "\n")
     return time.monotonic() - started
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from evaluation.commands.options import add_device, one_process, positive
 from evaluation.core.samples import EvaluationError
 from evaluation.html_report.html_report import make_report
+from vlp.io import write_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,15 +64,5 @@ def run(options: argparse.Namespace) -> None:
         (options.latex, report.latex),
     ):
         if path is not None:
-            _write(path, make())
+            write_text(path, make(), error=EvaluationError)
             print(path)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".tmp")
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise EvaluationError(f"{path}: cannot be written ({error.strerror})") from error

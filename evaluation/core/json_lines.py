@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.core.samples import EvaluationError
+from vlp.io import atomic_write
 
 
 def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Replace a file in one step; its folder is made if missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
+    with atomic_write(path, "w") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    temporary.replace(path)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.core.samples import EvaluationError
+from vlp.io import write_text
 
 LABELS = ("entailment", "neutral", "contradiction")
 _NAMED = 5
@@ -76,7 +77,7 @@ def write_nlvr2(path: Path, rows: Iterable[Row], expected: Collection[Any] | Non
             raise EvaluationError(f"{path}: label {label!r} of {identifier} is not True or False")
         ready.append((identifier, label))
     _check_ids([identifier for identifier, _ in ready], "identifier", path, expected)
-    _replace(path, "".join(f"{identifier},{label}\n" for identifier, label in ready))
+    write_text(path, "".join(f"{identifier},{label}\n" for identifier, label in ready))
 
 
 def write_snli_ve(path: Path, rows: Iterable[Row], expected: Collection[Any] | None = None) -> None:
@@ -98,7 +99,7 @@ def write_snli_ve(path: Path, rows: Iterable[Row], expected: Collection[Any] | N
             raise EvaluationError(f"{path}: label {label!r} of {pair} is not {', '.join(LABELS)}")
         ready.append({"pairID": pair, "label": label})
     _check_ids([row["pairID"] for row in ready], "pairID", path, expected)
-    _replace(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ready))
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ready))
 
 
 def write_refcoco(path: Path, rows: Iterable[Row], expected: Collection[Any] | None = None) -> None:
@@ -202,12 +203,4 @@ def _listed(ids: Sequence[str]) -> str:
 
 
 def _write_json(path: Path, rows: Sequence[Row]) -> None:
-    _replace(path, json.dumps(rows, ensure_ascii=False) + "\n")
-
-
-def _replace(path: Path, content: str) -> None:
-    """A run that ends half-way leaves the file from before, never half of one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(content, encoding="utf-8")
-    temporary.replace(path)
+    write_text(path, json.dumps(rows, ensure_ascii=False) + "\n")

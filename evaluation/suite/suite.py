@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import time
 import traceback
@@ -19,6 +18,7 @@ from evaluation.core.work_sharding import Ranks
 from evaluation.suite.suite_config import EvaluatedModel, Job, SuiteConfig
 from evaluation.suite.suite_jobs import job_key, model_of, run_job
 from vlp.config import ConfigError
+from vlp.io import atomic_folder
 
 JOB = "job.json"
 _OF_THE_USER = (ConfigError, EvaluationError, FileNotFoundError, ValueError)
@@ -200,9 +200,6 @@ def _saved(place: Path, key: str, task: str) -> dict[str, Any] | None:
 
 def _save(place: Path, result: Any, about: dict[str, Any]) -> None:
     """The folder gets its name when everything is in it."""
-    partial = place.with_name(f"{place.name}.tmp")
-    shutil.rmtree(partial, ignore_errors=True)
-    result.save(partial)
-    (partial / JOB).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-    shutil.rmtree(place, ignore_errors=True)
-    partial.rename(place)
+    with atomic_folder(place) as partial:
+        result.save(partial)
+        (partial / JOB).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")

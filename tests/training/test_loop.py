@@ -13,9 +13,9 @@ import torch
 from training_toy import PlainEngine, ToyData, ToyTask, toy_config
 
 from vlp.config import ConfigError, load_config
+from vlp.distributed import broadcast_tensors
 from vlp.training.best_checkpoint import BestCheckpoint
 from vlp.training.config import PretrainConfig
-from vlp.training.engines.safetensors_io import broadcast_tensors
 from vlp.training.logging.progress import Progress
 from vlp.training.loop import NonFiniteError, poisoned, total_steps, train
 from vlp.training.run_folder import RunFolder

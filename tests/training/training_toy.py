@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.stream.batch import Batch
+from vlp.distributed import broadcast_tensors
+from vlp.io import write_tensors
 from vlp.tasks.task import StepOutput
 from vlp.training.config import OptimiserConfig, PretrainConfig, TrainingConfig
 from vlp.training.engines.base import Update
-from vlp.training.engines.safetensors_io import broadcast_tensors, write_tensors
 
 TOKENS = 31
 STREAMS = 2

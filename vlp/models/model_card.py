@@ -16,6 +16,7 @@ import torch
 import yaml
 from safetensors import SafetensorError, safe_open
 
+from vlp.io import write_text
 from vlp.models.config import ModelConfig
 from vlp.models.folder import CONFIG, HEADS, RESULTS, WEIGHTS, read_config
 from vlp.models.vlp import VLPModel
@@ -76,10 +77,7 @@ def write_model_card(folder: str | Path, licence: str | None = None) -> bool:
     card = Path(folder) / CARD
     if card.is_file() and MARK not in card.read_text(encoding="utf-8"):
         return False
-    content = model_card(folder, licence)
-    partial = card.with_name(f"{CARD}.tmp")
-    partial.write_text(content, encoding="utf-8")
-    partial.replace(card)
+    write_text(card, model_card(folder, licence))
     return True
 
 

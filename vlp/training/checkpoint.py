@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from vlp import distributed
-from vlp.io import sync, sync_folder
+from vlp.distributed import broadcast_tensors
+from vlp.io import sync, sync_folder, write_tensors
 from vlp.tasks.task import Task
 from vlp.training.config import RunConfig
 from vlp.training.engines.base import Engine
-from vlp.training.engines.safetensors_io import broadcast_tensors, write_tensors
 from vlp.training.logging.progress import Progress
 from vlp.training.resume_check import compare
 

@@ -9,7 +9,6 @@ Ctrl-C) on any rank ends the run after the current step, with a checkpoint.
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Generator, Iterator
 from contextlib import closing
@@ -23,6 +22,7 @@ from vlp import distributed
 from vlp.config import save_config
 from vlp.data.stream.batch import Slots
 from vlp.data.stream.rng import identity
+from vlp.io import atomic_folder
 from vlp.objectives.monitors.collapse import CollapseWatch
 from vlp.tasks.task import StepOutput, Task
 from vlp.training.best_checkpoint import BestCheckpoint
@@ -273,8 +273,5 @@ def _representation(record: dict[str, Any]) -> dict[str, float]:
 def _save_model(task: Task, engine: Engine, folder: Path) -> None:
     state = engine.state_dict()
     if engine.rank == 0:
-        partial = folder.with_suffix(".tmp")
-        shutil.rmtree(partial, ignore_errors=True)
-        task.save_model(partial, state)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
+        with atomic_folder(folder) as partial:
+            task.save_model(partial, state)

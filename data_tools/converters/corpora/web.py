@@ -27,7 +27,7 @@ from data_tools.converters.corpora.img2dataset import Downloads
 from data_tools.sources.image_sources import Originals
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation
-from vlp.io import sync
+from vlp.io import atomic_write
 
 URLS_NAME = "urls.tsv"
 NAMES = "{row:08d}"
@@ -201,11 +201,9 @@ def _write_urls(
 ) -> int:
     take_down = TakeDown.read(arguments.take_down)
     out = arguments.out / URLS_NAME
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_suffix(".tmp")
     counts: dict[str, int] = {}
     written, nothing = 0, Originals(())
-    with open(temporary, "w", encoding="utf-8", newline="") as file:
+    with atomic_write(out, "w", durable=True) as file:
         # As img2dataset reads it: a header, and quotes around what holds quotes.
         lines = csv.writer(file, delimiter="\t", lineterminator="\n")
         lines.writerow(("url", "caption"))
@@ -218,8 +216,6 @@ def _write_urls(
             else:
                 lines.writerow((wanted.images[0], wanted.annotation.caption))
                 written += 1
-        sync(file)
-    temporary.replace(out)
     print(f"{out}: {written} URLs")
     for kind, count in sorted(counts.items()):
         print(f"  {kind}: {count}")

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from made_shards import cut, jpeg, write, write_tar
 
-from data_tools.scan.atomic_file import atomic_write
 from data_tools.scan.parallel_scan import ShardReader, in_order, scan, shards_of
 from vlp.config import ConfigError
 from vlp.data.shards.sample_files import BadSample
+from vlp.io import atomic_write
 
 PROGRAM = """
 import os, sys, time
@@ -143,7 +143,7 @@ def test_wrong_folders_are_named(tmp_path: Path) -> None:
 
 
 def write_half(path: Path) -> None:
-    with atomic_write(path) as file:
+    with atomic_write(path, error=ConfigError) as file:
         file.write(b"half")
         raise KeyError
 
@@ -153,7 +153,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(KeyError):
         write_half(path)
     assert list(path.parent.iterdir()) == []
-    with atomic_write(path) as file:
+    with atomic_write(path, error=ConfigError) as file:
         file.write(b"whole")
         assert not path.exists()
     assert [each.read_bytes() for each in path.parent.iterdir()] == [b"whole"]

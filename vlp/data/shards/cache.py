@@ -25,6 +25,7 @@ from vlp.config import ConfigError
 from vlp.data.shards.bad_samples import DataError
 from vlp.data.shards.remote import RemoteFolder, Unreachable, digest_of, patiently
 from vlp.data.shards.sample_files import BadSample
+from vlp.io import sync_path
 
 _PART = ".part"
 _FLAGS = os.O_CLOEXEC
@@ -192,8 +193,7 @@ class ShardCache:
 
         try:
             patiently(attempt)
-            with open(part, "rb") as written:
-                os.fsync(written.fileno())
+            sync_path(part)
         except (FileNotFoundError, PermissionError) as error:
             self._fail(file, BadSample("missing shard", f"{where} ({error})"))
         except Unreachable as error:

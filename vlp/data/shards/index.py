@@ -22,7 +22,7 @@ from typing_extensions import TypedDict
 
 from vlp.config import ConfigError
 from vlp.data.shards.sample_files import SampleFiles
-from vlp.io import sync, sync_folder
+from vlp.io import atomic_write, write_text
 
 INDEX_NAME = "index.json"
 INDEX_VERSION = 2
@@ -34,8 +34,6 @@ ROW = np.dtype([("start", "<u4"), ("blocks", "<u4"), ("captions", "<u2")])
 `blocks` is 0 where the sample cannot be read from its own bytes alone: its key came before, or it
 is too long.
 """
-
-_TEMPORARY = ".tmp"
 
 
 class ShardEntry(NamedTuple):
@@ -209,12 +207,7 @@ def write_table(folder: Path, entries: Iterable[ShardEntry], table: str) -> None
     """Write `index.json` alone, given the name of the file of samples that belongs to it."""
     rows = [json.dumps(entry._asdict(), separators=(",", ":")) for entry in entries]
     head = f'{{"version":{INDEX_VERSION},"table":"{table}","shards":['
-    temporary = folder / (INDEX_NAME + _TEMPORARY)
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(head + "\n" + ",\n".join(rows) + "\n]}\n")
-        sync(file)
-    temporary.rename(folder / INDEX_NAME)
-    sync_folder(folder)
+    write_text(folder / INDEX_NAME, head + "\n" + ",\n".join(rows) + "\n]}\n", durable=True)
 
 
 def _write_samples(folder: Path, shards: Sequence[SurveyedShard]) -> str:
@@ -222,14 +215,10 @@ def _write_samples(folder: Path, shards: Sequence[SurveyedShard]) -> str:
     for shard in shards:
         digest.update(shard.rows.tobytes())
     name = f"samples-{digest.hexdigest()[:16]}.npy"
-    temporary = folder / (name + _TEMPORARY)
-    with open(temporary, "wb") as file:
+    with atomic_write(folder / name, durable=True) as file:
         file.write(_rows_header(sum(len(shard.rows) for shard in shards)))
         for shard in shards:
             file.write(shard.rows.tobytes())
-        sync(file)
-    temporary.rename(folder / name)
-    sync_folder(folder)
     return name
 
 

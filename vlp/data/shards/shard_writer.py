@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation, captions_of
@@ -14,7 +13,7 @@ from vlp.data.shards.build_index import survey
 from vlp.data.shards.index import BLOCK, INDEX_NAME, SurveyedShard, rows_of, write_index
 from vlp.data.shards.sample_files import IMAGES
 from vlp.data.shards.tar import append_member, close_tar
-from vlp.io import sync, sync_folder
+from vlp.io import AtomicFile
 
 
 class ShardWriter:
@@ -39,7 +38,7 @@ class ShardWriter:
         self._ends: list[int] = []
         self._captions: list[int] = []
         self._number = 0
-        self._file: Any = None
+        self._output: AtomicFile | None = None
         self.folder.mkdir(parents=True, exist_ok=True)
         for leftover in self.folder.glob(f"{prefix}-*.tar.tmp"):
             leftover.unlink()
@@ -77,36 +76,35 @@ class ShardWriter:
             raise ValueError(f"the key {key!r} is already in {self.folder}")
         if extension not in IMAGES:
             raise ValueError(f"{key}: extension {extension!r} is not one of {', '.join(IMAGES)}")
-        if self._file is None:
+        if self._output is None:
             while self._path().exists():
                 self._number += 1
         with _disk(self._path()):
-            if self._file is None:
-                self._file = open(self._path().with_suffix(".tar.tmp"), "wb")  # noqa: SIM115
-            append_member(self._file, f"{key}.{extension}", image)
+            if self._output is None:
+                self._output = AtomicFile(self._path(), durable=True)
+            file = self._output.file
+            append_member(file, f"{key}.{extension}", image)
             if second_image is not None:
-                append_member(self._file, f"{key}.1.{extension}", second_image)
-            append_member(self._file, f"{key}.json", annotation.to_json())
+                append_member(file, f"{key}.1.{extension}", second_image)
+            append_member(file, f"{key}.json", annotation.to_json())
         self.done.add(key)
-        self._ends.append(self._file.tell() // BLOCK)
+        self._ends.append(file.tell() // BLOCK)
         self._captions.append(len(captions_of(annotation)))
         if len(self._captions) == self.samples_per_shard:
-            self._finish_shard()
+            self._finish_shard(self._output)
 
     def close(self) -> None:
         """Finish the last shard and write the index."""
-        if self._file is not None:
-            self._finish_shard()
+        if self._output is not None:
+            self._finish_shard(self._output)
         with _disk(self.folder / INDEX_NAME):
             write_index(self.folder, sorted(self._shards, key=lambda shard: shard.name))
 
     def abandon(self) -> None:
         """Drop the unfinished shard; finished ones stay, and the next run goes on from them."""
-        if self._file is not None:
-            with suppress(OSError):  # on a full disk, what was still to be written
-                self._file.close()
-            self._path().with_suffix(".tar.tmp").unlink(missing_ok=True)
-            self._file = None
+        if self._output is not None:
+            self._output.abandon()
+            self._output = None
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -125,17 +123,14 @@ class ShardWriter:
     def _path(self) -> Path:
         return self.folder / f"{self.prefix}-{self._number:06d}.tar"
 
-    def _finish_shard(self) -> None:
-        path = self._path()
+    def _finish_shard(self, output: AtomicFile) -> None:
+        path = output.path
         if path.exists():
             raise ConfigError(f"{path}: was written by another process meanwhile; run again")
         with _disk(path):
-            close_tar(self._file)
-            sync(self._file)
-            self._file.close()
-            self._file = None
-            path.with_suffix(".tar.tmp").rename(path)
-            sync_folder(self.folder)
+            close_tar(output.file)
+            output.commit()
+        self._output = None
         rows = rows_of(self._ends, self._captions)
         self._shards.append(SurveyedShard(path.name, path.stat().st_size, rows))
         self._ends, self._captions = [], []

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from vlp import distributed
 from vlp.data.stream.batch import Slots
+from vlp.distributed import broadcast_tensors
+from vlp.io import write_tensors
 from vlp.tasks.task import StepOutput
 from vlp.training.config import LoopConfig
 from vlp.training.engines.base import MOMENTS, OPTIMISER, STEP, WEIGHTS, Update, saved_buffers
-from vlp.training.engines.safetensors_io import broadcast_tensors, write_tensors
 from vlp.training.optimiser import build_adamw, create_moments, set_learning_rate
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from vlp.io import write_text
 from vlp.training.run_folder import RunFolder
 
 
@@ -126,8 +126,5 @@ def _drop_later(path: Path, step: int) -> list[dict[str, Any]]:
             continue  # a line cut off by a kill
         if record["step"] <= step:
             kept.append(record)
-    partial = path.with_suffix(".tmp")
-    text = "".join(json.dumps(record) + "\n" for record in kept)
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
     return kept

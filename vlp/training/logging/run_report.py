@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import platform
 import resource
 from typing import Any
 
 import torch
 
+from vlp.io import write_text
 from vlp.training.engines.base import Engine
 from vlp.training.logging.log import flatten
 from vlp.training.logging.progress import Progress
@@ -60,10 +60,8 @@ def write_report(
         "peak_memory_bytes": _peak_memory(engine.device),
     }
     if folder is not None and folder.path.is_dir():
-        partial = folder.report.with_suffix(".tmp")
         try:
-            partial.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-            os.replace(partial, folder.report)
+            write_text(folder.report, json.dumps(report, indent=1) + "\n")
         except OSError as error:  # a full disk, say; the run itself is to end as it was ending
             logger.warning("cannot write %s: %s", folder.report, error)
     return report
