@@ -78,7 +78,7 @@ def test_without_a_mask_every_token_is_a_word(case):
 
 
 def test_zero_branch_is_reached_with_one_weak_negative():
-    """Reading A2: the zero branch of Eq. 2 is kept; one opposite negative reaches it."""
+    """papers.md#ace-a2: the zero branch of Eq. 2 is kept; one opposite negative reaches it."""
     image = unit(1, 4)
     keys = torch.cat([image, -image])
     tokens = image[:, None]

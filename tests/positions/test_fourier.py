@@ -48,7 +48,7 @@ def test_products_do_not_move_with_the_origin():
 
 @pytest.mark.parametrize("gamma", [0.5, 3.0])
 def test_the_start_approximates_the_gaussian_kernel(gamma):
-    """Eq. 5 as readings F1 to F3 have it; std = gamma^-2 would miss by far at both gammas."""
+    """Eq. 5 (papers.md#fourier-f1 to #fourier-f3); std = gamma^-2 would miss by far at both."""
     torch.manual_seed(0)
     encoding = FourierPosition(40_000, gamma=gamma, mlp=False).double()
     spread = encoding.frequencies.std().item()
@@ -109,7 +109,7 @@ def normal_divergence(mean, variance, target, points=200_001, reach=60.0):
 
 @pytest.mark.parametrize("target", [0.5, 1.0, 4.0])
 def test_the_regulariser_is_the_divergence_of_both_normals(target):
-    """Reading F8, direction and moments."""
+    """papers.md#fourier-f8, direction and moments."""
     weight = torch.randn(6, 2).double() * 1.5 + 0.3
     log_target = torch.tensor(math.log(target), dtype=torch.float64)
     entries = weight.flatten().tolist()
@@ -157,7 +157,7 @@ def test_regulariser_gradients():
 
 
 def test_the_regulariser_of_the_module():
-    """Readings F9 and F10: the target starts at gamma^-2, is learned and never negative."""
+    """papers.md#fourier-f9 and #fourier-f10: the target starts at gamma^-2, stays positive."""
     encoding = FourierPosition(16, gamma=4.0, regularised=True)
     assert encoding.log_variance.exp().item() == pytest.approx(1 / 16)
     plain = encoding.regulariser()
@@ -179,7 +179,7 @@ def test_the_regulariser_of_the_module():
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_algorithm_1_on_boxes(groups):
-    """1/4, 2/2 and 4/1: W_r and MLP shared by all groups, outputs concatenated (reading F7)."""
+    """1/4, 2/2 and 4/1: W_r and MLP shared by all groups, outputs joined (papers.md#fourier-f7)."""
     encoding = FourierPosition(
         16, dimensions=4, groups=groups, features=6, hidden=5, gamma=0.3, extent=1.0
     ).double()

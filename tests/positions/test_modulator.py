@@ -47,7 +47,7 @@ def test_equation_6(norm, approximate):
 
 
 def test_both_gelus_differ_by_less_than_a_thousandth():
-    """Reading F5."""
+    """papers.md#fourier-f5."""
     exact, tanh = Modulator(4, 8, 1).double(), Modulator(4, 8, 1, "tanh").double()
     tanh.load_state_dict(exact.state_dict())
     features = torch.randn(200, 4).double()

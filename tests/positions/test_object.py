@@ -109,7 +109,7 @@ def encode(encoding, context, tokens, batch=1):
 @pytest.mark.parametrize("layout", ["halves", "interleaved"])
 @pytest.mark.parametrize("prefix", [0, 1])
 def test_equation_13(prefix, layout):
-    """Readings V9, V10, V11: object in half of the channels, then column, then row."""
+    """papers.md#vitarc-v9, #vitarc-v10, #vitarc-v11: object, column, row."""
     rows, columns = grid = (3, 4)
     boxes = [[[0, 0, 2, 2], [1, 1, 3, 1]], [[2, 0, 2, 3], [0, 0, 0, 0]]]
     encoding = ObjectPosition(16, layout=layout)
@@ -131,7 +131,7 @@ def test_equation_13(prefix, layout):
 
 
 def test_without_boxes_it_is_the_plain_sinusoid():
-    """Reading V13: half of the channels for the column, half for the row."""
+    """papers.md#vitarc-v13: half of the channels for the column, half for the row."""
     out = encode(ObjectPosition(16, (2, 3)), PositionContext(prefix_tokens=1), 7)
     assert not out[:, 0].any()
     for row in range(2):

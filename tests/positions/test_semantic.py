@@ -146,7 +146,7 @@ def test_cope_is_causal_and_unscaled_unless_said_otherwise():
 
 
 def test_open_gates_count_tokens_and_closed_gates_none():
-    """Reading S2: gates of one give i - j + 1, the row after the last token's distance."""
+    """papers.md#sape-s2: gates of one give i - j + 1, the row after the last token's distance."""
     tokens = 5
     query = torch.ones(tokens, DIM).double() + torch.randn(tokens, DIM).double() / 9
     table = torch.randn(tokens + 1, DIM).double()
@@ -294,7 +294,7 @@ def test_sape_is_a_distance(mode):
 
 @pytest.mark.parametrize("mode", ["key", "query"])
 def test_open_gates_give_the_number_of_patches_from_one_to_the_other(mode):
-    """Reading S5: |i - j| + 1, whatever the content."""
+    """papers.md#sape-s5: |i - j| + 1, whatever the content."""
     grid = (3, 4)
     query = 1 + torch.randn(12, DIM).double() / 9
     key = 100 + torch.randn(12, DIM).double()

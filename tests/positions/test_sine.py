@@ -170,7 +170,7 @@ def test_an_mlp_serves_every_group(dimensions, groups):
 
 
 def test_md_sine_with_shared_frequencies_knows_only_the_sum():
-    """Reading F11."""
+    """papers.md#fourier-f11."""
     encoding = MDSinePosition(8)
     out = added(encoding, PositionContext((4, 5)), 20).view(4, 5, 8)
     for row in range(4):

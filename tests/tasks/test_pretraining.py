@@ -94,7 +94,7 @@ def test_total_is_the_weighted_sum():
 
 
 def test_pixels_predicted_from_the_cross_modal_output_read_the_text():
-    """Reading A30, the other option: masked patches meet the clean text (and its paths)."""
+    """papers.md#ace-a30, the other option: masked patches meet the clean text (and its paths)."""
     given, other = batch(), batch()
     other = other._replace(text_ids=other.text_ids.roll(1, 0).where(other.attention_mask, 0))
     for output in ("image", "cross"):

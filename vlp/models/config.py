@@ -93,7 +93,7 @@ class AnchorConfig(Config):
     threshold: float | None = Field(None, gt=0, description="delta of Eq. 4")
     quantile: float = Field(0.9, gt=0, lt=1)
     quantile_momentum: float = Field(0.99, ge=0, lt=1)
-    hard: bool = Field(True, description="only anchors are passed through (reading A8)")
+    hard: bool = Field(True, description="only anchors are passed through (papers.md#ace-a8)")
     tau: float = Field(1e4, gt=0, description="tau of Eq. 4, for the soft form")
     text_window: int | None = Field(5, description="B_t, an odd number of tokens; null: all")
     patch_window: int | None = Field(9, description="B_p, an odd square of patches; null: all")
@@ -108,7 +108,8 @@ class AnchorConfig(Config):
     shared_heads: bool = Field(False, description="one embedding for all heads (Table 6)")
     scale: float = Field(1.0, gt=0, description="factor of the path before it is embedded")
     value_pooled: bool = Field(
-        True, description="values carry the mean embedding, too, as Eq. 12 prints it (reading A22)"
+        True,
+        description="values carry the mean embedding, too, as Eq. 12 prints it (papers.md#ace-a22)",
     )
     path_gradient: bool = False
 

@@ -39,7 +39,7 @@ class TextFeatures(NamedTuple):
 
 
 class CrossFeatures(NamedTuple):
-    """text (B, N, width), whose [CLS] is the joint representation (reading A29).
+    """text (B, N, width), whose [CLS] is the joint representation (papers.md#ace-a29).
 
     image (B, 1 + M, width), or None where only the text stream was asked for; anchors: the paths
     of the pairs, or None without ACE-RPE.

@@ -103,7 +103,7 @@ class VLPModel(nn.Module):
     def anchors(
         self, image: ImageFeatures, text: TextFeatures, pairs: PairIndices | None = None
     ) -> AnchorField | None:
-        """Anchor paths of the pairs, from this pass's token features (reading A7)."""
+        """Anchor paths of the pairs, from this pass's token features (papers.md#ace-a7)."""
         cross, anchor = self.config.cross, self.config.cross.anchor
         if not set(CROSS_MODAL) & set(cross.position):
             return None

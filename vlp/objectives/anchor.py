@@ -23,7 +23,7 @@ def anchor_loss(
 ) -> Tensor:
     """The loss of Eqs 1-2 as printed, a scalar: mean over the batch.
 
-    See `paper_anchor_loss` for shapes and for what the readings fix.
+    See `paper_anchor_loss` for shapes and open questions.
     """
     loss = paper_anchor_loss(
         image,
@@ -61,11 +61,12 @@ def paper_anchor_loss(
     True = a real word ([CLS], [SEP] and padding are False). Rows with `valid` (B,) False count
     nowhere, candidates with `candidate_valid` (K,) False are neither positive nor negative.
 
-    Eq. 2 sums over negatives (reading A1); a row averages it over its positives, and its negatives
-    are the valid rest. Without any negative the row's term is 0. f on the pair level is the cosine
-    of the [CLS] projections (reading A3, a reconstruction: the paper does not say); the third term
-    runs over patches and real words of the matching pair and lowers the loss (A4). Trained as
-    printed (reading A28) it collapses: nothing opposes the third term.
+    Eq. 2 sums over negatives (papers.md#ace-a1); a row averages it over its positives, and its
+    negatives are the valid rest. Without any negative the row's term is 0. f on the pair level is
+    the cosine of the [CLS] projections (papers.md#ace-a3, a reconstruction: the paper does not
+    say); the third term runs over patches and real words of the matching pair and lowers the loss
+    (papers.md#ace-a4). Trained as printed (papers.md#ace-a28) it collapses: nothing opposes the
+    third term.
     """
     image, text, image_candidates, text_candidates, image_tokens, text_tokens = full_precision(
         image, text, image_candidates, text_candidates, image_tokens, text_tokens

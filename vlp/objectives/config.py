@@ -65,7 +65,7 @@ class MIMConfig(Config):
     output: Literal["image", "cross"] = Field(
         "image",
         description="which encoder's output predicts pixels: the image encoder's, or the "
-        "cross-modal encoder's beside the clean text (layout `ace`; reading A30)",
+        "cross-modal encoder's beside the clean text (layout `ace`; papers.md#ace-a30)",
     )
 
 

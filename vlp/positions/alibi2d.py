@@ -22,7 +22,7 @@ def slopes(
     dtype: torch.dtype = torch.float64,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Slopes r_left and r_right of every head (ViTARC, text below Eq. 12, reading V2).
+    """Slopes r_left and r_right of every head (ViTARC, text below Eq. 12, papers.md#vitarc-v2).
 
     Geometric sequences that start at 2^-1 (left) and 2^-0.5 (right). Their ratio is 2^(-8/heads),
     as printed; with `code` it is 1/2 for any number of heads, and heads beyond a power of two take
@@ -66,10 +66,11 @@ def bias(
 ) -> Tensor:
     """Minus slope times Manhattan distance, for all pairs of patches (ViTARC Eqs 11, 12).
 
-    Eq. 11 prints plus; the slope is said to penalise, so distance counts against a key (reading
-    V1). Left is what does not come after the query in raster order: a key below and to the left
-    takes the right slope, one above and to the right the left slope (V3). The diagonal is 0 (V5).
-    The bias is added after 1/sqrt(head width) (V6).
+    Eq. 11 prints plus; the slope is said to penalise, so distance counts against a key
+    (papers.md#vitarc-v1). Left is what does not come after the query in raster order: a key below
+    and to the left takes the right slope, one above and to the right the left slope
+    (papers.md#vitarc-v3). The diagonal is 0 (papers.md#vitarc-v5). The bias is added after
+    1/sqrt(head width) (papers.md#vitarc-v6).
 
     Args:
         height: rows of the grid.
@@ -78,7 +79,7 @@ def bias(
         ratio: see `slopes`.
         variant: "two-slope", Eq. 12, or "four-diagonal", where keys to the right in another row
             than the query's are 2^0.25 times as far, so that each of the four diagonals has its own
-            slope (V4; the authors' training script has this one).
+            slope (papers.md#vitarc-v4; the authors' training script has this one).
         dtype: of the result, which is computed in float64.
         device: of the result.
 
@@ -106,9 +107,9 @@ class DirectionalDistance(PositionEncoding):
     """`alibi-2d`: the 2D-RPE of ViTARC (Eq. 12), a bias without parameters.
 
     Any grid works, square or not, also one larger than any seen in training. Prefix tokens are not
-    on the grid: every pair that touches one has bias 0 (reading V7). The bias is made once per
-    size, device and number type and then shared by all layers. It is a fixed penalty, so attached
-    to trained weights it changes the layer.
+    on the grid: every pair that touches one has bias 0 (papers.md#vitarc-v7). The bias is made once
+    per size, device and number type and then shared by all layers. It is a fixed penalty, so
+    attached to trained weights it changes the layer.
 
     Args:
         heads: attention heads.

@@ -16,9 +16,9 @@ class AlignmentBias(PositionEncoding):
 
     The contextual mode of ACE-RPE has no term that joins one word and one patch: what the dual
     encoder found to belong together does not lead the cross-attention there. Here logit (i, j) of
-    head h gets 10 f_h mean_g S_ij, of the similarities of Eq. 3 (reading A7: those of this pass,
-    without a gradient unless the path has one). Tokens that are no words and the image's [CLS] get
-    nothing.
+    head h gets 10 f_h mean_g S_ij, of the similarities of Eq. 3 (papers.md#ace-a7: those of this
+    pass, without a gradient unless the path has one). Tokens that are no words and the image's
+    [CLS] get nothing.
 
     Args:
         heads: attention heads.

@@ -2,7 +2,8 @@
 
 Shapes: M = rows * columns image patches without [CLS], N text tokens, G groups, "..." any leading
 batch axes. Half precision is computed in float32 and comes back as it went in, float64 stays.
-Nothing here detaches: whether gradients pass through a path is the caller's choice (reading A27).
+Nothing here detaches: whether gradients pass through a path is the caller's choice
+(papers.md#ace-a27).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _CACHED_ENTRIES = 1 << 18
 
 
 def group_similarity(image: Tensor, text: Tensor, groups: int) -> Tensor:
-    """Multi-group cosine similarity S_G of every patch with every token (Eq. 3, reading A6).
+    """Multi-group cosine similarity S_G of every patch with every token (Eq. 3, papers.md#ace-a6).
 
     Channels are cut into `groups` contiguous blocks, each normalised on its own. A block that is
     all zero has similarity 0 and a finite gradient.
@@ -59,7 +60,7 @@ def group_similarity(image: Tensor, text: Tensor, groups: int) -> Tensor:
 def anchor_distance(
     similarity: Tensor, threshold: float | Tensor = 0.05, hard: bool = True, tau: float = 1e4
 ) -> Tensor:
-    """Distance D_G = 1 / S_hat between patches and tokens (Eqs 4-6, readings A8 and A9).
+    """Distance D_G = 1 / S_hat between patches and tokens (Eqs 4-6, papers.md#ace-a8 and #ace-a9).
 
     An anchor is an entry with S >= delta; there S_hat = S in both forms. The hard form, the limit
     of Eq. 4 for tau -> infinity, puts every other entry at +inf. The soft form is Eq. 4 as
@@ -111,7 +112,8 @@ def anchor_path(
     metric: Metric = "euclidean",
     kernel: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Shortest anchor path P_ace from every token to every patch (Eq. 7, readings A10-A16).
+    """Shortest anchor path P_ace from every token to every patch (Eq. 7, papers.md#ace-a10 to
+    #ace-a16).
 
     The minimum over anchor patch and anchor token splits into two one-sided minima, first over
     the tokens of the window, then over the patches of the window. Unbounded ones take time linear
@@ -132,8 +134,8 @@ def anchor_path(
         kernel: False keeps to PyTorch on a GPU too.
 
     Returns:
-        The path (..., M, N, G), in patches and tokens as they come (reading A16), 0 where nothing
-        is reachable, and the boolean `reachable`.
+        The path (..., M, N, G), in patches and tokens as they come (papers.md#ace-a16), 0 where
+        nothing is reachable, and the boolean `reachable`.
 
     Raises:
         ValueError: the grid does not fit M, a window is even or not square, unknown metric.
@@ -183,8 +185,8 @@ def embed_path(path: Tensor, table: Tensor) -> Tensor:
     """Position embedding E_ace = P W (Eq. 8).
 
     A group that is not reachable has path 0 and adds nothing, so E = 0 where no group is reachable
-    (reading A15). For inspection and as the reference of tests only; the model never builds this
-    tensor.
+    (papers.md#ace-a15). For inspection and as the reference of tests only; the model never builds
+    this tensor.
 
     Args:
         path: (..., M, N, G), from `anchor_path`.
@@ -199,7 +201,7 @@ def embed_path(path: Tensor, table: Tensor) -> Tensor:
 
 
 def mean_over_words(path: Tensor, word_mask: Tensor) -> Tensor:
-    """Mean path of each patch over the words of its text, for Eq. 10 (reading A20).
+    """Mean path of each patch over the words of its text, for Eq. 10 (papers.md#ace-a20).
 
     Unreachable pairs count as 0; [CLS], [SEP] and padding are not in the divisor.
 
@@ -215,7 +217,7 @@ def mean_over_words(path: Tensor, word_mask: Tensor) -> Tensor:
 
 
 def mean_over_patches(path: Tensor) -> Tensor:
-    """Mean path of each token over all patches, for Eq. 10 (reading A20).
+    """Mean path of each token over all patches, for Eq. 10 (papers.md#ace-a20).
 
     Unreachable pairs count as 0 and stay in the divisor, which is M.
 
@@ -239,7 +241,7 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _patch_distance(down: int, right: int, metric: Metric) -> float:
-    """D_p2p of Eq. 7 for a step of whole rows and columns, in patches (reading A11)."""
+    """D_p2p of Eq. 7 for a step of whole rows and columns, in patches (papers.md#ace-a11)."""
     if metric == "euclidean":
         return math.hypot(down, right)
     if metric == "manhattan":

@@ -16,10 +16,10 @@ class AnchorPosition(PositionEncoding):
     """Anchor-based cross-modal relative position embedding of one layer.
 
     In contextual mode each role (query, key, value) owns one table W of shape (groups, width)
-    (reading A23). By linearity E = P W is never built: mean(E) = mean(P) W enters the inputs
+    (papers.md#ace-a23). By linearity E = P W is never built: mean(E) = mean(P) W enters the inputs
     (Eq. 10) and sum_j a_ij E_ij = (sum_j a_ij P_ij) W the output (Eq. 12). The pooled term on the
-    value side uses the value table (readings A22 and A32). In bias mode (Eq. 9) one table and one
-    vector W_E per head give P (W W_E) / sqrt(head width) (reading A18).
+    value side uses the value table (papers.md#ace-a22 and #ace-a32). In bias mode (Eq. 9) one table
+    and one vector W_E per head give P (W W_E) / sqrt(head width) (papers.md#ace-a18).
 
     Tables start at zero: the layer then computes exactly what it would without the encoding.
 
@@ -29,10 +29,10 @@ class AnchorPosition(PositionEncoding):
         groups: G.
         roles: which of query, key, value carry the position (contextual mode).
         mode: "contextual" or "bias".
-        shared_heads: E has the channels of one head and all heads use it (reading A24; W_E then
-            is one vector too); otherwise each head owns its part of W.
-        scale: factor of the path before it is embedded (reading A16: 1, the path as it is).
-        value_pooled: whether values carry mean(E), too, as Eq. 12 prints it (reading A22).
+        shared_heads: E has the channels of one head and all heads use it (papers.md#ace-a24; W_E
+            then is one vector too); otherwise each head owns its part of W.
+        scale: factor of the path before it is embedded (papers.md#ace-a16: 1, the path as it is).
+        value_pooled: whether values carry mean(E), too, as Eq. 12 prints it (papers.md#ace-a22).
 
     Raises:
         ValueError: an unknown role or mode, or heads that do not divide the width.
@@ -99,7 +99,7 @@ class AnchorPosition(PositionEncoding):
         return bias.expand(-1, self.heads, -1, -1)
 
     def value(self, attention: Tensor, context: PositionContext) -> Tensor:
-        """(sum_j a_ij P_ij) W, (B, heads, queries, head width) (Eq. 12, reading A21)."""
+        """(sum_j a_ij P_ij) W, (B, heads, queries, head width) (Eq. 12, papers.md#ace-a21)."""
         path = _oriented(context).to(attention.dtype)  # (B, Q, K, G)
         # Flattened and back: the gradient of a flattened tensor is copied into the order of the
         # other gradient of the attention. Summed in two orders, they cost as much as the layer.

@@ -63,14 +63,14 @@ def anchor_field(
         image_tokens: (B, M, D) patch features without [CLS].
         text_tokens: (B, N, D) token features.
         word_mask: (B, N) bool, True = a real word; [CLS], [SEP] and padding are False and get no
-            position (readings A25 and A31).
+            position (papers.md#ace-a25 and #ace-a31).
         grid: (rows, columns) of the patches.
         threshold: delta of Eq. 4.
         groups: G.
         text_window: B_t in tokens.
         patch_window: B_p in patches.
         metric: patch distance.
-        hard: only anchors are passed through; False is Eq. 4 with a finite tau (reading A8).
+        hard: only anchors are passed through; False is Eq. 4 with a finite tau (papers.md#ace-a8).
         tau: of the soft form.
     """
     with record_function("anchor/field"):
@@ -109,13 +109,13 @@ def joined_fields(fields: Sequence[AnchorField]) -> AnchorField:
 
 
 def uniform_field(word_mask: Tensor, patches: int, groups: int) -> AnchorField:
-    """The baseline 'uniform' (reading A26): P = 1 between every word and every patch."""
+    """The baseline 'uniform' (papers.md#ace-a26): P = 1 between every word and every patch."""
     path = word_mask[:, None, :, None].expand(-1, patches, -1, groups).float()
     return with_prefix(path, path, word_mask)
 
 
 def with_prefix(path: Tensor, similarity: Tensor, word_mask: Tensor) -> AnchorField:
-    """Add the averages of Eq. 10 and a zero row for the image's [CLS] (reading A25)."""
+    """Add the averages of Eq. 10 and a zero row for the image's [CLS] (papers.md#ace-a25)."""
     pairs, patches, words, groups = path.shape
     dtype = _compute_dtype(path)
     short = path.to(dtype)

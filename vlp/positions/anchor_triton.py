@@ -41,7 +41,8 @@ def windowed_path(
     patch_reach: int,
     metric: Metric,
 ) -> tuple[Tensor, Tensor]:
-    """Shortest anchor path within windows (Eq. 7, readings A10-A15), differentiable once.
+    """Shortest anchor path within windows (Eq. 7, papers.md#ace-a10 to #ace-a15), differentiable
+    once.
 
     Half precision is computed in float32. The arguments are those that
     `vlp.positions.anchor.anchor_path` has checked.

@@ -22,7 +22,8 @@ Universe = Literal["grid", "global"]
 
 
 def piecewise_index(x: Tensor, alpha: float, beta: float, gamma: float) -> Tensor:
-    """g(x): exact up to alpha, logarithmic beyond, at most beta (iRPE Eq. 18, readings I1, I2).
+    """g(x): exact up to alpha, logarithmic beyond, at most beta (iRPE Eq. 18, papers.md#irpe-i1,
+    #irpe-i2).
 
     Rounding is half to even, and what exceeds beta is cut to its whole part, also where beta is no
     integer.
@@ -53,7 +54,7 @@ def piecewise_index(x: Tensor, alpha: float, beta: float, gamma: float) -> Tenso
 
 
 def clip_index(x: Tensor, beta: float) -> Tensor:
-    """h(x) = max(-int(beta), min(int(beta), round(x))) (iRPE Eq. 9, reading I3).
+    """h(x) = max(-int(beta), min(int(beta), round(x))) (iRPE Eq. 9, papers.md#irpe-i3).
 
     Args:
         x: signed distances in patches, any shape and number type.
@@ -71,7 +72,8 @@ def clip_index(x: Tensor, beta: float) -> Tensor:
 
 
 def table_size(method: Method, ratio: float = 1.9, prefix_tokens: int = 0) -> int:
-    """Rows of one table: 2 int(beta) + 1, its square for product, and one for a prefix (I7, I10).
+    """Rows of one table: 2 int(beta) + 1, its square for product, and one for a prefix
+    (papers.md#irpe-i7, #irpe-i10).
 
     Cross has two tables of this size, rows and columns.
 
@@ -99,11 +101,11 @@ def bucket_ids(
     variant: Variant = "rank",
     universe: Universe = "grid",
 ) -> tuple[Tensor, int]:
-    """The bucket of every pair of tokens (iRPE Eqs 19-25, readings I4-I10).
+    """The bucket of every pair of tokens (iRPE Eqs 19-25, papers.md#irpe-i4 to #irpe-i10).
 
     Offsets are query minus key. An index g becomes an id as g + int(beta), in every method and on
-    each axis (I8); product joins both axes as row * (2 int(beta) + 1) + column (I9). Undirected
-    methods never use the lower half of their table.
+    each axis (papers.md#irpe-i8); product joins both axes as row * (2 int(beta) + 1) + column
+    (papers.md#irpe-i9). Undirected methods never use the lower half of their table.
 
     Args:
         method: euclidean, quantization, cross or product.
@@ -114,11 +116,12 @@ def bucket_ids(
         prefix_tokens: tokens without a place before the patches; every pair that touches one falls
             into the last bucket.
         pre_round: euclidean only; round the distance before the index function, as the authors'
-            code does (I4).
+            code does (papers.md#irpe-i4).
         variant: quantization only; `rank` of the distance (Eq. 21) or `squared`, the squared
-            distance itself, as the authors' code does (I5).
+            distance itself, as the authors' code does (papers.md#irpe-i5).
         universe: quantization by rank only; rank among the distances of this `grid` or, `global`,
-            among those of an unbounded one (I6). Ranks of the grid move with its size.
+            among those of an unbounded one (papers.md#irpe-i6). Ranks of the grid move with its
+            size.
 
     Returns:
         ids, int64 from 0 on: (T, T) with T = prefix + height * width, for cross (2, T, T), rows

@@ -102,7 +102,7 @@ def _on_other_grid(
             return table  # which does not fit, as its shape says
         return table[..., _clipped_rows(encoding, trained.reach), :]
     if isinstance(encoding, ContextualPosition | SemanticPosition):
-        # Places beyond the table share its last row (reading S11).
+        # Places beyond the table share its last row (papers.md#sape-s11).
         return table[..., torch.arange(own.shape[-2]).clamp(max=table.shape[-2] - 1), :]
     if isinstance(encoding, LearnedGridPosition):
         # As one row: resampling a column of width 1 with antialias is wrong in PyTorch 2.15.

@@ -24,9 +24,9 @@ def clipped_ids(
     """The row of every pair of tokens, offsets clipped to [-reach, reach] (iRPE Eq. 9).
 
     `product` is how iRPE's supplement 4 brings 1D encodings to images: both axes are clipped by
-    h(x) and every pair of clipped offsets is a row, row * (2 reach + 1) + column (readings I9,
-    I15). `axes` gives each axis its own id. `raster` takes the patches as one sequence in raster
-    order, as the encodings were made for text. Offsets are query minus key.
+    h(x) and every pair of clipped offsets is a row, row * (2 reach + 1) + column
+    (papers.md#irpe-i9, #irpe-i15). `axes` gives each axis its own id. `raster` takes the patches as
+    one sequence in raster order, as the encodings were made for text. Offsets are query minus key.
 
     Args:
         offsets: product, axes or raster.
@@ -34,7 +34,7 @@ def clipped_ids(
         width: columns of the grid.
         reach: k of Eq. 9, in patches, for raster in places of the sequence.
         prefix_tokens: tokens without a place before the patches; every pair that touches one has
-            the last id, size - 1 (reading I10).
+            the last id, size - 1 (papers.md#irpe-i10).
 
     Returns:
         ids, int64 (tables, T, T) with T = prefix + height * width, each table's from 0 on: one
@@ -89,7 +89,7 @@ class ClippedPosition(LookupPosition):
         offsets: one of the class's OFFSETS, see `clipped_ids`.
         reach: the longest offset that has a row of its own; None: the longest one of `grid`.
         shared_heads: one table for all heads.
-        prefix_bucket: whether pairs with prefix tokens have a row (reading I10).
+        prefix_bucket: whether pairs with prefix tokens have a row (papers.md#irpe-i10).
 
     Raises:
         ValueError: unknown offsets, a reach below 1, no reach and no grid, an empty grid, or heads

@@ -25,22 +25,24 @@ def cope_bias(
     gate_scale: float = 1.0,
     bias_scale: float = 1.0,
 ) -> Tensor:
-    """q_i . e(p_ij), to be added to the scaled logits (Eqs 7, 8, 11; readings S1-S4, S11).
+    """q_i . e(p_ij), to be added to the scaled logits (Eqs 7, 8, 11; papers.md#sape-s1 to #sape-s4,
+    #sape-s11).
 
     The place of key j for query i is p_ij = sum over t = j..i of sigmoid(q_i . k_t), both ends
-    included, so that gates of one give i - j + 1 (S2). Without a causal mask it is the sum to the
-    end of the row, t = j..T-1 (S4). Half precision is computed in float32, also under autocast.
+    included, so that gates of one give i - j + 1 (papers.md#sape-s2). Without a causal mask it is
+    the sum to the end of the row, t = j..T-1 (papers.md#sape-s4). Half precision is computed in
+    float32, also under autocast.
 
     Args:
         query: (..., T, d).
         key: (..., T, d).
         table: (P, d), the vectors e of the places 0 .. P-1, or (heads, P, d); the last row serves
-            all places beyond (S11). T + 1 rows tell all places apart.
+            all places beyond (papers.md#sape-s11). T + 1 rows tell all places apart.
         causal: whether keys after the query exist; it does not mask them, the caller does.
         gate_scale: factor of q . k inside the gate; 1 as printed, d^-0.5 as in the authors'
-            training code (S1).
+            training code (papers.md#sape-s1).
         bias_scale: factor of the bias; 1 as in the paper's listing, d^-0.5 as in the authors'
-            training code (S3).
+            training code (papers.md#sape-s3).
 
     Returns:
         (..., T, T) in the query's type; with `causal` 0 above the diagonal.
@@ -65,7 +67,7 @@ class ContextualPosition(PositionEncoding):
     Tokens after the prefix are a sequence, an image's patches in raster order, as in the CoPE
     baseline of SaPE. Prefix tokens are not on it: they are not counted and every pair that touches
     one has bias 0. So any grid and any length works; places beyond the table share its last row
-    (reading S11). Padding at the end of a text counts like words where `causal` is False.
+    (papers.md#sape-s11). Padding at the end of a text counts like words where `causal` is False.
 
     The table starts at zero, as in the authors' code: the layer then computes exactly what it
     would without the encoding, and the table's gradient, a sum of queries, is not zero.
@@ -74,10 +76,10 @@ class ContextualPosition(PositionEncoding):
         width: channels of the layer.
         heads: attention heads.
         length: the longest sequence whose places are told apart; the table has length + 1 rows
-            (reading S2). rows * columns where only `grid` is given.
+            (papers.md#sape-s2). rows * columns where only `grid` is given.
         grid: (rows, columns) of the patches.
         causal: see `cope_bias`; False, as images and BERT attend to both sides.
-        shared_heads: one table for all heads, as in the authors' code (reading S10).
+        shared_heads: one table for all heads, as in the authors' code (papers.md#sape-s10).
         gate_scale: see `cope_bias`.
         bias_scale: see `cope_bias`.
 
@@ -137,7 +139,7 @@ class ContextualPosition(PositionEncoding):
 
 
 def gate(query: Tensor, key: Tensor, scale: float = 1.0) -> Tensor:
-    """How much each key counts for each query, sigmoid(scale q . k) (Eqs 7, 9; reading S1).
+    """How much each key counts for each query, sigmoid(scale q . k) (Eqs 7, 9; papers.md#sape-s1).
 
     (..., T, d) twice -> (..., T, T), in [0, 1].
     """
@@ -150,7 +152,8 @@ def count_from_end(gates: Tensor) -> Tensor:
 
 
 def interpolate(values: Tensor, places: Tensor) -> Tensor:
-    """Values between whole places, linearly from the two next to them (Eqs 11, 14; reading S11).
+    """Values between whole places, linearly from the two next to them (Eqs 11, 14;
+    papers.md#sape-s11).
 
     Args:
         values: (..., T, P) at the places 0 .. P-1.

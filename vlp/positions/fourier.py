@@ -15,12 +15,12 @@ from vlp.positions.modulator import Modulator
 
 
 def fourier_features(coords: Tensor, weight: Tensor) -> Tensor:
-    """r_x = 1 / sqrt(F) [cos x W_r^T, sin x W_r^T]  (Eq. 2, readings F1 and F4).
+    """r_x = 1 / sqrt(F) [cos x W_r^T, sin x W_r^T]  (Eq. 2, papers.md#fourier-f1 and #fourier-f4).
 
-    **Reconstruction (reading F1)**: our copy of the paper lost the formula; its prefactor is taken
-    from Algorithm 1, with F the number of features, so r . r = 1/2 for every place. r_x . r_y is a
-    function of x - y alone (Eq. 3); where the rows of W_r are drawn from N(0, gamma^-2), it tends
-    to exp(-|x - y|^2 / (2 gamma^2)) / 2 as F grows (Eq. 5, reading F3).
+    **Reconstruction (papers.md#fourier-f1)**: the available text lost the formula; its prefactor
+    is taken from Algorithm 1, with F the number of features, so r . r = 1/2 for every place. r_x .
+    r_y is a function of x - y alone (Eq. 3); where the rows of W_r are drawn from N(0, gamma^-2),
+    it tends to exp(-|x - y|^2 / (2 gamma^2)) / 2 as F grows (Eq. 5, papers.md#fourier-f3).
 
     Args:
         coords: (..., M), in the unit whose distances gamma measures.
@@ -52,17 +52,17 @@ def fourier_features(coords: Tensor, weight: Tensor) -> Tensor:
 def kl_regulariser(weight: Tensor, log_variance: Tensor, per_dim: bool = False) -> Tensor:
     """KL(N(mu, s^2) || N(0, s_t^2)) for mean mu and variance s^2 of W_r  (Eq. 10).
 
-    **Reconstruction (reading F8)**: our copy of the paper lost the formula. The direction is from
-    the weights to the target, whose mean is 0; mu and s^2 (population variance) are pooled over all
-    entries. Pooled moments cannot see that one direction has higher frequencies than another,
-    though the paper wants symmetry along all of them: `per_dim` takes the moments of every
+    **Reconstruction (papers.md#fourier-f8)**: the available text lost the formula. The direction
+    is from the weights to the target, whose mean is 0; mu and s^2 (population variance) are pooled
+    over all entries. Pooled moments cannot see that one direction has higher frequencies than
+    another, though the paper wants symmetry along all of them: `per_dim` takes the moments of every
     coordinate by itself and averages the divergences, so that it stays on the scale of the pooled
     one.
 
     Args:
         weight: W_r (F / 2, M).
         log_variance: ln s_t^2, a scalar; the logarithm is what is learned, so that the variance
-            stays positive (reading F9).
+            stays positive (papers.md#fourier-f9).
         per_dim: moments of every coordinate instead of all entries.
 
     Returns:
@@ -88,9 +88,9 @@ class FourierPosition(TokenEncoding):
     """`fourier`: learnable Fourier features and an MLP, in place of a table (Algorithm 1).
 
     Coordinates are split into `groups` in their order (x, y; x0, y0, x1, y1); all groups share W_r
-    and the MLP, give width / groups channels each, and are concatenated (reading F7). With boxes
-    (`dimensions` 4) 1, 2 and 4 groups are the paper's 1/4, 2/2 and 4/1. With 768 channels, 384
-    features and 32 hidden the parameters are 38,048 (reading F13).
+    and the MLP, give width / groups channels each, and are concatenated (papers.md#fourier-f7).
+    With boxes (`dimensions` 4) 1, 2 and 4 groups are the paper's 1/4, 2/2 and 4/1. With 768
+    channels, 384 features and 32 hidden the parameters are 38,048 (papers.md#fourier-f13).
 
     Coordinates count patches unless `extent` says otherwise: gamma is then the distance, in
     patches, over which similarity falls, on every grid. With `extent` 1 they are the shares of the
@@ -99,8 +99,9 @@ class FourierPosition(TokenEncoding):
     shape work, also others than the trained one, as does every real coordinate. Prefix tokens get
     no position.
 
-    **Reconstruction (reading F2)**: W_r starts from N(0, gamma^-2), gamma^-2 the variance, so the
-    standard deviation is 1 / gamma. A widely copied port takes gamma^-2 for the deviation.
+    **Reconstruction (papers.md#fourier-f2)**: W_r starts from N(0, gamma^-2), gamma^-2 the
+    variance, so the standard deviation is 1 / gamma. A widely copied port takes gamma^-2 for the
+    deviation.
 
     Args:
         width: channels of the tokens.
@@ -116,10 +117,10 @@ class FourierPosition(TokenEncoding):
         mlp: modulate by an MLP (Eq. 6); else the features are the position ('Learnable-Fourier').
         projection: without an MLP, one dense layer from features to channels.
         initialisation: "normal", or "uniform" in [0, 1] as in Table 6, where gamma plays no part.
-        approximate: GELU of the MLP, "none" or "tanh" (reading F5).
-        dropout: in the MLP, after the activation (reading F6).
-        norm: LayerNorm before each dense layer of the MLP (reading F6): places differ by 0.5 a
-            channel at the start, in place of 0.02.
+        approximate: GELU of the MLP, "none" or "tanh" (papers.md#fourier-f5).
+        dropout: in the MLP, after the activation (papers.md#fourier-f6).
+        norm: LayerNorm before each dense layer of the MLP (papers.md#fourier-f6): places differ by
+            0.5 a channel at the start, in place of 0.02.
         regularised: learn the target variance of `regulariser`, which starts at gamma^-2.
         mixer: see `TokenEncoding`.
 
@@ -207,8 +208,9 @@ class FourierPosition(TokenEncoding):
     def regulariser(self, strength: float = 1.0, per_dim: bool = False) -> Tensor:
         """strength * KL of the weights against the learned target, to be added to the loss.
 
-        The value of the strength, lambda in Eq. 11, is lost in our copy of the paper (reading F10).
-        Under wrappers that gather weights call it as `encoding("regulariser", strength)`.
+        The value of the strength, lambda in Eq. 11, is lost in the available text
+        (papers.md#fourier-f10). Under wrappers that gather weights call it as
+        `encoding("regulariser", strength)`.
 
         Raises:
             ValueError: the encoding was made without `regularised`.

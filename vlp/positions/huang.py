@@ -32,13 +32,14 @@ class HuangPosition(ClippedPosition):
     """Relative positions of Huang et al. 2020, on images as iRPE compares them (Eq. 11).
 
     On images p_ij is a row of iRPE's product method with the clip function, shared by all heads
-    (supplement 4, reading I15): this is `irpe-product` with function "clip" on queries and keys,
-    where both read one table. The default reach has the 7 x 7 + 1 = 50 rows that the costs in
+    (supplement 4, papers.md#irpe-i15): this is `irpe-product` with function "clip" on queries and
+    keys, where both read one table. The default reach has the 7 x 7 + 1 = 50 rows that the costs in
     Table 5 speak of.
 
     Non-square grids are grids like any other. On a grid larger than the trained one, offsets
     beyond the reach share the row of the furthest one, axis by axis. Pairs with prefix tokens have
-    one row of their own (reading I10). The table starts at zero, which leaves the layer as it was.
+    one row of their own (papers.md#irpe-i10). The table starts at zero, which leaves the layer as
+    it was.
 
     Args:
         width: channels of the layer.

@@ -29,7 +29,7 @@ class RelativePosition(LookupPosition):
 
     Tables start at zero: the layer then computes exactly what it would without the encoding.
     Buckets depend on offsets alone, so one table serves every grid; quantization by rank on the
-    grid is the exception (reading I6). A sentence is a grid of one row.
+    grid is the exception (papers.md#irpe-i6). A sentence is a grid of one row.
 
     Args:
         method: euclidean, quantization, cross or product.
@@ -37,16 +37,18 @@ class RelativePosition(LookupPosition):
         heads: attention heads.
         grid: (rows, columns) where the context names none; quantization by rank is bound to it.
         mode: "contextual" or "bias".
-        roles: which of query, key, value carry the position. Bias mode has none on values (reading
-            I14).
-        shared_heads: one table for all heads, as the paper's final models have (reading I13).
+        roles: which of query, key, value carry the position. Bias mode has none on values
+            (papers.md#irpe-i14).
+        shared_heads: one table for all heads, as the paper's final models have
+            (papers.md#irpe-i13).
         ratio: size of the tables, see `bucket_ids`; 1.9 gives product 50 rows.
         function: "piecewise" or "clip".
-        prefix_bucket: whether the tables have a row for pairs with prefix tokens (reading I10).
-        q_ids_transposed: look the query table up at [j, i], as the authors' code does (reading
-            I11).
+        prefix_bucket: whether the tables have a row for pairs with prefix tokens
+            (papers.md#irpe-i10).
+        q_ids_transposed: look the query table up at [j, i], as the authors' code does
+            (papers.md#irpe-i11).
         bias_inside_scale: bias mode only; divide the bias by the root of the head width as Eq. 13
-            does, where the authors' code does not (reading I12).
+            does, where the authors' code does not (papers.md#irpe-i12).
         pre_round: see `bucket_ids`.
         variant: see `bucket_ids`.
         universe: see `bucket_ids`.

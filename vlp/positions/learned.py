@@ -74,8 +74,8 @@ class LearnedGridPosition(TokenEncoding):
     """`learned-2d`: one vector per row and one per column (Embed-2D of Li et al. 2021).
 
     The paper concatenates them, rows ("vertical") in the first half of the channels; its 64 x 64
-    grid of width 768 then has 49,152 parameters (reading F13). A smaller grid uses the first rows
-    and columns, as in the paper's DETR experiments; a larger one has no vectors.
+    grid of width 768 then has 49,152 parameters (papers.md#fourier-f13). A smaller grid uses the
+    first rows and columns, as in the paper's DETR experiments; a larger one has no vectors.
 
     Args:
         width: channels of the tokens; even where the halves are concatenated.

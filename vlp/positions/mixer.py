@@ -10,7 +10,7 @@ from vlp.positions.base import PositionContext, PositionEncoding
 
 
 def mix(tokens: Tensor, positions: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
-    """PEmixer: alpha * token + beta * position, channel by channel (ViTARC, reading V8).
+    """PEmixer: alpha * token + beta * position, channel by channel (ViTARC, papers.md#vitarc-v8).
 
     Args:
         tokens: (..., width).
@@ -32,7 +32,7 @@ class TokenEncoding(PositionEncoding):
     A subclass says in `places` which vector belongs to every token after the prefix. Prefix tokens
     get the zero vector. The vectors are added to the tokens or, with `mixer`, weighted: PEmixer
     learns two vectors of the model's width, which start at 1, where it is the plain addition
-    (reading V8). It scales prefix tokens, too, as it does every other.
+    (papers.md#vitarc-v8). It scales prefix tokens, too, as it does every other.
 
     Args:
         name: what error messages call the encoding.

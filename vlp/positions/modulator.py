@@ -14,12 +14,13 @@ class Modulator(nn.Sequential):
         inputs: features of a group of coordinates.
         hidden: channels between both layers.
         outputs: channels of the group's position.
-        approximate: of the GELU: "none", or "tanh" as JAX has it by default (reading F5).
+        approximate: of the GELU: "none", or "tanh" as JAX has it by default (papers.md#fourier-f5).
         dropout: share that is dropped after the activation; the paper's widget captioning has 0.2
-            (reading F6).
-        norm: LayerNorm before each dense layer, as in the paper's Reformer (reading F6). Without it
-            outputs differ little from place to place at first: Fourier features have a squared norm
-            of 1/2 in all, so biases prevail (docs/positions.md has what that does to training).
+            (papers.md#fourier-f6).
+        norm: LayerNorm before each dense layer, as in the paper's Reformer (papers.md#fourier-f6).
+            Without it outputs differ little from place to place at first: Fourier features have a
+            squared norm of 1/2 in all, so biases prevail (docs/positions.md has what that does to
+            training).
 
     Raises:
         ValueError: no channels, an unknown GELU, a dropout outside [0, 1).

@@ -15,7 +15,7 @@ _TOLERANCE = 1e-3
 
 
 def object_ids(boxes: Tensor, grid: tuple[int, int]) -> Tensor:
-    """The object of every patch, painted from boxes (ViTARC section 4, reading V12).
+    """The object of every patch, painted from boxes (ViTARC section 4, papers.md#vitarc-v12).
 
     Row k of the boxes paints the number k + 1 on every cell that it covers, also in part; later
     rows paint over earlier ones, and 0 is the background. Padding rows keep their number unused.
@@ -65,9 +65,10 @@ class ObjectPosition(TokenEncoding):
     """`object`: concat(sinusoid(object), sinusoid(x), sinusoid(y)) (ViTARC Eq. 13).
 
     Half of the channels tell the object, a quarter each x, the column, and y, the row, in that
-    order (readings V9, V11). Objects are numbered by `object_ids` from the context's boxes. A
-    context without boxes, such as a decoder's, gets the plain 2D sinusoid of Eq. 9, half of the
-    channels for x and half for y (reading V13). x and y count patches from 0.
+    order (papers.md#vitarc-v9, #vitarc-v11). Objects are numbered by `object_ids` from the
+    context's boxes. A context without boxes, such as a decoder's, gets the plain 2D sinusoid of Eq.
+    9, half of the channels for x and half for y (papers.md#vitarc-v13). x and y count patches from
+    0.
 
     Sinusoids have no largest number, so grids of every size and shape work, also others than the
     trained one, and any number of objects. Prefix tokens get no position. There are no parameters
@@ -77,7 +78,7 @@ class ObjectPosition(TokenEncoding):
         width: channels of the tokens; a multiple of 8.
         grid: (rows, columns) where the context names none.
         temperature: see `sinusoid`.
-        layout: see `sinusoid`; within each part (reading V10).
+        layout: see `sinusoid`; within each part (papers.md#vitarc-v10).
         mixer: see `TokenEncoding`.
 
     Raises:

@@ -55,7 +55,8 @@ _ENCODINGS: dict[str, Callable[..., PositionEncoding]] = {
     "sine-2d": partial(SinePosition, 2),
     "sine-4d": partial(SinePosition, 4),
     "transformer-xl": TransformerXLPosition,
-    # Uniform is ACE-RPE fed with constant paths (reading A26): the same module, another field.
+    # Uniform is ACE-RPE fed with constant paths (papers.md#ace-a26): the same module, another
+    # field.
     "uniform": AnchorPosition,
 }
 

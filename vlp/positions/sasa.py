@@ -12,7 +12,8 @@ from vlp.positions.lookup import Lookup, products
 
 
 def sasa_lookups(query: Tensor, table_x: Tensor, table_y: Tensor, ids: Tensor) -> list[Lookup]:
-    """q_i . concat(p_dx, p_dy) / sqrt(channels) (iRPE Eq. 12), x = column first (reading I16).
+    """q_i . concat(p_dx, p_dy) / sqrt(channels) (iRPE Eq. 12), x = column first
+    (papers.md#irpe-i16).
 
     Each half of the query meets its own table, so that nothing is concatenated per pair.
 
@@ -41,9 +42,9 @@ class SasaPosition(ClippedPosition):
 
     Both axes reach equally far, by the longer side of the grid, so that a trained landscape serves
     a portrait. On a larger grid, offsets beyond the reach share the row of the furthest one, axis
-    by axis. Pairs with prefix tokens have one row of their own in each table (reading I10). The
-    paper does not say whether heads share the tables here; they do by default, as in the encodings
-    beside it. Tables start at zero, which leaves the layer as it was.
+    by axis. Pairs with prefix tokens have one row of their own in each table (papers.md#irpe-i10).
+    The paper does not say whether heads share the tables here; they do by default, as in the
+    encodings beside it. Tables start at zero, which leaves the layer as it was.
 
     Args:
         width: channels of the layer.

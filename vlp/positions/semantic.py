@@ -1,8 +1,8 @@
 """SaPE, the 2D semantic-aware position encoding, whose equations are lost in every source at hand.
 
-What stands here is a reconstruction (readings S5-S9, S12, S13) on top of CoPE (`cope.py`): each
-patch gets two vectors, one of the places of its row's patches and one of its column's, and pairs
-of patches whose vectors differ attend less to each other.
+What stands here is a reconstruction (papers.md#sape-s5 to #sape-s9, #sape-s12, #sape-s13) on top of
+CoPE (`cope.py`): each patch gets two vectors, one of the places of its row's patches and one of its
+column's, and pairs of patches whose vectors differ attend less to each other.
 """
 
 from __future__ import annotations
@@ -46,28 +46,32 @@ def sape_bias(
     Reconstructed; every row says what was chosen (S: number in the table of readings):
 
     - gate g_ij = sigmoid(q_i . k_j) for patches of one row, then of one column (Eq. 9), in both
-      modes (S7), without scale (S1);
+      modes (papers.md#sape-s7), without scale (papers.md#sape-s1);
     - place p_ij (Eq. 10): the sum of the gates from i to j, both included, so that gates of one
-      give |i - j| + 1; `suffix` sums from j to the end of the row, as CoPE's listing does (S5);
+      give |i - j| + 1; `suffix` sums from j to the end of the row, as CoPE's listing does
+      (papers.md#sape-s5);
     - vector z_i (Eqs 12-14): b^x_i has an entry q_i . e(p_it) for every place t of the patch's own
-      row, b^y_i for every place of its own column; e interpolates `table_x` and `table_y` (S6).
-      Mode `key` takes k_i in place of q_i there and nowhere else (S7);
-    - bias of any pair (Eq. 15): minus the Euclidean distance of z_i and z_j (S8), so that alike
+      row, b^y_i for every place of its own column; e interpolates `table_x` and `table_y`
+      (papers.md#sape-s6). Mode `key` takes k_i in place of q_i there and nowhere else
+      (papers.md#sape-s7);
+    - bias of any pair (Eq. 15): minus the Euclidean distance of z_i and z_j (papers.md#sape-s8), so
+    that alike
       patches attend to each other wherever they are;
-    - Eq. 16 adds both axes outside 1/sqrt(d) (S9).
+    - Eq. 16 adds both axes outside 1/sqrt(d) (papers.md#sape-s9).
 
     Nothing larger than the result is made but (..., T, row) and (..., T, P). Half precision is
     computed in float32, also under autocast. Where two patches have the same vector, the bias is
     exactly 0 and its gradient is 0.
 
     Args:
-        query: (..., rows * columns, d), patches only: a prefix lies on no line (S12).
+        query: (..., rows * columns, d), patches only: a prefix lies on no line
+            (papers.md#sape-s12).
         key: as the query.
         grid: (rows, columns).
         table_x: (P, d), vectors of the places 0 .. P-1 along rows, or (heads, P, d); the last
-            serves all places beyond (S11). columns + 1 rows tell all places apart.
+            serves all places beyond (papers.md#sape-s11). columns + 1 rows tell all places apart.
         table_y: the same along columns, of any number of rows.
-        mode: "key" or "query". For both, add both biases (S13).
+        mode: "key" or "query". For both, add both biases (papers.md#sape-s13).
         gate_scale: factor of q . k inside the gate.
         bias_scale: factor of the bias.
         summation: "between" or "suffix".
@@ -105,9 +109,9 @@ class SemanticPosition(PositionEncoding):
     """`sape`: semantic-aware position encoding of one self-attention layer, as read in `sape_bias`.
 
     Any grid works, square or not: a line of another length gives vectors of that length, and
-    places beyond the table share its last row (reading S11). Distances grow with the root of a
-    line's length. Prefix tokens lie on no line: they are not counted and every pair that touches
-    one has bias 0 (S12), the largest there is.
+    places beyond the table share its last row (papers.md#sape-s11). Distances grow with the root of
+    a line's length. Prefix tokens lie on no line: they are not counted and every pair that touches
+    one has bias 0 (papers.md#sape-s12), the largest there is.
 
     Tables start small and random. At zero all distances are 0, where their gradient is 0 too, so
     that zero tables would never move; once there is any distance, the size of the table's gradient
@@ -120,9 +124,9 @@ class SemanticPosition(PositionEncoding):
         grid: (rows, columns), the trained grid: tables have columns + 1 and rows + 1 rows, for
             contexts that name no grid it is the grid.
         mode: "key", best in the paper's Table 2, "query", or "both", whose biases are added; each
-            mode then has its own tables, as they meet different vectors (S13, named only in
-            section 5.3).
-        shared_heads: one table for all heads of the layer, x and y apart (S10).
+            mode then has its own tables, as they meet different vectors (papers.md#sape-s13, named
+            only in section 5.3).
+        shared_heads: one table for all heads of the layer, x and y apart (papers.md#sape-s10).
         deviation: standard deviation of the start.
         gate_scale: see `sape_bias`.
         bias_scale: see `sape_bias`.
@@ -256,7 +260,7 @@ def _distance_by_entry(vectors: Tensor) -> Tensor:
 
 
 def _places(gates: Tensor, summation: Summation) -> Tensor:
-    """p_ij along a line from its gates, (..., n, n) (Eq. 10, reading S5)."""
+    """p_ij along a line from its gates, (..., n, n) (Eq. 10, papers.md#sape-s5)."""
     if summation == "suffix":
         return count_from_end(gates)
     # One sum to either side, as a difference of two running sums would lose digits.

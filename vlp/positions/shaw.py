@@ -18,13 +18,14 @@ class ShawPosition(ClippedPosition):
 
     Logits gain q_i p^K_ij over the root of the head width (Eq. 8), outputs sum_j a_ij p^V_ij
     (Eq. 7). On images p_ij is a row of iRPE's product method with the clip function, shared by all
-    heads (supplement 4, reading I15): this is `irpe-product` with function "clip" on keys and
-    values. The default reach has the 7 x 7 + 1 = 50 rows of the paper's own product method. The
+    heads (supplement 4, papers.md#irpe-i15): this is `irpe-product` with function "clip" on keys
+    and values. The default reach has the 7 x 7 + 1 = 50 rows of the paper's own product method. The
     costs in its Table 5 (4,659M) are those of keys alone: `roles=("key",)`.
 
     Non-square grids are grids like any other. On a grid larger than the trained one, offsets
     beyond the reach share the row of the furthest one, axis by axis. Pairs with prefix tokens have
-    one row of their own (reading I10). Tables start at zero, which leaves the layer as it was.
+    one row of their own (papers.md#irpe-i10). Tables start at zero, which leaves the layer as it
+    was.
 
     Args:
         width: channels of the layer.

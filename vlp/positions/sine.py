@@ -54,8 +54,8 @@ def sinusoid(
         positions: (...), any number type.
         channels: of the encoding; even.
         temperature: ratio of the slowest to the fastest frequency, nearly.
-        layout: "halves", all sines and then all cosines (reading V10), or "interleaved", sine and
-            cosine of each frequency side by side as Vaswani et al. print it.
+        layout: "halves", all sines and then all cosines (papers.md#vitarc-v10), or "interleaved",
+            sine and cosine of each frequency side by side as Vaswani et al. print it.
 
     Returns:
         (..., channels), the positions' number type (integers: float32); half precision is computed
@@ -73,10 +73,10 @@ def sinusoid(
 def md_sinusoid(coords: Tensor, freqs: Tensor, layout: str = "halves") -> Tensor:
     """Sinusoids of several coordinates at once, sin(w . x) and cos(w . x): MD-Sine.
 
-    **Reconstruction (reading F11).** Appendix C of Li et al. lost its formula; its prose 'adapts
-    the original frequencies for each dimension' of a linear combination. One set of frequencies
-    serves all coordinates here; only their sum then counts, which fits the poor result that the
-    paper reports. A row of frequencies per channel gives every other combination.
+    **Reconstruction (papers.md#fourier-f11).** Appendix C of Li et al. lost its formula; its prose
+    'adapts the original frequencies for each dimension' of a linear combination. One set of
+    frequencies serves all coordinates here; only their sum then counts, which fits the poor result
+    that the paper reports. A row of frequencies per channel gives every other combination.
 
     Args:
         coords: (..., M).
@@ -106,7 +106,8 @@ def md_sinusoid(coords: Tensor, freqs: Tensor, layout: str = "halves") -> Tensor
 
 
 class SinePosition(TokenEncoding):
-    """`sine-1d`, `sine-2d`, `sine-4d`: sinusoids of each coordinate, concatenated (reading F12).
+    """`sine-1d`, `sine-2d`, `sine-4d`: sinusoids of each coordinate, concatenated
+    (papers.md#fourier-f12).
 
     `sine-1d` numbers the tokens after the prefix, which on a grid is raster order; it serves text
     and tokens without a grid alike. `sine-2d` gives half of the channels to the row and half to the
@@ -208,10 +209,10 @@ class SinePosition(TokenEncoding):
 class MDSinePosition(TokenEncoding):
     """`md-sine`: fixed sinusoids of the whole coordinate, one linear combination per frequency.
 
-    The baseline MD-Sine of Li et al. 2021 (reading F11).
+    The baseline MD-Sine of Li et al. 2021 (papers.md#fourier-f11).
 
-    **Reconstruction (reading F11)**: see `md_sinusoid`. The default frequencies are those of a
-    scalar position, the same for every coordinate. Units, grids, prefix tokens and the MLP are
+    **Reconstruction (papers.md#fourier-f11)**: see `md_sinusoid`. The default frequencies are those
+    of a scalar position, the same for every coordinate. Units, grids, prefix tokens and the MLP are
     those of `SinePosition`; there are no groups, since every channel sees all coordinates.
 
     Args:

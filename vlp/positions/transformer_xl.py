@@ -42,9 +42,9 @@ class TransformerXLPosition(ClippedPosition):
 
     On images s is the sinusoid of the number that iRPE's product method with the clip function
     gives a pair of offsets, h(dy) * (2 reach + 1) + h(dx), counted from the centre (supplement 4,
-    reading I15); where counting begins is a rotation of the sinusoids, which W^R absorbs. So is
-    their layout (reading I17). W^R, u and v are shared by all heads by default, as the paper says
-    of the encodings it adapts; with `shared_heads=False` each head has its own, as in
+    papers.md#irpe-i15); where counting begins is a rotation of the sinusoids, which W^R absorbs. So
+    is their layout (papers.md#irpe-i17). W^R, u and v are shared by all heads by default, as the
+    paper says of the encodings it adapts; with `shared_heads=False` each head has its own, as in
     Transformer-XL. The printed square W^R does not say how wide s is beside narrower heads: as
     wide as the layer by default, as in Transformer-XL. The paper's text is followed where its Table
     5 disagrees: 4,828M operations speak for all 27 x 27 offsets of 14 x 14 patches (`reach=13`),
@@ -53,8 +53,8 @@ class TransformerXLPosition(ClippedPosition):
     Non-square grids are grids like any other. Beyond the reach, offsets are clipped, axis by axis.
     As sinusoids need no rows of their own, a reach as long as the largest grid to come costs no
     parameters, and nothing is clipped. Prefix tokens have no offset: in place of s W^R, pairs
-    with them have one learned vector, the extra row of the product method (reading I10). W^R, u, v
-    and that vector start at zero, which leaves the layer as it was.
+    with them have one learned vector, the extra row of the product method (papers.md#irpe-i10).
+    W^R, u, v and that vector start at zero, which leaves the layer as it was.
 
     Args:
         width: channels of the layer.
@@ -145,7 +145,7 @@ class TransformerXLPosition(ClippedPosition):
             stride = 2 * self.reach + 1 if self.offsets == "product" else 0
             places = sines(channels, stride) @ self.projection
             return torch.cat([places.to(self.u.dtype), *prefix], 1)
-        along_x, along_y = self.projection.chunk(2, 1)  # dx first, as SASA has it (reading I16)
+        along_x, along_y = self.projection.chunk(2, 1)  # dx first (papers.md#irpe-i16)
         places = sines(channels // 2, 0)
         zero = [torch.zeros_like(row) for row in prefix]
         parts = [places @ along_y, *zero, places @ along_x, *prefix]

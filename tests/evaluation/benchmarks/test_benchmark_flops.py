@@ -1,4 +1,4 @@
-"""Counted FLOPs against PyTorch's own counter on a small model, and against the readings."""
+"""Counted FLOPs against PyTorch's own counter and against the figures of papers.md#flops."""
 
 from __future__ import annotations
 

@@ -241,8 +241,8 @@ def test_zero_tables_can_be_learned(mode):
     model.anchor_threshold.fill_(0.1)
     pixels, text_inputs = inputs()
     crossed = model.cross(model.encode_image(pixels), model.encode_text(*text_inputs))
-    # Not the ITM head: it reads [CLS], which has no position (A25), so that the last layer's query
-    # and bias tables reach it through nothing.
+    # Not the ITM head: it reads [CLS], which has no position (papers.md#ace-a25), so that the last
+    # layer's query # and bias tables reach it through nothing.
     (crossed.text * torch.randn_like(crossed.text)).sum().backward()
     tables = {
         name: parameter.grad.abs().max()

@@ -119,7 +119,7 @@ def test_encodings_combine():
 
 
 def test_the_papers_encodings_have_its_parameters():
-    """Reading F13: at 64 x 64 and width 768 of 1024."""
+    """papers.md#fourier-f13: at 64 x 64 and width 768 of 1024."""
     sizes = {}
     for name, options in {
         "learned-2d": {},

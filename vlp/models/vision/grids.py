@@ -1,8 +1,9 @@
 """An encoder-decoder for ARC: a grid in, the grid that a task asks for out, cell after cell.
 
 After ViTARC (Li et al. 2024): every cell of a padded template is a token, 2D sinusoids and 2D-RPE
-tell the encoder and the decoder where it is, objects are told to the encoder alone (reading V13).
-Logits are scaled by Eq. 11 or, by option, not at all as in the authors' code (reading V6).
+tell the encoder and the decoder where it is, objects are told to the encoder alone
+(papers.md#vitarc-v13). Logits are scaled by Eq. 11 or, by option, not at all as in the authors'
+code (papers.md#vitarc-v6).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from vlp.positions.base import PositionContext
 
 
 class GridModelConfig(Config):
-    """Sizes, and the encodings of the cells' places; 8 heads are the authors' (reading V2)."""
+    """Sizes and position encodings; the authors use 8 heads (papers.md#vitarc-v2)."""
 
     width: int = Field(128, ge=1, description="channels of the model")
     encoder_layers: int = Field(3, ge=1)

@@ -54,7 +54,8 @@ class PixelPlaces(nn.Module):
     An encoding that knows pixels gets all channels of the model but the last `channel_width`, into
     which a vector for red, green or blue is added: the paper concatenates 768 channels for the
     pixel and 256 for the colour. `learned-1d` and `sine-1d` number all tokens of the sequence
-    (12,288 vectors of width 1024 in the paper's Embed-1D, reading F13) and need no colours beside.
+    (12,288 vectors of width 1024 in the paper's Embed-1D, papers.md#fourier-f13) and need no
+    colours beside.
 
     Args:
         config: width and encodings; those of attention are left out.

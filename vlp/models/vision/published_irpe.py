@@ -26,9 +26,9 @@ def load_published_irpe(model: Model, file: str | Path) -> Model:
 
     The model is one of our entry points, `vlp_deit_small_patch16_irpe_k_224` for that file: product
     method, contextual mode, piecewise buckets of ratio 1.9. Every weight must find its place. The
-    authors' code looks the query table of the pair i, j up at j, i (reading I11): tables of queries
-    are mirrored for encodings that follow the paper, and taken as they are by those made with
-    `q_ids_transposed`.
+    authors' code looks the query table of the pair i, j up at j, i (papers.md#irpe-i11): tables of
+    queries are mirrored for encodings that follow the paper, and taken as they are by those made
+    with `q_ids_transposed`.
 
     Returns:
         The model.

@@ -33,7 +33,7 @@ class WidgetsConfig(Config):
         0.0,
         ge=0,
         description="lambda of Eq. 11, on Fourier encodings with `regularised` (the paper's value "
-        "is lost, reading F10)",
+        "is lost, papers.md#fourier-f10)",
     )
     beams: int = Field(1, ge=1, description="of the search for captions; the public code has 4")
     java: bool = Field(

@@ -54,7 +54,7 @@ def to_grid(tokens: np.ndarray, size: int) -> Grid | None:
 
 
 def object_boxes(grid: Grid) -> np.ndarray:
-    """Boxes around the objects of a grid, for ViTARC's object encoding (reading V12).
+    """Boxes around the objects of a grid, for ViTARC's object encoding (papers.md#vitarc-v12).
 
     An object is a connected group of cells of one colour, diagonal neighbours included, of any
     colour but the most frequent one (the lowest of several). Boxes come colour by colour, each
