@@ -60,7 +60,7 @@ def test_a_image_to_be_captioned_needs_no_caption(tmp_path) -> None:
 
 
 def test_bad_samples_are_skipped_and_named(tmp_path) -> None:
-    samples = [(photo(), Annotation()), (b"", Annotation(caption="a red image")), *coloured(1)]
+    samples = [(photo(), Annotation()), (b"", Annotation(caption="a red picture")), *coloured(1)]
     (batch,) = batches(captions(write_shards(tmp_path, samples)), 4)
     assert batch.valid.tolist() == [True, True]
     assert sorted(skip.kind for skip in batch.skipped) == ["no text", "unreadable image"]

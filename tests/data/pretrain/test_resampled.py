@@ -80,8 +80,8 @@ def test_everything_comes_in_the_long_run_and_batches_are_full(
     # About 9 visits each, by whole shards: far from once an epoch, and no sample is left out.
     assert max(counts.values()) < 30
     # What comes twice is drawn afresh.
-    rng_for = torch.cat([batch.rng_for for batch, _ in found])
-    assert len(rng_for.unique(dim=0)) == 200
+    uniform = torch.cat([batch.uniform for batch, _ in found])
+    assert len(uniform.unique(dim=0)) == 200
     texts = torch.cat([batch.mlm_ids for batch, _ in found])
     assert len(texts.unique(dim=0)) > 80
 
@@ -120,8 +120,8 @@ def test_ranks_and_workers_read_different_things(
     assert ids(ranks[0]) != ids(ranks[1])
     # A worker's batches come in turn: the first of each are of different shards.
     assert ids(ranks[0][:1]) != ids(ranks[0][1:2])
-    rng_for = torch.cat([batch.rng_for for rank in ranks for batch, _ in rank])
-    assert len(rng_for.unique(dim=0)) == len(rng_for)
+    uniform = torch.cat([batch.uniform for rank in ranks for batch, _ in rank])
+    assert len(uniform.unique(dim=0)) == len(uniform)
 
 
 def test_weights_say_how_often_a_source_comes(

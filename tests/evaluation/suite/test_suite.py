@@ -177,7 +177,7 @@ def test_one_and_two_ranks_write_the_same(data, tmp_path):
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert "All models" in first.stdout
     assert second.stdout == ""
-    for name in ("all.md", "all.json", "one/snli_ve/entailment.predictions.jsonl"):
+    for name in ("all.md", "all.json", "one/snli_ve/snli_ve.predictions.jsonl"):
         assert (tmp_path / "1" / name).read_text() == (tmp_path / "2" / name).read_text()
 
 

@@ -73,7 +73,7 @@ def test_it_learns_to_caption_and_its_folder_does_so_too(shards, tmp_path) -> No
     batch = own.collate([own.make(own.items.read(number), number) for number in range(6)])
     said = task.write(batch)
     for colour, caption in zip(("red", "green", "blue") * 2, said):
-        assert caption in (f"a {colour} image", f"a plain {colour} one")
+        assert caption in (f"a {colour} picture", f"a plain {colour} one")
     task.save_model(tmp_path, task.state_dict())
     assert load_task(tmp_path).write(batch) == said
 

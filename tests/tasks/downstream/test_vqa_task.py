@@ -179,7 +179,7 @@ def test_what_does_not_fit_is_refused(shards, options, message) -> None:
 
 
 def test_shards_without_questions(tmp_path) -> None:
-    write_shards(tmp_path, [(photo(), Annotation(caption="a red image"))])
+    write_shards(tmp_path, [(photo(), Annotation(caption="a red picture"))])
     with pytest.raises(ConfigError, match="no question in these shards is answered"):
         built(tmp_path)
     file = tmp_path / "answers.txt"
