@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from evaluation.core.samples import EvaluationError
-from evaluation.core.work_sharding import process_group
+from vlp import distributed
 from vlp.config import ConfigError
 
 # Name -> module and one line of help. A module is imported only when its command runs, so one
@@ -65,11 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     module.add_arguments(parser)
     parser.set_defaults(command=name)
     options = parser.parse_intermixed_args(given[1:])
-    with process_group() as ranks:
+    with distributed.process_group():
         try:
             code: int | None = module.run(options)
         except (ConfigError, EvaluationError, FileNotFoundError) as error:
-            if ranks.first:
+            if distributed.rank() == 0:
                 print(f"error: {error}", file=sys.stderr)
             return 2
     return code or 0

@@ -1,4 +1,4 @@
-"""Start and end of the process group, and small agreements between ranks.
+"""Process group and collectives: the one module that talks to other ranks.
 
 Everything works without a process group too: one process is then rank 0 of 1.
 """
@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch import distributed as dist
 
-from vlp.training.logging.memory import keep_freed_memory
+from vlp.memory import keep_freed_memory
 
 _control: Any = None
 
@@ -106,14 +106,84 @@ def end() -> None:
         dist.destroy_process_group()
 
 
+@contextmanager
+def process_group() -> Iterator[None]:
+    """Join the ranks that `torchrun` or `accelerate launch` announces in the environment.
+
+    Without them, or inside a group that is already running, nothing is started. The group is of
+    gloo, for Python objects and tensors of the CPU.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2 or dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def default_device() -> torch.device:
+    """Return this rank's GPU when there is one, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
 def rank() -> int:
-    """This process's rank; 0 without a process group."""
-    return dist.get_rank() if dist.is_initialized() else 0
+    """Return this process's rank; 0 without a process group."""
+    return dist.get_rank() if is_distributed() else 0
 
 
 def world_size() -> int:
-    """Number of ranks; 1 without a process group."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+    """Return the number of ranks; 1 without a process group."""
+    return dist.get_world_size() if is_distributed() else 1
+
+
+def is_distributed() -> bool:
+    """Return whether more than one rank takes part."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def global_sum(x: Tensor) -> Tensor:
+    """Sum over all ranks, without gradient; `x` itself is left as it is.
+
+    Every rank must call it, with the same shape.
+    """
+    total = x.detach().clone()
+    if is_distributed():
+        dist.all_reduce(total)
+    return total
+
+
+def gather(x: Tensor) -> Tensor:
+    """Gather rows in rank order, (rows, ...) -> (world_size * rows, ...), differentiably.
+
+    The gradient of a row is the sum of what all ranks' losses say about it. With losses scaled as
+    `vlp.objectives.loss.normalise` does, averaging parameter gradients over ranks (DeepSpeed,
+    DDP) then gives the gradient of the global mean. Every rank must call it, with the same shape.
+    """
+    if not is_distributed():
+        return x
+    if x.dtype == torch.bool:  # not every backend moves booleans
+        return _Gather.apply(x.to(torch.uint8)).to(torch.bool)
+    return _Gather.apply(x)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.rows = x.shape[0]
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        total = gradients[0].contiguous().clone()  # autograd may share the incoming gradient
+        dist.all_reduce(total)
+        return total.narrow(0, dist.get_rank() * ctx.rows, ctx.rows)
 
 
 def any_rank(flag: bool) -> bool:

@@ -39,10 +39,10 @@ from evaluation.benchmarks.memory import peak_memory
 from evaluation.benchmarks.pretrain_step import random_batch
 from vlp.config import ConfigError, load_config
 from vlp.data.stream.batch import Batch
+from vlp.memory import keep_freed_memory
 from vlp.metrics.bootstrap import percentile_interval
 from vlp.tasks.pretraining import Pretraining
 from vlp.training.config import PretrainConfig
-from vlp.training.logging.memory import keep_freed_memory
 from vlp.training.optimiser import build_adamw
 
 WITH, WITHOUT = "with ACE-RPE", "without"

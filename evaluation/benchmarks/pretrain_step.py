@@ -24,9 +24,9 @@ from evaluation.benchmarks.figures import Measurement, print_figures
 from vlp.config import ConfigError, load_config
 from vlp.data.stream.batch import Batch
 from vlp.data.stream.input_spec import Inputs
+from vlp.memory import keep_freed_memory
 from vlp.tasks.pretraining import Pretraining
 from vlp.training.config import PretrainConfig
-from vlp.training.logging.memory import keep_freed_memory
 from vlp.training.optimiser import build_adamw
 
 _CLS = 2

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from evaluation.core.work_sharding import default_device
+from vlp.distributed import default_device
 
 
 @contextmanager

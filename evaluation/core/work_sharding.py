@@ -7,13 +7,10 @@ block are the same however many ranks there are.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
-import torch
-import torch.distributed as dist
+from vlp import distributed
 
 Result = TypeVar("Result")
 
@@ -27,9 +24,7 @@ class Ranks(NamedTuple):
     @classmethod
     def current(cls) -> Ranks:
         """The process group that is running, or one process when there is none."""
-        if dist.is_available() and dist.is_initialized():
-            return cls(dist.get_rank(), dist.get_world_size())
-        return cls()
+        return cls(distributed.rank(), distributed.world_size())
 
     @property
     def first(self) -> bool:
@@ -56,8 +51,7 @@ class Ranks(NamedTuple):
             if failure is not None:
                 raise failure
             return [mine[block] for block in range(count)]
-        gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, (mine, None if failure is None else repr(failure)))
+        gathered = distributed.gather_to_all((mine, None if failure is None else repr(failure)))
         if failure is not None:
             raise failure
         for rank, (_, message) in enumerate(gathered):
@@ -71,28 +65,3 @@ class Ranks(NamedTuple):
         return range(
             self.rank * count // self.world_size, (self.rank + 1) * count // self.world_size
         )
-
-
-@contextmanager
-def process_group() -> Iterator[Ranks]:
-    """Join the ranks that `torchrun` or `accelerate launch` announces in the environment.
-
-    Without them, or inside a group that is already running, nothing is started. Only Python objects
-    travel, so gloo serves GPUs as well.
-    """
-    announced = int(os.environ.get("WORLD_SIZE", "1"))
-    if announced < 2 or dist.is_initialized():
-        yield Ranks.current()
-        return
-    dist.init_process_group("gloo")
-    try:
-        yield Ranks.current()
-    finally:
-        dist.destroy_process_group()
-
-
-def default_device() -> torch.device:
-    """This rank's GPU when there is one, else the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")

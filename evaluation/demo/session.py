@@ -16,7 +16,6 @@ from PIL import Image
 import vlp
 from evaluation.core.eval_mode import evaluating
 from evaluation.core.samples import CaptionedSample, EvaluationError
-from evaluation.core.work_sharding import default_device
 from evaluation.downstream import predict_one
 from evaluation.downstream.predict import has_task
 from evaluation.grounding.heatmaps import anchors_over, framed, heat_over
@@ -25,6 +24,7 @@ from evaluation.probes.anchor_maps import map_caption
 from evaluation.retrieval.gallery import Gallery
 from vlp.data.image.decode import upright_rgb
 from vlp.data.schema import Annotation
+from vlp.distributed import default_device
 from vlp.models.folder import Loaded
 from vlp.tasks.downstream.caption import CaptionTask
 from vlp.tasks.downstream.pair_classification import PairClassification

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vlp.objectives.collective import global_sum, world_size
+from vlp.distributed import global_sum, world_size
 
 
 class Loss(NamedTuple):

@@ -15,6 +15,7 @@ from vlp.data.image.transforms import Preprocessing
 from vlp.data.stream.batch import Batch
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.data.text.word_boxes import OTHER, OWN
+from vlp.distributed import gather, global_sum
 from vlp.layers.scale import LearnedScale
 from vlp.models.config import ModelConfig
 from vlp.models.cross_encoder import PairIndices
@@ -23,7 +24,6 @@ from vlp.models.folder import save_pretrained, start_from
 from vlp.models.pretrained.load import load_public_weights
 from vlp.models.vlp import VLPModel
 from vlp.objectives.anchor import paper_anchor_loss
-from vlp.objectives.collective import gather, global_sum
 from vlp.objectives.config import ObjectivesConfig
 from vlp.objectives.contrastive.itc import itc_loss, positives, soft_targets
 from vlp.objectives.contrastive.momentum_teacher import Teacher, soft_target_share

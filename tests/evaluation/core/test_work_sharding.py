@@ -78,12 +78,13 @@ def test_one_and_two_ranks_write_the_same_tables(tmp_path, model_folder, scene_s
 
 
 FAILING = """
-from evaluation.core.work_sharding import process_group
+from evaluation.core.work_sharding import Ranks
+from vlp.distributed import process_group
 def work(block):
     if block == 3:
         raise ValueError("block 3 is bad")
-with process_group() as ranks:
-    ranks.map_blocks(4, work)
+with process_group():
+    Ranks.current().map_blocks(4, work)
 """
 
 

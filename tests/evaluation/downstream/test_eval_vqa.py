@@ -112,12 +112,12 @@ def test_intervals_are_over_images(task, tmp_path) -> None:
 RANK = """
 import sys
 from evaluation.downstream import evaluate_task
-from evaluation.core.work_sharding import process_group
+from vlp.distributed import process_group, rank
 from vlp.tasks.downstream.task import load_task
 model, shards, out = sys.argv[1:]
-with process_group() as ranks:
+with process_group():
     result = evaluate_task(load_task(model), [shards], batch=5, resamples=50)
-    if ranks.first:
+    if rank() == 0:
         result.save(out)
 """
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vlp.objectives.collective import global_sum
+from vlp.distributed import global_sum
 
 
 class AnchorStatistics(NamedTuple):

@@ -12,12 +12,12 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from vlp import distributed
 from vlp.config import Config
 from vlp.data.config import DataConfig
 from vlp.data.pretrain.loader import PretrainData
 from vlp.data.stream.input_spec import Inputs
 from vlp.models.folder import Loaded, save_pretrained
-from vlp.objectives import collective
 from vlp.objectives.config import ObjectivesConfig
 from vlp.objectives.contrastive.sample_groups import require_whole_groups
 from vlp.tasks.plain import Precision
@@ -114,7 +114,7 @@ def pairs(config: PairsConfig, parts: Loaded, batch: int, seed: int) -> Pretrain
         ConfigError: shards, batch and groups cannot be used.
     """
     require_whole_groups(
-        config.objectives, batch, collective.world_size(), prefix="task.objectives"
+        config.objectives, batch, distributed.world_size(), prefix="task.objectives"
     )
     image, text = parts.model.config.image, parts.model.config.text
     inputs = Inputs(image.image_size, image.grid, text.max_tokens, text.vocab_size, None, None)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from vlp.objectives.collective import gather, global_sum, is_distributed, rank, world_size
+from vlp.distributed import gather, global_sum, is_distributed, rank, world_size
 from vlp.objectives.contrastive.itc import itc_loss, positives
 from vlp.objectives.contrastive.queue import KeyQueue
 from vlp.objectives.itm import hard_negatives, itm_loss

@@ -7,7 +7,7 @@ import pytest
 
 SCRIPT = """
 import sys, torch
-from vlp.training.logging.memory import keep_freed_memory
+from vlp.memory import keep_freed_memory
 
 def resident():
     pages = int(open("/proc/self/statm").read().split()[1])
