@@ -36,7 +36,7 @@ def test_all_captions_come_once_an_epoch(tmp_path) -> None:
     own = captions(write_shards(tmp_path, coloured(3)))
     (batch,) = batches(own, 6)
     wanted = {
-        f"a {rest}" for c in ("red", "green", "blue") for rest in (f"{c} image", f"plain {c} one")
+        f"a {rest}" for c in ("red", "green", "blue") for rest in (f"{c} picture", f"plain {c} one")
     }
     assert set(said(own, batch)) == wanted
     assert batch.valid.all()
