@@ -19,7 +19,7 @@ def slow_choice(logits, candidates, draw):
     return candidates[-1]
 
 
-def slow_negatives(similarity, ids, valid, rng_for, group):
+def slow_negatives(similarity, ids, valid, uniform, group):
     rows = []
     for i in range(len(ids)):
         start = i // group * group
@@ -30,8 +30,8 @@ def slow_negatives(similarity, ids, valid, rng_for, group):
             continue
         to_text = [float(x) for x in similarity[i]]
         to_image = [float(x) for x in similarity[:, i]]
-        text = slow_choice(to_text, candidates, float(rng_for[i, 0]))
-        image = slow_choice(to_image, candidates, float(rng_for[i, 1]))
+        text = slow_choice(to_text, candidates, float(uniform[i, 0]))
+        image = slow_choice(to_image, candidates, float(uniform[i, 1]))
         rows.append((text, image, True))
     return rows
 
@@ -46,19 +46,19 @@ def test_equals_the_loop(groups, size, seed, sharpness):
     similarity = sharpness * torch.randn(rows, rows, generator=random)
     ids = torch.randint(0, 4, (rows,), generator=random)
     valid = torch.rand(rows, generator=random) < 0.8
-    rng_for = torch.rand(rows, 2, generator=random, dtype=torch.float64)
-    result = hard_negatives(similarity, ids, valid, rng_for, size)
-    expected = slow_negatives(similarity, ids, valid, rng_for, size)
+    uniform = torch.rand(rows, 2, generator=random, dtype=torch.float64)
+    result = hard_negatives(similarity, ids, valid, uniform, size)
+    expected = slow_negatives(similarity, ids, valid, uniform, size)
     assert result.text_for_image.tolist() == [text for text, _, _ in expected]
     assert result.image_for_text.tolist() == [image for _, image, _ in expected]
     assert result.has_text.tolist() == result.has_image.tolist() == [has for *_, has in expected]
 
 
 def test_sampling_follows_the_softmax():
-    rng_for = torch.linspace(0, 1, 4001, dtype=torch.float64)[:-1]
+    uniform = torch.linspace(0, 1, 4001, dtype=torch.float64)[:-1]
     logits = torch.tensor([[0.0, 1.0, 2.0]] * 3)
     counts = torch.zeros(3)
-    for draw in rng_for[::4]:
+    for draw in uniform[::4]:
         choice = hard_negatives(
             logits, torch.arange(3), torch.ones(3) > 0, torch.full((3, 2), draw.item()).double(), 3
         )
@@ -111,10 +111,10 @@ def test_groups_make_ranks_irrelevant():
     random = torch.Generator().manual_seed(4)
     similarity = torch.randn(8, 8, generator=random)
     ids, valid = torch.arange(8) // 2 * 7, torch.ones(8, dtype=torch.bool)
-    rng_for = torch.rand(8, 2, generator=random, dtype=torch.float64)
-    together = hard_negatives(similarity, ids, valid, rng_for, 4)
+    uniform = torch.rand(8, 2, generator=random, dtype=torch.float64)
+    together = hard_negatives(similarity, ids, valid, uniform, 4)
     for half in (slice(0, 4), slice(4, 8)):
-        alone = hard_negatives(similarity[half, half], ids[half], valid[half], rng_for[half], 4)
+        alone = hard_negatives(similarity[half, half], ids[half], valid[half], uniform[half], 4)
         assert torch.equal(alone.text_for_image + half.start, together.text_for_image[half])
         assert torch.equal(alone.image_for_text + half.start, together.image_for_text[half])
 

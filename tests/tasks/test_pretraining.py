@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pydantic import ValidationError
 from tests_support import TINY_MODEL, tiny_text
 
 import vlp
+import vlp.objectives.config as objectives_config
+from vlp.config import Config
 from vlp.data.stream.batch import Batch
 from vlp.models.config import ModelConfig
 from vlp.objectives.config import ObjectivesConfig
-from vlp.tasks.pretraining import Pretraining
+from vlp.objectives.loss import Loss
+from vlp.tasks.pretraining import Objective, Pretraining, Term, objective, register_objective
+from vlp.tasks.pretraining import task as pretraining_task
 
 ROWS, TOKENS = 8, 12
 ALL = {"itm": {"group": 8}, "teacher": None}
@@ -206,14 +211,14 @@ WITH_TEACHER = ALL | {"teacher": {"queue": 12, "momentum": 0.5, "warmup_steps": 
 
 def test_the_teacher_moves_only_after_a_step_and_fills_the_queue():
     built = task(WITH_TEACHER)
-    start = built.teacher.module["model"].match_head.weight.clone()
+    start = built.teacher.average.module["model"].match_head.weight.clone()
     built(batch(), 0).loss.backward()
-    assert built.queue.filled == 0
+    assert built.teacher.queue.filled == 0
     with torch.no_grad():
         built.model.match_head.weight.add_(1)
     built.after_step(lambda: dict(built.named_parameters()))
-    torch.testing.assert_close(built.teacher.module["model"].match_head.weight, start + 0.5)
-    assert built.queue.filled == ROWS
+    torch.testing.assert_close(built.teacher.average.module["model"].match_head.weight, start + 0.5)
+    assert built.teacher.queue.filled == ROWS
     assert "teacher" not in " ".join(name for name, _ in built.named_parameters())
 
 
@@ -222,7 +227,7 @@ def test_keys_of_a_skipped_step_are_not_pushed():
     built(batch(), 0)
     built(batch(seed=1), 1)
     built.after_step(lambda: dict(built.named_parameters()))
-    assert built.queue.filled == ROWS
+    assert built.teacher.queue.filled == ROWS
 
 
 def test_extra_state_restores_teacher_and_queue():
@@ -281,3 +286,68 @@ def test_training_learns_the_pairs():
     assert output.losses["token"] < 0.5 * first["token"]
     assert output.losses["mlm"] < 0.5 * first["mlm"]
     assert output.statistics["itm_accuracy"] > 0.8
+
+
+class ToyConfig(Config):
+    """Settings of an objective outside the package."""
+
+    weight: float = 1.0
+
+
+class Toy(Objective):
+    """Pull image and text features together, through a layer of its own."""
+
+    def __init__(self, settings, objectives, model):
+        super().__init__(settings, objectives, model)
+        self.layer = torch.nn.Linear(model.embed_dim, model.embed_dim)
+
+    def modules(self):
+        return {"toy_head": self.layer}
+
+    def __call__(self, step):
+        distance = (self.layer(step.image.feature) - step.text.feature).square().sum(-1)
+        valid = step.batch.valid
+        step.statistics["toy_rows"] = valid.sum()
+        loss = Loss(torch.where(valid, distance, 0).sum(), valid.sum())
+        return {"toy": Term(loss, self.settings.weight)}
+
+
+@pytest.fixture
+def toy_objective(monkeypatch):
+    monkeypatch.setattr(objective, "OBJECTIVES", dict(objective.OBJECTIVES))
+    monkeypatch.setattr(objectives_config, "_registered", {})
+    monkeypatch.setattr(pretraining_task, "OBJECTIVES", objective.OBJECTIVES)
+    register_objective("toy", Toy, ToyConfig)
+
+
+def test_an_objective_from_outside_is_trained(toy_objective):
+    built = task({"contrastive": None, "itm": None, "teacher": None, "toy": {"weight": 0.5}})
+    optimiser = torch.optim.AdamW(built.parameters(), 3e-3)
+    start = built.toy_head.weight.detach().clone()
+    for step in range(2):
+        output = built(batch(), step)
+        parts = output.losses
+        expected = parts["mlm"] + parts["mim"] + 0.5 * parts["toy"]
+        torch.testing.assert_close(output.loss.detach(), expected)
+        output.loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    assert list(output.losses)[-1] == "toy"
+    assert output.statistics["toy_rows"] == ROWS
+    assert not torch.equal(built.toy_head.weight, start)
+
+
+def test_settings_of_a_registered_objective_are_checked(toy_objective):
+    alone = {"contrastive": None, "itm": None, "mlm": None, "mim": None}
+    config = ObjectivesConfig.model_validate(alone | {"toy": {"weight": 2}})
+    assert config.toy == ToyConfig(weight=2.0)
+    assert ObjectivesConfig.model_validate(config.model_dump(mode="json")) == config
+    for wrong, key in (({"toys": {}}, "toys"), ({"toy": {"wait": 1}}, "toy.wait")):
+        with pytest.raises(ValidationError) as caught:
+            ObjectivesConfig.model_validate(wrong)
+        (problem,) = caught.value.errors()
+        assert (".".join(problem["loc"]), problem["type"]) == (key, "extra_forbidden")
+    with pytest.raises(ValueError, match="registered already"):
+        register_objective("toy", Toy)
+    with pytest.raises(ValueError, match=r"objectives\.mlm is a key already"):
+        objectives_config.register_settings("mlm", ToyConfig)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, create_model, model_validator
 
 from vlp.config import Config
 
@@ -78,8 +79,27 @@ class TeacherConfig(Config):
     warmup_steps: int = Field(1000, ge=0, description="alpha rises linearly over these steps")
 
 
+_registered: dict[str, type[Config]] = {}
+
+
+def register_settings(name: str, settings: type[Config]) -> None:
+    """Add a key to `ObjectivesConfig`: settings of an objective that it has no field for.
+
+    Raises:
+        ValueError: the key is taken.
+    """
+    if name in _registered or name in ObjectivesConfig.model_fields:
+        raise ValueError(f"objectives.{name} is a key already")
+    _registered[name] = settings
+
+
 class ObjectivesConfig(Config):
-    """All objectives; `null` leaves one out, and with it its pass."""
+    """All objectives; `null` leaves one out, and with it its pass.
+
+    Keys that `register_settings` added are absent unless they are given.
+    """
+
+    model_config = ConfigDict(extra="allow")
 
     contrastive: ContrastiveConfig | None = ContrastiveConfig()
     itm: ITMConfig | None = ITMConfig()
@@ -87,8 +107,21 @@ class ObjectivesConfig(Config):
     mim: MIMConfig | None = MIMConfig()
     teacher: TeacherConfig | None = TeacherConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _registered_keys(cls, values: Any) -> Any:
+        """Validate the keys beyond the fields, which refuses those that are not registered."""
+        if not isinstance(values, Mapping):
+            return values
+        optional: dict[str, Any] = {name: (kind | None, None) for name, kind in _registered.items()}
+        beyond = create_model("RegisteredObjectives", __base__=Config, **optional)
+        own = {name: value for name, value in values.items() if name in cls.model_fields}
+        others = {name: value for name, value in values.items() if name not in own}
+        return own | {name: getattr(beyond.model_validate(others), name) for name in others}
+
     @model_validator(mode="after")
     def _trains_something(self) -> ObjectivesConfig:
-        if not (self.contrastive or self.itm or self.mlm or self.mim):
+        registered = self.model_extra or {}
+        if not (self.contrastive or self.itm or self.mlm or self.mim or any(registered.values())):
             raise ValueError("contrastive, itm, mlm and mim are all null: nothing is trained")
         return self

@@ -29,12 +29,12 @@ class Negatives(NamedTuple):
 
 @torch.no_grad()
 def hard_negatives(
-    similarity_i2t: Tensor, image_ids: Tensor, valid: Tensor, rng_for: Tensor, group: int
+    similarity_i2t: Tensor, image_ids: Tensor, valid: Tensor, uniform: Tensor, group: int
 ) -> Negatives:
     """Sample negatives in proportion to softmax(similarity) within groups of consecutive rows.
 
     `similarity_i2t` (B, B) are logits (divided by the temperature already), images by texts;
-    `image_ids` (B,), `valid` (B,) bool, `rng_for` (B, 2) uniform in [0, 1): column 0 chooses the
+    `image_ids` (B,), `valid` (B,) bool, `uniform` (B, 2) uniform in [0, 1): column 0 chooses the
     text's, column 1 the image's negative by inverse CDF in float64. Only the blocks on the
     diagonal are read. A negative never shows the same image and is never an empty slot; a row
     without candidates has none (ALBEF crashes there). Source: ALBEF, section 3.2.
@@ -56,8 +56,8 @@ def hard_negatives(
         index = _inverse_cdf(logits, allowed, draw.unflatten(0, (number, size))) + start
         return torch.where(has, index.flatten(), own), has
 
-    text, has_text = choose(blocks, rng_for[:, 0].double())
-    image, has_image = choose(blocks.transpose(1, 2), rng_for[:, 1].double())
+    text, has_text = choose(blocks, uniform[:, 0].double())
+    image, has_image = choose(blocks.transpose(1, 2), uniform[:, 1].double())
     return Negatives(text, image, has_text, has_image)
 
 

@@ -36,3 +36,23 @@ def similarity_quantile(
     below = (counts.cumsum(0) < quantile * total).sum()
     edge = (below + 1).to(torch.float32) / (BINS / 2) - 1
     return torch.where(total > 0, edge, torch.nan)
+
+
+@torch.no_grad()
+def move_threshold(
+    threshold: Tensor,
+    similarity: Tensor,
+    word_mask: Tensor,
+    valid: Tensor,
+    quantile: float,
+    momentum: float,
+) -> None:
+    """Move a 0-d threshold, in place, towards the quantile of a batch (`similarity_quantile`).
+
+    Its first value, in place of 0, is the quantile itself; later ones are running means. A batch
+    without words leaves it as it is. Every rank must call it.
+    """
+    now = similarity_quantile(similarity, word_mask, valid, quantile)
+    moved = torch.lerp(now, threshold, momentum)
+    new = torch.where(threshold > 0, moved, now)
+    threshold.copy_(torch.where(torch.isfinite(new), new, threshold))

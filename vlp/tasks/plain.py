@@ -40,11 +40,12 @@ class PlainTask(nn.Module):
         weights: Mapping[str, float] | None = None,
         statistics: Mapping[str, Tensor] | None = None,
     ) -> StepOutput:
-        """The weighted sum of losses (weight 1 unless named) normalised by their global counts."""
+        """Sum losses, normalised by their global counts, with their weights (1 unless named)."""
         normalised = normalise(losses)
         weights = weights or {}
         total = torch.stack([weights.get(n, 1.0) * loss for n, loss in normalised.items()]).sum()
-        return StepOutput(total, normalised, dict(statistics or {}))
+        parts = {name: loss.detach() for name, loss in normalised.items()}
+        return StepOutput(total, parts, dict(statistics or {}))
 
     def after_step(self, parameters: Callable[[], dict[str, Tensor]]) -> None:
         """Nothing is kept beside the parameters."""

@@ -83,9 +83,9 @@ def test_every_pass_and_part_is_measured(config_file):
         assert all(value > 0 for value in parts.values())
         low, high = found.quartiles[name]
         assert low <= parts["step"] <= high
-    everywhere = {f"pass/{name}" for name in ("clean", "teacher", "pairs", "words", "patches")}
+    everywhere = {f"pass/{name}" for name in ("clean", "teacher", "itm", "mlm", "mim")}
     assert everywhere <= {name for name, values in found.passes.items() if WITHOUT in values}
-    assert {"anchor/field", "pass/anchor_statistics"} <= {
+    assert {"anchor/field", "pass/anchor_threshold"} <= {
         name for name, values in found.passes.items() if WITHOUT not in values
     }
     assert found.peak[WITH] > found.peak[WITHOUT] > 0

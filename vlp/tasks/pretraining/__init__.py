@@ -1,0 +1,22 @@
+"""Pretraining: one file per objective, composed in `task.py`.
+
+A new objective is a subclass of `Objective` and a line `register_objective(...)`, here or in a
+module outside the package that is imported before the configuration is read. Objectives run, and
+their losses are summed, in the order in which they are registered.
+"""
+
+from vlp.tasks.pretraining.contrastive import Contrastive
+from vlp.tasks.pretraining.itm import ImageTextMatching
+from vlp.tasks.pretraining.mim import MaskedImageModelling
+from vlp.tasks.pretraining.mlm import MaskedLanguageModelling
+from vlp.tasks.pretraining.objective import Objective, Step, Term, register_objective
+from vlp.tasks.pretraining.task import Pretraining
+from vlp.tasks.pretraining.token import TokenTerms
+
+__all__ = ["Objective", "Pretraining", "Step", "Term", "register_objective"]
+
+register_objective("contrastive", Contrastive)
+register_objective("token", TokenTerms)
+register_objective("itm", ImageTextMatching)
+register_objective("mlm", MaskedLanguageModelling)
+register_objective("mim", MaskedImageModelling)

@@ -1,0 +1,49 @@
+"""Image-text matching objective (ITM) with hard negatives."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from vlp.models.cross_encoder import PairIndices
+from vlp.objectives.config import ITMConfig
+from vlp.objectives.itm import hard_negatives, itm_loss
+from vlp.positions.anchor_field import AnchorField
+from vlp.tasks.pretraining.contrastive import pair_temperature
+from vlp.tasks.pretraining.objective import Objective, Step, Term
+
+
+class ImageTextMatching(Objective):
+    """Tell matching pairs from each image with a wrong text and each text with a wrong image.
+
+    Inputs: both encoders' outputs on the unmasked batch; `uniform` draws the negatives. Loss:
+    `itm`. Logs `itm_accuracy`. Leaves the anchor paths of the matching pairs in `step.anchors`.
+    """
+
+    on_clean_pairs: ClassVar[bool] = True
+    settings: ITMConfig
+
+    def __call__(self, step: Step) -> dict[str, Term]:
+        """Compute the loss over matching pairs and those negatives that were found."""
+        batch, image, text = step.batch, step.image, step.text
+        with torch.no_grad(), torch.autocast(batch.pixels.device.type, enabled=False):
+            temperature = pair_temperature(step.model, self.objectives)
+            similarity = image.feature @ text.feature.T / temperature
+        negatives = hard_negatives(
+            similarity, batch.image_ids, batch.valid, batch.uniform, self.settings.group
+        )
+        rows = torch.arange(len(batch.valid), device=batch.valid.device)
+        pairs = PairIndices(
+            texts=torch.cat([rows, negatives.text_for_image, rows]),
+            images=torch.cat([rows, rows, negatives.image_for_text]),
+        )
+        crossed = step.model.cross(image, text, pairs, need_image=False)
+        logits = step.model.match_logits(crossed)
+        labels = torch.cat([torch.ones_like(rows), torch.zeros_like(rows), torch.zeros_like(rows)])
+        counted = torch.cat([batch.valid, negatives.has_text, negatives.has_image])
+        right = (logits.detach().argmax(-1) == labels) & counted
+        step.statistics["itm_accuracy"] = right.sum() / counted.sum().clamp(min=1)
+        if crossed.anchors is not None:
+            step.anchors = AnchorField(*(part[: len(rows)].detach() for part in crossed.anchors))
+        return {"itm": Term(itm_loss(logits, labels, counted), self.settings.weight)}

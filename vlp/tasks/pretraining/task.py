@@ -1,0 +1,168 @@
+"""The pretraining task: encoders, objectives, and the total loss of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from vlp.config import ConfigError
+from vlp.data.image.transforms import Preprocessing
+from vlp.data.stream.batch import Batch
+from vlp.data.text.tokenizer import TextProcessor
+from vlp.models.config import ModelConfig
+from vlp.models.folder import save_pretrained, start_from
+from vlp.models.pretrained.load import load_public_weights
+from vlp.models.vlp import VLPModel
+from vlp.objectives.config import ObjectivesConfig
+from vlp.objectives.running_quantile import move_threshold
+from vlp.tasks.plain import PlainTask, Precision
+from vlp.tasks.pretraining.monitors import anchor_shares, collapse, word_cosines
+from vlp.tasks.pretraining.objective import OBJECTIVES, Objective, Step, Term
+from vlp.tasks.pretraining.teacher import MomentumTeacher, strip_prefix
+from vlp.tasks.task import StepOutput
+
+
+class Pretraining(PlainTask):
+    """The VLP model with the configured objectives; `forward` computes one rank's share of a batch.
+
+    Losses are scaled so that their mean over ranks is the mean over the global batch.
+
+    Args:
+        config: sizes; public weights that it names are loaded.
+        objectives: what is trained.
+        vocabulary: tokenizer that goes into the model folder.
+        precision: "bf16" runs the passes under autocast, "float32" does not.
+        log_every: steps between the statistics that cost time.
+        init_from: model folder whose weights come last, over public ones.
+        model: of this configuration, taken as it is in place of a new one.
+
+    Raises:
+        ConfigError: weights that the configuration names are missing or do not fit.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        objectives: ObjectivesConfig,
+        vocabulary: str,
+        precision: Precision = "float32",
+        log_every: int = 50,
+        init_from: str | None = None,
+        model: VLPModel | None = None,
+    ) -> None:
+        super().__init__(precision)
+        self.config, self.vocabulary, self.log_every = config, vocabulary, log_every
+        self.model = VLPModel(config) if model is None else model
+        try:
+            self.weight_reports = [] if model else load_public_weights(self.model)
+            if init_from is not None:
+                self.weight_reports.append(start_from(self.model, init_from))
+        except (FileNotFoundError, ValueError) as error:
+            raise ConfigError(str(error)) from error
+        self.objectives: dict[str, Objective] = {}
+        for name, kind in OBJECTIVES.items():
+            if (settings := kind.settings_of(name, objectives)) is not None:
+                self.objectives[name] = kind(settings, objectives, config)
+                for module_name, module in self.objectives[name].modules().items():
+                    self.add_module(module_name, module)
+        self.teacher: MomentumTeacher | None = None
+        if objectives.teacher:
+            student: dict[str, nn.Module] = {"model": self.model}
+            for objective in self.objectives.values():
+                student |= objective.modules() if objective.taught else {}
+            self.teacher = MomentumTeacher(objectives.teacher, student, config.embed_dim)
+
+    def forward(self, batch: Batch, step: int) -> StepOutput:
+        """Compute losses and statistics of a batch; `step` counts optimiser steps from 0."""
+        with self.autocast(batch.pixels.device):
+            state = self._encode(batch, step)
+            terms = self._run(state, on_clean_pairs=True)
+            self._follow_anchors(state)
+            terms |= self._run(state, on_clean_pairs=False)
+            if state.is_logged:
+                state.statistics |= collapse(state) | word_cosines(state)
+            return self.step_output(
+                {name: term.loss for name, term in terms.items()},
+                {name: term.weight for name, term in terms.items()},
+                state.statistics,
+            )
+
+    def _encode(self, batch: Batch, step: int) -> Step:
+        """Run both encoders on the unmasked batch, and the teacher."""
+        with record_function("pass/clean"):
+            image = self.model.encode_image(batch.pixels)
+            text = self.model.encode_text(batch.text_ids, batch.attention_mask, batch.word_mask)
+        taught = None
+        if self.teacher is not None:
+            with record_function("pass/teacher"):
+                taught = self.teacher(batch, step, self.training)
+        is_logged = step == 0 or (step + 1) % self.log_every == 0
+        return Step(step, batch, self.model, image, text, taught, is_logged)
+
+    def _run(self, step: Step, on_clean_pairs: bool) -> dict[str, Term]:
+        terms: dict[str, Term] = {}
+        for name, objective in self.objectives.items():
+            if objective.on_clean_pairs == on_clean_pairs:
+                with record_function(f"pass/{name}"):
+                    terms |= objective(step)
+        return terms
+
+    @torch.no_grad()
+    def _follow_anchors(self, step: Step) -> None:
+        """Log the anchors of the matching pairs, then move the running threshold after them."""
+        anchors, step.anchors = step.anchors, None  # large, and of no use to later passes
+        if "anchor" not in self.config.cross.position:
+            return
+        if anchors is None:
+            anchors = self.model.anchors(step.image, step.text)
+        assert anchors is not None  # the position is there
+        settings, batch = self.config.cross.anchor, step.batch
+        if step.is_logged:
+            with record_function("pass/anchor_statistics"):
+                step.statistics |= anchor_shares(step, anchors)
+        if settings.threshold is None and self.training:
+            with record_function("pass/anchor_threshold"):
+                move_threshold(
+                    self.model.anchor_threshold,
+                    anchors.similarity,
+                    batch.word_mask,
+                    batch.valid,
+                    settings.quantile,
+                    settings.quantile_momentum,
+                )
+
+    def after_step(self, parameters: Callable[[], dict[str, Tensor]]) -> None:
+        """Move the teacher towards the new student and push its keys into the queue."""
+        if self.teacher is not None:
+            self.teacher.after_step(parameters(), dict(self.named_buffers()))
+
+    def after_skip(self) -> None:
+        """Forget the teacher's keys of a step that was not applied."""
+        if self.teacher is not None:
+            self.teacher.forget()
+
+    def extra_state(self) -> dict[str, Tensor]:
+        """Return teacher and queue by name, the same on every rank; empty without a teacher."""
+        return {} if self.teacher is None else self.teacher.state_dict()
+
+    def load_extra_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take back what `extra_state` gave."""
+        if self.teacher is not None:
+            self.teacher.load_state_dict(state)
+
+    def save_model(self, folder: Path, state: dict[str, Tensor]) -> None:
+        """Write the model folder; `state` is the full `state_dict` of this task."""
+        saved = [o for o in self.objectives.values() if o.saves_modules]
+        heads = tuple(f"{name}." for objective in saved for name in objective.modules())
+        save_pretrained(
+            folder,
+            self.config,
+            strip_prefix(state, "model."),
+            TextProcessor.load(self.vocabulary, self.config.text.max_tokens),
+            Preprocessing(self.config.image.image_size),
+            {name: value for name, value in state.items() if name.startswith(heads)},
+        )
