@@ -69,7 +69,7 @@ def image_self_attention(layer: CrossLayer, image: Tensor, context: PositionCont
 def text_self_attention(
     layer: CrossLayer, text: Tensor, mask: Tensor, context: PositionContext, first: bool
 ) -> Tensor:
-    """Return the self-attention of texts; `first` asks for no more than the first token's states."""
+    """Return the self-attention of texts, with `first` of their first token alone."""
     if first and not layer.attention.positions:
         attended = layer.attention(text[:, :1], text, mask, context)
         return layer.attention_norm(text[:, :1] + attended)
@@ -118,7 +118,7 @@ def attend_once(
     context: PositionContext,
     shift: PathShift | None,
 ) -> Tensor:
-    """Return the cross-attention of a single query (T, 1, width) each to images (T, 1 + M, width)."""
+    """Return the cross-attention of one query (T, 1, width) each to images (T, 1 + M, width)."""
     field = context.anchors
     if shift is not None and field is not None:
         text = text + field.text_mean @ shift.query_inputs
