@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, core_schema
 
 INHERIT = "inherit"
 COMMAND_LINE = "the command line"
@@ -33,6 +35,39 @@ class Config(BaseModel):
 
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
+
+
+class Choice:
+    """Mark of an annotated field: a key of its value names the configuration class.
+
+    `Annotated[Base, Choice("kind", names, select)]` is a discriminated union that is open: names
+    may be registered after the class that has the field.
+
+    Args:
+        key: of the value, such as "kind".
+        names: all values of the key.
+        select: the class of a name; a ValueError for an unknown one.
+    """
+
+    def __init__(
+        self, key: str, names: Callable[[], Iterable[str]], select: Callable[[str], type[Config]]
+    ) -> None:
+        self._key, self._names, self._select = key, names, select
+
+    def classes(self) -> Iterator[type[Config]]:
+        """Yield every class that may be chosen."""
+        return map(self._select, self._names())
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._validate)
+
+    def _validate(self, value: Any) -> Config:
+        if isinstance(value, Config):
+            return value
+        name = value.get(self._key) if isinstance(value, Mapping) else None
+        if not isinstance(name, str):
+            raise ValueError(f"`{self._key}` is missing; it is one of {', '.join(self._names())}")
+        return self._select(name).model_validate(value)
 
 
 # In YAML 1.2 `1e-4` and `2.5e3` are numbers; PyYAML reads 1.1, which wants `1.0e-4` and `2.5e+3`.
@@ -212,7 +247,7 @@ def _location(parts: Sequence[str | int], schema: type[Config]) -> tuple[list[st
                 continue
         location.append(str(part))
         if fields:
-            types = [inner for field in fields for inner in _config_types(field.annotation)]
+            types = [inner for field in fields for inner in _field_types(field)]
             names.append(str(part))
     return location, names
 
@@ -239,12 +274,19 @@ def _nearest(key: str, schema: type[Config]) -> str:
 def _schema_paths(schema: type[Config], prefix: str = "") -> Iterator[str]:
     for name, field in schema.model_fields.items():
         yield f"{prefix}{name}"
-        for inner in _config_types(field.annotation):
+        for inner in _field_types(field):
             yield from _schema_paths(inner, f"{prefix}{name}.")
+
+
+def _field_types(field: FieldInfo) -> Iterator[type[Config]]:
+    for part in (field.annotation, *field.metadata):
+        yield from _config_types(part)
 
 
 def _config_types(annotation: Any) -> Iterator[type[Config]]:
     """The configurations in a type: alone, in a choice, or as elements of a tuple, list or dict."""
+    if isinstance(annotation, Choice):
+        yield from annotation.classes()
     if isinstance(annotation, type) and issubclass(annotation, Config):
         yield annotation
     for inner in get_args(annotation):

@@ -11,7 +11,7 @@ import argparse
 from evaluation.core.samples import EvaluationError
 from evaluation.core.work_sharding import Ranks
 from vlp.models.folder import local_folder
-from vlp.models.model_card import CARD, write_model_card
+from vlp.tasks.model_card import CARD, write_model_card
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.downstream.result import TaskResult
+from vlp.tasks.downstream.registry import task_module
 from vlp.tasks.downstream.retrieval import PairsTask
-from vlp.tasks.downstream.task import KINDS, Downstream
+from vlp.tasks.downstream.task import Downstream
 
 
 def evaluate_task(
@@ -30,6 +31,6 @@ def evaluate_task(
         EvaluationError: there is nothing to evaluate.
         ConfigError: a shard folder cannot be read.
     """
-    module = import_module(f"evaluation.downstream.{KINDS[task.kind]}")
+    module = import_module(f"evaluation.downstream.{task_module(task.kind)}")
     result: TaskResult = module.evaluate(task, shards, **options)
     return result

@@ -94,12 +94,12 @@ def predictions(
 
     Rows hold what is in `SAID` but `scores`, and people's `captions`, none in a test set.
     """
-    images = task.images(shards, limit)
+    images = task.dataset(shards, limit)
 
     def judge(made: Sequence[tuple[Item, CaptionExample]]) -> list[Row]:
         inputs = images.collate([sample for _, sample in made]).to(place)
         with precision_context(place, precision):
-            said = task.write(inputs)
+            said = task.predict(inputs)
         return [_row(item, sample, caption) for (item, sample), caption in zip(made, said)]
 
     with evaluating(task, device) as place:

@@ -14,8 +14,9 @@ from vlp import distributed
 from vlp.config import ConfigError
 from vlp.metrics.captions import CaptionToolError
 from vlp.tasks.downstream.init_from import start_parts
+from vlp.tasks.downstream.registry import get_task
 from vlp.tasks.downstream.retrieval import PairsTask
-from vlp.tasks.downstream.task import Downstream, task_module
+from vlp.tasks.downstream.task import Downstream
 from vlp.training.best_checkpoint import BestCheckpoint
 from vlp.training.command import run_training
 from vlp.training.finetune_config import FinetuneConfig
@@ -74,7 +75,7 @@ def build_task(config: FinetuneConfig) -> tuple[Downstream | PairsTask, Any]:
     parts, report = start_parts(config.init_from, config.model)
     if distributed.rank() == 0:
         print(report, flush=True)
-    built: tuple[Downstream | PairsTask, Any] = task_module(config.task.kind).build(
+    built: tuple[Downstream | PairsTask, Any] = get_task(config.task.kind).build(
         config.task, parts, training.batch, training.seed, training.precision
     )
     return built

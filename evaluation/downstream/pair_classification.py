@@ -99,7 +99,7 @@ def predictions(
     Rows hold `key`, the ids that there are, `text`, `prediction`, `label` (None without one) and
     `image`.
     """
-    claims = task.claims(shards, limit)
+    claims = task.dataset(shards, limit)
 
     def judge(made: Sequence[tuple[Item, PairExample]]) -> list[dict[str, Any]]:
         inputs = claims.collate([claim for _, claim in made]).to(place)

@@ -27,7 +27,8 @@ from evaluation.downstream.submissions import (
 from evaluation.grounding.grounding import evaluate_grounding
 from vlp.config import ConfigError
 from vlp.models.folder import local_folder
-from vlp.tasks.downstream.task import KINDS, TASK, load_task
+from vlp.tasks.downstream.registry import task_module
+from vlp.tasks.downstream.task import TASK, load_task
 
 GROUNDING = "grounding"
 _TRUTH = ("answers", "types", "captions", "scores")
@@ -81,7 +82,7 @@ def predict(
         task = load_task(folder)
     except ValueError as error:
         raise EvaluationError(" ".join(str(error).split())) from error
-    module = import_module(f"evaluation.downstream.{KINDS[task.kind]}")
+    module = import_module(f"evaluation.downstream.{task_module(task.kind)}")
     rows, skipped = module.predictions(task, shards, **options)
     said = [{name: value for name, value in row.items() if name not in _TRUTH} for row in rows]
     return Predictions(task.kind, said, skipped)

@@ -148,7 +148,7 @@ def caption_of(
     pixels = task.prepare(images, "", 0, None)
     ids, valid = torch.zeros(1, 0, dtype=torch.int64), torch.ones(1, dtype=torch.bool)
     batch = CaptionBatch(pixels, ids, valid).to(place)
-    said = task.write(batch)[0]
+    said = task.predict(batch)[0]
     memory = task.decoder.remember(task.model.encode_image(batch.pixels).states)
     words = TextProcessor(task.text.tokenizer, task.config.data.max_caption)
     return said, _probability(task, memory, words, said, place)

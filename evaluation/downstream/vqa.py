@@ -115,7 +115,7 @@ def predictions(
 
     Rows hold what is in `SAID` but `scores`, and people's `answers` and the question's `types`.
     """
-    questions = task.questions(shards, limit)
+    questions = task.dataset(shards, limit)
 
     def judge(made: Sequence[tuple[Item, VqaExample]]) -> list[Row]:
         inputs = questions.collate([asked for _, asked in made]).to(place)

@@ -15,8 +15,6 @@ from PIL import Image
 import vlp
 from evaluation.__main__ import main
 from evaluation.downstream import evaluate_task
-from vlp.models.folder import push_to_hub
-from vlp.models.model_card import MARK, model_card, write_model_card
 from vlp.tasks.downstream.init_from import start_parts
 from vlp.tasks.downstream.pair_classification import (
     Nlvr2AssignmentConfig,
@@ -24,6 +22,7 @@ from vlp.tasks.downstream.pair_classification import (
     PairClassification,
     SnliVeConfig,
 )
+from vlp.tasks.model_card import MARK, model_card, push_to_hub, write_model_card
 
 
 @pytest.fixture

@@ -179,25 +179,6 @@ def _read_weights(file: Path) -> dict[str, Tensor]:
         raise ValueError(f"{file}: damaged ({error})") from error
 
 
-def push_to_hub(folder: str | Path, repository: str, private: bool = False) -> str:
-    """Upload a model folder with its model card to the hub and return its address.
-
-    A card that was written by hand is kept, any other made anew.
-
-    Raises:
-        FileNotFoundError: it is no model folder.
-        ValueError: a file of it is damaged.
-    """
-    from huggingface_hub import HfApi
-
-    from vlp.models.model_card import write_model_card
-
-    write_model_card(folder)
-    api = HfApi()
-    api.create_repo(repository, private=private, exist_ok=True)
-    return str(api.upload_folder(folder_path=str(folder), repo_id=repository))
-
-
 def is_local(folder_or_name: str | Path) -> bool:
     """Whether a folder of this machine is meant, with a model or by mistake.
 

@@ -1,4 +1,4 @@
-"""A fine-tuning run: where it starts, what it trains, and what it is judged by."""
+"""A fine-tuning run: where it starts, what it trains, and how it is validated."""
 
 from __future__ import annotations
 
@@ -7,26 +7,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from vlp.tasks.downstream.caption import CaptionConfig
-from vlp.tasks.downstream.grounding import GroundingConfig
-from vlp.tasks.downstream.pair_classification import (
-    Nlvr2AssignmentConfig,
-    Nlvr2Config,
-    SnliVeConfig,
-)
-from vlp.tasks.downstream.retrieval import RetrievalConfig
-from vlp.tasks.downstream.vqa import VqaConfig
+from vlp.config import Choice
+from vlp.tasks.downstream.registry import get_task, task_kinds
+from vlp.tasks.downstream.task import TaskConfig
 from vlp.training.config import LoopConfig, RunConfig
-
-AnyDownstream = (
-    RetrievalConfig
-    | GroundingConfig
-    | SnliVeConfig
-    | Nlvr2Config
-    | Nlvr2AssignmentConfig
-    | VqaConfig
-    | CaptionConfig
-)
 
 
 class FinetuningConfig(LoopConfig):
@@ -52,5 +36,7 @@ class FinetuneConfig(RunConfig):
         {},
         description="changes to the configuration of `init_from`, as {image: {image_size: 384}}",
     )
-    task: Annotated[AnyDownstream, Field(discriminator="kind")]
+    task: Annotated[TaskConfig, Choice("kind", task_kinds, lambda kind: get_task(kind).config)] = (
+        Field(description="of one of the kinds that `vlp.tasks.downstream.registry` knows")
+    )
     training: FinetuningConfig = FinetuningConfig()

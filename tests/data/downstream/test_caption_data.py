@@ -6,7 +6,7 @@ import torch
 from question_shards import AUGMENT, coloured, photo, toy_text, write_shards
 
 from vlp.data.config import AugmentConfig
-from vlp.data.downstream.caption import CaptionDataConfig, CaptionSet, captions_in
+from vlp.data.downstream.caption import CaptionDataConfig, CaptionDataset, captions_in
 from vlp.data.downstream.images import ImagePreparation
 from vlp.data.downstream.items import Items
 from vlp.data.image.transforms import Preprocessing, TrainTransform
@@ -20,11 +20,11 @@ def captions(folder, parts=captions_in, **options):
     preprocess = Preprocessing(16)
     transform = TrainTransform(AugmentConfig.model_validate(AUGMENT), preprocess)
     prepare = ImagePreparation(transform, preprocess, "image", 4)
-    return CaptionSet(Items([folder], parts), toy_text(), prepare, config)
+    return CaptionDataset(Items([folder], parts), toy_text(), prepare, config)
 
 
 def batches(own, batch, count=1):
-    return [one for one, _ in own.batches(batch, 0).batches(stop_after=count)]
+    return [one for one, _ in own.batches(own.config, batch, 0).batches(stop_after=count)]
 
 
 def said(own, batch):

@@ -15,7 +15,7 @@ from vlp.data.config import AugmentConfig
 from vlp.data.downstream.answers import answers_of, frequent_answers, read_answers
 from vlp.data.downstream.images import ImagePreparation
 from vlp.data.downstream.items import Items
-from vlp.data.downstream.vqa import QuestionSet, VqaDataConfig, question_types, questions_in
+from vlp.data.downstream.vqa import VqaDataConfig, VqaDataset, question_types, questions_in
 from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.pretrain.dataset import Request
 from vlp.data.scenes.annotation import SOURCE
@@ -30,7 +30,7 @@ def questions(folder, limit=None, max_answer=5, **augment):
     preprocess = Preprocessing(16)
     transform = TrainTransform(AugmentConfig.model_validate(AUGMENT | augment), preprocess)
     prepare = ImagePreparation(transform, preprocess, "image", 4)
-    return QuestionSet(Items([folder], questions_in, limit), toy_text(), prepare, max_answer)
+    return VqaDataset(Items([folder], questions_in, limit), toy_text(), prepare, max_answer)
 
 
 def made(own, number):

@@ -302,9 +302,9 @@ def test_a_image_of_several_panels_is_one_file(panelled, tmp_path, capsys):
     folder, strip, task = panelled
     said = Annotation(statement="a red circle", identifier="1572-0")
     shards = annotated_shards(tmp_path / "strips", [said], strip.read_bytes())
-    claims = task.claims([shards])
+    pairs = task.dataset([shards])
     with torch.no_grad():
-        inputs = claims.collate([claims.make(claims.items.read(0), 0)])
+        inputs = pairs.collate([pairs.make(pairs.items.read(0), 0)])
         wanted = dict(zip(("False", "True"), task.logits(inputs).softmax(-1)[0].tolist()))
     found = predict_one(folder, [strip], "a red circle", "cpu")
     assert dict(found.answers) == pytest.approx(wanted, abs=1e-6)

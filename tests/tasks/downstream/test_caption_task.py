@@ -69,13 +69,13 @@ def test_it_learns_to_caption_and_its_folder_does_so_too(shards, tmp_path) -> No
         task(batch, step).loss.backward()
         optimiser.step()
     task.eval()
-    own = task.images([shards])
+    own = task.dataset([shards])
     batch = own.collate([own.make(own.items.read(number), number) for number in range(6)])
-    said = task.write(batch)
+    said = task.predict(batch)
     for colour, caption in zip(("red", "green", "blue") * 2, said):
         assert caption in (f"a {colour} picture", f"a plain {colour} one")
     task.save_model(tmp_path, task.state_dict())
-    assert load_task(tmp_path).write(batch) == said
+    assert load_task(tmp_path).predict(batch) == said
 
 
 def test_captions_longer_than_the_model_reads_are_refused(shards) -> None:

@@ -134,11 +134,11 @@ def test_assignment_puts_the_caption_with_its_image(folder, tmp_path):
             said = Annotation(caption=f"number {number}", source="test", image_id=str(number))
             writer.write(f"{number}", image, "png", said)
     task, _ = built(settings(Nlvr2AssignmentConfig, shards), folder)
-    claims = task.claims([shards])
-    own = [claims.prepare([_decoded(image)], "", 0, None)[0] for image in images]
+    pairs = task.dataset([shards])
+    own = [pairs.prepare([_decoded(image)], "", 0, None)[0] for image in images]
     places = []
     for number in range(9):
-        claim = claims.make(claims.items.read(number), number)
+        claim = pairs.make(pairs.items.read(number), number)
         shown = [next(k for k in range(9) if torch.equal(own[k], p)) for p in claim.pixels]
         assert shown[0] != shown[1]
         assert (shown.index(number) if number in shown else 2) == claim.label
@@ -168,7 +168,7 @@ def test_bad_samples_are_named(folder, tmp_path):
     assert kinds == ["no text", "unknown label", "unknown label"]
     where = " ".join(skip.where for skip in batch.skipped)
     assert "'maybe' is none of entailment, neutral, contradiction" in where
-    statements = task.claims([shards])
+    statements = task.dataset([shards])
     statements.images = 2
     with pytest.raises(BadSample, match="no second image"):
         statements.make(statements.items.read(3), 3)
@@ -188,10 +188,10 @@ def test_what_the_model_is_shown_can_be_taken_away(folder, tmp_path, view):
     shards = entailment_shards(tmp_path / "train")
     whole, _ = built(settings(SnliVeConfig, shards), folder)
     less, _ = built(settings(SnliVeConfig, shards, view=view), folder)
-    item = whole.claims([shards]).items.read(0)
-    seen, left = (task.claims([shards]).make(item, 0).pixels for task in (whole, less))
+    item = whole.dataset([shards]).items.read(0)
+    seen, left = (task.dataset([shards]).make(item, 0).pixels for task in (whole, less))
     assert not torch.equal(seen, left)
-    assert torch.equal(left, less.claims([shards]).make(item, 0).pixels)
+    assert torch.equal(left, less.dataset([shards]).make(item, 0).pixels)
     if view == "shuffled":
         assert torch.equal(seen.sum((1, 2, 3)), left.sum((1, 2, 3))) or torch.allclose(
             seen.sum(), left.sum(), atol=1e-3

@@ -40,7 +40,7 @@ def first_batch(data):
 
 
 def collated(task, shards, numbers):
-    own = task.questions([shards])
+    own = task.dataset([shards])
     return own.collate([own.make(own.items.read(number), number) for number in numbers])
 
 

@@ -14,7 +14,7 @@ from vlp.data.shards.shard_index import ShardIndex
 
 
 def answers_of(question: Question) -> dict[str, int]:
-    """What people answered and how many of them; blank answers do not count."""
+    """Count the people who gave each answer; blank answers do not count."""
     said: Counter[str] = Counter()
     for one in question.answers:
         if one.answer.strip() and one.count > 0:
@@ -23,7 +23,7 @@ def answers_of(question: Question) -> dict[str, int]:
 
 
 def frequent_answers(folders: Sequence[str | Path], most: int) -> tuple[str, ...]:
-    """The answers that people gave most often in some shards, the most frequent first.
+    """Return the most frequent answers of shards, the most frequent first.
 
     Raises:
         ConfigError: a folder cannot be read, or nobody answered anything in it.
@@ -48,7 +48,7 @@ def frequent_answers(folders: Sequence[str | Path], most: int) -> tuple[str, ...
 
 
 def read_answers(file: str | Path) -> tuple[str, ...]:
-    """A file of answers, as JSON list or one a line; blank and repeated ones are left out.
+    """Read a file of answers, a JSON list or one a line, without blank and repeated ones.
 
     The published list of 3,129 for VQA v2 begins with a blank one.
 

@@ -1,4 +1,4 @@
-"""Images with captions, for a model that writes them."""
+"""Images with captions, for a captioning model."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pydantic import Field
 from torch import Tensor
 
 from vlp.data.downstream.config import DownstreamDataConfig
+from vlp.data.downstream.dataset import DownstreamDataset
 from vlp.data.downstream.images import ImagePreparation, decoded
 from vlp.data.downstream.items import Item, Items
-from vlp.data.pretrain.loader import OrderedData
 from vlp.data.schema import Annotation, captions_of
 from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.stream.batch import moved
-from vlp.data.stream.map_dataset import RngFactory, indexed_data
+from vlp.data.stream.map_dataset import RngFactory
 from vlp.data.text.tokenizer import TextProcessor
 
 
@@ -55,8 +55,8 @@ class CaptionBatch(NamedTuple):
         return moved(self, device)
 
 
-class CaptionSet:
-    """The images of some shard folders, or each of their captions.
+class CaptionDataset(DownstreamDataset[CaptionExample, CaptionBatch]):
+    """Images of shard folders, or each of their captions.
 
     Args:
         items: samples, or with `captions_in` their captions.
@@ -72,11 +72,11 @@ class CaptionSet:
         prepare: ImagePreparation,
         config: CaptionDataConfig,
     ) -> None:
-        self.items, self.prepare, self.config = items, prepare, config
-        self.text = TextProcessor(text.tokenizer, config.max_caption)
+        super().__init__(items, TextProcessor(text.tokenizer, config.max_caption), prepare)
+        self.config = config
 
     def make(self, item: Item, number: int, rng_for: RngFactory | None = None) -> CaptionExample:
-        """The image of an item of that number; with `rng_for`, those of training, and a caption.
+        """Make an image with all its captions; with `rng_for`, also the one to train on.
 
         Raises:
             BadSample: the image cannot be used, or there is no caption to train on.
@@ -94,37 +94,21 @@ class CaptionSet:
         pixels = self.prepare(image, caption, number, rng_for)[0]
         return CaptionExample(pixels, caption, tuple(captions))
 
-    def train(self, number: int, rng_for: RngFactory) -> CaptionExample:
-        """An image with a caption to train on."""
-        return self.make(self.items.read(number), number, rng_for)
+    def blank(self) -> CaptionExample:
+        """Make a grey image with an empty caption."""
+        size = self.prepare.evaluate.image_size
+        return CaptionExample(torch.zeros(3, size, size), "", ())
 
-    def collate(
-        self, samples: list[CaptionExample], skipped: tuple[SkippedSample, ...] = ()
+    def batch(
+        self, examples: list[CaptionExample], valid: Tensor, skipped: tuple[SkippedSample, ...]
     ) -> CaptionBatch:
-        """A batch of images with one caption each."""
-        valid = torch.ones(len(samples), dtype=torch.bool)
-        if not samples:  # models want a row; it counts nowhere
-            size = self.prepare.evaluate.image_size
-            samples = [CaptionExample(torch.zeros(3, size, size), "", ())]
-            valid = torch.zeros(1, dtype=torch.bool)
-        tokens = self.text([sample.caption for sample in samples])
+        """Stack images with one caption each."""
+        tokens = self.text([example.caption for example in examples])
         longest = int(tokens.attention_mask.sum(1).max())
-        return CaptionBatch(
-            torch.stack([sample.pixels for sample in samples]),
-            tokens.text_ids[:, :longest],
-            valid,
-            skipped,
-        )
-
-    def batches(self, batch: int, seed: int) -> OrderedData:
-        """Training batches.
-
-        Raises:
-            ConfigError: the streams do not divide the batch.
-        """
-        return indexed_data(len(self.items), self.train, self.collate, self.config, batch, seed)
+        pixels = torch.stack([example.pixels for example in examples])
+        return CaptionBatch(pixels, tokens.text_ids[:, :longest], valid, skipped)
 
 
 def captions_in(annotation: Annotation) -> int:
-    """How many captions a sample holds; at least one item, so that a sample without is counted."""
+    """Count the captions of a sample, at least one, so that a sample without is a bad item."""
     return max(1, len(captions_of(annotation)))

@@ -1,4 +1,4 @@
-"""Where the data of a downstream task lies and how its images are prepared."""
+"""Configuration of the data of a downstream task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A flat list of what some shard folders hold: samples, or the questions or expressions in them."""
+"""A flat list of the items of shard folders: samples, or the questions or captions in them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Parts = Callable[[Annotation], int]
 
 
 class Item(NamedTuple):
-    """One item: its sample, its number within the sample, and words that say where it lies."""
+    """One item: its sample, its number within the sample, and its location for messages."""
 
     raw: RawSample
     part: int
@@ -66,7 +66,7 @@ class Items:
         return self._length
 
     def read(self, number: int) -> Item:
-        """One item.
+        """Read one item.
 
         Raises:
             BadSample: its sample cannot be read.
@@ -79,16 +79,16 @@ class Items:
             sample = int(np.searchsorted(self._ends, number, side="right"))
             part = number - (int(self._ends[sample - 1]) if sample else 0)
         shard = int(np.searchsorted(self._first, sample, side="right")) - 1
-        index, place = self._shards[shard]
-        raw = index.read(place, sample - int(self._first[shard]))
-        return Item(raw, part, f"{index.folder / index.shards[place].name}, {raw.key}")
+        index, number = self._shards[shard]
+        raw = index.read(number, sample - int(self._first[shard]))
+        return Item(raw, part, f"{index.folder / index.shards[number].name}, {raw.key}")
 
     def _count(self, parts: Parts) -> np.ndarray:
         counts = np.zeros(int(self._first[-1]), dtype=np.int64)
-        for (index, place), first in zip(self._shards, self._first):
-            for sample in range(index.shards[place].samples):
+        for (index, number), first in zip(self._shards, self._first):
+            for sample in range(index.shards[number].samples):
                 try:
-                    counts[first + sample] = parts(index.read_annotation(place, sample))
+                    counts[first + sample] = parts(index.read_annotation(number, sample))
                 except BadSample:
                     counts[first + sample] = 1
         return np.cumsum(counts)

@@ -21,8 +21,8 @@ FIRST, SECOND, NEITHER = range(3)
 _UNUSED = TextLabels("caption", {})
 
 
-class AssignmentSet(PairDataset):
-    """Claims made of captioned samples: a sample, others drawn beside it, and where it belongs.
+class AssignmentDataset(PairDataset):
+    """Captioned samples, each beside images of others; the class is the image of the caption.
 
     Args:
         items: captioned samples.
@@ -34,7 +34,7 @@ class AssignmentSet(PairDataset):
         super().__init__(items, _UNUSED, 2, 1, text, prepare)
 
     def make(self, item: Item, number: int, rng_for: RngFactory | None = None) -> PairExample:
-        """The caption of `item`, with its image first, second or absent.
+        """Make an example of the caption of `item`, its image first, second or absent.
 
         Raises:
             BadSample: a drawn image cannot be used, or `item` has no caption.
@@ -44,16 +44,16 @@ class AssignmentSet(PairDataset):
         if not captions:
             raise BadSample("no text", f"{item.where}: it has no caption")
         said = captions[int(rng.integers(len(captions)))]
-        place = int(rng.integers(3))
+        label = int(rng.integers(3))
         others: list[Item] = []
-        for _ in range(2 if place == NEITHER else 1):
+        for _ in range(2 if label == NEITHER else 1):
             others.append(self._other([item, *others], rng))
-        shown = [item, *others] if place == FIRST else [*others, item]
+        shown = [item, *others] if label == FIRST else [*others, item]
         images = [decoded(one.raw, 1, one.where)[0] for one in shown[:2]]
-        return PairExample(self.prepare(images, said, number, rng_for), self.text([said]), place)
+        return PairExample(self.prepare(images, said, number, rng_for), self.text([said]), label)
 
     def _other(self, taken: list[Item], rng: np.random.Generator) -> Item:
-        """A sample of another image than those taken, as far as the annotations tell."""
+        """Draw a sample of another image than those taken, as far as the annotations tell."""
         images = [_image(item) for item in taken]
         for _ in range(8):
             other = self.items.read(int(rng.integers(len(self.items))))

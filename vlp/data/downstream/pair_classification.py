@@ -1,4 +1,4 @@
-"""A text and what it is to one or two images: SNLI-VE's hypotheses, NLVR2's statements."""
+"""Pair classification: a text and one or two images, as in SNLI-VE and NLVR2."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vlp.data.downstream.config import DownstreamDataConfig
+from vlp.data.downstream.dataset import DownstreamDataset
 from vlp.data.downstream.images import ImagePreparation, decoded, panels
 from vlp.data.downstream.items import Item, Items
-from vlp.data.pretrain.loader import OrderedData
 from vlp.data.schema import Annotation
 from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.stream.batch import moved
-from vlp.data.stream.map_dataset import RngFactory, indexed_data
+from vlp.data.stream.map_dataset import RngFactory
 from vlp.data.text.tokenizer import TextProcessor, TextTokens
 
 
 class TextLabels(NamedTuple):
-    """What a benchmark says of its images.
+    """Fields of a benchmark's annotations.
 
     text: the annotation's field with the text. labels: value of the annotation's `label` -> class.
     """
@@ -30,7 +29,7 @@ class TextLabels(NamedTuple):
     labels: Mapping[str | bool, int]
 
     def read(self, annotation: Annotation, where: str) -> tuple[str, int | None]:
-        """Text and class; the class is None where the annotation has no label, as in a test set.
+        """Return text and class; the class is None where there is no label, as in a test set.
 
         Raises:
             BadSample: there is no text, or the label is unknown.
@@ -76,8 +75,8 @@ class PairBatch(NamedTuple):
         return moved(self, device)
 
 
-class PairDataset:
-    """The samples of some shard folders as claims.
+class PairDataset(DownstreamDataset[PairExample, PairBatch]):
+    """Samples of shard folders, each a text with its images.
 
     Args:
         items: the samples.
@@ -97,11 +96,11 @@ class PairDataset:
         text: TextProcessor,
         prepare: ImagePreparation,
     ) -> None:
-        self.items, self.kind, self.images, self.parts = items, kind, images, parts
-        self.text, self.prepare = text, prepare
+        super().__init__(items, text, prepare)
+        self.kind, self.images, self.parts = kind, images, parts
 
     def make(self, item: Item, number: int, rng_for: RngFactory | None = None) -> PairExample:
-        """The claim of an item of that number; `rng_for` are those of training.
+        """Make the example of an item; `rng_for` augments, in training.
 
         Raises:
             BadSample: an image, the text or the label cannot be used.
@@ -111,35 +110,27 @@ class PairDataset:
         shown = [part for image in images for part in panels(image, self.parts)]
         return PairExample(self.prepare(shown, said, number, rng_for), self.text([said]), label)
 
-    def train(self, number: int, rng_for: RngFactory) -> PairExample:
-        """A claim to train on; one without a label is a bad sample."""
-        item = self.items.read(number)
-        claim = self.make(item, number, rng_for)
-        if claim.label is None:
-            raise BadSample("unknown label", f"{item.where}: training needs a label")
-        return claim
-
-    def collate(
-        self, claims: list[PairExample], skipped: tuple[SkippedSample, ...] = ()
-    ) -> PairBatch:
-        """A batch of claims; those without a label have class -1."""
-        valid = torch.ones(len(claims), dtype=torch.bool)
-        if not claims:  # models want a row; it counts nowhere
-            size = self.prepare.evaluate.image_size
-            blank = torch.zeros(self.images * self.parts, 3, size, size)
-            claims, valid = (
-                [PairExample(blank, self.text([""]), 0)],
-                torch.zeros(1, dtype=torch.bool),
-            )
-        labels = [-1 if claim.label is None else claim.label for claim in claims]
-        ids, attention, words = (torch.cat(rows) for rows in zip(*(one.tokens for one in claims)))
-        pixels = torch.stack([claim.pixels for claim in claims])
-        return PairBatch(pixels, ids, attention, words, torch.tensor(labels), valid, skipped)
-
-    def batches(self, config: DownstreamDataConfig, batch: int, seed: int) -> OrderedData:
-        """Training batches.
+    def require_truth(self, example: PairExample, item: Item) -> None:
+        """Check that there is a label.
 
         Raises:
-            ConfigError: the streams do not divide the batch.
+            BadSample: there is none.
         """
-        return indexed_data(len(self.items), self.train, self.collate, config, batch, seed)
+        if example.label is None:
+            raise BadSample("unknown label", f"{item.where}: training needs a label")
+
+    def blank(self) -> PairExample:
+        """Make grey images with an empty text."""
+        size = self.prepare.evaluate.image_size
+        pixels = torch.zeros(self.images * self.parts, 3, size, size)
+        return PairExample(pixels, self.text([""]), 0)
+
+    def batch(
+        self, examples: list[PairExample], valid: Tensor, skipped: tuple[SkippedSample, ...]
+    ) -> PairBatch:
+        """Stack examples; those without a label have class -1."""
+        labels = [-1 if example.label is None else example.label for example in examples]
+        tokens = [example.tokens for example in examples]
+        ids, attention, words = (torch.cat(rows) for rows in zip(*tokens))
+        pixels = torch.stack([example.pixels for example in examples])
+        return PairBatch(pixels, ids, attention, words, torch.tensor(labels), valid, skipped)

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from vlp.data.downstream.answers import answers_of
 from vlp.data.downstream.config import DownstreamDataConfig
+from vlp.data.downstream.dataset import DownstreamDataset
 from vlp.data.downstream.images import ImagePreparation, decoded
 from vlp.data.downstream.items import Item, Items
-from vlp.data.pretrain.loader import OrderedData
 from vlp.data.scenes.annotation import SOURCE
 from vlp.data.schema import Annotation, Question
 from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.stream.batch import moved
-from vlp.data.stream.map_dataset import RngFactory, indexed_data
+from vlp.data.stream.map_dataset import RngFactory
 from vlp.data.text.tokenizer import TextProcessor, TextTokens
 
 
@@ -72,8 +72,8 @@ class VqaBatch(NamedTuple):
         return moved(self, device)
 
 
-class QuestionSet:
-    """The questions of some shard folders.
+class VqaDataset(DownstreamDataset[VqaExample, VqaBatch]):
+    """Questions of shard folders.
 
     Args:
         items: the questions, `questions_in` of each sample.
@@ -85,11 +85,11 @@ class QuestionSet:
     def __init__(
         self, items: Items, text: TextProcessor, prepare: ImagePreparation, max_answer: int
     ) -> None:
-        self.items, self.text, self.prepare = items, text, prepare
+        super().__init__(items, text, prepare)
         self.answer_text = TextProcessor(text.tokenizer, max_answer)
 
     def make(self, item: Item, number: int, rng_for: RngFactory | None = None) -> VqaExample:
-        """The question of an item of that number; `rng_for` are those of training.
+        """Make the question of an item; `rng_for` augments, in training.
 
         Raises:
             BadSample: its image or its text cannot be used.
@@ -100,7 +100,7 @@ class QuestionSet:
             raise BadSample("no text", f"{item.where}: question {question.id} is blank")
         image = decoded(item.raw, 1, item.where)
         answers = answers_of(question)
-        # A mirrored image would make "left" false in an answer, too.
+        # A flipped image would make "left" false in an answer, too.
         said = " ".join([question.question, *answers])
         return VqaExample(
             self.prepare(image, said, number, rng_for)[0],
@@ -110,33 +110,36 @@ class QuestionSet:
             question_types(annotation, question),
         )
 
-    def train(self, number: int, rng_for: RngFactory) -> VqaExample:
-        """A question to train on; one without answers is a bad sample."""
-        item = self.items.read(number)
-        asked = self.make(item, number, rng_for)
-        if not asked.answers:
-            raise BadSample("no answers", f"{item.where}: nobody answered {asked.question.id}")
-        return asked
+    def require_truth(self, example: VqaExample, item: Item) -> None:
+        """Check that the question has answers.
 
-    def collate(self, asked: list[VqaExample], skipped: tuple[SkippedSample, ...] = ()) -> VqaBatch:
-        """A batch of questions with all their answers."""
-        valid = torch.ones(len(asked), dtype=torch.bool)
-        if not asked:  # models want a row; it counts nowhere
-            size = self.prepare.evaluate.image_size
-            nothing = Question(id="", question="")
-            blank = torch.zeros(3, size, size)
-            asked = [VqaExample(blank, self.text([""]), nothing, {"": 1}, {})]
-            valid = torch.zeros(1, dtype=torch.bool)
+        Raises:
+            BadSample: it has none.
+        """
+        if not example.answers:
+            asked = example.question.id
+            raise BadSample("no answers", f"{item.where}: nobody answered {asked}")
+
+    def blank(self) -> VqaExample:
+        """Make a grey image with an empty question and answer."""
+        size = self.prepare.evaluate.image_size
+        pixels = torch.zeros(3, size, size)
+        return VqaExample(pixels, self.text([""]), Question(id="", question=""), {"": 1}, {})
+
+    def batch(
+        self, examples: list[VqaExample], valid: Tensor, skipped: tuple[SkippedSample, ...]
+    ) -> VqaBatch:
+        """Stack questions with all their answers."""
         said = [
             (answer, row, count / sum(one.answers.values()))
-            for row, one in enumerate(asked)
+            for row, one in enumerate(examples)
             for answer, count in one.answers.items()
         ]
         answers = self.answer_text([answer for answer, _, _ in said])
         longest = int(answers.attention_mask.sum(1).max()) if said else 0
-        ids, attention, words = (torch.cat(rows) for rows in zip(*(one.tokens for one in asked)))
+        ids, attention, words = (torch.cat(rows) for rows in zip(*(one.tokens for one in examples)))
         return VqaBatch(
-            torch.stack([one.pixels for one in asked]),
+            torch.stack([one.pixels for one in examples]),
             ids,
             attention,
             words,
@@ -147,22 +150,14 @@ class QuestionSet:
             skipped=skipped,
         )
 
-    def batches(self, config: DownstreamDataConfig, batch: int, seed: int) -> OrderedData:
-        """Training batches.
-
-        Raises:
-            ConfigError: the streams do not divide the batch.
-        """
-        return indexed_data(len(self.items), self.train, self.collate, config, batch, seed)
-
 
 def questions_in(annotation: Annotation) -> int:
-    """How many questions a sample holds."""
+    """Count the questions of a sample."""
     return len(annotation.questions or ())
 
 
 def question_types(annotation: Annotation, question: Question) -> dict[str, str]:
-    """Divisions of a question: `answer` and `question`, from `answer_type` and `question_type`.
+    """Return a question's types by division: `answer_type` and `question_type` of the annotation.
 
     The generated corpus says what a question asks for in its id.
     """

@@ -7,14 +7,19 @@ does there, and no text has to be made up to go through the cross-modal encoder.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
 
-from vlp.data.downstream.caption import CaptionBatch, CaptionDataConfig, CaptionSet, captions_in
+from vlp.data.downstream.caption import (
+    CaptionBatch,
+    CaptionDataConfig,
+    CaptionDataset,
+    captions_in,
+)
 from vlp.data.downstream.items import Items
 from vlp.data.pretrain.loader import OrderedData
 from vlp.models.decoder.answer_decoder import AnswerDecoderConfig
@@ -23,13 +28,14 @@ from vlp.models.decoder.answer_likelihood import answer_likelihood
 from vlp.models.folder import Loaded
 from vlp.objectives.loss import Loss
 from vlp.tasks.downstream.answer_task import Sentences, create_decoder, marks, start
-from vlp.tasks.downstream.task import Downstream, DownstreamConfig, read_config
+from vlp.tasks.downstream.registry import DownstreamTask, TaskCard, register_task
+from vlp.tasks.downstream.task import Downstream, DownstreamConfig
 from vlp.tasks.plain import Precision
 from vlp.tasks.task import StepOutput
 
 
 class CaptionConfig(DownstreamConfig):
-    """Decoder, images, and how captions are found and judged."""
+    """Decoder, data, beam search and scoring."""
 
     kind: Literal["caption"] = "caption"
     data: CaptionDataConfig
@@ -64,27 +70,31 @@ class CaptionTask(Downstream):
         self.decoder = create_decoder(config.decoder, parts, config.data.max_caption)
         self._sentences = Sentences(self.text)
 
-    def images(self, folders: Sequence[str | Path], limit: int | None = None) -> CaptionSet:
-        """The images of shard folders as this task reads them, each once.
+    def dataset(self, folders: Sequence[str | Path], limit: int | None = None) -> CaptionDataset:
+        """Return the images of shard folders, each once.
 
         Raises:
             ConfigError: a folder cannot be read.
         """
-        return CaptionSet(Items(folders, limit=limit), self.text, self.prepare, self.config.data)
+        return CaptionDataset(
+            Items(folders, limit=limit), self.text, self.prepare, self.config.data
+        )
 
-    def captions(self, folders: Sequence[str | Path], limit: int | None = None) -> CaptionSet:
-        """What is trained on: the images, or all their captions.
+    def training_dataset(
+        self, folders: Sequence[str | Path], limit: int | None = None
+    ) -> CaptionDataset:
+        """Return the images of shard folders, or all their captions, as configured.
 
         Raises:
             ConfigError: a folder cannot be read.
         """
         if self.config.data.captions == "one":
-            return self.images(folders, limit)
+            return self.dataset(folders, limit)
         items = Items(folders, captions_in, limit)
-        return CaptionSet(items, self.text, self.prepare, self.config.data)
+        return CaptionDataset(items, self.text, self.prepare, self.config.data)
 
     def forward(self, batch: CaptionBatch, step: int) -> StepOutput:
-        """Cross-entropy per word piece in nats, and the share of pieces predicted right."""
+        """Compute cross-entropy per word piece in nats and the share of pieces predicted right."""
         with self.autocast(batch.pixels.device):
             memory = self.decoder.remember(self.model.encode_image(batch.pixels).states)
             found = answer_likelihood(
@@ -103,8 +113,8 @@ class CaptionTask(Downstream):
         )
 
     @torch.no_grad()
-    def write(self, batch: CaptionBatch) -> list[str]:
-        """A caption for each image."""
+    def predict(self, batch: CaptionBatch) -> list[str]:
+        """Write a caption for each image."""
         config = self.config
         memory = self.decoder.remember(self.model.encode_image(batch.pixels).states)
         ids = generate(
@@ -122,16 +132,23 @@ class CaptionTask(Downstream):
 def build(
     config: CaptionConfig, parts: Loaded, batch: int, seed: int, precision: Precision
 ) -> tuple[CaptionTask, OrderedData]:
-    """The task and its training data.
+    """Build the task and its training data.
 
     Raises:
         ConfigError: start, shards and batch cannot be used.
     """
     task = CaptionTask(config, parts, precision)
     start(task.decoder, parts)
-    return task, task.captions(config.data.train, config.data.limit).batches(batch, seed)
+    dataset = task.training_dataset(config.data.train, config.data.limit)
+    return task, dataset.batches(config.data, batch, seed)
 
 
-def load(config: dict[str, Any], known: Mapping[str, Any], parts: Loaded) -> CaptionTask:
-    """The task that a model folder describes, with a fresh decoder."""
-    return CaptionTask(read_config(config, CaptionConfig, parts), parts)
+register_task(
+    DownstreamTask(
+        "caption",
+        CaptionConfig,
+        build,
+        CaptionTask.restore,
+        TaskCard("image captioning", "image-to-text", text=False),
+    )
+)

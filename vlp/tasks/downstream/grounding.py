@@ -1,7 +1,7 @@
-"""Weakly supervised grounding: losses of retrieval on referring expressions, judged by pointing.
+"""Weakly supervised visual grounding: the losses of retrieval on referring expressions.
 
-Boxes are never shown in training (ACE-RPE, section 4.2, after ALBEF); on the validation data they
-tell which model is the best.
+Boxes are never shown in training (ACE-RPE, section 4.2, after ALBEF); the pointing accuracy on the
+validation data chooses the best model.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from vlp.config import Config, validated
 from vlp.data.pretrain.loader import PretrainData
 from vlp.models.folder import Loaded
+from vlp.tasks.downstream.registry import DownstreamTask, TaskCard, register_task
 from vlp.tasks.downstream.retrieval import PairsConfig, PairsDataConfig, PairsTask, pairs
 from vlp.tasks.plain import Precision
 
@@ -23,7 +24,7 @@ FILE_NAME = "grounding.json"
 
 
 class MapConfig(Config):
-    """How the map of an expression over the patches is made."""
+    """Settings of the map of an expression over the patches."""
 
     by: Literal["gradcam", "similarity"] = "gradcam"
     layer: int | None = Field(None, ge=0, description="of Grad-CAM; null: the middle one")
@@ -40,27 +41,27 @@ class GroundingDataConfig(PairsDataConfig):
 
 
 class GroundingConfig(PairsConfig, MapConfig):
-    """How the map of an expression is made on the validation data, too."""
+    """Settings of training, and of the map on the validation data."""
 
     kind: Literal["grounding"] = "grounding"
     data: GroundingDataConfig
 
 
 class Grounding(PairsTask):
-    """Judged by the pointing game."""
+    """Grounding; pointing accuracy chooses the best model."""
 
     metric: ClassVar[str] = "pointing"
     settings: GroundingConfig
 
     def save_model(self, folder: Path, state: dict[str, Tensor]) -> None:
-        """Write the model folder, and how it was judged."""
+        """Write the model folder, with the settings of the map that chose it."""
         super().save_model(folder, state)
         made = self.settings.model_dump(mode="json", include={*MapConfig.model_fields})
         (folder / FILE_NAME).write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
 
 
 def map_of(folder: Path | None) -> MapConfig:
-    """How maps of a model folder's expressions were made when it was chosen, or the defaults.
+    """Return the settings of the map by which a model was chosen, or the defaults.
 
     Raises:
         ConfigError: its `grounding.json` says something else.
@@ -74,9 +75,16 @@ def map_of(folder: Path | None) -> MapConfig:
 def build(
     config: GroundingConfig, parts: Loaded, batch: int, seed: int, precision: Precision
 ) -> tuple[Grounding, PretrainData]:
-    """The task and its training data.
+    """Build the task and its training data.
 
     Raises:
         ConfigError: shards, batch and groups cannot be used.
     """
     return Grounding(config, parts, precision), pairs(config, parts, batch, seed)
+
+
+register_task(
+    DownstreamTask(
+        "grounding", GroundingConfig, build, None, TaskCard("weakly supervised visual grounding")
+    )
+)

@@ -1,4 +1,4 @@
-"""What a text is to one or two images: SNLI-VE (three classes) and NLVR2 (true or false).
+"""Pair classification of a text and one or two images: SNLI-VE and NLVR2.
 
 The joint representation, the text stream's [CLS], goes through a two-layer perceptron (ACE-RPE,
 section 4.2, after UNITER). Two images are read in one pass, each with a tag of its own added to
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -17,30 +17,31 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vlp.data.downstream.items import Items
-from vlp.data.downstream.nlvr2_assignment import AssignmentSet
+from vlp.data.downstream.nlvr2_assignment import AssignmentDataset
 from vlp.data.downstream.pair_classification import HYPOTHESES, STATEMENTS, PairBatch, PairDataset
 from vlp.data.pretrain.loader import OrderedData
 from vlp.models.folder import Loaded
 from vlp.objectives.loss import Loss
 from vlp.objectives.precision import full_precision
-from vlp.tasks.downstream.task import Downstream, DownstreamConfig, read_config
+from vlp.tasks.downstream.registry import DownstreamTask, TaskCard, register_task
+from vlp.tasks.downstream.task import Downstream, DownstreamConfig
 from vlp.tasks.plain import Precision
 from vlp.tasks.task import StepOutput
 
 
 class PairClassificationConfig(DownstreamConfig):
-    """Of every kind in this module."""
+    """Base of the configurations of this module's kinds."""
 
     label_smoothing: float = Field(0.0, ge=0, lt=1)
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names in order."""
+        """Return the names of the classes, in order."""
         raise NotImplementedError
 
     @property
     def shown(self) -> int:
-        """Images that are read for a sample."""
+        """Return the number of images that are read for a sample."""
         raise NotImplementedError
 
 
@@ -51,12 +52,12 @@ class SnliVeConfig(PairClassificationConfig):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """SNLI's names."""
+        """Return SNLI's names."""
         return tuple(str(name) for name in HYPOTHESES.labels)
 
     @property
     def shown(self) -> int:
-        """One image."""
+        """Return 1."""
         return 1
 
 
@@ -70,17 +71,17 @@ class Nlvr2Config(PairClassificationConfig):
         ge=1,
         le=16,
         description="each image is cut into so many parts of one width, from left to right, and "
-        "each is read as a picture of its own, with its own tag",
+        "each is read as an image of its own, with its own tag",
     )
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """As NLVR2's submissions write them."""
+        """Return the names that NLVR2's submissions use."""
         return "False", "True"
 
     @property
     def shown(self) -> int:
-        """As configured."""
+        """Return the number of panels of all images."""
         return self.images * self.panels
 
 
@@ -91,12 +92,12 @@ class Nlvr2AssignmentConfig(PairClassificationConfig):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Where the caption belongs."""
+        """Return the images that a caption may belong to."""
         return "first", "second", "neither"
 
     @property
     def shown(self) -> int:
-        """Two images."""
+        """Return 2."""
         return 2
 
 
@@ -119,22 +120,22 @@ class PairClassification(Downstream):
             nn.init.normal_(self.tags, std=0.02)
             take_tags(self.tags, parts.heads)
 
-    def claims(self, folders: Sequence[str | Path], limit: int | None = None) -> PairDataset:
-        """The samples of shard folders as this task reads them.
+    def dataset(self, folders: Sequence[str | Path], limit: int | None = None) -> PairDataset:
+        """Return the samples of shard folders.
 
         Raises:
             ConfigError: a folder cannot be read.
         """
         items = Items(folders, limit=limit)
         if isinstance(self.config, Nlvr2AssignmentConfig):
-            return AssignmentSet(items, self.text, self.prepare)
+            return AssignmentDataset(items, self.text, self.prepare)
         if isinstance(self.config, Nlvr2Config):
             shown = self.config.images, self.config.panels
             return PairDataset(items, STATEMENTS, *shown, self.text, self.prepare)
         return PairDataset(items, HYPOTHESES, 1, 1, self.text, self.prepare)
 
     def logits(self, batch: PairBatch) -> Tensor:
-        """(B, classes), in the compute type."""
+        """Compute (B, classes) logits in the compute type."""
         text = self.model.encode_text(batch.text_ids, batch.attention_mask, batch.word_mask)
         images = [self.model.encode_image(pixels) for pixels in batch.pixels.unbind(1)]
         crossed = (
@@ -146,7 +147,7 @@ class PairClassification(Downstream):
         return logits
 
     def forward(self, batch: PairBatch, step: int) -> StepOutput:
-        """Loss, and the share of right answers."""
+        """Compute the loss and the accuracy."""
         with self.autocast(batch.pixels.device):
             logits = self.logits(batch)
         (logits,) = full_precision(logits)
@@ -157,10 +158,16 @@ class PairClassification(Downstream):
         right = (logits.argmax(-1) == batch.labels).float().mean()
         return self.step_output(losses, statistics={"accuracy": right})
 
+    @torch.no_grad()
+    def predict(self, batch: PairBatch) -> list[str]:
+        """Return the name of the likeliest class of each sample."""
+        classes = self.config.classes
+        return [classes[best] for best in self.logits(batch).float().argmax(-1).tolist()]
+
 
 @torch.no_grad()
 def take_tags(tags: nn.Parameter, heads: Mapping[str, Tensor]) -> None:
-    """Start from the tags of a folder that was trained on pairs of images before."""
+    """Start from the tags of a model that was trained on pairs of images before."""
     found = heads.get("tags")
     if found is not None and found.shape == tags.shape:
         tags.copy_(found)
@@ -169,21 +176,25 @@ def take_tags(tags: nn.Parameter, heads: Mapping[str, Tensor]) -> None:
 def build(
     config: PairClassificationConfig, parts: Loaded, batch: int, seed: int, precision: Precision
 ) -> tuple[PairClassification, OrderedData]:
-    """The task and its training data.
+    """Build the task and its training data.
 
     Raises:
         ConfigError: shards and batch cannot be used.
     """
     task = PairClassification(config, parts, precision)
-    claims = task.claims(config.data.train, config.data.limit)
-    return task, claims.batches(config.data, batch, seed)
+    dataset = task.dataset(config.data.train, config.data.limit)
+    return task, dataset.batches(config.data, batch, seed)
 
 
-def load(config: dict[str, Any], known: Mapping[str, Any], parts: Loaded) -> PairClassification:
-    """The task that a model folder describes, with a fresh head."""
-    kinds: dict[str, type[PairClassificationConfig]] = {
-        "snli_ve": SnliVeConfig,
-        "nlvr2": Nlvr2Config,
-        "nlvr2_assignment": Nlvr2AssignmentConfig,
-    }
-    return PairClassification(read_config(config, kinds[config["kind"]], parts), parts)
+_CARDS: dict[type[PairClassificationConfig], TaskCard] = {
+    SnliVeConfig: TaskCard(
+        "visual entailment (a hypothesis about an image is true, false, or neither)"
+    ),
+    Nlvr2Config: TaskCard("statements about images, true or false", images=2),
+    Nlvr2AssignmentConfig: TaskCard(
+        "text assignment (which of two images a caption tells of)", images=2, official=False
+    ),
+}
+for _config, _card in _CARDS.items():
+    _kind = _config.model_fields["kind"].default
+    register_task(DownstreamTask(_kind, _config, build, PairClassification.restore, _card))

@@ -13,13 +13,14 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from vlp import distributed
-from vlp.config import Config
 from vlp.data.config import DataConfig
 from vlp.data.pretrain.loader import PretrainData
 from vlp.data.stream.input_spec import Inputs
 from vlp.models.folder import Loaded, save_pretrained
 from vlp.objectives.config import ObjectivesConfig
 from vlp.objectives.contrastive.sample_groups import require_whole_groups
+from vlp.tasks.downstream.registry import DownstreamTask, TaskCard, register_task
+from vlp.tasks.downstream.task import TaskConfig
 from vlp.tasks.plain import Precision
 from vlp.tasks.pretraining import Pretraining
 
@@ -33,10 +34,9 @@ class PairsDataConfig(DataConfig):
     validation_limit: int | None = Field(None, ge=1, description="samples of `validation`")
 
 
-class PairsConfig(Config):
+class PairsConfig(TaskConfig):
     """Contrastive term, matching, teacher and queue, as in pretraining; nothing is masked."""
 
-    kind: str
     data: PairsDataConfig
     objectives: ObjectivesConfig = ObjectivesConfig(mlm=None, mim=None)
 
@@ -74,12 +74,12 @@ class PairsTask(Pretraining):
 
     @property
     def kind(self) -> str:
-        """Which of the downstream tasks it is."""
+        """Return its kind in the registry."""
         return self.settings.kind
 
     @property
     def loaded(self) -> Loaded:
-        """The model as it is now, with its tokenizer and preparation of images."""
+        """Return the model as it is now, with its tokenizer and preparation of images."""
         return self.parts._replace(model=self.model)
 
     def save_model(self, folder: Path, state: dict[str, Tensor]) -> None:
@@ -90,25 +90,14 @@ class PairsTask(Pretraining):
 
 
 class Retrieval(PairsTask):
-    """Judged by the mean of all recalls."""
+    """Retrieval; the mean of all recalls chooses the best model."""
 
     metric: ClassVar[str] = "mean"
     settings: RetrievalConfig
 
 
-def build(
-    config: RetrievalConfig, parts: Loaded, batch: int, seed: int, precision: Precision
-) -> tuple[Retrieval, PretrainData]:
-    """The task and its training data.
-
-    Raises:
-        ConfigError: shards, batch and groups cannot be used.
-    """
-    return Retrieval(config, parts, precision), pairs(config, parts, batch, seed)
-
-
 def pairs(config: PairsConfig, parts: Loaded, batch: int, seed: int) -> PretrainData:
-    """The training data of a model, nothing of it masked.
+    """Return the training data of a model, nothing of it masked.
 
     Raises:
         ConfigError: shards, batch and groups cannot be used.
@@ -119,3 +108,19 @@ def pairs(config: PairsConfig, parts: Loaded, batch: int, seed: int) -> Pretrain
     image, text = parts.model.config.image, parts.model.config.text
     inputs = Inputs(image.image_size, image.grid, text.max_tokens, text.vocab_size, None, None)
     return PretrainData(config.data, inputs, batch, seed, parts.text)
+
+
+def build(
+    config: RetrievalConfig, parts: Loaded, batch: int, seed: int, precision: Precision
+) -> tuple[Retrieval, PretrainData]:
+    """Build the task and its training data.
+
+    Raises:
+        ConfigError: shards, batch and groups cannot be used.
+    """
+    return Retrieval(config, parts, precision), pairs(config, parts, batch, seed)
+
+
+register_task(
+    DownstreamTask("retrieval", RetrievalConfig, build, None, TaskCard("image-text retrieval"))
+)

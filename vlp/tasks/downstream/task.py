@@ -7,49 +7,44 @@ The folder is one that `vlp.load` reads, with the head's weights in `heads.safet
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from importlib import import_module
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
 from vlp.config import Config, validated
 from vlp.data.downstream.config import DownstreamDataConfig
+from vlp.data.downstream.dataset import DownstreamDataset
 from vlp.data.downstream.images import ImagePreparation
 from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.models.folder import Loaded, from_pretrained, local_folder, save_pretrained
 from vlp.models.vlp import VLPModel
+from vlp.tasks.downstream.registry import get_task
 from vlp.tasks.plain import PlainTask, Precision
-
-KINDS = {
-    "retrieval": "retrieval",
-    "grounding": "grounding",
-    "snli_ve": "pair_classification",
-    "nlvr2": "pair_classification",
-    "nlvr2_assignment": "pair_classification",
-    "vqa": "vqa",
-    "caption": "caption",
-}
-"""The module of this package that holds each kind of task."""
 
 TASK = "task.json"
 _MODEL = "model."
 
 
-class DownstreamConfig(Config):
-    """What every kind of downstream task has; `kind` says which it is."""
+class TaskConfig(Config):
+    """Base of the configurations of all downstream tasks; `kind` is a task of the registry."""
 
     kind: str
+    data: Any
+
+
+class DownstreamConfig(TaskConfig):
+    """Configuration of a task with a head of its own."""
+
     data: DownstreamDataConfig
 
 
-AnyDownstream = TypeVar("AnyDownstream", bound=DownstreamConfig)
-
-
 class Downstream(PlainTask):
-    """Base of tasks on a pretrained model; a subclass adds its head and `forward(batch, step)`.
+    """Base of tasks with a head on a pretrained model.
+
+    A subclass adds its head, `forward(batch, step)`, `dataset` and `predict`.
 
     Args:
         config: of the task.
@@ -72,16 +67,35 @@ class Downstream(PlainTask):
 
     @property
     def kind(self) -> str:
-        """Which of `KINDS` it is."""
+        """Return its kind in the registry."""
         return self.config.kind
 
     def known(self) -> dict[str, Any]:
-        """What the training data told and loading needs, such as a list of answers; JSON values."""
+        """Return what loading needs of the training data (a list of answers), as JSON values."""
         return {}
+
+    @classmethod
+    def restore(cls, config: Any, parts: Loaded, known: Mapping[str, Any]) -> Self:
+        """Make the task that a model folder describes, with a fresh head."""
+        return cls(config, parts)
+
+    def dataset(
+        self, folders: Sequence[str | Path], limit: int | None = None
+    ) -> DownstreamDataset[Any, Any]:
+        """Return the items of shard folders as the task reads them.
+
+        Raises:
+            ConfigError: a folder cannot be read, or holds no item.
+        """
+        raise NotImplementedError
+
+    def predict(self, batch: Any) -> list[str]:
+        """Predict a class name, answer or caption for each item of a batch."""
+        raise NotImplementedError
 
     @property
     def prepare(self) -> ImagePreparation:
-        """How images become pixels."""
+        """Return how images become pixels."""
         data = self.config.data
         return ImagePreparation(
             TrainTransform(data.augment, self.preprocess),
@@ -100,15 +114,20 @@ class Downstream(PlainTask):
 
 
 def load_task(folder_or_name: str | Path) -> Downstream:
-    """A fine-tuned task in evaluation mode, on the CPU.
+    """Load a fine-tuned task in evaluation mode, on the CPU.
 
     Raises:
         FileNotFoundError: a file of the folder is missing.
         ValueError: it holds a model without a task, or its weights do not fit.
+        ConfigError: `task.json` is no configuration of its kind.
     """
     loaded = from_pretrained(folder_or_name)
     config, known = read_task(folder_or_name)
-    task: Downstream = task_module(config["kind"]).load(config, known, loaded)
+    spec = get_task(config["kind"])
+    if spec.restore is None:
+        raise ValueError(f"{folder_or_name}: a model for {spec.kind} has no head to load")
+    checked = validated(config, spec.config, (loaded.folder or Path()) / TASK)
+    task: Downstream = spec.restore(checked, loaded, known)
     try:
         missing, unknown = task.load_state_dict(dict(loaded.heads), strict=False)
     except RuntimeError as error:
@@ -122,19 +141,8 @@ def load_task(folder_or_name: str | Path) -> Downstream:
     return task.eval()
 
 
-def read_config(
-    config: Mapping[str, Any], kind: type[AnyDownstream], parts: Loaded
-) -> AnyDownstream:
-    """The configuration that a model folder's `task.json` holds.
-
-    Raises:
-        ConfigError: it is none of this kind; the message names file and key.
-    """
-    return validated(config, kind, (parts.folder or Path()) / TASK)
-
-
 def read_task(folder: str | Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """The task's configuration and what its data told, as `save_model` wrote them.
+    """Read the task's configuration and `known`, as `save_model` wrote them.
 
     Raises:
         FileNotFoundError: there is no `task.json`.
@@ -148,18 +156,7 @@ def read_task(folder: str | Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
     try:
         said = json.loads(file.read_text(encoding="utf-8"))
         config: dict[str, Any] = said["task"]
-        task_module(config["kind"])
+        get_task(config["kind"])
         return config, said["known"]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{file}: damaged ({error!r})") from error
-
-
-def task_module(kind: str) -> Any:
-    """The module of a kind: its configurations, its task, `build` and `load`.
-
-    Raises:
-        ValueError: there is no such kind.
-    """
-    if kind not in KINDS:
-        raise ValueError(f"unknown kind of task {kind!r}; there are {', '.join(KINDS)}")
-    return import_module(f"vlp.tasks.downstream.{KINDS[kind]}")

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field
 
 from vlp.data.downstream.answers import frequent_answers, read_answers
 from vlp.data.downstream.items import Items
-from vlp.data.downstream.vqa import QuestionSet, VqaBatch, VqaDataConfig, questions_in
+from vlp.data.downstream.vqa import VqaBatch, VqaDataConfig, VqaDataset, questions_in
 from vlp.data.pretrain.loader import OrderedData
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.metrics.vqa import Version
@@ -26,7 +26,8 @@ from vlp.models.decoder.answer_ranking import CANDIDATES, AnswerRanking
 from vlp.models.folder import Loaded
 from vlp.objectives.loss import Loss
 from vlp.tasks.downstream.answer_task import Sentences, create_decoder, marks, start
-from vlp.tasks.downstream.task import Downstream, DownstreamConfig, read_config
+from vlp.tasks.downstream.registry import DownstreamTask, TaskCard, register_task
+from vlp.tasks.downstream.task import Downstream, DownstreamConfig
 from vlp.tasks.plain import Precision
 from vlp.tasks.task import StepOutput
 
@@ -34,7 +35,7 @@ Predict = Literal["rank", "generate"]
 
 
 class VqaConfig(DownstreamConfig):
-    """Decoder, questions, and how answers are found and judged."""
+    """Decoder, data, prediction and scoring."""
 
     kind: Literal["vqa"] = "vqa"
     data: VqaDataConfig
@@ -84,27 +85,32 @@ class Vqa(Downstream):
         self.answers, self._by_ids = tuple(by_ids.values()), by_ids
 
     def known(self) -> dict[str, Any]:
-        """The list of answers."""
+        """Return the list of answers."""
         return {"answers": list(self.answers)}
 
-    def questions(self, folders: Sequence[str | Path], limit: int | None = None) -> QuestionSet:
-        """The questions of shard folders as this task reads them.
+    @classmethod
+    def restore(cls, config: VqaConfig, parts: Loaded, known: Mapping[str, Any]) -> Self:
+        """Make the task that a model folder describes, with a fresh decoder."""
+        return cls(config, parts, known["answers"])
+
+    def dataset(self, folders: Sequence[str | Path], limit: int | None = None) -> VqaDataset:
+        """Return the questions of shard folders.
 
         Raises:
             ConfigError: a folder cannot be read, or holds no question.
         """
         items = Items(folders, questions_in, limit)
-        return QuestionSet(items, self.text, self.prepare, self.config.data.max_answer)
+        return VqaDataset(items, self.text, self.prepare, self.config.data.max_answer)
 
     def remember(self, batch: VqaBatch) -> Memory:
-        """What the decoder attends to, of the B questions."""
+        """Encode B questions with their images into what the decoder attends to."""
         text = self.model.encode_text(batch.text_ids, batch.attention_mask, batch.word_mask)
         image = self.model.encode_image(batch.pixels)
         crossed = self.model.cross(image, text, need_image=False)
         return self.decoder.remember(crossed.text, batch.attention_mask)
 
     def forward(self, batch: VqaBatch, step: int) -> StepOutput:
-        """Negative log-likelihood of a question's answers in nats, and tokens predicted right."""
+        """Compute the negative log-likelihood of the answers in nats and the token accuracy."""
         with self.autocast(batch.pixels.device):
             memory = self.remember(batch).select(batch.owners)
             words = self.model.text_encoder.embedding
@@ -121,7 +127,7 @@ class Vqa(Downstream):
 
     @torch.no_grad()
     def predict(self, batch: VqaBatch, how: Predict | None = None) -> list[str]:
-        """An answer to each question; None is as configured."""
+        """Answer each question; None is as configured."""
         config, words = self.config, self.model.text_encoder.embedding
         memory = self.remember(batch)
         if (how or config.predict) == "rank":
@@ -141,7 +147,7 @@ class Vqa(Downstream):
         return [self._as_listed(said) for said in self._sentences(ids)]
 
     def _as_listed(self, said: str) -> str:
-        """As the list spells it, where it is one of the list ("10:30", not "10 : 30")."""
+        """Spell an answer as the list does, where it is listed ("10:30", not "10 : 30")."""
         ids = self.answer_text([said]).text_ids[0].tolist()
         return self._by_ids.get(tuple(ids), said)
 
@@ -149,7 +155,7 @@ class Vqa(Downstream):
 def build(
     config: VqaConfig, parts: Loaded, batch: int, seed: int, precision: Precision
 ) -> tuple[Vqa, OrderedData]:
-    """The task and its training data.
+    """Build the task and its training data.
 
     Raises:
         ConfigError: start, shards, answers and batch cannot be used.
@@ -162,9 +168,15 @@ def build(
     )
     task = Vqa(config, parts, answers, precision)
     start(task.decoder, parts)
-    return task, task.questions(data.train, data.limit).batches(data, batch, seed)
+    return task, task.dataset(data.train, data.limit).batches(data, batch, seed)
 
 
-def load(config: dict[str, Any], known: Mapping[str, Any], parts: Loaded) -> Vqa:
-    """The task that a model folder describes, with a fresh decoder."""
-    return Vqa(read_config(config, VqaConfig, parts), parts, known["answers"])
+register_task(
+    DownstreamTask(
+        "vqa",
+        VqaConfig,
+        build,
+        Vqa.restore,
+        TaskCard("visual question answering", "visual-question-answering"),
+    )
+)

@@ -20,28 +20,16 @@ from vlp.io import write_text
 from vlp.models.config import ModelConfig
 from vlp.models.folder import CONFIG, HEADS, RESULTS, WEIGHTS, read_config
 from vlp.models.vlp import VLPModel
+from vlp.tasks.downstream.registry import TaskCard, get_task
 
 CARD = "README.md"
 MARK = "<!-- Written by vlp from the files beside it; without this line it is left as it is. -->"
 _SHOWN = 12
 
-_PIPELINES = {
-    "": "zero-shot-image-classification",
-    "vqa": "visual-question-answering",
-    "caption": "image-to-text",
-}
-_TASKS = {
-    "": "image-text matching and retrieval (pretrained, or fine-tuned for retrieval)",
-    "snli_ve": "visual entailment (a hypothesis about an image is true, false, or neither)",
-    "nlvr2": "statements about images, true or false",
-    "nlvr2_assignment": "text assignment (which of two images a caption tells of)",
-    "vqa": "visual question answering",
-    "caption": "image captioning",
-}
-_IMAGES = {"nlvr2": 2, "nlvr2_assignment": 2}
-"""Of a text, where the task does not say; the others have one."""
-_SUBMITTED = ("snli_ve", "nlvr2", "vqa", "caption")
-"""Kinds whose benchmark has a format of its own."""
+_WITHOUT_TASK = TaskCard(
+    "image-text matching and retrieval (pretrained, or fine-tuned for retrieval)",
+    "zero-shot-image-classification",
+)
 _PARTS = {
     "text_encoder": "text encoder",
     "image_encoder": "image encoder",
@@ -50,6 +38,17 @@ _PARTS = {
     "image_tokens": "token projection of images",
     "match_head": "matching head",
 }
+_USE_WITHOUT_TASK = """
+```python
+import vlp
+
+model, text, preprocess, *_ = vlp.load("FOLDER")
+image = model.encode_image(preprocess(image)[None])
+words = model.encode_text(*text(["a red circle left of a blue square"]))
+similarity = image.feature @ words.feature.T
+log_odds = model.match(image, words)
+```
+"""
 
 
 class _Result(NamedTuple):
@@ -81,6 +80,23 @@ def write_model_card(folder: str | Path, licence: str | None = None) -> bool:
     return True
 
 
+def push_to_hub(folder: str | Path, repository: str, private: bool = False) -> str:
+    """Upload a model folder with its model card to the hub and return its address.
+
+    A card that was written by hand is kept, any other made anew.
+
+    Raises:
+        FileNotFoundError: it is no model folder.
+        ValueError: a file of it is damaged.
+    """
+    from huggingface_hub import HfApi
+
+    write_model_card(folder)
+    api = HfApi()
+    api.create_repo(repository, private=private, exist_ok=True)
+    return str(api.upload_folder(folder_path=str(folder), repo_id=repository))
+
+
 def model_card(folder: str | Path, licence: str | None = None) -> str:
     """The card of a model folder; arguments and errors as of `write_model_card`."""
     folder = Path(folder)
@@ -90,14 +106,15 @@ def model_card(folder: str | Path, licence: str | None = None) -> str:
     config = read_config(folder / CONFIG)
     task = _json(folder / "task.json").get("task") or {}
     kind, results = str(task.get("kind") or ""), list(_results(folder / RESULTS))
+    about = get_task(kind).card if kind else _WITHOUT_TASK
     name = folder.resolve().parent.name if _run(folder) else folder.resolve().name
     body = [
-        _front_matter(name, kind, "anchor" in config.cross.position, licence, results),
+        _front_matter(name, kind, about, "anchor" in config.cross.position, licence, results),
         MARK,
         f"# {name}",
-        f"A vision-language model trained with `vlp`, for {_TASKS.get(kind, kind)}.",
+        f"A vision-language model trained with `vlp`, for {about.purpose}.",
         "## Use",
-        _use(kind, task),
+        _use(about, task) if kind else _USE_WITHOUT_TASK,
         "## Model",
         _model(folder, config),
         "## Training",
@@ -111,13 +128,18 @@ def model_card(folder: str | Path, licence: str | None = None) -> str:
 
 
 def _front_matter(
-    name: str, kind: str, anchored: bool, licence: str | None, results: list[_Result]
+    name: str,
+    kind: str,
+    about: TaskCard,
+    anchored: bool,
+    licence: str | None,
+    results: list[_Result],
 ) -> str:
     from huggingface_hub import EvalResult, ModelCardData
 
     found = [
         EvalResult(
-            task_type=_PIPELINES.get(kind, result.task) if result.task == kind else result.task,
+            task_type=about.pipeline or result.task if result.task == kind else result.task,
             dataset_type=Path(result.shards[0]).name or "shards",
             dataset_name=", ".join(result.shards),
             metric_type=figure,
@@ -130,7 +152,7 @@ def _front_matter(
     data = ModelCardData(
         license=licence,
         library_name="vlp",
-        pipeline_tag=_PIPELINES.get(kind),
+        pipeline_tag=about.pipeline,
         tags=[
             "vision-language",
             "image-text",
@@ -143,19 +165,10 @@ def _front_matter(
     return f"---\n{data.to_yaml()}\n---"
 
 
-def _use(kind: str, task: Mapping[str, Any]) -> str:
-    if not kind:
-        return (
-            "```python\nimport vlp\n\n"
-            'model, text, preprocess, *_ = vlp.load("FOLDER")\n'
-            "image = model.encode_image(preprocess(image)[None])\n"
-            'words = model.encode_text(*text(["a red circle left of a blue square"]))\n'
-            "similarity = image.feature @ words.feature.T\n"
-            "log_odds = model.match(image, words)\n```"
-        )
-    asked = "" if kind == "caption" else ' --text "…"'
-    shown = " b.jpg" if task.get("images", _IMAGES.get(kind, 1)) == 2 else ""
-    out = "predictions.json" if kind in _SUBMITTED else "predictions.jsonl --format jsonl"
+def _use(about: TaskCard, task: Mapping[str, Any]) -> str:
+    asked = ' --text "…"' if about.text else ""
+    shown = " b.jpg" if task.get("images", about.images) == 2 else ""
+    out = "predictions.json" if about.official else "predictions.jsonl --format jsonl"
     return (
         f"```\npython -m evaluation predict --model FOLDER --image a.jpg{shown}{asked}\n"
         f"python -m evaluation predict --model FOLDER --shards … --out {out}\n```"

@@ -1,0 +1,127 @@
+"""Registry of downstream tasks: trainer, evaluation, reports, pages and model cards ask it.
+
+A new task is at most four files:
+
+1. a module with the task's configuration (`kind: Literal["mine"]`), its `Downstream` and `build`,
+   which calls `register_task`;
+2. a module with its `TaskEvaluation` (see `evaluation.downstream.registry`), of the same name as
+   the first where both belong to this repository;
+3. a line in `_BUILT_IN`, or, from another package, an entry point of the group `vlp.tasks` that
+   names a module for the kind; importing that module registers task and evaluation;
+4. a configuration file of its fine-tuning.
+
+Nothing heavy is imported here: `task_kinds()` and `task_summary(kind)` answer a command line
+without PyTorch. `get_task(kind)` imports the task's module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vlp.tasks.downstream.task import TaskConfig
+
+_BUILT_IN = {
+    "retrieval": ("retrieval", "image-text retrieval (Flickr30K, COCO)"),
+    "grounding": ("grounding", "weakly supervised visual grounding (RefCOCO, RefCOCO+, RefCOCOg)"),
+    "snli_ve": ("pair_classification", "visual entailment (SNLI-VE)"),
+    "nlvr2": ("pair_classification", "statements about images (NLVR2, NLVR v1)"),
+    "nlvr2_assignment": ("pair_classification", "text assignment, which prepares for NLVR2"),
+    "vqa": ("vqa", "visual question answering (VQA v2)"),
+    "caption": ("caption", "image captioning (COCO)"),
+}
+"""Kind -> module in this folder and, where there is one, in `evaluation.downstream`; summary."""
+
+ENTRY_POINTS = "vlp.tasks"
+
+
+@dataclass(frozen=True)
+class TaskCard:
+    """Facts about a kind of task for the model card of a model that was fine-tuned for it.
+
+    purpose: completes "a model for ...". pipeline: the hub's pipeline tag. images: of one item.
+    text: whether the model reads a text. official: whether its benchmark has a submission format.
+    """
+
+    purpose: str
+    pipeline: str | None = None
+    images: int = 1
+    text: bool = True
+    official: bool = True
+
+
+@dataclass(frozen=True)
+class DownstreamTask:
+    """One kind of downstream task.
+
+    kind: its name in configurations, commands and results. config: class of its configuration.
+    build: `(config, parts, batch, seed, precision) -> (task, training data)`. restore:
+    `(config, parts, known) -> Downstream` with a fresh head, for `load_task`; None where the model
+    folder is one without a head.
+    """
+
+    kind: str
+    config: type[TaskConfig]
+    build: Callable[..., tuple[Any, Any]]
+    restore: Callable[..., Any] | None
+    card: TaskCard
+
+
+_registered: dict[str, DownstreamTask] = {}
+
+
+def register_task(task: DownstreamTask) -> None:
+    """Make a task known under its kind; a second one of the same kind replaces the first."""
+    _registered[task.kind] = task
+
+
+def task_kinds() -> tuple[str, ...]:
+    """Return the kinds of all tasks: built-in, of installed packages, registered."""
+    return tuple(dict.fromkeys((*_BUILT_IN, *_entry_points(), *_registered)))
+
+
+def task_summary(kind: str) -> str:
+    """Return what a kind of task is, in a few words for `--help`.
+
+    Raises:
+        ValueError: there is no such kind.
+    """
+    if kind in _BUILT_IN:
+        return _BUILT_IN[kind][1]
+    return get_task(kind).card.purpose
+
+
+def get_task(kind: str) -> DownstreamTask:
+    """Return the task of a kind, importing its module on first use.
+
+    Raises:
+        ValueError: there is no such kind.
+    """
+    if kind not in _registered:
+        if kind in _BUILT_IN:
+            import_module(f"vlp.tasks.downstream.{_BUILT_IN[kind][0]}")
+        elif kind in _entry_points():
+            import_module(_entry_points()[kind])
+    if kind not in _registered:
+        raise ValueError(f"unknown kind of task {kind!r}; there are {', '.join(task_kinds())}")
+    return _registered[kind]
+
+
+def task_module(kind: str) -> str:
+    """Return the name of the module that a built-in task has in a package of tasks, else "".
+
+    Args:
+        kind: such as "nlvr2", whose module is `pair_classification`.
+    """
+    return _BUILT_IN[kind][0] if kind in _BUILT_IN else ""
+
+
+@cache
+def _entry_points() -> dict[str, str]:
+    """Kind -> module, of installed packages."""
+    return {point.name: point.module for point in entry_points(group=ENTRY_POINTS)}
