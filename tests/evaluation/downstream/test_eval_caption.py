@@ -46,7 +46,7 @@ def test_figures_are_those_of_the_metrics(shards, tmp_path) -> None:
 
 def test_figures_of_the_corpus_have_no_interval(shards, monkeypatch) -> None:
     task = made(shards)
-    monkeypatch.setattr(task, "write", lambda inputs: ["a red picture"] * len(inputs.pixels))
+    monkeypatch.setattr(task, "predict", lambda inputs: ["a red picture"] * len(inputs.pixels))
     result = evaluate_task(task, [shards], resamples=20)
     cells = {row[0]: row[1] for row in result.table().rows}
     assert "[" in cells["rouge_l"]
