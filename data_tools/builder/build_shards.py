@@ -8,7 +8,7 @@ changes the one shard that holds it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from operator import length_hint
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ from data_tools.builder.options import BuildOptions, add_build_arguments, build_
 from data_tools.builder.plan import Pieces
 from data_tools.builder.sample_spec import Refused, SampleSpec
 from data_tools.builder.take_down import TakeDown
-from data_tools.builder.workers import made
-from data_tools.builder.write_shard import temporary
+from data_tools.builder.write_shard import make_shard, temporary
+from data_tools.parallel import in_order
 from data_tools.sources.image_sources import Originals
 from vlp.config import ConfigError
 from vlp.data.shards.shard_index import INDEX_NAME, ShardIndex, index_folder
@@ -85,9 +85,10 @@ def build_shards(
             pieces = Pieces(originals, journal, options, take_down)
             with tqdm(total=total, desc=str(out), unit=" samples", smoothing=0.05) as bar:
                 jobs = pieces.jobs(wanted, bar)
-                with closing(made(jobs, options.processes, bar.update)) as results:
-                    for record, process in results:
-                        _publish(journal, record, process)
+                results = in_order(make_shard, jobs, options.processes, ordered=False)
+                for record, process in results:
+                    _publish(journal, record, process)
+                    bar.update(record.wanted)
             journal.finish(pieces.shards)
             manifest = make_manifest(pieces, title, {**settings, **(arguments or {})})
             _write_index(out, manifest)

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from data_tools.scan.parallel_scan import Shard, ShardReader, in_order
+from data_tools.parallel import in_order
+from data_tools.scan.shard_reader import Shard, ShardReader
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation
 from vlp.io import atomic_write

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -13,6 +13,7 @@ from data_tools.builder.fit_boxes import fit_boxes
 from data_tools.builder.journal import Record, shard_name
 from data_tools.builder.reencode import prepare_image
 from data_tools.builder.sample_spec import has_text
+from data_tools.parallel import go_on
 from data_tools.sources.image_sources import ImageLocation
 from vlp.data.schema import Annotation, captions_of
 from vlp.data.shards.sample_files import MAX_ANNOTATION_BYTES, BadSample, contents, parse_annotation
@@ -58,18 +59,17 @@ class ShardJob(NamedTuple):
     before: Record | None = None
     retry: bool = False
 
+    def __str__(self) -> str:
+        return shard_name(self.number)
+
 
 def temporary(folder: Path, number: int, process: int) -> Path:
     """Where a process writes a shard before it is put in its place."""
     return folder / f"{shard_name(number)}.{process}.tmp"
 
 
-def make_shard(job: ShardJob, tick: Callable[[], None]) -> tuple[Record, int]:
+def make_shard(job: ShardJob) -> tuple[Record, int]:
     """Write a shard under a temporary name; putting it in its place is the caller's.
-
-    Args:
-        job: the shard.
-        tick: called after every sample; what it raises ends the work.
 
     Returns:
         The record, and the number of the process, which the temporary name holds.
@@ -82,7 +82,7 @@ def make_shard(job: ShardJob, tick: Callable[[], None]) -> tuple[Record, int]:
     try:
         with open(path, "wb") as file:
             for item in job.items:
-                tick()
+                go_on()
                 if item.key in job.taken_down:
                     continue
                 try:

@@ -37,7 +37,8 @@ from data_tools.dedup.duplicate_images import Drops, duplicate_images
 from data_tools.dedup.near_duplicates import Places
 from data_tools.dedup.perceptual_hash import FLAT_IMAGE, UNREADABLE, differing_bits, hash_shards
 from data_tools.inspect.contact_sheet import SheetCell, draw_pairs
-from data_tools.scan.parallel_scan import Shard, add_processes, shards_of
+from data_tools.parallel import add_processes
+from data_tools.scan.shard_reader import Shard, shards_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

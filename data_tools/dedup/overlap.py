@@ -40,7 +40,8 @@ from data_tools.dedup.perceptual_hash import (
     hash_shards,
 )
 from data_tools.inspect.contact_sheet import SheetCell, draw_pairs
-from data_tools.scan.parallel_scan import Shard, add_processes, shards_of
+from data_tools.parallel import add_processes
+from data_tools.scan.shard_reader import Shard, shards_of
 
 BY_NAME, BY_BYTES, BY_LOOKS = 1, 2, 4
 WAYS = {BY_NAME: "the same image_id", BY_BYTES: "the same bytes", BY_LOOKS: "looks alike"}

@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from data_tools.scan.parallel_scan import Shard, ShardReader, scan
 from data_tools.scan.repeated_ids import number_of
+from data_tools.scan.shard_reader import Shard, ShardReader, scan
 from vlp.config import ConfigError
 from vlp.data.image.decode import MAX_PIXELS, decode_image
 from vlp.data.shards.sample_files import BadSample

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 from tqdm import tqdm
 
+from data_tools.parallel import go_on, in_order
 from vlp.config import ConfigError
 from vlp.data.scenes.annotation import (
     annotation,
@@ -182,8 +181,8 @@ def _write_part(part: str, arguments: argparse.Namespace) -> int:
         missing = [job for key, job in zip(keys, jobs, strict=True) if key not in writer.done]
         make = partial(make_sample, part, seed, image_size, variety=variety, kinds=arguments.kinds)
         bar = tqdm(total=count, initial=count - len(missing), desc=part, unit=" samples")
-        with bar, _mapped(make, missing, arguments.processes) as samples:
-            for sample in samples:
+        with bar:
+            for sample in _mapped(make, missing, arguments.processes):
                 writer.write(
                     sample.key, sample.image, "png", sample.annotation, sample.second_image
                 )
@@ -204,18 +203,22 @@ def mean_box_share(scenes: Sequence[Scene]) -> float:
     return sum(shares) / max(len(shares), 1)
 
 
-@contextmanager
 def _mapped(
     make: Callable[[int | Scene], SceneFiles], jobs: Sequence[int | Scene], processes: int
-) -> Iterator[Iterator[SceneFiles]]:
-    """The samples in the order of their jobs, made by as many processes as are worth starting."""
+) -> Iterator[SceneFiles]:
+    """Yield samples in the order of their jobs; as many processes as are worth starting work."""
     processes = min(processes, len(jobs) // (4 * _CHUNK))
     if processes < 2:
-        yield map(make, jobs)
-        return
-    # Ctrl-C is the parent's to handle: it closes the writer and ends the pool.
-    with multiprocessing.Pool(processes, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
-        yield pool.imap(make, jobs, chunksize=_CHUNK)
+        return map(make, jobs)
+    chunks = (jobs[start : start + _CHUNK] for start in range(0, len(jobs), _CHUNK))
+    return chain.from_iterable(in_order(partial(_chunk, make), chunks, processes))
+
+
+def _chunk(
+    make: Callable[[int | Scene], SceneFiles], jobs: Sequence[int | Scene]
+) -> list[SceneFiles]:
+    go_on()
+    return [make(job) for job in jobs]
 
 
 def _check(arguments: argparse.Namespace) -> None:

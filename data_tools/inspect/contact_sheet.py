@@ -10,7 +10,7 @@ from typing import NamedTuple
 import matplotlib
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from data_tools.scan.parallel_scan import Shard, ShardReader
+from data_tools.scan.shard_reader import Shard, ShardReader
 from vlp.config import ConfigError
 from vlp.data.image.decode import decode_image
 from vlp.data.schema import Annotation, captions_of

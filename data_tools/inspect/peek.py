@@ -17,7 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data_tools.inspect.contact_sheet import Card, draw_sheet, sample_card
-from data_tools.scan.parallel_scan import ShardReader, shards_of
+from data_tools.scan.shard_reader import ShardReader, shards_of
 from vlp.config import ConfigError
 from vlp.data.shards.index import INDEX_NAME, ShardTable, read_table
 

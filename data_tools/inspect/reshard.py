@@ -31,17 +31,10 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from data_tools.inspect.index import write_index_of
+from data_tools.parallel import add_processes, go_on, in_order
 from data_tools.scan.keys import keys_in, prefixed, repeated_keys
-from data_tools.scan.parallel_scan import (
-    Shard,
-    ShardReader,
-    add_processes,
-    go_on,
-    in_order,
-    scan,
-    shards_of,
-)
 from data_tools.scan.repeated_ids import Numbers, RepeatedIds, numbers_of
+from data_tools.scan.shard_reader import Shard, ShardReader, scan, shards_of
 from vlp.config import ConfigError
 from vlp.data.shards.index import BLOCK, ROW, sample_rows
 from vlp.data.shards.lru import LRUCache

@@ -12,8 +12,8 @@ import numpy as np
 from PIL import Image
 
 from data_tools.scan.keys import keys_in
-from data_tools.scan.parallel_scan import ShardReader
 from data_tools.scan.repeated_ids import Numbers, numbers_of
+from data_tools.scan.shard_reader import ShardReader
 from vlp.data.image.decode import FORMATS
 from vlp.data.schema import captions_of
 from vlp.data.shards.sample_files import BadSample, RawSample

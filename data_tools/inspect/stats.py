@@ -27,8 +27,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from data_tools.inspect.shard_stats import ShardTally, Tally, tally_shard
-from data_tools.scan.parallel_scan import Shard, ShardReader, add_processes, scan, shards_of
+from data_tools.parallel import add_processes
 from data_tools.scan.repeated_ids import RepeatedIds
+from data_tools.scan.shard_reader import Shard, ShardReader, scan, shards_of
 from vlp.config import ConfigError
 from vlp.io import atomic_write, write_text
 

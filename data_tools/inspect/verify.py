@@ -37,9 +37,10 @@ from data_tools.inspect.index_check import (
     found_rows,
     read_manifest,
 )
+from data_tools.parallel import add_processes
 from data_tools.scan.keys import keys_in, repeated_keys
-from data_tools.scan.parallel_scan import Shard, ShardReader, add_processes, scan, shards_of
 from data_tools.scan.repeated_ids import Numbers, RepeatedIds, numbers_of
+from data_tools.scan.shard_reader import Shard, ShardReader, scan, shards_of
 from vlp.config import ConfigError
 from vlp.data.image.decode import FORMATS, decode_image
 from vlp.data.schema import captions_of

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data_tools.scan.parallel_scan import Shard, ShardReader, scan
 from data_tools.scan.repeated_ids import Numbers, numbers_of
+from data_tools.scan.shard_reader import Shard, ShardReader, scan
 
 
 def prefixed(prefix: str, name: str) -> str:

@@ -6,8 +6,7 @@ The key depends on how the list was cut into tars, so it is no safe way back to 
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 from tqdm import tqdm
 
+from data_tools.parallel import in_order
 from data_tools.sources.image_sources import ImageLocation, Originals
 from vlp.config import ConfigError
 from vlp.data.shards.sample_files import IMAGES, MAX_ANNOTATION_BYTES, contents
@@ -43,8 +43,9 @@ class Downloads(Originals):
         self._tars = [tar for place in places for tar in _tars(place)]
         found = []
         bar = tqdm(total=len(self._tars), desc="reading what was downloaded", unit=" tars")
+        found_in = in_order(survey, self._tars, processes)
         with bar:
-            for number, (entries, without, problem) in enumerate(_surveyed(self._tars, processes)):
+            for number, (entries, without, problem) in enumerate(found_in):
                 entries["tar"] = number
                 found.append(entries)
                 if without:
@@ -104,16 +105,6 @@ def _tars(place: Path) -> list[Path]:
             f"{place}: holds no tars; img2dataset writes them with --output_format webdataset"
         )
     return tars
-
-
-def _surveyed(
-    tars: Sequence[Path], processes: int
-) -> Iterator[tuple[NDArray[Any], int, str | None]]:
-    if processes == 1 or len(tars) == 1:
-        yield from map(survey, tars)
-        return
-    with multiprocessing.Pool(min(processes, len(tars))) as pool:
-        yield from pool.imap(survey, tars)
 
 
 def _number(url: str) -> np.uint64:

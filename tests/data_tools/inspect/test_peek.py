@@ -11,7 +11,7 @@ from PIL import Image, ImageFont
 from data_tools.__main__ import main
 from data_tools.inspect import peek
 from data_tools.inspect.contact_sheet import WIDTH, Card, draw_sheet, sample_card, wrapped
-from data_tools.scan.parallel_scan import ShardReader
+from data_tools.scan.shard_reader import ShardReader
 from vlp.data.schema import Annotation, Expression, Question
 from vlp.data.shards.shard_index import ShardWriter
 

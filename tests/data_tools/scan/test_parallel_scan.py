@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 from made_shards import cut, jpeg, write, write_tar
 
-from data_tools.scan.parallel_scan import ShardReader, in_order, scan, shards_of
+from data_tools.parallel import in_order
+from data_tools.scan.shard_reader import ShardReader, scan, shards_of
 from vlp.config import ConfigError
 from vlp.data.shards.sample_files import BadSample
 from vlp.io import atomic_write
 
 PROGRAM = """
 import os, sys, time
-from data_tools.scan import parallel_scan as scan
+from data_tools import parallel as scan
 
 def work(number):
     open(f"{sys.argv[1]}/{os.getpid()}", "w").close()
