@@ -123,7 +123,7 @@ def load_config(
         if not separator or not key:
             raise ConfigError(f"{override!r} is not an override; write key.sub=value")
         try:
-            value = yaml.load(text, _Loader)
+            value = parse_yaml(text)
         except yaml.YAMLError as error:
             raise ConfigError(f"{override!r}: the value is not YAML: {error}") from error
         nested: Any = value
@@ -162,8 +162,21 @@ def validated(
 
 def save_config(config: Config, path: str | Path) -> None:
     """Write a resolved configuration as YAML that `load_config` reads back unchanged."""
-    text = yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
-    Path(path).write_text(text, encoding="utf-8")
+    Path(path).write_text(dump_yaml(config.model_dump(mode="json")), encoding="utf-8")
+
+
+def parse_yaml(text: str) -> Any:
+    """Read YAML as configurations are read: a number may be written `1e-4`.
+
+    Raises:
+        yaml.YAMLError: it is not YAML, or names a key twice.
+    """
+    return yaml.load(text, _Loader)
+
+
+def dump_yaml(values: Any) -> str:
+    """Write values as YAML that `parse_yaml` reads back unchanged."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -171,7 +184,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str,
     if path in seen:
         raise ConfigError(f"{path}: inherits from itself through {' -> '.join(map(str, seen))}")
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        values = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot read this configuration ({error.strerror})") from error
     except yaml.YAMLError as error:
