@@ -6,7 +6,7 @@ READY := .venv/.ready
 JOBS ?= 2
 SHELL := /bin/bash
 
-.PHONY: demo test test-slow test-multinode test-lowest lint types resume-check clean
+.PHONY: demo test test-slow test-multinode test-lowest lint types contracts resume-check clean
 
 demo: $(READY)
 	$(BIN)/python launch/demo.py
@@ -33,6 +33,10 @@ lint: $(READY)
 
 types: $(READY)
 	$(BIN)/mypy
+
+# Who may import whom: the contracts of import-linter in pyproject.toml.
+contracts: $(READY)
+	$(BIN)/lint-imports
 
 # A short real pretraining on two ranks, killed between checkpoints and resumed.
 resume-check: $(READY)

@@ -31,7 +31,8 @@ from torch.nn import functional
 
 from evaluation.benchmarks.figures import Measurement, print_figures
 from evaluation.benchmarks.memory import peak_memory
-from vlp.positions.anchor import Metric, anchor_distance, anchor_path
+from vlp.positions.anchor import anchor_distance, anchor_path
+from vlp.positions.windows import Metric
 
 _CPU_SIZES = ("14x14x30x8x4", "24x24x30x8x4", "24x24x64x8x4")
 _GPU_SIZES = ("14x14x30x8x64", "24x24x30x8x64", "24x24x64x8x64")

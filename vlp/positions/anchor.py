@@ -12,16 +12,13 @@ import importlib.util
 import math
 from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from vlp.positions import distance_transform
-from vlp.positions.windows import patch_reach, text_reach
-
-Metric = Literal["euclidean", "manhattan", "chebyshev"]
+from vlp.positions.windows import Metric, patch_reach, text_reach
 
 # Entries of one intermediate result that a core handles best: 1 MiB of float32.
 _CACHED_ENTRIES = 1 << 18

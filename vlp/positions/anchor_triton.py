@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from vlp.positions.anchor import Metric
+from vlp.positions.windows import Metric
 
 _BLOCK = 256
 # The patches of a window are unrolled; with more of them compiling takes too long.

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
+
+Metric = Literal["euclidean", "manhattan", "chebyshev"]
+"""Distance between patches, D_p2p of Eq. 7 (papers.md#ace-a11)."""
 
 
 def text_reach(window: int | None) -> int | None:
