@@ -8,8 +8,9 @@ SHELL := /bin/bash
 
 .PHONY: demo test test-slow test-multinode test-lowest lint types contracts resume-check clean
 
+# `make demo FRESH=1` deletes a finished run first.
 demo: $(READY)
-	$(BIN)/python launch/demo.py
+	$(BIN)/python launch/demo.py $(if $(FRESH),--fresh)
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)

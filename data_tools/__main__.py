@@ -1,17 +1,14 @@
-"""`python -m data_tools COMMAND ...`: each command is a module of this package."""
+"""`python -m data_tools COMMAND ...`, also `vlp data COMMAND ...`: each command is a module."""
 
 from __future__ import annotations
 
-import argparse
-import difflib
-import importlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from vlp.config import ConfigError
+from vlp.command_line import Group, ModuleCommand, run_app
 
-# Name -> subpackage and one line of help. A module is imported only when its
-# command runs, so one command does not wait for what another one needs.
+# Name -> subpackage and one line of help.
 COMMANDS = {
     "albef": ("converters.benchmarks", "ALBEF's JSON lists and images to shards"),
     "cc12m": ("converters.corpora", "Conceptual 12M to shards"),
@@ -39,38 +36,44 @@ COMMANDS = {
 }
 
 
+class DataCommand(ModuleCommand):
+    """A data tool: wrong input and interruption end with one line."""
+
+    def invoke(self, ctx: Any) -> int:
+        """Run the tool; returns the exit code (2: wrong input, 130: interrupted)."""
+        from vlp.config import ConfigError
+
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            print(f"data_tools {self.name}: {error}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print(
+                f"\ndata_tools {self.name}: interrupted; finished shards stay, run the same "
+                "command again to go on",
+                file=sys.stderr,
+            )
+            return 130
+
+
+def data_commands() -> Group:
+    """Return all data tools as one group of commands."""
+    commands = [
+        DataCommand(name, f"data_tools.{package}.{name}", summary)
+        for name, (package, summary) in COMMANDS.items()
+    ]
+    return Group(
+        name="data",
+        commands=commands,
+        help="Build, inspect and clean shards.",
+        rich_markup_mode=None,
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (2: wrong input, 130: interrupted)."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    name = given[0] if given else "--help"
-    if name in ("-h", "--help"):
-        lines = "\n".join(f"  {command:13} {text}" for command, (_, text) in COMMANDS.items())
-        print(f"usage: python -m data_tools COMMAND [options]\n\ncommands:\n{lines}")
-        return 0 if given else 2
-    if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
-        print(f"data_tools: unknown command {name!r}; {hint}", file=sys.stderr)
-        return 2
-    module = importlib.import_module(f"data_tools.{COMMANDS[name][0]}.{name}")
-    parser = argparse.ArgumentParser(
-        prog=f"python -m data_tools {name}",
-        description=module.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    module.add_arguments(parser)
-    try:
-        return int(module.run(parser.parse_args(given[1:])) or 0)
-    except ConfigError as error:
-        print(f"data_tools {name}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(
-            f"\ndata_tools {name}: interrupted; finished shards stay, run the same command again "
-            "to go on",
-            file=sys.stderr,
-        )
-        return 130
+    return run_app(data_commands(), "python -m data_tools", arguments)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,11 @@
-"""Make a model folder read another vocabulary, before it is trained further.
-
-    python -m data_tools vocabulary --shards shards/mine/train --size 4000 --out shards/mine/words
-    python launch/change_vocabulary.py --model runs/base/model --vocabulary shards/mine/words \\
-        --out models/mine
-
-Word pieces that both know keep their embedding; a new one starts as the mean of the pieces that the
-old vocabulary makes of it, as long as they are. Worth it where a small vocabulary spells most words
-of another corpus.
-"""
+"""Change of a model folder's vocabulary; this script is `vlp change-vocabulary`."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from vlp.config import ConfigError
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.models.folder import CONFIG, from_pretrained, save_pretrained
 from vlp.models.pretrained.change_vocabulary import with_vocabulary
@@ -24,22 +13,10 @@ from vlp.tasks.downstream.task import TASK
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and write the folder; returns the exit code (2: wrong input)."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", required=True, metavar="DIR", help="model folder or hub name")
-    parser.add_argument(
-        "--vocabulary", required=True, metavar="NAME", help="folder or hub name of the new one"
-    )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder")
-    chosen = parser.parse_args(arguments)
-    try:
-        change(chosen.model, chosen.vocabulary, chosen.out)
-    except (ConfigError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    """Run `vlp change-vocabulary`; returns the exit code (2: wrong input)."""
+    from launch.cli.main import main as vlp_main
+
+    return vlp_main(["change-vocabulary", *(sys.argv[1:] if arguments is None else arguments)])
 
 
 def change(model: str, vocabulary: str, out: Path) -> None:

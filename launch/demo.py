@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 RUN = Path("runs/demo")
 SHARDS = RUN / "shards"
-CONFIG = "configs/pretrain/scenes_tiny.yaml"
+CONFIG = ROOT / "configs/pretrain/scenes_tiny.yaml"
 RERANK = 16
 GPU_RANKS = (1, 2)
 """A rank holds groups of 32 samples whole, and this small batch has two of them."""
@@ -33,11 +34,26 @@ MIN_RECALL = {"R@1": 0.75, "R@10": 0.95}
 MIN_POINTING = {"colour": 0.80, "shape": 0.60}
 
 
-def main() -> int:
-    """Run every part; returns the exit code."""
-    os.chdir(ROOT)
+def run_demo(fresh: bool = False) -> int:
+    """Run every part; returns the exit code (1: the model falls short, 2: a finished run is there).
+
+    Args:
+        fresh: delete a finished run, which is kept otherwise.
+    """
+    if (RUN / "run" / "model").exists() and not fresh:
+        print(f"{RUN} holds a finished run; --fresh deletes it and starts again", file=sys.stderr)
+        return 2
     started = time.monotonic()
     shutil.rmtree(RUN, ignore_errors=True)
+    try:
+        return _run(started)
+    except subprocess.CalledProcessError as error:
+        command = " ".join(error.cmd)
+        print(f"demo: a part failed with code {error.returncode}: {command}", file=sys.stderr)
+        return 1
+
+
+def _run(started: float) -> int:
     corpus = ("--out", str(SHARDS), "--train", "20000", "--val", "256")
     _part("1/5 shards: 20,000 generated scenes and 256 held out")
     _python("-m", "data_tools", "scenes", *corpus)
@@ -75,8 +91,8 @@ def _pretrain() -> None:
     command = [
         str(Path(sys.executable).with_name("deepspeed")),
         *("--num_accelerators", str(ranks), "--master_port", str(free_port())),
-        "launch/pretrain.py",
-        *("--config", CONFIG),
+        str(ROOT / "launch/pretrain.py"),
+        *("--config", str(CONFIG)),
         f"output={RUN / 'run'}",
         f"data.sources=[{{path: {SHARDS / 'train'}}}]",
         f"data.vocabulary={SHARDS / 'vocabulary'}",
@@ -132,10 +148,12 @@ def _part(title: str) -> None:
     print(f"\n== {title}", flush=True)
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `vlp demo`; returns the exit code."""
+    from launch.cli.main import main as vlp_main
+
+    return vlp_main(["demo", *(sys.argv[1:] if arguments is None else arguments)])
+
+
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except subprocess.CalledProcessError as error:
-        sys.exit(f"demo: a part failed with code {error.returncode}: {' '.join(error.cmd)}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    sys.exit(main())

@@ -1,16 +1,7 @@
-"""Make a model folder of a public ALBEF checkpoint, with ACE-RPE added and still without effect.
-
-    python launch/from_albef.py --checkpoint ALBEF.pth --vocabulary bert-base-uncased \\
-        --out models/albef --image-size 384 [cross.anchor.mode=bias ...]
-
-Sizes are read from the checkpoint. The tables of ACE-RPE start at zero: the folder's model scores
-as the checkpoint does, and fine-tuning starts from there. Overrides change the model's
-configuration, written as in a configuration file (`cross.anchor.groups=16`, `cross.position=[]`).
-"""
+"""Conversion of public ALBEF checkpoints; this script is `vlp convert-albef`."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -18,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from vlp.config import ConfigError, load_config, save_config
+from vlp.config import load_config, save_config
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.models.config import ModelConfig
@@ -29,28 +20,10 @@ from vlp.models.vlp import VLPModel
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and write the folder; returns the exit code (2: wrong input)."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--checkpoint", type=Path, required=True, metavar="FILE", help="the .pth")
-    parser.add_argument(
-        "--vocabulary", required=True, metavar="NAME", help="folder or hub name of its BERT"
-    )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder")
-    parser.add_argument(
-        "--image-size", type=int, metavar="PX", help="side of images (default: the checkpoint's)"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
-    chosen = parser.parse_intermixed_args(arguments)
-    try:
-        convert(
-            chosen.checkpoint, chosen.vocabulary, chosen.out, chosen.image_size, chosen.overrides
-        )
-    except (ConfigError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    """Run `vlp convert-albef`; returns the exit code (2: wrong input)."""
+    from launch.cli.main import main as vlp_main
+
+    return vlp_main(["convert-albef", *(sys.argv[1:] if arguments is None else arguments)])
 
 
 def convert(

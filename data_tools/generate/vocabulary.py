@@ -9,13 +9,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation, captions_of, every_text_of
 from vlp.data.shards.shard_index import BadSample, ShardIndex
-from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
+
+if TYPE_CHECKING:
+    from vlp.data.text.tokenizer import TextProcessor
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train on every text and save the tokenizer."""
+    from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
+
     skipped: list[BadSample] = []
     said = captions_of if arguments.texts == "captions" else every_text_of
     texts = list(_texts(arguments.shards, said, skipped))

@@ -1,4 +1,1 @@
-"""The commands of `python -m evaluation`: each module has `add_arguments(parser)`, `run(options)`.
-
-A module's docstring is its help.
-"""
+"""The commands of `vlp evaluate` and their companions; each imports what it needs when it runs."""

@@ -2,133 +2,199 @@
 
 from __future__ import annotations
 
-import argparse
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
-import torch
+import typer
+from typer import Option
 
-import vlp
-from evaluation.core.results import Table
-from evaluation.core.samples import EvaluationError
-from evaluation.core.work_sharding import Ranks
-from vlp.models.folder import RESULTS, Loaded, is_local
+from vlp.command_line import Command, positive
 
-
-class CommandResult(Protocol):
-    """What a measurement gives."""
-
-    def table(self) -> Table:
-        """For the person."""
-
-    def save(self, folder: str | Path) -> Path:
-        """For files."""
+if TYPE_CHECKING:
+    from evaluation.core.results import Table
+    from vlp.models.folder import Loaded
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Options of everything that needs a model."""
-    parser.add_argument("--model", required=True, metavar="DIR", help="model folder or hub name")
-    add_device(parser)
+def usable_device(name: str) -> str:
+    """Return a device's name, once a tensor was made on it.
 
+    Raises:
+        typer.BadParameter: it is no device, or this machine has none of it.
+    """
+    import torch
 
-def add_device(parser: argparse.ArgumentParser) -> None:
-    """Where to compute."""
-    parser.add_argument("--device", type=_device, help="default: this rank's GPU, or the CPU")
-
-
-def _device(name: str) -> str:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise argparse.ArgumentTypeError(f"{name!r} is no device; cpu or cuda is one") from error
+        raise typer.BadParameter(f"{name!r} is no device; cpu or cuda is one") from error
     try:
         torch.empty(1, device=device)
     # A build without CUDA says so by an AssertionError.
     except (RuntimeError, AssertionError) as error:
         why = str(error).splitlines()[0]
-        raise argparse.ArgumentTypeError(f"{name!r} cannot be used here: {why}") from error
+        raise typer.BadParameter(f"{name!r} cannot be used here: {why}") from error
     return name
 
 
-def positive(text: str) -> int:
-    """A whole number from 1 up, as a type of argparse."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
-    return number
+Model = Annotated[str, Option(metavar="DIR", help="model folder or hub name")]
+Device = Annotated[
+    str | None,
+    Option(parser=usable_device, metavar="NAME", help="default: this rank's GPU, or the CPU"),
+]
+Shards = Annotated[list[str] | None, Option(metavar="DIR...", help="shard folders")]
+Limit = Annotated[int | None, Option(parser=positive, metavar="N", help="only the first N samples")]
+Batch = Annotated[int, Option(parser=positive, metavar="N", help="items of one encoder call")]
+Precision = Literal["float32", "bf16"]
+View = Literal["image", "shuffled", "blank"]
+Images = Annotated[list[str] | None, Option("--image", metavar="FILE...", help="image files")]
 
 
-def load_model(options: argparse.Namespace) -> Loaded:
-    """The model folder; one that is damaged or does not fit together is the user's to mend."""
+class EvaluationCommand(Command):
+    """A command whose work the ranks of torchrun share; wrong input ends with one line."""
+
+    left_out = {"--match": "5"}  # noqa: RUF012
+
+    def invoke(self, ctx: Any) -> int:
+        """Run the command; returns the exit code (2: wrong input)."""
+        import logging
+        import sys
+
+        from evaluation.core.samples import EvaluationError
+        from vlp import distributed
+        from vlp.config import ConfigError
+
+        logging.basicConfig(level=logging.WARNING)
+        with distributed.process_group():
+            try:
+                return super().invoke(ctx) or 0
+            except (ConfigError, EvaluationError, FileNotFoundError, typer.BadParameter) as error:
+                if distributed.rank() == 0:
+                    print(f"error: {error}", file=sys.stderr)
+                return 2
+
+
+class CommandResult(Protocol):
+    """A measurement that can be printed and saved."""
+
+    def table(self) -> Table:
+        """Return the table to print."""
+
+    def save(self, folder: str | Path) -> Path:
+        """Write JSON and Markdown; returns the folder."""
+
+
+def measurement(items: str = "samples") -> Callable[[Callable[..., CommandResult]], Any]:
+    """Make a command of a measurement over shards: it prints the table and saves the result.
+
+    The decorated function takes `model`, its own options and `**measured`, the shared ones:
+    shards, limit, batch, device, precision, progress.
+
+    Args:
+        items: plural of what --limit and --batch count.
+    """
+
+    def declare(measure: Callable[..., CommandResult]) -> Callable[..., None]:
+        def command(model: str, out: Path | None, **options: Any) -> None:
+            report(measure(model, progress=True, **options), model, out)
+
+        shared: dict[str, tuple[Any, Any]] = {
+            "model": (Model, ...),
+            "shards": (Annotated[list[str], Option(metavar="DIR...", help="shard folders")], ...),
+            "limit": (_count(int | None, f"only the first N {items}"), None),
+            "batch": (_count(int, f"{items} of one encoder call"), 64),
+            "precision": (Precision, "float32"),
+            "device": (Device, None),
+            "out": (
+                Annotated[
+                    Path | None,
+                    Option(
+                        metavar="DIR",
+                        help="for JSON and Markdown; default MODEL/evaluation, of a hub name "
+                        "OWNER/NAME evaluation/OWNER--NAME",
+                    ),
+                ],
+                None,
+            ),
+        }
+        parameters = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                annotation=annotation,
+                default=inspect.Parameter.empty if default is ... else default,
+            )
+            for name, (annotation, default) in shared.items()
+        ]
+        for own in inspect.signature(measure, eval_str=True).parameters.values():
+            if own.name != "model" and own.kind is not own.VAR_KEYWORD:
+                parameters.append(own.replace(kind=own.KEYWORD_ONLY))
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {}
+        command.__name__, command.__doc__ = measure.__name__, measure.__doc__
+        return command
+
+    return declare
+
+
+def _count(kind: Any, help: str) -> Any:
+    return Annotated[kind, Option(parser=positive, metavar="N", help=help)]
+
+
+def load_model(model: str) -> Loaded:
+    """Load a model folder.
+
+    Raises:
+        EvaluationError: it is damaged or does not fit together.
+    """
+    import vlp
+
+    return checked(lambda: vlp.load(model))
+
+
+def checked(work: Callable[[], Any]) -> Any:
+    """Call a function; a ValueError becomes one line for the person at the terminal.
+
+    Raises:
+        EvaluationError: the function raised ValueError.
+    """
+    from evaluation.core.samples import EvaluationError
+
     try:
-        return vlp.load(options.model)
+        return work()
     except ValueError as error:
         raise EvaluationError(" ".join(str(error).split())) from error
 
 
-def add_measured(parser: argparse.ArgumentParser, items: str = "samples") -> None:
-    """Options of what is measured over whole shards and reported as a table; --limit counts items.
+def first_rank() -> bool:
+    """Tell whether this process prints and writes."""
+    from vlp import distributed
 
-    Args:
-        parser: of the command.
-        items: what is judged, in words.
-    """
-    parser.add_argument("--shards", required=True, nargs="+", metavar="DIR")
-    parser.add_argument("--limit", type=positive, metavar="N", help=f"only the first N {items}")
-    parser.add_argument("--batch", type=positive, default=64, help=f"{items} of one encoder call")
-    parser.add_argument("--precision", choices=("float32", "bf16"), default="float32")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="for JSON and Markdown; default MODEL/evaluation, of a hub name OWNER/NAME "
-        "evaluation/OWNER--NAME",
-    )
-
-
-def measured(options: argparse.Namespace) -> dict[str, Any]:
-    """The options of `add_measured` as arguments of an evaluation."""
-    names = ("shards", "limit", "batch", "device", "precision")
-    return {"progress": True, **{name: getattr(options, name) for name in names}}
-
-
-def report(result: CommandResult, options: argparse.Namespace) -> None:
-    """Print and write a result, on the first rank."""
-    if not Ranks.current().first:
-        return
-    print(result.table().text())
-    print(f"\nwritten to {result.save(options.out or results_folder(options.model))}")
-
-
-def results_folder(model: str) -> Path:
-    """Where results of a model lie: in its folder; of a hub name below the working directory."""
-    return Path(model) / RESULTS if is_local(model) else Path(RESULTS) / model.replace("/", "--")
-
-
-def add_compared(parser: argparse.ArgumentParser) -> None:
-    """Options of what trains variants itself."""
-    parser.add_argument("--config", required=True, type=Path, metavar="FILE")
-    parser.add_argument(
-        "--report", action="store_true", help="only the tables of what is there; train nothing"
-    )
-    parser.add_argument(
-        "--only",
-        type=lambda names: names.split(","),
-        default=(),
-        metavar="NAME,…",
-        help="train these variants now; the tables show all that are there",
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
+    return distributed.rank() == 0
 
 
 def one_process(what: str) -> None:
     """Refuse to run under torchrun.
 
     Raises:
-        EvaluationError: there are several ranks.
+        typer.BadParameter: there are several ranks.
     """
-    if Ranks.current().world_size > 1:
-        raise EvaluationError(what)
+    from vlp import distributed
+
+    if distributed.world_size() > 1:
+        raise typer.BadParameter(what)
+
+
+def report(result: CommandResult, model: str, out: Path | None) -> None:
+    """Print and save a result, on the first rank."""
+    if first_rank():
+        print(result.table().text())
+        print(f"\nwritten to {result.save(out or results_folder(model))}")
+
+
+def results_folder(model: str) -> Path:
+    """Return where results of a model lie: in its folder, or for a hub name in `evaluation/`."""
+    from vlp.models.folder import RESULTS, is_local
+
+    return Path(model) / RESULTS if is_local(model) else Path(RESULTS) / model.replace("/", "--")

@@ -147,6 +147,22 @@ def embed_inputs(
     return found
 
 
+def write_inputs(
+    found: Sequence[tuple[dict[str, Any], NDArray[np.float32]]], folder: Path, dtype: Dtype
+) -> None:
+    """Write the features of `embed_inputs` as the files that `embed` writes of shards."""
+    names = {"image": IMAGES, "text": CAPTIONS}
+    kinds = [kind for kind in names if any(kind in what for what, _ in found)]
+    files = FeatureFiles(
+        folder, [names[kind] for kind in kinds], found[0][1].size, dtype, Ranks(0, 1)
+    )
+    for kind in kinds:
+        own = [(what, feature) for what, feature in found if kind in what]
+        rows = np.stack([feature for _, feature in own])
+        files.add(names[kind], rows, [what for what, _ in own])
+    files.finish()
+
+
 def _images(
     loaded: Loaded, pixels: Sequence[torch.Tensor], place: torch.device, precision: str
 ) -> NDArray[np.float32]:

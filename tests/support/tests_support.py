@@ -30,7 +30,7 @@ def tiny_text(max_tokens: int = 12) -> TextProcessor:
 
 
 def launch_script(name: str) -> ModuleType:
-    """A script of `launch/`, which is no package, as a module."""
+    """A script of `launch/`, run by its path, as a module."""
     file = Path(__file__).resolve().parents[2] / "launch" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None

@@ -1,0 +1,265 @@
+"""Commands that measure a model: `vlp evaluate TASK`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from typer import Option
+
+from evaluation.commands.options import (
+    Device,
+    EvaluationCommand,
+    Limit,
+    Model,
+    View,
+    checked,
+    first_rank,
+    load_model,
+    measurement,
+    one_process,
+    results_folder,
+)
+from vlp.command_line import Overrides, new_app
+
+app = new_app("Measure a model; torchrun shares the work between its ranks.")
+
+CombineScores = Literal["sum", "match"]
+
+
+@app.command(cls=EvaluationCommand)
+@measurement()
+def retrieval(
+    model: str,
+    rerank: Annotated[
+        int, Option(metavar="K", help="candidates that the cross-modal encoder scores")
+    ] = 0,
+    rerank_by: Annotated[
+        CombineScores | None,
+        Option(
+            help="with --rerank: add the match score to the similarity (default), or let it "
+            "replace it"
+        ),
+    ] = None,
+    **measured: Any,
+) -> Any:
+    """Recall of images by text and of texts by image, also re-ranked."""
+    from evaluation.retrieval.retrieval import evaluate_retrieval
+
+    if rerank_by is not None and not rerank:
+        raise typer.BadParameter("--rerank-by says how to re-rank: give --rerank K too")
+    return evaluate_retrieval(
+        load_model(model), rerank=rerank, rerank_by=rerank_by or "sum", **measured
+    )
+
+
+def _fine_tuned(kind: str, summary: str) -> None:
+    def evaluate(model: str, **measured: Any) -> Any:
+        from evaluation.downstream import evaluate_task
+        from vlp.tasks.downstream.task import load_task
+
+        task = checked(lambda: load_task(model))
+        if task.kind != kind:
+            raise typer.BadParameter(
+                f"{model} is fine-tuned for {task.kind}: python -m evaluation {task.kind} ..."
+            )
+        return evaluate_task(task, **measured)
+
+    evaluate.__doc__ = (
+        f"Evaluate a model fine-tuned {summary}.\n\n"
+        f"Figures have intervals. OUT gets {kind}.json, {kind}.md and {kind}.predictions.jsonl."
+    )
+    app.command(kind, cls=EvaluationCommand)(measurement("samples (vqa: questions)")(evaluate))
+
+
+_fine_tuned("snli_ve", "on SNLI-VE")
+_fine_tuned("nlvr2", "on NLVR2 or NLVR v1")
+_fine_tuned("vqa", "on questions")
+_fine_tuned("caption", "to write captions")
+
+
+@app.command(cls=EvaluationCommand)
+@measurement("expressions")
+def grounding(
+    model: str,
+    by: Annotated[
+        Literal["gradcam", "similarity"] | None,
+        Option(
+            help="Grad-CAM of a cross-attention layer, or the cosine of tokens and patches "
+            "(default: what the model was fine-tuned and chosen by, else Grad-CAM)"
+        ),
+    ] = None,
+    layer: Annotated[
+        int | None, Option(metavar="L", help="of Grad-CAM, from 0 (default: the middle one)")
+    ] = None,
+    head: Annotated[
+        int | None,
+        Option(metavar="N", help="make the map of an expression's first N tokens (default: all)"),
+    ] = None,
+    view: View = "image",
+    **measured: Any,
+) -> Any:
+    """Visual grounding of referring expressions.
+
+    Samples need `expressions`; with `proposals` boxes are chosen among those, else only the
+    pointing game is scored. Any model folder will do, best one fine-tuned for grounding.
+    """
+    from evaluation.grounding.grounding import evaluate_grounding
+    from vlp.tasks.downstream.grounding import map_of
+
+    loaded = load_model(model)
+    if (by or map_of(loaded.folder).by) == "similarity" and layer is not None:
+        raise typer.BadParameter(
+            "--layer is of Grad-CAM, and the map is made by similarity: leave it out, or give "
+            "--by gradcam"
+        )
+    return evaluate_grounding(loaded, by=by, layer=layer, head=head, view=view, **measured)
+
+
+@app.command(cls=EvaluationCommand)
+@measurement()
+def zeroshot(
+    model: str,
+    classes: Annotated[Path, Option(metavar="FILE", help="a class name a line")],
+    templates: Annotated[
+        Path | None, Option(metavar="FILE", help="a prompt a line; default: a photo of a {}.")
+    ] = None,
+    label_field: Annotated[
+        str, Option(metavar="NAME", help="field of the JSON in shards that holds the class")
+    ] = "label",
+    match: Annotated[
+        int,
+        Option(
+            metavar="[K]",
+            help="let the cross-modal encoder score the best K classes again (5 without a number)",
+        ),
+    ] = 0,
+    match_by: Annotated[
+        CombineScores | None,
+        Option(help="with --match: add its score to the similarity (default), or replace it"),
+    ] = None,
+    **measured: Any,
+) -> Any:
+    """Zero-shot classification of images by prompts.
+
+    The class is the one whose prompts lie nearest to the image. --shards takes shard folders, whose
+    samples name their class as `label`, folders of class folders, and tar files of such. --classes
+    has a class name a line, or what the data calls the class, a tab and the name. --templates has a
+    prompt a line, such as "a photo of a {}."; the features of a class's prompts are averaged.
+
+    \b
+      vlp evaluate zeroshot --model runs/base/model --shards cifar10/test.tar.xz --classes c.txt
+    """
+    from evaluation.zeroshot.prompts import read_prompts
+    from evaluation.zeroshot.zeroshot import evaluate_zeroshot
+
+    if match_by is not None and not match:
+        raise typer.BadParameter("--match-by says how classes are scored again: give --match too")
+    return evaluate_zeroshot(
+        load_model(model),
+        prompts=read_prompts(classes, templates),
+        label_field=label_field,
+        match=match,
+        match_by=match_by or "sum",
+        **measured,
+    )
+
+
+@app.command(cls=EvaluationCommand)
+@measurement()
+def pointing(model: str, **measured: Any) -> Any:
+    """Pointing accuracy of words (generated corpus, COCO)."""
+    from evaluation.probes.pointing import evaluate_pointing
+
+    return evaluate_pointing(load_model(model), **measured)
+
+
+@app.command(cls=EvaluationCommand)
+@measurement("swaps")
+def swaps(
+    model: str,
+    view: Annotated[
+        View, Option(help="the images, their patches in random order, or blank images")
+    ] = "image",
+    **measured: Any,
+) -> Any:
+    """Tell an arrangement from its swap (generated corpus)."""
+    from evaluation.probes.winoground import evaluate_swaps
+
+    return evaluate_swaps(load_model(model), view=view, **measured)
+
+
+@app.command(cls=EvaluationCommand)
+def vision(model: Model, device: Device = None, limit: Limit = None) -> None:
+    """Evaluate a vision model on its test data."""
+    from evaluation.core.results import Table, write_report
+    from evaluation.vision import evaluate_folder
+
+    one_process("vision models are evaluated in one process")
+    figures = checked(lambda: evaluate_folder(model, limit, device))
+    table = Table(model, ["", "value"], [[name, f"{value:.2f}"] for name, value in figures.items()])
+    print(table.text())
+    print(f"\nwritten to {write_report(results_folder(model), 'vision', table, figures)}")
+
+
+@app.command("all", cls=EvaluationCommand)
+def evaluate_all(
+    config: Annotated[Path, Option(metavar="FILE", help="models and tasks")],
+    out: Annotated[
+        Path | None, Option(metavar="DIR", help="of the results; default: the configuration's")
+    ] = None,
+    device: Device = None,
+    overrides: Overrides = None,
+) -> int:
+    """Evaluate several models on several tasks.
+
+    Prints a table of every task and a summary. --config names models and tasks
+    (configs/evaluation/paper.yaml). OUT/MODEL/TASK holds each result; one whose model, options and
+    data are the same is kept, so an interrupted call goes on where it was. What fails is named,
+    does not stop the rest, and makes the exit code 1.
+    """
+    import sys
+
+    from evaluation.suite.suite import run_suite
+    from evaluation.suite.suite_config import SuiteConfig
+    from vlp.config import load_config
+
+    loaded = load_config(config, SuiteConfig, overrides or ())
+    out = out or Path(loaded.output)
+    result = run_suite(loaded, out, device, progress=True)
+    if first_rank():
+        result.save(out)
+        for table in result.tables():
+            print(f"\n{table.text()}")
+        print(f"\nwritten to {out}")
+        for (model, label), error in result.failures.items():
+            print(f"failed: {model}/{label}: {error}", file=sys.stderr)
+    return 1 if result.failures else 0
+
+
+@app.command(cls=EvaluationCommand)
+def compare(
+    first: Annotated[str, typer.Argument(metavar="A")],
+    second: Annotated[str, typer.Argument(metavar="B")],
+    task: Annotated[
+        str | None, Option(help="which, where the folders hold results of several")
+    ] = None,
+    permutations: Annotated[int, Option(metavar="N", help="of the sign-flip test")] = 10_000,
+    out: Annotated[Path | None, Option(metavar="DIR", help="for JSON and Markdown too")] = None,
+) -> None:
+    """Compare two results on the same items, with intervals and tests.
+
+    A and B are files KIND.predictions.jsonl, folders that hold them, or model folders that were
+    evaluated. The difference is B minus A.
+
+    \b
+      vlp evaluate compare runs/plain/best runs/ace/best --task vqa
+    """
+    from evaluation.suite.compare import compare as compare_results
+
+    if first_rank():
+        result = compare_results(first, second, task, permutations=permutations)
+        print(result.table().text())
+        if out is not None:
+            print(f"\nwritten to {result.save(out)}")

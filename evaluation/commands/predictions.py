@@ -1,0 +1,180 @@
+"""Commands that write what a model gives for data: predictions and features."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from typer import Option
+
+from evaluation.commands.options import (
+    Batch,
+    Device,
+    EvaluationCommand,
+    Images,
+    Limit,
+    Model,
+    Precision,
+    Shards,
+    first_rank,
+    load_model,
+)
+from vlp.command_line import new_app, positive
+
+app = new_app()
+
+
+@app.command(cls=EvaluationCommand)
+def predict(
+    model: Model,
+    shards: Shards = None,
+    out: Annotated[
+        Path | None, Option(metavar="FILE", help="with --shards: what is written")
+    ] = None,
+    format: Annotated[
+        Literal["official", "jsonl"] | None, Option(help="with --shards (default: official)")
+    ] = None,
+    limit: Annotated[
+        int | None,
+        Option(
+            parser=positive,
+            metavar="N",
+            help="with --shards: only the first N samples, expressions or questions",
+        ),
+    ] = None,
+    batch: Annotated[
+        int | None,
+        Option(parser=positive, metavar="N", help="with --shards: items at once (default: 64)"),
+    ] = None,
+    image: Images = None,
+    text: Annotated[
+        str | None, Option(help="with --image: question, hypothesis, statement or caption")
+    ] = None,
+    precision: Precision = "float32",
+    device: Device = None,
+) -> None:
+    """Write predictions of a model, also for data without labels.
+
+    Shards give a file: what the benchmark's server takes (official), or one JSON object a sample
+    (jsonl). Image files and a text print the label, answer or caption with its probability. A
+    folder that was not fine-tuned for a task chooses boxes of expressions, or says whether text
+    and image match.
+
+    \b
+      vlp predict --model runs/vqa_v2/best --shards shards/vqa/test --out results.json
+      vlp predict --model runs/vqa_v2/best --image a.jpg --text "what is on the table?"
+    """
+    from evaluation.core.json_lines import write_lines
+    from evaluation.core.samples import EvaluationError, kinds_in_words
+    from evaluation.downstream.predict import predict as predict_shards
+    from evaluation.downstream.predict import write_official
+    from evaluation.downstream.predict_one import predict_one
+
+    if bool(shards) == bool(image):
+        raise typer.BadParameter("give either --shards and --out, or --image and --text")
+    if bool(shards) != (out is not None):
+        raise typer.BadParameter("--shards and --out go together")
+    if image:
+        for name, value in (("format", format), ("limit", limit), ("batch", batch)):
+            if value is not None:
+                raise typer.BadParameter(f"--{name} is for --shards; --image gives one item")
+        if first_rank():
+            print(predict_one(model, image, text, device, precision).text())
+        return
+    if text is not None:
+        raise typer.BadParameter("--text is for --image; shards bring their own")
+    assert shards is not None
+    assert out is not None
+    if out.is_dir():
+        raise typer.BadParameter(f"--out {out} is a folder; name a file")
+    found = predict_shards(
+        model,
+        shards,
+        limit=limit,
+        batch=batch or 64,
+        device=device,
+        precision=precision,
+        progress=True,
+    )
+    if not first_rank():
+        return
+    if format == "jsonl":
+        write_lines(out, found.rows)
+    else:
+        try:
+            write_official(out, found)
+        except EvaluationError as error:
+            kept = out.with_name(f"{out.name}.rows.jsonl")
+            write_lines(kept, found.rows)
+            raise EvaluationError(f"{error}; what was predicted is in {kept}") from error
+    if found.skipped:
+        kinds = kinds_in_words(found.skipped)
+        print(
+            f"warning: not predicted: {kinds}; a server may refuse a file that lacks items",
+            file=sys.stderr,
+        )
+    print(f"{found.kind}: {len(found.rows)} predictions written to {out}")
+
+
+@app.command(cls=EvaluationCommand)
+def embed(
+    model: Model,
+    shards: Shards = None,
+    out: Annotated[Path | None, Option(metavar="DIR", help="folder to be made")] = None,
+    dtype: Literal["float32", "float16"] = "float32",
+    limit: Limit = None,
+    batch: Batch = 64,
+    precision: Precision = "float32",
+    image: Images = None,
+    text: Annotated[list[str] | None, Option(metavar="TEXT...")] = None,
+    device: Device = None,
+) -> None:
+    """Write features of images and captions.
+
+    The files are images.npy, captions.npy and a line of JSON for each row. Rows have unit length
+    and come in the order of the shards; numpy.load(..., mmap_mode="r") reads them without holding
+    them. Of single inputs the features are printed as lines of JSON, or written with --out.
+
+    \b
+      vlp embed --model runs/base/model --shards shards/coco/val --out features/coco
+      vlp embed --model runs/base/model --text "a red circle" --image a.jpg
+    """
+    from evaluation.core.samples import kinds_in_words
+    from evaluation.retrieval.embed import embed as embed_shards
+    from evaluation.retrieval.embed import embed_inputs, write_inputs
+
+    if bool(image or text) == bool(shards):
+        raise typer.BadParameter("give either --shards and --out, or --image and --text")
+    if shards and out is None:
+        raise typer.BadParameter("--shards needs --out, the folder to be made")
+    loaded = load_model(model)
+    if not shards:
+        if not first_rank():
+            return
+        inputs = embed_inputs(loaded, image or [], text or [], device, precision)
+        if out is None:
+            for what, feature in inputs:
+                print(json.dumps({**what, "feature": feature.tolist()}, ensure_ascii=False))
+        else:
+            write_inputs(inputs, out, dtype)
+            print(f"{len(inputs)} features written to {out}")
+        return
+    assert out is not None
+    found = embed_shards(
+        loaded,
+        shards,
+        out,
+        dtype=dtype,
+        limit=limit,
+        batch=batch,
+        device=device,
+        precision=precision,
+        progress=True,
+    )
+    if first_rank():
+        if found.skipped:
+            print(f"warning: skipped: {kinds_in_words(found.skipped)}", file=sys.stderr)
+        print(f"{found.images} images and {found.captions} captions written to {out}")

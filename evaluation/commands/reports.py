@@ -1,0 +1,264 @@
+"""Commands that show models and runs: card, drawings, report, page, ablation tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from typer import Option
+
+from evaluation.commands.options import (
+    Device,
+    EvaluationCommand,
+    Model,
+    Shards,
+    checked,
+    first_rank,
+    load_model,
+    one_process,
+)
+from vlp.command_line import Overrides, new_app, positive
+
+app = new_app()
+
+
+@app.command(cls=EvaluationCommand)
+def card(
+    model: Annotated[str, Option(metavar="DIR", help="model folder")],
+    licence: Annotated[
+        str | None, Option(metavar="NAME", help="of the weights, such as apache-2.0")
+    ] = None,
+) -> None:
+    """Write the model card of a model folder for the hub.
+
+    Its README.md holds the configuration, the parameters, what the run trained on (where the folder
+    lies in its run) and the tables in the folder's `evaluation`. A card written by hand is left
+    alone.
+    """
+    from vlp.models.folder import local_folder
+    from vlp.tasks.model_card import CARD, write_model_card
+
+    if first_rank():
+        folder = local_folder(model)
+        if not checked(lambda: write_model_card(folder, licence)):
+            raise typer.BadParameter(
+                f"{folder / CARD} was written by hand; remove it to have one made"
+            )
+        print(f"written to {folder / CARD}")
+
+
+@app.command(cls=EvaluationCommand)
+def anchors(
+    model: Model,
+    out: Annotated[Path, Option(metavar="FILE.png")],
+    image: Annotated[Path | None, Option(metavar="FILE", help="an image, with --text")] = None,
+    text: Annotated[str | None, Option(help="what to look for in --image")] = None,
+    shards: Annotated[
+        list[str] | None, Option(metavar="DIR...", help="instead of --image and --text")
+    ] = None,
+    count: Annotated[
+        int | None,
+        Option(
+            metavar="K",
+            help="captions from --shards, one of each image (default 4, or 1 with --detail)",
+        ),
+    ] = None,
+    detail: Annotated[bool, Option("--detail", help="the grid, for --shards too")] = False,
+    layer: Annotated[
+        int | None,
+        Option(
+            metavar="L",
+            help="cross-modal layer of Grad-CAM, from 0, or negative from the end (default: the "
+            "middle one; in the last, only the whole caption has a map)",
+        ),
+    ] = None,
+    groups: Annotated[
+        int | None, Option(metavar="G", help="groups drawn at most (default 8)")
+    ] = None,
+    device: Device = None,
+) -> None:
+    """Draw where the anchors of each token lie.
+
+    An image file and a text give a grid of everything: anchors, Grad-CAM and the path of each
+    channel group, and its arrays as .npz. Shards give an overview of several captions, or with
+    --detail a grid of each.
+    """
+    from evaluation.probes.anchor_maps import anchor_details, anchor_maps, first_samples, read_pair
+    from evaluation.probes.anchor_plots import draw_anchor_detail, draw_anchor_maps
+
+    overview = image is None and not detail
+    for wrong, message in (
+        ((image is None) != bool(shards), "give either --image and --text, or --shards"),
+        ((image is None) != (text is None), "--image and --text go together"),
+        (image is not None and count is not None, "--count is for --shards; --image is one image"),
+        (overview and layer is not None, "--layer is for the grid: add --detail"),
+        (overview and groups is not None, "--groups is for the grid: add --detail"),
+        (groups is not None and groups < 1, f"--groups {groups}: at least one group is drawn"),
+        (out.suffix.lower() != ".png", f"--out {out}: the image is a .png file"),
+    ):
+        if wrong:
+            raise typer.BadParameter(message)
+    if not first_rank():
+        return
+    if overview:
+        maps = anchor_maps(
+            load_model(model), shards or (), count=4 if count is None else count, device=device
+        )
+        print(draw_anchor_maps(maps, out))
+        return
+    if image is not None and text is not None:
+        samples = [read_pair(image, text)]
+    else:
+        samples = first_samples(shards or [], 1 if count is None else count)
+    details = anchor_details(load_model(model), samples, layer=layer, device=device)
+    for number, drawn in enumerate(details):
+        file = out.with_stem(f"{out.stem}-{number}") if len(details) > 1 else out
+        print(draw_anchor_detail(drawn, file, 8 if groups is None else groups))
+        print(drawn.save(file.with_suffix(".npz")))
+
+
+@app.command(cls=EvaluationCommand)
+def encodings(out: Annotated[Path, Option(metavar="FILE.png")]) -> None:
+    """Draw each position encoding over the patches of an image."""
+    from evaluation.probes.position_maps import draw_position_maps
+
+    if out.suffix.lower() != ".png":
+        raise typer.BadParameter(f"--out {out}: the image is a .png file")
+    if first_rank():
+        print(draw_position_maps(out))
+
+
+@app.command(cls=EvaluationCommand)
+def report(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN")],
+    out: Annotated[Path | None, Option(metavar="FILE.html")] = None,
+    markdown: Annotated[Path | None, Option(metavar="FILE", help="the tables alone")] = None,
+    latex: Annotated[Path | None, Option(metavar="FILE", help="the tables alone, booktabs")] = None,
+    shards: Shards = None,
+    cases: Annotated[int, Option(metavar="K", help="of each kind, best and worst")] = 6,
+    limit: Annotated[
+        int,
+        Option(
+            parser=positive,
+            metavar="N",
+            help="retrieval cases: search the first N samples of --shards",
+        ),
+    ] = 1000,
+    paper: Annotated[
+        Literal["same", "all", "none"],
+        Option(
+            help="the paper's rows: where our shards are named after the same data, for all "
+            "results of the same task, or not at all"
+        ),
+    ] = "same",
+    device: Device = None,
+) -> None:
+    """Report runs in one HTML page, in Markdown or in LaTeX.
+
+    The page has figures with intervals, the paper's rows, curves, cases, anchors and maps. A RUN is
+    the folder of a training, a model folder, or a folder of results. Cases, anchors and maps need
+    --shards. The page needs no network and no other file.
+
+    \b
+      vlp report runs/plain runs/ace --shards shards/scenes/val --out report.html
+    """
+    from evaluation.core.samples import EvaluationError
+    from evaluation.html_report.html_report import make_report
+    from vlp.io import write_text
+
+    one_process("a report is made in one process, without torchrun")
+    if out is None and markdown is None and latex is None:
+        raise typer.BadParameter(
+            "nothing to write: give --out FILE.html, --markdown or --latex FILE"
+        )
+    made = make_report(
+        runs,
+        shards or () if out is not None else (),  # tables alone need no model
+        cases=cases,
+        limit=limit,
+        paper=paper,
+        device=device,
+    )
+    for path, text in ((out, made.html), (markdown, made.markdown), (latex, made.latex)):
+        if path is not None:
+            write_text(path, text(), error=EvaluationError)
+            print(path)
+
+
+@app.command("app", cls=EvaluationCommand)
+def serve_app(
+    model: Model,
+    shards: Annotated[list[str] | None, Option(metavar="DIR...", help="to search")] = None,
+    limit: Annotated[
+        int | None,
+        Option(parser=positive, metavar="N", help="search the first N samples only"),
+    ] = None,
+    host: Annotated[
+        str, Option(metavar="NAME", help="address that the page is served at")
+    ] = "127.0.0.1",
+    port: Annotated[int, Option(metavar="N", help="port of the page")] = 7860,
+    device: Device = None,
+) -> None:
+    """Serve a local page to try a model.
+
+    It offers search, questions, captions, grounding and anchors. What the page offers depends on
+    what the folder was fine-tuned for; searching needs --shards. Only this machine reaches the
+    page, unless --host says otherwise.
+
+    \b
+      vlp app --model runs/ace/model --shards shards/scenes/val
+    """
+    from evaluation.demo.page import gradio_module, serve
+    from evaluation.demo.session import TryIt
+
+    one_process("the page is served by one process, without torchrun")
+    gradio_module()  # before minutes are spent on images
+    tried = TryIt(model, shards or (), limit=limit, device=device)
+    print(f"http://{host}:{port}, end it with Ctrl-C", flush=True)
+    serve(tried, host, port)
+
+
+@app.command(cls=EvaluationCommand)
+def ablate(
+    config: Annotated[Path, Option(metavar="FILE", help="variants, seeds and tables")],
+    report: Annotated[
+        bool, Option("--report", help="only print the tables of finished runs; train nothing")
+    ] = False,
+    only: Annotated[
+        str,
+        Option(
+            metavar="NAME,...",
+            help="train these variants now; the tables show all that are there",
+        ),
+    ] = "",
+    overrides: Overrides = None,
+) -> None:
+    """Train variants with several seeds and print their tables.
+
+    A configuration of configs/ablation compares variants of the cross-modal encoder or, where it
+    names no `corpus`, vision models with other position encodings.
+    """
+    import yaml
+
+    from vlp.config import load_config
+
+    one_process("an ablation runs side by side by itself: `jobs`, not torchrun")
+    chosen = tuple(only.split(",")) if only else ()
+    if config.is_file() and "corpus" not in (yaml.safe_load(config.read_text("utf-8")) or {}):
+        from evaluation.ablations import position_study, position_tables
+
+        study = load_config(config, position_study.PositionsConfig, overrides or ())
+        print(position_tables.smallest_difference(study))
+        if not report:
+            position_study.run_comparison(study, config, chosen)
+        results = position_study.results(study, config)
+        print(position_tables.report(study, results, Path(study.output)))
+        return
+    from evaluation.ablations import ablation, ablation_tables
+
+    variants = load_config(config, ablation.AblationConfig, overrides or ())
+    print(ablation_tables.smallest_difference(variants))
+    if not report:
+        ablation.run_ablation(variants, config, chosen)
+    print(ablation_tables.report(variants, ablation.results(variants, config)))

@@ -1,0 +1,74 @@
+"""Commands that make model folders of other models."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+from vlp.command_line import Command, Overrides, new_app
+
+NewFolder = Annotated[Path, Option(metavar="DIR", help="a new folder")]
+
+app = new_app()
+
+
+@app.command(cls=Command)
+def convert_albef(
+    checkpoint: Annotated[Path, Option(metavar="FILE", help="the .pth")],
+    vocabulary: Annotated[str, Option(metavar="NAME", help="folder or hub name of its BERT")],
+    out: NewFolder,
+    image_size: Annotated[
+        int | None, Option(metavar="PX", help="side of images (default: the checkpoint's)")
+    ] = None,
+    overrides: Overrides = None,
+) -> int:
+    """Make a model folder of a public ALBEF checkpoint, with ACE-RPE.
+
+    Sizes are read from the checkpoint. The tables of ACE-RPE start at zero: the folder's model
+    scores as the checkpoint does, and fine-tuning starts from there. Overrides change the model's
+    configuration (`cross.anchor.groups=16`, `cross.position=[]`).
+
+    \b
+      vlp convert-albef --checkpoint ALBEF.pth --vocabulary bert-base-uncased \\
+          --out models/albef --image-size 384 cross.anchor.mode=bias
+    """
+    from launch.from_albef import convert
+
+    return _run(lambda: convert(checkpoint, vocabulary, out, image_size, overrides or ()))
+
+
+@app.command(cls=Command)
+def change_vocabulary(
+    model: Annotated[str, Option(metavar="DIR", help="model folder or hub name")],
+    vocabulary: Annotated[str, Option(metavar="NAME", help="folder or hub name of the new one")],
+    out: NewFolder,
+) -> int:
+    """Give a model another vocabulary, before it is trained further.
+
+    Word pieces that both vocabularies have keep their embedding; a new one starts as the mean of
+    the old word pieces that it is made of, at their mean length. It helps where a small vocabulary
+    spells most words of another corpus.
+
+    \b
+      vlp data vocabulary --shards shards/mine/train --size 4000 --out shards/mine/words
+      vlp change-vocabulary --model runs/base/model --vocabulary shards/mine/words \\
+          --out models/mine
+    """
+    from launch.change_vocabulary import change
+
+    return _run(lambda: change(model, vocabulary, out))
+
+
+def _run(work: Callable[[], None]) -> int:
+    from vlp.config import ConfigError
+
+    try:
+        work()
+    except (ConfigError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,56 @@
+"""`vlp COMMAND ...`: every command of this project."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from typer import Option
+from typer.core import TyperGroup
+
+from data_tools.__main__ import data_commands
+from evaluation.commands import measure, predictions, reports
+from launch.cli import convert, train
+from launch.cli.info import info
+from vlp.command_line import Command, new_app, run_app
+
+app = new_app("Vision-language pretraining with the position embedding ACE-RPE.")
+
+
+@app.command(cls=Command)
+def demo(
+    fresh: Annotated[bool, Option("--fresh", help="delete a finished run of runs/demo first")] = (
+        False
+    ),
+) -> int:
+    """Build data, pretrain and evaluate a small model, in minutes."""
+    from launch.demo import run_demo
+
+    return run_demo(fresh)
+
+
+app.add_typer(train.app)
+app.add_typer(convert.app)
+app.add_typer(measure.app, name="evaluate")
+app.add_typer(predictions.app)
+app.add_typer(reports.app)
+app.command(cls=Command)(info)
+
+
+def commands() -> TyperGroup:
+    """Return all commands; those of `vlp data` stay out until they run."""
+    group = typer.main.get_command(app)
+    assert isinstance(group, TyperGroup)
+    group.add_command(data_commands())
+    return group
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code (2: wrong input, 130: interrupted)."""
+    return run_app(commands(), "vlp", arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

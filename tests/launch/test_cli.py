@@ -1,0 +1,123 @@
+"""`vlp`: every command is found, explained and refused without PyTorch and at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.core import TyperGroup
+
+from launch import demo
+from launch.cli.main import commands, main
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST_SECONDS = 5.0
+"""Many times what help takes on an idle machine, about 0.3 s."""
+
+
+def every_command(group: TyperGroup, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    found: list[tuple[str, ...]] = []
+    for name, command in group.commands.items():
+        found.append((*path, name))
+        if isinstance(command, TyperGroup):
+            found += every_command(command, (*path, name))
+    return found
+
+
+def without_torch(*arguments: str) -> tuple[int, str]:
+    """Exit code and output of a command, in a process of its own where PyTorch cannot be used."""
+    program = (
+        "import sys; from launch.cli.main import main\n"
+        "try: code = main(sys.argv[1:])\n"
+        "except SystemExit as leaving: code = leaving.code\n"
+        "print('torch' in sys.modules); sys.exit(code)"
+    )
+    started = time.monotonic()
+    ran = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert time.monotonic() - started < MOST_SECONDS
+    *said, imported = ran.stdout.splitlines()
+    assert imported == "False", "PyTorch was imported"
+    return ran.returncode, "\n".join(said) + ran.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("evaluate",), ("data",), ("evaluate", "retrieval"), ("data", "vocabulary"),
+                  ("train",), ("finetune", "vqa"), ("report",), ("demo",)]
+)  # fmt: skip
+def test_help_is_answered_without_pytorch(arguments):
+    code, said = without_torch(*arguments, "--help")
+    assert code == 0
+    assert said.lower().startswith(f"usage: {' '.join(('vlp', *arguments[:1]))}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (("tran",), "did you mean train?"),
+        (("data", "flikr8k"), "did you mean flickr8k?"),
+        (("evaluate", "retreival"), "did you mean retrieval?"),
+        (("retrieval",), "did you mean vlp evaluate retrieval?"),
+        (("finetune", "vqq", "--config", "file"), "did you mean vqa?"),
+        (("evaluate", "retrieval", "--modle", "folder"), "--model"),
+    ],
+)
+def test_a_typo_is_told_the_nearest_name_without_pytorch(arguments, hint):
+    code, said = without_torch(*arguments)
+    assert code == 2
+    assert hint in said
+
+
+@pytest.mark.parametrize("path", every_command(commands()), ids=" ".join)
+def test_every_command_has_help(path, capsys):
+    group = commands()
+    command = group.commands[path[0]]
+    if len(path) == 2:
+        command = command.commands[path[1]]
+    if isinstance(command, TyperGroup):
+        assert main([*path, "--help"]) == 0
+    else:
+        with pytest.raises(SystemExit) as leaving:
+            main([*path, "--help"])
+        assert leaving.value.code == 0
+    said = capsys.readouterr().out
+    assert f"usage: vlp {' '.join(path)}" in said.lower()
+    assert command.get_short_help_str()
+
+
+def test_without_a_command_the_list_is_printed(capsys):
+    assert main([]) == 2
+    assert main(["evaluate"]) == 2
+    said = capsys.readouterr().out
+    assert "finetune" in said
+    assert "zeroshot" in said
+
+
+def test_info_names_versions_and_places(capsys):
+    assert main(["info"]) == 0
+    said = capsys.readouterr().out
+    assert "torch " in said
+    assert str(ROOT / "vlp") in said
+
+
+def test_the_demo_keeps_a_finished_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    model = demo.RUN / "run" / "model"
+    model.mkdir(parents=True)
+    monkeypatch.setattr(demo, "_run", lambda started: 0)
+    with pytest.raises(SystemExit):
+        main(["demo", "--help"])
+    assert main(["demo"]) == 2
+    assert "--fresh deletes it" in capsys.readouterr().err
+    assert model.exists()
+    assert main(["demo", "--fresh"]) == 0
+    assert not model.exists()

@@ -1,0 +1,171 @@
+"""Typer command lines: options that take several values, one-line errors, the nearest command.
+
+Every command imports what it needs when it runs, so help and errors are answered without PyTorch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY.SUB=VALUE", help="changes to the configuration"),
+]
+
+
+def new_app(help: str | None = None) -> typer.Typer:
+    """Return an empty Typer application in plain text, whose groups name the nearest command."""
+    return typer.Typer(cls=Group, help=help, add_completion=False, rich_markup_mode=None)
+
+
+def positive(text: str) -> int:
+    """Parse a whole number from 1 up.
+
+    Raises:
+        typer.BadParameter: the text is something else.
+    """
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise typer.BadParameter(f"{text!r} is no whole number of at least 1")
+    return number
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """Return a hint: the most similar known name, or all of them."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+
+
+def run_app(
+    app: typer.Typer | TyperGroup, program: str, arguments: Sequence[str] | None = None
+) -> int:
+    """Run one command.
+
+    Args:
+        app: all commands.
+        program: how help and errors call the program.
+        arguments: the command line; None is the process's own.
+
+    Returns:
+        The exit code (2: wrong input, 130: interrupted).
+
+    Raises:
+        SystemExit: a command's options cannot be parsed (2), or its help was printed (0).
+    """
+    group = typer.main.get_command(app) if isinstance(app, typer.Typer) else app
+    try:
+        code = group.main(
+            sys.argv[1:] if arguments is None else list(arguments), program, standalone_mode=False
+        )
+    except typer.TyperException as error:
+        print(f"error: {_message(error)}", file=sys.stderr)
+        return 2
+    return int(code or 0)
+
+
+class Command(TyperCommand):
+    """A command whose list options take all values that follow: `--shards A B`."""
+
+    left_out: Mapping[str, str] = {}
+    """Options that may come without a value, and what they mean then."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse as argparse does: wrong options and `--help` end the process."""
+        try:
+            return super().parse_args(ctx, self._spread(args))
+        except typer.Exit as end:
+            raise SystemExit(end.exit_code) from None
+        except typer.TyperException as error:
+            print(f"{ctx.get_usage()}\nerror: {_message(error)}", file=sys.stderr)
+            raise SystemExit(2) from None
+
+    def _spread(self, args: Sequence[str]) -> list[str]:
+        """Repeat a list option before each of its values, as typer reads it."""
+        lists = {name for param in self.params if _repeats(param) for name in param.opts}
+        spread: list[str] = []
+        option: str | None = None
+        for place, value in enumerate(args):
+            if value.startswith("-"):
+                option = value if value in lists else None
+            elif option is not None and spread[-1] != option:
+                spread.append(option)
+            spread.append(value)
+            following = args[place + 1] if place + 1 < len(args) else "-"
+            if value in self.left_out and following.startswith("-"):
+                spread.append(self.left_out[value])
+        return spread
+
+
+def _repeats(param: Any) -> bool:
+    return bool(getattr(param, "multiple", False))
+
+
+class ModuleCommand(TyperCommand):
+    """A command whose module has `add_arguments(parser)` and `run(options)`.
+
+    The module is imported when the command runs; its docstring is the help.
+    """
+
+    def __init__(self, name: str, module: str, summary: str) -> None:
+        """Declare a command without importing its module."""
+        super().__init__(name, short_help=summary, add_help_option=False)
+        self.module = module
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Leave the arguments to the module's own parser."""
+        ctx.args = args
+        return args
+
+    def invoke(self, ctx: Any) -> int:
+        """Import the module, parse and run; returns the exit code."""
+        module = importlib.import_module(self.module)
+        parser = argparse.ArgumentParser(
+            prog=ctx.command_path,
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(parser)
+        return module.run(parser.parse_args(ctx.args)) or 0
+
+
+class Group(TyperGroup):
+    """Commands by name; without one their list is printed, and a typo is told the nearest."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Print the commands where none is given."""
+        if not args:
+            print(ctx.get_help())
+            raise typer.Exit(2)
+        return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command by its name."""
+        name = args[0]
+        if name not in self.commands:
+            groups = [
+                f"{ctx.command_path} {path} {name}"
+                for path, group in self.commands.items()
+                if isinstance(group, TyperGroup) and name in group.commands
+            ]
+            shown = [other for other, command in self.commands.items() if not command.hidden]
+            hint = f"did you mean {groups[0]}?" if groups else nearest(name, shown)
+            raise typer.BadParameter(f"unknown command {name!r}; {hint}")
+        return super().resolve_command(ctx, args)
+
+
+def _message(error: typer.TyperException) -> str:
+    if isinstance(error, typer.BadParameter) and error.message:
+        param = error.param
+        return error.message if param is None else f"{'/'.join(param.opts)}: {error.message}"
+    return error.format_message()
