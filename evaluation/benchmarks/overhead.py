@@ -78,7 +78,7 @@ class _Trainee:
         self.task = Pretraining(
             config.model, config.objectives, "", training.precision, log_every=1_000_000
         ).to(device)
-        self.optimiser = build_adamw(self.task.named_parameters(), training.optimiser)
+        self.optimiser = build_adamw(self.task, training.optimiser)
         self.clip = training.optimiser.clip
         self.device, self.steps = device, 0
 

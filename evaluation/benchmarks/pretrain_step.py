@@ -71,7 +71,7 @@ def measure(
     task = Pretraining(
         config.model, config.objectives, "", training.precision, log_every=steps + 10
     ).to(device)
-    optimiser = build_adamw(task.named_parameters(), training.optimiser)
+    optimiser = build_adamw(task, training.optimiser)
     batch = random_batch(config.inputs, rows, words).to(device)
     seconds: dict[str, list[float]] = defaultdict(list)
 

@@ -1,3 +1,6 @@
+import re
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -5,14 +8,20 @@ from torch import nn
 from vlp.config import ConfigError
 from vlp.models.config import ModelConfig
 from vlp.objectives.config import ObjectivesConfig
+from vlp.positions import (
+    PositionEncoding,
+    create_fitting_position,
+    list_positions,
+    position_options,
+)
 from vlp.tasks.pretraining import Pretraining
 from vlp.training.config import OptimiserConfig
 from vlp.training.optimiser import (
     build_adamw,
-    has_decay,
     lr_multiplier,
     parameter_groups,
     set_learning_rate,
+    undecayed,
 )
 
 
@@ -25,7 +34,7 @@ def task() -> Pretraining:
 
 def test_the_two_groups_of_the_real_task_by_name(task: Pretraining) -> None:
     named = dict(task.named_parameters())
-    plain = {name for name in named if not has_decay(name, named[name])}
+    plain = undecayed(task)
     matrices = {name for name in plain if named[name].ndim > 1}
     # Of everything with two or more dimensions, only tables of positions and lone tokens.
     assert {name.removeprefix("model.") for name in matrices} == {
@@ -44,34 +53,47 @@ def test_the_two_groups_of_the_real_task_by_name(task: Pretraining) -> None:
     assert "model.text_encoder.embedding.word.weight" in decayed
 
 
-@pytest.mark.parametrize(
-    ("name", "decays"),
-    [
-        ("blocks.0.attn.relative_position_bias_table", False),
-        ("pos_embed_x", False),
-        ("embeddings.position_embeddings.weight", False),
-        ("bert.mask_token", False),
-        ("dist_token", False),
-        ("vit.reg_token", False),
-        ("blocks.0.attn.positions.0.u", False),
-        ("blocks.0.attn.positions.0.v", False),
-        ("blocks.0.attn.positions.0.prefix", False),
-        ("blocks.0.attn.positions.0.projection", True),
-        ("prefix.weight", True),
-        ("qkv.v.weight", True),
-        ("stable.weight", True),
-        ("positions.0.mlp.weight", True),
-        ("decomposition.weight", True),
-    ],
-)
-def test_tables_are_told_by_their_names(name: str, decays: bool) -> None:
-    matrix = nn.Parameter(torch.zeros(2, 2))
-    assert has_decay(name, matrix) == decays
-    assert not has_decay(name, nn.Parameter(torch.zeros(2)))
+POSITION_NAMES = re.compile(r"(^|[._])tables?(_[a-z]+)?([._]|$)|(^|\.)(u|v|prefix)$")
+
+
+@pytest.mark.parametrize("option", [None, "roles", "mode"])
+@pytest.mark.parametrize("name", list_positions())
+def test_encodings_declare_their_tables_and_vectors(name: str, option: str | None) -> None:
+    """By name they are tables, or Transformer-XL's two biases and prefix vector."""
+    choices: dict[str | None, Any] = {
+        "roles": ("key", "value"),
+        "mode": "both" if name == "sape" else "bias",
+    }
+    options = {option: choices[option]} if option else {}
+    if options.keys() - position_options(name):
+        pytest.skip("the encoding has no such option")
+    sizes = {"width": 48, "heads": 4, "grid": (3, 3)}
+    position = create_fitting_position(name, sizes, **options)
+    expected = {name for name, _ in position.named_parameters() if POSITION_NAMES.search(name)}
+    assert position.no_weight_decay() == expected
+    inside = nn.ModuleDict({"layer": nn.ModuleList([position])})
+    vectors = {name for name, one in inside.named_parameters() if one.ndim < 2}
+    assert undecayed(inside) == vectors | {f"layer.0.{name}" for name in expected}
+
+
+class Slope(PositionEncoding):
+    """An encoding from outside, whose parameter no rule of names could know."""
+
+    UNDECAYED = ("slope",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.zeros(2, 2))
+        self.matrix = nn.Parameter(torch.zeros(2, 2))
+
+
+def test_an_encoding_from_outside_declares_its_own() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Slope())
+    assert undecayed(model) == {"0.bias", "1.slope"}
 
 
 def test_groups_hold_every_trainable_parameter_once(task: Pretraining) -> None:
-    groups = parameter_groups(task.named_parameters(), weight_decay=0.02)
+    groups = parameter_groups(task, weight_decay=0.02)
     assert [group["weight_decay"] for group in groups] == [0.02, 0.0]
     members = [id(p) for group in groups for p in group["params"]]
     assert sorted(members) == sorted(id(p) for p in task.parameters())
@@ -80,7 +102,7 @@ def test_groups_hold_every_trainable_parameter_once(task: Pretraining) -> None:
 def test_frozen_parameters_and_empty_groups_are_left_out() -> None:
     layer = nn.Linear(2, 2)
     layer.bias.requires_grad_(False)
-    (group,) = parameter_groups(layer.named_parameters(), 0.1)
+    (group,) = parameter_groups(layer, 0.1)
     assert group["params"] == [layer.weight]
     assert group["weight_decay"] == 0.1
 
@@ -96,28 +118,29 @@ def test_scales_follow_the_longest_prefix_of_whole_parts() -> None:
 def test_scales_multiply_the_learning_rate_of_every_step(task: Pretraining) -> None:
     named = dict(task.named_parameters())
     lr_multipliers = {"model.text_encoder": 0.2, "model.text_encoder.projection": 0.5}
-    adamw = build_adamw(named.items(), OptimiserConfig(lr_multipliers=lr_multipliers))
+    adamw = build_adamw(task, OptimiserConfig(lr_multipliers=lr_multipliers))
     set_learning_rate(adamw, 1e-3)
     rates = {id(p): group["lr"] for group in adamw.param_groups for p in group["params"]}
     decays = {id(p): group["weight_decay"] for group in adamw.param_groups for p in group["params"]}
     assert len(rates) == len(named)
+    without = undecayed(task)
     for name, parameter in named.items():
         if name.startswith("model.text_encoder.projection."):
             expected = 0.5e-3
         else:
             expected = 0.2e-3 if name.startswith("model.text_encoder.") else 1e-3
         assert rates[id(parameter)] == pytest.approx(expected), name
-        assert decays[id(parameter)] == (0.02 if has_decay(name, parameter) else 0.0), name
+        assert decays[id(parameter)] == (0.0 if name in without else 0.02), name
 
 
 def test_a_scale_for_nothing_is_refused_and_says_what_there_is(task: Pretraining) -> None:
     with pytest.raises(ConfigError, match=r"'model\.txt'.*model\.text_encoder"):
-        build_adamw(task.named_parameters(), OptimiserConfig(lr_multipliers={"model.txt": 0.1}))
+        build_adamw(task, OptimiserConfig(lr_multipliers={"model.txt": 0.1}))
 
 
 def test_adamw_takes_its_settings_from_the_configuration() -> None:
     config = OptimiserConfig(learning_rate=3e-4, betas=(0.8, 0.9), epsilon=1e-6)
-    adamw = build_adamw(nn.Linear(2, 2).named_parameters(), config)
+    adamw = build_adamw(nn.Linear(2, 2), config)
     assert adamw.defaults["lr"] == 3e-4
     assert adamw.defaults["betas"] == (0.8, 0.9)
     assert adamw.defaults["eps"] == 1e-6
@@ -125,4 +148,4 @@ def test_adamw_takes_its_settings_from_the_configuration() -> None:
 
 def test_a_task_without_parameters_is_refused() -> None:
     with pytest.raises(ValueError, match="no trainable parameters"):
-        build_adamw([], OptimiserConfig())
+        build_adamw(nn.Identity(), OptimiserConfig())

@@ -32,6 +32,9 @@ class Encoder(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.register_buffer("seen", torch.zeros(()))
 
+    def no_weight_decay(self) -> set[str]:
+        return {"cls_token"}
+
     def encode(self, x: Tensor) -> Tensor:
         return self.norm(F.gelu(self.linear(x))) + self.cls_token
 

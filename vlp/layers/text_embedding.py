@@ -36,6 +36,10 @@ class TextEmbedding(nn.Module):
             nn.init.normal_(table.weight, std=BERT_DEVIATION)
         self._start_positions(sines)
 
+    def no_weight_decay(self) -> set[str]:
+        """Return the name of the position table, which is exempt from weight decay."""
+        return {"position.weight"}
+
     @torch.no_grad()
     def _start_positions(self, strength: float) -> None:
         if not strength:

@@ -10,6 +10,7 @@ from vlp.positions.by_modality import ByModality
 from vlp.positions.registry import (
     CROSS_MODAL,
     acts_on_tokens,
+    causal_positions,
     create_fitting_position,
     create_position,
     list_positions,
@@ -27,6 +28,7 @@ __all__ = [
     "PositionEncoding",
     "acts_on_tokens",
     "attach",
+    "causal_positions",
     "create_fitting_position",
     "create_position",
     "drop_absolute",

@@ -121,6 +121,8 @@ class DirectionalDistance(PositionEncoding):
         ValueError: no heads, an empty grid, an unknown ratio or variant.
     """
 
+    causal = True
+
     def __init__(
         self,
         heads: int,

@@ -38,6 +38,8 @@ class AnchorPosition(PositionEncoding):
         ValueError: an unknown role or mode, or heads that do not divide the width.
     """
 
+    UNDECAYED = ("table", "bias_table", "tables")
+
     def __init__(
         self,
         width: int,

@@ -38,6 +38,10 @@ class PositionEncoding(nn.Module):
     """
 
     HOOKS: ClassVar[tuple[str, ...]] = ("tokens", "inputs", "rotate", "bias", "value")
+    UNDECAYED: ClassVar[tuple[str, ...]] = ()
+    """Attributes whose parameters are exempt from weight decay, as tables of places are."""
+    causal: bool = False
+    """Whether what a pair of tokens gets depends on no later token."""
 
     @property
     def hooks(self) -> frozenset[str]:
@@ -47,6 +51,16 @@ class PositionEncoding(nn.Module):
             for hook in self.HOOKS
             if getattr(type(self), hook) is not getattr(PositionEncoding, hook)
         )
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the names of parameters exempt from weight decay (timm's convention).
+
+        iRPE's authors exempt their tables (supplement 2), as those of mixed RoPE do: a table that
+        is pulled to zero pulls all positions together. Matrices of MLPs and projections decay.
+        """
+        return {
+            name for name, _ in self.named_parameters() if name.partition(".")[0] in self.UNDECAYED
+        }
 
     def forward(self, hook: str, *arguments: Any) -> Any:
         """Call one hook by name."""

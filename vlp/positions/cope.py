@@ -88,6 +88,9 @@ class ContextualPosition(PositionEncoding):
             differ, or a length below one.
     """
 
+    UNDECAYED = ("table",)
+    causal = True
+
     def __init__(
         self,
         width: int,

@@ -57,6 +57,9 @@ class HuangPosition(ClippedPosition):
             divide the width.
     """
 
+    UNDECAYED = ("table",)
+    causal = True
+
     def __init__(
         self,
         width: int,

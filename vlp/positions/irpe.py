@@ -58,6 +58,9 @@ class RelativePosition(LookupPosition):
             width, or no grid for quantization by rank on the grid.
     """
 
+    UNDECAYED = ("tables",)
+    causal = True
+
     def __init__(
         self,
         method: Method,

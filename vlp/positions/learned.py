@@ -32,6 +32,8 @@ class LearnedPosition(TokenEncoding):
         ValueError: neither length nor grid, both and they differ, or a negative deviation.
     """
 
+    UNDECAYED = ("table",)
+
     def __init__(
         self,
         width: int,
@@ -88,6 +90,8 @@ class LearnedGridPosition(TokenEncoding):
         ValueError: an odd width with "concat", an unknown `combine`, an empty grid, a negative
             deviation.
     """
+
+    UNDECAYED = ("table_rows", "table_columns")
 
     def __init__(
         self,
@@ -151,6 +155,8 @@ class LearnedBoxPosition(TokenEncoding):
         ValueError: a width without quarters with "concat", an unknown `combine`, fewer than two
             places, a negative deviation.
     """
+
+    UNDECAYED = ("table_top", "table_left", "table_bottom", "table_right")
 
     def __init__(
         self,

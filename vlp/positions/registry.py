@@ -147,9 +147,18 @@ def acts_on_tokens(name: str) -> bool:
     Raises:
         ValueError: unknown name.
     """
+    return _class(name).tokens is not PositionEncoding.tokens
+
+
+def causal_positions() -> Sequence[str]:
+    """Return names of encodings that can act in attention which sees no later tokens."""
+    return tuple(name for name in list_positions() if _class(name).causal)
+
+
+def _class(name: str) -> type[PositionEncoding]:
     make = _named(name)
     made: Any = make.func if isinstance(make, partial) else make
-    return made.tokens is not PositionEncoding.tokens
+    return made
 
 
 def _named(name: str) -> Callable[..., PositionEncoding]:

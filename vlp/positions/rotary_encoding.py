@@ -26,6 +26,8 @@ from vlp.positions.shared import shared
 class _Rotary(PositionEncoding):
     """What all forms share. Queries and keys turn alike; the prefix turns by 0, which is exact."""
 
+    causal = True
+
     def __init__(
         self, name: str, width: int, heads: int, theta: float, layout: Layout, axes: int
     ) -> None:
@@ -216,6 +218,8 @@ class RotaryMixed(_GridRotary):
         ValueError: as for `RotaryAxial`.
     """
 
+    UNDECAYED = ("frequency_table",)  # as its authors do
+
     def __init__(
         self,
         width: int,
@@ -230,8 +234,6 @@ class RotaryMixed(_GridRotary):
         pace = pair_frequencies(self.head_width, theta, axes=2).to(direction)
         along_and_across = torch.cat([direction, direction + math.pi / 2], 1)
         start = torch.stack([along_and_across.cos() * pace, along_and_across.sin() * pace])
-        # The authors exempt the frequencies from weight decay; the name "table" does it, here and
-        # in timm (`vlp.positions.decay`).
         self.frequency_table = nn.Parameter(start.flatten(-2))
 
     def _cosine_and_sine(self, query: Tensor, context: PositionContext) -> tuple[Tensor, Tensor]:

@@ -59,6 +59,9 @@ class SasaPosition(ClippedPosition):
             divide the width.
     """
 
+    UNDECAYED = ("table_x", "table_y")
+    causal = True
+
     OFFSETS: ClassVar[tuple[Offsets, ...]] = ("axes",)
 
     def __init__(

@@ -137,6 +137,8 @@ class SemanticPosition(PositionEncoding):
             deviation that is not positive.
     """
 
+    UNDECAYED = ("tables_x", "tables_y")
+
     def __init__(
         self,
         width: int,

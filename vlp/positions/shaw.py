@@ -44,6 +44,9 @@ class ShawPosition(ClippedPosition):
             do not divide the width.
     """
 
+    UNDECAYED = ("tables",)
+    causal = True
+
     def __init__(
         self,
         width: int,

@@ -75,6 +75,9 @@ class TransformerXLPosition(ClippedPosition):
             halved, a temperature not positive, or heads that do not divide the width.
     """
 
+    UNDECAYED = ("u", "v", "prefix")
+    causal = True
+
     OFFSETS: ClassVar[tuple[Offsets, ...]] = ("product", "axes", "raster")
 
     def __init__(

@@ -1,8 +1,7 @@
-"""AdamW and its parameter groups: by weight decay, and by the scale of the learning rate."""
+"""AdamW and its parameter groups, by weight decay and learning-rate multiplier."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,39 +9,33 @@ import torch
 from torch import Tensor, nn
 
 from vlp.config import ConfigError
-from vlp.positions.decay import POSITION_PARAMETERS
+from vlp.layers.weight_decay import no_weight_decay
 from vlp.training.config import OptimiserConfig
 from vlp.training.engines.base import MOMENTS, STEP
 
-# Beside what position encodings own; matrices of the three encoders have none of these names.
-POSITIONS_AND_TOKENS = re.compile(
-    r"(^|[._])(pos_embed|position_embeddings?|position\.weight|(cls|dist|mask|reg)_token)"
-    r"(_[a-z]+)?([._]|$)"
-)
 
+def undecayed(module: nn.Module) -> set[str]:
+    """Return the names of parameters without weight decay.
 
-def has_decay(name: str, parameter: nn.Parameter) -> bool:
-    """Whether weight decay applies to a parameter.
-
-    None on norms, biases, temperatures (all of them vectors or scalars) and on position tables,
-    global biases, and tokens of no patch or word (matrices that are told by their names).
+    These are norms, biases and temperatures (vectors and scalars), and what modules declare by
+    `no_weight_decay()`: position tables, global position biases, class and distillation tokens.
     """
-    undecayed = POSITIONS_AND_TOKENS.search(name) or POSITION_PARAMETERS.search(name)
-    return parameter.ndim >= 2 and not undecayed
+    vectors = {name for name, parameter in module.named_parameters() if parameter.ndim < 2}
+    return vectors | no_weight_decay(module)
 
 
 def lr_multiplier(name: str, lr_multipliers: Mapping[str, float]) -> float:
-    """The factor of the longest prefix (whole dotted parts) that fits a parameter's name, or 1."""
+    """Return the factor of the longest prefix, in whole dotted parts, of a name; 1 without any."""
     fitting = [prefix for prefix in lr_multipliers if _starts_with(name, prefix)]
     return lr_multipliers[max(fitting, key=len)] if fitting else 1.0
 
 
 def parameter_groups(
-    named: Iterable[tuple[str, nn.Parameter]],
+    module: nn.Module,
     weight_decay: float,
     lr_multipliers: Mapping[str, float] | None = None,
 ) -> list[dict[str, Any]]:
-    """Trainable parameters in AdamW groups of equal weight decay and learning-rate scale.
+    """Sort a module's trainable parameters into groups of equal weight decay and learning rate.
 
     Each group has `params`, `weight_decay` and `lr_scale`, by which `set_learning_rate` multiplies
     the schedule's rate.
@@ -50,7 +43,7 @@ def parameter_groups(
     Raises:
         ConfigError: a prefix of `lr_multipliers` fits no trainable parameter.
     """
-    trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+    trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     lr_multipliers = lr_multipliers or {}
     for prefix in lr_multipliers:
         if not any(_starts_with(name, prefix) for name, _ in trainable):
@@ -59,9 +52,10 @@ def parameter_groups(
                 f"training.optimiser.lr_multipliers: no trainable parameter starts with "
                 f"{prefix!r}; there are {', '.join(known)}"
             )
+    without = undecayed(module)
     members: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in trainable:
-        decay = weight_decay if has_decay(name, parameter) else 0.0
+        decay = 0.0 if name in without else weight_decay
         members.setdefault((decay, lr_multiplier(name, lr_multipliers)), []).append(parameter)
     return [
         {"params": members[decay, scale], "weight_decay": decay, "lr_scale": scale}
@@ -69,16 +63,14 @@ def parameter_groups(
     ]
 
 
-def build_adamw(
-    named: Iterable[tuple[str, nn.Parameter]], config: OptimiserConfig
-) -> torch.optim.AdamW:
-    """PyTorch's AdamW; DeepSpeed's own would be compiled at the first start of every machine.
+def build_adamw(module: nn.Module, config: OptimiserConfig) -> torch.optim.AdamW:
+    """Make PyTorch's AdamW; DeepSpeed's own would be compiled at the first start of every machine.
 
     Raises:
         ConfigError: a prefix of `config.lr_multipliers` fits nothing.
         ValueError: there is nothing to train.
     """
-    groups = parameter_groups(named, config.weight_decay, config.lr_multipliers)
+    groups = parameter_groups(module, config.weight_decay, config.lr_multipliers)
     if not groups:
         raise ValueError("the task has no trainable parameters")
     on_gpu = any(parameter.is_cuda for group in groups for parameter in group["params"])
@@ -88,7 +80,7 @@ def build_adamw(
 
 
 def create_moments(optimiser: torch.optim.AdamW, parameters: Iterable[Tensor]) -> None:
-    """Zero moments from the start, so that loading a checkpoint need not wait for a first step."""
+    """Create zero moments at once, so that loading a checkpoint need not wait for a first step."""
     for parameter in parameters:
         # PyTorch keeps the count beside the weights when AdamW is fused, else on the CPU.
         place = parameter.device if optimiser.defaults.get("fused") else "cpu"

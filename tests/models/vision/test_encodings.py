@@ -9,12 +9,11 @@ from vlp.config import ConfigError
 from vlp.layers.causal import CausalAttention
 from vlp.models.vision.config import PositionConfig
 from vlp.models.vision.encodings import (
-    CAUSAL,
     attention_encodings,
     create_encoding,
     on_tokens,
 )
-from vlp.positions import CROSS_MODAL, list_positions
+from vlp.positions import CROSS_MODAL, causal_positions, list_positions
 from vlp.positions.base import PositionContext
 
 WIDTH, HEADS, GRID = 8, 2, (3, 4)
@@ -59,7 +58,7 @@ def later_tokens_matter(encodings):
     return False
 
 
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("name", causal_positions())
 def test_encodings_called_causal_are(name):
     encodings = attention_encodings([named(name)], WIDTH, HEADS, GRID, causal=True)
     assert len(encodings) == 1

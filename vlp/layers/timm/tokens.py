@@ -15,8 +15,8 @@ from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from vlp.layers.weight_decay import no_weight_decay
 from vlp.positions.base import PositionContext, PositionEncoding
-from vlp.positions.decay import without_decay
 
 register_notrace_module(PositionEncoding)  # what they check of shapes has no graph
 
@@ -88,8 +88,8 @@ class PositionedVisionTransformer(VisionTransformer):
         return torch.cat([*(token.expand(batch, -1, -1) for token in prefix), patches], 1)
 
     def no_weight_decay(self) -> set[str]:
-        """timm's own parameters without weight decay, and those of the encodings."""
-        return {*super().no_weight_decay(), *without_decay(self)}
+        """Return names of parameters exempt from weight decay: timm's own and the encodings'."""
+        return {*super().no_weight_decay(), *no_weight_decay(self, with_own=False)}
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Layers for layer-wise learning rates; the encodings belong to the stem."""
@@ -105,8 +105,8 @@ class PositionedSwinTransformer(SwinTransformer):
     """A timm Swin, of whose layers or patch embedding some have encodings."""
 
     def no_weight_decay(self) -> set[str]:
-        """timm's own parameters without weight decay, and those of the encodings."""
-        return {*super().no_weight_decay(), *without_decay(self)}
+        """Return names of parameters exempt from weight decay: timm's own and the encodings'."""
+        return {*super().no_weight_decay(), *no_weight_decay(self, with_own=False)}
 
 
 @register_notrace_module

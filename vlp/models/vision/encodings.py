@@ -11,16 +11,9 @@ from vlp.positions import (
     CROSS_MODAL,
     PositionEncoding,
     acts_on_tokens,
+    causal_positions,
     create_fitting_position,
     place_roles,
-)
-
-# What a pair of tokens gets from these depends on both tokens, on those between them and on their
-# places. `sape` compares whole rows and columns of the grid, later tokens among them.
-CAUSAL = (
-    *("alibi-2d", "cope", "huang", "irpe-cross", "irpe-euclidean", "irpe-product"),
-    *("irpe-quantization", "rope-1d", "rope-axial", "rope-mixed", "sasa", "shaw"),
-    "transformer-xl",
 )
 
 
@@ -74,16 +67,17 @@ def attention_encodings(
     for position in positions:
         if on_tokens(position):
             continue
-        if causal and (position.name not in CAUSAL or not position.options.get("causal", True)):
-            raise ConfigError(
-                f"position encoding {position.name} with {dict(position.options)} sees later "
-                f"tokens, which is no use where they are to be predicted; {', '.join(CAUSAL)} do "
-                "not"
-            )
         sizes = {"width": width, "heads": heads, "grid": grid}
         if causal:
             sizes["causal"] = True
-        found.append(create_encoding(position, **sizes))
+        encoding = create_encoding(position, **sizes)
+        if causal and not encoding.causal:
+            raise ConfigError(
+                f"position encoding {position.name} with {dict(position.options)} sees later "
+                "tokens, which is no use where they are to be predicted; "
+                f"{', '.join(causal_positions())} do not"
+            )
+        found.append(encoding)
     return found
 
 

@@ -49,7 +49,7 @@ class AccelerateEngine:
             config.gradient_accumulation_steps,
         )
         self._micro_step = 0
-        self._adamw = build_adamw(task.named_parameters(), config.optimiser)
+        self._adamw = build_adamw(task, config.optimiser)
         self._named = {n: p for n, p in task.named_parameters() if p.requires_grad}
         self._wrapped: Any = accelerator.prepare_model(task) if self.world_size > 1 else task
         create_moments(self._adamw, self._named.values())

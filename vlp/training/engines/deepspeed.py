@@ -72,7 +72,7 @@ class DeepSpeedEngine:
         self.device = torch.device(get_accelerator().current_device_name())
         self.module = task.to(self.device)
         self._clip = config.optimiser.clip
-        self._adamw = build_adamw(task.named_parameters(), config.optimiser)
+        self._adamw = build_adamw(task, config.optimiser)
         # Names and full shapes, before stage 3 empties the parameters.
         self._named = {n: p for n, p in task.named_parameters() if p.requires_grad}
         self._frozen = {n: p for n, p in task.named_parameters() if not p.requires_grad}
