@@ -43,7 +43,7 @@ def go_on() -> None:
 
 
 def add_processes(
-    parser: argparse.ArgumentParser, what: str = "shards that are read at the same time"
+    parser: argparse._ActionsContainer, what: str = "shards that are read at the same time"
 ) -> None:
     """Declare how many processes share the work."""
     parser.add_argument(

@@ -1,7 +1,8 @@
-"""Writing of files: whole or not at all, and on the disk where a crash must not lose them."""
+"""Writing of files: whole or not at all, on the disk where a crash must not lose them."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -117,6 +118,12 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     yield partial
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
+
+
+def sha256_of(path: Path) -> str:
+    """Return a file's SHA-256 in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

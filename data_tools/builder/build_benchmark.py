@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -59,12 +60,6 @@ def convert(
     Raises:
         ConfigError: a folder has no row that can be used, or a file cannot be.
     """
-    found: list[Originals] = []
-
-    def find(places: Sequence[Path]) -> Originals:
-        found.append(originals(places))
-        return found[0]
-
     parts = []
     for rows in folders:
         samples = iter(rows.wanted)
@@ -72,7 +67,7 @@ def convert(
         first = next(samples, None)
         if first is None:
             raise ConfigError(f"{rows.name or title}: no row can be used{_first(rows.faults)}")
-        wanted = _with_losses(chain([first], samples), rows.faults, found)
+        wanted = partial(_with_losses, chain([first], samples), rows.faults)
         parts.append(CorpusPart(rows.name, wanted, rows.total))
     return make_corpus(
         arguments,
@@ -80,7 +75,7 @@ def convert(
         title=title,
         licence=licence,
         settings=_settings(arguments),
-        originals=find,
+        originals=originals,
     )
 
 
@@ -103,18 +98,12 @@ def image_identity(name: str, source: str) -> tuple[str, str]:
 
 
 def _with_losses(
-    samples: Iterable[SampleSpec], faults: Faults, found: Sequence[Originals]
+    samples: Iterable[SampleSpec], faults: Faults, originals: Originals
 ) -> Iterator[SampleSpec | Refused]:
-    """The samples, each followed by what its lost image costs, and the faults of the rows.
-
-    Args:
-        samples: what to go through.
-        faults: complete once the samples are through.
-        found: holds the one finder of images when the first sample is asked for.
-    """
+    """Yield samples, each followed by what its lost image costs, then the faults of the rows."""
     for sample in samples:
         yield sample
-        if None in map(found[0].find, sample.images):
+        if None in map(originals.find, sample.images):
             for question in sample.annotation.questions or ():
                 yield Refused("question of a missing image", question.id)
             for expression in sample.annotation.expressions or ():

@@ -15,12 +15,17 @@ from data_tools.sources.archives import unpacked
 from data_tools.sources.image_sources import Originals
 from vlp.config import ConfigError
 
+Wanted = Iterable[SampleSpec | Refused]
+
 
 class CorpusPart(NamedTuple):
-    """One folder of shards, `OUT/NAME` (an empty name: OUT itself)."""
+    """One folder of shards, `OUT/NAME` (an empty name: OUT itself).
+
+    `wanted` may be a function of the finder of images instead of the samples themselves.
+    """
 
     name: str
-    wanted: Iterable[SampleSpec | Refused]
+    wanted: Wanted | Callable[[Originals], Wanted]
     total: int | None = None
 
 
@@ -40,7 +45,8 @@ def make_corpus(
         parts: of the corpus.
         title: for the manifests.
         licence: for the manifests, unless the command line says another.
-        settings: arguments of the command that the shards depend on, for the manifests.
+        settings: arguments of the command that the shards depend on, for the manifests; None:
+            `--max-words` alone.
         originals: finds the images in the places.
 
     Returns:
@@ -51,6 +57,8 @@ def make_corpus(
     """
     options = build_options(arguments)
     options = options._replace(licence=options.licence or licence)
+    if settings is None:
+        settings = {"max_words": arguments.max_words}
     written = 0
     try:
         with unpacked(arguments.images, arguments.out) as places:
@@ -58,7 +66,7 @@ def make_corpus(
             for part in parts:
                 out = arguments.out / part.name
                 manifest = build_shards(
-                    part.wanted,
+                    part.wanted(found) if callable(part.wanted) else part.wanted,
                     found,
                     out,
                     options,

@@ -8,16 +8,16 @@ its record is withdrawn: should a kill fall in between, its sha256 tells whether
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from vlp.config import ConfigError
-from vlp.io import atomic_write, sync, sync_folder
+from vlp.io import atomic_write, sha256_of, sync, sync_folder
 
 JOURNAL_NAME = "build.jsonl"
 PATIENCE_SECONDS = 5.0
@@ -44,6 +44,20 @@ class Record(BaseModel):
     def name(self) -> str:
         """File name of the shard."""
         return shard_name(self.number)
+
+
+def require_same_settings(out: Path, found: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Refuse a folder that was begun with other settings.
+
+    Raises:
+        ConfigError: it was; the message names the first setting that differs.
+    """
+    for name in sorted(found.keys() | settings.keys()):
+        if found.get(name) != settings.get(name):
+            raise ConfigError(
+                f"{out} was begun with {name} {found.get(name)}, this command says "
+                f"{settings.get(name)}: choose another --out, or delete {out}"
+            )
 
 
 def shard_name(number: int) -> str:
@@ -165,12 +179,7 @@ class Journal:
                 return  # a file system without locks
 
     def _compare(self, found: dict[str, Any]) -> None:
-        for name in sorted(found.keys() | self._settings.keys()):
-            if found.get(name) != self._settings.get(name):
-                raise ConfigError(
-                    f"{self.folder} was begun with {name} {found.get(name)}, this command says "
-                    f"{self._settings.get(name)}: choose another --out, or delete {self.folder}"
-                )
+        require_same_settings(self.folder, found, self._settings)
 
     def _append(self, content: dict[str, Any]) -> None:
         self._file.write(_line(content))
@@ -182,10 +191,7 @@ def _line(content: dict[str, Any]) -> bytes:
 
 
 def _holds(path: Path, record: Record) -> bool:
-    if not path.is_file():
-        return not record.samples
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() == record.sha256
+    return sha256_of(path) == record.sha256 if path.is_file() else not record.samples
 
 
 def _is_ours(name: str) -> bool:

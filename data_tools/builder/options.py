@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from data_tools.parallel import add_processes
 from vlp.config import ConfigError
 
 
@@ -80,9 +81,7 @@ def add_build_arguments(parser: argparse.ArgumentParser, *, images: bool = True)
         help="try images again that failed in an earlier run; each joins the tar that it was "
         "missing from",
     )
-    group.add_argument(
-        "--processes", type=int, default=os.cpu_count() or 1, help="default: one for each core"
-    )
+    add_processes(group, "shards that are made at the same time")
 
 
 def build_options(arguments: argparse.Namespace) -> BuildOptions:

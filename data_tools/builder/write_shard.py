@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections import defaultdict
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from data_tools.sources.image_sources import ImageLocation
 from vlp.data.schema import Annotation, captions_of
 from vlp.data.shards.sample_files import MAX_ANNOTATION_BYTES, BadSample, contents, parse_annotation
 from vlp.data.shards.tar import Member, append_member, close_tar
-from vlp.io import sync
+from vlp.io import sha256_of, sync
 
 RETRIED = frozenset({"missing image", "unreadable image", "image too large"})
 """Failures of images, which another try may mend."""
@@ -96,8 +95,7 @@ def make_shard(job: ShardJob) -> tuple[Record, int]:
                 captions += count
             close_tar(file)
             sync(file)
-        with open(path, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = sha256_of(path)
     except BaseException:
         path.unlink(missing_ok=True)
         raise
@@ -157,9 +155,9 @@ class _Stored:
         return captions
 
     def _load(self, path: Path, digest: str) -> None:
+        if sha256_of(path) != digest:
+            return
         with open(path, "rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                return
 
             def read(member: Member) -> bytes:
                 file.seek(member.offset)

@@ -30,12 +30,13 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from data_tools.inspect.index import write_index_of
+from data_tools.builder.journal import require_same_settings, shard_name
 from data_tools.parallel import add_processes, go_on, in_order
 from data_tools.scan.keys import keys_in, prefixed, repeated_keys
 from data_tools.scan.repeated_ids import Numbers, RepeatedIds, numbers_of
 from data_tools.scan.shard_reader import Shard, ShardReader, scan, shards_of
 from vlp.config import ConfigError
+from vlp.data.shards.build_index import index_folder
 from vlp.data.shards.index import BLOCK, ROW, sample_rows
 from vlp.data.shards.lru import LRUCache
 from vlp.data.shards.sample_files import grouped
@@ -69,7 +70,7 @@ class Piece(NamedTuple):
     """Of each sample, its place in `sources`."""
 
     def __str__(self) -> str:
-        return _name(self.number)
+        return shard_name(self.number)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
         _keep_settings(out, settings)
         _sweep(out)
         order = Order(total, arguments.samples_per_shard, arguments.shuffle)
-        missing = [n for n in range(len(order)) if not (out / _name(n)).exists()]
+        missing = [n for n in range(len(order)) if not (out / shard_name(n)).exists()]
         pieces = (order.piece(number, shards, counts) for number in missing)
         write = partial(write_shard, out=out, plan=plan, prefixes=prefixes)
         with tqdm(total=len(missing), desc=str(out), unit="shard") as bar:
@@ -122,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
         ) from error
     finally:
         plan.unlink(missing_ok=True)
-    write_index_of(out, arguments.processes)
+    index_folder(out, arguments.processes)
     print(f"{out}: {total} samples in {len(order)} shards, {len(missing)} of them new")
     for problem in problems:
         print(f"  damaged: {problem}")
@@ -187,7 +188,7 @@ def write_shard(piece: Piece, out: Path, plan: Path, prefixes: dict[Path, str]) 
     rows = np.memmap(plan, dtype=ROW, mode="r")
     files: LRUCache[int] = LRUCache(_FILES_KEPT, dispose=os.close)
     try:
-        with atomic_write(out / _name(piece.number), durable=True) as file:
+        with atomic_write(out / shard_name(piece.number), durable=True) as file:
             for sample, source in zip(piece.samples, piece.source):
                 go_on()
                 shard = piece.sources[source]
@@ -254,17 +255,13 @@ def _refuse_others(out: Path, settings: dict[str, object]) -> None:
         return
     except ValueError as error:
         raise ConfigError(f"{path}: not JSON ({error}); delete {out} to begin again") from error
-    for name in settings:
-        if found.get(name) != settings[name]:
-            if name == "sources":
-                raise ConfigError(
-                    f"{out} was begun with other shards in these folders, or they were written "
-                    f"anew since: choose another --out, or delete {out}"
-                )
-            raise ConfigError(
-                f"{out} was begun with {name} {found.get(name)}, this command says "
-                f"{settings[name]}: choose another --out, or delete {out}"
-            )
+    sources = settings["sources"]
+    require_same_settings(out, {**found, "sources": sources}, settings)
+    if found.get("sources") != sources:
+        raise ConfigError(
+            f"{out} was begun with other shards in these folders, or they were written "
+            f"anew since: choose another --out, or delete {out}"
+        )
 
 
 def _keep_settings(out: Path, settings: dict[str, object]) -> None:
@@ -305,7 +302,3 @@ def _say_repeated(places: Iterable[tuple[Shard, str]]) -> str:
     named = [f"{key} ({shards[0]}, {shards[1]})" for key, shards in list(found.items())[:_NAMED]]
     more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
     return f"{len(found)} keys come more than once: {', '.join(named)}{more}; {remedy}"
-
-
-def _name(number: int) -> str:
-    return f"shard-{number:06d}.tar"

@@ -13,7 +13,6 @@ the sha256 of a manifest.json.
 from __future__ import annotations
 
 import argparse
-import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -26,7 +25,6 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from data_tools.inspect.index import write_index_of
 from data_tools.inspect.index_check import (
     INDEX_KINDS,
     MANIFEST_NAME,
@@ -44,8 +42,10 @@ from data_tools.scan.shard_reader import Shard, ShardReader, scan, shards_of
 from vlp.config import ConfigError
 from vlp.data.image.decode import FORMATS, decode_image
 from vlp.data.schema import captions_of
+from vlp.data.shards.build_index import index_folder
 from vlp.data.shards.index import INDEX_NAME
 from vlp.data.shards.sample_files import IMAGES, BadSample, SampleFiles, parse, parse_annotation
+from vlp.io import sha256_of
 
 
 class Examined(NamedTuple):
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
                     _tell(damage, counts[damage.kind], arguments.places, report)
             repairs = {kind: counts[kind] - before[kind] for kind in INDEX_KINDS}
             if arguments.fix and any(repairs.values()):
-                write_index_of(folder, arguments.processes)
+                index_folder(folder, arguments.processes)
                 print(f"{folder}: indexed anew")
                 fixed.update(repairs)
     looked_at = "listed" if arguments.quick else "decoded"
@@ -153,8 +153,7 @@ def examine(shard: Shard, quick: bool = False, hashed: bool = False) -> Examined
         if not quick:
             found = found._replace(captions=sum(captions), rows=rows)
         if hashed:
-            with open(shard.path, "rb") as file:
-                found = found._replace(sha256=hashlib.file_digest(file, "sha256").hexdigest())
+            found = found._replace(sha256=sha256_of(shard.path))
         return Examined(damage, found, images, keys)
 
 

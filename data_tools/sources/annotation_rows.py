@@ -127,6 +127,19 @@ def explained(error: ValidationError) -> str:
     return f"{place}: {first['msg']}"
 
 
+def text_lines(path: Path) -> list[str]:
+    """Return the lines of a text file that hold more than white space.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from error
+    return [line for line in text.split("\n") if line.strip()]
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
     """A file's bytes, of a gzipped one those inside; what goes wrong meanwhile is a ConfigError."""

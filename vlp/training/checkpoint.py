@@ -7,7 +7,6 @@ complete. It holds the engine's rank-free weights and optimiser state, the task'
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import json
 import logging
@@ -19,7 +18,7 @@ from typing import Any
 
 from vlp import distributed
 from vlp.distributed import broadcast_tensors
-from vlp.io import sync, sync_folder, write_tensors
+from vlp.io import sha256_of, sync, sync_folder, write_tensors
 from vlp.tasks.task import Task
 from vlp.training.config import RunConfig
 from vlp.training.engines.base import Engine
@@ -165,7 +164,7 @@ class Checkpoints:
             },
         }
         _write_text(folder / STATE, json.dumps(state, indent=1))
-        sums = [f"{_sha256(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
+        sums = [f"{sha256_of(path)}  {path.name}\n" for path in sorted(folder.iterdir())]
         _write_text(folder / SUMS, "".join(sums))
 
     def _steps(self) -> list[Path]:
@@ -186,7 +185,7 @@ def verify(path: Path) -> str | None:
         if STATE not in (name for _, name in sums):
             return f"{SUMS} is incomplete"
         for expected, name in sums:
-            if _sha256(path / name) != expected:
+            if sha256_of(path / name) != expected:
                 return f"{name} does not have its checksum"
     except (OSError, ValueError) as error:
         return str(error)
@@ -205,8 +204,3 @@ def _write_text(path: Path, text: str) -> None:
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         sync(file)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import Field
 
@@ -68,20 +68,26 @@ class AlbefVqaRow(Row):
     dataset: str = "vqa"
 
 
-class Stated(Row):
-    """A row of an NLVR2 list."""
+class LabelledSentence(Row):
+    """A sentence and whether or how far it holds."""
 
     sentence: str
     label: str
+
+
+class Stated(LabelledSentence):
+    """A row of an NLVR2 list."""
+
     images: list[str] = Field(min_length=2, max_length=2)
 
 
-class Entailed(Row):
+class Entailed(LabelledSentence):
     """A row of a visual entailment list."""
 
     image: str
-    sentence: str
-    label: str
+
+
+Labelled = TypeVar("Labelled", bound=LabelledSentence)
 
 
 class Referred(Row):
@@ -170,44 +176,27 @@ def asked(paths: Sequence[Path], extra: Extra, faults: Faults) -> Iterator[Sampl
 
 
 def stated(paths: Sequence[Path], extra: Extra, faults: Faults) -> Iterator[SampleSpec]:
-    """One sample a statement about two images."""
-    for path in paths:
-        for number, row in enumerate(parsed(json_list(path), Stated, faults)):
-            key = key_of(f"{path.stem}-{number}")
-            if row.label.lower() not in TRUTH:
-                faults.append(Refused("unknown label", f"{path}, row {number} ({row.label})"))
-                continue
-            source, first = _identity(row.images[0])
-            annotation = Annotation.model_validate(
-                {
-                    "source": source,
-                    "image_id": first.removesuffix("-img0"),
-                    "statement": row.sentence,
-                    "label": TRUTH[row.label.lower()],
-                    "row": number,
-                }
-            )
-            yield SampleSpec(key, tuple(row.images), annotation)
+    """Yield one sample a statement about two images."""
+    for key, number, row in _labelled(paths, Stated, lambda label: label.lower() in TRUTH, faults):
+        source, first = _identity(row.images[0])
+        annotation = Annotation(
+            source=source,
+            image_id=first.removesuffix("-img0"),
+            statement=row.sentence,
+            label=TRUTH[row.label.lower()],
+            row=number,
+        )
+        yield SampleSpec(key, tuple(row.images), annotation)
 
 
 def entailed(paths: Sequence[Path], extra: Extra, faults: Faults) -> Iterator[SampleSpec]:
-    """One sample a hypothesis."""
-    for path in paths:
-        for number, row in enumerate(parsed(json_list(path), Entailed, faults)):
-            if row.label not in LABELS:
-                faults.append(Refused("unknown label", f"{path}, row {number} ({row.label})"))
-                continue
-            source, image_id = _identity(row.image)
-            annotation = Annotation.model_validate(
-                {
-                    "source": source,
-                    "image_id": image_id,
-                    "hypothesis": row.sentence,
-                    "label": row.label,
-                    "row": number,
-                }
-            )
-            yield SampleSpec(key_of(f"{path.stem}-{number}"), (row.image,), annotation)
+    """Yield one sample a hypothesis."""
+    for key, number, row in _labelled(paths, Entailed, lambda label: label in LABELS, faults):
+        source, image_id = _identity(row.image)
+        annotation = Annotation(
+            source=source, image_id=image_id, hypothesis=row.sentence, label=row.label, row=number
+        )
+        yield SampleSpec(key, (row.image,), annotation)
 
 
 def referred(paths: Sequence[Path], extra: Extra, faults: Faults) -> Iterator[SampleSpec]:
@@ -226,9 +215,7 @@ def referred(paths: Sequence[Path], extra: Extra, faults: Faults) -> Iterator[Sa
                 continue
             if known is not None:
                 sizes[row.image] = known.size
-            expression = Expression.model_validate(
-                {"id": str(number), "text": row.text, "box": box, "ref_id": row.ref_id}
-            )
+            expression = Expression(id=str(number), text=row.text, box=box, ref_id=row.ref_id)
             expressions.setdefault(row.image, []).append(expression)
     for image, found in expressions.items():
         content: dict[str, Any] = {"expressions": found}
@@ -248,6 +235,18 @@ _KINDS: dict[str, Callable[[Sequence[Path], Extra, Faults], Iterator[SampleSpec]
 }
 
 
+def _labelled(
+    paths: Sequence[Path], layout: type[Labelled], known: Callable[[str], bool], faults: Faults
+) -> Iterator[tuple[str, int, Labelled]]:
+    """Yield the key, the number in its list, and the row, of rows whose label is known."""
+    for path in paths:
+        for number, row in enumerate(parsed(json_list(path), layout, faults)):
+            if known(row.label):
+                yield key_of(f"{path.stem}-{number}"), number, row
+            else:
+                faults.append(Refused("unknown label", f"{path}, row {number} ({row.label})"))
+
+
 def _question(identifier: str, row: AlbefVqaRow) -> PlainQuestion:
     if isinstance(row.answer, str):
         return lone_answer(identifier, row.question, plain_answer(row.answer))
@@ -256,7 +255,7 @@ def _question(identifier: str, row: AlbefVqaRow) -> PlainQuestion:
 
 def _of_image(image: str, content: dict[str, Any]) -> SampleSpec:
     source, image_id = _identity(image)
-    annotation = Annotation.model_validate({"source": source, "image_id": image_id, **content})
+    annotation = Annotation(source=source, image_id=image_id, **content)
     # The folders too: two data sets may number their images alike.
     return SampleSpec(key_of(image.rpartition(".")[0].strip("/.")), (image,), annotation)
 

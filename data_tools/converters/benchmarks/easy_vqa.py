@@ -15,7 +15,7 @@ from typing import Any
 from data_tools.builder.options import add_build_arguments
 from data_tools.builder.sample_spec import Refused
 from data_tools.converters.benchmarks.questions import ImageQuestions, lone_answer, write_questions
-from data_tools.sources.annotation_rows import Faults, json_list
+from data_tools.sources.annotation_rows import Faults, json_list, text_lines
 from vlp.config import ConfigError
 
 
@@ -43,11 +43,7 @@ def read_answer_list(path: Path) -> frozenset[str]:
     Raises:
         ConfigError: it cannot be read, or holds none.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error})") from error
-    answers = frozenset(line.strip() for line in lines if line.strip())
+    answers = frozenset(line.strip() for line in text_lines(path))
     if not answers:
         raise ConfigError(f"{path}: holds no answers, one a line")
     return answers

@@ -78,16 +78,14 @@ def wanted_examples(paths: Sequence[Path], extension: str, faults: Faults) -> It
 
 
 def _wanted(example: Nlvr2Row, pair: str, extension: str) -> SampleSpec:
-    annotation = Annotation.model_validate(
-        {
-            "source": "nlvr2",
-            "image_id": pair,
-            "statement": example.sentence,
-            "label": None if example.label is None else TRUTH[example.label.lower()],
-            "identifier": example.identifier,
-            "left_url": example.left_url,
-            "right_url": example.right_url,
-        }
+    annotation = Annotation(
+        source="nlvr2",
+        image_id=pair,
+        statement=example.sentence,
+        label=None if example.label is None else TRUTH[example.label.lower()],
+        identifier=example.identifier,
+        left_url=example.left_url,
+        right_url=example.right_url,
     )
     # The training images lie in numbered folders.
     folder = "" if example.directory is None else f"{example.directory}/"

@@ -185,16 +185,14 @@ def _rows(arguments: argparse.Namespace, folder: str, total: int | None) -> Rows
 def _wanted(example: NlvrV1Row, split: str, permutation: int) -> SampleSpec:
     image = f"{split}-{example.identifier}"
     name = f"{image}-{permutation}"
-    annotation = Annotation.model_validate(
-        {
-            "source": "nlvr",
-            "image_id": image,  # whatever the order of its boxes
-            "statement": example.sentence,
-            "label": None if example.label is None else TRUTH[example.label.lower()],
-            "identifier": example.identifier,
-            "permutation": permutation,
-            "label_source": example.label_source,
-        }
+    annotation = Annotation(
+        source="nlvr",
+        image_id=image,  # whatever the order of its boxes
+        statement=example.sentence,
+        label=None if example.label is None else TRUTH[example.label.lower()],
+        identifier=example.identifier,
+        permutation=permutation,
+        label_source=example.label_source,
     )
     folder = "" if example.directory is None else f"{example.directory}/"
     return SampleSpec(key_of(name), (str(PurePosixPath(f"{folder}{name}.png")),), annotation)

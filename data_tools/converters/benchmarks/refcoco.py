@@ -279,14 +279,12 @@ def _expressions(
         elif not sentence.sent.strip():
             faults.append(Refused("empty expression", which))
         else:
-            yield Expression.model_validate(
-                {
-                    "id": sentence.sent_id,
-                    "text": sentence.sent,
-                    "box": instance.bbox,
-                    "ref_id": reference.ref_id,
-                    "ann_id": reference.ann_id,
-                    "category_id": reference.category_id,
-                }
+            yield Expression(
+                id=sentence.sent_id,
+                text=sentence.sent,
+                box=instance.bbox,
+                ref_id=reference.ref_id,
+                ann_id=reference.ann_id,
+                category_id=reference.category_id,
             )
         seen.add(sentence.sent_id)

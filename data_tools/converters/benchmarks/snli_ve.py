@@ -73,15 +73,13 @@ def wanted_pairs(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
 
 
 def _wanted(pair: SnliVeRow) -> SampleSpec:
-    annotation = Annotation.model_validate(
-        {
-            "source": "flickr30k",
-            "image_id": pair.Flickr30K_ID,
-            "premise": pair.sentence1,
-            "hypothesis": pair.sentence2,
-            "label": pair.gold_label,
-            "pairID": pair.pairID,
-            "captionID": pair.captionID,
-        }
+    annotation = Annotation(
+        source="flickr30k",
+        image_id=pair.Flickr30K_ID,
+        premise=pair.sentence1,
+        hypothesis=pair.sentence2,
+        label=pair.gold_label,
+        pairID=pair.pairID,
+        captionID=pair.captionID,
     )
     return SampleSpec(key_of(pair.pairID), (f"{pair.Flickr30K_ID}.jpg",), annotation)

@@ -23,6 +23,7 @@ from data_tools.converters.corpora.karpathy import (
     read_karpathy,
     split_parts,
 )
+from data_tools.sources.annotation_rows import text_lines
 from vlp.config import ConfigError
 
 SOURCE = "flickr30k"
@@ -57,8 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         entries = read_tokens(arguments.annotations, arguments.lists or [])
     parts = split_parts(entries, arguments.splits, arguments.max_words)
-    settings = {"max_words": arguments.max_words}
-    return make_corpus(arguments, parts, title="Flickr30k", licence=LICENCE, settings=settings)
+    return make_corpus(arguments, parts, title="Flickr30k", licence=LICENCE)
 
 
 def read_tokens(path: Path, lists: Sequence[Path]) -> list[Entry]:
@@ -75,12 +75,12 @@ def read_tokens(path: Path, lists: Sequence[Path]) -> list[Entry]:
     """
     splits: dict[str, str] = {}
     for file in lists:
-        for line in _lines(file):
+        for line in text_lines(file):
             name = line.strip().removesuffix(".jpg")
             if splits.setdefault(name, file.stem) != file.stem:
                 raise ConfigError(f"{file}: {name} is in {splits[name]} too")
     captions: dict[str, list[str]] = {}
-    for number, line in enumerate(_lines(path), 1):
+    for number, line in enumerate(text_lines(path), 1):
         name, tab, caption = line.partition("\t")
         image, mark, _ = name.partition("#")
         if not (tab and mark):
@@ -93,11 +93,3 @@ def read_tokens(path: Path, lists: Sequence[Path]) -> list[Entry]:
         if split is not None:
             entries.append(Entry(image, split, texts, SOURCE, stem))
     return entries
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error})") from error
-    return [line for line in text.split("\n") if line.strip()]

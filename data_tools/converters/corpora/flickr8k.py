@@ -32,5 +32,4 @@ def run(arguments: argparse.Namespace) -> int:
     """Convert every split; what was left out is printed and named in the manifests."""
     entries = [entry for path in arguments.annotations for entry in read_karpathy(path)]
     parts = split_parts(entries, arguments.splits, arguments.max_words)
-    settings = {"max_words": arguments.max_words}
-    return make_corpus(arguments, parts, title="Flickr8k", licence=LICENCE, settings=settings)
+    return make_corpus(arguments, parts, title="Flickr8k", licence=LICENCE)

@@ -77,10 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     part = CorpusPart(
         "", wanted_images(arguments.regions, known, arguments.max_words), len(known.data) or None
     )
-    settings = {"max_words": arguments.max_words}
-    return make_corpus(
-        arguments, [part], title="Visual Genome regions", licence=LICENCE, settings=settings
-    )
+    return make_corpus(arguments, [part], title="Visual Genome regions", licence=LICENCE)
 
 
 def wanted_images(path: Path, known: _Known, max_words: int) -> Iterator[SampleSpec | Refused]:

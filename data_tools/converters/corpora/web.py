@@ -107,25 +107,13 @@ def run_web(arguments: argparse.Namespace, web: WebList) -> int:
     else:
         originals, name = Originals, arguments.names
         _file_name(name, WebRow(0, "", "http://x.org/a.jpg"))
-    found: list[Originals] = []
 
-    def opened(places: Sequence[Path]) -> Originals:
-        found.append(originals(places))
-        return found[0]
-
-    def wanted() -> Iterator[SampleSpec | Refused]:
+    def wanted(found: Originals) -> Iterator[SampleSpec | Refused]:
         for item in rows:
-            yield _wanted(item, web.source, name, found[0], arguments.max_words)
+            yield _wanted(item, web.source, name, found, arguments.max_words)
 
-    part = CorpusPart("", wanted(), _lines_of(arguments.annotations))
-    return make_corpus(
-        arguments,
-        [part],
-        title=web.title,
-        licence=web.licence,
-        settings={"max_words": arguments.max_words},
-        originals=opened,
-    )
+    part = CorpusPart("", wanted, _lines_of(arguments.annotations))
+    return make_corpus(arguments, [part], title=web.title, licence=web.licence, originals=originals)
 
 
 def read_tsv(path: Path, caption_first: bool) -> Iterator[WebRow | Refused]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from vlp.config import ConfigError
 from vlp.data.schema import captions_of
-from vlp.data.shards.index import SurveyedShard, sample_rows, write_index
+from vlp.data.shards.index import INDEX_NAME, SurveyedShard, sample_rows, write_index
 from vlp.data.shards.sample_files import BadSample, contents, parse_annotation
 from vlp.data.shards.tar import Member
 
@@ -68,7 +68,8 @@ def index_folder(
         One line for each shard that is empty or damaged; what can be reached in it is indexed.
 
     Raises:
-        ConfigError: there is no such folder, or no shard in it.
+        ConfigError: there is no such folder, no shard in it, or the disk is full or refuses the
+            index; one of before stays.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -78,12 +79,18 @@ def index_folder(
         raise ConfigError(f"{folder}: holds no shards (*.tar)")
     shown = paths if progress is None else progress(paths)
     processes = min(processes, len(paths) // _SHARDS_WORTH_A_PROCESS)
-    if processes < 2:
-        return _write(folder, map(_without_keys, shown))
-    # Spawned: whoever calls this may have threads, which a fork does not carry over.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, context) as pool:
-        return _write(folder, pool.map(_without_keys, shown))
+    try:
+        if processes < 2:
+            return _write(folder, map(_without_keys, shown))
+        # Spawned: whoever calls this may have threads, which a fork does not carry over.
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(processes, context) as pool:
+            return _write(folder, pool.map(_without_keys, shown))
+    except OSError as error:
+        place = error.filename or folder / INDEX_NAME
+        raise ConfigError(
+            f"{place}: {error.strerror}; the folder is not indexed, put that right and run again"
+        ) from error
 
 
 def _without_keys(path: Path) -> Survey:

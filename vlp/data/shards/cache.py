@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 from vlp.config import ConfigError
 from vlp.data.shards.bad_samples import DataError
-from vlp.data.shards.remote import RemoteFolder, Unreachable, digest_of, patiently
+from vlp.data.shards.remote import RemoteFolder, Unreachable, patiently
 from vlp.data.shards.sample_files import BadSample
-from vlp.io import sync_path
+from vlp.io import sha256_of, sync_path
 
 _PART = ".part"
 _FLAGS = os.O_CLOEXEC
@@ -250,7 +250,7 @@ def _require_whole(file: CachedFile, part: Path) -> None:
     size = part.stat().st_size
     if size != file.bytes:
         raise _NotWhole(f"{size:,} bytes came, its index says {file.bytes:,}")
-    if file.sha256 is not None and digest_of(str(part)) != file.sha256:
+    if file.sha256 is not None and sha256_of(part) != file.sha256:
         raise _NotWhole("its SHA-256 is not that of the manifest")
 
 

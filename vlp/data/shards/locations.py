@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from stat import S_ISREG
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,34 +28,34 @@ class OpenShard(NamedTuple):
     bytes: int
 
 
-class ShardLocation(Protocol):
-    """What a `ShardIndex` asks of the place where its shards lie."""
+class ShardLocation:
+    """Place where the shards of a `ShardIndex` lie.
 
-    @property
-    def folder(self) -> Path | RemoteFolder:
-        """The place itself; `folder / name` names a shard in messages."""
+    `folder / name` names a shard in messages; `is_remote` says that files are fetched first.
+    """
 
-    @property
-    def is_remote(self) -> bool:
-        """Whether every file has to be fetched first."""
+    folder: Path | RemoteFolder
+    is_remote = False
 
     def open(self, entry: ShardEntry) -> OpenShard:
         """Open a shard; raises BadSample where it cannot be had."""
+        raise NotImplementedError
 
     def rows(self, shards: ShardTable, wait: bool) -> np.ndarray | None:
-        """The rows of all samples; None if there are none, or without `wait` none here yet."""
+        """Return the rows of all samples; None if there are none, or without `wait` none yet."""
+        raise NotImplementedError
 
     def prefetch(self, entry: ShardEntry) -> None:
-        """Have a shard near that will be opened soon."""
+        """Fetch a shard that will be opened soon; a local one is here."""
 
     def when_full(self, release: Callable[[], object]) -> None:
-        """What to call when room for another shard is wanted: it closes shards."""
+        """Have `release` called when room for another shard is wanted: it closes shards."""
 
 
-class LocalFolder:
+class LocalFolder(ShardLocation):
     """A folder of shards, read where they lie."""
 
-    is_remote = False
+    folder: Path
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -82,14 +82,8 @@ class LocalFolder:
         """The rows of all samples, mapped into memory."""
         return map_samples(self.folder / shards.file, shards)
 
-    def prefetch(self, entry: ShardEntry) -> None:
-        """Nothing: the shard is here."""
 
-    def when_full(self, release: Callable[[], object]) -> None:
-        """Never: shards are not kept here."""
-
-
-class CachedFolder:
+class CachedFolder(ShardLocation):
     """Shards behind a URL, each fetched whole into the cache when it is needed.
 
     Args:
@@ -98,6 +92,7 @@ class CachedFolder:
         digests: SHA-256 of each shard by name, as far as they are known.
     """
 
+    folder: RemoteFolder
     is_remote = True
 
     def __init__(self, folder: RemoteFolder, cache: ShardCache, digests: dict[str, str]) -> None:

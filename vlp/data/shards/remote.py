@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -179,9 +178,3 @@ def patiently(attempt: Callable[[], Value]) -> Value:
         # A thousand ranks that failed together must not come back together.
         time.sleep(_FIRST_WAIT * 2**number * random.uniform(0.75, 1.25))
     raise AssertionError
-
-
-def digest_of(path: str) -> str:
-    """SHA-256 of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
