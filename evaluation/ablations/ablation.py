@@ -1,9 +1,9 @@
-"""Ablations: every variant trained with several seeds, resumable, and judged where place counts.
+"""Ablations: every variant is trained with several seeds, evaluated, and compared in tables.
 
-`python -m evaluation ablation --config configs/ablation/cross_position.yaml` generates the corpus,
-pretrains the backbones if there are any, trains each variant, from nothing or from its backbone,
-evaluates all of them, and prints the tables. A run that is finished is never done again, one that
-was cut off goes on.
+With a corpus, as in configs/ablation/cross_position.yaml, the scenes are generated, the backbones
+pretrained if there are any, and each variant pretrained, from nothing or from its backbone. Without
+one, as in configs/ablation/sape_cifar10.yaml, `launch/train_vision.py` trains each variant. A run
+that is finished is never done again, one that was cut off goes on.
 """
 
 from __future__ import annotations
@@ -16,120 +16,17 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
-
 from data_tools.generate.scenes import CORPUS_VERSION
-from evaluation.ablations.runs import Overrides, Results, Run, do_runs, finished, plain, portable
-from vlp.config import Config, ConfigError
-from vlp.data.scenes.negatives import SwapKind
-from vlp.data.scenes.sample import FULL, Variety
-
-
-class CorpusConfig(Config):
-    """Sizes of the generated corpus; `twins` are scenes with their swaps, to train on."""
-
-    folder: str = "shards/ablation"
-    train: int = Field(20_000, ge=0)
-    val: int = Field(256, ge=1)
-    twins: int = Field(16_000, ge=0)
-    swaps: int = Field(900, ge=1)
-    image_size: int = 64
-    colours: int = FULL.colours
-    shapes: int = FULL.shapes
-    objects: int = FULL.objects
-    kinds: tuple[SwapKind, ...] | None = Field(None, description="of swaps and twins")
-    vocabulary: int = Field(256, ge=64, description="word pieces")
-    seed: int = 0
-
-
-class VariantConfig(Config):
-    """One kind of run: overrides of the stage's configuration."""
-
-    backbone: str | None = Field(None, description="whose weights the run starts from")
-    overrides: Overrides = Field({}, description="by dotted key")
-
-
-class StageConfig(Config):
-    """What all runs of a stage share."""
-
-    config: str = Field(description="pretraining configuration, relative to this file")
-    part: Literal["train", "twins"] = Field(description="part of the corpus that is trained on")
-    overrides: Overrides = Field({}, description="by dotted key")
-
-
-class RowConfig(Config):
-    """A row of a table: a variant, or another view of one, and the paper's figures beside it."""
-
-    label: str
-    variant: str
-    view: Literal["image", "shuffled", "blank"] = "image"
-    paper: tuple[float, ...] = ()
-
-
-class TableConfig(Config):
-    """A table in the paper's layout; `paper` heads the columns of its figures."""
-
-    title: str
-    about: Literal["swaps", "anchors"] = Field(
-        "swaps", description="what its columns show and its tests look at"
-    )
-    paper: tuple[str, ...] = ()
-    reference: str = Field(description="variant that the others are compared with, seed by seed")
-    rows: tuple[RowConfig, ...]
-
-
-class GateConfig(Config):
-    """What must hold before the split counts as a test: `variant` beats `reference`."""
-
-    variant: str
-    reference: str
-    p: float = Field(0.05, gt=0, lt=1)
-
-
-class AblationConfig(Config):
-    """Backbones, variants and tables of one ablation."""
-
-    output: str
-    corpus: CorpusConfig = CorpusConfig()
-    seeds: tuple[int, ...] = Field((0, 1, 2), min_length=2)
-    jobs: int = Field(2, ge=1, description="runs side by side; they share the cores")
-    expected_deviation: float = Field(
-        3.0, gt=0, description="points between seeds, of a difference; before anything is run"
-    )
-    pretraining: StageConfig | None = Field(None, description="of backbones")
-    backbones: dict[str, VariantConfig] = Field({}, description="models that variants start from")
-    training: StageConfig
-    scorer: Literal["match", "words"] = Field(
-        "match",
-        description="who judges the swaps: the head of image-text matching, or that of masked "
-        "words, which learns places much earlier",
-    )
-    variants: dict[str, VariantConfig]
-    gates: tuple[GateConfig, ...] = ()
-    tables: tuple[TableConfig, ...]
-
-    @model_validator(mode="after")
-    def _known(self) -> AblationConfig:
-        for name, variant in self.variants.items():
-            if variant.backbone is not None and variant.backbone not in self.backbones:
-                raise ValueError(f"variants.{name}.backbone {variant.backbone!r} is not defined")
-        if self.backbones and self.pretraining is None:
-            raise ValueError("backbones need `pretraining`")
-        asked = [gate.variant for gate in self.gates] + [gate.reference for gate in self.gates]
-        for table in self.tables:
-            asked += [table.reference, *(row.variant for row in table.rows)]
-            for row in table.rows:
-                if row.paper and len(row.paper) != len(table.paper):
-                    raise ValueError(f"{table.title}: {row.label} has {len(row.paper)} figures")
-        if unknown := sorted(set(asked) - set(self.variants)):
-            raise ValueError(f"unknown variants {', '.join(unknown)}")
-        return self
+from evaluation.ablations.config import AblationConfig, CorpusConfig, StageConfig, VariantConfig
+from evaluation.ablations.runs import Results, Run, do_runs, finished, plain, portable
+from vlp.config import ConfigError
+from vlp.data.scenes.sample import Variety
 
 
 def plan(
     config: AblationConfig, source: Path, only: Sequence[str] = ()
 ) -> tuple[list[Run], list[Run]]:
-    """All runs: the backbones, then the variants that start from them.
+    """List all runs: the backbones, then the variants that start from them.
 
     Args:
         config: the ablation.
@@ -174,16 +71,19 @@ def run_ablation(
     if unknown := sorted(set(only) - set(config.variants)):
         known = ", ".join(config.variants)
         raise ConfigError(f"unknown variants {', '.join(unknown)}; there are {known}")
-    _make_corpus(config.corpus, say)
+    evaluate = partial(evaluate_vision, limit=config.limit)
+    if config.corpus is not None:
+        _make_corpus(config.corpus, say)
+        evaluate = partial(evaluate_cross_modal, corpus=Path(config.corpus.folder))
     backbones, variants = plan(config, source, only)
     if backbones:
         do_runs(backbones, config.jobs, None, say)
-    do_runs(variants, config.jobs, partial(judge, corpus=Path(config.corpus.folder)), say)
+    do_runs(variants, config.jobs, evaluate, say)
     return results(config, source)
 
 
 def results(config: AblationConfig, source: Path) -> Results:
-    """Results of the variants' finished runs."""
+    """Return the results of the variants' finished runs."""
     found: Results = {}
     for run in plan(config, source)[1]:
         result = finished(run)
@@ -202,11 +102,18 @@ def _run(
     variant: VariantConfig,
     seed: int,
 ) -> Run:
-    folder = Path(config.output) / kind / name / str(seed)
+    shared = portable(source.parent / stage.config)
+    overrides = {**stage.overrides, **variant.overrides}
+    if config.corpus is None:
+        settings = {
+            "config": shared,
+            "overrides": {**overrides, "training.seed": seed},
+            "limit": config.limit,
+        }
+        folder = Path(config.output) / name / str(seed)
+        return Run(f"{name}/{seed}", folder, plain(settings), "train_vision.py")
     corpus = Path(config.corpus.folder)
-    overrides = {
-        **stage.overrides,
-        **variant.overrides,
+    overrides |= {
         "data.sources": [{"path": str(corpus / stage.part)}],
         "data.vocabulary": str(corpus / "vocabulary"),
         "training.seed": seed,
@@ -216,17 +123,28 @@ def _run(
             Path(config.output) / "backbone" / variant.backbone / str(seed) / "model"
         )
     settings = {
-        "config": portable(source.parent / stage.config),
+        "config": shared,
         "overrides": overrides,
         "corpus": config.corpus.model_dump(exclude_none=True),
     }
+    folder = Path(config.output) / kind / name / str(seed)
     return Run(f"{kind}/{name}/{seed}", folder, plain(settings))
 
 
-def judge(model: Path, threads: int, corpus: Path) -> dict[str, float]:
-    """Figures in percent: swaps in three views, recall at 1, pointing and paths on held-out scenes.
+def evaluate_vision(model: Path, threads: int, limit: int | None) -> dict[str, float]:
+    """Evaluate a folder of `train_vision.py` on `limit` test samples of its task."""
+    import torch
 
-    Of paths the spread is no share, but in patches and tokens.
+    from evaluation.vision import evaluate_folder
+
+    torch.set_num_threads(threads)
+    return evaluate_folder(model, limit)
+
+
+def evaluate_cross_modal(model: Path, threads: int, corpus: Path) -> dict[str, float]:
+    """Evaluate swaps in three views, recall at 1, pointing and paths on held-out scenes.
+
+    All figures are percent, but the spread of paths, which is in patches and tokens.
     """
     import torch
 

@@ -29,8 +29,8 @@ RESULT = "result.json"
 
 _PARENT_DEATH_SIGNAL = 1
 
-Judge = Callable[[Path, int], dict[str, float]]
-"""Model folder and number of threads to figures by name; None where a run is not judged."""
+Evaluate = Callable[[Path, int], dict[str, float]]
+"""Model folder and number of threads to figures by name; None where a run is not evaluated."""
 
 Results = dict[tuple[str, int], dict[str, Any]]
 """What `result.json` says, by variant and seed."""
@@ -106,7 +106,7 @@ def write_csv(file: Path, results: Results) -> None:
 
 
 def do_runs(
-    runs: Sequence[Run], jobs: int, judge: Judge | None, say: Callable[[str], object] = print
+    runs: Sequence[Run], jobs: int, evaluate: Evaluate | None, say: Callable[[str], object] = print
 ) -> None:
     """Do what is not done yet, `jobs` side by side; they share the cores.
 
@@ -118,16 +118,18 @@ def do_runs(
         raise ConfigError(f"comparisons train with {LAUNCH}, which only a checkout has")
     todo = [run for run in runs if finished(run) is None]
     say(f"{len(runs)} runs, {len(runs) - len(todo)} of them done")
-    for number, (run, seconds) in enumerate(_executed(todo, jobs, judge), 1):
+    for number, (run, seconds) in enumerate(_executed(todo, jobs, evaluate), 1):
         say(f"  {number}/{len(todo)} {run.name}: {seconds:.0f} s")
 
 
-def _executed(runs: Sequence[Run], jobs: int, judge: Judge | None) -> Iterator[tuple[Run, float]]:
+def _executed(
+    runs: Sequence[Run], jobs: int, evaluate: Evaluate | None
+) -> Iterator[tuple[Run, float]]:
     threads = max(1, (os.cpu_count() or 1) // jobs)
     # Spawned, not forked: a process that holds threads of torch must not be copied.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, context, initializer=_end_with_parent) as pool:
-        futures = {pool.submit(execute, run, judge, threads): run for run in runs}
+        futures = {pool.submit(execute, run, evaluate, threads): run for run in runs}
         try:
             for future in as_completed(futures):
                 run = futures[future]
@@ -151,14 +153,14 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
 
-def execute(run: Run, judge: Judge | None, threads: int) -> float:
-    """Train and judge one run with so many threads; returns the seconds it took."""
+def execute(run: Run, evaluate: Evaluate | None, threads: int) -> float:
+    """Train and evaluate one run with so many threads; returns the seconds it took."""
     started = time.monotonic()
     if not (run.folder / "model").is_dir():
         _train(run, threads)
     result: dict[str, Any] = {"settings": run.settings, "figures": {}}
-    if judge is not None:
-        result["figures"] = judge(run.folder / "model", threads)
+    if evaluate is not None:
+        result["figures"] = evaluate(run.folder / "model", threads)
     result["seconds"] = time.monotonic() - started
     write_text(run.folder / RESULT, json.dumps(result, indent=1) + "\n")
     return time.monotonic() - started

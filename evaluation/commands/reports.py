@@ -239,26 +239,15 @@ def ablate(
     A configuration of configs/ablation compares variants of the cross-modal encoder or, where it
     names no `corpus`, vision models with other position encodings.
     """
-    import yaml
-
+    from evaluation.ablations.ablation import results, run_ablation
+    from evaluation.ablations.config import AblationConfig
+    from evaluation.ablations.tables import report as report_tables
+    from evaluation.ablations.tables import smallest_difference
     from vlp.config import load_config
 
     one_process("an ablation runs side by side by itself: `jobs`, not torchrun")
-    chosen = tuple(only.split(",")) if only else ()
-    if config.is_file() and "corpus" not in (yaml.safe_load(config.read_text("utf-8")) or {}):
-        from evaluation.ablations import position_study, position_tables
-
-        study = load_config(config, position_study.PositionsConfig, overrides or ())
-        print(position_tables.smallest_difference(study))
-        if not report:
-            position_study.run_comparison(study, config, chosen)
-        results = position_study.results(study, config)
-        print(position_tables.report(study, results, Path(study.output)))
-        return
-    from evaluation.ablations import ablation, ablation_tables
-
-    variants = load_config(config, ablation.AblationConfig, overrides or ())
-    print(ablation_tables.smallest_difference(variants))
+    ablation = load_config(config, AblationConfig, overrides or ())
+    print(smallest_difference(ablation))
     if not report:
-        ablation.run_ablation(variants, config, chosen)
-    print(ablation_tables.report(variants, ablation.results(variants, config)))
+        run_ablation(ablation, config, tuple(only.split(",")) if only else ())
+    print(report_tables(ablation, results(ablation, config)))

@@ -9,26 +9,19 @@ import pytest
 import yaml
 
 from data_tools.generate.scenes import CORPUS_VERSION
-from evaluation.ablations.ablation import (
-    AblationConfig,
-    CorpusConfig,
-    _make_corpus,
-    plan,
-    results,
-    run_ablation,
-)
-from evaluation.ablations.ablation_tables import (
+from evaluation.ablations.ablation import _make_corpus, plan, results, run_ablation
+from evaluation.ablations.config import AblationConfig, CorpusConfig
+from evaluation.ablations.runs import RESULT
+from evaluation.ablations.seed_tests import detectable, difference
+from evaluation.ablations.tables import (
     COLUMNS,
-    JUDGED,
-    detectable,
-    difference,
+    SWAPS,
     gates,
-    judged,
     report,
     smallest_difference,
+    swaps_difference,
     tables,
 )
-from evaluation.ablations.runs import RESULT
 from vlp.config import ConfigError, load_config
 from vlp.data.shards.shard_index import ShardIndex
 from vlp.training.config import PretrainConfig
@@ -37,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[3]
 STAGE = {"config": "pretrain.yaml", "part": "twins", "overrides": {"training.steps": 2}}
 PLAIN = {
     "output": "out",
+    "corpus": {},
     "seeds": [0, 1, 2],
     "pretraining": {**STAGE, "part": "train"},
     "backbones": {"anchor": {}, "unused": {}},
@@ -68,14 +62,14 @@ def config(tmp_path):
     return AblationConfig.model_validate({**PLAIN, "output": str(tmp_path / "out")})
 
 
-def figures(judged: float) -> dict:
+def figures(swaps: float) -> dict:
     names = [
         name.format(view=view, scorer=scorer)
         for name in COLUMNS.values()
         for view in ("image", "shuffled")
         for scorer in ("match", "words")
     ]
-    own = {JUDGED.format(view="image", scorer="match"): judged}
+    own = {SWAPS.format(view="image", scorer="match"): swaps}
     return {"figures": {**dict.fromkeys(names, 50.0), **own}}
 
 
@@ -140,12 +134,12 @@ def test_columns_are_those_that_the_corpus_has(config):
     assert {len(row) for row in table.rows} == {len(table.head)}
 
 
-def test_the_judge_may_be_the_head_of_masked_words(config):
+def test_the_scorer_may_be_the_head_of_masked_words(config):
     found = {(name, seed): figures(50.0) for name in ("none", "ape") for seed in (0, 1, 2)}
     for seed in (0, 1, 2):
-        found["ape", seed]["figures"][JUDGED.format(view="image", scorer="words")] = 70.0 + seed
-    assert judged(found, "ape", "none", "match").mean == 0
-    assert judged(found, "ape", "none", "words").mean == 21
+        found["ape", seed]["figures"][SWAPS.format(view="image", scorer="words")] = 70.0 + seed
+    assert swaps_difference(found, "ape", "none", "match").mean == 0
+    assert swaps_difference(found, "ape", "none", "words").mean == 21
     (table,) = tables(config, found)
     assert "ITM" not in table.head
     (table,) = tables(config.model_copy(update={"scorer": "words"}), found)
@@ -231,7 +225,7 @@ def test_tables_show_means_tests_and_the_paper(config):
     assert line.startswith("The split separates ape from none")
     assert "Table 1" in report(config, found)
     assert "does NOT separate" in gates(config, found | {("ape", 2): figures(10)})[0]
-    assert judged(found, "ape", "none", "match").seeds == 3
+    assert swaps_difference(found, "ape", "none", "match").seeds == 3
     assert "–" in report(config, {})
 
 

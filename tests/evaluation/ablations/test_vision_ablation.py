@@ -12,15 +12,10 @@ import pytest
 import yaml
 from PIL import Image
 
-from evaluation.ablations.position_study import (
-    PositionsConfig,
-    TrainingConfig,
-    plan,
-    results,
-    run_comparison,
-)
-from evaluation.ablations.position_tables import report, smallest_difference
+from evaluation.ablations.ablation import plan, results, run_ablation
+from evaluation.ablations.config import AblationConfig, StageConfig
 from evaluation.ablations.runs import RESULT
+from evaluation.ablations.tables import report, smallest_difference
 from vlp.config import ConfigError, load_config
 from vlp.training.vision_config import VisionConfig
 
@@ -47,7 +42,7 @@ SOURCE = ROOT / "configs" / "ablation" / "x.yaml"
 
 @pytest.fixture
 def config(tmp_path):
-    return PositionsConfig.model_validate(PLAIN | {"output": str(tmp_path / "out")})
+    return AblationConfig.model_validate(PLAIN | {"output": str(tmp_path / "out")})
 
 
 def found(config):
@@ -60,47 +55,47 @@ def found(config):
 
 def test_an_override_is_told_in_one_way():
     file = ROOT / "configs" / "ablation" / "fourier_widgets.yaml"
-    given = load_config(file, PositionsConfig, ["training.overrides={training.steps: 9}"])
-    assert plan(given, file)[0].settings["overrides"]["training.steps"] == 9
+    given = load_config(file, AblationConfig, ["training.overrides={training.steps: 9}"])
+    assert plan(given, file)[1][0].settings["overrides"]["training.steps"] == 9
     with pytest.raises(ConfigError, match=r"overrides='\{training.steps: ...\}' for the first"):
-        load_config(file, PositionsConfig, ["training.overrides.training.steps=9"])
+        load_config(file, AblationConfig, ["training.overrides.training.steps=9"])
 
 
 def test_the_plan_goes_seed_by_seed(config):
-    runs = plan(config, SOURCE)
+    _, runs = plan(config, SOURCE)
     assert [run.name for run in runs[:3]] == ["none/0", "ape/0", "none/1"]
     assert runs[1].settings["overrides"] == {"task.model.absolute": "keep", "training.seed": 0}
     assert runs[0].settings["config"] == "configs/vision/cifar10_vit_tiny.yaml"
-    elsewhere = config.model_copy(update={"training": TrainingConfig(config="/elsewhere/x.yaml")})
-    assert plan(elsewhere, SOURCE)[0].settings["config"] == "/elsewhere/x.yaml"
-    assert [run.name for run in plan(config, SOURCE, ["ape"])] == ["ape/0", "ape/1", "ape/2"]
+    elsewhere = config.model_copy(update={"training": StageConfig(config="/elsewhere/x.yaml")})
+    assert plan(elsewhere, SOURCE)[1][0].settings["config"] == "/elsewhere/x.yaml"
+    assert [run.name for run in plan(config, SOURCE, ["ape"])[1]] == ["ape/0", "ape/1", "ape/2"]
     with pytest.raises(ConfigError, match="unknown variants rope; there are none, ape"):
-        run_comparison(config, SOURCE, ["rope"])
+        run_ablation(config, SOURCE, ["rope"])
 
 
 def test_tables_have_means_tests_and_the_paper(config, tmp_path):
-    text = report(config, found(config), tmp_path / "kept")
+    text = report(config, found(config))
     lines = [line for line in text.splitlines() if line.startswith(("None", "APE"))]
     assert lines[0].split() == ["None", "51.0", "±", "1.0", "1.0", "±", "0.0", "3"]
     assert "61.0 ± 1.0" in lines[1]
     assert "+10.0 ± 0.0, p < 0.001" in lines[1]
     assert lines[1].endswith("87.41")
-    rows = list(csv.reader((tmp_path / "kept" / "figures.csv").open()))
+    rows = list(csv.reader((tmp_path / "out" / "figures.csv").open()))
     assert rows[0] == ["variant", "seed", "loss", "top1"]
     assert rows[1] == ["ape", "0", "1.0", "60.0"]
     assert len(rows) == 7
-    with Image.open(tmp_path / "kept" / "figures.png") as image:
+    with Image.open(tmp_path / "out" / "figures.png") as image:
         assert len(set(image.convert("L").getdata())) > 10
     assert "2 variants with 3 seeds" in smallest_difference(config)
-    assert "–" in report(config, {}, tmp_path / "nothing")
+    assert "–" in report(config, {})
     without = found(config)
     del without["ape", 1]["figures"]["top1"], without["none", 0]["figures"]["loss"]
-    (line,) = [x for x in report(config, without, tmp_path / "x").splitlines() if "APE" in x]
+    (line,) = [x for x in report(config, without).splitlines() if "APE" in x]
     assert "61.0 ± 1.4" in line
     assert "+10.0 ± 0.0" in line
     table = config.tables[0].model_copy(update={"decimals": 3})
     finer = config.model_copy(update={"tables": (table,), "expected_deviation": 0.02})
-    text = report(finer, found(finer), tmp_path / "finer")
+    text = report(finer, found(finer))
     (line,) = [x for x in text.splitlines() if x.startswith("APE")]
     assert "61.000 ± 1.000" in line
     assert "+10.000 ± 0.000" in line
@@ -115,7 +110,7 @@ def test_what_cannot_be_is_named():
         ({"figures": {}}, "no figures"),
     ):
         with pytest.raises(ValueError, match=message):
-            PositionsConfig.model_validate(PLAIN | {"tables": [{**table, **change}]})
+            AblationConfig.model_validate(PLAIN | {"tables": [{**table, **change}]})
 
 
 def commands(file):
@@ -143,7 +138,7 @@ def test_the_configurations_in_the_box_are_valid_with_the_overrides_of_their_hea
     given = [(file, overrides) for file in files for overrides in commands(file)]
     assert len(given) > len(files)
     for file, overrides in given:
-        for run in plan(load_config(file, PositionsConfig, overrides), file):
+        for run in plan(load_config(file, AblationConfig, overrides), file)[1]:
             settings = [
                 f"{key}={json.dumps(value)}" for key, value in run.settings["overrides"].items()
             ]
@@ -151,7 +146,7 @@ def test_the_configurations_in_the_box_are_valid_with_the_overrides_of_their_hea
 
 
 @pytest.mark.distributed
-def test_a_whole_comparison_is_trained_judged_and_never_done_twice(tmp_path):
+def test_a_whole_comparison_is_trained_evaluated_and_never_done_twice(tmp_path):
     rng = np.random.default_rng(0)
     for name, level in (("dark", 40), ("light", 200)):
         (tmp_path / "images" / name).mkdir(parents=True)
@@ -180,14 +175,14 @@ def test_a_whole_comparison_is_trained_judged_and_never_done_twice(tmp_path):
     }
     file = tmp_path / "x.yaml"
     file.write_text(yaml.safe_dump(plain))
-    config = load_config(file, PositionsConfig)
+    config = load_config(file, AblationConfig)
     said: list[str] = []
-    run_comparison(config, file, ["none"], said.append)
+    run_ablation(config, file, ["none"], said.append)
     assert said[0] == "2 runs, 0 of them done"
     done = results(config, file)
     assert set(done) == {("none", 0), ("none", 1)}
     assert 0 <= done["none", 0]["figures"]["top1"] <= 100
     (Path(config.output) / "none" / "1" / RESULT).unlink()
-    again = run_comparison(config, file, ["none"], said.append)
+    again = run_ablation(config, file, ["none"], said.append)
     assert said[-2] == "2 runs, 1 of them done"
     assert again["none", 1]["figures"] == done["none", 1]["figures"]
