@@ -9,18 +9,9 @@ CIDEr), `model/` the last one. `--resume` goes on from its newest good checkpoin
 ranks. Scores need Java, or `task.java=false`.
 """
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Sequence
 
 from evaluation.downstream.finetuning import finetuning_command
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and run one rank; returns the exit code."""
-    return finetuning_command(__doc__, ("caption",), arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(finetuning_command(__doc__, ("caption",)))

@@ -8,18 +8,9 @@ The run's folder is the key `output`: `best/` is the model that did best on the 
 `python -m evaluation grounding --model OUTPUT/best --shards DIR` tells where expressions point.
 """
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Sequence
 
 from evaluation.downstream.finetuning import finetuning_command
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and run one rank; returns the exit code."""
-    return finetuning_command(__doc__, ("grounding",), arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(finetuning_command(__doc__, ("grounding",)))

@@ -3,24 +3,15 @@
     accelerate launch launch/finetune_nlvr2.py --config configs/finetune/nlvr2.yaml --from DIR
     python launch/finetune_nlvr2.py --config FILE --from DIR training.batch=64   (one process)
 
-`task.kind: assignment` prepares for it with any captioned shards: which of two images, if any,
+`task.kind: nlvr2_assignment` prepares for it with captioned shards: which of two images, if any,
 does a caption tell of? (configs/finetune/nlvr2_assignment.yaml; then `--from` its model.)
 The run's folder is the key `output`: `best/` is the model that did best on the validation data,
 `model/` the last one. `--resume` goes on from its newest good checkpoint, on any number of ranks.
 """
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Sequence
 
 from evaluation.downstream.finetuning import finetuning_command
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and run one rank; returns the exit code."""
-    return finetuning_command(__doc__, ("nlvr2", "nlvr2_assignment"), arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(finetuning_command(__doc__, ("nlvr2", "nlvr2_assignment")))

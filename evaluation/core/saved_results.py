@@ -27,7 +27,7 @@ def saved_figures(content: Mapping[str, Any]) -> Saved:
         ValueError: it is no such content.
     """
     try:
-        if content["task"] == "retrieval":
+        if isinstance(content.get("figures"), list):
             return _retrieval(content)
         if content["task"] == "pointing":
             return _pointing(content)

@@ -11,6 +11,7 @@ from PIL import Image
 
 from evaluation.core.samples import EvaluationError
 from evaluation.demo.session import TryIt
+from evaluation.downstream.registry import page_actions
 from vlp.config import ConfigError
 
 Answer = TypeVar("Answer")
@@ -34,7 +35,7 @@ STYLE = """
 def page(tried: TryIt) -> Any:
     """The page as `gradio.Blocks`, with what the model can do and no more.
 
-    Each action has a name of the interface too: `/search`, `/answer`, `/caption`, `/judge`,
+    Each action has a name of the interface too: `/search`, that of the task (`/answer`),
     `/match`, `/ground`, `/anchors`.
 
     Raises:
@@ -106,7 +107,7 @@ def page(tried: TryIt) -> Any:
         gradio.Markdown(f"# Try `{tried.name}`\n{abilities(tried)}")
         with gradio.Row():
             image = chosen("Image")
-            second = chosen("Second image, right of the first", tried.images_judged == 2)
+            second = chosen("Second image, right of the first", tried.image_count == 2)
         if tried.gallery is not None:
             with gradio.Tab("Search"):
                 wanted = gradio.Textbox(label=f"Look for, in {len(tried.gallery)} images")
@@ -127,36 +128,21 @@ def page(tried: TryIt) -> Any:
 
                 choose.__annotations__["event"] = gradio.SelectData
                 found.select(choose, found, image, api_visibility="private")
-        if tried.answers_questions:
-            with gradio.Tab("Ask"):
-                question = gradio.Textbox(label="Question")
-                button = press("Ask")
-                answers = gradio.Label(label="Answer")
-                action(
-                    button,
-                    "answer",
-                    lambda image, text: dict(tried.answer(image, text)),
-                    [image, question],
-                    [answers],
-                )
-        if tried.writes_captions:
-            with gradio.Tab("Caption"):
-                button = press("Write")
-                said = gradio.Label(label="Caption")
-                action(button, "caption", lambda image: dict(tried.caption(image)), [image], [said])
-        if tried.images_judged:
-            with gradio.Tab("Judge"):
-                claim = gradio.Textbox(label="Hypothesis or statement")
-                button = press("Judge")
-                classes = gradio.Label(label="Judgement")
-                both = [image, second][: tried.images_judged]
-                action(
-                    button,
-                    "judge",
-                    lambda *given: dict(tried.judge(given[:-1], given[-1])),
-                    [*both, claim],
-                    [classes],
-                )
+        if (does := tried.action) is not None:
+            with gradio.Tab(does.tab):
+                inputs = [image, second][: tried.image_count]
+                if does.text is not None:
+                    inputs.append(gradio.Textbox(label=does.text))
+                button = press(does.button)
+                answers = gradio.Label(label=does.output)
+
+                def act(*given: Any) -> dict[str, float]:
+                    images, text = given, None
+                    if does.text is not None:
+                        images, text = given[:-1], given[-1]
+                    return dict(tried.act(does.name, images, text))
+
+                action(button, does.name, act, inputs, [answers])
         with gradio.Tab("Match"):
             text = gradio.Textbox(label="Does this text belong to the image?")
             button = press("Match")
@@ -191,13 +177,11 @@ def page(tried: TryIt) -> Any:
 
 
 def abilities(tried: TryIt) -> str:
-    """A line on what the model was trained for, and what each thing that it cannot do needs."""
-    lacking = {
-        "Search": None if tried.gallery is not None else "`--shards DIR`",
-        "Ask": None if tried.answers_questions else "a model fine-tuned for vqa",
-        "Caption": None if tried.writes_captions else "one for caption",
-        "Judge": None if tried.images_judged else "one for entailment or statements",
-    }
+    """Return a line on what the model was trained for, and what each other action needs."""
+    lacking = {"Search": None if tried.gallery is not None else "`--shards DIR`"}
+    for does, kinds in page_actions().items():
+        own = tried.action is not None and tried.action.name == does.name
+        lacking[does.tab] = None if own else f"a model fine-tuned for {' or '.join(kinds)}"
     trained = f"Fine-tuned for {tried.kind}." if tried.kind else "Pretrained."
     needs = ", ".join(f"{name} ({need})" for name, need in lacking.items() if need)
     return f"{trained} Not offered, with what it needs: {needs}."

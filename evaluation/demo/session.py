@@ -1,4 +1,4 @@
-"""What one can try of a model by hand: search, answers, captions, judgements, maps, anchors.
+"""A model to try by hand: search, its task's predictions, matches, maps, anchors.
 
 Images come in as they are and texts as they are typed; every mistake of the person who tries is
 an EvaluationError with a line to show. The page around it is `evaluation.demo.page`.
@@ -16,8 +16,10 @@ from PIL import Image
 import vlp
 from evaluation.core.eval_mode import evaluating
 from evaluation.core.samples import CaptionedSample, EvaluationError
-from evaluation.downstream import predict_one
 from evaluation.downstream.predict import has_task
+from evaluation.downstream.predict_one import match_of
+from evaluation.downstream.registry import get_evaluation, page_actions
+from evaluation.downstream.task_evaluation import PageAction
 from evaluation.grounding.heatmaps import anchors_over, framed, heat_over
 from evaluation.grounding.phrase_map import phrase_heat
 from evaluation.probes.anchor_maps import map_caption
@@ -26,10 +28,7 @@ from vlp.data.image.decode import upright_rgb
 from vlp.data.schema import Annotation
 from vlp.distributed import default_device
 from vlp.models.folder import Loaded
-from vlp.tasks.downstream.caption import CaptionTask
-from vlp.tasks.downstream.pair_classification import PairClassification
 from vlp.tasks.downstream.task import Downstream, load_task
-from vlp.tasks.downstream.vqa import Vqa
 
 Answer = TypeVar("Answer")
 
@@ -87,30 +86,21 @@ class TryIt:
 
     @property
     def kind(self) -> str | None:
-        """The task it was fine-tuned for."""
+        """Return the task it was fine-tuned for."""
         return None if self._task is None else self._task.kind
 
     @property
-    def answers_questions(self) -> bool:
-        """Whether `answer` works."""
-        return isinstance(self._task, Vqa)
+    def action(self) -> PageAction | None:
+        """Return what its task does, None of a pretrained model."""
+        return None if self.kind is None else get_evaluation(self.kind).action
 
     @property
-    def writes_captions(self) -> bool:
-        """Whether `caption` works."""
-        return isinstance(self._task, CaptionTask)
-
-    @property
-    def images_judged(self) -> int:
-        """How many images `judge` takes, 0 where it does not work."""
-        return (
-            predict_one.images_of(self._task)[0]
-            if isinstance(self._task, PairClassification)
-            else 0
-        )
+    def image_count(self) -> int:
+        """Return how many images an action takes."""
+        return 1 if self.kind is None else get_evaluation(self.kind).image_count(self._task)[0]
 
     def search(self, text: str, top: int = 8, rerank: int = 16) -> list[CaptionedImage]:
-        """Images of the shards that fit a text, the best first, re-ranked by the cross encoder.
+        """Return images that fit a text, the best first, re-ranked by the cross-modal encoder.
 
         Of each the similarity is said, and the probability of a match where that was asked.
 
@@ -128,56 +118,41 @@ class TryIt:
             found.append(CaptionedImage(gallery.image(hit.image).image, words))
         return found
 
-    def answer(self, image: Image.Image | None, question: str) -> list[tuple[str, float]]:
-        """The answer to a question about an image, with its probability.
+    def act(
+        self, name: str, images: Sequence[Image.Image | None], text: str | None = None
+    ) -> list[tuple[str, float]]:
+        """Predict with probabilities, the likeliest first, as the model was fine-tuned to.
+
+        Args:
+            name: of a `PageAction`.
+            images: as many as the task takes.
+            text: None where the task reads none.
 
         Raises:
-            EvaluationError: there is no image or question, or the model was not trained for it.
+            EvaluationError: images or the text are missing, there are too many images, or the
+                model was not fine-tuned for this action.
         """
-        task, seen, asked = self._task, _seen(image), _said(question)
-        if not isinstance(task, Vqa):
-            raise self._wrong_task("answer questions", "vqa")
-        return [self._with(lambda: predict_one.answer_of(task, [seen], asked, self.device))]
-
-    def caption(self, image: Image.Image | None) -> list[tuple[str, float]]:
-        """A caption for an image, with its probability.
-
-        Raises:
-            EvaluationError: there is no image, or the model was not trained for it.
-        """
-        task, seen = self._task, _seen(image)
-        if not isinstance(task, CaptionTask):
-            raise self._wrong_task("write captions", "caption")
-        return [self._with(lambda: predict_one.caption_of(task, [seen], self.device))]
-
-    def judge(self, images: Sequence[Image.Image | None], text: str) -> list[tuple[str, float]]:
-        """Classes with probabilities, the likeliest first, for a text about one or two images.
-
-        Raises:
-            EvaluationError: there are too few or too many images, no text, or the model was not
-                trained for it.
-        """
-        task, said = self._task, _said(text)
-        if not isinstance(task, PairClassification):
-            raise self._wrong_task("judge texts", "entailment or statements")
-        wanted = self.images_judged
-        if len(images) != wanted:
-            count = "1 image" if wanted == 1 else f"{wanted} images"
+        task = self._task
+        if task is None or self.action is None or self.action.name != name:
+            raise self._wrong_task(name)
+        said = "" if self.action.text is None else _said(text or "")
+        if len(images) != self.image_count:
+            count = "1 image" if self.image_count == 1 else f"{self.image_count} images"
             raise EvaluationError(f"{task.kind} is about {count}, not {len(images)}")
-        seen = [_seen(image) for image in images]
-        return self._with(lambda: predict_one.labels_of(task, seen, said, self.device))
+        seen, evaluation = [_seen(image) for image in images], get_evaluation(task.kind)
+        return self._with(lambda: evaluation.predict_one(task, seen, said, self.device))
 
     def match(self, image: Image.Image | None, text: str) -> list[tuple[str, float]]:
-        """How likely a text belongs to an image.
+        """Return how likely a text belongs to an image.
 
         Raises:
             EvaluationError: there is no image or no text.
         """
         seen, said = _seen(image), _said(text)
-        return self._with(lambda: predict_one.matched_of(self.loaded, seen, said, self.device))
+        return self._with(lambda: match_of(self.loaded, seen, said, self.device))
 
     def ground(self, image: Image.Image | None, phrase: str) -> tuple[Image.Image, Image.Image]:
-        """The image, and again with the Grad-CAM map of a phrase over it, of the same size.
+        """Return the image, and again with the Grad-CAM map of a phrase over it, of the same size.
 
         Raises:
             EvaluationError: there is no image, or the phrase holds no word.
@@ -187,14 +162,14 @@ class TryIt:
         return framed(seen, side=480), heat_over(seen, heat, side=480)
 
     def anchors(self, image: Image.Image | None, text: str) -> list[CaptionedImage]:
-        """The image, and for each word the image with the share of groups that anchor a patch.
+        """Return the image, and for each word the share of groups that anchor each patch.
 
         Raises:
             EvaluationError: there is no image, or the text holds no word.
         """
         sample = CaptionedSample(_seen(image), [_said(text)], Annotation(), ("", ""))
-        with evaluating(self.loaded.model, self.device) as place:
-            found = map_caption(self.loaded, sample, place)
+        with evaluating(self.loaded.model, self.device) as device:
+            found = map_caption(self.loaded, sample, device)
         if not found.words:
             raise EvaluationError(f"the text {text!r} holds no word")
         words = [
@@ -207,9 +182,12 @@ class TryIt:
         with torch.no_grad(), evaluating(self._task or self.loaded.model, self.device):
             return say()
 
-    def _wrong_task(self, what: str, kind: str) -> EvaluationError:
+    def _wrong_task(self, name: str) -> EvaluationError:
         own = f"was fine-tuned for {self.kind}" if self.kind else "was pretrained alone"
-        return EvaluationError(f"{self.name} cannot {what}: it {own}; that needs {kind}")
+        action, kinds = next((a, kinds) for a, kinds in page_actions().items() if a.name == name)
+        return EvaluationError(
+            f"{self.name} cannot {action.verb}: it {own}; that needs {' or '.join(kinds)}"
+        )
 
 
 def _said(text: str) -> str:

@@ -22,7 +22,7 @@ class Readable(Protocol[Read]):
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """Where they lie, for messages."""
+        """Their shard folders, for messages."""
 
     def __len__(self) -> int:
         """Items."""
@@ -38,23 +38,23 @@ class EvaluatedItems(NamedTuple):
     skipped: dict[str, int]
 
 
-def judge_blocks(
+def evaluate_blocks(
     items: Readable[Read],
     batch: int,
     make: Callable[[Read, int], Made],
-    judge: Callable[[Sequence[tuple[Read, Made]]], Sequence[Any]],
+    evaluate: Callable[[Sequence[tuple[Read, Made]]], Sequence[Any]],
     progress: bool = False,
 ) -> EvaluatedItems:
-    """Read, prepare and judge every item once, on some rank.
+    """Read, prepare and evaluate every item once, on some rank.
 
     A block is cut from the data alone and computed in one piece by one rank, so its numbers are the
     same however many ranks there are.
 
     Args:
-        items: what is judged.
+        items: to evaluate.
         batch: items of a block.
         make: prepares an item of a number; a BadSample is counted.
-        judge: one picklable row for each prepared item.
+        evaluate: one picklable row for each prepared item.
         progress: a bar on the first rank.
 
     Raises:
@@ -67,18 +67,18 @@ def judge_blocks(
     def work(number: int) -> tuple[list[Any], list[SkippedSample]]:
         made: list[tuple[Read, Made]] = []
         skipped: list[SkippedSample] = []
-        for place in blocks[number]:
+        for item_number in blocks[number]:
             try:
-                item = items.read(place)
-                made.append((item, make(item, place)))
+                item = items.read(item_number)
+                made.append((item, make(item, item_number)))
             except BadSample as bad:
                 skipped.append(SkippedSample(bad.kind, bad.where))
-        rows = list(judge(made)) if made else []
+        rows = list(evaluate(made)) if made else []
         bar.update()
         return rows, skipped
 
     own = len(ranks.share(len(blocks)))
-    with tqdm(total=own, desc="judge", unit="block", disable=quiet) as bar:
+    with tqdm(total=own, desc="evaluate", unit="block", disable=quiet) as bar:
         parts = ranks.map_blocks(len(blocks), work)
     rows = [row for found, _ in parts for row in found]
     skipped = [skip for _, skipped in parts for skip in skipped]
@@ -89,7 +89,7 @@ def judge_blocks(
 
 
 def image_of(item: Item) -> tuple[str, str]:
-    """What the items of one image have in common."""
+    """Return (source, id) of an item's image, which its other items share."""
     annotation = item.raw.annotation
     if annotation.image_id is None:
         return "", item.where
@@ -97,5 +97,5 @@ def image_of(item: Item) -> tuple[str, str]:
 
 
 def image_name(item: Item) -> str:
-    """What the items of one image have in common, as it is saved."""
+    """Return the name of an item's image as rows have it."""
     return "/".join(image_of(item))

@@ -1,4 +1,4 @@
-"""A fine-tuning command: training on Accelerate, judged by the evaluation of the same benchmark."""
+"""A fine-tuning command: training on Accelerate, validated by the same benchmark's evaluation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vlp.training.command import run_training
 from vlp.training.finetune_config import FinetuneConfig
 
 _TRIED = 16
-"""Samples of the validation data that are judged before the training."""
+"""Samples of the validation data that are evaluated before the training."""
 
 
 def finetuning_command(
@@ -64,7 +64,7 @@ def finetuning_command(
 
 
 def build_task(config: FinetuneConfig) -> tuple[Downstream | PairsTask, Any]:
-    """The task of a configuration and its training data.
+    """Build the task of a configuration and its training data.
 
     Raises:
         ConfigError: start, task and data do not fit.
@@ -84,9 +84,9 @@ def build_task(config: FinetuneConfig) -> tuple[Downstream | PairsTask, Any]:
 def select(
     config: FinetuneConfig, task: Downstream | PairsTask, data: Any
 ) -> BestCheckpoint | None:
-    """Judges the model on the validation data; None where the configuration names none.
+    """Return what validates the model; None where the configuration names no validation data.
 
-    A few samples are judged at once, so that what cannot be judged is known before the training.
+    A few samples are evaluated at once, so that what fails does so before the training.
 
     Raises:
         ConfigError: the validation data, the figure that decides or a tool cannot be used.
@@ -96,7 +96,7 @@ def select(
     if not folders:
         return None
 
-    def judge(limit: int | None = limit) -> Mapping[str, float]:
+    def validate(limit: int | None = limit) -> Mapping[str, float]:
         device = next(task.parameters()).device
         result = evaluate_task(
             task, folders, limit=limit, device=device, precision=training.precision, resamples=1
@@ -106,9 +106,9 @@ def select(
     every = training.evaluate_every
     if every is None:
         every = max(1, data.batches_in_epoch(0) // training.gradient_accumulation_steps)
-    selection = BestCheckpoint(judge, training.metric or task.metric, every, training.patience)
+    selection = BestCheckpoint(validate, training.metric or task.metric, every, training.patience)
     try:
-        selection.require(judge(_TRIED if limit is None else min(limit, _TRIED)))
+        selection.require(validate(_TRIED if limit is None else min(limit, _TRIED)))
     except (EvaluationError, CaptionToolError) as error:
-        raise ConfigError(f"the model cannot be judged while it is trained: {error}") from error
+        raise ConfigError(f"the model cannot be validated while it is trained: {error}") from error
     return selection

@@ -1,24 +1,92 @@
-"""Where expressions point in training, as the figures that choose the best model."""
+"""Visual grounding: pointing accuracy of a task in training, and of any model folder."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import Field, model_validator
+
+import vlp
+from evaluation.downstream.blocks import EvaluatedItems
+from evaluation.downstream.job import Job
+from evaluation.downstream.registry import register_evaluation
 from evaluation.downstream.result import TaskResult
-from evaluation.grounding.grounding import evaluate_grounding
+from evaluation.downstream.submissions import Submission, write_refcoco
+from evaluation.downstream.task_evaluation import TaskEvaluation
+from evaluation.grounding.grounding import By, evaluate_grounding
+from vlp.data.image.ablated_views import View
+from vlp.data.schema import Annotation
+from vlp.models.folder import Loaded
 from vlp.tasks.downstream.grounding import Grounding
 
 
-def evaluate(task: Grounding, shards: Sequence[str | Path], **options: Any) -> TaskResult:
-    """`pointing`, and the choice among proposals where there are some.
+class GroundingJob(Job):
+    """Pointing accuracy, and the choice among proposals."""
 
-    Raises:
-        EvaluationError: no expression can be used, or its map cannot be made as configured.
-        ConfigError: a shard folder cannot be read.
-    """
-    made = task.settings
-    return evaluate_grounding(
-        task.loaded, shards, by=made.by, layer=made.layer, head=made.head, **options
+    task: Literal["grounding"] = "grounding"
+    by: By | None = Field(None, description="null: what the model was chosen by, else gradcam")
+    layer: int | None = None
+    head: int | None = Field(
+        None, ge=1, description="first word pieces that make the map; null: all"
     )
+    view: View = "image"
+
+    @model_validator(mode="after")
+    def _used(self) -> GroundingJob:
+        if self.by == "similarity" and self.layer is not None:
+            raise ValueError("layer is of Grad-CAM, and the map is made by similarity")
+        return self
+
+
+class GroundingEvaluation(TaskEvaluation):
+    """Pointing accuracy, and the choice among proposals where there are some."""
+
+    kind = "grounding"
+    title = "Visual grounding"
+    job = GroundingJob
+    submission = Submission(
+        "box",
+        write_refcoco,
+        lambda row: {"sent_id": row["id"], "box": row["box"]},
+        "proposals to choose from (data_tools refcoco --detections)",
+    )
+    case_scores = ("IoU ≥ 0.5", "pointing")
+    draws_maps = True
+
+    def evaluate(self, task: Grounding, shards: Sequence[str | Path], **options: Any) -> TaskResult:
+        """Evaluate with the map of the task's settings."""
+        made = task.settings
+        return evaluate_grounding(
+            task.loaded, shards, by=made.by, layer=made.layer, head=made.head, **options
+        )
+
+    def evaluate_folder(self, folder: Path, shards: Sequence[str | Path], **options: Any) -> Any:
+        """Evaluate any model folder."""
+        return evaluate_grounding(vlp.load(folder), shards, **options)
+
+    def predict_without_head(
+        self, loaded: Loaded, shards: Sequence[str | Path], **options: Any
+    ) -> EvaluatedItems:
+        """Choose boxes for the expressions of shards."""
+        result = evaluate_grounding(loaded, shards, resamples=1, **options)
+        return EvaluatedItems(result.predictions, result.skipped)
+
+    def fits(self, row: Mapping[str, Any], annotation: Annotation) -> bool:
+        """Return whether the annotation has the row's expression."""
+        return self.box(row, annotation) is not None
+
+    def lines(self, row: Mapping[str, Any], annotation: Annotation) -> Iterator[tuple[str, str]]:
+        """Yield the expression."""
+        yield "text", str(row["text"])
+
+    def box(self, row: Mapping[str, Any], annotation: Annotation) -> Sequence[float] | None:
+        """Return the box of the row's expression."""
+        for expression in annotation.expressions or ():
+            if expression.id == row["id"] and expression.text == row["text"]:
+                return expression.box
+        return None
+
+
+register_evaluation(GroundingEvaluation())

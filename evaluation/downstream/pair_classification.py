@@ -1,20 +1,22 @@
-"""Accuracy on SNLI-VE, NLVR2 (with its consistency) and NLVR v1."""
+"""Pair classification: accuracy on SNLI-VE, NLVR2 (with its consistency) and NLVR v1."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
-from evaluation.core.eval_mode import evaluating
-from evaluation.core.feature_cache import precision_context
-from evaluation.downstream.blocks import EvaluatedItems, image_name, judge_blocks
-from evaluation.downstream.result import TaskResult, clustered_figures, judgeable, keep_scores
+from evaluation.downstream.blocks import image_name
+from evaluation.downstream.registry import register_evaluation
+from evaluation.downstream.result import clustered_figures, keep_scores
+from evaluation.downstream.submissions import Submission, write_nlvr2, write_snli_ve
+from evaluation.downstream.task_evaluation import PageAction, Row, Scored, TaskEvaluation
+from vlp.data.downstream.images import panels
 from vlp.data.downstream.items import Item
-from vlp.data.downstream.pair_classification import PairExample
+from vlp.data.downstream.pair_classification import PairBatch, PairExample
 from vlp.tasks.downstream.pair_classification import (
     Nlvr2AssignmentConfig,
     Nlvr2Config,
@@ -22,109 +24,111 @@ from vlp.tasks.downstream.pair_classification import (
 )
 
 
-def evaluate(
-    task: PairClassification,
-    shards: Sequence[str | Path],
-    *,
-    limit: int | None = None,
-    batch: int = 64,
-    device: torch.device | str | None = None,
-    precision: Literal["float32", "bf16"] = "float32",
-    resamples: int = 1000,
-    progress: bool = False,
-) -> TaskResult:
+class PairEvaluation(TaskEvaluation):
     """Share of right answers: `accuracy`, of each class, and `consistency` of statements.
 
-    Consistency is NLVR2's: the share of sentences that are judged rightly for all their pairs of
-    images. The chance of accuracy is the share of the most frequent class. Samples without a
-    label, as in a test set, are predicted and not counted.
+    Consistency is NLVR2's: the share of sentences with right answers for all their pairs of
+    images. The chance of accuracy is the share of the most frequent class.
 
-    Raises:
-        EvaluationError: no sample can be used, or none has a label.
-        ConfigError: a shard folder cannot be read.
+    Args:
+        kind: of the task.
+        title: of its table in reports.
+        submission: the benchmark's format, None where it has none.
     """
-    rows, skipped = predictions(
-        task,
-        shards,
-        limit=limit,
-        batch=batch,
-        device=device,
-        precision=precision,
-        progress=progress,
+
+    action = PageAction(
+        "Judge", "judge", "judge texts", "Judge", "Judgement", "Hypothesis or statement"
     )
-    folders, classes = tuple(map(str, shards)), task.config.classes
-    labelled = judgeable(rows, "label", folders, "no sample has a label")
-    truth = np.array([classes.index(row["label"]) for row in labelled])
-    right = np.array([row["label"] == row["prediction"] for row in labelled])
-    values = {"accuracy": right, **dict.fromkeys(classes, right)}
-    counted = {name: truth == number for number, name in enumerate(classes)}
-    missing = [name for name in classes if not counted[name].any()]
-    for name in missing:
-        del values[name]
-    chance = float(np.bincount(truth).max() / len(truth))
-    clusters = [row["image"] for row in labelled]
-    figures = clustered_figures(values, clusters, {"accuracy": chance}, resamples, counted)
-    keep_scores(labelled, values, counted)
-    notes = [f"Chance of accuracy: always `{classes[int(np.bincount(truth).argmax())]}`."]
-    if isinstance(task.config, Nlvr2Config):
-        sentences = [str(row["text"]) for row in labelled]
-        known = sorted(set(sentences))
-        numbers = {sentence: number for number, sentence in enumerate(known)}
-        wrong = np.bincount([numbers[text] for text in sentences], ~right, len(known)) > 0
-        figures |= clustered_figures({"consistency": ~wrong}, known, {}, resamples)
-        notes.append("Consistency: sentences that are judged rightly every time, over sentences.")
-    return TaskResult(
-        kind=task.kind,
-        items=len(rows),
-        shards=folders,
-        figures=figures,
-        predictions=rows,
-        skipped=skipped,
-        notes=tuple(notes),
-    )
+    case_scores = ("accuracy",)
+
+    def __init__(self, kind: str, title: str, submission: Submission | None = None) -> None:
+        self.kind, self.title, self.submission = kind, title, submission
+
+    def row(
+        self, task: PairClassification, item: Item, example: PairExample, prediction: str
+    ) -> Row:
+        """Return `key`, the ids that there are, `text`, `prediction`, `label` and `image`."""
+        annotation, classes = item.raw.annotation, task.config.classes
+        said = (
+            "\n".join(annotation.captions or [annotation.caption or ""])
+            if isinstance(task.config, Nlvr2AssignmentConfig)
+            else annotation.statement or annotation.hypothesis
+        )
+        extra = annotation.model_extra or {}
+        ids: Row = {name: extra[name] for name in ("identifier", "pairID") if name in extra}
+        return {
+            "key": item.raw.key,
+            **ids,
+            "text": said,
+            "prediction": prediction,
+            "label": None if example.label is None else classes[example.label],
+            "image": image_name(item),
+        }
+
+    def score(
+        self, task: PairClassification, rows: Sequence[Row], resamples: int, **options: Any
+    ) -> Scored:
+        """Compute accuracy, and consistency of statements."""
+        classes = task.config.classes
+        truth = np.array([classes.index(row["label"]) for row in rows])
+        right = np.array([row["label"] == row["prediction"] for row in rows])
+        values = {"accuracy": right, **dict.fromkeys(classes, right)}
+        counted = {name: truth == number for number, name in enumerate(classes)}
+        for name in [name for name in classes if not counted[name].any()]:
+            del values[name]
+        frequent = np.bincount(truth)
+        chance = float(frequent.max() / len(truth))
+        images = [row["image"] for row in rows]
+        figures = clustered_figures(values, images, {"accuracy": chance}, resamples, counted)
+        keep_scores(rows, values, counted)
+        notes = [f"Chance of accuracy: always `{classes[int(frequent.argmax())]}`."]
+        if isinstance(task.config, Nlvr2Config):
+            sentences = [str(row["text"]) for row in rows]
+            known = sorted(set(sentences))
+            numbers = {sentence: number for number, sentence in enumerate(known)}
+            wrong = np.bincount([numbers[text] for text in sentences], ~right, len(known)) > 0
+            figures |= clustered_figures({"consistency": ~wrong}, known, {}, resamples)
+            notes.append(
+                "Consistency: sentences that are judged rightly every time, over sentences."
+            )
+        return Scored(figures, tuple(notes))
+
+    def image_count(self, task: PairClassification) -> tuple[int, int]:
+        """Return how many images a text is about, and into how many panels each is cut."""
+        if isinstance(task.config, Nlvr2Config):
+            return task.config.images, task.config.panels
+        return task.config.shown, 1
+
+    def predict_one(
+        self,
+        task: PairClassification,
+        images: Sequence[Image.Image],
+        text: str,
+        device: torch.device,
+    ) -> list[tuple[str, float]]:
+        """Return all classes; images are whole, before any cut into panels."""
+        _, parts = self.image_count(task)
+        shown = [part for image in images for part in panels(image, parts)]
+        pixels = task.prepare(shown, text, 0, None)[None]
+        valid = torch.ones(1, dtype=torch.bool)
+        batch = PairBatch(pixels, *task.text([text]), torch.tensor([-1]), valid).to(device)
+        shares = task.logits(batch).float().softmax(-1)[0].tolist()
+        return sorted(zip(task.config.classes, shares), key=lambda one: -one[1])
 
 
-def predictions(
-    task: PairClassification,
-    shards: Sequence[str | Path],
-    *,
-    limit: int | None = None,
-    batch: int = 64,
-    device: torch.device | str | None = None,
-    precision: Literal["float32", "bf16"] = "float32",
-    progress: bool = False,
-) -> EvaluatedItems:
-    """A class for every sample, labelled or not; arguments and errors as in `evaluate`.
-
-    Rows hold `key`, the ids that there are, `text`, `prediction`, `label` (None without one) and
-    `image`.
-    """
-    claims = task.dataset(shards, limit)
-
-    def judge(made: Sequence[tuple[Item, PairExample]]) -> list[dict[str, Any]]:
-        inputs = claims.collate([claim for _, claim in made]).to(place)
-        with torch.no_grad(), precision_context(place, precision):
-            best = task.logits(inputs).float().argmax(-1).tolist()
-        return [_row(item, claim, task, guess) for (item, claim), guess in zip(made, best)]
-
-    with evaluating(task, device) as place:
-        return judge_blocks(claims.items, batch, claims.make, judge, progress)
-
-
-def _row(item: Item, claim: PairExample, task: PairClassification, guess: int) -> dict[str, Any]:
-    annotation, classes = item.raw.annotation, task.config.classes
-    said = (
-        "\n".join(annotation.captions or [annotation.caption or ""])
-        if isinstance(task.config, Nlvr2AssignmentConfig)
-        else annotation.statement or annotation.hypothesis
-    )
-    extra = annotation.model_extra or {}
-    ids: dict[str, Any] = {name: extra[name] for name in ("identifier", "pairID") if name in extra}
-    return {
-        "key": item.raw.key,
-        **ids,
-        "text": said,
-        "prediction": classes[guess],
-        "label": None if claim.label is None else classes[claim.label],
-        "image": image_name(item),
-    }
+for _evaluation in (
+    PairEvaluation(
+        "snli_ve",
+        "Visual entailment",
+        Submission("pairID", write_snli_ve, lambda row: {**row, "label": row["prediction"]}),
+    ),
+    PairEvaluation(
+        "nlvr2",
+        "Visual reasoning (statements)",
+        Submission(
+            "identifier", write_nlvr2, lambda row: {**row, "label": row["prediction"] == "True"}
+        ),
+    ),
+    PairEvaluation("nlvr2_assignment", "Text assignment"),
+):
+    register_evaluation(_evaluation)

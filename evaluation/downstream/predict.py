@@ -1,14 +1,13 @@
-"""What a model says about shards, labelled or not, for a benchmark's server or for other programs.
+"""Predictions on shards, labelled or not, for a benchmark's server or for other programs.
 
-A fine-tuned folder does what it was trained for. One without a task (pretrained, or fine-tuned for
+A fine-tuned folder does its task. One without a task (pretrained, or fine-tuned for
 retrieval) chooses boxes for referring expressions, as `evaluation.grounding.grounding` does.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from importlib import import_module
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -17,22 +16,11 @@ import torch
 import vlp
 from evaluation.core.samples import EvaluationError
 from evaluation.downstream.blocks import EvaluatedItems
-from evaluation.downstream.submissions import (
-    write_captions,
-    write_nlvr2,
-    write_refcoco,
-    write_snli_ve,
-    write_vqa,
-)
-from evaluation.grounding.grounding import evaluate_grounding
+from evaluation.downstream.registry import WITHOUT_HEAD, get_evaluation
+from evaluation.downstream.task_evaluation import Row, load_for_evaluation, without
 from vlp.config import ConfigError
 from vlp.models.folder import local_folder
-from vlp.tasks.downstream.registry import task_module
-from vlp.tasks.downstream.task import TASK, load_task
-
-GROUNDING = "grounding"
-_TRUTH = ("answers", "types", "captions", "scores")
-Row = dict[str, Any]
+from vlp.tasks.downstream.task import TASK
 
 
 class Predictions(NamedTuple):
@@ -77,15 +65,13 @@ def predict(
         "progress": progress,
     }
     if not has_task(folder):
-        return Predictions(GROUNDING, *_boxes(folder, shards, options))
-    try:
-        task = load_task(folder)
-    except ValueError as error:
-        raise EvaluationError(" ".join(str(error).split())) from error
-    module = import_module(f"evaluation.downstream.{task_module(task.kind)}")
-    rows, skipped = module.predictions(task, shards, **options)
-    said = [{name: value for name, value in row.items() if name not in _TRUTH} for row in rows]
-    return Predictions(task.kind, said, skipped)
+        kind, (rows, skipped) = WITHOUT_HEAD, _without_head(folder, shards, options)
+    else:
+        task = load_for_evaluation(folder)
+        kind = task.kind
+        rows, skipped = get_evaluation(kind).predictions(task, shards, **options)
+    hidden = (*get_evaluation(kind).hidden, "scores")
+    return Predictions(kind, without(rows, hidden), skipped)
 
 
 def has_task(folder: str | Path) -> bool:
@@ -106,17 +92,17 @@ def write_official(path: Path, predictions: Predictions) -> None:
     Raises:
         EvaluationError: the kind has no such format, or the shards lack what it needs.
     """
-    if predictions.kind not in _FORMATS:
+    submission = get_evaluation(predictions.kind).submission
+    if submission is None:
         raise EvaluationError(f"{predictions.kind} has no submission format; give --format jsonl")
-    needed, write, convert = _FORMATS[predictions.kind]
-    lacking = [row["key"] for row in predictions.rows if row.get(needed) is None]
+    lacking = [row["key"] for row in predictions.rows if row.get(submission.needed) is None]
     if lacking:
         raise EvaluationError(
-            f"{path}: sample {lacking[0]} has no {_WHAT.get(needed, needed)}"
+            f"{path}: sample {lacking[0]} has no {submission.what or submission.needed}"
             f"{f' (and {len(lacking) - 1} more)' if len(lacking) > 1 else ''}, which the format "
             "needs; use shards that were made from the benchmark's own files, or --format jsonl"
         )
-    write(path, [convert(row) for row in _told_apart(predictions.rows)])
+    submission.write(path, [submission.convert(row) for row in _told_apart(predictions.rows)])
 
 
 def _told_apart(rows: Sequence[Row]) -> list[Row]:
@@ -135,11 +121,12 @@ def _told_apart(rows: Sequence[Row]) -> list[Row]:
     return list(map(named, rows))
 
 
-def _boxes(
+def _without_head(
     folder: str | Path, shards: Sequence[str | Path], options: dict[str, Any]
 ) -> EvaluatedItems:
     try:
-        result = evaluate_grounding(vlp.load(folder), shards, resamples=1, **options)
+        loaded = vlp.load(folder)
+        return get_evaluation(WITHOUT_HEAD).predict_without_head(loaded, shards, **options)
     except ConfigError as error:
         raise ConfigError(
             f"{error}; {folder} was not fine-tuned for a task, and without one a model only "
@@ -149,22 +136,3 @@ def _boxes(
         raise
     except ValueError as error:
         raise EvaluationError(" ".join(str(error).split())) from error
-    rows = [{k: v for k, v in row.items() if k not in _TRUTH} for row in result.predictions]
-    return EvaluatedItems(rows, result.skipped)
-
-
-Writer = Callable[[Path, Iterable[Row]], None]
-
-# Of each kind: what a row must have, the writer, and a row as the writer takes it.
-_FORMATS: dict[str, tuple[str, Writer, Callable[[Row], Row]]] = {
-    "vqa": ("question_id", write_vqa, lambda row: row),
-    "caption": ("image_id", write_captions, lambda row: row),
-    "snli_ve": ("pairID", write_snli_ve, lambda row: {**row, "label": row["prediction"]}),
-    "nlvr2": (
-        "identifier",
-        write_nlvr2,
-        lambda row: {**row, "label": row["prediction"] == "True"},
-    ),
-    GROUNDING: ("box", write_refcoco, lambda row: {"sent_id": row["id"], "box": row["box"]}),
-}
-_WHAT = {"box": "proposals to choose from (data_tools refcoco --detections)"}

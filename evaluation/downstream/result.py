@@ -21,7 +21,7 @@ class TaskResult:
     """What one model did on one set.
 
     figures: shares between 0 and 1 by name, the first is the main one. predictions: one row an
-    item, with the ids that a submission needs; those that were judged have `scores`, the item's
+    item, with the ids that a submission needs; those with truth have `scores`, the item's
     value by figure, and `image`, which items of one image share. skipped: bad samples by kind.
     notes: what belongs under the table.
     """
@@ -36,11 +36,11 @@ class TaskResult:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The figures' values, by which a run chooses its best model."""
+        """Return the figures' values, by which a run chooses its best model."""
         return {name: figure.value for name, figure in self.figures.items()}
 
     def table(self) -> Table:
-        """Percent with intervals, and chance where there is one."""
+        """Return percent with intervals, and chance where there is one."""
         rows = [
             [name, figure.percent(), f"{100 * figure.chance:.1f}" if figure.chance else ""]
             for name, figure in self.figures.items()
@@ -52,7 +52,7 @@ class TaskResult:
         return Table(f"{self.kind}: {self.items} items", ["", "value", "chance"], rows, notes)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything but the predictions, as plain JSON values; figures are shares."""
+        """Return everything but the predictions, as plain JSON values; figures are shares."""
         return {
             "task": self.kind,
             "shards": list(self.shards),
@@ -70,10 +70,10 @@ class TaskResult:
         return path
 
 
-def judgeable(
+def with_truth(
     rows: Sequence[dict[str, Any]], truth: str, shards: Sequence[str], nobody: str
 ) -> list[dict[str, Any]]:
-    """The rows whose field `truth` people have filled.
+    """Return the rows whose field `truth` people have filled in.
 
     Raises:
         EvaluationError: there is none; `nobody` says so of the shards.
@@ -82,7 +82,7 @@ def judgeable(
     if not found:
         raise EvaluationError(
             f"{', '.join(shards)}: {nobody}; "
-            "`python -m evaluation predict` writes predictions without judging them"
+            "`python -m evaluation predict` writes predictions without scoring them"
         )
     return found
 
@@ -94,7 +94,7 @@ def clustered_figures(
     resamples: int = 1000,
     counted: Mapping[str, NDArray[Any]] | None = None,
 ) -> dict[str, Figure]:
-    """Means with 95 % intervals from resampled clusters, the same draws for every figure.
+    """Compute means with 95 % intervals from resampled clusters, the same draws for every figure.
 
     Args:
         values: of each item, by figure.
@@ -127,7 +127,7 @@ def keep_scores(
     """Note in each row its value by figure, so that two results can be compared item by item.
 
     Args:
-        rows: judged ones.
+        rows: with truth.
         values: of each row, by figure.
         counted: as in `clustered_figures`.
     """

@@ -1,37 +1,67 @@
-"""Recall of a retrieval task in training, as the figures that choose its best model."""
+"""Retrieval: recall of a task in training, and of any model folder."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import Field, model_validator
+
+import vlp
+from evaluation.ablations.paper_results import RECALLS
+from evaluation.downstream.job import Job
+from evaluation.downstream.registry import register_evaluation
 from evaluation.downstream.result import TaskResult
+from evaluation.downstream.task_evaluation import TaskEvaluation
 from evaluation.retrieval.retrieval import DIRECTIONS, evaluate_retrieval
 from vlp.tasks.downstream.retrieval import Retrieval
 
 
-def evaluate(
-    task: Retrieval, shards: Sequence[str | Path], *, batch: int = 64, **options: Any
-) -> TaskResult:
-    """`mean` of all recalls, then each, after re-ranking where the task asks for it.
+class RetrievalJob(Job):
+    """Recall in both directions."""
 
-    Raises:
-        EvaluationError: there is nothing to evaluate.
-        ConfigError: a shard folder cannot be read.
-    """
-    rerank = task.settings.rerank
-    found = evaluate_retrieval(task.loaded, shards, rerank=rerank, batch=batch, **options)
-    stage = found.stages[-1]
-    figures = {"mean": found.mean(stage)}
-    for direction in DIRECTIONS:
-        for k in (1, 5, 10):
-            figures[f"{direction} R@{k}"] = found.recall(stage, direction, k)
-    return TaskResult(
-        kind=task.kind,
-        items=found.texts,
-        shards=found.shards,
-        figures=figures,
-        predictions=found.predictions,
-        skipped=found.skipped,
-    )
+    task: Literal["retrieval"] = "retrieval"
+    rerank: int = Field(0, ge=0)
+    rerank_by: Literal["sum", "match"] = "sum"
+    temperature: float | None = Field(None, gt=0)
+
+    @model_validator(mode="after")
+    def _used(self) -> RetrievalJob:
+        if self.rerank_by == "match" and not self.rerank:
+            raise ValueError("rerank_by says how to re-rank: give rerank, too")
+        return self
+
+
+class RetrievalEvaluation(TaskEvaluation):
+    """Recall at 1, 5 and 10 in both directions."""
+
+    kind = "retrieval"
+    title = "Image-text retrieval"
+    columns = (*RECALLS, "image → text mean", "text → image mean", "both mean")
+    job = RetrievalJob
+
+    def evaluate(self, task: Retrieval, shards: Sequence[str | Path], **options: Any) -> TaskResult:
+        """Compute `mean` of all recalls, then each, after the task's re-ranking if it has one."""
+        options = {"batch": 64, **options}
+        found = evaluate_retrieval(task.loaded, shards, rerank=task.settings.rerank, **options)
+        stage = found.stages[-1]
+        figures = {"mean": found.mean(stage)}
+        for direction in DIRECTIONS:
+            for k in (1, 5, 10):
+                figures[f"{direction} R@{k}"] = found.recall(stage, direction, k)
+        return TaskResult(
+            kind=task.kind,
+            items=found.texts,
+            shards=found.shards,
+            figures=figures,
+            predictions=found.predictions,
+            skipped=found.skipped,
+        )
+
+    def evaluate_folder(self, folder: Path, shards: Sequence[str | Path], **options: Any) -> Any:
+        """Evaluate any model folder."""
+        return evaluate_retrieval(vlp.load(folder), shards, **options)
+
+
+register_evaluation(RetrievalEvaluation())

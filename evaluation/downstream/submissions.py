@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from evaluation.core.samples import EvaluationError
 from vlp.io import write_text
@@ -21,6 +21,19 @@ LABELS = ("entailment", "neutral", "contradiction")
 _NAMED = 5
 
 Row = Mapping[str, Any]
+
+
+class Submission(NamedTuple):
+    """Submission format of a benchmark.
+
+    needed: field that every row must have. write: writes a file of converted rows. convert: a row
+    of predictions as `write` takes it. what: words for `needed` in an error.
+    """
+
+    needed: str
+    write: Callable[[Path, Iterable[Row]], None]
+    convert: Callable[[Row], Row] = dict
+    what: str = ""
 
 
 def write_vqa(path: Path, rows: Iterable[Row], expected: Collection[Any] | None = None) -> None:

@@ -1,142 +1,125 @@
-"""VQA accuracy of a question-answering model, overall and by type of question."""
+"""Visual question answering: VQA accuracy, overall and by type of question."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
+from pydantic import Field
 
-from evaluation.core.eval_mode import evaluating
-from evaluation.core.feature_cache import precision_context
-from evaluation.downstream.blocks import EvaluatedItems, image_name, judge_blocks
-from evaluation.downstream.result import TaskResult, clustered_figures, judgeable, keep_scores
+from evaluation.downstream.blocks import image_name
+from evaluation.downstream.job import Job
+from evaluation.downstream.registry import register_evaluation
+from evaluation.downstream.result import clustered_figures, keep_scores
+from evaluation.downstream.submissions import Submission, write_vqa
+from evaluation.downstream.task_evaluation import PageAction, Row, Scored, TaskEvaluation
 from vlp.data.downstream.items import Item
-from vlp.data.downstream.vqa import VqaExample
+from vlp.data.downstream.vqa import VqaBatch, VqaExample
+from vlp.data.schema import Annotation
 from vlp.metrics.vqa import Version, normalise_answer, vqa_accuracy
+from vlp.tasks.downstream.answer_task import text_probability
 from vlp.tasks.downstream.vqa import Predict, Vqa
 
-Row = dict[str, Any]
 
-SAID = ("key", "question_id", "question", "answer", "image", "scores")
+class VqaJob(Job):
+    """VQA accuracy of a fine-tuned model."""
+
+    task: Literal["vqa"] = "vqa"
+    predict: Predict | None = Field(None, description="null: as the model is configured")
+    version: Version | None = Field(None, description="of the evaluator; null: likewise")
 
 
-def evaluate(
-    task: Vqa,
-    shards: Sequence[str | Path],
-    *,
-    limit: int | None = None,
-    batch: int = 64,
-    device: torch.device | str | None = None,
-    precision: Literal["float32", "bf16"] = "float32",
-    resamples: int = 1000,
-    progress: bool = False,
-    predict: Predict | None = None,
-    version: Version | None = None,
-) -> TaskResult:
+class VqaEvaluation(TaskEvaluation):
     """`accuracy` as VQA counts it, `exact`, and accuracy by the types that the questions name.
 
     Exact is the share of predictions that equal an answer that most people gave, both normalised.
-    The chance of accuracy is that of always giving the most frequent answer. Questions without
-    answers, as in a test set, are answered and not counted.
-
-    Args:
-        task: from `load_task`, or in training.
-        shards: shard folders, evaluated as one set.
-        limit: only the first so many questions.
-        batch: questions at once.
-        device: where to compute; None is this rank's GPU, or the CPU.
-        precision: of the model.
-        resamples: bootstrap draws over images.
-        progress: a bar on the first rank.
-        predict: `rank` or `generate`; None is as the task is configured.
-        version: the evaluator, likewise.
-
-    Raises:
-        EvaluationError: no question can be used, or none has an answer.
-        ConfigError: a shard folder cannot be read.
+    The chance of accuracy is that of always giving the most frequent answer. Options: `predict`
+    (`rank` or `generate`) and `version` of the evaluator; None is as the task is configured.
     """
-    rows, skipped = predictions(
-        task,
-        shards,
-        limit=limit,
-        batch=batch,
-        device=device,
-        precision=precision,
-        progress=progress,
-        predict=predict,
-    )
-    folders, version = tuple(map(str, shards)), version or task.config.accuracy
-    answered = judgeable(rows, "answers", folders, "no question has an answer")
-    values = np.array([_accuracy(row["answer"], row, version) for row in answered])
-    frequent = _most_frequent(answered)
-    chance = float(np.mean([_accuracy(frequent, row, version) for row in answered]))
-    figures = {"accuracy": values, "exact": np.array([_exact(row) for row in answered])}
-    counted = _by_type([row["types"] for row in answered])
-    figures |= dict.fromkeys(counted, values)
-    keep_scores(answered, figures, counted)
-    return TaskResult(
-        kind=task.config.kind,
-        items=len(rows),
-        shards=folders,
-        figures=clustered_figures(
-            figures,
-            [row["image"] for row in answered],
-            {"accuracy": chance},
-            resamples,
-            counted,
-        ),
-        predictions=[{name: row[name] for name in SAID if name in row} for row in rows],
-        skipped=skipped,
-        notes=(
-            f"Accuracy as the evaluator {version!r} counts; its chance: always `{frequent}`.",
-            "Exact: equal to an answer that most people gave, both normalised.",
-            f"Answers by: {_way(task, predict)}.",
-        ),
-    )
+
+    kind = "vqa"
+    title = "Visual question answering"
+    truth, no_truth = "answers", "no question has an answer"
+    hidden = ("answers", "types")
+    options = ("predict", "version")
+    job = VqaJob
+    submission = Submission("question_id", write_vqa)
+    action = PageAction("Ask", "answer", "answer questions", "Ask", "Answer", "Question")
+    case_scores = ("accuracy",)
+
+    def row(self, task: Vqa, item: Item, example: VqaExample, prediction: str) -> Row:
+        """Return ids, `question`, `answer`, people's `answers`, `types` and `image`."""
+        return {
+            "key": item.raw.key,
+            "question_id": example.question.id,
+            "question": example.question.question,
+            "answer": prediction,
+            "answers": dict(example.answers),
+            "types": dict(example.types),
+            "image": image_name(item),
+        }
+
+    def predict(self, task: Vqa, batch: VqaBatch, **options: Any) -> list[str]:
+        """Answer the questions of a batch."""
+        return task.predict(batch, options.get("predict"))
+
+    def score(self, task: Vqa, rows: Sequence[Row], resamples: int, **options: Any) -> Scored:
+        """Compute the figures, those by type with `answer: ` or `question: ` before the type."""
+        version = options.get("version") or task.config.accuracy
+        values = np.array([_accuracy(row["answer"], row, version) for row in rows])
+        frequent = _most_frequent(rows)
+        chance = float(np.mean([_accuracy(frequent, row, version) for row in rows]))
+        figures = {"accuracy": values, "exact": np.array([_exact(row) for row in rows])}
+        counted = _by_type([row["types"] for row in rows])
+        figures |= dict.fromkeys(counted, values)
+        keep_scores(rows, figures, counted)
+        images = [row["image"] for row in rows]
+        return Scored(
+            clustered_figures(figures, images, {"accuracy": chance}, resamples, counted),
+            (
+                f"Accuracy as the evaluator {version!r} counts; its chance: always `{frequent}`.",
+                "Exact: equal to an answer that most people gave, both normalised.",
+                f"Answers by: {_way(task, options.get('predict'))}.",
+            ),
+        )
+
+    def predict_one(
+        self, task: Vqa, images: Sequence[Image.Image], text: str, device: torch.device
+    ) -> list[tuple[str, float]]:
+        """Return the answer; its probability is that of all its word pieces and its end."""
+        none = torch.zeros(0, dtype=torch.int64)
+        batch = VqaBatch(
+            task.prepare(images, text, 0, None),
+            *task.text([text]),
+            answer_ids=none.view(0, 0),
+            owners=none,
+            shares=torch.zeros(0),
+            valid=torch.ones(1, dtype=torch.bool),
+        ).to(device)
+        answer, memory = task.predict(batch)[0], task.remember(batch)
+        return [(answer, text_probability(task, task.decoder, memory, task.answer_text, answer))]
+
+    def fits(self, row: Mapping[str, Any], annotation: Annotation) -> bool:
+        """Return whether the annotation has the row's question."""
+        return _answers(row, annotation) is not None
+
+    def lines(self, row: Mapping[str, Any], annotation: Annotation) -> Iterator[tuple[str, str]]:
+        """Yield question, answer, and the answers of people."""
+        yield "question", str(row["question"])
+        yield "said", str(row["answer"])
+        yield "people said", _answers(row, annotation) or ""
 
 
-def predictions(
-    task: Vqa,
-    shards: Sequence[str | Path],
-    *,
-    limit: int | None = None,
-    batch: int = 64,
-    device: torch.device | str | None = None,
-    precision: Literal["float32", "bf16"] = "float32",
-    progress: bool = False,
-    predict: Predict | None = None,
-) -> EvaluatedItems:
-    """An answer to every question, answered by people or not; arguments as in `evaluate`.
-
-    Rows hold what is in `SAID` but `scores`, and people's `answers` and the question's `types`.
-    """
-    questions = task.dataset(shards, limit)
-
-    def judge(made: Sequence[tuple[Item, VqaExample]]) -> list[Row]:
-        inputs = questions.collate([asked for _, asked in made]).to(place)
-        with precision_context(place, precision):
-            said = task.predict(inputs, predict)
-        return [_row(item, asked, answer) for (item, asked), answer in zip(made, said)]
-
-    with evaluating(task, device) as place:
-        return judge_blocks(questions.items, batch, questions.make, judge, progress)
-
-
-def _row(item: Item, asked: VqaExample, answer: str) -> Row:
-    return {
-        "key": item.raw.key,
-        "question_id": asked.question.id,
-        "question": asked.question.question,
-        "answer": answer,
-        "answers": dict(asked.answers),
-        "types": dict(asked.types),
-        "image": image_name(item),
-    }
+def _answers(row: Mapping[str, Any], annotation: Annotation) -> str | None:
+    for question in annotation.questions or ():
+        if question.id == row["question_id"] and question.question == row["question"]:
+            return ", ".join(f"{one.answer} ({one.count})" for one in question.answers)
+    return None
 
 
 def _accuracy(prediction: str, row: Row, version: Version) -> float:
@@ -158,7 +141,7 @@ def _most_frequent(rows: Sequence[Row]) -> str:
 
 
 def _by_type(types: Sequence[Mapping[str, str]]) -> dict[str, NDArray[np.bool_]]:
-    """The questions of each type, by the figure's name."""
+    """Return the questions of each type, by the figure's name."""
     named = sorted({part for own in types for part in own.items()})
     return {
         f"{division}: {kind}": np.array([own.get(division) == kind for own in types])
@@ -172,3 +155,6 @@ def _way(task: Vqa, predict: Predict | None) -> str:
         return f"writing, {config.beams} beams"
     tried = "all that can win" if config.candidates is None else f"{config.candidates} candidates"
     return f"ranking {len(task.answers)} answers, {tried}"
+
+
+register_evaluation(VqaEvaluation())

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from evaluation.core.eval_mode import evaluating
 from evaluation.core.feature_cache import precision_context
 from evaluation.core.samples import EvaluationError
-from evaluation.downstream.blocks import image_name, judge_blocks
+from evaluation.downstream.blocks import evaluate_blocks, image_name
 from evaluation.downstream.result import TaskResult, clustered_figures, keep_scores
 from evaluation.grounding.gradcam import grad_cam, layer_number
 from vlp.data.downstream.items import Item, Items
@@ -118,7 +118,7 @@ def evaluate_grounding(
         return [_row(item, one.size, heat) for (item, one), heat in zip(made, maps)]
 
     with evaluating(loaded.model, device) as where:
-        rows, skipped = judge_blocks(items, batch, make, judge, progress)
+        rows, skipped = evaluate_blocks(items, batch, make, judge, progress)
     proposed = np.array([row["right"] is not None for row in rows])
     values = {"pointing": np.array([row["hit"] for row in rows])}
     chances = {"pointing": float(np.mean([row["share"] for row in rows]))}

@@ -1,8 +1,8 @@
-"""The best and the worst of what a model said, with images and the truth."""
+"""Best and worst predictions of a model, with images and the truth."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,12 +13,13 @@ from PIL import Image
 from evaluation.core.json_lines import read_lines
 from evaluation.core.samples import EvaluationError
 from evaluation.core.samples_by_key import images_of, samples_of
+from evaluation.downstream.registry import get_evaluation
+from evaluation.downstream.task_evaluation import TaskEvaluation
 from evaluation.grounding.heatmaps import CHOSEN_BOX, OWN_BOX, Drawn, framed, heat_over
 from evaluation.grounding.phrase_map import phrase_heat
 from evaluation.html_report.sources import StoredResult
 from evaluation.retrieval.gallery import Gallery
 from evaluation.retrieval.search import search
-from vlp.data.schema import Annotation, captions_of
 from vlp.data.shards.sample_files import RawSample
 from vlp.models.folder import Loaded
 
@@ -26,8 +27,6 @@ Row = Mapping[str, Any]
 
 FOUND = 3
 """What a search found instead: so many."""
-
-_SCORES = ("IoU ≥ 0.5", "accuracy", "cider", "pointing")
 
 
 class ReportCase(NamedTuple):
@@ -60,7 +59,7 @@ def task_cases(
     loaded: Loaded | None = None,
     device: torch.device | str | None = None,
 ) -> list[CaseGroup]:
-    """Worst and best items of a judged task, their images from the shards.
+    """Return the worst and best items of a task's result, their images from the shards.
 
     Args:
         result: with predictions.
@@ -70,24 +69,28 @@ def task_cases(
         device: of the model.
 
     Raises:
-        EvaluationError: there are no predictions, none was judged, or none is of these shards.
+        EvaluationError: there are no predictions, none has scores, or none is of these shards.
         ConfigError: a shard folder cannot be read.
     """
     if result.predictions is None:
         raise EvaluationError(f"{result.file}: no {result.file.stem}.predictions.jsonl beside it")
     rows = read_lines(result.predictions)
-    score = next((name for name in _SCORES for row in rows if name in row.get("scores", ())), None)
+    evaluation = get_evaluation(result.kind)
+    score = next(
+        (name for name in evaluation.case_scores for row in rows if name in row.get("scores", ())),
+        None,
+    )
     if score is None:
-        raise EvaluationError(f"{result.predictions}: none of its items was judged")
-    judged = [row for row in rows if score in row.get("scores", ())]
+        raise EvaluationError(f"{result.predictions}: none of its items has a score")
+    scored = [row for row in rows if score in row.get("scores", ())]
     groups = []
     for title, chosen in (
-        ("Worst", _extreme(judged, score, count, worst=True)),
-        ("Best", _extreme(judged, score, count, worst=False)),
+        ("Worst", _extreme(scored, score, count, worst=True)),
+        ("Best", _extreme(scored, score, count, worst=False)),
     ):
-        raws = samples_of(chosen, shards, _fits)
+        raws = samples_of(chosen, shards, evaluation.fits)
         cases = [
-            _case(row, raw, score, loaded, device)
+            _case(evaluation, row, raw, score, loaded, device)
             for row, raw in zip(chosen, raws)
             if raw is not None
         ]
@@ -102,7 +105,7 @@ def task_cases(
 
 
 def retrieval_cases(gallery: Gallery, count: int) -> list[CaseGroup]:
-    """Queries whose right answer the dual encoder ranks last, and first, with what came before."""
+    """Return queries whose right answer the dual encoder ranks last, and first."""
     collection = gallery.collection
     by_text = search(collection.text, collection.image, collection.image_of_text[:, None], FOUND)
     by_image = search(collection.image, collection.text, collection.texts_of_image(), FOUND)
@@ -174,41 +177,22 @@ def _extreme(rows: Sequence[Row], score: str, count: int, worst: bool) -> list[R
     return ordered[:count]
 
 
-def _fits(row: Row, annotation: Annotation) -> bool:
-    if "question_id" in row:
-        return _answers(row, annotation) is not None
-    if "point" in row:
-        return _box(row, annotation) is not None
-    if "caption" in row:
-        return row.get("image_id") == annotation.image_id
-    said = annotation.statement, annotation.hypothesis, "\n".join(captions_of(annotation))
-    return row.get("text") in said
-
-
-def _answers(row: Row, annotation: Annotation) -> str | None:
-    for question in annotation.questions or ():
-        if question.id == row["question_id"] and question.question == row["question"]:
-            return ", ".join(f"{one.answer} ({one.count})" for one in question.answers)
-    return None
-
-
-def _box(row: Row, annotation: Annotation) -> Sequence[float] | None:
-    for expression in annotation.expressions or ():
-        if expression.id == row["id"] and expression.text == row["text"]:
-            return expression.box
-    return None
-
-
 def _case(
-    row: Row, raw: RawSample, score: str, loaded: Loaded | None, device: torch.device | str | None
+    evaluation: TaskEvaluation,
+    row: Row,
+    raw: RawSample,
+    score: str,
+    loaded: Loaded | None,
+    device: torch.device | str | None,
 ) -> Case:
     try:
         images = images_of(raw)
     except EvaluationError as error:
         return Case([("image", str(error))], [])
-    lines = [*_lines(row, raw.annotation), (score, f"{row['scores'][score]:.3g}")]
-    if "point" in row:
-        return Case(lines, _grounded(row, raw.annotation, images[0], loaded, device))
+    lines = [*evaluation.lines(row, raw.annotation), (score, f"{row['scores'][score]:.3g}")]
+    if evaluation.draws_maps:
+        box = evaluation.box(row, raw.annotation)
+        return Case(lines, _grounded(row, box, images[0], loaded, device))
     sides = [""] if len(images) == 1 else [", left", ", right"]
     return Case(
         lines,
@@ -216,29 +200,14 @@ def _case(
     )
 
 
-def _lines(row: Row, annotation: Annotation) -> Iterator[tuple[str, str]]:
-    if "question_id" in row:
-        yield "question", str(row["question"])
-        yield "said", str(row["answer"])
-        yield "people said", _answers(row, annotation) or ""
-    elif "caption" in row:
-        yield "said", str(row["caption"])
-        yield "people said", "\n".join(captions_of(annotation))
-    else:
-        yield "text", str(row.get("text"))
-        if "prediction" in row:
-            yield "said", str(row["prediction"])
-            yield "truth", str(row["label"])
-
-
 def _grounded(
     row: Row,
-    annotation: Annotation,
+    box: Sequence[float] | None,
     image: Image.Image,
     loaded: Loaded | None,
     device: torch.device | str | None,
 ) -> list[ReportCase]:
-    boxes: list[Drawn] = [(_box(row, annotation) or (0, 0, 0, 0), OWN_BOX)]
+    boxes: list[Drawn] = [(box or (0, 0, 0, 0), OWN_BOX)]
     words = "green: the box meant"
     if row.get("box"):
         boxes.append((row["box"], CHOSEN_BOX))

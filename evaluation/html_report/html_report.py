@@ -13,6 +13,7 @@ import torch
 import vlp
 from evaluation.core.results import Table
 from evaluation.core.samples import EvaluationError
+from evaluation.downstream.registry import get_evaluation
 from evaluation.html_report.cases import Case, CaseGroup, retrieval_cases, task_cases
 from evaluation.html_report.curves import Chart, compared_charts, training_charts
 from evaluation.html_report.latex import latex
@@ -20,20 +21,18 @@ from evaluation.html_report.maps import AnchorRow, anchor_rows, expression_maps
 from evaluation.html_report.page import page
 from evaluation.html_report.run import course, settings, whole_config
 from evaluation.html_report.sources import Source, read_sources
-from evaluation.html_report.tables import TITLES, Paper, result_tables
+from evaluation.html_report.tables import Paper, result_tables, title_of
 from evaluation.retrieval.gallery import Gallery
 from vlp.config import ConfigError
 from vlp.models.folder import Loaded
+from vlp.tasks.downstream.registry import task_kinds
 
 Part = TypeVar("Part")
-
-_UNJUDGED = {"pointing", "swaps", "vision"}
-"""Results that have no predictions, and so no cases."""
 
 
 @dataclass
 class RunPart:
-    """What the page says of one run."""
+    """Part of the page about one run."""
 
     source: Source
     settings: list[tuple[str, str]] = field(default_factory=list)
@@ -84,7 +83,7 @@ def make_report(
     paper: Paper = "same",
     device: torch.device | str | None = None,
 ) -> Report:
-    """Read runs, and show their models some samples; what is not there is left out with a word.
+    """Read runs, and show their models some samples; the page names what is missing.
 
     Args:
         folders: run folders, model folders, or folders of results.
@@ -126,9 +125,9 @@ def _run(
     if source.model is not None:
         loaded = _or_word(source, "the model", partial(_load, source.model))
     for result in source.results:
-        title = TITLES.get(result.kind, result.kind)
-        if result.kind == "retrieval" or result.kind in _UNJUDGED:
+        if not (result.kind in task_kinds() and get_evaluation(result.kind).case_scores):
             continue
+        title = title_of(result.kind)
         groups = _or_word(
             source,
             f"cases of {title.lower()}",
@@ -138,7 +137,7 @@ def _run(
             run.cases.append((f"Cases: {title.lower()}", groups))
     if loaded is None:
         return run
-    if source.task in (None, "retrieval"):
+    if source.task is None:
         gallery = _or_word(
             source,
             "cases of retrieval",
@@ -151,7 +150,8 @@ def _run(
     run.anchors = (
         _or_word(source, "anchors", partial(anchor_rows, loaded, shards, few, device)) or []
     )
-    if not any(result.kind == "grounding" for result in source.results):
+    kinds = {result.kind for result in source.results} & {*task_kinds()}
+    if not any(get_evaluation(kind).draws_maps for kind in kinds):
         made = _or_word(source, "maps", partial(expression_maps, loaded, shards, few, device))
         run.maps = made or []
     return run

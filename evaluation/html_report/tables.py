@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from evaluation.ablations.paper_results import RECALLS, SOURCE, PaperTable, paper_tables, split_of
+from evaluation.ablations.paper_results import SOURCE, PaperTable, paper_tables, split_of
 from evaluation.core.results import Figure, Table
 from evaluation.core.samples import kinds_in_words
+from evaluation.downstream.registry import get_evaluation
 from evaluation.html_report.sources import Source, StoredResult
+from vlp.tasks.downstream.registry import task_kinds
 
 Paper = Literal["same", "all", "none"]
 """The paper's rows: on data of the same name, of the same task whatever the data, or none."""
@@ -16,19 +18,12 @@ Paper = Literal["same", "all", "none"]
 WIDEST = 8
 """With more figures than so many, they are the rows, and the runs the columns."""
 
-TITLES = {
-    "retrieval": "Image-text retrieval",
-    "snli_ve": "Visual entailment",
-    "nlvr2": "Visual reasoning (statements)",
-    "nlvr2_assignment": "Text assignment",
-    "vqa": "Visual question answering",
-    "caption": "Captions",
-    "grounding": "Visual grounding",
+_PROBES = {
     "pointing": "Pointing of words (generated corpus)",
     "swaps": "Swapped arrangements (generated corpus)",
     "vision": "Vision models",
 }
-_HEADS = {"retrieval": (*RECALLS, "image → text mean", "text → image mean", "both mean")}
+"""Titles of results that are of no downstream task."""
 
 
 class ResultRow(NamedTuple):
@@ -41,13 +36,19 @@ class ResultRow(NamedTuple):
 
 
 def result_tables(sources: Sequence[Source], paper: Paper = "same") -> list[Table]:
-    """One table for each kind of task that any run has results of, in the order of `TITLES`."""
+    """Return one table for each kind that any run has results of, downstream tasks first."""
     found = dict.fromkeys(result.kind for source in sources for result in source.results)
-    kinds = [*(kind for kind in TITLES if kind in found), *(found.keys() - TITLES.keys())]
-    return [_table(kind, list(_judged(sources, kind)), paper) for kind in kinds]
+    ordered = (*task_kinds(), *_PROBES)
+    kinds = [*(kind for kind in ordered if kind in found), *(found.keys() - set(ordered))]
+    return [_table(kind, list(_evaluated(sources, kind)), paper) for kind in kinds]
 
 
-def _judged(sources: Sequence[Source], kind: str) -> Iterator[ResultRow]:
+def title_of(kind: str) -> str:
+    """Return the title of a kind of results."""
+    return get_evaluation(kind).title if kind in task_kinds() else _PROBES.get(kind, kind)
+
+
+def _evaluated(sources: Sequence[Source], kind: str) -> Iterator[ResultRow]:
     for source in sources:
         for result in source.results:
             if result.kind == kind:
@@ -58,7 +59,8 @@ def _judged(sources: Sequence[Source], kind: str) -> Iterator[ResultRow]:
 
 def _table(kind: str, rows: list[ResultRow], paper: Paper) -> Table:
     known = dict.fromkeys(name for row in rows for name in row.figures)
-    names = [name for name in _HEADS.get(kind, ()) if name in known]
+    first = get_evaluation(kind).columns if kind in task_kinds() else ()
+    names = [name for name in first if name in known]
     names += [name for name in known if name not in names]
     shards = sorted({folder for row in rows for folder in row.result.shards})
     published = [] if paper == "none" else paper_tables(kind, shards if paper == "same" else None)
@@ -68,11 +70,11 @@ def _table(kind: str, rows: list[ResultRow], paper: Paper) -> Table:
     lines += _chances(rows, names)
     lines += [cells for table in published for cells in _published(table, names, shards)]
     head = ["", *names]
-    if len(names) > WIDEST and kind != "retrieval":
+    if len(names) > WIDEST and not first:
         lines = [list(column) for column in zip(head, *lines)]
         head, lines = lines[0], lines[1:]
     return Table(
-        TITLES.get(kind, kind),
+        title_of(kind),
         head,
         lines,
         [*_notes(rows), *_cited(kind, published, shards, paper)],
@@ -84,7 +86,7 @@ def _cells(figures: dict[str, Figure], names: Sequence[str]) -> list[str]:
 
 
 def _chances(rows: Sequence[ResultRow], names: Sequence[str]) -> Iterator[list[str]]:
-    """What chance gives: one row if all were judged on the same, else one for each."""
+    """Yield chance: one row if all were evaluated on the same data, else one for each."""
     found: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
         cells = tuple(
@@ -103,7 +105,7 @@ def _chances(rows: Sequence[ResultRow], names: Sequence[str]) -> Iterator[list[s
 def _published(
     table: PaperTable, names: Sequence[str], shards: Sequence[str]
 ) -> Iterator[list[str]]:
-    """Rows of one of the paper's tables, a row for each split, under our heads."""
+    """Yield rows of one of the paper's tables, one for each split, under our heads."""
     only = split_of(table, shards)
     splits = dict.fromkeys(split for split, _ in table.columns)
     for label, values in table.rows:

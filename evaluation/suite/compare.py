@@ -1,4 +1,4 @@
-"""Two results of the same task on the same items: which one is better, and is it chance?"""
+"""Comparison of two results of the same task on the same items, with tests."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ _IDENTITY = {
     "image_id": ("key", "image_id"),
     "point": ("key", "id", "text"),
     "prediction": ("key", "identifier", "pairID", "text"),
+    "key": ("key", "text"),
 }
 
 

@@ -15,7 +15,8 @@ from evaluation.core.results import Table
 from evaluation.core.samples import EvaluationError, kinds_in_words
 from evaluation.core.saved_results import Saved, saved_figures
 from evaluation.core.work_sharding import Ranks
-from evaluation.suite.suite_config import EvaluatedModel, Job, SuiteConfig
+from evaluation.downstream.job import Job
+from evaluation.suite.suite_config import EvaluatedModel, SuiteConfig
 from evaluation.suite.suite_jobs import job_key, model_of, run_job
 from vlp.config import ConfigError
 from vlp.io import atomic_folder

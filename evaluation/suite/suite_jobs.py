@@ -1,4 +1,4 @@
-"""One job of a suite: what it depends on, and how it is done."""
+"""One job of a suite: the key of what it depends on, and its evaluation."""
 
 from __future__ import annotations
 
@@ -10,33 +10,22 @@ from typing import Any, Protocol
 import vlp
 from evaluation.core.results import Table
 from evaluation.core.samples import EvaluationError
-from evaluation.downstream import evaluate_task
-from evaluation.grounding.grounding import evaluate_grounding
+from evaluation.downstream.job import Job
+from evaluation.downstream.registry import get_evaluation
 from evaluation.probes.pointing import evaluate_pointing
 from evaluation.probes.winoground import evaluate_swaps
-from evaluation.retrieval.retrieval import evaluate_retrieval
-from evaluation.suite.suite_config import (
-    FinetunedJob,
-    GroundingJob,
-    Job,
-    PointingJob,
-    RetrievalJob,
-    SwapsJob,
-    VqaJob,
-    ZeroShotJob,
-)
+from evaluation.suite.suite_config import PROBES, ZeroShotJob
 from evaluation.zeroshot.prompts import read_prompts
 from evaluation.zeroshot.zeroshot import evaluate_zeroshot
 from vlp.data.shards.index import INDEX_NAME
 from vlp.models.folder import local_folder
-from vlp.tasks.downstream.task import load_task
 
 _NOT_THE_MODEL = ("README.md", ".gitattributes")
 _CHUNK = 2**22
 
 
 class JobResult(Protocol):
-    """What a job gives."""
+    """Result of a job."""
 
     def table(self) -> Table:
         """For the person."""
@@ -49,13 +38,13 @@ class JobResult(Protocol):
 
 
 def job_key(job: Job, folder: Path, sums: dict[Path, str]) -> str:
-    """What a result depends on: the model's files, the options, the data, the prompts.
+    """Hash what a result depends on: the model's files, the options, the data, the prompts.
 
     The data are the shards' index, which knows their contents; of class folders and tars, which
     have none, they are names, sizes and times of change.
 
     Args:
-        job: what is judged.
+        job: to evaluate.
         folder: of the model.
         sums: of model folders that were read before; filled.
 
@@ -82,7 +71,7 @@ def job_key(job: Job, folder: Path, sums: dict[Path, str]) -> str:
 
 
 def model_checksum(folder: Path) -> str:
-    """SHA-256 over names and contents of a model folder's own files; a model card is none."""
+    """Compute SHA-256 over names and contents of a model folder's files, without its model card."""
     whole = hashlib.sha256()
     for file in sorted(folder.iterdir()):
         if file.is_file() and file.name not in _NOT_THE_MODEL:
@@ -91,10 +80,10 @@ def model_checksum(folder: Path) -> str:
 
 
 def run_job(job: Job, folder: Path, device: str | None, progress: bool) -> JobResult:
-    """Judge a model folder; the same for any number of ranks.
+    """Evaluate a model folder; the same for any number of ranks.
 
     Raises:
-        EvaluationError: the model is of another kind, or nothing can be judged.
+        EvaluationError: the model is of another kind, or nothing can be evaluated.
         ConfigError: shards cannot be read.
         FileNotFoundError: there is no such model.
         ValueError: the model folder is damaged.
@@ -103,27 +92,21 @@ def run_job(job: Job, folder: Path, device: str | None, progress: bool) -> JobRe
     own = set(type(job).model_fields) - set(Job.model_fields)
     options = job.model_dump(include=shared | own)
     options |= {"device": device, "progress": progress}
-    if isinstance(job, FinetunedJob | VqaJob):
-        task = load_task(folder)
-        if task.kind != job.task:
-            raise EvaluationError(f"{folder} is fine-tuned for {task.kind}, not for {job.task}")
-        return evaluate_task(task, job.shards, **options)
+    result: JobResult
+    if job.task not in PROBES:
+        result = get_evaluation(job.task).evaluate_folder(folder, job.shards, **options)
+        return result
     loaded = vlp.load(folder)
     if isinstance(job, ZeroShotJob):
         prompts = read_prompts(options.pop("classes"), options.pop("templates"))
         return evaluate_zeroshot(loaded, job.shards, prompts, **options)
-    judges: dict[type[Job], Any] = {
-        RetrievalJob: evaluate_retrieval,
-        GroundingJob: evaluate_grounding,
-        PointingJob: evaluate_pointing,
-        SwapsJob: evaluate_swaps,
-    }
-    result: JobResult = judges[type(job)](loaded, job.shards, **options)
+    probe: Any = {"pointing": evaluate_pointing, "swaps": evaluate_swaps}[job.task]
+    result = probe(loaded, job.shards, **options)
     return result
 
 
 def model_of(job: Job, model: str | None) -> Path:
-    """The folder of a job's model, `model` being that of its entry.
+    """Return the folder of a job's model, `model` being that of its entry.
 
     Raises:
         FileNotFoundError: there is no such model.

@@ -17,7 +17,7 @@ from evaluation.core.feature_cache import GIBIBYTE, Block, BlockCache, precision
 from evaluation.core.results import Figure, Table
 from evaluation.core.samples import EvaluationError
 from evaluation.core.work_sharding import Ranks
-from evaluation.downstream.blocks import judge_blocks
+from evaluation.downstream.blocks import evaluate_blocks
 from evaluation.downstream.result import TaskResult, clustered_figures, keep_scores
 from evaluation.zeroshot.labelled_images import LABEL, Classed, ClassedImages
 from evaluation.zeroshot.prompts import Prompts, class_features
@@ -126,7 +126,7 @@ def evaluate_zeroshot(
         features = class_features(
             prompts, lambda texts: encode(texts).feature.double().cpu().numpy(), Ranks.current()
         )
-        rows, skipped = judge_blocks(
+        rows, skipped = evaluate_blocks(
             images, batch, lambda one, _: loaded.preprocess(one.image), judge, progress
         )
     return _result(rows, skipped, images.folders, prompts, top, resamples)

@@ -106,10 +106,10 @@ def test_a_folder_does_what_it_was_trained_for_as_predict_does(folders, kind, tm
         image.save(file)
     acts = {
         "plain": lambda: one.match(red, TEXT),
-        "snli_ve": lambda: one.judge([red], TEXT),
-        "nlvr2": lambda: one.judge([red, blue], TEXT),
-        "vqa": lambda: one.answer(red, "what colour is it?"),
-        "caption": lambda: one.caption(red),
+        "snli_ve": lambda: one.act("judge", [red], TEXT),
+        "nlvr2": lambda: one.act("judge", [red, blue], TEXT),
+        "vqa": lambda: one.act("answer", [red], "what colour is it?"),
+        "caption": lambda: one.act("caption", [red]),
     }
     text = {"vqa": "what colour is it?", "caption": None}.get(kind, TEXT)
     expected = predict_one(folders[kind], files[: 1 + (kind == "nlvr2")], text, "cpu")
@@ -141,7 +141,7 @@ def test_mistakes_are_told_to_the_person(tried, folders, red):
         lambda: tried.search(TEXT, top=0),
         lambda: tried.gallery.image(10_000),
         lambda: TryIt(folders["plain"]).search("a red circle"),
-        lambda: TryIt(folders["nlvr2"]).judge([red], TEXT),
+        lambda: TryIt(folders["nlvr2"]).act("judge", [red], TEXT),
     ):
         with pytest.raises(EvaluationError):
             act()

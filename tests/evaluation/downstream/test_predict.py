@@ -309,15 +309,15 @@ def test_a_image_of_several_panels_is_one_file(panelled, tmp_path, capsys):
     found = predict_one(folder, [strip], "a red circle", "cpu")
     assert dict(found.answers) == pytest.approx(wanted, abs=1e-6)
     one = TryIt(folder, device="cpu")
-    assert one.images_judged == 1
-    judged = one.judge([Image.open(strip)], "a red circle")
+    assert one.image_count == 1
+    judged = one.act("judge", [Image.open(strip)], "a red circle")
     assert dict(judged) == pytest.approx(wanted, abs=1e-6)
     files = ["--image", *[str(strip)] * 3]
     assert main(["predict", "--model", folder, *files, "--text", "a red circle"]) == 2
     error = capsys.readouterr().err
     assert "about 1 image, to be cut into 3 parts, not 3: give --image FILE once" in error
     with pytest.raises(EvaluationError, match="about 1 image, not 3"):
-        one.judge([Image.open(strip)] * 3, "a red circle")
+        one.act("judge", [Image.open(strip)] * 3, "a red circle")
 
 
 def test_permutations_are_named_by_their_keys(panelled, tmp_path, capsys):

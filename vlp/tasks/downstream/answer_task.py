@@ -1,4 +1,4 @@
-"""What question answering and captioning share: the decoder on a pretrained model."""
+"""The decoder on a pretrained model, which question answering and captioning share."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from torch import Tensor
 
 from vlp.config import ConfigError
 from vlp.data.text.tokenizer import TextProcessor
-from vlp.models.decoder.answer_decoder import AnswerDecoder, AnswerDecoderConfig
+from vlp.models.decoder.answer_decoder import AnswerDecoder, AnswerDecoderConfig, Memory
 from vlp.models.decoder.answer_generation import Marks
+from vlp.models.decoder.answer_likelihood import answer_likelihood
 from vlp.models.decoder.init_decoder import start_decoder
 from vlp.models.folder import Loaded
 from vlp.objectives.mlm import MLMHead
+from vlp.tasks.downstream.task import Downstream
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +24,7 @@ _PRETRAINED = "mlm_head."
 
 
 def create_decoder(config: AnswerDecoderConfig, parts: Loaded, max_tokens: int) -> AnswerDecoder:
-    """A decoder for a model, with its own start.
+    """Create a decoder for a model.
 
     Raises:
         ConfigError: it does not fit the model.
@@ -37,7 +39,7 @@ def create_decoder(config: AnswerDecoderConfig, parts: Loaded, max_tokens: int) 
 
 
 def start(decoder: AnswerDecoder, parts: Loaded) -> None:
-    """Start layers as configured, and with them the output, as pretraining's head of masked words.
+    """Initialise layers as configured, and with them the output, from pretraining's MLM head.
 
     Raises:
         ConfigError: weights that cannot be read or do not fit.
@@ -61,19 +63,19 @@ def start(decoder: AnswerDecoder, parts: Loaded) -> None:
 
 
 def marks(text: TextProcessor) -> Marks:
-    """[CLS] starts a text, [SEP] ends it, and other special tokens are never said."""
+    """Return what starts a text ([CLS]), ends it ([SEP]) and is never said (special tokens)."""
     silent = tuple(one for one in text.special_ids if one != text.sep_id)
     return Marks(text.cls_id, text.sep_id, silent)
 
 
 class Sentences:
-    """What rows of ids say, up to the first [SEP]."""
+    """Decoder of rows of ids to texts, up to the first [SEP]."""
 
     def __init__(self, text: TextProcessor) -> None:
         self._tokenizer, self._end = text.tokenizer, text.sep_id
 
     def __call__(self, ids: Tensor) -> list[str]:
-        """(rows, L) -> a text each."""
+        """Decode (rows, L) ids to a text each."""
         return [self._sentence(row) for row in ids.tolist()]
 
     def _sentence(self, ids: Sequence[int]) -> str:
@@ -81,3 +83,21 @@ class Sentences:
         kept = kept[: kept.index(self._end)] if self._end in kept else kept
         said: str = self._tokenizer.decode(kept, skip_special_tokens=True)
         return said
+
+
+def text_probability(
+    task: Downstream, decoder: AnswerDecoder, memory: Memory, words: TextProcessor, text: str
+) -> float:
+    """Compute the probability of all word pieces of a text and of its end.
+
+    Args:
+        task: whose model embeds the word pieces.
+        decoder: of the task.
+        memory: what the decoder attends to, of one item.
+        words: tokenizer of the text.
+        text: whose probability it is.
+    """
+    embedding = task.model.text_encoder.embedding
+    ids = words([text]).text_ids.to(next(task.parameters()).device)
+    found = answer_likelihood(decoder, memory, ids, embedding, task.text.pad_id)
+    return float(found.log_probability.exp())

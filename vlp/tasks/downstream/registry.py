@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 _BUILT_IN = {
     "retrieval": ("retrieval", "image-text retrieval (Flickr30K, COCO)"),
-    "grounding": ("grounding", "weakly supervised visual grounding (RefCOCO, RefCOCO+, RefCOCOg)"),
     "snli_ve": ("pair_classification", "visual entailment (SNLI-VE)"),
     "nlvr2": ("pair_classification", "statements about images (NLVR2, NLVR v1)"),
     "nlvr2_assignment": ("pair_classification", "text assignment, which prepares for NLVR2"),
     "vqa": ("vqa", "visual question answering (VQA v2)"),
     "caption": ("caption", "image captioning (COCO)"),
+    "grounding": ("grounding", "weakly supervised visual grounding (RefCOCO, RefCOCO+, RefCOCOg)"),
 }
 """Kind -> module in this folder and, where there is one, in `evaluation.downstream`; summary."""
 
