@@ -187,7 +187,7 @@ class _Gather(torch.autograd.Function):
 
 
 def any_rank(flag: bool) -> bool:
-    """True on every rank when `flag` is True on one of them."""
+    """Return True on every rank when `flag` is True on one of them."""
     if world_size() == 1:
         return flag
     value = torch.tensor([int(flag)])
@@ -204,7 +204,7 @@ def mean_over_ranks(values: Tensor) -> Tensor:
 
 
 def from_rank_0(value: Any) -> Any:
-    """Rank 0's picklable value, on every rank."""
+    """Return Rank 0's picklable value, on every rank."""
     if world_size() == 1:
         return value
     box = [value]
@@ -213,7 +213,7 @@ def from_rank_0(value: Any) -> Any:
 
 
 def gather_to_all(value: Any) -> list[Any]:
-    """Every rank's picklable value, in rank order, on every rank."""
+    """Return every rank's picklable value, in rank order, on every rank."""
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
@@ -222,14 +222,14 @@ def gather_to_all(value: Any) -> list[Any]:
 
 
 def tensor_from_rank_0(tensor: Tensor) -> Tensor:
-    """Rank 0's content of a CPU tensor that has the same shape and dtype on every rank."""
+    """Return Rank 0's content of a CPU tensor that has the same shape and dtype on every rank."""
     if world_size() > 1:
         dist.broadcast(tensor, src=0, group=_control)
     return tensor
 
 
 def broadcast_tensors(path: Path | None) -> Iterator[tuple[str, Tensor]]:
-    """The file's tensors one by one, on the CPU of every rank; only rank 0 has a path.
+    """Yield the file's tensors one by one, on the CPU of every rank; only rank 0 has a path.
 
     So a run folder may lie on the first node's own disk.
     """
@@ -249,7 +249,7 @@ def broadcast_tensors(path: Path | None) -> Iterator[tuple[str, Tensor]]:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on."""
+    """Return a TCP port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

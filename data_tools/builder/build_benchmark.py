@@ -80,12 +80,12 @@ def convert(
 
 
 def key_of(identifier: str) -> str:
-    """A key from a benchmark's id: what is no letter, digit or hyphen becomes an underscore."""
+    """Return a key for an id: what is no letter, digit or hyphen becomes an underscore."""
     return re.sub(r"[^0-9A-Za-z-]", "_", identifier)
 
 
 def image_identity(name: str, source: str) -> tuple[str, str]:
-    """(source, image_id) of an image by its file name.
+    """Return (source, image_id) of an image by its file name.
 
     COCO's names (`COCO_train2014_000000000009.jpg`) are recognised whatever the source, since many
     benchmarks took its images and one image has one identity; its number has no leading zeros.
@@ -112,7 +112,7 @@ def _with_losses(
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The command's own arguments, files by name alone: where they lie changes no shard."""
+    """Return the command's own arguments, files by name alone: where they lie changes no shard."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Path):

@@ -118,7 +118,7 @@ def _publish(journal: Journal, record: Record, process: int) -> None:
 
 @contextmanager
 def _swept(out: Path) -> Iterator[None]:
-    """Without the unfinished shards of a killed run before, and of this one behind."""
+    """Remove unfinished shards: those of a killed run before, and of this one behind."""
     try:
         _sweep(out)
         yield

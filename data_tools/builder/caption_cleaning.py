@@ -44,7 +44,7 @@ def add_caption_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def clean_caption(text: str) -> str:
-    """The caption by the rule of this module; nothing is dropped yet."""
+    """Return the caption by the rule of this module; nothing is dropped yet."""
     text = html.unescape(html.unescape(text))
     text = unicodedata.normalize("NFC", text)
     text = "".join(map(_visible, text)) if not text.isascii() or not text.isprintable() else text
@@ -52,7 +52,7 @@ def clean_caption(text: str) -> str:
 
 
 def why_dropped(caption: str, max_words: int = MAX_WORDS) -> str | None:
-    """Why a cleaned caption is dropped: one of `EMPTY`, `LINK` and `LONG`; None keeps it."""
+    """Return why a cleaned caption is dropped: one of `EMPTY`, `LINK` and `LONG`; None keeps it."""
     if not any(map(str.isalnum, caption)):
         return EMPTY
     if not any(map(str.isalnum, _URL.sub("", caption))):
@@ -65,7 +65,7 @@ def why_dropped(caption: str, max_words: int = MAX_WORDS) -> str | None:
 def clean_captions(
     texts: Iterable[str], key: str, max_words: int = MAX_WORDS
 ) -> tuple[list[str], list[Refused]]:
-    """The captions of one image that are kept, in order, and what was dropped.
+    """Return the captions of one image that are kept, in order, and what was dropped.
 
     Args:
         texts: as the raw data has them.

@@ -91,7 +91,7 @@ class _Frame:
         self._turn = _TURNED[image.orientation] if turn else None
 
     def fit(self, box: Sequence[float]) -> tuple[str | None, list[float] | None]:
-        """What is wrong with a box, if anything, and the box (None: left out)."""
+        """Return the kind of fault of a box, if any, and the box (None: left out)."""
         x, y, wide, high = box
         width, height = self._drawn_on
         left, top = max(x, 0.0), max(y, 0.0)
@@ -117,6 +117,6 @@ class _Frame:
 
 
 def _shape_differs(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Whether a size is nearer to the other one with its sides exchanged."""
+    """Return whether a size is nearer to the other one with its sides exchanged."""
     ratio, aspect = math.log(one[0] / one[1]), math.log(other[0] / other[1])
     return abs(ratio + aspect) < abs(ratio - aspect)

@@ -61,7 +61,7 @@ def require_same_settings(out: Path, found: Mapping[str, Any], settings: Mapping
 
 
 def shard_name(number: int) -> str:
-    """File name of a shard, as `ShardWriter` names them."""
+    """Return the file name of a shard, as `ShardWriter` names them."""
     return f"shard-{number:06d}.tar"
 
 

@@ -18,7 +18,7 @@ MANIFEST_NAME = "manifest.json"
 
 
 def make_manifest(pieces: Pieces, title: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest of a finished build; the same for equal shards and failures, whenever made."""
+    """Return the manifest of a finished build; equal shards and failures give equal ones."""
     records = [pieces.journal.records[number] for number in range(pieces.shards)]
     failures = {kind: list(ids) for kind, ids in pieces.refused.items()}
     for record in records:

@@ -85,7 +85,7 @@ def add_build_arguments(parser: argparse.ArgumentParser, *, images: bool = True)
 
 
 def build_options(arguments: argparse.Namespace) -> BuildOptions:
-    """The options from the command line.
+    """Return the options from the command line.
 
     Raises:
         ConfigError: a number is out of range.

@@ -30,7 +30,7 @@ class Pieces:
         self.shards = 0
 
     def jobs(self, wanted: Iterable[SampleSpec | Refused], bar: Any) -> Iterator[ShardJob]:
-        """The shards to be made, in order."""
+        """Yield the shards to be made, in order."""
         for piece in self._pieces(self._usable(wanted)):
             number, self.shards = self.shards, self.shards + 1
             job = self._job(number, piece)

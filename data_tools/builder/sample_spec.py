@@ -32,7 +32,7 @@ class Refused(NamedTuple):
 
 
 def has_text(annotation: Annotation) -> bool:
-    """Whether there is anything to learn: a text of any kind, a label or a box."""
+    """Return whether there is anything to learn: a text of any kind, a label or a box."""
     return bool(captions_of(annotation)) or any(
         part not in (None, "", [])
         for part in (

@@ -56,7 +56,7 @@ class TakeDown:
         return cls(frozenset(line for line in lines if line))
 
     def names(self, key: str, annotation: Annotation) -> bool:
-        """Whether a line names this sample: by key, `image_id` or `url`."""
+        """Return whether a line names this sample: by key, `image_id` or `url`."""
         if not self.lines:
             return False
         url = (annotation.model_extra or {}).get("url")
@@ -70,7 +70,7 @@ class TakeDown:
 def keys_of(
     wanted: Mapping[int, Sequence[int]], shards: Sequence[Shard], processes: int
 ) -> Iterator[tuple[int, list[str]]]:
-    """The keys of some samples, read from the headers of their shards.
+    """Return the keys of some samples, read from the headers of their shards.
 
     Args:
         wanted: place of the shard in `shards` -> numbers of its samples.

@@ -63,7 +63,7 @@ class ShardJob(NamedTuple):
 
 
 def temporary(folder: Path, number: int, process: int) -> Path:
-    """Where a process writes a shard before it is put in its place."""
+    """Return the path that a process writes a shard to before it is put in its place."""
     return folder / f"{shard_name(number)}.{process}.tmp"
 
 

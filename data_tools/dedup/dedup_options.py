@@ -30,13 +30,13 @@ def add_near_duplicate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def required_distance(arguments: argparse.Namespace) -> int | None:
-    """`--distance`, None for `--exact`; refuses numbers out of range."""
+    """Return `--distance`, None for `--exact`; refuse numbers out of range."""
     if not 0 <= arguments.distance <= 16:
         raise ConfigError(f"--distance is {arguments.distance}, 0 to 16 bits are possible")
     return None if arguments.exact else arguments.distance
 
 
 def hash_folder(arguments: argparse.Namespace) -> Path:
-    """Where hashes are kept."""
+    """Return the folder that hashes are kept in."""
     folder: Path = arguments.hashes or arguments.out.with_name(arguments.out.name + ".hashes")
     return folder

@@ -25,7 +25,7 @@ class Drops(NamedTuple):
 
 
 def duplicate_images(images: NDArray[np.void], distance: int | None) -> Drops:
-    """Which images repeat an earlier one.
+    """Find the images that repeat an earlier one.
 
     An image is dropped if it has the same bytes as an earlier one, or looks like an earlier one
     that is kept; one that looks like a dropped one alone stays. (Among those that share all 64 bits
@@ -56,13 +56,13 @@ def duplicate_images(images: NDArray[np.void], distance: int | None) -> Drops:
 
 
 def _keep_first(values: Hashes, among: Places, kept_for: Places) -> None:
-    """Of equal values, the first is kept for the others."""
+    """Keep the first of equal values for the others."""
     _, first, inverse = np.unique(values[among], return_index=True, return_inverse=True)
     kept_for[among] = among[first[inverse.reshape(-1)]]
 
 
 def _looks(images: NDArray[np.void]) -> Hashes:
-    """All 320 bits of the perceptual hashes mixed into 64; equal ones stay equal."""
+    """Return all 320 bits of the perceptual hashes mixed into 64; equal ones stay equal."""
     mixed = images["coarse"].copy()
     for word in range(4):
         mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(0x9E3779B97F4A7C15)
@@ -71,7 +71,7 @@ def _looks(images: NDArray[np.void]) -> Hashes:
 
 
 def _join_equal_hashes(images: NDArray[np.void], among: Places, kept_for: Places) -> None:
-    """Of those with the same 64 bits and near 256 bits, the first is kept.
+    """Keep the first of those with the same 64 bits and near 256 bits.
 
     One by one, not in pairs: thousands of copies of one image would make millions of pairs.
     """

@@ -32,7 +32,7 @@ class NearPairs(NamedTuple):
 
 
 def near_pairs(hashes: Hashes, distance: int) -> Iterator[NearPairs]:
-    """Every pair of places (first < second) whose hashes differ in at most `distance` bits, once.
+    """Yield every pair of places (first < second) of hashes within `distance` bits, once.
 
     Memory beside the hashes is that of one sorting; equal hashes, though, are all paired with each
     other, so many of them should be made one before.
@@ -65,7 +65,7 @@ class NearIndex:
         self._values = [hashes[order] for order in self._orders]
 
     def near(self, hashes: Hashes) -> NearPairs:
-        """All (place in `hashes`, stored place) within the distance, each once."""
+        """Return all (place in `hashes`, stored place) within the distance, each once."""
         found = [NearPairs(*(np.empty(0, np.int64) for _ in NearPairs._fields))]
         for number, mask in enumerate(self._masks):
             order, value = self._orders[number], self._values[number]
@@ -86,7 +86,7 @@ class NearIndex:
 
 
 def block_masks(distance: int, count: int) -> list[np.uint64]:
-    """For each sorting the bits of its blocks, such that near hashes agree in at least one of them.
+    """Return the bits of each sorting's blocks; near hashes agree in at least one of them.
 
     Args:
         distance: bits in which near hashes differ at most, 0 to 32.
@@ -114,7 +114,7 @@ def _cost(distance: int, k: int, count: int) -> float:
 def _near(
     first: Hashes, second: Hashes, distance: int, earlier: list[np.uint64]
 ) -> tuple[Places, NDArray[np.int64]]:
-    """Which pairs are near, but for those that an earlier sorting has found."""
+    """Find the pairs that are near, but for those that an earlier sorting has found."""
     bits = differing_bits(first, second)
     places = np.flatnonzero(bits <= distance)
     different = first[places] ^ second[places]

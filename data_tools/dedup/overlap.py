@@ -77,7 +77,7 @@ class EvaluationImages:
             self._looks = NearIndex(records["coarse"][self._looking], distance)
 
     def matches(self, records: NDArray[np.void], shard: int) -> NDArray[np.void]:
-        """A MATCH for every record that shows one of the images, with all the ways it does."""
+        """Return a MATCH for every record that shows one of the images, in all its ways."""
         ours, theirs, ways = [], [], []
         for way, first, second in self._found(records):
             ours.append(first)
@@ -165,7 +165,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _lines(
     matches: NDArray[np.void], pretraining: Sequence[Shard], theirs: Evaluation, processes: int
 ) -> Iterator[Line]:
-    """One line for each sample, whichever of its matches has the most ways."""
+    """Yield one line for each sample, of its match that has the most ways."""
     order = np.lexsort((matches["bits"], -matches["ways"].astype(int), matches["sample"],
                         matches["shard"]))  # fmt: skip
     ordered = matches[order]
@@ -186,7 +186,7 @@ def _lines(
 
 
 def _grouped(shards: NDArray[np.integer], samples: NDArray[np.integer]) -> dict[int, list[int]]:
-    """Sample numbers by shard, in the order given; shards come in runs."""
+    """Return sample numbers by shard, in the order given; shards come in runs."""
     grouped: dict[int, list[int]] = {}
     for shard, sample in zip(shards.tolist(), samples.tolist()):
         grouped.setdefault(shard, []).append(sample)

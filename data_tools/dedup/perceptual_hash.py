@@ -67,7 +67,7 @@ _LOW = 16
 
 
 def hash_image(data: bytes, where: str = "the image") -> tuple[int, Hashes] | None:
-    """The perceptual hashes of an encoded image, of 64 bits and of 256 (4 words).
+    """Return the perceptual hashes of an encoded image, of 64 bits and of 256 (4 words).
 
     Returns:
         None for an image without structure, such as a single colour.
@@ -96,7 +96,7 @@ def hash_image(data: bytes, where: str = "the image") -> tuple[int, Hashes] | No
 def hash_shards(
     shards: Sequence[Shard], folder: Path, processes: int, title: str
 ) -> Iterator[NDArray[np.void]]:
-    """A RECORD for every image of each shard, in order; samples without an image have none.
+    """Yield a RECORD for every image of each shard, in order; samples without an image have none.
 
     Args:
         shards: the shards.
@@ -121,12 +121,12 @@ def _keep_hashes(shard: Shard, folder: Path) -> Path:
 
 
 def fine_distance(first: Hashes, second: Hashes) -> NDArray[np.int64]:
-    """Bits in which hashes of 256 bits, (..., 4), differ."""
+    """Count the bits in which hashes of 256 bits, (..., 4), differ."""
     return differing_bits(first, second).sum(-1)
 
 
 def differing_bits(first: Hashes, second: Hashes) -> NDArray[np.int64]:
-    """Bits in which 64-bit words differ."""
+    """Count the bits in which 64-bit words differ."""
     count = np.bitwise_xor(first, second)
     # Bits are added up in pairs, fours and eights; a product adds the eight bytes.
     ones, pairs, fours = (np.uint64(mask) for mask in _MASKS)
@@ -168,7 +168,7 @@ def _rows(shard: ShardReader, number: int) -> list[tuple[object, ...]]:
 
 
 def _reduced(image: Image.Image) -> Image.Image:
-    """The luminance of a JPEG, decoded at an eighth to a half of its size where that is enough."""
+    """Return the luminance of a JPEG, decoded at 1/8 to 1/2 of its size where that does."""
     image.draft("L", (4 * _SIDE, 4 * _SIDE))
     image.load()
     with suppress(Exception):  # garbage beside the pixels does not make the image a bad one
@@ -177,7 +177,7 @@ def _reduced(image: Image.Image) -> Image.Image:
 
 
 def _signs(block: NDArray[np.float64]) -> Hashes:
-    """Which values lie above their median, packed into words of 64 bits."""
+    """Compare values with their median; packed into words of 64 bits."""
     values = block.reshape(-1)
     middle = values.size // 2
     between = np.partition(values, (middle - 1, middle))[middle - 1 : middle + 1].sum() / 2
@@ -186,7 +186,7 @@ def _signs(block: NDArray[np.float64]) -> Hashes:
 
 @cache
 def _cosines() -> NDArray[np.float64]:
-    """The lowest rows of the orthonormal DCT-II, (coefficients, pixels)."""
+    """Return the lowest rows of the orthonormal DCT-II, (coefficients, pixels)."""
     frequency, place = np.arange(_LOW)[:, None], np.arange(_SIDE)[None]
     waves = np.cos(np.pi * frequency * (2 * place + 1) / (2 * _SIDE)) * np.sqrt(2 / _SIDE)
     waves[0] /= np.sqrt(2)

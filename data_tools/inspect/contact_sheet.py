@@ -45,7 +45,7 @@ class Card(NamedTuple):
 
 
 def sample_card(shard: ShardReader, number: int, boxes: bool = False, note: str = "") -> Card:
-    """The card of a sample; a damaged one becomes a card that says what is wrong.
+    """Return the card of a sample; a damaged one becomes a card that says what is wrong.
 
     Args:
         shard: open shard.
@@ -113,7 +113,7 @@ def draw_pairs(pairs: Sequence[tuple[SheetCell, SheetCell]], path: Path) -> None
 
 
 def wrapped(text: str, width: float, font: ImageFont.FreeTypeFont) -> list[str]:
-    """Lines of at most `width` pixels; a word that is longer is cut."""
+    """Return lines of at most `width` pixels; a word that is longer is cut."""
     lines = [""]
     for word in text.split():
         longer = f"{lines[-1]} {word}".strip()
@@ -198,7 +198,7 @@ def _beside(first: Image.Image, second: Image.Image) -> Image.Image:
 
 
 def _told(bad: BadSample, shard: ShardReader, number: int) -> str:
-    """What is wrong, without the place that the title says already."""
+    """Return the fault without the place, which the title says already."""
     reason = bad.where.removeprefix(shard.where(number)).strip()
     return reason.removeprefix("(").removesuffix(")") or bad.kind
 

@@ -55,12 +55,12 @@ class _Manifest(BaseModel):
 
 
 def found_rows(samples: Sequence[SampleFiles], captions: Sequence[int]) -> tuple[str, str]:
-    """`places` and `rows` of `ShardContents`."""
+    """Return `places` and `rows` of `ShardContents`."""
     return _digests(sample_rows(samples, captions))
 
 
 def against_index(folder: Path, found: Mapping[str, ShardContents]) -> list[Damage]:
-    """Where the index says something else than the shards.
+    """Find the places where the index and the shards differ.
 
     Args:
         folder: of the shards.
@@ -100,7 +100,7 @@ def against_index(folder: Path, found: Mapping[str, ShardContents]) -> list[Dama
 
 
 def read_manifest(folder: Path) -> tuple[list[ManifestShard] | None, list[Damage]]:
-    """The shards of `manifest.json`; None without one, and the damage if it cannot be read."""
+    """Return the shards of `manifest.json` (None without one) and damage to it."""
     path = folder / MANIFEST_NAME
     try:
         return _Manifest.model_validate_json(path.read_bytes()).shards, []
@@ -114,7 +114,7 @@ def read_manifest(folder: Path) -> tuple[list[ManifestShard] | None, list[Damage
 def against_manifest(
     folder: Path, manifest: Sequence[ManifestShard], found: Mapping[str, ShardContents]
 ) -> list[Damage]:
-    """Where the manifest says something else than the shards; arguments as in `against_index`."""
+    """Find the places where manifest and shards differ; arguments as in `against_index`."""
     damage = []
     for entry in manifest:
         there = found.get(entry.name)
@@ -129,7 +129,7 @@ def against_manifest(
 
 
 def _difference(said: object, there: ShardContents, fields: Sequence[str]) -> str | None:
-    """The first field that is known of both and not the same."""
+    """Return the first field that is known of both and not the same."""
     for field in fields:
         expected, is_there = getattr(said, field), getattr(there, field)
         if expected is not None and is_there is not None and expected != is_there:
@@ -138,7 +138,7 @@ def _difference(said: object, there: ShardContents, fields: Sequence[str]) -> st
 
 
 def _starts(shards: ShardTable) -> list[int]:
-    """Where each shard's rows start."""
+    """Return the number of each shard's first row."""
     starts: list[int] = (np.cumsum(shards.samples) - shards.samples).tolist()
     return starts
 

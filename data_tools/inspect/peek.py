@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read_index(folder: Path) -> ShardTable:
-    """The shards that the index of a folder names.
+    """Return the shards that the index of a folder names.
 
     Raises:
         ConfigError: there is no such folder, no shard in it, or no index that can be used.

@@ -174,7 +174,7 @@ class Order:
         return -(-self._total // self._per_shard)
 
     def piece(self, number: int, shards: Sequence[Shard], counts: NDArray[np.int64]) -> Piece:
-        """The new shard of a number, from old shards and their numbers of samples."""
+        """Return the new shard of a number, from old shards and their numbers of samples."""
         start = number * self._per_shard
         end = min(start + self._per_shard, self._total)
         samples = np.arange(start, end) if self._order is None else self._order[start:end]
@@ -200,7 +200,7 @@ def write_shard(piece: Piece, out: Path, plan: Path, prefixes: dict[Path, str]) 
 
 
 def folder_prefixes(folders: Sequence[Path]) -> dict[Path, str]:
-    """What to put before the keys of each folder: as much of its path as tells it from the others.
+    """Return a prefix for each folder's keys: as much of its path as no other one has.
 
     Raises:
         ConfigError: no part of the paths tells them apart.
@@ -237,7 +237,7 @@ def _copy(handle: int, row: np.void, prefix: str, file: IO[bytes], where: str) -
 
 
 def _sweep(out: Path) -> None:
-    """Without the unfinished shards of a killed run."""
+    """Remove the unfinished shards of a killed run."""
     for leftover in out.glob("shard-*.tmp"):
         leftover.unlink(missing_ok=True)
 

@@ -67,7 +67,7 @@ class Tally:
             self.sources = most
 
     def summary(self) -> dict[str, Any]:
-        """All of it as JSON; histograms as [value, count] in order of value."""
+        """Return all of it as JSON; histograms as [value, count] in order of value."""
         return {
             **self.counts,
             "formats": dict(self.formats.most_common()),
@@ -176,5 +176,5 @@ def _count_images(tally: Tally, sample: RawSample) -> None:
 
 
 def rounded(value: float) -> float:
-    """A positive number to two digits."""
+    """Return a positive number to two digits."""
     return float(f"{value:.1e}") if value else 0.0

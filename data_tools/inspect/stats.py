@@ -175,7 +175,7 @@ def draw(summary: dict[str, Any], path: Path) -> None:
 
 
 def _draw_histogram(panel: Axes, histogram: Sequence[tuple[float, int]], unit: str) -> None:
-    """Bars over all values but the topmost thousandth, which would squeeze the others."""
+    """Draw bars over all values but the topmost thousandth, which would squeeze the others."""
     values, counts = (np.array(column, dtype=float) for column in zip(*histogram))
     end = values[np.searchsorted(np.cumsum(counts), 0.999 * counts.sum())]
     if unit == "bytes":

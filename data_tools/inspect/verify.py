@@ -199,7 +199,7 @@ def _content(shard: ShardReader, number: int) -> Iterator[BadSample]:
 
 
 def _captions(shard: ShardReader, sample: SampleFiles) -> int:
-    """As the index counts them."""
+    """Count captions as the index does."""
     try:
         return len(captions_of(parse_annotation(sample, shard.content, sample.key)))
     except BadSample:
@@ -207,7 +207,7 @@ def _captions(shard: ShardReader, sample: SampleFiles) -> int:
 
 
 def _check_sums(data: bytes, where: str) -> None:
-    """PNG holds a checksum of each chunk, which decoding alone does not look at."""
+    """Verify the checksums of a PNG's chunks, which decoding alone does not look at."""
     if data.startswith(b"\x89PNG"):
         try:
             with Image.open(BytesIO(data), formats=FORMATS) as image:

@@ -13,13 +13,13 @@ from data_tools.scan.shard_reader import Shard, ShardReader, scan
 
 
 def prefixed(prefix: str, name: str) -> str:
-    """A key or file name with something before its last part: folders in a key stay folders."""
+    """Put a prefix before the last part of a key or file name; folders in it stay folders."""
     folder, slash, own = name.rpartition("/")
     return f"{folder}{slash}{prefix}{own}"
 
 
 def keys_in(shard: ShardReader, prefix: str = "") -> list[str]:
-    """The keys of a shard in order."""
+    """Return the keys of a shard in order."""
     return [prefixed(prefix, sample.key) for sample in shard.samples]
 
 
@@ -29,7 +29,7 @@ def repeated_keys(
     processes: int,
     prefixes: Mapping[Path, str] | None = None,
 ) -> Iterator[tuple[Shard, str]]:
-    """Every occurrence of the keys that come more than once, in order.
+    """Yield every occurrence of the keys that come more than once, in order.
 
     Args:
         shards: all shards.

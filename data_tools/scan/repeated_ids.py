@@ -18,13 +18,13 @@ _PARTS = 256
 
 
 def number_of(name: str) -> int:
-    """A name as a number of 64 bits; among a billion names two share one with a chance of 3 %."""
+    """Hash a name to 64 bits; among a billion names two share one with a chance of 3 %."""
     digest = blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 def numbers_of(names: Iterable[str]) -> Numbers:
-    """`number_of` each name."""
+    """Return `number_of` each name."""
     return np.fromiter((number_of(name) for name in names), dtype=np.uint64)
 
 
@@ -56,7 +56,7 @@ class RepeatedIds:
             self._spill()
 
     def result(self) -> Repeated:
-        """What was added so far; the object is empty afterwards."""
+        """Return the counts of what was added so far; the object is empty afterwards."""
         if self._folder is None:
             return _count([self._held_numbers()])
         self._spill()

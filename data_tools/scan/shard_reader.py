@@ -67,19 +67,19 @@ class ShardReader:
         return len(self.samples)
 
     def read(self, number: int) -> RawSample:
-        """A sample with its images; raises BadSample where it cannot be used."""
+        """Return a sample with its images; raises BadSample where it cannot be used."""
         return parse(self.samples[number], self.content, self.where(number))
 
     def annotation(self, number: int) -> Annotation:
-        """A sample's annotation, its images left unread; raises BadSample."""
+        """Return a sample's annotation, its images left unread; raises BadSample."""
         return parse_annotation(self.samples[number], self.content, self.where(number))
 
     def where(self, number: int) -> str:
-        """The place of a sample, for people."""
+        """Return the place of a sample, for people."""
         return f"{self.path}, {self.samples[number].key}"
 
     def content(self, member: Member) -> bytes:
-        """The bytes of a member; raises BadSample where the shard ends before they do."""
+        """Return the bytes of a member; raises BadSample where the shard ends before they do."""
         go_on()
         try:
             data = os.pread(self._file, member.size, member.offset)

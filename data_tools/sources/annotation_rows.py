@@ -33,7 +33,7 @@ Faults = list[Refused]
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file, gzipped or not.
+    """Return the content of a JSON file, gzipped or not.
 
     Raises:
         ConfigError: it is missing or not JSON.
@@ -49,7 +49,7 @@ def read_json(path: Path) -> Any:
 
 
 def json_lines(path: Path, faults: Faults) -> Iterator[Located]:
-    """The objects of a file, gzipped or not, with one a line; what is no JSON is counted.
+    """Yield the objects of a file, gzipped or not, with one a line; what is no JSON is counted.
 
     Raises:
         ConfigError: the file is missing, or its first line is no JSON.
@@ -73,7 +73,7 @@ def json_lines(path: Path, faults: Faults) -> Iterator[Located]:
 
 
 def line_count(paths: Iterable[Path]) -> int:
-    """How many lines some files have, gzipped or not, which tells how far a conversion is.
+    """Return how many lines some files have, gzipped or not, which tells how far a conversion is.
 
     Raises:
         ConfigError: a file cannot be read.
@@ -82,7 +82,7 @@ def line_count(paths: Iterable[Path]) -> int:
 
 
 def json_list(path: Path, key: str | None = None) -> Iterator[Located]:
-    """The members of the list in a JSON file, perhaps under a key of its outermost object.
+    """Return the members of the list in a JSON file, perhaps under a key of its outermost object.
 
     Raises:
         ConfigError: the file is missing, not JSON, or holds no such list.
@@ -91,7 +91,7 @@ def json_list(path: Path, key: str | None = None) -> Iterator[Located]:
 
 
 def members(content: Any, path: Path, key: str | None = None) -> Iterator[Located]:
-    """As `json_list`, of what was read from a file already."""
+    """Yield members as `json_list` does, of what was read from a file already."""
     rows = content.get(key) if key is not None and isinstance(content, dict) else content
     if not isinstance(rows, list) or (key is not None and not isinstance(content, dict)):
         place = "a list" if key is None else f'an object with a list "{key}"'
@@ -101,7 +101,7 @@ def members(content: Any, path: Path, key: str | None = None) -> Iterator[Locate
 
 
 def parsed(rows: Iterable[Located], layout: type[AnyRow], faults: Faults) -> Iterator[AnyRow]:
-    """Rows in their layout; one that does not fit is counted.
+    """Yield rows in their layout; one that does not fit is counted.
 
     Raises:
         ConfigError: already the first one does not fit, so the file has another layout.
@@ -121,7 +121,7 @@ def parsed(rows: Iterable[Located], layout: type[AnyRow], faults: Faults) -> Ite
 
 
 def explained(error: ValidationError) -> str:
-    """The first problem of a row: the field and what is wrong with it."""
+    """Return the first problem of a row: the field and what is wrong with it."""
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"]) or "the row"
     return f"{place}: {first['msg']}"
@@ -142,7 +142,7 @@ def text_lines(path: Path) -> list[str]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """A file's bytes, of a gzipped one those inside; what goes wrong meanwhile is a ConfigError."""
+    """Open a file, of a gzipped one the content; what goes wrong meanwhile is a ConfigError."""
     try:
         with open(path, "rb") as file:
             if file.read(2) != b"\x1f\x8b":

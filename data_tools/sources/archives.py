@@ -26,7 +26,7 @@ _STARTS = {b"\xfd7zXZ\x00": lzma.open, b"\x1f\x8b": gzip.open, b"BZh": bz2.open}
 
 @contextmanager
 def unpacked(places: Sequence[Path], room: Path) -> Iterator[list[Path]]:
-    """The places with a plain tar instead of each compressed one.
+    """Yield the places with a plain tar instead of each compressed one.
 
     Args:
         places: folders, tars, compressed tars (told by their first bytes, whatever they are
@@ -60,7 +60,7 @@ def unpacked(places: Sequence[Path], room: Path) -> Iterator[list[Path]]:
 
 
 def _opener(path: Path) -> Any:
-    """What opens a compressed file, or None."""
+    """Return the function that opens a compressed file; None for any other file."""
     if not path.is_file():
         return None
     with open(path, "rb") as file:

@@ -27,7 +27,7 @@ class ImageLocation(NamedTuple):
     member: str | None = None
 
     def read(self) -> bytes:
-        """The bytes.
+        """Return the bytes.
 
         Raises:
             BadSample: they can no longer be read.
@@ -76,7 +76,7 @@ class Originals:
                 raise ConfigError(f"{place}: no such folder, tar or zip of images")
 
     def find(self, name: str) -> ImageLocation | None:
-        """Where an image lies (a file name, perhaps with folders before it), or None."""
+        """Find an image (a file name, perhaps with folders before it); None if it is nowhere."""
         folder, _, base = name.removeprefix("./").rpartition("/")
         found = self._found.get(base)
         if found is None:
@@ -93,7 +93,7 @@ class Originals:
         return ImageLocation(path, found.offset, found.size)
 
     def read(self, name: str) -> bytes | None:
-        """The bytes of an image, or None where there is none.
+        """Return the bytes of an image, or None where there is none.
 
         Raises:
             BadSample: there is one, and it can no longer be read.
@@ -152,7 +152,7 @@ _BESIDE = (".txt", ".json", ".parquet", ".csv")
 
 
 def _agree(there: str, wanted: str) -> bool:
-    """Whether two paths of folders end alike, as far as the shorter one goes."""
+    """Return whether two paths of folders end alike, as far as the shorter one goes."""
     return f"/{there}".endswith(f"/{wanted}") or f"/{wanted}".endswith(f"/{there}")
 
 

@@ -18,7 +18,7 @@ _BEHIND = re.compile(r"\s*[,\]]")
 
 
 def streamed_list(path: Path) -> Iterator[Located]:
-    """The members of the list that a JSON file holds, each with its place for messages.
+    """Yield the members of the list that a JSON file holds, each with its place for messages.
 
     Raises:
         ConfigError: the file is missing, no list, or damaged from some member on.

@@ -39,7 +39,7 @@ CropScale = Annotated[tuple[float, float], AfterValidator(_are_shares)]
 
 
 class AugmentConfig(Config):
-    """RandAugment(2, 7) over the design's operations, a random crop and a mirror."""
+    """RandAugment(2, 7) over the design's operations, a random crop and a horizontal flip."""
 
     randaugment: bool = True
     operations: int = 2

@@ -105,14 +105,14 @@ class Annotation(_Part):
 
 
 def texts_of(annotation: Annotation, kind: TextKind = "captions") -> list[str]:
-    """What is said of a whole image, or the referring expressions of what is in it."""
+    """Return the captions of an image, or the referring expressions of what is in it."""
     if kind == "captions":
         return captions_of(annotation)
     return [one.text.strip() for one in annotation.expressions or () if one.text.strip()]
 
 
 def every_text_of(annotation: Annotation) -> list[str]:
-    """All that is said of an image: captions, claims, questions and answers, expressions."""
+    """Return all that is said of an image: captions, claims, questions and answers, expressions."""
     claims = (annotation.premise, annotation.hypothesis, annotation.statement)
     asked = annotation.questions or ()
     texts: list[str] = [
@@ -126,7 +126,7 @@ def every_text_of(annotation: Annotation) -> list[str]:
 
 
 def captions_of(annotation: Annotation) -> list[str]:
-    """The captions to train and evaluate on: `captions`, else `caption`, else none.
+    """Return the captions to train and evaluate on: `captions`, else `caption`, else none.
 
     White space around a caption is dropped, and a caption of nothing else does not count. Of a
     caption longer than MAX_CAPTION, its start is taken.

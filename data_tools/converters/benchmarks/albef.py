@@ -144,7 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def captioned(paths: Sequence[Path], extra: Extra, faults: Faults) -> Iterator[SampleSpec]:
-    """One sample an image with all its captions, in the order of their first rows."""
+    """Yield one sample an image with all its captions, in the order of their first rows."""
     captions: dict[str, list[str]] = {}
     for path in paths:
         for row in parsed(json_list(path), AlbefRetrievalRow, faults):
@@ -155,7 +155,7 @@ def captioned(paths: Sequence[Path], extra: Extra, faults: Faults) -> Iterator[S
 
 
 def asked(paths: Sequence[Path], extra: Extra, faults: Faults) -> Iterator[SampleSpec]:
-    """One sample an image with all its questions, in the order of their first rows."""
+    """Yield one sample an image with all its questions, in the order of their first rows."""
     questions: dict[str, list[PlainQuestion]] = {}
     seen: set[str] = set()
     for path in paths:
@@ -200,7 +200,7 @@ def entailed(paths: Sequence[Path], extra: Extra, faults: Faults) -> Iterator[Sa
 
 
 def referred(paths: Sequence[Path], extra: Extra, faults: Faults) -> Iterator[SampleSpec]:
-    """One sample an image with all its expressions, in the order of their first rows."""
+    """Yield one sample an image with all its expressions, in the order of their first rows."""
     expressions: dict[str, list[Expression]] = {}
     sizes: dict[str, tuple[int, int]] = {}
     numbers = count()

@@ -85,11 +85,11 @@ class CategoryWords:
         return self._sizes.get(image_id)
 
     def boxes(self, image_id: int) -> list[Box]:
-        """Of all objects of an image but crowds."""
+        """Return the boxes of all objects of an image but crowds."""
         return [box for _, box in self._objects.get(image_id, ())]
 
     def words(self, image_id: int, captions: Sequence[str]) -> list[Word]:
-        """The words of captions that name the only object of their category."""
+        """Return the words of captions that name the only object of their category."""
         objects = self._objects.get(image_id, ())
         count = Counter(category for category, _ in objects)
         crowds = self._crowds.get(image_id, ())
@@ -106,7 +106,7 @@ class CategoryWords:
         ]
 
     def said(self, caption: str) -> list[tuple[int, str, str]]:
-        """(place, word, category) of every category that a caption names.
+        """Return (place, word, category) of every category that a caption names.
 
         Places count words and punctuation marks as BERT splits them. The longest name wins: a teddy
         bear is no bear.

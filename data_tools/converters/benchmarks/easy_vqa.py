@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read_answer_list(path: Path) -> frozenset[str]:
-    """The answers of answers.txt.
+    """Return the answers of answers.txt.
 
     Raises:
         ConfigError: it cannot be read, or holds none.
@@ -52,7 +52,7 @@ def read_answer_list(path: Path) -> frozenset[str]:
 def easy_images(
     path: Path, known: frozenset[str] | None, split: str, faults: Faults
 ) -> list[ImageQuestions]:
-    """The images that a question file asks about, in the order of their first question.
+    """Return the images that a question file asks about, in the order of their first question.
 
     Args:
         path: the question file.

@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def wanted_examples(paths: Sequence[Path], extension: str, faults: Faults) -> Iterator[SampleSpec]:
-    """One sample a statement, in the order of the files.
+    """Yield one sample a statement, in the order of the files.
 
     Raises:
         ConfigError: a file cannot be read or is no NLVR2 file.

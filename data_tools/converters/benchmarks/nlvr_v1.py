@@ -59,7 +59,7 @@ class PermutedPlace(ImageLocation):
     order: tuple[int, ...] = PERMUTATIONS[0]
 
     def read(self) -> bytes:
-        """The image as an RGB PNG.
+        """Return the image as an RGB PNG.
 
         Raises:
             BadSample: it cannot be read, or has another size than NLVR's, so its boxes are
@@ -78,7 +78,7 @@ class PermutedOriginals(Originals):
     """Images of NLVR; permutations that are not there are made from permutation 0."""
 
     def find(self, name: str) -> ImageLocation | None:
-        """Where an image lies, or the one that it is made from; None: neither is there."""
+        """Find an image, or the one that it is made from; None: neither is there."""
         place, order = super().find(name), PERMUTATIONS[0]
         parts = _NAME.fullmatch(name)
         if place is None and parts is not None:
@@ -132,7 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
 def wanted_examples(
     paths: Sequence[Path], split: str, permutations: int, faults: Faults
 ) -> Iterator[tuple[str, SampleSpec]]:
-    """Presentation and sample of each example and permutation, in the order of the files.
+    """Yield presentation and sample of each example and permutation, in the order of the files.
 
     Raises:
         ConfigError: a file cannot be read or is no NLVR file.
@@ -155,13 +155,13 @@ def wanted_examples(
 
 
 def is_held_out(presentation: str, share: float) -> bool:
-    """Whether a presentation belongs to the held-out share: a function of its name alone."""
+    """Return whether a presentation belongs to the held-out share: a function of its name alone."""
     number = int.from_bytes(hashlib.sha256(presentation.encode()).digest()[:8], "big")
     return number < share * 2**64
 
 
 def permuted(image: Image.Image, order: Sequence[int]) -> Image.Image:
-    """An image of NLVR with its boxes in another order; box i becomes box `order[i]`."""
+    """Return an image of NLVR with its boxes in another order; box i becomes box `order[i]`."""
     result = image.copy()
     for left, box in zip(_BOX_LEFTS, order):
         start = _BOX_LEFTS[box]

@@ -28,7 +28,7 @@ class PlainQuestion(NamedTuple):
     answer_type: str | None = None
 
     def typed(self) -> Question:
-        """The question as it is stored."""
+        """Return the question as it is stored."""
         content = {name: value for name, value in self._asdict().items() if value is not None}
         answers = [Answer(answer=text, count=count) for text, count in self.answers]
         return Question.model_validate({**content, "answers": answers})
@@ -69,16 +69,16 @@ def write_questions(
 
 
 def counted(answers: Iterable[str]) -> tuple[tuple[str, int], ...]:
-    """How many people gave each answer, in the order in which answers first come."""
+    """Return how many people gave each answer, in the order in which answers first come."""
     # Most answers come thousands of times.
     return tuple(Counter(map(sys.intern, answers)).items())
 
 
 def lone_answer(identifier: str, question: str, answer: str) -> PlainQuestion:
-    """A question with one answer, which counts as what all annotators said."""
+    """Return a question with one answer, which counts as what all annotators said."""
     return PlainQuestion(identifier, question, ((sys.intern(answer), ANNOTATORS),))
 
 
 def plain_answer(text: str) -> str:
-    """An answer without capital letters, white space around it and a full stop behind it."""
+    """Return an answer without capital letters, white space around it and a full stop behind it."""
     return text.strip().removesuffix(".").strip().lower()

@@ -142,7 +142,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read_references(refs: Path, instances: Path, faults: Faults) -> References:
-    """The references of a pickle with the images and objects of its instances.json.
+    """Return the references of a pickle with the images and objects of its instances.json.
 
     Raises:
         ConfigError: a file cannot be used.
@@ -158,7 +158,7 @@ def read_references(refs: Path, instances: Path, faults: Faults) -> References:
 
 
 def boxes_by_reference(refs: Path, instances: Path, faults: Faults) -> dict[int, BoxInImage]:
-    """The box of each ref_id, and the size of the image that it was drawn on.
+    """Return the box of each ref_id, and the size of the image that it was drawn on.
 
     Raises:
         ConfigError: a file cannot be used.
@@ -179,7 +179,7 @@ def wanted_images(
     proposals: Proposals | None,
     faults: Faults,
 ) -> Iterator[SampleSpec]:
-    """One sample an image with its expressions, in the order of the references."""
+    """Yield one sample an image with its expressions, in the order of the references."""
     expressions: dict[int, list[Expression]] = defaultdict(list)
     seen: set[str] = set()
     for reference in references:
@@ -207,7 +207,7 @@ def wanted_images(
 
 
 def scored_images(path: Path, faults: Faults) -> Iterator[SampleSpec]:
-    """One sample an image of a list of expressions, with the image's proposals.
+    """Yield one sample an image of a list of expressions, with the image's proposals.
 
     Raises:
         ConfigError: the file cannot be read or is no such list.
@@ -231,7 +231,7 @@ def scored_images(path: Path, faults: Faults) -> Iterator[SampleSpec]:
 
 
 def read_proposals(path: Path, faults: Faults) -> Proposals:
-    """Detected boxes by the number of their image.
+    """Return detected boxes by the number of their image.
 
     Args:
         path: a list of {image_id, box or bbox}, the same under "dets", or an object
@@ -260,7 +260,7 @@ def read_proposals(path: Path, faults: Faults) -> Proposals:
 
 
 def _detection(row: Any) -> Any:
-    """A row with its place as `box`, four numbers long."""
+    """Return a row with its place as `box`, four numbers long."""
     if not isinstance(row, dict):
         return row
     box = row.get("box", row.get("bbox"))

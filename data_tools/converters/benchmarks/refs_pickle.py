@@ -32,7 +32,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def read_refs(path: Path) -> Iterator[Located]:
-    """The rows of a pickled list, of Python 2 or 3, with where they stand.
+    """Return the rows of a pickled list, of Python 2 or 3, with where they stand.
 
     Raises:
         ConfigError: the file is missing, no pickle of plain data, or holds no list.

@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def wanted_pairs(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
-    """One sample a pair, in the order of the files.
+    """Yield one sample a pair, in the order of the files.
 
     Raises:
         ConfigError: a file cannot be read or is no SNLI-VE file.

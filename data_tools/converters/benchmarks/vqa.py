@@ -136,7 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read_answers(paths: Sequence[Path], faults: Faults) -> dict[str, Given]:
-    """What was answered to each question id; of one that is annotated twice the first.
+    """Return the answers of each question id; of one that is annotated twice the first.
 
     Raises:
         ConfigError: a file cannot be read or holds no annotations.
@@ -163,7 +163,7 @@ def vqa_images(
     pattern: str,
     faults: Faults,
 ) -> list[ImageQuestions]:
-    """The images that the question files ask about, in the order of their first question.
+    """Return the images that the question files ask about, in the order of their first question.
 
     Raises:
         ConfigError: a file cannot be used, has no header where `subset` is None, or the pattern of
@@ -194,7 +194,7 @@ def vqa_images(
 
 
 def genome_images(path: Path, image_data: Path | None, faults: Faults) -> list[ImageQuestions]:
-    """The images of Visual Genome's question_answers.json.
+    """Return the images of Visual Genome's question_answers.json.
 
     Raises:
         ConfigError: a file cannot be used.

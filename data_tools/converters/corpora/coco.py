@@ -103,7 +103,7 @@ def official_part(
     objects: CategoryWords | None = None,
     faults: Sequence[Refused] = (),
 ) -> CorpusPart:
-    """The shards of one official file.
+    """Return the shards of one official file.
 
     Args:
         path: of the captions.

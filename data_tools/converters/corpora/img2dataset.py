@@ -58,7 +58,7 @@ class Downloads(Originals):
         self._entries = entries[np.argsort(entries["url"], kind="stable")]
 
     def find(self, name: str) -> ImageLocation | None:
-        """Where the image of a URL lies, or None."""
+        """Find the image of a URL; None where there is none."""
         wanted = _number(name)
         place = int(np.searchsorted(self._entries["url"], wanted))
         if place == len(self._entries) or self._entries["url"][place] != wanted:
@@ -71,7 +71,7 @@ class Downloads(Originals):
 
 
 def survey(path: Path) -> tuple[NDArray[Any], int, str | None]:
-    """The images of one tar (URL, size, offset), how many have no URL, and what is damaged."""
+    """Return one tar's images (URL, size, offset), how many have no URL, and the damage."""
     found = contents(path)
     entries, without = [], 0
     if found.missing:

@@ -74,7 +74,7 @@ def read_karpathy(path: Path) -> list[Entry]:
 def split_parts(
     entries: Sequence[Entry], splits: Sequence[str] | None, max_words: int
 ) -> list[CorpusPart]:
-    """A folder of shards for each split.
+    """Return a folder of shards for each split.
 
     Raises:
         ConfigError: a split that is asked for does not exist.
@@ -91,7 +91,7 @@ def split_parts(
 
 
 def key_of_image(filename: str) -> str:
-    """The key of a sample from its image's name: no dot may end it early, nor a space."""
+    """Return the key of a sample from its image's name: no dot may end it early, nor a space."""
     return "_".join(Path(filename).stem.replace(".", "_").split())
 
 

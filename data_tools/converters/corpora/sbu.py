@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read_sbu(path: Path) -> Iterator[WebRow | Refused]:
-    """The rows of the official JSON; the photographer's `user_id` is kept for attribution.
+    """Yield the rows of the official JSON; the photographer's `user_id` is kept for attribution.
 
     Raises:
         ConfigError: the file is missing, of another layout, or its lists differ in length.

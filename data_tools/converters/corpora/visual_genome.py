@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def wanted_images(path: Path, known: _Known, max_words: int) -> Iterator[SampleSpec | Refused]:
-    """A sample for each image of region_descriptions.json.
+    """Yield a sample for each image of region_descriptions.json.
 
     Raises:
         ConfigError: the file is missing or has another layout.

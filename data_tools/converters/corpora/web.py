@@ -142,7 +142,7 @@ def read_tsv(path: Path, caption_first: bool) -> Iterator[WebRow | Refused]:
 
 
 def image_id_of(url: str) -> str:
-    """A short name of the image behind a URL: 64 bits of its sha256."""
+    """Return a short name of the image behind a URL: 64 bits of its sha256."""
     return hashlib.sha256(url.encode()).hexdigest()[:16]
 
 
@@ -219,7 +219,7 @@ def _write_urls(
 
 
 def _lines_of(path: Path) -> int | None:
-    """How many lines a list has, for the time that is left."""
+    """Return how many lines a list has, for the time that is left."""
     if path.suffix in (".gz", ".json") or not path.is_file():
         return None
     with open(path, "rb") as file:

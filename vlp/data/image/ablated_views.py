@@ -13,7 +13,7 @@ View = Literal["image", "shuffled", "blank"]
 
 
 def viewed(pixels: Tensor, view: View, patch_size: int, seed: int) -> Tensor:
-    """Images as the view wants them; each one's patches have an order of their own.
+    """Show images as the view wants them; each one's patches have an order of their own.
 
     Before it is cut to be shuffled, an image is moved by a random part of a patch, out at one side
     and in at the other: where the grid cuts a thing would tell where the thing lay.

@@ -49,7 +49,7 @@ def decode_image(data: bytes, where: str) -> Image.Image:
 
 
 def upright_rgb(image: Image.Image) -> Image.Image:
-    """An image that others opened, as `decode_image` gives it; one that is so already, itself.
+    """Return an image that others opened as `decode_image` does; one that is so already as is.
 
     Raises:
         OSError: the file ends too early, or cannot be decoded.
@@ -63,7 +63,7 @@ def upright_rgb(image: Image.Image) -> Image.Image:
 
 @contextmanager
 def reading(where: str) -> Iterator[None]:
-    """Whatever a decoder raises within becomes a `BadSample` that names the place."""
+    """Turn whatever a decoder raises within into a `BadSample` that names the place."""
     try:
         yield
     except BadSample:
@@ -103,7 +103,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def orientation(image: Image.Image) -> int:
-    """EXIF's number of the way an image must be turned; 1 is upright."""
+    """Return EXIF's number of the way an image must be turned; 1 is upright."""
     try:
         return int(image.getexif().get(ExifTags.Base.Orientation, 1))
     except Exception:  # garbage beside the pixels does not make the image a bad one

@@ -54,11 +54,11 @@ class JpegImage:
         """(width, height) in pixels, upright."""
 
     def image(self) -> Image.Image:
-        """Decoded by `decode_image`."""
+        """Decode with `decode_image`."""
         return decode_image(self._data, self._where)
 
     def levels(self, least: tuple[int, int] | None = None) -> Tensor:
-        """Decoded to levels, (3, height, width) uint8: those of `image`, or quicker ones.
+        """Decode to levels, (3, height, width) uint8: those of `image`, or quicker ones.
 
         Args:
             least: (width, height) that must be left, for a quick result: a JPEG is decoded by the
@@ -100,7 +100,7 @@ def _upright_jpeg(data: bytes) -> tuple[int, int] | None:
 
 
 def _may_be_turned(data: bytes) -> bool:
-    """Whether a segment before the pixels says, or the segments cannot be followed."""
+    """Return whether a segment before the pixels says, or the segments cannot be followed."""
     start = 2
     while start + 4 <= len(data) and data[start] == 0xFF:
         marker, end = data[start + 1], start + 2 + int.from_bytes(data[start + 2 : start + 4])
@@ -113,5 +113,5 @@ def _may_be_turned(data: bytes) -> bool:
 
 
 def levels_of(image: Image.Image) -> Tensor:
-    """An RGB image's levels, (3, height, width) uint8."""
+    """Return an RGB image's levels, (3, height, width) uint8."""
     return torch.from_numpy(np.array(image, dtype=np.uint8)).permute(2, 0, 1)

@@ -24,7 +24,7 @@ _FILL = 128.0
 def randaugment(
     levels: Tensor, operations: int, magnitude: int, rng: np.random.Generator
 ) -> Tensor:
-    """ALBEF's RandAugment: operations picked with replacement, all at one magnitude, signs random.
+    """Apply ALBEF's RandAugment: operations picked with replacement, one magnitude, random signs.
 
     Args:
         levels: (3, height, width) float32, 0..255; it is left as it is.
@@ -106,7 +106,7 @@ def _rotate(levels: Tensor, strength: float, sign: int) -> Tensor:
 
 
 def _shifted(levels: Tensor, by: float, dim: int) -> Tensor:
-    """What stands at a place comes from `by` pixels further on, between two pixels as needed."""
+    """Shift so that each place takes the value from `by` pixels further on, interpolated."""
     length = levels.shape[dim]
     whole = math.floor(by)
     part = by - whole
@@ -122,7 +122,7 @@ def _shifted(levels: Tensor, by: float, dim: int) -> Tensor:
 def _affine(
     levels: Tensor, across: tuple[float, float, float], down: tuple[float, float, float]
 ) -> Tensor:
-    """What stands at (x, y) comes from (a x + b y + c, d x + e y + f), bilinear; in pixels."""
+    """Take (x, y) from (a x + b y + c, d x + e y + f), bilinear; in pixels."""
     height, width = levels.shape[1:]
     x, y = torch.arange(width) + 0.5, (torch.arange(height) + 0.5)[:, None]
     places = torch.empty(1, height, width, 2)

@@ -24,7 +24,7 @@ FILE_NAME = "preprocessing.json"
 # As timm's `augreg` ViTs were trained; close to the range [-1, 1] that MIM regresses.
 MEAN = STD = (0.5, 0.5, 0.5)
 
-# `left`, `right`, `leftmost`, `right-hand`, ...: a mirrored image would make the caption false.
+# `left`, `right`, `leftmost`, `right-hand`, ...: a flipped image would make the caption false.
 _SIDES = re.compile(r"\b(?:left|right)", re.IGNORECASE)
 
 Box = tuple[int, int, int, int]
@@ -53,11 +53,11 @@ class Preprocessing:
         self.std = std
 
     def __call__(self, image: Image.Image) -> Tensor:
-        """An image as `squash` takes it, to (3, image_size, image_size) float32."""
+        """Return an image as `squash` takes it, to (3, image_size, image_size) float32."""
         return self.normalise(self.squash(image))
 
     def squash(self, image: Image.Image) -> Image.Image:
-        """An image of any mode and size as RGB of image_size x image_size.
+        """Return an image of any mode and size as RGB of image_size x image_size.
 
         As in training, it is turned by its EXIF orientation, what is transparent shows white, and
         16 bits become their upper 8.
@@ -67,7 +67,7 @@ class Preprocessing:
         return image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
 
     def normalise(self, image: Image.Image | Tensor) -> Tensor:
-        """An RGB image, or its levels (3, height, width) in 0..255, to float32 of that size."""
+        """Convert an RGB image, or its levels (3, height, width) in 0..255, to float32."""
         levels = image if isinstance(image, Tensor) else levels_of(image)
         return normalise(levels, self.mean, self.std)
 
@@ -104,7 +104,7 @@ def normalise(
     mean: tuple[float, float, float] = MEAN,
     std: tuple[float, float, float] = STD,
 ) -> Tensor:
-    """(x / 255 - mean) / std of levels (..., 3, height, width): float32, on their device.
+    """Return (x / 255 - mean) / std of levels (..., 3, height, width): float32, on their device.
 
     Args:
         levels: 0..255, of any type; they are left as they are.
@@ -122,7 +122,7 @@ def normalise(
 
 
 class TrainTransform:
-    """Random crop, RandAugment and mirror; every choice comes from the given generator.
+    """Random crop, horizontal flip and RandAugment; every choice comes from the given generator.
 
     Crops are resized by PyTorch's bicubic filter on 8 bits, three times as fast as Pillow's and
     equal to it but for a level here and there. Without crops (`crop_scale` from 1) images are
@@ -143,7 +143,7 @@ class TrainTransform:
     def __call__(
         self, image: Image.Image | JpegImage, rng: np.random.Generator, caption: str
     ) -> Tensor:
-        """An image to (3, image_size, image_size) float32; `caption` decides about mirroring.
+        """Convert to (3, image_size, image_size) float32; `caption` decides about the flip.
 
         Raises:
             BadSample: an encoded image cannot be decoded.
@@ -153,7 +153,7 @@ class TrainTransform:
     def levels(
         self, image: Image.Image | JpegImage, rng: np.random.Generator, caption: str
     ) -> Tensor:
-        """As a call, but not normalised yet: (3, image_size, image_size) uint8."""
+        """Convert as a call does, not normalised yet: (3, image_size, image_size) uint8."""
         if isinstance(image, Image.Image):
             image = upright_rgb(image)
         levels = self._cropped(image, random_crop(*image.size, self.config.crop_scale, rng))
@@ -187,7 +187,7 @@ class TrainTransform:
 
 
 def _least_size(size: tuple[int, int], box: Box, side: int) -> tuple[int, int]:
-    """(width, height) at which an image's crop still has `side` pixels both ways."""
+    """Return (width, height) at which an image's crop still has `side` pixels both ways."""
     left, upper, right, lower = box
     return math.ceil(size[0] * side / (right - left)), math.ceil(size[1] * side / (lower - upper))
 
@@ -195,7 +195,7 @@ def _least_size(size: tuple[int, int], box: Box, side: int) -> tuple[int, int]:
 def random_crop(
     width: int, height: int, scale: tuple[float, float], rng: np.random.Generator
 ) -> Box:
-    """torchvision's random resized crop: area in `scale`, aspect in 3/4..4/3; (l, u, r, d) px."""
+    """Draw torchvision's random resized crop: area in `scale`, aspect 3/4..4/3; (l, u, r, d) px."""
     if scale[0] >= 1:
         return 0, 0, width, height
     # All tries at once, most of them for nothing: a draw costs more than a number.

@@ -90,7 +90,7 @@ class CaptionedSamples(Dataset[Slot]):
         self.every_caption = every_caption
 
     def __getitem__(self, request: Request) -> Slot:
-        """The slot of a request; a bad sample gives an empty one that says why."""
+        """Return the slot of a request; a bad sample gives an empty one that says why."""
         if request.element is None:
             return self._empty(None)
         try:
@@ -137,7 +137,7 @@ class CaptionedSamples(Dataset[Slot]):
         )
 
     def _sample(self, element: Element) -> tuple[int, int | None]:
-        """The sample's number in its shard, and the caption's where each pair is an element."""
+        """Return the sample's number in its shard; the caption's where each pair is an element."""
         if not self.every_caption:
             return element.position, None
         ends = self.sources[element.source].caption_ends(element.shard)

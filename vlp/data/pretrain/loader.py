@@ -61,15 +61,15 @@ class OrderedData:
         sampler.batches_in_epoch(0, batch)  # complains now when the batch does not fit
 
     def samples_in_epoch(self, epoch: int) -> int:
-        """Samples of one epoch over all ranks (pairs with `captions: all`)."""
+        """Return the number of samples of one epoch over all ranks (pairs with `captions: all`)."""
         return self.sampler.samples_in_epoch(epoch)
 
     def batches_in_epoch(self, epoch: int) -> int:
-        """Global batches of one epoch."""
+        """Return the number of global batches of one epoch."""
         return self.sampler.batches_in_epoch(epoch, self.batch)
 
     def batches_left(self, samples_consumed: int, epochs: int) -> int:
-        """Global batches after so many samples, until `epochs` epochs are over.
+        """Return the number of global batches from so many samples to the end of epoch `epochs`.
 
         Raises:
             ConfigError: no batch ends at samples_consumed.
@@ -88,7 +88,7 @@ class OrderedData:
         world_size: int = 1,
         stop_after: int | None = None,
     ) -> Iterator[tuple[Any, int]]:
-        """One rank's share of the global batches, epoch after epoch without end.
+        """Yield one rank's share of the global batches, epoch after epoch without end.
 
         Args:
             samples_consumed: where to go on; the number that came with the last batch used, by any

@@ -3,6 +3,10 @@
 What a run sees depends on (seed, rank, ranks, workers) and on where it started; a sample may come
 twice in an epoch, or not at all. It is not exactly resumable: a resumed run starts at fresh shards,
 drawn by (seed, samples consumed). With an index, the training order has none of these limits.
+
+The stages are written here rather than with webdataset's pipeline: a damaged shard or sample is
+counted with its place instead of being passed over, each source has a weight, and remote shards
+come through fsspec with retries.
 """
 
 from __future__ import annotations
@@ -47,15 +51,15 @@ class EndlessSampler:
         self._size = size
 
     def samples_in_epoch(self, epoch: int) -> int:
-        """Samples of one epoch."""
+        """Return the number of samples of one epoch."""
         return self._batches * self._size
 
     def batches_in_epoch(self, epoch: int, size: int) -> int:
-        """Global batches of one epoch."""
+        """Return the number of global batches of one epoch."""
         return -(-self.samples_in_epoch(epoch) // size)
 
     def share(self, epoch: int, rank: int, world_size: int) -> int:
-        """Samples of one epoch that fall to one rank.
+        """Return the number of samples of one epoch that fall to one rank.
 
         Raises:
             ConfigError: the ranks cannot share a batch.
@@ -65,11 +69,11 @@ class EndlessSampler:
         return self.samples_in_epoch(epoch) // world_size
 
     def locate(self, consumed: int) -> tuple[int, int]:
-        """The epoch, and the samples of it that are gone, after `consumed` samples."""
+        """Return the epoch, and the samples of it that are gone, after `consumed` samples."""
         return divmod(consumed, self.samples_in_epoch(0))
 
     def steps(self, consumed: int, size: int) -> Iterator[Step]:
-        """Global batches of `size` slots from `consumed` samples on, without end."""
+        """Yield global batches of `size` slots from `consumed` samples on, without end."""
         while True:
             epoch, start = self.locate(consumed)
             consumed += size
@@ -99,7 +103,7 @@ class ListedShards:
         self._held = sample
 
     def read(self, shard_number: int, sample_number: int) -> RawSample:
-        """The sample that is held.
+        """Return the sample that is held.
 
         Raises:
             BadSample: it could not be read.
@@ -177,7 +181,7 @@ class ResampledSamples(IterableDataset[Slot]):
         raise DataError(f"{_MOST_BAD_SHARDS} shards in a row gave nothing, the last one: {last}")
 
     def _ask(self, rng: np.random.Generator) -> tuple[int, int, Callable[[], int | BadSample]]:
-        """A shard, on its way here while another one is read."""
+        """Return a shard, on its way here while another one is read."""
         source = int(rng.choice(len(self.sources), p=self._chances))
         shard = int(rng.integers(len(self.sources[source].shards)))
         name = self.sources[source].shards[shard].name
@@ -222,7 +226,7 @@ def _names(path: str) -> list[str]:
 
 
 def _open(name: str, folder: str | None) -> int | BadSample:
-    """A handle of a shard; of a URL, one that was fetched and lies there as long as it is open."""
+    """Open a shard; of a URL, a fetched copy that lies there as long as it is open."""
     if not is_url(name):
         try:
             return os.open(name, os.O_RDONLY | os.O_CLOEXEC)
@@ -256,7 +260,7 @@ def _in_background(work: Callable[[], Value]) -> Callable[[], Value]:
 
 
 def _samples(name: str, opened: int | BadSample) -> Iterator[RawSample | BadSample]:
-    """The samples of a shard, and one more that says so where it is damaged or holds none."""
+    """Yield the samples of a shard, and one more that says so where it is damaged or holds none."""
     if isinstance(opened, BadSample):
         yield opened
         return

@@ -27,7 +27,7 @@ class Shared(Protocol):
     """What the watch asks of a training order."""
 
     def share(self, epoch: int, rank: int, world_size: int) -> int:
-        """Elements of one epoch that fall to one rank."""
+        """Return the number of elements of one epoch that fall to one rank."""
 
 
 class SkippedShareWatch:

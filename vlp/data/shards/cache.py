@@ -91,7 +91,7 @@ class ShardCache:
             raise ConfigError(f"data.cache.folder {folder}: {error.strerror}") from error
 
     def open(self, file: CachedFile) -> int:
-        """A handle of the whole file, fetched first where it is not there.
+        """Return a handle of the whole file, fetched first where it is not there.
 
         The file stays in the cache as long as the handle is open.
 
@@ -123,7 +123,7 @@ class ShardCache:
                 time.sleep(random.uniform(0.1, 0.3))
 
     def holds(self, file: CachedFile) -> bool:
-        """Whether the whole file is here."""
+        """Return whether the whole file is here."""
         return (self.folder / file.path).exists()
 
     def prefetch(self, file: CachedFile) -> None:
@@ -139,7 +139,7 @@ class ShardCache:
         self._release.append(release)
 
     def used(self) -> int:
-        """Bytes of all files, those being fetched included with their full length."""
+        """Return the bytes of all files, those being fetched included with their full length."""
         return sum(size for _, size, _ in self._files())
 
     def _fetch_all(self, queue: SimpleQueue[CachedFile]) -> None:
@@ -226,7 +226,7 @@ class ShardCache:
                 raise _Full
 
     def _files(self) -> Iterator[tuple[float, int, str]]:
-        """Last use, full length and path of every file of the cache."""
+        """Yield last use, full length and path of every file of the cache."""
         for folder in os.scandir(self.folder):
             if not folder.is_dir():
                 continue
@@ -255,7 +255,7 @@ def _require_whole(file: CachedFile, part: Path) -> None:
 
 
 def _open_whole(path: Path, size: int) -> int | None:
-    """A handle with a shared lock on a file of the cache, or None where there is none."""
+    """Return a handle with a shared lock on a file of the cache, or None where there is none."""
     try:
         handle = os.open(path, os.O_RDONLY | _FLAGS)
     except FileNotFoundError:

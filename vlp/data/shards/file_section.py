@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 
 def section(file: int, start: int, stop: int, zeros: int = 0) -> BinaryIO:
-    """The bytes of an open file from `start` to `stop`, and so many zeros behind them.
+    """Return the bytes of an open file from `start` to `stop`, and so many zeros behind them.
 
     Reads carry their own offset: processes that inherited the same handle do not disturb each
     other. Closing it leaves `file` open.

@@ -100,7 +100,7 @@ class ShardTable:
 
 
 def read_table(content: bytes, where: str, remedy: str) -> ShardTable:
-    """The shards that `index.json` names.
+    """Return the shards that `index.json` names.
 
     Args:
         content: of the file.
@@ -132,7 +132,7 @@ def read_table(content: bytes, where: str, remedy: str) -> ShardTable:
 
 
 def map_samples(path: Path | str, table: ShardTable) -> np.ndarray | None:
-    """The rows of all samples, mapped into memory; None when there is no such file.
+    """Return the rows of all samples, mapped into memory; None when there is no such file.
 
     Raises:
         ConfigError: it is damaged.
@@ -153,7 +153,7 @@ def map_samples(path: Path | str, table: ShardTable) -> np.ndarray | None:
 
 
 def sample_rows(samples: Sequence[SampleFiles], captions: Sequence[int]) -> np.ndarray:
-    """The rows of a shard's samples from what its headers say."""
+    """Return the rows of a shard's samples from what its headers say."""
     ends = [
         max(-(-(member.offset + member.size) // BLOCK) for member in sample.files.values())
         for sample in samples
@@ -164,7 +164,7 @@ def sample_rows(samples: Sequence[SampleFiles], captions: Sequence[int]) -> np.n
 
 
 def rows_of(ends: Sequence[int], captions: Sequence[int]) -> np.ndarray:
-    """The rows of samples that lie one after another, given the block behind each one."""
+    """Return the rows of samples that lie one after another, given the block behind each one."""
     stops = np.array(ends, dtype=np.int64)
     starts = np.concatenate([np.zeros(1, np.int64), stops])[:-1]
     rows = np.empty(len(stops), dtype=ROW)
@@ -223,7 +223,7 @@ def _write_samples(folder: Path, shards: Sequence[SurveyedShard]) -> str:
 
 
 def table_bytes(samples: int) -> int:
-    """Length of the file that holds the rows of so many samples."""
+    """Return the length of the file that holds the rows of so many samples."""
     return len(_rows_header(samples)) + samples * ROW.itemsize
 
 

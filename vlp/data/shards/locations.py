@@ -79,7 +79,7 @@ class LocalFolder(ShardLocation):
         return OpenShard(handle, status.st_size)
 
     def rows(self, shards: ShardTable, wait: bool) -> np.ndarray | None:
-        """The rows of all samples, mapped into memory."""
+        """Return the rows of all samples, mapped into memory."""
         return map_samples(self.folder / shards.file, shards)
 
 
@@ -110,7 +110,7 @@ class CachedFolder(ShardLocation):
         return OpenShard(self.cache.open(self._file(entry)), entry.bytes)
 
     def rows(self, shards: ShardTable, wait: bool) -> np.ndarray | None:
-        """The rows of all samples, fetched once and mapped into memory.
+        """Return the rows of all samples, fetched once and mapped into memory.
 
         Without `wait` they are fetched in the background, if they are few enough: a shard can be
         read without them, at the cost of its headers.

@@ -18,7 +18,7 @@ class LRUCache(Generic[Value]):
         self._values: OrderedDict[Hashable, Value] = OrderedDict()
 
     def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """The value of `key`, made when it is not there; an exception of `make` keeps nothing."""
+        """Return the value of `key`, made if missing; an exception of `make` keeps nothing."""
         if key in self._values:
             self._values.move_to_end(key)
             return self._values[key]

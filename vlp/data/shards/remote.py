@@ -36,7 +36,7 @@ class Unreachable(Exception):
 
 
 def is_url(place: object) -> bool:
-    """Whether a place is a URL rather than a path."""
+    """Return whether a place is a URL rather than a path."""
     return isinstance(place, str) and "://" in place
 
 
@@ -62,7 +62,7 @@ class RemoteFolder:
         return f"{self.url}/{name}"
 
     def read(self, name: str, optional: bool = False) -> bytes | None:
-        """A small file, or None where there is none.
+        """Return a small file, or None where there is none.
 
         Args:
             name: of the file.
@@ -99,7 +99,7 @@ class RemoteFolder:
         files.get_file(f"{path}/{name}", target)
 
     def digests(self, names: np.ndarray) -> dict[str, str]:
-        """SHA-256 of the shards as far as the folder's manifest.json says them.
+        """Return SHA-256 of the shards as far as the folder's manifest.json says them.
 
         Raises:
             ConfigError: the manifest cannot be read.
@@ -132,7 +132,7 @@ class RemoteFolder:
 
 
 def connected(url: str) -> tuple[Any, str]:
-    """The file system of a URL, and the path in it.
+    """Return the file system of a URL, and the path in it.
 
     Raises:
         ConfigError: its protocol is not known, or the package it needs is not installed.
@@ -156,7 +156,7 @@ def connected(url: str) -> tuple[Any, str]:
 
 
 def patiently(attempt: Callable[[], Value]) -> Value:
-    """The value of `attempt`, which is tried again after growing pauses.
+    """Return the value of `attempt`, which is tried again after growing pauses.
 
     Raises:
         FileNotFoundError, PermissionError, ConfigError, DataError: at once; another try would end

@@ -78,7 +78,7 @@ class Contents(NamedTuple):
 
 
 def contents(path: Path) -> Contents:
-    """What a shard holds; a shard that cannot be opened is `missing`, and raises nothing."""
+    """List a shard's samples; one that cannot be opened is `missing`, and raises nothing."""
     try:
         members, problem = read_members(path)
     except OSError as error:
@@ -87,7 +87,7 @@ def contents(path: Path) -> Contents:
 
 
 def grouped(members: Iterable[Member]) -> list[SampleFiles]:
-    """The samples that members of a tar form, in their order.
+    """Return the samples that members of a tar form, in their order.
 
     WebDataset's rule: the key ends at the first dot of the file's own name, and the members of one
     sample follow each other. A sample whose key came before is marked as `repeated`, also where the
@@ -136,7 +136,7 @@ def parse(sample: SampleFiles, read: Callable[[Member], bytes], where: str) -> R
 def parse_annotation(
     sample: SampleFiles, read: Callable[[Member], bytes], where: str
 ) -> Annotation:
-    """`KEY.json`; `KEY.txt` is the caption where the JSON has none.
+    """Parse `KEY.json`; `KEY.txt` is the caption where the JSON has none.
 
     Raises:
         BadSample: one of them cannot be read, or the sample's key came before.
@@ -177,7 +177,7 @@ def _require_small_texts(sample: SampleFiles, where: str) -> None:
 def _at_once(
     members: Sequence[Member], read: Callable[[Member], bytes]
 ) -> Callable[[Member], bytes]:
-    """Reads any of the members, after a single read of them all if they lie close together."""
+    """Return a reader of the members, which reads them at once if they lie close together."""
     start = min(member.offset for member in members)
     end = max(member.offset + member.size for member in members)
     if end - start > sum(member.size for member in members) + _GAP:

@@ -154,7 +154,7 @@ class ShardIndex:
         return self.shards.total
 
     def read(self, shard_number: int, sample_number: int) -> RawSample:
-        """The sample at a place of the index.
+        """Return the sample at a place of the index.
 
         Raises:
             BadSample: the shard is missing or damaged there, or the sample itself cannot be used
@@ -164,11 +164,11 @@ class ShardIndex:
         return parse(*self._find(shard_number, sample_number))
 
     def read_annotation(self, shard_number: int, sample_number: int) -> Annotation:
-        """The annotation alone, its images left unparsed; raises as `read` does."""
+        """Return the annotation alone, its images left unparsed; raises as `read` does."""
         return parse_annotation(*self._find(shard_number, sample_number))
 
     def caption_ends(self, shard_number: int) -> np.ndarray:
-        """(samples,) int64: pairs of a shard's samples up to and with each one.
+        """Return (samples,) int64: pairs of a shard's samples up to and with each one.
 
         Every caption makes a pair; a sample without text counts as one.
 
@@ -184,7 +184,7 @@ class ShardIndex:
         return self._ends.get(shard_number, ends)
 
     def require_captions(self) -> np.ndarray:
-        """Rows of all samples (`vlp.data.shards.index.ROW`) with their numbers of captions.
+        """Return rows of all samples (`vlp.data.shards.index.ROW`) with their numbers of captions.
 
         Raises:
             ConfigError: the index has lost them.
@@ -232,7 +232,7 @@ class ShardIndex:
         return samples[0], read, f"{path}, {samples[0].key}"
 
     def _find_by_headers(self, file: OpenShard, sample_number: int, path: str) -> Found:
-        """A sample that its own bytes do not tell all about, such as that its key came before."""
+        """Find a sample by the shard's headers: its own bytes do not say if its key came before."""
         members, problem = members_in(section(file.handle, 0, file.bytes), file.bytes)
         samples = grouped(members)
         if sample_number >= len(samples):
@@ -272,7 +272,7 @@ class ShardIndex:
 def _part(
     file: OpenShard, start: int, size: int, path: object
 ) -> tuple[list[SampleFiles], Callable[[Member], bytes], str | None]:
-    """The samples in a part of a shard (there should be one), what reads them, what is wrong."""
+    """Return the samples in a part of a shard (one is due), their reader and the damage."""
     # A tar ends in an empty block: with one behind it, the part is a tar like any other.
     if size > _BYTES_AT_ONCE:
         headers = section(file.handle, start, start + size, zeros=BLOCK)

@@ -49,7 +49,7 @@ def append_member(file: IO[bytes], name: str, content: bytes) -> None:
 def stored_files(
     file: Path, wanted: Callable[[PurePosixPath], bool]
 ) -> Iterator[tuple[PurePosixPath, bytes]]:
-    """Names and contents of a small tar file, compressed or not, that is read once and whole.
+    """Yield names and contents of a small tar file, compressed or not, that is read once and whole.
 
     Links are not followed.
 
@@ -102,7 +102,7 @@ def read_members(path: Path) -> tuple[list[Member], str | None]:
 
 
 def members_in(file: IO[bytes], size: int) -> tuple[list[Member], str | None]:
-    """What `read_members` says of a path, of an open file or a part of one: `size` bytes of it.
+    """List the members of an open file, or of `size` bytes of it, as `read_members` does.
 
     `tarfile` itself takes a damaged header for the end of the file, hence the check of what it
     left unread.
@@ -163,7 +163,7 @@ class _HeaderReader:
 def _headers(
     archive: tarfile.TarFile, reader: _HeaderReader | None = None
 ) -> Iterator[tarfile.TarInfo]:
-    """The members of an archive; a size that leads backwards, or in a circle, is an error."""
+    """Yield the members of an archive; a size that leads backwards, or in a circle, is an error."""
     while (info := archive.next()) is not None:
         if info.size < 0 or archive.offset < info.offset_data:
             raise tarfile.ReadError(f"{_readable(info.name)} is said to hold {info.size} bytes")
@@ -175,7 +175,7 @@ def _headers(
 
 
 def _behind(file: IO[bytes], end: int) -> str | None:
-    """What is wrong behind the last member: nothing if empty blocks and nothing else follow."""
+    """Return the damage behind the last member; None if nothing but empty blocks follows."""
     file.seek(end)
     block = file.read(_BLOCK)
     if len(block) < _BLOCK:

@@ -32,7 +32,7 @@ class Slots(Protocol):
 
 
 def moved(batch: AnyBatch, device: torch.device | str) -> AnyBatch:
-    """A named tuple with every tensor in it, also in tuples of tensors, on `device`."""
+    """Return a named tuple with every tensor in it, also in tuples of tensors, on `device`."""
 
     def move(field: Any) -> Any:
         if isinstance(field, Tensor):

@@ -58,7 +58,7 @@ class ShardAwareBatchSampler:
             yield BatchRequest(requests, [] if ahead is None else next(ahead))
 
     def _ahead(self) -> Iterator[list[tuple[int, int]]]:
-        """For each batch, its part of the shards of the window after the one it stands in."""
+        """Yield each batch's part of the shards of the window after the one it stands in."""
         waiting: deque[tuple[int, int]] = deque()
         last, at_once = (-1, 0), 0
         for step in self._sampler.steps(self._consumed, self._batch):
@@ -109,7 +109,7 @@ class Answers(Dataset[Any]):
         self.samples, self.prefetch = samples, prefetch
 
     def __getitems__(self, asked: BatchRequest) -> list[Any]:
-        """All slots of a batch; `DataLoader` calls this with what its batch sampler gave."""
+        """Return all slots of a batch; `DataLoader` calls this with what its batch sampler gave."""
         if self.prefetch is not None:
             for source, shard in asked.ahead:
                 self.prefetch(source, shard)
@@ -119,5 +119,5 @@ class Answers(Dataset[Any]):
         return [self.samples[request] for request in asked.slots]
 
     def __getitem__(self, request: Request) -> Any:
-        """The slot of a single request."""
+        """Return the slot of a single request."""
         return self.samples[request]

@@ -42,7 +42,7 @@ class IndexedSamples(Dataset[Any]):
         self._read, self._seed = read, seed
 
     def __getitem__(self, request: Request) -> Any:
-        """The sample that a slot asks for, a `SkippedSample`, or None for an empty slot."""
+        """Return the sample that a slot asks for, a `SkippedSample`, or None for an empty slot."""
         if request.element is None:
             return None
         number, visit = request.element.position, request.element.visit
@@ -64,7 +64,7 @@ def indexed_data(
     batch: int,
     seed: int,
 ) -> OrderedData:
-    """Batches of `count` samples, each once an epoch, the same for any number of ranks.
+    """Return batches of `count` samples, each once an epoch, the same for any number of ranks.
 
     Args:
         count: samples.

@@ -10,7 +10,7 @@ from numpy.random.bit_generator import ISeedSequence
 
 
 def make_rng(seed: int, epoch: int, sample: int | str, purpose: str) -> np.random.Generator:
-    """A generator of its own for one purpose ("caption", "augment", ...) of one sample's visit.
+    """Return the generator of one purpose ("caption", "augment", ...) of a sample's visit.
 
     Equal arguments give equal streams on every rank, worker and machine; Philox is counter-based,
     so its key can be the hash itself.
@@ -21,7 +21,7 @@ def make_rng(seed: int, epoch: int, sample: int | str, purpose: str) -> np.rando
 
 
 def identity(*parts: int | str) -> int:
-    """A non-negative 63-bit number for what `parts` name."""
+    """Return a non-negative 63-bit number for what `parts` name."""
     return int.from_bytes(_hash(*parts, 8), "little") >> 1
 
 
@@ -36,7 +36,7 @@ class _Key(ISeedSequence):
         self._digest = digest
 
     def generate_state(self, n_words: int, dtype: Any = np.uint32) -> np.ndarray:
-        """The hash as `n_words` numbers, read alike on every machine."""
+        """Return the hash as `n_words` numbers, read alike on every machine."""
         little_endian = np.dtype(dtype).newbyteorder("<")
         return np.frombuffer(self._digest, little_endian, n_words).astype(dtype)
 

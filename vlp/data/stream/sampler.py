@@ -73,27 +73,27 @@ class TrainingSampler:
         self._place_type = np.min_scalar_type(window)
 
     def samples_before(self, epoch: int) -> int:
-        """Elements of all epochs before `epoch`."""
+        """Return the number of elements of all epochs before `epoch`."""
         return sum(
             int(epoch * weight * total) for total, weight in zip(self._totals, self._weights)
         )
 
     def samples_in_epoch(self, epoch: int) -> int:
-        """Elements of one epoch."""
+        """Return the number of elements of one epoch."""
         return self.samples_before(epoch + 1) - self.samples_before(epoch)
 
     def batches_in_epoch(self, epoch: int, size: int) -> int:
-        """Global batches of one epoch; the last one may have empty slots."""
+        """Return the number of global batches of one epoch; the last one may have empty slots."""
         longest = -(-self.samples_in_epoch(epoch) // self.streams)
         return -(-longest // self._per_stream(size))
 
     def share(self, epoch: int, rank: int, world_size: int) -> int:
-        """Elements of one epoch that fall to one rank."""
+        """Return the number of elements of one epoch that fall to one rank."""
         bounds = self._bounds(epoch, self._own(rank, world_size))
         return int(bounds[-1] - bounds[0])
 
     def locate(self, consumed: int) -> tuple[int, int]:
-        """The epoch, and each stream's position in it, after `consumed` elements.
+        """Return the epoch, and each stream's position in it, after `consumed` elements.
 
         Raises:
             ConfigError: no run with these streams ever stands at that number.
@@ -116,7 +116,7 @@ class TrainingSampler:
         return low, within // self.streams
 
     def steps(self, consumed: int, size: int) -> Iterator[Step]:
-        """Global batches of `size` slots from `consumed` elements on, without end."""
+        """Yield global batches of `size` slots from `consumed` elements on, without end."""
         taken = self._per_stream(size)
         epoch, start = self.locate(consumed)
         while True:
@@ -133,7 +133,7 @@ class TrainingSampler:
     def slots(
         self, epoch: int, start: int, size: int, rank: int = 0, world_size: int = 1
     ) -> list[Element | None]:
-        """One rank's slots of a global batch, stream by stream; None is an empty slot.
+        """Return one rank's slots of a global batch, stream by stream; None is an empty slot.
 
         The ranks' slots one after another are the slots of the whole batch.
         """
@@ -151,7 +151,7 @@ class TrainingSampler:
     def shards_of_window(
         self, epoch: int, number: int, rank: int = 0, world_size: int = 1
     ) -> list[tuple[int, int]]:
-        """What one rank reads while its streams go through their window `number`.
+        """List the shards one rank reads while its streams go through their window `number`.
 
         Returns:
             (source, shard) pairs, each once, stream by stream; none where the epoch has ended.
@@ -166,7 +166,7 @@ class TrainingSampler:
         return list(found)
 
     def windows_in_epoch(self, epoch: int) -> int:
-        """Windows of the longest stream."""
+        """Return the number of windows of the longest stream."""
         longest = -(-self.samples_in_epoch(epoch) // self.streams)
         return -(-longest // self.window)
 
@@ -187,7 +187,7 @@ class TrainingSampler:
         return range(rank * each, (rank + 1) * each)
 
     def _bounds(self, epoch: int, streams: range) -> np.ndarray:
-        """Where neighbouring streams start in the epoch's row, and where the last one ends."""
+        """Return where neighbouring streams start in the epoch's row, and the last one's end."""
         numbers = np.arange(streams.start, streams.stop + 1)
         return numbers * self.samples_in_epoch(epoch) // self.streams
 
@@ -251,14 +251,14 @@ class _Epoch:
         self._ends = np.cumsum(chunks[4])
 
     def shards(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Source and shard of the chunks that lie between two places of the row."""
+        """Return source and shard of the chunks that lie between two places of the row."""
         if start >= stop:
             return []
         first, last = np.searchsorted(self._ends, [start, stop - 1], side="right")
         return list(zip(*self._chunks[:2, first : last + 1].tolist()))
 
     def elements(self, places: np.ndarray) -> list[Element]:
-        """The elements at places of the row that the chunks form one after another."""
+        """Return the elements at places of the row that the chunks form one after another."""
         numbers = np.searchsorted(self._ends, places, side="right")
         source, shard, first, visit, length = self._chunks[:, numbers]
         position = first + places - (self._ends[numbers] - length)

@@ -20,7 +20,7 @@ def mask_words(
     special_ids: Sequence[int],
     rng: np.random.Generator,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """BERT's masking of one caption: of the chosen words 80 % become [MASK], 10 % another word.
+    """Mask one caption as BERT: of the chosen words 80 % become [MASK], 10 % another word.
 
     At least one word is chosen where there is one, so that short captions are trained on too.
 
@@ -54,7 +54,7 @@ def mask_words(
 def mask_patches(
     grid: tuple[int, int], ratio: float, unit: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """SimMIM's masking: squares of `unit` x `unit` patches, an exact number of them.
+    """Mask patches as SimMIM: squares of `unit` x `unit` patches, an exact number of them.
 
     Args:
         grid: patches (rows, columns). Where `unit` does not divide them, the squares at the lower

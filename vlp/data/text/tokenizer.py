@@ -95,7 +95,7 @@ class TextProcessor:
         return TextTokens(*map(torch.from_numpy, (ids, attention, words)))
 
     def words(self, text: str) -> list[str]:
-        """The word pieces of one caption as in its ids, special tokens included, padding not."""
+        """Return a caption's word pieces as in its ids, with special tokens, without padding."""
         encoding = self._tokenizer.encode(text)
         return encoding.tokens[: sum(encoding.attention_mask)]
 
@@ -144,7 +144,7 @@ class TextProcessor:
 
 
 def bert_tokenizer(vocabulary: dict[str, int]) -> Tokenizer:
-    """BERT's lower-casing WordPiece tokenizer over a vocabulary of token -> id."""
+    """Return BERT's lower-casing WordPiece tokenizer over a vocabulary of token -> id."""
     _require_specials(vocabulary)
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=UNK))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)

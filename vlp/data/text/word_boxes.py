@@ -28,7 +28,7 @@ class WordBox(NamedTuple):
 
 
 def named_words(annotation: Annotation) -> list[WordBox]:
-    """The words of a sample's captions that are known to name something; mostly there are none."""
+    """Return the words of captions that are known to name something; mostly none."""
     return [
         WordBox(word.caption, word.index, word.word, word.kind, tuple(word.box))
         for word in annotation.words or ()
@@ -36,7 +36,7 @@ def named_words(annotation: Annotation) -> list[WordBox]:
 
 
 def word_positions(pieces: Sequence[str]) -> list[range]:
-    """Token positions of each word, from the word pieces of one caption.
+    """Return token positions of each word, from the word pieces of one caption.
 
     A word (or punctuation mark) starts at a piece without `##`. The first and the last piece are
     [CLS] and [SEP] and belong to no word.
@@ -47,7 +47,7 @@ def word_positions(pieces: Sequence[str]) -> list[range]:
 
 
 def word_text(pieces: Sequence[str], positions: range) -> str:
-    """The word that stands at some positions, as the tokenizer sees it."""
+    """Return the word that stands at some positions, as the tokenizer sees it."""
     return "".join(pieces[place].removeprefix("##") for place in positions)
 
 
@@ -59,7 +59,7 @@ def named_patches(
     grid: tuple[int, int],
     size: tuple[int, int],
 ) -> NDArray[np.int8]:
-    """Which patches show what each token of a caption names.
+    """Find the patches that show what each token of a caption names.
 
     Args:
         annotation: one without named words gives zeros.
