@@ -137,7 +137,7 @@ def write_refcoco(path: Path, rows: Iterable[Row], expected: Collection[Any] | N
         number = _number(row, name, path)
         ready.append((number, _box(row, f"{name} {number}", path)))
     _check_ids([number for number, _ in ready], name, path, expected)
-    _write_json(path, [{name: number, "box": box} for number, box in ready])
+    write_json(path, [{name: number, "box": box} for number, box in ready])
 
 
 def _write_texts(
@@ -145,7 +145,7 @@ def _write_texts(
 ) -> None:
     texts = [(_number(row, name, path), _text(row, text, path)) for row in rows]
     _check_ids([number for number, _ in texts], name, path, expected)
-    _write_json(path, [{name: number, text: said} for number, said in texts])
+    write_json(path, [{name: number, text: said} for number, said in texts])
 
 
 def _value(row: Row, name: str, path: Path) -> Any:
@@ -215,5 +215,6 @@ def _listed(ids: Sequence[str]) -> str:
     return ", ".join(ids[:_NAMED]) + rest
 
 
-def _write_json(path: Path, rows: Sequence[Row]) -> None:
+def write_json(path: Path, rows: Sequence[Row]) -> None:
+    """Write rows as one JSON list."""
     write_text(path, json.dumps(rows, ensure_ascii=False) + "\n")
