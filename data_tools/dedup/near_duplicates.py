@@ -91,6 +91,9 @@ def block_masks(distance: int, count: int) -> list[np.uint64]:
     Args:
         distance: bits in which near hashes differ at most, 0 to 32.
         count: hashes there are, for the choice of k.
+
+    Raises:
+        ValueError: a distance out of range.
     """
     if not 0 <= distance <= 32:
         raise ValueError(f"the distance is {distance}, 0 to 32 bits are possible")

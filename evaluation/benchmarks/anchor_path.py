@@ -76,7 +76,7 @@ def random_distance(size: Size, device: torch.device, seed: int = 0) -> Tensor:
 
 
 def brute_path(distance: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Eq. 7 as it stands: the minimum over a stack of all 45 shifted copies."""
+    """Compute Eq. 7 of distances (B, M, N, G) as the minimum over all 45 shifted copies."""
     plane = distance.movedim(-1, 1).unflatten(2, grid)
     reach = (_PATCH, _PATCH, _TEXT)
     every = torch.stack(list(_shifted(plane, reach, "euclidean")))
@@ -84,7 +84,7 @@ def brute_path(distance: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 def offsets_path(distance: Tensor, grid: tuple[int, int], metric: Metric) -> Tensor:
-    """Unbounded: the running minimum over all offsets of the grid, then over all of the text."""
+    """Take the minimum of distances (B, M, N, G) over all offsets of the grid, then of the text."""
     plane = distance.movedim(-1, 1).unflatten(2, grid)
     reaches = ((grid[0] - 1, grid[1] - 1, 0), (0, 0, plane.shape[-1] - 1))
     for reach in reaches:
@@ -120,24 +120,24 @@ def _masked(nearest: Tensor) -> Tensor:
 
 
 def torch_path(distance: Tensor, grid: tuple[int, int]) -> Tensor:
-    """`anchor_path` without the kernel, on any device."""
+    """Run `anchor_path` of distances (B, M, N, G) without the kernel, on any device."""
     return anchor_path(distance, grid, kernel=False)[0]
 
 
 def triton_path(distance: Tensor, grid: tuple[int, int]) -> Tensor:
-    """The kernel, through `anchor_path` as a model calls it."""
+    """Run the kernel on distances (B, M, N, G) through `anchor_path`, as a model calls it."""
     return anchor_path(distance, grid)[0]
 
 
 def unbounded_path(distance: Tensor, grid: tuple[int, int], metric: Metric) -> Tensor:
-    """`anchor_path` with both windows None: distance transforms."""
+    """Run `anchor_path` of distances (B, M, N, G) with unbounded windows: distance transforms."""
     return anchor_path(distance, grid, None, None, None, metric)[0]
 
 
 def measure(
     paths: dict[str, Path], distance: Tensor, backward: bool, repeats: int
 ) -> dict[str, tuple[float, int]]:
-    """Median seconds and peak bytes of each path, taken in turns.
+    """Return median seconds and peak bytes of each path on distances (B, M, N, G), in turns.
 
     Raises:
         RuntimeError: a path differs from the first one's.

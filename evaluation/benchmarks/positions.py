@@ -100,7 +100,7 @@ class PublishedIRPE(PositionEncoding):
         return frozenset({"value" if letter == "v" else "bias" for letter in self.on})
 
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor | None:
-        """Terms of the logits, on queries that are scaled already."""
+        """Return the terms of the logits, of queries (B, heads, T, channels) already scaled."""
         found = None
         if self.key is not None:
             found = self.key(query * self.scale)
@@ -110,7 +110,7 @@ class PublishedIRPE(PositionEncoding):
         return found
 
     def value(self, attention: Tensor, context: PositionContext) -> Tensor:
-        """The term of the output."""
+        """Return the term of the output, of attention weights (B, heads, T, T)."""
         added: Tensor = self.value_table(attention)
         return added
 

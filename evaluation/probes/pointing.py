@@ -297,6 +297,9 @@ def ask_words(
         cosine: (captions, M, N) of whole token features.
         anchors: (captions, M, N) number of groups in which patch and token anchor.
         grid: patches (rows, columns).
+
+    Raises:
+        EvaluationError: the shards do not tell which word names which object.
     """
     if sample.annotation.words is None:
         raise EvaluationError(

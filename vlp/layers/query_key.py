@@ -17,7 +17,7 @@ Place = Callable[[Tensor], Tensor]
 
 
 def unplaced(states: Tensor) -> Tensor:
-    """The states themselves."""
+    """Return the states (B, T, width) as they are."""
     return states
 
 
@@ -35,7 +35,7 @@ class QueryKeyPlaces(PositionEncoding):
     def inputs(
         self, query: Tensor, key: Tensor, value: Tensor, context: PositionContext
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys with their places, values as they are.
+        """Return queries and keys (B, T, width) with their places, values as they are.
 
         Raises:
             TypeError: the context knows no places.

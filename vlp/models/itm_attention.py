@@ -54,7 +54,7 @@ def path_shift(attention: Attention, groups: int) -> PathShift | None:
 
 
 def image_self_attention(layer: CrossLayer, image: Tensor, context: PositionContext) -> Tensor:
-    """Return the self-attention of images, fused where no encoding takes part in it."""
+    """Return the self-attention of images (B, M, width), fused where no encoding takes part."""
     attention = layer.attention
     if attention.positions:
         return layer("attend_self", image, None, context)
@@ -69,7 +69,7 @@ def image_self_attention(layer: CrossLayer, image: Tensor, context: PositionCont
 def text_self_attention(
     layer: CrossLayer, text: Tensor, mask: Tensor, context: PositionContext, first: bool
 ) -> Tensor:
-    """Return the self-attention of texts, with `first` of their first token alone."""
+    """Return the self-attention of texts (B, N, width); `first`: of their first token alone."""
     if first and not layer.attention.positions:
         attended = layer.attention(text[:, :1], text, mask, context)
         return layer.attention_norm(text[:, :1] + attended)

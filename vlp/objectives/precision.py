@@ -15,5 +15,5 @@ def full_precision(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def no_autocast(tensor: Tensor) -> torch.autocast:
-    """Context in which a matrix product on the device of `tensor` keeps its inputs' type."""
+    """Context in which a matrix product on the device of `tensor`, of any shape, keeps its inputs' type."""
     return torch.autocast(device_type=tensor.device.type, enabled=False)

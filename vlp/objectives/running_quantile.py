@@ -50,7 +50,8 @@ def move_threshold(
     """Move a 0-d threshold, in place, towards the quantile of a batch (`similarity_quantile`).
 
     Its first value, in place of 0, is the quantile itself; later ones are running means. A batch
-    without words leaves it as it is. Every rank must call it.
+    without words leaves it as it is. Every rank must call it. Shapes are those of
+    `similarity_quantile`.
     """
     now = similarity_quantile(similarity, word_mask, valid, quantile)
     moved = torch.lerp(now, threshold, momentum)

@@ -109,13 +109,22 @@ def joined_fields(fields: Sequence[AnchorField]) -> AnchorField:
 
 
 def uniform_field(word_mask: Tensor, patches: int, groups: int) -> AnchorField:
-    """The baseline 'uniform' (papers.md#ace-a26): P = 1 between every word and every patch."""
+    """Return the baseline 'uniform' (papers.md#ace-a26): P = 1 between every word and patch.
+
+    `word_mask` is (B, N), True for words.
+    """
     path = word_mask[:, None, :, None].expand(-1, patches, -1, groups).float()
     return with_prefix(path, path, word_mask)
 
 
 def with_prefix(path: Tensor, similarity: Tensor, word_mask: Tensor) -> AnchorField:
-    """Add the averages of Eq. 10 and a zero row for the image's [CLS] (papers.md#ace-a25)."""
+    """Add the averages of Eq. 10 and a zero row for the image's [CLS] (papers.md#ace-a25).
+
+    Args:
+        path: (B, M, N, G), patches without [CLS].
+        similarity: S_G of the same shape.
+        word_mask: (B, N), True for words.
+    """
     pairs, patches, words, groups = path.shape
     dtype = _compute_dtype(path)
     short = path.to(dtype)

@@ -182,7 +182,7 @@ def full_precision(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def require_shapes(name: str, query: Tensor, key: Tensor, *tables: Tensor) -> None:
-    """Raise ValueError unless queries and keys are alike and tables have rows of their width."""
+    """Raise ValueError unless queries and keys are (..., tokens, d) and tables (rows, d)."""
     alike = query.shape == key.shape and query.ndim >= 2
     if not alike or any(
         table.ndim < 2 or table.shape[-2] < 1 or table.shape[-1] != query.shape[-1]

@@ -50,7 +50,7 @@ class LookupPosition(PositionEncoding):
     """Base of encodings whose bias is nothing but lookups."""
 
     def lookups(self, query: Tensor, key: Tensor, context: PositionContext) -> list[Lookup]:
-        """The terms of the logits; arguments and errors are those of `bias`."""
+        """Return the terms of the logits; shapes and errors are those of `bias`."""
         raise NotImplementedError
 
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:

@@ -38,6 +38,9 @@ class TokenEncoding(PositionEncoding):
         name: what error messages call the encoding.
         width: channels of the tokens.
         mixer: learn the weights `alpha` of the tokens and `beta` of the positions.
+
+    Raises:
+        ValueError: a width below 1.
     """
 
     def __init__(self, name: str, width: int, mixer: bool = False) -> None:

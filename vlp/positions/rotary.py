@@ -187,7 +187,7 @@ def rotate(x: Tensor, angles: Tensor, layout: Layout = "interleaved") -> Tensor:
 
 
 def cosine_and_sine(angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What `turn` needs for states of `dtype`, in float32 at least; shaped as the angles.
+    """What `turn` needs for states of `dtype`, in float32 at least; the shape of the angles.
 
     A float32 angle of 500 is off by 3e-5, so better angles are used to the full before rounding.
     """
@@ -197,7 +197,7 @@ def cosine_and_sine(angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
 
 
 def turn(x: Tensor, cosine: Tensor, sine: Tensor, layout: Layout = "interleaved") -> Tensor:
-    """`rotate` with cosines and sines at hand, as many rotations by the same angles want it."""
+    """Rotate x (..., T, channels) as `rotate` does, by given cosines and sines."""
     require_layout(layout)
     if layout == "half":
         first, second = x.chunk(2, -1)

@@ -210,7 +210,7 @@ def _micro_step(engine: Engine, batch: Slots, step: int) -> StepOutput:
 
 
 def poisoned(loss: Tensor) -> Tensor:
-    """The loss itself, or where it is not finite one whose gradients are NaN.
+    """Return a scalar loss itself, or where it is not finite one whose gradients are NaN.
 
     A loss can be infinite while its gradients are finite, and finite on the other ranks. NaN
     gradients make the engine skip the step on all ranks, without a wait for the device.

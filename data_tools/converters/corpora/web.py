@@ -89,7 +89,11 @@ def add_web_arguments(parser: argparse.ArgumentParser, listed: str) -> None:
 
 
 def run_web(arguments: argparse.Namespace, web: WebList) -> int:
-    """Write the shards of a web corpus, or with --urls-only the list to download."""
+    """Write the shards of a web corpus, or with --urls-only the list to download.
+
+    Raises:
+        ConfigError: the list has no rows.
+    """
     rows = web.read(arguments.annotations)
     # A wrong file is told before downloads are looked through.
     first = next(rows, None)

@@ -102,7 +102,7 @@ class CaptionDataset(DownstreamDataset[CaptionExample, CaptionBatch]):
     def batch(
         self, examples: list[CaptionExample], valid: Tensor, skipped: tuple[SkippedSample, ...]
     ) -> CaptionBatch:
-        """Stack images with one caption each."""
+        """Stack images with one caption each; `valid` is (B,)."""
         tokens = self.text([example.caption for example in examples])
         longest = int(tokens.attention_mask.sum(1).max())
         pixels = torch.stack([example.pixels for example in examples])

@@ -128,7 +128,7 @@ class PairDataset(DownstreamDataset[PairExample, PairBatch]):
     def batch(
         self, examples: list[PairExample], valid: Tensor, skipped: tuple[SkippedSample, ...]
     ) -> PairBatch:
-        """Stack examples; those without a label have class -1."""
+        """Stack examples; those without a label have class -1. `valid` is (B,)."""
         labels = [-1 if example.label is None else example.label for example in examples]
         tokens = [example.tokens for example in examples]
         ids, attention, words = (torch.cat(rows) for rows in zip(*tokens))

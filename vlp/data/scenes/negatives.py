@@ -91,6 +91,9 @@ def sample_swap(
     Neither image of a pair for training shows what the other two splits hold out. A `place` swap
     is about one object, of which no pair is held out: for `swaps` its images are new ones with
     contents that training has.
+
+    Raises:
+        RuntimeError: no scene of the split has such a swap.
     """
     if kind == "place" and split == "swaps":
         split, index = "train", index + _NEW

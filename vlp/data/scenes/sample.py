@@ -82,6 +82,7 @@ def sample_scene(
 
     Raises:
         ValueError: if the index, the image size or the variety is out of range.
+        RuntimeError: no scene of the split is found.
     """
     if not all(least <= number <= most for least, number, most in zip(LEAST, variety, FULL)):
         raise ValueError(f"{variety} is not between {LEAST} and {FULL}")

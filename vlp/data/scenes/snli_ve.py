@@ -40,7 +40,11 @@ class Entailment(NamedTuple):
 def sample_entailment(
     seed: int, index: int, split: Split = "train", image_size: int = 64
 ) -> Entailment:
-    """Draw triple `index`; its image is a scene of the split."""
+    """Draw triple `index`; its image is a scene of the split.
+
+    Raises:
+        RuntimeError: no scene of the split fits the hypothesis.
+    """
     key = f"entailment-{split}-{seed}-{index}"
     rng = make_rng(seed, 0, key, "entailment")
     noun, hypothesis = _hypothesis(rng)

@@ -23,6 +23,10 @@ class ShardWriter:
     finished shards alone. Run again, `done` holds the keys of those; a producer that skips them
     gets the same bytes as without the interruption, also where a shard was deleted: the free
     numbers are taken, smallest first. The index is written on a clean exit.
+
+    Raises:
+        ValueError: `samples_per_shard` is below 1.
+        ConfigError: a shard of an earlier run is damaged.
     """
 
     def __init__(

@@ -78,6 +78,9 @@ class LabelledSamples:
     Args:
         images: where they come from.
         config: size and augmentation.
+
+    Raises:
+        ConfigError: timm knows no such augmentation policy.
     """
 
     def __init__(

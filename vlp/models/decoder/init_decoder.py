@@ -32,7 +32,8 @@ def start_decoder(decoder: AnswerDecoder, model: VLPModel) -> list[LoadReport]:
 
     Raises:
         FileNotFoundError: `weights` is neither a folder nor on the hub.
-        ValueError: keys that no rule maps, or shapes or heads that do not fit.
+        ValueError: keys that no rule maps, or shapes that do not fit.
+        ConfigError: the weights have another number of heads.
     """
     config = decoder.config
     found, may_miss = _own_embedding(decoder, model), [_HEAD]

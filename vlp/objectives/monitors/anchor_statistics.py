@@ -72,7 +72,7 @@ def anchor_sums(
 
 
 def from_sums(sums: Tensor) -> AnchorStatistics:
-    """Statistics of everything that went into some sums of `anchor_sums`."""
+    """Return the statistics of everything in some sums (5, groups) of `anchor_sums`."""
     entries = sums[2].clamp(min=1)
     shares = AnchorStatistics(sums[0] / entries, sums[1] / entries, sums[3] / sums[4].clamp(min=1))
     return AnchorStatistics(*(share.float() for share in shares))

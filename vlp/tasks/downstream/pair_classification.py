@@ -167,7 +167,7 @@ class PairClassification(Downstream):
 
 @torch.no_grad()
 def take_tags(tags: nn.Parameter, heads: Mapping[str, Tensor]) -> None:
-    """Start from the tags of a model that was trained on pairs of images before."""
+    """Copy the tags (images, width) of a model that was trained on image pairs before."""
     found = heads.get("tags")
     if found is not None and found.shape == tags.shape:
         tags.copy_(found)

@@ -64,7 +64,7 @@ class AccelerateEngine:
         return output
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of `loss`; averaged over ranks and micro-steps."""
+        """Add the gradients of a scalar loss, averaged over ranks and micro-steps."""
         self._accelerator.backward(loss / self._gradient_accumulation_steps)
 
     def step(self, learning_rate: float) -> Update:

@@ -80,6 +80,9 @@ class SceneImages:
     Args:
         source: which scenes.
         image_size: side in pixels.
+
+    Raises:
+        ConfigError: the side is below 16 px.
     """
 
     classes: tuple[str, ...] = SHAPES

@@ -11,7 +11,7 @@ from pydantic import Field
 from vlp.config import Config, ConfigError, load_config, save_config
 from vlp.training.config import PretrainConfig
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs" / "pretrain"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "pretrain"
 BASE = "data:\n  sources: [{path: a}]\n  canonical_streams: 4\ntraining: {batch: 8}\n"
 
 
