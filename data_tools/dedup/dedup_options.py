@@ -30,7 +30,7 @@ def add_near_duplicate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def required_distance(arguments: argparse.Namespace) -> int | None:
-    """Return `--distance`, None for `--exact`; refuse numbers out of range."""
+    """Return `--distance`, None for `--exact`; ConfigError if it is not 0 to 16."""
     if not 0 <= arguments.distance <= 16:
         raise ConfigError(f"--distance is {arguments.distance}, 0 to 16 bits are possible")
     return None if arguments.exact else arguments.distance

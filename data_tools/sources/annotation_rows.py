@@ -91,7 +91,7 @@ def json_list(path: Path, key: str | None = None) -> Iterator[Located]:
 
 
 def members(content: Any, path: Path, key: str | None = None) -> Iterator[Located]:
-    """Yield members as `json_list` does, of what was read from a file already."""
+    """Yield the members of content already read; errors are those of `json_list`."""
     rows = content.get(key) if key is not None and isinstance(content, dict) else content
     if not isinstance(rows, list) or (key is not None and not isinstance(content, dict)):
         place = "a list" if key is None else f'an object with a list "{key}"'

@@ -20,8 +20,6 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 SILENT = {"AssertionError", "AttributeError", "NotImplementedError", "StopIteration", "SystemExit"}
 SILENT |= {"argparse.ArgumentTypeError", "ArgumentTypeError", "BadParameter", "typer.BadParameter"}
 SILENT |= {"Exit", "typer.Exit"}
-# The entry points of commands: the dispatcher prints what they raise.
-ENTRIES = {"run"}
 ELSEWHERE = re.compile(r"errors (as of|as|are those of) ", re.IGNORECASE)
 # (B, N), (rows, d), or a word for less than that; or where the shapes stand.
 SHAPE = re.compile(
@@ -38,11 +36,18 @@ def public_functions(path: Path) -> Iterator[tuple[Function, str]]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.ClassDef) and not child.name.startswith("_"):
                 yield from inside(child, ast.get_docstring(child) or "")
-            elif isinstance(child, Function):
-                if not child.name.startswith("_") or (child.name == "__init__" and of_class):
-                    yield child, f"{ast.get_docstring(child) or ''}\n{of_class}"
+            elif isinstance(child, Function) and (
+                not child.name.startswith("_") or (child.name == "__init__" and of_class)
+            ):
+                yield child, f"{ast.get_docstring(child) or ''}\n{of_class}"
 
     return inside(tree_of(path), "")
+
+
+def is_command(function: Function) -> bool:
+    """Whether a command starts here: the command line prints what is raised."""
+    decorators = map(ast.unparse, function.decorator_list)
+    return function.name == "run" or any(".command(" in one for one in decorators)
 
 
 def raised(function: Function) -> Iterator[str]:
@@ -78,7 +83,7 @@ def undocumented_errors(path: Path) -> list[str]:
     return [
         f"{place(path, function)} {function.name}: {error}"
         for function, text in public_functions(path)
-        if function.name not in ENTRIES and not ELSEWHERE.search(text)
+        if not is_command(function) and not ELSEWHERE.search(text)
         for error in raised(function)
         if not named(error, text)
     ]

@@ -96,6 +96,6 @@ class CrossLayer(nn.Module):
         )
 
     def add_crossed(self, states: Tensor, crossed: Tensor) -> Tensor:
-        """Add a cross-attention's output to the states, both (B, T, width), and apply the third step."""
+        """Add a cross-attention's output to states, both (B, T, width); then the third step."""
         states = self.cross_norm(states + crossed)
         return self.feed_forward_norm(states + self.feed_forward(states))

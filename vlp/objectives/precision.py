@@ -15,5 +15,5 @@ def full_precision(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def no_autocast(tensor: Tensor) -> torch.autocast:
-    """Context in which a matrix product on the device of `tensor`, of any shape, keeps its inputs' type."""
+    """Context in which matrix products on a tensor's device keep their type; of any shape."""
     return torch.autocast(device_type=tensor.device.type, enabled=False)
