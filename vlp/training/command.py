@@ -144,7 +144,7 @@ def _refuse(message: str) -> int:
 
 def _explain(error: BaseException) -> None:
     """Say what ended this rank; a traceback only where the message alone would not help."""
-    from vlp.data.pretrain.loader import DataError
+    from vlp.data.shards.bad_samples import DataError
     from vlp.training.checkpoint import CheckpointError
     from vlp.training.loop import NonFiniteError
 

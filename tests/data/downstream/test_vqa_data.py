@@ -17,12 +17,11 @@ from vlp.data.downstream.images import ImagePreparation
 from vlp.data.downstream.items import Items
 from vlp.data.downstream.vqa import VqaDataConfig, VqaDataset, question_types, questions_in
 from vlp.data.image.transforms import Preprocessing, TrainTransform
-from vlp.data.pretrain.dataset import Request
 from vlp.data.scenes.annotation import SOURCE
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.stream.map_dataset import IndexedSamples
-from vlp.data.stream.sampler import Element
+from vlp.data.stream.sampler import Element, Request
 
 
 def questions(folder, limit=None, max_answer=5, **augment):

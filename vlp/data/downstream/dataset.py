@@ -10,9 +10,9 @@ from torch import Tensor
 from vlp.data.downstream.config import DownstreamDataConfig
 from vlp.data.downstream.images import ImagePreparation
 from vlp.data.downstream.items import Item, Items
-from vlp.data.pretrain.loader import OrderedData
 from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.stream.batch import Slots
+from vlp.data.stream.loader import OrderedData
 from vlp.data.stream.map_dataset import RngFactory, indexed_data
 from vlp.data.text.tokenizer import TextProcessor
 

@@ -20,7 +20,7 @@ from vlp.data.shards.shard_index import ShardIndex
 from vlp.data.stream.batch import Batch
 from vlp.data.stream.input_spec import Inputs
 from vlp.data.stream.rng import identity, make_rng
-from vlp.data.stream.sampler import Element
+from vlp.data.stream.sampler import Element, Request
 from vlp.data.text.masking import IGNORED, mask_patches, mask_words
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.data.text.word_boxes import named_patches
@@ -48,13 +48,6 @@ class Slot(NamedTuple):
     sample_id: int
     word_patches: Tensor | None = None
     skip: SkippedSample | None = None
-
-
-class Request(NamedTuple):
-    """What a slot asks for: an element in an epoch, or nothing."""
-
-    epoch: int
-    element: Element | None
 
 
 class CaptionedSamples(Dataset[Slot]):

@@ -1,163 +1,28 @@
-"""Batches in the training order, read by worker processes; pretraining's among them."""
+"""Batches of pretraining: sources, order and preparation as the configuration says."""
 
 from __future__ import annotations
 
-import atexit
-import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from itertools import islice, takewhile
 from typing import Any, cast
 
-import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from vlp.config import ConfigError
 from vlp.data.config import DataConfig, SourceConfig
 from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.pretrain.dataset import CaptionedSamples
-from vlp.data.pretrain.resampled import EndlessSampler, ListedShards, ResampledSamples
-from vlp.data.shards.bad_samples import DataError, SkippedShareWatch
+from vlp.data.pretrain.resampled import ListedShards, ResampledSamples
+from vlp.data.shards.bad_samples import DataError
 from vlp.data.shards.cache import ShardCache
 from vlp.data.shards.shard_index import ShardIndex
-from vlp.data.stream.batch import Slots
-from vlp.data.stream.batch_sampler import Answers, Prefetch, ShardAwareBatchSampler, read_at_once
+from vlp.data.stream.batch_sampler import read_at_once
 from vlp.data.stream.input_spec import Inputs
-from vlp.data.stream.sampler import Pool, TrainingSampler
+from vlp.data.stream.loader import OrderedData
+from vlp.data.stream.sampler import EndlessSampler, Pool, TrainingSampler
 from vlp.data.text.tokenizer import TextProcessor
 
-__all__ = ["DataError", "OrderedData", "PretrainData"]
-
-
-class OrderedData:
-    """Batches in a training order, the same for any number of ranks and workers.
-
-    Args:
-        order: which sample stands where.
-        samples: maps a `Request` to what `collate` takes.
-        collate: makes a batch (see `vlp.data.stream.batch.Slots`) of a rank's samples.
-        batch: slots of a global batch (all ranks).
-        workers: loader processes of each rank.
-        max_skipped_share: more bad samples than this share of an epoch end the run.
-        prefetch: has a shard fetched that is needed soon; None where every shard is at hand.
-
-    Raises:
-        ConfigError: the batch does not fit the order.
-    """
-
-    def __init__(
-        self,
-        sampler: TrainingSampler | EndlessSampler,
-        samples: Dataset[Any],
-        collate: Callable[[list[Any]], Slots],
-        batch: int,
-        workers: int = 0,
-        max_skipped_share: float = 0.5,
-        prefetch: Prefetch | None = None,
-    ) -> None:
-        self.sampler, self.samples, self.collate = sampler, samples, collate
-        self.prefetch = prefetch
-        self.batch, self.workers, self.max_skipped_share = batch, workers, max_skipped_share
-        sampler.batches_in_epoch(0, batch)  # complains now when the batch does not fit
-
-    def samples_in_epoch(self, epoch: int) -> int:
-        """Return the number of samples of one epoch over all ranks (pairs with `captions: all`)."""
-        return self.sampler.samples_in_epoch(epoch)
-
-    def batches_in_epoch(self, epoch: int) -> int:
-        """Return the number of global batches of one epoch."""
-        return self.sampler.batches_in_epoch(epoch, self.batch)
-
-    def batches_left(self, samples_consumed: int, epochs: int) -> int:
-        """Return the number of global batches from so many samples to the end of epoch `epochs`.
-
-        Raises:
-            ConfigError: no batch ends at samples_consumed.
-        """
-        now, _ = self.sampler.locate(samples_consumed)
-        if now >= epochs:
-            return 0
-        steps = self.sampler.steps(samples_consumed, self.batch)
-        left = sum(1 for _ in takewhile(lambda step: step.epoch == now, steps))
-        return left + sum(map(self.batches_in_epoch, range(now + 1, epochs)))
-
-    def batches(
-        self,
-        samples_consumed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-        stop_after: int | None = None,
-    ) -> Iterator[tuple[Any, int]]:
-        """Yield one rank's share of the global batches, epoch after epoch without end.
-
-        Args:
-            samples_consumed: where to go on; the number that came with the last batch used, by any
-                number of ranks.
-            rank: whose share.
-            world_size: number of ranks; it divides `canonical_streams`.
-            stop_after: number of batches after which to end; None is never.
-
-        Yields:
-            The batch, and the samples consumed by all ranks after it.
-
-        Raises:
-            ConfigError: the ranks cannot share the streams, or no batch ends at samples_consumed.
-            DataError: more than `max_skipped_share` of this rank's epoch, or all of it, is bad.
-        """
-        self.sampler.locate(samples_consumed)
-        self.sampler.share(0, rank, world_size)
-        loader = self._loader(samples_consumed, rank, world_size, stop_after)
-        return self._watched(loader, samples_consumed, rank, world_size, stop_after)
-
-    def _loader(
-        self, consumed: int, rank: int, world_size: int, stop_after: int | None
-    ) -> DataLoader[Any]:
-        assert isinstance(self.sampler, TrainingSampler)
-        fetchers = 0 if self.prefetch is None else max(self.workers, 1)
-        requests = ShardAwareBatchSampler(
-            self.sampler, self.batch, consumed, rank, world_size, stop_after, fetchers
-        )
-        return DataLoader(
-            Answers(self.samples, self.prefetch),
-            batch_sampler=requests,  # type: ignore[arg-type]  # what `Answers` takes, no list
-            **self._settings(),
-        )
-
-    def _settings(self) -> dict[str, Any]:
-        return {
-            "collate_fn": self.collate,
-            "num_workers": self.workers,
-            "prefetch_factor": 4 if self.workers else None,
-            "worker_init_fn": _prepare_worker if self.workers else None,
-            "pin_memory": torch.cuda.is_available(),
-        }
-
-    def _watched(
-        self,
-        loader: DataLoader[Any],
-        samples_consumed: int,
-        rank: int,
-        world_size: int,
-        stop_after: int | None,
-    ) -> Iterator[tuple[Any, int]]:
-        batches = iter(loader)
-        # A generator that is never closed, as after an exception, must not leave workers behind.
-        stop = getattr(batches, "_shutdown_workers", None)
-        if stop is not None:
-            atexit.register(stop)
-        try:
-            watch = SkippedShareWatch(self.sampler, self.max_skipped_share, rank, world_size)
-            steps = islice(self.sampler.steps(samples_consumed, self.batch), stop_after)
-            for step, batch in zip(steps, batches):
-                watch.see(step.epoch, batch)
-                yield batch, step.consumed
-        except DataError as error:
-            # PyTorch puts a worker's traceback into the message, before what the worker said.
-            raise DataError(str(error).rpartition("DataError: ")[2].strip()) from error
-        finally:
-            if stop is not None:
-                atexit.unregister(stop)
-                stop()
+__all__ = ["DataError", "PretrainData"]
 
 
 class PretrainData(OrderedData):
@@ -280,10 +145,3 @@ def _require_fit(config: DataConfig, inputs: Inputs, text: TextProcessor) -> Non
             f"the vocabulary {config.vocabulary} has {text.vocab_size} tokens, but "
             f"model.text.vocab_size is {inputs.vocab_size}"
         )
-
-
-def _prepare_worker(number: int) -> None:
-    # Ctrl-C and a scheduler's SIGTERM reach every process of the job. The main process answers them
-    # (it writes a checkpoint); workers end when it stops or closes them.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -23,61 +23,19 @@ from braceexpand import braceexpand
 from torch.utils.data import IterableDataset, get_worker_info
 
 from vlp.config import ConfigError
-from vlp.data.pretrain.dataset import CaptionedSamples, Request, Slot
+from vlp.data.pretrain.dataset import CaptionedSamples, Slot
 from vlp.data.shards.bad_samples import DataError
 from vlp.data.shards.file_section import section
 from vlp.data.shards.remote import RemoteFolder, Unreachable, is_url, patiently
 from vlp.data.shards.sample_files import BadSample, RawSample, grouped, parse
 from vlp.data.shards.tar import Member, members_in
 from vlp.data.stream.rng import make_rng
-from vlp.data.stream.sampler import Element, Step
+from vlp.data.stream.sampler import Element, Request
 
 # So many different shards in a row without one good sample are not the shards' fault.
 _MOST_BAD_SHARDS = 16
 
 Value = TypeVar("Value")
-
-
-class EndlessSampler:
-    """Global batches of a stream without end; an epoch is a number of batches.
-
-    Args:
-        epoch_samples: samples that count as an epoch, rounded up to whole batches.
-        size: slots of a global batch.
-    """
-
-    def __init__(self, epoch_samples: int, size: int) -> None:
-        self._batches = -(-epoch_samples // size)
-        self._size = size
-
-    def samples_in_epoch(self, epoch: int) -> int:
-        """Return the number of samples of one epoch."""
-        return self._batches * self._size
-
-    def batches_in_epoch(self, epoch: int, size: int) -> int:
-        """Return the number of global batches of one epoch."""
-        return -(-self.samples_in_epoch(epoch) // size)
-
-    def share(self, epoch: int, rank: int, world_size: int) -> int:
-        """Return the number of samples of one epoch that fall to one rank.
-
-        Raises:
-            ConfigError: the ranks cannot share a batch.
-        """
-        if self._size % world_size:
-            raise ConfigError(f"{world_size} ranks cannot share a batch of {self._size} evenly")
-        return self.samples_in_epoch(epoch) // world_size
-
-    def locate(self, consumed: int) -> tuple[int, int]:
-        """Return the epoch, and the samples of it that are gone, after `consumed` samples."""
-        return divmod(consumed, self.samples_in_epoch(0))
-
-    def steps(self, consumed: int, size: int) -> Iterator[Step]:
-        """Yield global batches of `size` slots from `consumed` samples on, without end."""
-        while True:
-            epoch, start = self.locate(consumed)
-            consumed += size
-            yield Step(epoch, start, consumed)
 
 
 class ListedShards:

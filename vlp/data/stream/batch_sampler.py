@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset
 
-from vlp.data.pretrain.dataset import Request
-from vlp.data.stream.sampler import Step, TrainingSampler
+from vlp.data.stream.sampler import Request, Step, TrainingSampler
 
 Prefetch = Callable[[int, int], object]
 """Is told (source, shard) in a worker, about a window before the shard is needed."""

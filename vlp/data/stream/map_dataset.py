@@ -10,13 +10,12 @@ from pydantic import Field
 from torch.utils.data import Dataset
 
 from vlp.config import Config, ConfigError
-from vlp.data.pretrain.dataset import Request
-from vlp.data.pretrain.loader import OrderedData
 from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.stream.batch import Slots
+from vlp.data.stream.loader import OrderedData
 from vlp.data.stream.rng import make_rng
-from vlp.data.stream.sampler import Pool, TrainingSampler
+from vlp.data.stream.sampler import Pool, Request, TrainingSampler
 
 RngFactory = Callable[[str], np.random.Generator]
 """Gives a generator for a purpose ("crop"); equal for equal (seed, epoch, sample, purpose)."""

@@ -35,6 +35,13 @@ class Element(NamedTuple):
     visit: int
 
 
+class Request(NamedTuple):
+    """What a slot asks for: an element in an epoch, or nothing."""
+
+    epoch: int
+    element: Element | None
+
+
 class Step(NamedTuple):
     """One global batch: its epoch, where each stream stands before it, elements used after it."""
 
@@ -241,6 +248,48 @@ class TrainingSampler:
         return _Epoch(
             chunks[:, make_rng(self.seed, epoch, "epoch", "chunks").permutation(chunks.shape[1])]
         )
+
+
+class EndlessSampler:
+    """Global batches of a stream without end; an epoch is a number of batches.
+
+    Args:
+        epoch_samples: samples that count as an epoch, rounded up to whole batches.
+        size: slots of a global batch.
+    """
+
+    def __init__(self, epoch_samples: int, size: int) -> None:
+        self._batches = -(-epoch_samples // size)
+        self._size = size
+
+    def samples_in_epoch(self, epoch: int) -> int:
+        """Return the number of samples of one epoch."""
+        return self._batches * self._size
+
+    def batches_in_epoch(self, epoch: int, size: int) -> int:
+        """Return the number of global batches of one epoch."""
+        return -(-self.samples_in_epoch(epoch) // size)
+
+    def share(self, epoch: int, rank: int, world_size: int) -> int:
+        """Return the number of samples of one epoch that fall to one rank.
+
+        Raises:
+            ConfigError: the ranks cannot share a batch.
+        """
+        if self._size % world_size:
+            raise ConfigError(f"{world_size} ranks cannot share a batch of {self._size} evenly")
+        return self.samples_in_epoch(epoch) // world_size
+
+    def locate(self, consumed: int) -> tuple[int, int]:
+        """Return the epoch, and the samples of it that are gone, after `consumed` samples."""
+        return divmod(consumed, self.samples_in_epoch(0))
+
+    def steps(self, consumed: int, size: int) -> Iterator[Step]:
+        """Yield global batches of `size` slots from `consumed` samples on, without end."""
+        while True:
+            epoch, start = self.locate(consumed)
+            consumed += size
+            yield Step(epoch, start, consumed)
 
 
 class _Epoch:

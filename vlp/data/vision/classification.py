@@ -17,9 +17,9 @@ from torch import Tensor
 from vlp.config import Config, ConfigError
 from vlp.data.config import CropScale
 from vlp.data.image.transforms import Preprocessing, random_crop
-from vlp.data.pretrain.loader import OrderedData
 from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.stream.batch import moved
+from vlp.data.stream.loader import OrderedData
 from vlp.data.stream.map_dataset import MapDatasetConfig, RngFactory, indexed_data
 from vlp.data.vision.labelled_images import LabelledImages, some_of
 

@@ -21,7 +21,7 @@ from vlp.data.downstream.caption import (
     captions_in,
 )
 from vlp.data.downstream.items import Items
-from vlp.data.pretrain.loader import OrderedData
+from vlp.data.stream.loader import OrderedData
 from vlp.models.decoder.answer_decoder import AnswerDecoderConfig
 from vlp.models.decoder.answer_generation import generate
 from vlp.models.decoder.answer_likelihood import answer_likelihood

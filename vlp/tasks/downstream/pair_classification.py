@@ -19,7 +19,7 @@ from torch.nn import functional
 from vlp.data.downstream.items import Items
 from vlp.data.downstream.nlvr2_assignment import AssignmentDataset
 from vlp.data.downstream.pair_classification import HYPOTHESES, STATEMENTS, PairBatch, PairDataset
-from vlp.data.pretrain.loader import OrderedData
+from vlp.data.stream.loader import OrderedData
 from vlp.models.folder import Loaded
 from vlp.objectives.loss import Loss
 from vlp.objectives.precision import full_precision

@@ -16,7 +16,7 @@ from pydantic import Field
 from vlp.data.downstream.answers import frequent_answers, read_answers
 from vlp.data.downstream.items import Items
 from vlp.data.downstream.vqa import VqaBatch, VqaDataConfig, VqaDataset, questions_in
-from vlp.data.pretrain.loader import OrderedData
+from vlp.data.stream.loader import OrderedData
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.metrics.vqa import Version
 from vlp.models.decoder.answer_decoder import AnswerDecoderConfig, Memory

@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vlp.config import Config
-from vlp.data.pretrain.loader import OrderedData
+from vlp.data.stream.loader import OrderedData
 from vlp.data.stream.rng import make_rng
 from vlp.data.vision.classification import LabelledBatch, LabelledDataConfig, labelled_data
 from vlp.data.vision.labelled_images import open_labelled

@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vlp.config import Config, ConfigError
-from vlp.data.pretrain.loader import OrderedData
+from vlp.data.stream.loader import OrderedData
 from vlp.data.vision.detection.dataset import (
     DetectionBatch,
     DetectionDataConfig,

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from vlp.config import Config
-from vlp.data.pretrain.loader import OrderedData
+from vlp.data.stream.loader import OrderedData
 from vlp.data.vision.arc.grid_tokens import TOKENS
 from vlp.data.vision.arc.grids import GridBatch, GridDataConfig, grid_data, open_grids
 from vlp.models.vision.grids import GridModelConfig, GridQuestion, GridTransformer

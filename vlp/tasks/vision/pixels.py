@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vlp.config import Config
-from vlp.data.pretrain.loader import OrderedData
+from vlp.data.stream.loader import OrderedData
 from vlp.data.vision.labelled_images import open_labelled
 from vlp.data.vision.pixels import PixelBatch, PixelDataConfig, pixel_data
 from vlp.models.vision.pixels import PixelModelConfig, PixelTransformer

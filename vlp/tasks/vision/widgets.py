@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vlp.config import Config
-from vlp.data.pretrain.loader import OrderedData
+from vlp.data.stream.loader import OrderedData
 from vlp.data.vision.widgets.dataset import WidgetBatch, WidgetDataConfig, widget_data
 from vlp.data.vision.widgets.screen_sets import open_screens
 from vlp.data.vision.widgets.widget_text import WidgetText, read_tokenizer, widget_text

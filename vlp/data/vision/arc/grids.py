@@ -12,10 +12,10 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from vlp.config import Config, ConfigError
-from vlp.data.pretrain.loader import OrderedData
 from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.stream.batch import moved
+from vlp.data.stream.loader import OrderedData
 from vlp.data.stream.map_dataset import MapDatasetConfig, RngFactory, indexed_data
 from vlp.data.vision.arc.grid_tokens import object_boxes, to_tokens
 from vlp.data.vision.arc.grid_variants import GridVariant, Symmetry, draw_variant, orbit

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from vlp.config import ConfigError
 from vlp.data.image.transforms import Preprocessing
-from vlp.data.pretrain.loader import OrderedData
 from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.stream.batch import moved
+from vlp.data.stream.loader import OrderedData
 from vlp.data.stream.map_dataset import MapDatasetConfig, RngFactory, indexed_data
 from vlp.data.vision.detection.coco import CocoImages
 from vlp.data.vision.detection.objects import (

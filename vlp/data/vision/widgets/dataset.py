@@ -10,10 +10,10 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from vlp.data.pretrain.loader import OrderedData
 from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.stream.batch import moved
+from vlp.data.stream.loader import OrderedData
 from vlp.data.stream.map_dataset import MapDatasetConfig, RngFactory, indexed_data
 from vlp.data.vision.widgets.screen_sets import AnyScreensConfig, GeneratedScreensConfig, Screens
 from vlp.data.vision.widgets.view_hierarchy import Screen
