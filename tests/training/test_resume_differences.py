@@ -2,11 +2,15 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
+from pydantic import ConfigDict, Field
 from training_toy import toy_config
 
-from vlp.training.resume_check import compare
+from vlp.config import Config
+from vlp.training.finetune_config import FinetuneConfig
+from vlp.training.resume_check import compare, resume_rule
 
-SAVED = toy_config().model_dump(mode="json")
+CONFIG = toy_config()
+SAVED = CONFIG.model_dump(mode="json")
 
 
 def changed(key: str, value: Any) -> dict[str, Any]:
@@ -20,7 +24,7 @@ def changed(key: str, value: Any) -> dict[str, Any]:
 
 
 def test_the_same_configuration_has_no_differences() -> None:
-    assert compare(SAVED, deepcopy(SAVED)) == ([], [])
+    assert compare(SAVED, deepcopy(SAVED), CONFIG) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -38,14 +42,14 @@ def test_the_same_configuration_has_no_differences() -> None:
     ],
 )
 def test_what_is_trained_may_not_change(key: str, value: Any) -> None:
-    fatal, tolerated = compare(SAVED, changed(key, value))
+    fatal, tolerated = compare(SAVED, changed(key, value), CONFIG)
     assert tolerated == []
     assert fatal
     assert all(line.startswith(key) for line in fatal)
 
 
 def test_a_difference_shows_both_values() -> None:
-    assert compare(SAVED, changed("model.text.layers", 3)).fatal == [
+    assert compare(SAVED, changed("model.text.layers", 3), CONFIG).fatal == [
         "model.text.layers: saved 6, now 3"
     ]
 
@@ -62,7 +66,7 @@ def test_a_difference_shows_both_values() -> None:
     ],
 )
 def test_how_a_run_goes_on_may_change_with_a_warning(key: str, value: Any) -> None:
-    fatal, tolerated = compare(SAVED, changed(key, value))
+    fatal, tolerated = compare(SAVED, changed(key, value), CONFIG)
     assert fatal == []
     assert [line.split(":")[0] for line in tolerated] == [key]
 
@@ -71,7 +75,7 @@ def test_how_a_run_goes_on_may_change_with_a_warning(key: str, value: Any) -> No
     ("key", "value"), [("output", "moved"), ("data.workers", 7), ("training.keep_last", 9)]
 )
 def test_convenience_is_free(key: str, value: Any) -> None:
-    assert compare(SAVED, changed(key, value)) == ([], [])
+    assert compare(SAVED, changed(key, value), CONFIG) == ([], [])
 
 
 def test_tasks_may_be_moved_and_judged_otherwise_too() -> None:
@@ -79,19 +83,55 @@ def test_tasks_may_be_moved_and_judged_otherwise_too() -> None:
     saved = {"init_from": "model", "task": {"kind": "vqa", "data": data}}
     now = {"init_from": "moved", "task": {"kind": "vqa", "data": data | {"train": ["a", "c"]}}}
     now["task"]["data"] |= {"workers": 2, "max_skipped_share": 0.9, "validation": ["v", "w"]}
-    fatal, tolerated = compare(saved, now)
+    config = FinetuneConfig.model_validate(saved)
+    fatal, tolerated = compare(saved, now, config)
     assert fatal == []
     assert [line.split(":")[0] for line in tolerated] == [
         "init_from", "task.data.train.1", "task.data.validation.1"
     ]  # fmt: skip
     now["task"]["data"]["train"] = ["a", "b", "c"]
-    assert compare(saved, now).fatal == ["task.data.train.2: saved 'absent', now 'c'"]
+    assert compare(saved, now, config).fatal == ["task.data.train.2: saved 'absent', now 'c'"]
     screens = [{"task": {"data": {"train": number}}} for number in (2000, 300)]
-    assert compare(*screens).fatal == ["task.data.train: saved 2000, now 300"]
+    assert compare(screens[0], screens[1], config).fatal == ["task.data.train: saved 2000, now 300"]
 
 
 def test_an_added_or_removed_key_is_a_difference() -> None:
     older = deepcopy(SAVED)
     del older["model"]["embed_dim"]
-    assert compare(older, SAVED).fatal == ["model.embed_dim: saved 'absent', now 256"]
-    assert compare(SAVED, older).fatal == ["model.embed_dim: saved 256, now 'absent'"]
+    assert compare(older, SAVED, CONFIG).fatal == ["model.embed_dim: saved 'absent', now 256"]
+    assert compare(SAVED, older, CONFIG).fatal == ["model.embed_dim: saved 256, now 'absent'"]
+
+
+class Parts(Config):
+    """A part of a configuration from outside."""
+
+    model_config = ConfigDict(json_schema_extra={"resume": "tolerated"})
+
+    speed: int = 1
+    place: str = Field("here", json_schema_extra={"resume": "path"})
+
+
+class Outside(Config):
+    """A configuration from outside, which says itself what may differ."""
+
+    size: int = 1
+    parts: tuple[Parts, ...] = ()
+    part: Parts = Parts()
+    cache: dict[str, int] = Field({}, json_schema_extra={"resume": "free"})
+
+
+@pytest.mark.parametrize(
+    ("key", "rule"),
+    [
+        ("size", "fixed"),
+        ("unknown", "fixed"),
+        ("part.speed", "tolerated"),
+        ("part.place", "path"),
+        ("parts.0.speed", "tolerated"),
+        ("parts.0.place", "path"),
+        ("parts.1.place", "fixed"),
+        ("cache.x.y", "free"),
+    ],
+)
+def test_fields_say_what_may_differ(key: str, rule: str) -> None:
+    assert resume_rule(Outside(parts=(Parts(),)), key) == rule

@@ -15,7 +15,8 @@ class SourceConfig(Config):
 
     path: str = Field(
         description="a folder or a URL (https://, s3://, gs://, ...); with sampler: resampled also "
-        "shards themselves, as in https://host/cc/{00000..00331}.tar"
+        "shards themselves, as in https://host/cc/{00000..00331}.tar",
+        json_schema_extra={"resume": "path"},
     )
     weight: float = Field(1.0, gt=0)
 
@@ -58,7 +59,9 @@ class DataConfig(Config):
 
     sources: tuple[SourceConfig, ...] = Field(min_length=1)
     vocabulary: str = Field(
-        "bert-base-uncased", description="folder with tokenizer.json, or a name on the hub"
+        "bert-base-uncased",
+        description="folder with tokenizer.json, or a name on the hub",
+        json_schema_extra={"resume": "path"},
     )
     captions: Literal["one", "all"] = "one"
     texts: TextKind = Field(
@@ -72,11 +75,20 @@ class DataConfig(Config):
     )
     canonical_streams: int = Field(64, ge=1)
     shuffle_window: int = Field(4096, ge=1, description="samples")
-    workers: int = Field(1, ge=0, description="loader processes of each rank")
-    cache: CacheConfig | None = None
+    workers: int = Field(
+        1,
+        ge=0,
+        description="loader processes of each rank",
+        json_schema_extra={"resume": "free"},
+    )
+    cache: CacheConfig | None = Field(None, json_schema_extra={"resume": "free"})
     augment: AugmentConfig = AugmentConfig()
     max_skipped_share: float = Field(
-        0.5, gt=0, le=1, description="more bad samples than this share of an epoch end the run"
+        0.5,
+        gt=0,
+        le=1,
+        description="more bad samples than this share of an epoch end the run",
+        json_schema_extra={"resume": "free"},
     )
 
     @model_validator(mode="after")

@@ -43,7 +43,8 @@ class Checkpoints:
     def __init__(self, folder: Path, config: RunConfig) -> None:
         self.folder = folder
         self._keep = config.training.keep_last
-        self._config = config.model_dump(mode="json")
+        self._config = config
+        self._values = config.model_dump(mode="json")
 
     def save(self, engine: Engine, task: Task, progress: Progress) -> None:
         """Write `step_N/`, then remove all but the last `training.keep_last`.
@@ -142,7 +143,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"{path} has format version {state['version']}; this code reads {VERSION}"
             )
-        differences = compare(state["config"], self._config)
+        differences = compare(state["config"], self._values, self._config)
         if differences.fatal:
             listed = "\n".join(f"  {line}" for line in differences.fatal)
             raise CheckpointError(
@@ -158,7 +159,7 @@ class Checkpoints:
             "version": VERSION,
             "progress": asdict(progress),
             "world_size": engine.world_size,
-            "config": self._config,
+            "config": self._values,
             "versions": {
                 name: importlib.metadata.version(name) for name in ("torch", "deepspeed", "vlp")
             },

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from vlp.config import Config, ConfigError
 from vlp.data.config import DataConfig
@@ -35,6 +35,8 @@ class OptimiserConfig(Config):
 class LoopConfig(Config):
     """Length, batch, precision, checkpoints and logs of any run."""
 
+    model_config = ConfigDict(json_schema_extra={"resume": "tolerated"})
+
     batch: int = Field(
         512, ge=1, description="samples of one global batch (all ranks, one micro-step)"
     )
@@ -45,10 +47,12 @@ class LoopConfig(Config):
     steps: int | None = Field(None, ge=1, description="optimiser steps; wins over epochs")
     precision: Literal["bf16", "float32"] = "bf16"
     optimiser: OptimiserConfig = OptimiserConfig()
-    seed: int = 0
-    log_every: int = Field(50, ge=1, description="steps")
+    seed: int = Field(0, json_schema_extra={"resume": "fixed"})
+    log_every: int = Field(50, ge=1, description="steps", json_schema_extra={"resume": "free"})
     checkpoint_every: int = Field(1000, ge=1, description="steps")
-    keep_last: int = Field(2, ge=1, description="last checkpoints that stay")
+    keep_last: int = Field(
+        2, ge=1, description="last checkpoints that stay", json_schema_extra={"resume": "free"}
+    )
     max_non_finite: int = Field(
         10, ge=0, description="skipped non-finite steps in a row before the run ends"
     )
@@ -82,7 +86,9 @@ class TrainingConfig(LoopConfig):
 class RunConfig(Config):
     """What every run has; saved resolved as `config.yaml` in `output`."""
 
-    output: str = Field("runs/run", description="folder of this run")
+    output: str = Field(
+        "runs/run", description="folder of this run", json_schema_extra={"resume": "free"}
+    )
     training: LoopConfig
 
 
@@ -95,11 +101,14 @@ class DeepSpeedRunConfig(RunConfig):
 class PretrainConfig(DeepSpeedRunConfig):
     """Everything `launch/pretrain.py` needs."""
 
-    output: str = Field("runs/pretrain", description="folder of this run")
+    output: str = Field(
+        "runs/pretrain", description="folder of this run", json_schema_extra={"resume": "free"}
+    )
     init_from: str | None = Field(
         None,
         description="model folder or hub name whose weights the run starts from; encodings and "
         "token projections that it lacks keep their own start",
+        json_schema_extra={"resume": "path"},
     )
     model: ModelConfig = ModelConfig()
     data: DataConfig

@@ -30,8 +30,13 @@ class FinetuningConfig(LoopConfig):
 class FinetuneConfig(RunConfig):
     """Everything a script `launch/finetune_*.py` needs."""
 
-    output: str = Field("runs/finetune", description="folder of this run")
-    init_from: str = Field(description="model folder or hub name that the run starts from")
+    output: str = Field(
+        "runs/finetune", description="folder of this run", json_schema_extra={"resume": "free"}
+    )
+    init_from: str = Field(
+        description="model folder or hub name that the run starts from",
+        json_schema_extra={"resume": "path"},
+    )
     model: Mapping[str, Any] = Field(
         {},
         description="changes to the configuration of `init_from`, as {image: {image_size: 384}}",

@@ -1,18 +1,19 @@
-"""What differs between the configuration of a checkpoint and the one at hand."""
+"""Differences between the configuration of a checkpoint and the one at hand.
+
+A run may be moved, sped up, prolonged or evaluated otherwise; what it trains, on what, and in which
+order may not change. Fields say so by `json_schema_extra={"resume": ...}`, configurations by the
+same in their `model_config`, for what lies below them: "free" may differ, "tolerated" may with a
+warning, "path" may where both values are texts, with a warning, as a folder elsewhere may hold the
+same; "fixed", which is the default, may not. Batch and ranks are not fixed: the place in the data
+is a number of samples.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-# A run may be moved, sped up, prolonged or judged otherwise; what it trains, on what, and in which
-# order may not change. Batch and rank count are free: the data position is a number of samples.
-_FREE = re.compile(
-    r"output|(task\.)?data\.(workers|cache(\..*)?|max_skipped_share)|training\.(log_every|keep_last)"
-)
-_TOLERATED = re.compile(r"task\.data\.(test|validation.*)|training\.(?!seed$).*")
-_PLACES = re.compile(r"init_from|(task\.)?data\.(sources\.\d+\.path|vocabulary|train(\.\d+)?)")
+from vlp.config import Config
 
 
 class Differences(NamedTuple):
@@ -22,20 +23,47 @@ class Differences(NamedTuple):
     tolerated: list[str]
 
 
-def compare(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Differences:
-    """Compare two configurations as JSON values, key by dotted key."""
+def compare(saved: Mapping[str, Any], current: Mapping[str, Any], config: Config) -> Differences:
+    """Compare two configurations as JSON values, key by dotted key.
+
+    Args:
+        saved: that of the checkpoint.
+        current: that of the run at hand.
+        config: the run's, whose fields say what may differ.
+    """
     before, now = dict(_leaves(saved)), dict(_leaves(current))
     differences = Differences([], [])
     for key in sorted(before.keys() | now.keys()):
         old, new = before.get(key, "absent"), now.get(key, "absent")
-        if old == new or _FREE.fullmatch(key):
+        rule = resume_rule(config, key)
+        if old == new or rule == "free":
             continue
-        # A folder elsewhere may hold the same; another number of folders, or of samples, does not.
         moved = isinstance(before.get(key), str) and isinstance(now.get(key), str)
-        tolerated = _TOLERATED.fullmatch(key) or (moved and _PLACES.fullmatch(key))
+        tolerated = rule == "tolerated" or (rule == "path" and moved)
         chosen = differences.tolerated if tolerated else differences.fatal
         chosen.append(f"{key}: saved {old!r}, now {new!r}")
     return differences
+
+
+def resume_rule(config: Config, key: str) -> str:
+    """Return what the last of a dotted key's parts that says anything says about resuming."""
+    rule = "fixed"
+    node: Any = config
+    for part in key.split("."):
+        if isinstance(node, Config):
+            field = type(node).model_fields.get(part)
+            rule = _declared(node.model_config.get("json_schema_extra")) or rule
+            rule = _declared(field and field.json_schema_extra) or rule
+            node = getattr(node, part, None)
+        elif isinstance(node, Sequence) and part.isdigit():
+            node = node[int(part)] if int(part) < len(node) else None
+        else:
+            node = None
+    return rule
+
+
+def _declared(extra: Any) -> Any:
+    return extra.get("resume") if isinstance(extra, Mapping) else None
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -19,5 +19,7 @@ AnyTask = ClassificationConfig | DetectionConfig | GridsConfig | PixelsConfig | 
 class VisionConfig(DeepSpeedRunConfig):
     """Everything `launch/train_vision.py` needs; `task.kind` says what is trained."""
 
-    output: str = Field("runs/vision", description="folder of this run")
+    output: str = Field(
+        "runs/vision", description="folder of this run", json_schema_extra={"resume": "free"}
+    )
     task: Annotated[AnyTask, Field(discriminator="kind")]

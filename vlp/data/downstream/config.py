@@ -12,10 +12,17 @@ from vlp.data.stream.map_dataset import MapDatasetConfig
 class DownstreamDataConfig(MapDatasetConfig):
     """Shard folders to train on and to choose the best model by."""
 
-    train: tuple[str, ...] = Field(min_length=1)
-    validation: tuple[str, ...] = Field((), description="none: no model is chosen")
+    train: tuple[str, ...] = Field(min_length=1, json_schema_extra={"resume": "path"})
+    validation: tuple[str, ...] = Field(
+        (), description="none: no model is chosen", json_schema_extra={"resume": "tolerated"}
+    )
     limit: int | None = Field(None, ge=1, description="only the first so many items of `train`")
-    validation_limit: int | None = Field(None, ge=1, description="likewise of `validation`")
+    validation_limit: int | None = Field(
+        None,
+        ge=1,
+        description="likewise of `validation`",
+        json_schema_extra={"resume": "tolerated"},
+    )
     augment: AugmentConfig = AugmentConfig()
     view: View = Field(
         "image",

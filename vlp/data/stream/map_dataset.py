@@ -25,8 +25,13 @@ class MapDatasetConfig(Config):
     """How a set that fits an index is gone through; base of the data of every vision task."""
 
     canonical_streams: int = Field(8, ge=1, description="the number of ranks divides it")
-    workers: int = Field(0, ge=0, description="loader processes of each rank")
-    max_skipped_share: float = Field(0.5, gt=0, le=1)
+    workers: int = Field(
+        0,
+        ge=0,
+        description="loader processes of each rank",
+        json_schema_extra={"resume": "free"},
+    )
+    max_skipped_share: float = Field(0.5, gt=0, le=1, json_schema_extra={"resume": "free"})
 
 
 class IndexedSamples(Dataset[Any]):

@@ -41,8 +41,8 @@ class ImageAugmentConfig(Config):
 class LabelledDataConfig(MapDatasetConfig):
     """Images of classes: a tar file, a folder of class folders, or shards with labels."""
 
-    train: str
-    test: str
+    train: str = Field(json_schema_extra={"resume": "path"})
+    test: str = Field(json_schema_extra={"resume": "tolerated"})
     classes: tuple[str, ...] | None = Field(None, description="only shards need them")
     limit: int | None = Field(None, ge=1, description="images of `train`, drawn once")
     image_size: int = Field(224, ge=1, description="pixels")

@@ -28,10 +28,21 @@ from vlp.tasks.pretraining import Pretraining
 class PairsDataConfig(DataConfig):
     """Pairs to train on, and shard folders to choose the best model by."""
 
-    vocabulary: Literal[""] = Field("", description="that of the model which the run starts from")
+    vocabulary: Literal[""] = Field(
+        "",
+        description="that of the model which the run starts from",
+        json_schema_extra={"resume": "path"},
+    )
     captions: Literal["one", "all"] = "all"
-    validation: tuple[str, ...] = Field((), description="none: no model is chosen")
-    validation_limit: int | None = Field(None, ge=1, description="samples of `validation`")
+    validation: tuple[str, ...] = Field(
+        (), description="none: no model is chosen", json_schema_extra={"resume": "tolerated"}
+    )
+    validation_limit: int | None = Field(
+        None,
+        ge=1,
+        description="samples of `validation`",
+        json_schema_extra={"resume": "tolerated"},
+    )
 
 
 class PairsConfig(TaskConfig):

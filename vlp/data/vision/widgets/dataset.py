@@ -25,7 +25,9 @@ class WidgetDataConfig(MapDatasetConfig):
 
     screens: AnyScreensConfig = Field(GeneratedScreensConfig(), discriminator="kind")
     vocabulary: str | None = Field(
-        None, description="folder or hub name of a BERT tokenizer; null trains one on the screens"
+        None,
+        description="folder or hub name of a BERT tokenizer; null trains one on the screens",
+        json_schema_extra={"resume": "path"},
     )
     vocabulary_size: int = Field(10_000, ge=6, description="where one is trained")
     max_words: int = Field(10, ge=1, description="word pieces of a widget's text, and resource id")
