@@ -22,8 +22,12 @@ from evaluation.commands.options import (
     results_folder,
 )
 from vlp.command_line import Overrides, new_app
+from vlp.tasks.downstream.registry import task_kinds, task_summary
 
 app = new_app("Measure a model; torchrun shares the work between its ranks.")
+
+_ANY_MODEL = {"retrieval", "grounding"}
+"""Tasks with commands of their own below, which take any model folder."""
 
 CombineScores = Literal["sum", "match"]
 
@@ -54,7 +58,7 @@ def retrieval(
     )
 
 
-def _fine_tuned(kind: str, summary: str) -> None:
+def _fine_tuned(kind: str) -> None:
     def evaluate(model: str, **measured: Any) -> Any:
         from evaluation.downstream import evaluate_task
         from vlp.tasks.downstream.task import load_task
@@ -67,16 +71,15 @@ def _fine_tuned(kind: str, summary: str) -> None:
         return evaluate_task(task, **measured)
 
     evaluate.__doc__ = (
-        f"Evaluate a model fine-tuned {summary}.\n\n"
+        f"Evaluate a model fine-tuned for {task_summary(kind)}.\n\n"
         f"Figures have intervals. OUT gets {kind}.json, {kind}.md and {kind}.predictions.jsonl."
     )
     app.command(kind, cls=EvaluationCommand)(measurement("samples (vqa: questions)")(evaluate))
 
 
-_fine_tuned("snli_ve", "on SNLI-VE")
-_fine_tuned("nlvr2", "on NLVR2 or NLVR v1")
-_fine_tuned("vqa", "on questions")
-_fine_tuned("caption", "to write captions")
+for _kind in task_kinds():
+    if _kind not in _ANY_MODEL:
+        _fine_tuned(_kind)
 
 
 @app.command(cls=EvaluationCommand)

@@ -33,8 +33,11 @@ from vlp.training.finetune_config import FinetuneConfig
 
 RUN = """
 import sys, colour_task
-from evaluation.downstream.finetuning import finetuning_command
-sys.exit(finetuning_command("Colours.", ("colour",)))
+from evaluation.downstream.finetuning import build_task, select
+from vlp.training.command import run_training
+from vlp.training.finetune_config import FinetuneConfig
+code = run_training(sys.argv[1], FinetuneConfig, [], False, build_task, "accelerate", select)
+sys.exit(code)
 """
 
 
@@ -63,7 +66,7 @@ def run(tmp_path_factory):
     }  # fmt: skip
     (root / "colour.yaml").write_text(yaml.safe_dump(config))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", RUN, "--config", str(root / "colour.yaml")]
+    command = [sys.executable, "-c", RUN, str(root / "colour.yaml")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return root / "run", shards
