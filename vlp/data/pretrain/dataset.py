@@ -86,15 +86,22 @@ class CaptionedSamples(Dataset[Slot]):
         """Return the slot of a request; a bad sample gives an empty one that says why."""
         if request.element is None:
             return self._empty(None)
+        return self.slot(request.epoch, request.element)
+
+    def slot(self, epoch: int, element: Element, raw: RawSample | BadSample | None = None) -> Slot:
+        """Return the slot of an element; `raw` is its sample where that was read already."""
         try:
-            return self._slot(request.epoch, request.element)
+            if isinstance(raw, BadSample):
+                raise raw
+            return self._slot(epoch, element, raw)
         except BadSample as bad:
             return self._empty(SkippedSample(bad.kind, bad.where))
 
-    def _slot(self, epoch: int, element: Element) -> Slot:
+    def _slot(self, epoch: int, element: Element, raw: RawSample | None) -> Slot:
         source, shard, _, visit = element
         sample, caption_number = self._sample(element)
-        raw = self.sources[source].read(shard, sample)
+        if raw is None:
+            raw = self.sources[source].read(shard, sample)
         where = (
             f"{self.sources[source].folder / self.sources[source].shards[shard].name}, {raw.key}"
         )

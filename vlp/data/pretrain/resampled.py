@@ -30,7 +30,7 @@ from vlp.data.shards.remote import RemoteFolder, Unreachable, is_url, patiently
 from vlp.data.shards.sample_files import BadSample, RawSample, grouped, parse
 from vlp.data.shards.tar import Member, members_in
 from vlp.data.stream.rng import make_rng
-from vlp.data.stream.sampler import Element, Request
+from vlp.data.stream.sampler import Element
 
 # So many different shards in a row without one good sample are not the shards' fault.
 _MOST_BAD_SHARDS = 16
@@ -39,7 +39,7 @@ Value = TypeVar("Value")
 
 
 class ListedShards:
-    """Shards by name alone, in the place of a `ShardIndex`: holds the sample that was read last.
+    """Shards by name alone, in the place of a `ShardIndex` whose samples are read elsewhere.
 
     Args:
         path: a folder of *.tar files; one tar, or several as in `cc/{00000..00331}.tar`; or a
@@ -54,22 +54,6 @@ class ListedShards:
         self.shards = [_Named(name) for name in _names(path)]
         if not self.shards:
             raise ConfigError(f"{path}: names no shards (*.tar)")
-        self._held: RawSample | BadSample | None = None
-
-    def hold(self, sample: RawSample | BadSample) -> None:
-        """Have `read` give this sample."""
-        self._held = sample
-
-    def read(self, shard_number: int, sample_number: int) -> RawSample:
-        """Return the sample that is held.
-
-        Raises:
-            BadSample: it could not be read.
-        """
-        if isinstance(self._held, BadSample):
-            raise self._held
-        assert self._held is not None
-        return self._held
 
 
 class ResampledSamples(IterableDataset[Slot]):
@@ -118,8 +102,7 @@ class ResampledSamples(IterableDataset[Slot]):
                 continue
             place = int(rng.integers(len(kept)))
             (element, sample), kept[place] = kept[place], new
-            self.sources[element.source].hold(sample)
-            yield self.samples[Request(self.consumed, element)]
+            yield self.samples.slot(self.consumed, element, sample)
 
     def _read(
         self, rng: np.random.Generator, reader: int, readers: int
