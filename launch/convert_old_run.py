@@ -1,17 +1,11 @@
-"""Convert a run, checkpoint or model folder that was written with the former configuration keys.
+"""Conversion of folders with the former configuration keys: the script of `vlp convert-run`.
 
-    python launch/convert_old_run.py runs/old runs/converted
-
-The folder is copied; the old one is only read. Configurations in `config.yaml`, `state.json`,
-`task.json` and `config.json` get the present keys and task names, files of results those of their
-task, and `SHA256SUMS` the new sums. Weights, optimiser states and logs are copied as they are, so a
-converted run resumes where it stopped. A folder of several runs is converted as a whole, and what
-has the present keys already stays as it is.
+Configurations in `config.yaml`, `state.json`, `task.json` and `config.json` get the present keys
+and task names, files of results those of their task, and `SHA256SUMS` the new sums.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import shutil
@@ -47,22 +41,10 @@ RESULTS, SUMS = "evaluation", "SHA256SUMS"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and convert; returns the exit code (2: wrong input)."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("old", type=Path, metavar="OLD", help="folder to read")
-    parser.add_argument("new", type=Path, metavar="NEW", help="folder to write; must not exist")
-    chosen = parser.parse_args(arguments)
-    try:
-        changed = convert(chosen.old, chosen.new)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"{chosen.new}: {len(changed)} files converted")
-    for path in changed:
-        print(f"  {path.relative_to(chosen.new)}")
-    return 0
+    """Run `vlp convert-run`; returns the exit code (2: wrong input)."""
+    from launch.cli.main import main as vlp_main
+
+    return vlp_main(["convert-run", *(sys.argv[1:] if arguments is None else arguments)])
 
 
 def convert(old: Path, new: Path) -> list[Path]:

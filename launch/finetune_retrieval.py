@@ -1,16 +1,11 @@
-"""Fine-tune for image-text retrieval (Flickr30K, COCO).
+"""Fine-tune for image-text retrieval: the script of `vlp finetune retrieval` for launchers.
 
-    accelerate launch launch/finetune_retrieval.py --config configs/finetune/flickr30k.yaml
-    python launch/finetune_retrieval.py --config FILE --from DIR training.batch=64   (one process)
-
-The run's folder is the key `output`: `best/` is the model that did best on the validation data,
-`model/` the last one. `--resume` goes on from its newest good checkpoint, on any number of ranks.
-`python -m evaluation retrieval --model OUTPUT/best --shards DIR --rerank 128` prints its recall.
+accelerate launch launch/finetune_retrieval.py --config FILE --from DIR KEY.SUB=VALUE
 """
 
 import sys
 
-from evaluation.downstream.finetuning import finetuning_command
+from launch.cli.train import finetune_script
 
 if __name__ == "__main__":
-    sys.exit(finetuning_command(__doc__, ("retrieval",)))
+    sys.exit(finetune_script("retrieval"))

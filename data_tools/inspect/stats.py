@@ -18,13 +18,9 @@ import json
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from data_tools.inspect.shard_stats import ShardTally, Tally, tally_shard
 from data_tools.parallel import add_processes
@@ -32,6 +28,9 @@ from data_tools.scan.repeated_ids import RepeatedIds
 from data_tools.scan.shard_reader import Shard, ShardReader, scan, shards_of
 from vlp.config import ConfigError
 from vlp.io import atomic_write, write_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _BARS = 50
 
@@ -151,6 +150,9 @@ class _Count:
 
 def draw(summary: dict[str, Any], path: Path) -> None:
     """Draw the histograms of a summary, and bars of its formats and sources."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     quantities = summary["quantities"]
     columns = 3
     rows = -(-(len(quantities) + 2) // columns)
@@ -176,6 +178,8 @@ def draw(summary: dict[str, Any], path: Path) -> None:
 
 def _draw_histogram(panel: Axes, histogram: Sequence[tuple[float, int]], unit: str) -> None:
     """Draw bars over all values but the topmost thousandth, which would squeeze the others."""
+    from matplotlib.ticker import MaxNLocator, NullFormatter
+
     values, counts = (np.array(column, dtype=float) for column in zip(*histogram))
     end = values[np.searchsorted(np.cumsum(counts), 0.999 * counts.sum())]
     if unit == "bytes":

@@ -1,9 +1,9 @@
-"""A fine-tuning command: training on Accelerate, validated by the same benchmark's evaluation."""
+"""Fine-tuning: training on Accelerate, validated by the same benchmark's evaluation."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,42 +25,25 @@ _TRIED = 16
 """Samples of the validation data that are evaluated before the training."""
 
 
-def finetuning_command(
-    description: str | None, kinds: Sequence[str], arguments: Sequence[str] | None = None
-) -> int:
-    """Parse the command line of a script `launch/finetune_*.py` and run one rank.
+def finetune(config: Path, task: str, overrides: Sequence[str] = (), resume: bool = False) -> int:
+    """Run one rank of a fine-tuning; returns the exit code (see `vlp.training.command`).
 
     Args:
-        description: the script's docstring, for `--help`.
-        kinds: of tasks that the script is for.
-        arguments: the command line; None is the process's own.
-
-    Returns:
-        The exit code (see `vlp.training.command`).
+        config: the configuration file.
+        task: kind of task that it must be for, or the first part of its name: "nlvr2" stands for
+            nlvr2_assignment too.
+        overrides: `key.sub=value` of the command line.
+        resume: go on from the newest good checkpoint.
     """
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--config", required=True, metavar="FILE")
-    parser.add_argument("--from", dest="init_from", metavar="DIR", help="same as init_from=DIR")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
-    chosen = parser.parse_intermixed_args(arguments)
-    overrides = [
-        *([f"init_from={chosen.init_from}"] if chosen.init_from else []),
-        *chosen.overrides,
-    ]
 
-    def build(config: FinetuneConfig) -> tuple[Any, Any]:
-        if config.task.kind not in kinds:
+    def build(chosen: FinetuneConfig) -> tuple[Any, Any]:
+        if not f"{chosen.task.kind}_".startswith(f"{task}_"):
             raise ConfigError(
-                f"task.kind {config.task.kind} is not what this script trains ({', '.join(kinds)})"
+                f"task.kind {chosen.task.kind} is not what this script trains ({task})"
             )
-        return build_task(config)
+        return build_task(chosen)
 
-    return run_training(
-        chosen.config, FinetuneConfig, overrides, chosen.resume, build, "accelerate", select
-    )
+    return run_training(config, FinetuneConfig, overrides, resume, build, "accelerate", select)
 
 
 def build_task(config: FinetuneConfig) -> tuple[Downstream | PairsTask, Any]:

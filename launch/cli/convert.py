@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
+import typer
 from typer import Option
 
 from vlp.command_line import Command, Overrides, new_app
@@ -63,12 +64,40 @@ def change_vocabulary(
     return _run(lambda: change(model, vocabulary, out))
 
 
+@app.command(cls=Command)
+def convert_run(
+    old: Annotated[Path, typer.Argument(metavar="OLD", help="folder to read")],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="folder to write; must not exist")],
+) -> int:
+    """Convert a run or model folder with former configuration keys.
+
+    The folder is copied; the old one is only read. Configurations and results get the present keys
+    and task names. Weights, optimiser states and logs are copied as they are, so a converted run
+    resumes where it stopped. A folder of several runs is converted as a whole, and what has the
+    present keys already stays as it is.
+
+    \b
+      vlp convert-run runs/old runs/converted
+    """
+    from launch.convert_old_run import convert
+
+    def run() -> None:
+        changed = convert(old, new)
+        print(f"{new}: {len(changed)} files converted")
+        for path in changed:
+            print(f"  {path.relative_to(new)}")
+
+    return _run(run)
+
+
 def _run(work: Callable[[], None]) -> int:
+    from yaml import YAMLError
+
     from vlp.config import ConfigError
 
     try:
         work()
-    except (ConfigError, ValueError, OSError) as error:
+    except (ConfigError, ValueError, OSError, YAMLError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -1,4 +1,4 @@
-"""Commands that train or convert models, as the scripts of `launch/` do."""
+"""Commands that train models."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from vlp.command_line import Command, Overrides, nearest, new_app, positive
+from vlp.command_line import Command, Overrides, nearest, new_app, positive, run_app
+from vlp.tasks.downstream.registry import task_kinds
 
-FOLDER = Path(__file__).resolve().parents[1]
-TASKS = sorted(file.stem.removeprefix("finetune_") for file in FOLDER.glob("finetune_*.py"))
+TASKS = ", ".join(task_kinds())
 
 Config = Annotated[Path, Option(metavar="FILE", help="a configuration of configs/")]
 Ranks = Annotated[
@@ -46,14 +46,16 @@ def train(
     import yaml
 
     values = yaml.safe_load(config.read_text("utf-8")) if config.is_file() else None
-    vision = isinstance(values, dict) and "task" in values
+    script = "train_vision" if isinstance(values, dict) and "task" in values else "pretrain"
     arguments = ["--config", str(config), *(overrides or ()), *(["--resume"] if resume else ())]
-    return _start("train_vision" if vision else "pretrain", ranks, arguments)
+    if (several := _several(ranks)) > 1:
+        return _launch(several, ["train", *arguments])
+    return int(importlib.import_module(f"launch.{script}").main(arguments))
 
 
 @app.command(cls=Command)
 def finetune(
-    task: Annotated[str, typer.Argument(metavar="TASK", help=f"one of {', '.join(TASKS)}")],
+    task: Annotated[str, typer.Argument(metavar="TASK", help=f"one of {TASKS}")],
     config: Config,
     init_from: Annotated[
         str | None, Option("--from", metavar="DIR", help="model folder, same as init_from=DIR")
@@ -70,22 +72,34 @@ def finetune(
     \b
       vlp finetune vqa --config configs/finetune/vqa_v2.yaml --from runs/base/model
     """
-    if task not in TASKS:
-        raise typer.BadParameter(f"unknown task {task!r}; {nearest(task, TASKS)}")
-    arguments = ["--config", str(config), *(overrides or ()), *(["--resume"] if resume else ())]
-    if init_from is not None:
-        arguments += ["--from", init_from]
-    return _start(f"finetune_{task}", ranks, arguments)
+    if not any(f"{kind}_".startswith(f"{task}_") for kind in task_kinds()):
+        raise typer.BadParameter(f"unknown task {task!r}; {nearest(task, task_kinds())}")
+    changes = [*([f"init_from={init_from}"] if init_from else []), *(overrides or ())]
+    if (several := _several(ranks)) > 1:
+        flags = ["--resume"] if resume else []
+        return _launch(several, ["finetune", task, "--config", str(config), *changes, *flags])
+    from evaluation.downstream.finetuning import finetune as run
+
+    return run(config, task, changes, resume)
 
 
-def _start(script: str, ranks: int | None, arguments: list[str]) -> int:
-    """Run a script of `launch/`, with torchrun where it takes several ranks."""
-    if ranks is None and "WORLD_SIZE" not in os.environ:
+def finetune_script(task: str) -> int:
+    """Run `vlp finetune TASK` in this process with the script's arguments."""
+    return run_app(app, "vlp", ["finetune", task, "--ranks", "1", *sys.argv[1:]])
+
+
+def _several(ranks: int | None) -> int:
+    """Return the number of processes to start; 1 where a launcher has started this one."""
+    if "WORLD_SIZE" in os.environ:
+        return 1
+    if ranks is None:
         import torch
 
-        ranks = torch.cuda.device_count()
-    if ranks is None or ranks < 2:
-        return int(importlib.import_module(f"launch.{script}").main(arguments))
-    launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    file = str(FOLDER / f"{script}.py")
-    return subprocess.call([sys.executable, "-m", *launcher, file, *arguments])
+        return torch.cuda.device_count()
+    return ranks
+
+
+def _launch(ranks: int, arguments: list[str]) -> int:
+    """Run a command of `vlp` on several ranks of this machine with torchrun."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    return subprocess.call([sys.executable, *torchrun, "-m", "launch.cli.main", *arguments])
