@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from vlp.data.scenes.annotation import box_statement_annotation
-from vlp.data.scenes.nlvr_v1.box_sentences import OF_ITEMS
 from vlp.data.scenes.nlvr_v1.box_statements import sample_box_statement
 from vlp.data.scenes.nlvr_v1.boxes import (
     BOXES,
@@ -24,7 +23,7 @@ from vlp.data.scenes.nlvr_v1.boxes import (
     render_boxes,
     sample_boxes,
 )
-from vlp.data.scenes.nlvr_v1.tower_sentences import OF_TOWERS
+from vlp.data.scenes.nlvr_v1.sentences import OF_ITEMS, OF_TOWERS
 
 NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven")
 COUNT = (

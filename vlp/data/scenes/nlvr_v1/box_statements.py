@@ -11,9 +11,8 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-from vlp.data.scenes.nlvr_v1.box_sentences import OF_ITEMS
 from vlp.data.scenes.nlvr_v1.boxes import ThreeBoxes, rearrange_boxes, sample_boxes
-from vlp.data.scenes.nlvr_v1.tower_sentences import OF_TOWERS
+from vlp.data.scenes.nlvr_v1.sentences import OF_ITEMS, OF_TOWERS
 from vlp.data.scenes.splits import Split
 from vlp.data.stream.rng import make_rng
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 from PIL import Image, ImageDraw
 
 SHAPES = ("circle", "square", "triangle")
 COLOURS = {"yellow": (255, 255, 0), "blue": (0, 153, 255), "black": (0, 0, 0)}
-SIZES = (10, 20, 30)
+SIZES = {"small": 10, "medium": 20, "big": 30}
 SIDE, PITCH, BOXES = 100, 150, 3
 """Pixels: side of a box, and from the left of one to the left of the next."""
 
@@ -24,6 +24,7 @@ _SUPERSAMPLING = 4
 _ATTEMPTS = 50
 
 Wall = Literal["left", "right", "top", "bottom"]
+Value = TypeVar("Value")
 _Kind = tuple[str, str, int]
 """Shape, colour and size of an item."""
 
@@ -60,6 +61,12 @@ class ThreeBoxes(NamedTuple):
     boxes: tuple[Box, ...]
 
 
+def pick(rng: np.random.Generator, values: Iterable[Value]) -> Value:
+    """Draw one of some values."""
+    several = tuple(values)
+    return several[int(rng.integers(len(several)))]
+
+
 def sample_boxes(rng: np.random.Generator, towers: bool) -> ThreeBoxes:
     """Draw three boxes."""
     numbers = rng.integers(1, (TALLEST if towers else MOST_ITEMS) + 1, size=BOXES).tolist()
@@ -74,7 +81,7 @@ def rearrange_boxes(rng: np.random.Generator, scene: ThreeBoxes) -> ThreeBoxes:
     kinds = [(item.shape, item.colour, item.size) for box in scene.boxes for item in box]
     most = TALLEST if scene.towers else MOST_ITEMS
     deals = [deal for deal in product(range(1, most + 1), repeat=BOXES) if sum(deal) == len(kinds)]
-    numbers = deals[int(rng.integers(len(deals)))]
+    numbers = pick(rng, deals)
     shuffled = [kinds[place] for place in rng.permutation(len(kinds))]
     return _arranged(rng, scene.towers, shuffled, numbers)
 
@@ -107,9 +114,9 @@ def _corners(x: int, y: int, side: int) -> tuple[int, int, int, int]:
 
 def _kind(rng: np.random.Generator, towers: bool) -> _Kind:
     if towers:
-        return "square", _one_of(rng, tuple(COLOURS)), BLOCK
-    size = SIZES[int(rng.integers(len(SIZES)))]
-    return _one_of(rng, SHAPES), _one_of(rng, tuple(COLOURS)), size
+        return "square", pick(rng, COLOURS), BLOCK
+    size = pick(rng, SIZES.values())
+    return pick(rng, SHAPES), pick(rng, COLOURS), size
 
 
 def _arranged(
@@ -151,7 +158,3 @@ def _overlap(one: BoxItem, other: BoxItem) -> bool:
     gap = 2
     across = one.x < other.x + other.size + gap and other.x < one.x + one.size + gap
     return across and one.y < other.y + other.size + gap and other.y < one.y + one.size + gap
-
-
-def _one_of(rng: np.random.Generator, values: tuple[str, ...]) -> str:
-    return values[int(rng.integers(len(values)))]
