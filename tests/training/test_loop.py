@@ -386,4 +386,4 @@ def test_dropout_is_the_same_after_a_resume(
 def test_an_unknown_figure_is_named(tmp_path: Path) -> None:
     selection = BestCheckpoint(lambda: {"accuracy": 1.0}, "recall", 1)
     with pytest.raises(ConfigError, match="no figure 'recall'; there are accuracy"):
-        selection.look(Progress())
+        selection.validate(Progress())

@@ -1,4 +1,4 @@
-"""Which model of a run is kept as its best, and when there is no use in going on."""
+"""Best checkpoint by a validation metric, and early stopping."""
 
 from __future__ import annotations
 
@@ -8,39 +8,41 @@ from collections.abc import Callable, Collection, Mapping
 from vlp.config import ConfigError
 from vlp.training.logging.progress import Progress
 
-Judge = Callable[[], Mapping[str, float]]
-"""Figures of the validation data, higher is better, the same on every rank; collective."""
+Validate = Callable[[], Mapping[str, float]]
+"""Computes metrics on the validation data: higher is better, equal on all ranks; collective."""
 
 
 class BestCheckpoint:
-    """Looks at the validation data now and then.
+    """Validation at intervals, with the best result so far.
 
     Args:
-        judge: gives the figures of the model as it is.
-        metric: the figure that decides.
-        every: steps between looks; there is always one after the last step.
-        patience: looks without a better figure after which the run ends; None is never.
+        validate: computes the metrics of the model as it is.
+        metric: the metric that decides.
+        every: steps between validations; there is always one after the last step.
+        patience: validations without a better result after which the run ends; None is never.
     """
 
-    def __init__(self, judge: Judge, metric: str, every: int, patience: int | None = None) -> None:
-        self._judge, self._metric, self._every = judge, metric, every
+    def __init__(
+        self, validate: Validate, metric: str, every: int, patience: int | None = None
+    ) -> None:
+        self._validate, self._metric, self._every = validate, metric, every
         self._patience = patience
 
     def due(self, progress: Progress, total: int) -> bool:
-        """Whether it is time, `total` being the steps of the run, and nobody has looked yet."""
+        """Return whether a validation is due; `total` are the steps of the run."""
         step = progress.step
         return step > progress.looked and (step % self._every == 0 or step >= total)
 
-    def look(self, progress: Progress) -> tuple[Mapping[str, float], bool]:
-        """Judge the model and count it in `progress`.
+    def validate(self, progress: Progress) -> tuple[Mapping[str, float], bool]:
+        """Validate the model and record the result in `progress`.
 
         Returns:
-            All figures, and whether the model is better than every one before.
+            All metrics, and whether the model is better than every one before.
 
         Raises:
-            ConfigError: there is no figure of that name; those that there are are named.
+            ConfigError: the metric is unknown; the message lists the known ones.
         """
-        figures = self._judge()
+        figures = self._validate()
         self.require(figures)
         value = figures[self._metric]
         progress.looked = progress.step
@@ -53,10 +55,10 @@ class BestCheckpoint:
         return figures, better
 
     def require(self, figures: Collection[str]) -> None:
-        """Refuse names of figures that lack the one that decides.
+        """Check that the deciding metric is among some names.
 
         Raises:
-            ConfigError: see `look`.
+            ConfigError: see `validate`.
         """
         if self._metric not in figures:
             raise ConfigError(
@@ -65,5 +67,5 @@ class BestCheckpoint:
             )
 
     def exhausted(self, progress: Progress) -> bool:
-        """Whether the run has waited long enough for a better model."""
+        """Return whether patience is at its end."""
         return self._patience is not None and progress.looks_since >= self._patience

@@ -72,7 +72,8 @@ def run_training(
         build: makes the task (an `nn.Module`) and its data; raises ConfigError where they do not
             fit.
         engine: what holds the parameters.
-        select: how the model is judged while it is trained, from configuration, task and data.
+        select: makes the validation that chooses the best checkpoint, from configuration, task and
+            data.
     """
     distributed.prepare_environment()
     try:
@@ -109,13 +110,13 @@ def _run(
         folder = RunFolder(config.output, resume or distributed.rank() > 0)
         make_engine = _engine(name, config)
         task, data = build(config)
-        selection = None if select is None else select(config, task, data)
+        best = None if select is None else select(config, task, data)
     except ConfigError as error:
         problem = str(error)
     problems = [found for found in distributed.gather_to_all(problem) if found is not None]
     if problems:
         return _refuse("\n".join(dict.fromkeys(problems)))
-    train(config, task, data, make_engine(task), folder, resume, selection)
+    train(config, task, data, make_engine(task), folder, resume, best)
     return 0
 
 

@@ -17,13 +17,13 @@ class FinetuningConfig(LoopConfig):
     """Training on Accelerate; figures of the validation data choose the model that is kept."""
 
     evaluate_every: int | None = Field(
-        None, ge=1, description="steps between looks at the validation data; null: every epoch"
+        None, ge=1, description="steps between validations; null: every epoch"
     )
     metric: str | None = Field(
-        None, description="figure that decides which model is the best; null: the task's own"
+        None, description="metric that decides which model is the best; null: the task's own"
     )
     patience: int | None = Field(
-        None, ge=1, description="looks without a better figure after which the run ends"
+        None, ge=1, description="validations without a better result after which the run ends"
     )
 
 

@@ -1,10 +1,9 @@
 """The training loop, top to bottom.
 
 One optimiser step is `gradient_accumulation_steps` global batches. A step whose loss or gradient
-is not finite on
-any rank is skipped on all: weights, optimiser state and buffers stay as they were, the data moves
-on, the skip is counted; more than `max_non_finite` of them in a row end the run. SIGTERM (or
-Ctrl-C) on any rank ends the run after the current step, with a checkpoint.
+is not finite on any rank is skipped on all: weights, optimiser state and buffers stay as they were,
+the data moves on, the skip is counted; more than `max_non_finite` of them in a row end the run.
+SIGTERM (or Ctrl-C) on any rank ends the run after the current step, with a checkpoint.
 """
 
 from __future__ import annotations
@@ -64,15 +63,15 @@ def train(
     engine: Engine,
     folder: RunFolder,
     resume: bool = False,
-    selection: BestCheckpoint | None = None,
+    best: BestCheckpoint | None = None,
 ) -> dict[str, Any]:
     """Train to the end, or to a stop signal; returns what `report.json` says.
 
-    With a selection the run also ends when that has seen enough, and the model that did best on
+    With `best` the run also ends when patience is at its end, and the model that did best on
     the validation data is kept in `best/`.
 
     Raises:
-        ConfigError: the selection knows no such figure.
+        ConfigError: validation has no such metric.
         CheckpointError: a checkpoint cannot be written, or none can be resumed.
         NonFiniteError: more than `training.max_non_finite` steps in a row were not finite.
     """
@@ -107,17 +106,17 @@ def train(
                 return progress.step, progress.looked
 
             def over() -> bool:
-                """Whether the run has come to its end; the model is judged first if that is due."""
-                if selection is None:
+                """Validate if that is due; return whether the run has come to its end."""
+                if best is None:
                     return progress.step >= total
-                if selection.due(progress, total):
+                if best.due(progress, total):
                     began = time.perf_counter()
-                    figures, better = selection.look(progress)
-                    log.judged(progress.step, figures)
+                    figures, better = best.validate(progress)
+                    log.validated(progress.step, figures)
                     if better:
                         _save_model(task, engine, folder.best)
                     meter.exclude(time.perf_counter() - began)
-                return progress.step >= total or selection.exhausted(progress)
+                return progress.step >= total or best.exhausted(progress)
 
             while not (done := over()) and not distributed.any_rank(stop.received):
                 rate = _rate(config, progress.step, total)
@@ -148,7 +147,7 @@ def train(
                     log.write(record)
                     if main:
                         watch.check(progress.step, _representation(record))
-                # Before the model is judged: a judge that fails must not cost what was trained.
+                # Checkpoint before validating, so that a failing validation loses no training.
                 if progress.step % training.checkpoint_every == 0 or progress.step == total:
                     saved = save()
             if saved != (progress.step, progress.looked):

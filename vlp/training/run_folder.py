@@ -1,4 +1,4 @@
-"""The folder of a run: what lies where, and when it may be used."""
+"""The folder of a run: its files, and when it may be used."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from vlp.config import ConfigError
 
 
 class RunFolder:
-    """`config.yaml`, `log.jsonl`, `tensorboard/`, `checkpoints/step_N/`, `model/`, `report.json`.
+    """Places of a run's files.
 
-    A run that is judged while it trains has `best/` too.
+    config: the resolved configuration; log: a JSON object per logged step; tensorboard: event
+    files; checkpoints: folders `step_N`; model: public model folder of a finished run; best: that
+    of the step that did best on the validation data, where there is one; report: summary of the
+    run so far, written whenever it ends.
 
     Raises:
         ConfigError: the folder holds something and the run is not resumed, or it cannot be used.
@@ -18,6 +21,13 @@ class RunFolder:
 
     def __init__(self, path: str | Path, resume: bool) -> None:
         self.path = Path(path)
+        self.config = self.path / "config.yaml"
+        self.log = self.path / "log.jsonl"
+        self.tensorboard = self.path / "tensorboard"
+        self.checkpoints = self.path / "checkpoints"
+        self.model = self.path / "model"
+        self.best = self.path / "best"
+        self.report = self.path / "report.json"
         try:
             used = self.path.exists() and any(self.path.iterdir())
         except OSError as error:
@@ -27,38 +37,3 @@ class RunFolder:
                 f"output: {self.path} is not empty; continue its run with --resume, or choose "
                 "another folder with output=…"
             )
-
-    @property
-    def config(self) -> Path:
-        """The resolved configuration."""
-        return self.path / "config.yaml"
-
-    @property
-    def log(self) -> Path:
-        """One JSON object per logged step."""
-        return self.path / "log.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Event files."""
-        return self.path / "tensorboard"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folders `step_N`."""
-        return self.path / "checkpoints"
-
-    @property
-    def model(self) -> Path:
-        """The public model folder of a finished run."""
-        return self.path / "model"
-
-    @property
-    def best(self) -> Path:
-        """The public model folder of the step that did best on the validation data."""
-        return self.path / "best"
-
-    @property
-    def report(self) -> Path:
-        """Summary of the run so far, written whenever it ends."""
-        return self.path / "report.json"

@@ -1,7 +1,7 @@
 """What the training loop needs of the machinery that holds the parameters.
 
-The loop (`vlp/training/loop.py`) sees only this; `deepspeed_engine.py` fulfils it whatever the
-ZeRO stage, `accelerate_engine.py` with a whole copy on every rank.
+The loop (`vlp/training/loop.py`) sees only this; `deepspeed.py` fulfils it whatever the ZeRO
+stage, `accelerate.py` with a whole copy on every rank.
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ class RunLog:
             refresh=False,
         )
 
-    def judged(self, step: int, figures: Mapping[str, float]) -> None:
-        """Log and say the figures of the validation data after a step."""
+    def validated(self, step: int, figures: Mapping[str, float]) -> None:
+        """Log and print the metrics of a validation after a step."""
         if self._folder is None:
             return
         named = {f"validation/{name}": value for name, value in figures.items()}

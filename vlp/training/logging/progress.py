@@ -13,9 +13,8 @@ class Progress:
     which fixes the data position. trained_samples: those of them that were not bad. seconds: of
     training. skipped: bad samples by kind; examples: where some of them were. non_finite: skipped
     steps; non_finite_row: of these, the current row. resumed: the steps at which the run was
-    resumed. looked: the last step after which the validation data was looked at. best: its best
-    figure so far, best_figures all those of that step, and looks_since how often one was looked at
-    after it.
+    resumed. looked: the last step that was validated. best: the best result so far, best_figures
+    all metrics of that step, and looks_since the number of validations after it.
     """
 
     step: int = 0
