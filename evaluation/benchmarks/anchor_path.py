@@ -19,9 +19,7 @@ import argparse
 import math
 import statistics
 import sys
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -29,8 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from evaluation.benchmarks.figures import Measurement, print_figures
-from evaluation.benchmarks.memory import peak_memory
+from evaluation.benchmarks import harness
+from evaluation.benchmarks.harness import Measurement
 from vlp.positions.anchor import anchor_distance, anchor_path
 from vlp.positions.windows import Metric
 
@@ -42,7 +40,7 @@ Path = Callable[[Tensor], Tensor]
 
 
 class Size(NamedTuple):
-    """What is measured: a grid of patches, tokens, groups and pairs."""
+    """A measured size: a grid of patches, tokens, groups and pairs."""
 
     rows: int
     columns: int
@@ -52,6 +50,32 @@ class Size(NamedTuple):
 
     def __str__(self) -> str:
         return "x".join(map(str, self))
+
+
+class Timing(NamedTuple):
+    """Median seconds and peak bytes of each path at one size; step: the pass, or the metric."""
+
+    size: Size
+    step: str
+    results: dict[str, tuple[float, int]]
+
+    def rows(self) -> Iterator[list[str]]:
+        """Yield a table row per path."""
+        slowest = next(iter(self.results.values()))[0]
+        for name, (time, memory) in self.results.items():
+            speed = f"{slowest / time:.1f}x"
+            yield [str(self.size), self.step, name, f"{1000 * time:.2f}", _mib(memory), speed]
+
+    def figures(self) -> Iterator[Measurement]:
+        """Yield time and memory of each path."""
+        for name, (time, memory) in self.results.items():
+            prefix = f"anchor_path/{self.size}/{self.step}/{name}"
+            yield Measurement(f"{prefix}/time", 1000 * time, "ms")
+            yield Measurement(f"{prefix}/peak_memory", memory / 2**20, "MiB")
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f}"
 
 
 def parse_size(text: str) -> Size:
@@ -157,25 +181,16 @@ def measure(
         if not torch.allclose(found, first, rtol=0, atol=1e-3):
             raise RuntimeError(f"{name} finds other paths than {next(iter(paths))}")
         run(path)
-    memory = {name: peak_memory(partial(run, path), device) for name, path in paths.items()}
-    seconds: dict[str, list[float]] = defaultdict(list)
-    for _ in range(repeats):
-        for name, path in paths.items():
-            _wait(device)
-            started = time.perf_counter()
-            run(path)
-            _wait(device)
-            seconds[name].append(time.perf_counter() - started)
-    return {name: (statistics.median(seconds[name]), memory[name]) for name in paths}
+    memory = {name: harness.peak_memory(partial(run, path), device) for name, path in paths.items()}
+    turns = {
+        name: partial(harness.seconds, partial(run, path), device) for name, path in paths.items()
+    }
+    taken = harness.interleave(turns, repeats)
+    return {name: (statistics.median(taken[name]), memory[name]) for name in paths}
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def bounded(size: Size, device: torch.device, repeats: int) -> Iterator[Measurement]:
-    """Windows of 5 tokens and 9 patches: print a table row per way, yield its figures."""
+def bounded(size: Size, device: torch.device, repeats: int) -> Iterator[Timing]:
+    """Measure windows of 5 tokens and 9 patches."""
     grid = size.rows, size.columns
     distance = random_distance(size, device)
     paths: dict[str, Path] = {
@@ -185,11 +200,11 @@ def bounded(size: Size, device: torch.device, repeats: int) -> Iterator[Measurem
     if device.type == "cuda":
         paths["triton"] = partial(triton_path, grid=grid)
     for step, backward in (("forward", False), ("forward+backward", True)):
-        yield from _report(size, step, measure(paths, distance, backward, repeats))
+        yield Timing(size, step, measure(paths, distance, backward, repeats))
 
 
-def unbounded(size: Size, device: torch.device, repeats: int) -> Iterator[Measurement]:
-    """Windows None: print a table row per way, yield its figures."""
+def unbounded(size: Size, device: torch.device, repeats: int) -> Iterator[Timing]:
+    """Measure windows None."""
     size = size._replace(batch=1)
     grid = size.rows, size.columns
     distance = random_distance(size, device)
@@ -199,25 +214,11 @@ def unbounded(size: Size, device: torch.device, repeats: int) -> Iterator[Measur
             "offsets": partial(offsets_path, grid=grid, metric=metric),
             "torch": partial(unbounded_path, grid=grid, metric=metric),
         }
-        yield from _report(size, metric, measure(paths, distance, False, repeats))
+        yield Timing(size, metric, measure(paths, distance, False, repeats))
 
 
-def _report(size: Size, step: str, results: dict[str, tuple[float, int]]) -> Iterator[Measurement]:
-    slowest = next(iter(results.values()))[0]
-    for name, (seconds, memory) in results.items():
-        print(
-            f"{size!s:<18}{step:<18}{name:<9}{1000 * seconds:>10.2f}{memory / 2**20:>10.1f}"
-            f"{slowest / seconds:>9.1f}x"
-        )
-        yield Measurement(f"anchor_path/{size}/{step}/{name}/time", 1000 * seconds, "ms")
-        yield Measurement(f"anchor_path/{size}/{step}/{name}/peak_memory", memory / 2**20, "MiB")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the tables and the figures; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare sizes and repeats."""
     parser.add_argument(
         "--sizes",
         nargs="+",
@@ -226,23 +227,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help=f"default: {' '.join(_CPU_SIZES)}, on a GPU {' '.join(_GPU_SIZES)}",
     )
     parser.add_argument("--repeats", type=int, help="default: 7, on a GPU 20")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    chosen = parser.parse_args(arguments)
-    device = torch.device(chosen.device)
+
+
+def run(options: argparse.Namespace, device: torch.device) -> Iterator[Measurement]:
+    """Measure every size, print both tables, yield the figures."""
     on_gpu = device.type == "cuda"
-    sizes = chosen.sizes or [parse_size(text) for text in (_GPU_SIZES if on_gpu else _CPU_SIZES)]
-    repeats = chosen.repeats or (20 if on_gpu else 7)
-    figures: list[Measurement] = []
-    columns = f"{'way':<9}{'ms':>10}{'MiB':>10}{'speed':>10}"
-    print(f"{'5 tokens, 9 patches':<36}{columns}")
-    for size in sizes:
-        figures += bounded(size, device, repeats)
-    print(f"\n{'unbounded, forward':<36}{columns}")
-    for size in sizes:
-        figures += unbounded(size, device, min(repeats, 3))
-    print()
-    print_figures(figures, device)
-    return 0
+    sizes = options.sizes or [parse_size(text) for text in (_GPU_SIZES if on_gpu else _CPU_SIZES)]
+    repeats = options.repeats or (20 if on_gpu else 7)
+    for title, ways, times in (
+        ("5 tokens, 9 patches", bounded, repeats),
+        ("unbounded, forward", unbounded, min(repeats, 3)),
+    ):
+        found = [timing for size in sizes for timing in ways(size, device, times)]
+        rows = [row for timing in found for row in timing.rows()]
+        print(
+            harness.table([title, "", "path", "ms", "MiB", "speed"], rows), end="\n\n", flush=True
+        )
+        for timing in found:
+            yield from timing.figures()
+
+
+main = partial(harness.run_benchmark, __doc__, add_options, run)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,8 +32,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from evaluation.benchmarks.figures import Measurement, print_figures
-from vlp.config import ConfigError
+from evaluation.benchmarks import harness
+from evaluation.benchmarks.harness import Measurement
 from vlp.data.config import DataConfig, SourceConfig
 from vlp.data.pretrain.loader import PretrainData
 from vlp.data.schema import Annotation
@@ -283,19 +284,24 @@ def table(scale: Scale, start: Start, mixed: Mixing, read: Reading) -> str:
         ("shards a rank opens in an epoch", f"{read.rank:,}"),
         ("shards of a rank at a time", f"{read.rank_at_once} ({_gigabytes(scale, read):.1f} GB)"),
     ]
-    lines = [
-        f"{scale.samples:,} samples, {scale.shards:,} shards, {scale.ranks:,} ranks x "
-        f"{scale.workers} workers, batch {scale.batch:,}, {scale.streams:,} streams, window "
-        f"{scale.window:,}",
-        *(f"{name:<36}{value:>22}" for name, value in rows),
-        f"{'how well the sampler mixes':<36}{'measured':>22}{'uniform shuffle':>18}",
+    names = (
+        "mean displacement, of an epoch",
+        "pairs of a batch from one shard",
+        "shards in a global batch",
+        "a shard's span, of an epoch",
+    )
+    mixes = [
+        (name, f"{value:,.6g}", f"{expected:,.6g}") for name, (value, expected) in zip(names, mixed)
     ]
-    for name, (value, expected) in zip(
-        ("mean displacement, of an epoch", "pairs of a batch from one shard",
-         "shards in a global batch", "a shard's span, of an epoch"), mixed,
-    ):  # fmt: skip
-        lines.append(f"{name:<36}{value:>22,.6g}{expected:>18,.6g}")
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            f"{scale.samples:,} samples, {scale.shards:,} shards, {scale.ranks:,} ranks x "
+            f"{scale.workers} workers, batch {scale.batch:,}, {scale.streams:,} streams, window "
+            f"{scale.window:,}",
+            harness.table(["one rank", "measured"], rows),
+            harness.table(["how well the sampler mixes", "measured", "uniform shuffle"], mixes),
+        ]
+    )
 
 
 def _gigabytes(scale: Scale, read: Reading) -> float:
@@ -325,32 +331,29 @@ def figures(scale: Scale, start: Start, mixed: Mixing, read: Reading) -> list[Me
     ]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the scale, and which rank is played."""
     for name, default in Scale._field_defaults.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--rank", type=int, help="the rank that is played; default: one half-way")
     parser.add_argument("--folder", help="where the corpus is made; default: a temporary folder")
-    chosen = vars(parser.parse_args(arguments))
-    place, rank = chosen.pop("folder"), chosen.pop("rank")
-    scale = Scale(**chosen)
-    rank = scale.ranks // 2 if rank is None else rank
-    try:
-        mixed, read = mixing(scale), reading(scale)
-        with tempfile.TemporaryDirectory(dir=place) as folder:
-            make_corpus(Path(folder), scale, rank)
-            context = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(1, context) as alone:
-                start = alone.submit(start_one, Path(folder), scale, rank).result()
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(table(scale, start, mixed, read))
-    print_figures(figures(scale, start, mixed, read), torch.device("cpu"))
-    return 0
+
+
+def run(options: argparse.Namespace, _: torch.device) -> Iterator[Measurement]:
+    """Play one rank, print the table, yield the figures."""
+    scale = Scale(**{name: getattr(options, name) for name in Scale._fields})
+    rank = scale.ranks // 2 if options.rank is None else options.rank
+    mixed, read = mixing(scale), reading(scale)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        make_corpus(Path(folder), scale, rank)
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, context) as alone:
+            start = alone.submit(start_one, Path(folder), scale, rank).result()
+    print(table(scale, start, mixed, read), end="\n\n")
+    yield from figures(scale, start, mixed, read)
+
+
+main = partial(harness.run_benchmark, __doc__, add_options, run, cpu_only=True)
 
 
 if __name__ == "__main__":

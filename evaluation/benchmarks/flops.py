@@ -25,17 +25,18 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from evaluation.benchmarks.figures import Measurement, print_figures
-from vlp.config import ConfigError, load_config
+from evaluation.benchmarks import harness
+from evaluation.benchmarks.harness import Measurement
+from vlp.config import ConfigError
 from vlp.models.config import AnchorConfig, ModelConfig
 from vlp.models.vlp import VLPModel
 from vlp.positions.windows import patch_reach, text_reach
-from vlp.training.config import PretrainConfig
 
 SIZES = ((256, 25), (256, 30), (384, 25), (384, 30))
 """Pixels of an image's side and tokens of a text."""
@@ -256,76 +257,55 @@ def _sum(parts: Sequence[LayerFlops]) -> float:
     return sum(part.total for part in parts)
 
 
-def _parameter_rows(config: ModelConfig) -> Iterator[str]:
-    small, large = (parameters(_resized(config, size)) for size in (256, 384))
-    yield f"{'parameters':<36}{'256 px':>14}{'384 px':>14}{'the paper':>14}"
-    for name, count in large.items():
-        yield f"{name:<36}{small[name]:>14,}{count:>14,}{PAPER_PARAMETERS.get(name, '-'):>14}"
-
-
 def _resized(config: ModelConfig, size: int) -> ModelConfig:
     return config.model_copy(update={"image": config.image.model_copy(update={"image_size": size})})
 
 
-def _part_rows(config: ModelConfig, shapes: dict[str, Shape]) -> Iterator[str]:
-    yield f"{'GFLOPs of a pair, as ours runs':<36}" + "".join(f"{name:>14}" for name in shapes)
+def _parameter_table(config: ModelConfig) -> str:
+    small, large = (parameters(_resized(config, size)) for size in (256, 384))
+    rows = [
+        [name, f"{small[name]:,}", f"{count:,}", PAPER_PARAMETERS.get(name, "-")]
+        for name, count in large.items()
+    ]
+    return harness.table(["parameters", "256 px", "384 px", "the paper"], rows)
+
+
+def _part_table(config: ModelConfig, shapes: dict[str, Shape]) -> str:
     columns = []
     for shape in shapes.values():
-        cells = []
+        column = {}
         for part in base_parts(config, shape):
-            cells.append((f"{part.name}, layers", part.layers))
-            cells.append((f"{part.name}, attention", part.products))
-        others = [token_projections(config, shape), *our_anchor_parts(config, shape)]
-        columns.append(cells + [(part.name, part.total) for part in others])
-    for line in zip(*columns):
-        yield f"{line[0][0]:<36}" + "".join(f"{value / 1e9:>14.3f}" for _, value in line)
+            column[f"{part.name}, layers"] = part.layers
+            column[f"{part.name}, attention"] = part.products
+        for part in (token_projections(config, shape), *our_anchor_parts(config, shape)):
+            column[part.name] = part.total
+        columns.append(column)
+    rows = [[name, *(f"{column[name] / 1e9:.3f}" for column in columns)] for name in columns[0]]
+    return harness.table(["GFLOPs of a pair, as ours runs", *shapes], rows)
 
 
-def _comparison_rows(config: ModelConfig, shapes: dict[str, Shape]) -> Iterator[str]:
-    yield f"{'convention':<36}{'image, text':>14}{'none':>10}{'ACE-RPE':>10}{'added':>9}"
-    for name, shape in shapes.items():
-        for row in compare(config, shape):
-            yield (
-                f"{row.convention:<36}{name:>14}{row.without:>10.2f}{row.with_it:>10.2f}"
-                f"{row.added:>8.2f}%"
-            )
-    yield PAPER_FLOPS
+def _comparison_table(config: ModelConfig, shapes: dict[str, Shape]) -> str:
+    rows = [
+        [row.convention, name, f"{row.without:.2f}", f"{row.with_it:.2f}", f"{row.added:.2f}%"]
+        for name, shape in shapes.items()
+        for row in compare(config, shape)
+    ]
+    head = ["convention", "image, text", "none", "ACE-RPE", "added"]
+    return f"{harness.table(head, rows)}\n{PAPER_FLOPS}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the tables and the figures; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--config", help="of a pretraining; default: the paper's model")
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="need --config")
-    chosen = parser.parse_intermixed_args(arguments)
-    if chosen.overrides and chosen.config is None:
-        parser.error("overrides need --config")
-    try:
-        config = (
-            load_config(chosen.config, PretrainConfig, chosen.overrides).model
-            if chosen.config
-            else ModelConfig()
-        )
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+def run(options: argparse.Namespace, _: torch.device) -> Iterator[Measurement]:
+    """Print the tables, yield parameters and FLOPs."""
+    if options.overrides and options.config is None:
+        raise ConfigError("overrides need --config")
+    config = harness.load_pretraining(options).model if options.config else ModelConfig()
     shapes = {
         f"{size} px, {tokens}": Shape(tokens, _resized(config, size).image.grid)
         for size, tokens in SIZES
     }
-    for table in (
-        _parameter_rows(config),
-        _part_rows(config, shapes),
-        _comparison_rows(config, shapes),
-    ):
-        print("\n".join(table), end="\n\n")
-    print_figures(_figures(config, shapes), torch.device("cpu"))
-    return 0
-
-
-def _figures(config: ModelConfig, shapes: dict[str, Shape]) -> Iterator[Measurement]:
+    print(_parameter_table(config), end="\n\n")
+    print(_part_table(config, shapes), end="\n\n")
+    print(_comparison_table(config, shapes), end="\n\n")
     yield Measurement("flops/384px/parameters", parameters(_resized(config, 384))["in all"], "")
     for (size, tokens), shape in zip(SIZES, shapes.values()):
         paper, every, ours = compare(config, shape)
@@ -334,6 +314,12 @@ def _figures(config: ModelConfig, shapes: dict[str, Shape]) -> Iterator[Measurem
         yield Measurement(f"{name}/total", ours.with_it, "GFLOPs")
         yield Measurement(f"{name}/added_paper_convention_layers", paper.added, "%")
         yield Measurement(f"{name}/added_paper_convention_all", every.added, "%")
+
+
+add_options = partial(
+    harness.add_config, required=False, help="of a pretraining; default: the paper's model"
+)
+main = partial(harness.run_benchmark, __doc__, add_options, run, cpu_only=True)
 
 
 if __name__ == "__main__":

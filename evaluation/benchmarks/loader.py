@@ -34,7 +34,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,7 +43,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from evaluation.benchmarks.figures import Measurement, print_figures
+from evaluation.benchmarks import harness
+from evaluation.benchmarks.harness import Measurement
 from evaluation.benchmarks.loader_shards import check_shards, make_shards, save_vocabulary
 from evaluation.benchmarks.loader_turns import LoaderTurns, take_turns
 from vlp.config import ConfigError
@@ -159,37 +160,31 @@ def ratios(found: dict[str, LoaderTurns], name: str) -> list[float]:
     return [theirs.cpu / own.cpu for theirs, own in pairs]
 
 
-def table(row: str, found: dict[str, LoaderTurns], workers: int) -> str:
-    """One line for each side."""
-    lines = []
+def table_rows(row: str, found: dict[str, LoaderTurns], workers: int) -> Iterator[list[str]]:
+    """Yield one line for each side."""
     for name, own in found.items():
         low, middle, high = np.quantile(ratios(found, name), (0.25, 0.5, 0.75))
         milliseconds = 1000 * statistics.median(turn.cpu for turn in own.turns) / own.samples
-        lines.append(
-            f"{row:<8}{name:<20}{workers:>7}{own.rate / workers:>12.1f}{milliseconds:>14.2f}"
-            f"{middle:>8.2f}  {low:.2f}..{high:.2f}{own.startup:>10.1f}"
-        )
-    return "\n".join(lines)
+        rates = [str(workers), f"{own.rate / workers:.1f}", f"{milliseconds:.2f}"]
+        yield [f"{row}: {name}", *rates, f"{middle:.2f}", f"{low:.2f}..{high:.2f}",
+               f"{own.startup:.1f}"]  # fmt: skip
 
 
 def figures(row: str, found: dict[str, LoaderTurns], settings: Settings) -> Iterator[Measurement]:
-    """Of one comparison."""
+    """Yield the figures of one comparison."""
     for name, own in found.items():
-        place = f"loader/{row}/{settings.size}px/{settings.workers}_workers/{name}"
-        yield Measurement(f"{place}/rate", own.rate / settings.workers, "samples/s/core")
-        yield Measurement(f"{place}/startup", own.startup, "s")
+        prefix = f"loader/{row}/{settings.size}px/{settings.workers}_workers/{name}"
+        yield Measurement(f"{prefix}/rate", own.rate / settings.workers, "samples/s/core")
+        yield Measurement(f"{prefix}/startup", own.startup, "s")
         if name != THEIRS:
-            promised = PROMISED.get(row, (None, None)) if name == OURS else (None, None)
+            targets = PROMISED.get(row, (None, None)) if name == OURS else (None, None)
             yield Measurement(
-                f"{place}/ratio", statistics.median(ratios(found, name)), "x", *promised
+                f"{prefix}/ratio", statistics.median(ratios(found, name)), "x", *targets
             )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare shards and sizes."""
     parser.add_argument("--shards", type=Path, metavar="DIR")
     parser.add_argument("--samples", type=int, default=1024, help="made without --shards")
     parser.add_argument("--size", type=int, default=256, metavar="PX")
@@ -197,18 +192,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", default="1,2", metavar="N,…", help="loader processes")
     parser.add_argument("--rounds", type=int, default=7, help="timed turns of each side")
     parser.add_argument("--rows", default="pillow,equal,best", metavar="ROW,…")
-    chosen = parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace, _: torch.device) -> Iterator[Measurement]:
+    """Measure every comparison, print its lines, yield the figures."""
     with tempfile.TemporaryDirectory() as scratch:
         try:
-            return _run(chosen, Path(scratch))
-        except ConfigError as error:
-            print(f"error: {error}", file=sys.stderr)
+            yield from _run(options, Path(scratch))
         except ImportError as error:
-            print(f"error: {error}; pip install open_clip_torch pandas", file=sys.stderr)
-        return 2
+            raise ConfigError(f"{error}; pip install open_clip_torch pandas") from error
 
 
-def _run(chosen: argparse.Namespace, scratch: Path) -> int:
+def _run(chosen: argparse.Namespace, scratch: Path) -> Iterator[Measurement]:
     if not hasattr(os, "sched_setaffinity") or not Path("/proc/self/stat").exists():
         raise ConfigError("this benchmark pins processes to cores and reads /proc: it needs Linux")
     if unknown := sorted(set(chosen.rows.split(",")) - {"pillow", "equal", "best"}):
@@ -233,19 +228,25 @@ def _run(chosen: argparse.Namespace, scratch: Path) -> int:
         ShardIndex.open(shards)
     )
     print(f"{bytes_each / 1000:.0f} kB a sample, {chosen.size} px, batches of {chosen.batch}\n")
-    print(
-        f"{'':<28}{'workers':>7}{'samples/s':>12}{'CPU ms':>14}{'ratio':>8}  "
-        f"{'quartiles':<10}{'start s':>10}\n{'':<35}{'per core':>12}{'per sample':>14}"
-    )
-    found: list[Measurement] = []
+    head = [
+        "",
+        "workers",
+        "samples/s/core",
+        "CPU ms/sample",
+        "ratio",
+        "quartiles",
+        "start s",
+    ]
     for row in chosen.rows.split(","):
+        lines: list[list[str]] = []
         for settings in every:
             measured = measure(row, settings, chosen.rounds)
-            print(table(row, measured, settings.workers), flush=True)
-            found.extend(figures(row, measured, settings))
-    print()
-    print_figures(found, torch.device("cpu"))
-    return 0
+            lines += table_rows(row, measured, settings.workers)
+            yield from figures(row, measured, settings)
+        print(harness.table(head, lines), end="\n\n", flush=True)
+
+
+main = partial(harness.run_benchmark, __doc__, add_options, run, cpu_only=True)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,13 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from evaluation.benchmarks import harness
 
 
 class Turn(NamedTuple):
@@ -108,13 +111,11 @@ def take_turns(
     try:
         for name, start in sides.items():
             streams[name] = Stream(start)
-        turns: dict[str, list[Turn]] = {name: [] for name in streams}
-        for number in range(1 + rounds):
-            for name in list(streams)[:: 1 if number % 2 else -1]:
-                turns[name].append(streams[name].turn(batches))
+        turns = {name: partial(stream.turn, batches) for name, stream in streams.items()}
+        taken = harness.interleave(turns, rounds, warm_up=1)
     finally:
         for stream in streams.values():
             stream.close()
         os.sched_setaffinity(0, all_cores)
         torch.set_num_threads(threads)
-    return {name: LoaderTurns(samples, streams[name].startup, turns[name][1:]) for name in streams}
+    return {name: LoaderTurns(samples, streams[name].startup, taken[name]) for name in streams}

@@ -21,8 +21,7 @@ import gc
 import importlib.util
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -33,12 +32,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from evaluation.benchmarks.figures import Measurement, print_figures
-from evaluation.benchmarks.memory import peak_memory
+from evaluation.benchmarks import harness
+from evaluation.benchmarks.harness import Measurement
+from vlp.config import ConfigError
 from vlp.positions import PositionContext, PositionEncoding, attach
 
 MODEL = "deit_small_patch16_224"
 WARM_UP = 1
+PARTS = ("training", "inference")
 
 
 class EncodingVariant(NamedTuple):
@@ -154,7 +155,7 @@ class VariantTimes(NamedTuple):
 
 
 def make(name: str, size: int, device: torch.device) -> nn.Module:
-    """One variant, with its tables filled, as they are after training."""
+    """Make one variant, with its tables filled, as they are after training."""
     torch.manual_seed(0)
     model: nn.Module = timm.create_model(MODEL, img_size=size)
     variant = VARIANTS[name]
@@ -178,11 +179,8 @@ class _Runner:
         self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.pixels = torch.randn(rows, 3, size, size, device=device)
 
-    def __call__(self, part: str) -> float:
-        """Seconds of one training step or one forward pass."""
-        self._wait()
-        start = time.perf_counter()
-        training = part == "training"
+    def step(self, training: bool) -> None:
+        """Do one training step, or one forward pass."""
         self.model.train(training)
         with (
             torch.set_grad_enabled(training),
@@ -193,16 +191,17 @@ class _Runner:
             out.float().square().mean().backward()
             self.optimiser.step()
             self.optimiser.zero_grad()
-        self._wait()
-        return time.perf_counter() - start
 
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    def turn(self) -> dict[str, float]:
+        """Measure both parts, in seconds."""
+        return {
+            part: harness.seconds(partial(self.step, part == "training"), self.device)
+            for part in PARTS
+        }
 
 
 def macs(name: str, size: int) -> float:
-    """Multiply-accumulates of one image's forward pass."""
+    """Count the multiply-accumulates of one image's forward pass."""
     model = make(name, size, torch.device("cpu")).eval()
     for module in model.modules():
         if hasattr(module, "fused_attn"):
@@ -217,7 +216,7 @@ def macs(name: str, size: int) -> float:
 def measure(
     names: Sequence[str], size: int, rows: int, rounds: int, device: torch.device
 ) -> dict[str, VariantTimes]:
-    """All variants at one image size, taking turns.
+    """Measure all variants at one image size, taking turns.
 
     Args:
         names: of `VARIANTS`; `plain` is always among them.
@@ -230,22 +229,16 @@ def measure(
     peaks, runners = {}, {}
     for name in names:
         gc.collect()
-        peaks[name] = peak_memory(partial(_two_steps, name, size, rows, device), device)
+        peaks[name] = harness.peak_memory(partial(_two_steps, name, size, rows, device), device)
     for name in names:
         runners[name] = _Runner(name, size, rows, device)
-    seconds: dict[str, dict[str, list[float]]] = {
-        name: {"training": [], "inference": []} for name in names
-    }
-    for number in range(WARM_UP + rounds):
-        for name in names[:: 1 if number % 2 else -1]:
-            for part, taken in seconds[name].items():
-                taken.append(runners[name](part))
+    taken = harness.interleave({name: runners[name].turn for name in names}, rounds, WARM_UP)
     return {
         name: VariantTimes(
             macs(name, size),
             sum(parameter.numel() for parameter in runners[name].model.parameters()),
             peaks[name],
-            {part: taken[WARM_UP:] for part, taken in seconds[name].items()},
+            {part: [turn[part] for turn in taken[name]] for part in PARTS},
         )
         for name in names
     }
@@ -254,80 +247,69 @@ def measure(
 def _two_steps(name: str, size: int, rows: int, device: torch.device) -> None:
     runner = _Runner(name, size, rows, device)
     for _ in range(2):
-        runner("training")
+        runner.step(training=True)
 
 
 def ratio(found: dict[str, VariantTimes], name: str, part: str) -> float:
-    """Throughput of a variant as a share of plain's: the median over rounds."""
+    """Return the throughput of a variant as a share of plain's: the median over rounds."""
     pairs = zip(found["plain"].seconds[part], found[name].seconds[part])
     return statistics.median(plain / own for plain, own in pairs)
 
 
 def table(found: dict[str, VariantTimes], rows: int) -> str:
-    """One row for each variant."""
-    lines = [
-        f"{'':<20}{'parameters':>12}{'MACs (M)':>10}{'train img/s':>13}{'of plain':>10}"
-        f"{'infer img/s':>13}{'of plain':>10}{'peak MiB':>10}"
-    ]
+    """Lay out one row for each variant."""
+    head = ["", "parameters", "MACs (M)", "train img/s", "of plain", "infer img/s", "of plain"]
+    lines = []
     for name, own in found.items():
-        speeds = "".join(
-            f"{rows / statistics.median(taken):>13.1f}{ratio(found, name, part):>10.1%}"
-            for part, taken in own.seconds.items()
-        )
-        lines.append(
-            f"{name:<20}{own.parameters / 1e6:>11.2f}M{own.macs / 1e6:>10.0f}{speeds}"
-            f"{own.peak / 2**20:>10.0f}"
-        )
-    return "\n".join(lines)
+        line = [name, f"{own.parameters / 1e6:.2f}M", f"{own.macs / 1e6:.0f}"]
+        for part, taken in own.seconds.items():
+            line += [f"{rows / statistics.median(taken):.1f}", f"{ratio(found, name, part):.1%}"]
+        lines.append([*line, f"{own.peak / 2**20:.0f}"])
+    return harness.table([*head, "peak MiB"], lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the tables; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare sizes and variants."""
     parser.add_argument("--sizes", default="224", metavar="PX,…")
     parser.add_argument("--rows", type=int, help="images; default: 4 on a CPU, 64 on a GPU")
     parser.add_argument("--rounds", type=int, default=7, help="timed steps of each variant")
     parser.add_argument("--only", metavar="NAME,…", help=f"of {', '.join(VARIANTS)}")
     parser.add_argument("--published", type=Path, metavar="FILE", help="their irpe.py")
-    chosen = parser.parse_args(arguments)
-    if chosen.published is not None:
+
+
+def run(options: argparse.Namespace, device: torch.device) -> Iterator[Measurement]:
+    """Measure every size, print its table, yield shares of plain's throughput."""
+    if options.published is not None:
         try:
-            VARIANTS.update(published_variants(chosen.published))
+            VARIANTS.update(published_variants(options.published))
         except OSError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows = chosen.rows or (64 if device.type == "cuda" else 4)
+            raise ConfigError(str(error)) from error
+    on_gpu = device.type == "cuda"
+    rows = options.rows or (64 if on_gpu else 4)
     # FlexAttention trains on a GPU alone.
-    known = [name for name in VARIANTS if device.type == "cuda" or not name.endswith("flex")]
-    names = chosen.only.split(",") if chosen.only else known
+    known = [name for name in VARIANTS if on_gpu or not name.endswith("flex")]
+    names = options.only.split(",") if options.only else known
     if unknown := sorted(set(names) - set(known)):
-        print(f"error: unknown variants {', '.join(unknown)}", file=sys.stderr)
-        return 2
-    figures = []
-    for size in map(int, chosen.sizes.split(",")):
-        found = measure(names, size, rows, chosen.rounds, device)
-        print(f"DeiT-S, {size} px, {rows} images, bf16\n{table(found, rows)}\n")
+        raise ConfigError(f"unknown variants {', '.join(unknown)}")
+    for size in map(int, options.sizes.split(",")):
+        found = measure(names, size, rows, options.rounds, device)
+        print(f"DeiT-S, {size} px, {rows} images, bf16\n{table(found, rows)}\n", flush=True)
         for name in found:
             if name == "plain":
                 continue
-            # What was promised holds for training on a GPU.
-            promised = VARIANTS[name] if device.type == "cuda" else VARIANTS["plain"]
-            for part in ("training", "inference"):
-                goal = promised if part == "training" else VARIANTS["plain"]
-                figures.append(
-                    Measurement(
-                        f"positions/{size}/{name}/{part}",
-                        100 * ratio(found, name, part),
-                        "%",
-                        goal.target,
-                        goal.stretch,
-                    )
+            for part in PARTS:
+                # The targets hold for training on a GPU.
+                goal = VARIANTS[name if on_gpu and part == "training" else "plain"]
+                yield Measurement(
+                    f"positions/{size}/{name}/{part}",
+                    100 * ratio(found, name, part),
+                    "%",
+                    goal.target,
+                    goal.stretch,
                 )
-    print_figures(figures, device)
-    return 0
+
+
+main = partial(harness.run_benchmark, __doc__, add_options, run)
 
 
 if __name__ == "__main__":

@@ -13,15 +13,16 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch import nn
+from torch.profiler import profile
 
-from evaluation.benchmarks.figures import Measurement, print_figures
-from vlp.config import ConfigError, load_config
+from evaluation.benchmarks import harness
+from evaluation.benchmarks.harness import Measurement
 from vlp.data.stream.batch import Batch
 from vlp.data.stream.input_spec import Inputs
 from vlp.memory import keep_freed_memory
@@ -29,19 +30,21 @@ from vlp.tasks.pretraining import Pretraining
 from vlp.training.config import PretrainConfig
 from vlp.training.optimiser import build_adamw
 
+RANGES = ("pass/", "anchor/")
+WARM_UP = 3
 _CLS = 2
 
 
 def random_batch(inputs: Inputs, rows: int, words: int, seed: int = 0) -> Batch:
-    """Pairs of noise with `words` words each, masked as the configuration masks."""
+    """Make pairs of noise with `words` words each, masked as the configuration masks."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.rand(*shape, generator=generator)
 
     words = min(words, inputs.max_tokens - 2)
-    places = torch.arange(inputs.max_tokens).expand(rows, -1)
-    attention, real = places < words + 2, (places > 0) & (places <= words)
+    columns = torch.arange(inputs.max_tokens).expand(rows, -1)
+    attention, real = columns < words + 2, (columns > 0) & (columns <= words)
     ids = (5 + random(rows, inputs.max_tokens) * (inputs.vocab_size - 5)).long()
     ids = torch.where(attention, ids, 0)
     ids[:, 0] = _CLS
@@ -62,83 +65,98 @@ def random_batch(inputs: Inputs, rows: int, words: int, seed: int = 0) -> Batch:
     )
 
 
-def measure(
-    config: PretrainConfig, rows: int, steps: int, words: int, device: torch.device
-) -> dict[str, float]:
-    """Median seconds of each part of a step; backward and optimiser as a whole."""
-    training = config.training
-    torch.manual_seed(training.seed)
-    task = Pretraining(
-        config.model, config.objectives, "", training.precision, log_every=steps + 10
-    ).to(device)
-    optimiser = build_adamw(task, training.optimiser)
-    batch = random_batch(config.inputs, rows, words).to(device)
+class Trainee:
+    """One pretraining task with its optimiser."""
+
+    def __init__(self, config: PretrainConfig, device: torch.device) -> None:
+        training = config.training
+        torch.manual_seed(training.seed)
+        # Log lines, and the statistics for them, are due at step 0 and every `log_every` steps.
+        self.task = Pretraining(
+            config.model, config.objectives, "", training.precision, log_every=1_000_000
+        ).to(device)
+        self.optimiser = build_adamw(self.task, training.optimiser)
+        self.clip = training.optimiser.clip
+        self.device, self.steps = device, 0
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        """Train on `batch` once; return the seconds of forward, backward, optimiser and step."""
+        self.steps += 1
+        seconds: dict[str, float] = {}
+
+        def timed(name: str, part: Callable[[], Any]) -> Any:
+            started = time.perf_counter()
+            result = part()
+            harness.synchronize(self.device)
+            seconds[name] = time.perf_counter() - started
+            return result
+
+        output = timed("forward", lambda: self.task(batch, self.steps))
+        timed("backward", output.loss.backward)
+        timed("optimiser", self._update)
+        seconds["step"] = sum(seconds.values())
+        return seconds
+
+    def _update(self) -> None:
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(self.task.parameters(), self.clip)
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+        self.task.after_step(lambda: dict(self.task.named_parameters()))
+
+
+def median_parts(steps: list[dict[str, float]]) -> dict[str, float]:
+    """Return the median seconds of each part over timed steps."""
+    return {part: statistics.median(step[part] for step in steps) for part in steps[0]}
+
+
+def pass_times(trainee: Trainee, batch: Batch, steps: int) -> dict[str, float]:
+    """Measure each named range of the forward pass: median seconds over profiled steps."""
     seconds: dict[str, list[float]] = defaultdict(list)
-
-    def timed(name: str, part: Callable[[], Any]) -> Any:
-        started = time.perf_counter()
-        result = part()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds[name].append(time.perf_counter() - started)
-        return result
-
-    kinds = [ProfilerActivity.CPU]
-    if device.type == "cuda":
-        kinds.append(ProfilerActivity.CUDA)
-    for step in range(1, steps + 3):
-        with profile(activities=kinds) as profiler:
-            output = timed("forward", partial(task, batch, step))
-            timed("backward", output.loss.backward)
-            timed("optimiser", optimiser.step)
-        optimiser.zero_grad()
-        task.after_step(lambda: dict(task.named_parameters()))
-        for event in profiler.key_averages():
-            if event.key.startswith("pass/"):
-                total = max(event.cpu_time_total, getattr(event, "device_time_total", 0.0))
-                seconds[event.key].append(total / 1e6)
-    return {name: statistics.median(values[2:]) for name, values in seconds.items()}
+    for _ in range(steps):
+        with profile(activities=harness.activities(trainee.device)) as profiler:
+            trainee.step(batch)
+        ranges: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        for event in profiler.profiler.kineto_results.events():
+            if event.name().startswith(RANGES):
+                ranges[event.name()][str(event.device_type())] += event.duration_ns()
+        for name, spans in ranges.items():  # on a GPU, the CPU's span and the GPU's
+            seconds[name].append(max(spans.values()) / 1e9)
+    return {name: statistics.median(values) for name, values in seconds.items()}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--config", required=True)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the configuration, and how much of it is timed."""
     parser.add_argument("--rows", type=int, help="pairs; default: the configuration's batch")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--words", type=int, default=15)
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
-    chosen = parser.parse_intermixed_args(arguments)
-    try:
-        config = load_config(chosen.config, PretrainConfig, chosen.overrides)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    harness.add_config(parser)
+
+
+def run(options: argparse.Namespace, device: torch.device) -> Iterator[Measurement]:
+    """Print the table of parts, yield throughput and peak memory."""
+    config = harness.load_pretraining(options)
     if device.type == "cpu":
         keep_freed_memory()
-    rows = chosen.rows or config.training.batch
-    parts = measure(config, rows, chosen.steps, chosen.words, device)
-    step = parts["forward"] + parts["backward"] + parts["optimiser"]
-    print(f"{'part':<24}{'ms':>10}{'share':>9}")
-    for name, value in parts.items():
-        print(f"{name:<24}{1000 * value:>10.1f}{value / step:>8.1%}")
-    print(f"{'step':<24}{1000 * step:>10.1f}   {rows / step:.1f} pairs/s")
+    rows = options.rows or config.training.batch
+    batch = random_batch(config.inputs, rows, options.words).to(device)
+    trainee = Trainee(config, device)
+    steps = [trainee.step(batch) for _ in range(WARM_UP + options.steps)][WARM_UP:]
+    parts = median_parts(steps) | pass_times(trainee, batch, options.steps)
+    step = parts["step"]
+    lines = [[name, f"{1000 * t:.1f}", f"{t / step:.1%}"] for name, t in parts.items()]
+    print(harness.table(["part", "ms", "share"], lines))
+    print(f"{rows / step:.1f} pairs/s", end="\n\n")
     peak = (
-        torch.cuda.max_memory_allocated()
+        torch.cuda.max_memory_allocated(device)
         if device.type == "cuda"
         else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     )
-    print_figures(
-        [
-            Measurement("pretrain_step/pairs", rows / step, "pairs/s"),
-            Measurement("pretrain_step/peak_memory", peak / 2**20, "MiB"),
-        ],
-        device,
-    )
-    return 0
+    yield Measurement("pretrain_step/pairs", rows / step, "pairs/s")
+    yield Measurement("pretrain_step/peak_memory", peak / 2**20, "MiB")
+
+
+main = partial(harness.run_benchmark, __doc__, add_options, run)
 
 
 if __name__ == "__main__":

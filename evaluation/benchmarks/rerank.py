@@ -22,7 +22,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,7 +31,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evaluation.benchmarks.figures import Measurement, print_figures
+from evaluation.benchmarks import harness
+from evaluation.benchmarks.harness import Measurement
 from evaluation.benchmarks.stand_ins import StandIns, random_model
 from evaluation.core.feature_cache import GIBIBYTE, precision_context
 from evaluation.core.work_sharding import Ranks
@@ -39,10 +40,8 @@ from evaluation.retrieval.pair_scoring import PairScorer
 from evaluation.retrieval.rerank import CandidatePairs, match_pairs, nearest_pairs, reranked_ranks
 from evaluation.retrieval.search import Search, search
 from evaluation.retrieval.two_stages import DIRECTIONS, Direction
-from vlp.config import ConfigError, load_config
 from vlp.models.config import ModelConfig
 from vlp.models.features import ImageFeatures, TextFeatures
-from vlp.training.config import PretrainConfig
 
 LAYOUTS = ("text", "albef", "ace")
 PADDED, CUT, OURS = "plain loop", "plain loop, texts cut", "ours"
@@ -91,8 +90,7 @@ class _Timer:
     def __call__(self, what: str, times: int, work: Callable[..., Any], *arguments: Any) -> Any:
         clock, processor = time.perf_counter(), time.process_time()
         result = work(*arguments)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        harness.synchronize(self.device)
         taken = [time.perf_counter() - clock, time.process_time() - processor, times]
         self._spent[what] = self._spent.get(what, np.zeros(3)) + np.array(taken)
         return result
@@ -260,61 +258,45 @@ def _stacked(features: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
 
 
 def table(layout: str, found: RerankTimes) -> str:
-    """A line for each way, and how far both agree."""
-    lines = [
-        f"layout {layout}",
-        f"{'':<24}{'pairs':>10}{'ms a pair':>12}{'minutes':>10}{'CPU min':>10}{'ours is':>10}",
-    ]
+    """Lay out a line for each way, and how far both agree."""
+    rows = []
     for way, pairs in found.pairs.items():
-        faster = "" if way == OURS else f"{found.speedup(way):>8.1f} x"
-        lines.append(
-            f"{way:<24}{pairs:>10}{found.pair[way]:>12.2f}{found.clock[way] / 60:>10.1f}"
-            f"{found.processor[way] / 60:>10.1f}{faster:>10}"
-        )
-    lines.append(
-        f"scores differ by {found.difference:.1e} deviations at most, orders by "
-        f"{found.inversion:.1e}; {found.same_ranks:.0%} of ranks are the same"
+        minutes = [f"{times[way] / 60:.1f}" for times in (found.clock, found.processor)]
+        faster = "" if way == OURS else f"{found.speedup(way):.1f} x"
+        rows.append([way, str(pairs), f"{found.pair[way]:.2f}", *minutes, faster])
+    head = [f"layout {layout}", "pairs", "ms a pair", "minutes", "CPU min", "ours is"]
+    return (
+        f"{harness.table(head, rows)}\nscores differ by {found.difference:.1e} deviations at most, "
+        f"orders by {found.inversion:.1e}; {found.same_ranks:.0%} of ranks are the same"
     )
-    return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the tables; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--config", required=True, help="its `model` gives the sizes")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the model, and the sizes of the set."""
     parser.add_argument("--layouts", default=",".join(LAYOUTS), help="of the cross-modal encoder")
-    for name, value in Sizes()._asdict().items():
+    for name, value in Sizes._field_defaults.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     parser.add_argument("--precision", choices=["float32", "bf16"], default="float32")
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
-    chosen = parser.parse_intermixed_args(arguments)
-    sizes = Sizes(**{name: getattr(chosen, name) for name in Sizes._fields})
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    figures: list[Measurement] = []
-    for layout in chosen.layouts.split(","):
-        try:
-            overrides = [*chosen.overrides, f"model.cross.layout={layout}"]
-            model = load_config(chosen.config, PretrainConfig, overrides).model
-        except ConfigError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
-        found = measure(model, sizes, device, chosen.precision)
+    harness.add_config(parser, help="its `model` gives the sizes")
+
+
+def run(options: argparse.Namespace, device: torch.device) -> Iterator[Measurement]:
+    """Measure every layout, print its table, yield the figures."""
+    sizes = Sizes(**{name: getattr(options, name) for name in Sizes._fields})
+    for layout in options.layouts.split(","):
+        model = harness.load_pretraining(options, f"model.cross.layout={layout}").model
+        found = measure(model, sizes, device, options.precision)
         print(table(layout, found), end="\n\n", flush=True)
-        name = f"rerank/{layout}"
-        figures += [
-            Measurement(f"{name}/speedup", found.speedup(), "x", 2.0, 10.0),
-            Measurement(f"{name}/speedup_texts_cut", found.speedup(CUT), "x"),
-            Measurement(
-                f"{name}/speedup_processor", found.processor[PADDED] / found.processor[OURS], "x"
-            ),
-            Measurement(f"{name}/pair", found.pair[OURS], "ms"),
-            Measurement(f"{name}/difference", found.difference, "deviations", 1e-3),
-            Measurement(f"{name}/same_ranks", 100 * found.same_ranks, "%", 100.0),
-        ]
-    print_figures(figures, device)
-    return 0
+        name, processor = f"rerank/{layout}", found.processor
+        yield Measurement(f"{name}/speedup", found.speedup(), "x", 2.0, 10.0)
+        yield Measurement(f"{name}/speedup_texts_cut", found.speedup(CUT), "x")
+        yield Measurement(f"{name}/speedup_processor", processor[PADDED] / processor[OURS], "x")
+        yield Measurement(f"{name}/pair", found.pair[OURS], "ms")
+        yield Measurement(f"{name}/difference", found.difference, "deviations", 1e-3)
+        yield Measurement(f"{name}/same_ranks", 100 * found.same_ranks, "%", 100.0)
+
+
+main = partial(harness.run_benchmark, __doc__, add_options, run)
 
 
 if __name__ == "__main__":

@@ -35,24 +35,28 @@ class Table(NamedTuple):
     notes: Sequence[str] = ()
 
     def text(self) -> str:
-        """For the terminal."""
-        lines = [list(self.head), *map(list, self.rows)]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(self.head))]
-        drawn = [
-            "  ".join(
-                cell.ljust(width) if column == 0 else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(line, widths))
-            ).rstrip()
-            for line in lines
-        ]
-        drawn.insert(1, "-" * (sum(widths) + 2 * (len(widths) - 1)))
+        """Lay out for the terminal."""
+        drawn = aligned([self.head, *self.rows])
+        drawn.insert(1, "-" * max(map(len, drawn)))
         return "\n".join([self.title, "", *drawn, "", *self.notes])
 
     def markdown(self) -> str:
-        """For a file or a pull request."""
+        """Lay out for a file or a pull request."""
         align = ["---", *["---:"] * (len(self.head) - 1)]
         drawn = [f"| {' | '.join(line)} |" for line in (self.head, align, *self.rows)]
         return "\n".join([f"**{self.title}**", "", *drawn, "", *self.notes]) + "\n"
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Pad cells to columns, the first to the left and all others to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return [
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths))
+        ).rstrip()
+        for line in lines
+    ]
 
 
 def write_report(folder: str | Path, name: str, table: Table, figures: dict[str, Any]) -> Path:

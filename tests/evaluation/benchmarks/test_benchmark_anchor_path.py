@@ -16,10 +16,9 @@ from evaluation.benchmarks.anchor_path import (
     measure,
     offsets_path,
     parse_size,
-    peak_memory,
     random_distance,
 )
-from evaluation.benchmarks.figures import Measurement, device_name, print_figures
+from evaluation.benchmarks.harness import Measurement, device_name, peak_memory, print_figures
 from vlp.positions.anchor import anchor_path
 
 CPU = torch.device("cpu")
