@@ -1,4 +1,4 @@
-"""What a report can be made of: run folders, model folders and folders of results, as they lie."""
+"""Sources of a report: run folders, model folders and folders of results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StoredResult(NamedTuple):
     """One KIND.json: figures by name, and for retrieval by stage in `variants`.
 
     variants: what was done ("" or "dual encoder", "re-ranked top 16") -> figures by name. counts:
-    what was judged, such as {"images": 1000}.
+    what was evaluated, such as {"images": 1000}.
     """
 
     kind: str
@@ -44,7 +44,7 @@ class StoredResult(NamedTuple):
 
     @property
     def predictions(self) -> Path | None:
-        """What it said of each item, where that is kept."""
+        """Return the file of its predictions, where there is one."""
         file = self.file.with_name(self.file.stem + PREDICTIONS)
         return file if file.is_file() else None
 
@@ -69,7 +69,7 @@ class Source:
 
     @property
     def skipped(self) -> dict[str, int]:
-        """Samples that training skipped, by kind."""
+        """Return the samples that training skipped, by kind."""
         return dict(self.training.get("skipped_samples") or {})
 
 
@@ -84,7 +84,7 @@ def read_sources(folders: Sequence[str | Path]) -> list[Source]:
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
-    """The last part of each path that says something; more of it where two are called the same."""
+    """Return the last telling part of each path; more of it where two are the same."""
     parts = [path.resolve().parts for path in paths]
     cut = [len(own) for own in parts]
     for number, own in enumerate(parts):
@@ -209,7 +209,7 @@ def _results(folder: Path, source: Source) -> Iterator[StoredResult]:
 
 
 def read_result(file: Path, source: Source) -> StoredResult | None:
-    """The figures of a file, or None if it holds none."""
+    """Read the figures of a file; None if it holds none."""
     found = _json(file, source)
     named = found.get("figures", found.get("kinds"))
     if file.stem == "vision" and "task" not in found:

@@ -37,7 +37,7 @@ _IDENTITY = {
 
 @dataclass(frozen=True)
 class ResultComparison:
-    """Of two results: differences by figure, second minus first."""
+    """Differences of two results by figure, second minus first."""
 
     first: str
     second: str
@@ -45,7 +45,7 @@ class ResultComparison:
     differences: dict[str, ItemDifference]
 
     def table(self) -> Table:
-        """A row a figure, in percent."""
+        """Return a row a figure, in percent."""
         rows = []
         for name, one in self.differences.items():
             interval = f"{100 * one.difference:+.1f} [{100 * one.low:+.1f}, {100 * one.high:+.1f}]"
@@ -71,7 +71,7 @@ class ResultComparison:
         return Table(f"B against A on {self.images} images", head, rows, notes)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything as plain JSON values; figures are shares."""
+        """Return everything as plain JSON values; figures are shares."""
         return {
             "first": self.first,
             "second": self.second,
@@ -103,10 +103,10 @@ def compare(
 
     Raises:
         EvaluationError: there are no such results, they are of different tasks or items, or nothing
-            in them was judged.
+            in them has scores.
     """
     files = _files(Path(first), Path(second), task)
-    parts = [_judged(file) for file in files]
+    parts = [_scored(file) for file in files]
     kinds = [_kind(rows[0], file) for rows, file in zip(parts, files)]
     if kinds[0] != kinds[1]:
         raise EvaluationError(f"{files[0]} and {files[1]} are results of different tasks")
@@ -163,15 +163,15 @@ def _task_of(file: Path) -> str:
     return file.name.removesuffix(SUFFIX)
 
 
-def _judged(file: Path) -> list[Row]:
+def _scored(file: Path) -> list[Row]:
     rows = read_lines(file)
-    judged = [row for row in rows if "scores" in row or "ranks" in row]
-    if not judged:
+    scored = [row for row in rows if "scores" in row or "ranks" in row]
+    if not scored:
         raise EvaluationError(
-            f"{file}: nothing in it was judged; `python -m evaluation TASK` writes judged "
+            f"{file}: nothing in it was judged; `python -m evaluation TASK` writes scored "
             "predictions where there are labels"
         )
-    return judged
+    return scored
 
 
 def _kind(row: Row, file: Path) -> str:
@@ -182,7 +182,7 @@ def _kind(row: Row, file: Path) -> str:
 
 
 def _by_identity(rows: Sequence[Row], kind: str) -> dict[tuple[Any, ...], Row]:
-    """Rows of equal names, as one key in two folders, are told apart by their order."""
+    """Index rows by identity; equal ones, as one key in two folders, by their order too."""
     seen: Counter[tuple[Any, ...]] = Counter()
     found = {}
     for row in rows:
@@ -238,7 +238,7 @@ def _recalls(row: Row) -> dict[str, float]:
 
 
 def _consistency(rows: dict[tuple[Any, ...], Row]) -> dict[tuple[Any, ...], float]:
-    """NLVR2's: sentences that are judged rightly every time, a sentence being one item."""
+    """Compute NLVR2's: the sentences that are right every time, a sentence being one item."""
     right: dict[tuple[Any, ...], float] = {}
     for row in rows.values():
         sentence = ("sentence", row["text"])

@@ -1,4 +1,4 @@
-"""Several models, each on several tasks: what is missing is judged, what is there is kept."""
+"""Several models, each on several tasks; a result that exists is kept."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class SuiteResult:
 def run_suite(
     config: SuiteConfig, out: Path, device: str | None = None, progress: bool = False
 ) -> SuiteResult:
-    """Judge what is not there yet below `out`, folder MODEL/TASK by folder, and gather everything.
+    """Evaluate what is not there yet below `out` (MODEL/TASK), and gather everything.
 
     A result is kept as long as the files of its model, its options and its data (`job_key`) stay
     the same. One that fails is named and does not stop the others.
@@ -130,46 +130,46 @@ def run_suite(
     failures: dict[tuple[str, str], str] = {}
     sums: dict[Path, str] = {}
     told = progress and Ranks.current().first
-    for judged in config.models:
-        for job in judged.tasks:
-            name = judged.name, job.label
+    for entry in config.models:
+        for job in entry.tasks:
+            name = entry.name, job.label
             try:
-                results[name] = _result(judged, job, out, device, sums, progress)
+                results[name] = _result(entry, job, out, device, sums, progress)
             except Exception as error:
                 failures[name] = " ".join(str(error).split()) or repr(error)
                 if not isinstance(error, _OF_THE_USER) and told:
                     traceback.print_exception(error, file=sys.stderr)
                 if told:
                     print(f"{'/'.join(name)}: failed: {failures[name]}", file=sys.stderr)
-    labels = dict.fromkeys(job.label for judged in config.models for job in judged.tasks)
-    models = tuple(judged.name for judged in config.models)
+    labels = dict.fromkeys(job.label for entry in config.models for job in entry.tasks)
+    models = tuple(entry.name for entry in config.models)
     return SuiteResult(models, tuple(labels), results, failures)
 
 
 def _result(
-    judged: EvaluatedModel,
+    entry: EvaluatedModel,
     job: Job,
     out: Path,
     device: str | None,
     sums: dict[Path, str],
     progress: bool,
 ) -> dict[str, Any]:
-    """What was saved of one job, judged now where it is missing."""
-    ranks, place = Ranks.current(), out / judged.name / job.label
-    folder = model_of(job, judged.model)
+    """Return the saved result of one job, evaluated now where it is missing."""
+    ranks, target = Ranks.current(), out / entry.name / job.label
+    folder = model_of(job, entry.model)
 
     def kept() -> tuple[str, dict[str, Any] | None, str]:
         try:
             key = job_key(job, folder, sums)
         except EvaluationError as error:
             return "", None, str(error)
-        return key, _saved(place, key, job.task), ""
+        return key, _saved(target, key, job.task), ""
 
     # One rank decides, so that all do the same.
     ((key, content, problem),) = ranks.map_blocks(1, lambda _: kept())
     if problem:
         raise EvaluationError(problem)
-    name = f"{judged.name}/{job.label}"
+    name = f"{entry.name}/{job.label}"
     if content is not None:
         if progress and ranks.first:
             print(f"{name}: kept", flush=True)
@@ -177,7 +177,7 @@ def _result(
     start = time.monotonic()
     result = run_job(job, folder, device, progress)
     if ranks.first:
-        _save(place, result, {"key": key, "model": str(folder), "options": _options(job)})
+        _save(target, result, {"key": key, "model": str(folder), "options": _options(job)})
         if progress:
             print(f"{name}: judged in {time.monotonic() - start:.0f} s", flush=True)
     fresh: dict[str, Any] = json.loads(json.dumps(result.to_json()))
@@ -188,19 +188,19 @@ def _options(job: Job) -> dict[str, Any]:
     return job.model_dump(mode="json", exclude={"name", "model"})
 
 
-def _saved(place: Path, key: str, task: str) -> dict[str, Any] | None:
+def _saved(folder: Path, key: str, task: str) -> dict[str, Any] | None:
     try:
-        if json.loads((place / JOB).read_text(encoding="utf-8"))["key"] != key:
+        if json.loads((folder / JOB).read_text(encoding="utf-8"))["key"] != key:
             return None
-        content: dict[str, Any] = json.loads((place / f"{task}.json").read_text(encoding="utf-8"))
+        content: dict[str, Any] = json.loads((folder / f"{task}.json").read_text(encoding="utf-8"))
         saved_figures(content)
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return content
 
 
-def _save(place: Path, result: Any, about: dict[str, Any]) -> None:
+def _save(folder: Path, result: Any, about: dict[str, Any]) -> None:
     """The folder gets its name when everything is in it."""
-    with atomic_folder(place) as partial:
+    with atomic_folder(folder) as partial:
         result.save(partial)
         (partial / JOB).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
