@@ -6,7 +6,7 @@ READY := .venv/.ready
 JOBS ?= 2
 SHELL := /bin/bash
 
-.PHONY: demo test test-slow test-multinode test-lowest lint types contracts resume-check clean
+.PHONY: demo test test-slow test-multinode test-lowest lint types contracts docs resume-check clean
 
 # `make demo FRESH=1` deletes a finished run first.
 demo: $(READY)
@@ -39,6 +39,10 @@ types: $(READY)
 contracts: $(READY)
 	$(BIN)/lint-imports
 
+# The documentation, in build/site.
+docs: $(READY)
+	$(BIN)/mkdocs build --strict --quiet
+
 # A short real pretraining on two ranks, killed between checkpoints and resumed.
 resume-check: $(READY)
 	$(BIN)/python launch/resume_check.py
@@ -46,7 +50,7 @@ resume-check: $(READY)
 $(READY): pyproject.toml
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "vlp needs Python 3.11 or newer; set PYTHON=..."'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,evaluation,test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,evaluation,test,docs]'
 	touch $(READY)
 
 clean:

@@ -1,6 +1,6 @@
 """What a position encoding tells of an image's patches, drawn: `draw_position_maps`.
 
-    python -m evaluation encodings --out docs/positions.png
+    python -m evaluation encodings --out docs/assets/positions.png
 
 Each map shows one query patch (a cross) against all patches of a 14 x 14 grid. For encodings of
 tokens it is the cosine of their vectors (Fig. 2 of Li et al. 2021), for rotations the mean logit of

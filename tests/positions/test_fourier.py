@@ -282,7 +282,7 @@ def test_parameter_counts_of_reading_f13():
 
 @pytest.mark.parametrize(("norm", "low", "high"), [(False, 0.01, 0.04), (True, 0.4, 0.7)])
 def test_how_far_apart_places_start(norm, low, high):
-    """docs/positions.md: without LayerNorms the biases of the MLP prevail."""
+    """docs/results/positions.md: without LayerNorms the biases of the MLP prevail."""
     torch.manual_seed(0)
     places = [
         added(FourierPosition(64, (8, 8), extent=6.2832, norm=norm).double(), PositionContext(), 64)

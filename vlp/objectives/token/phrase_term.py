@@ -28,7 +28,7 @@ def phrase_loss(
 
     where gradients reach only s_mn. "circle" in "a red circle" so learns to lie where "red" lies,
     which a text encoder can only do by reading which word stands beside which. The margin keeps
-    words that point well from following others. No paper's term; docs/anchors.md has its figures.
+    words that point well from following others. No paper's term (docs/results/anchors.md).
 
     Args:
         image_tokens: (B, M, D), unit length.

@@ -42,7 +42,7 @@ class WidgetBatch(NamedTuple):
     boxes (B, W, 4) float32, x0, y0, x1, y1 in shares of the screen; kinds, clickable (B, W) int64;
     words, resources (B, W, N) int64 word pieces of the text and of the resource id, padded with
     [PAD]; trees (B, W, 3) int64, see `Widget`; real (B, W) bool, False is padding; targets (T, 2)
-    int64, screen and widget of each caption; captions (T, L) int64, [CLS] ... [SEP] [PAD]; valid
+    int64, screen and widget of each caption; captions (T, L) int64, `[CLS] ... [SEP] [PAD]`; valid
     (B,) bool. A batch without a good screen has one empty row and one empty caption.
     """
 

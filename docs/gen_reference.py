@@ -1,0 +1,238 @@
+"""MkDocs hook: write the reference pages from the code.
+
+Three kinds of pages, none of which is in the repository: every public module by mkdocstrings, every
+configuration key with type, default and meaning, every command with its help.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+HELP_COLUMNS = "100"
+RUN_CONFIGS = {
+    "Pretraining": "vlp.training.config:PretrainConfig",
+    "Fine-tuning": "vlp.training.finetune_config:FinetuneConfig",
+    "Vision-only training": "vlp.training.vision_config:VisionConfig",
+}
+
+_pages: dict[str, str] = {}
+
+
+def on_config(config: Any) -> Any:
+    """Write all pages and list them in the navigation."""
+    api = _api_pages()
+    _pages.clear()
+    _pages.update(api)
+    _pages["reference/configuration.md"] = _configuration_page()
+    _pages["reference/commands.md"] = _commands_page()
+    nav = [
+        {"Commands": "reference/commands.md"},
+        {"Configuration keys": "reference/configuration.md"},
+        {"API": [{_package_of(path): path} for path in sorted(api)]},
+    ]
+    for entry in config["nav"]:
+        if "Reference" in entry:
+            entry["Reference"] = nav
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages to those of the folder."""
+    from mkdocs.structure.files import File
+
+    for path, text in _pages.items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+# --- API -----------------------------------------------------------------------------------------
+
+
+def _api_pages() -> dict[str, str]:
+    """Return one page for each package below `vlp`, by its path."""
+    pages = {}
+    for init in sorted((ROOT / "vlp").rglob("__init__.py")):
+        folder = init.parent
+        package = ".".join(folder.relative_to(ROOT).parts)
+        modules = [
+            f"{package}.{file.stem}"
+            for file in sorted(folder.glob("*.py"))
+            if not file.stem.startswith("_")
+        ]
+        blocks = [f"::: {package}\n    options: {{show_submodules: false}}"]
+        blocks += [f"::: {module}" for module in modules]
+        pages[f"reference/api/{package}.md"] = f"# {package}\n\n" + "\n\n".join(blocks) + "\n"
+    return pages
+
+
+def _package_of(path: str) -> str:
+    return path.removeprefix("reference/api/").removesuffix(".md")
+
+
+# --- Configuration -------------------------------------------------------------------------------
+
+
+def _configuration_page() -> str:
+    """Return a table of keys for every configuration class that a run can reach."""
+    parts = [
+        "# Configuration keys\n",
+        "A run reads one YAML file. `inherit:` names a file to start from. `key.sub=value` on the",
+        "command line overrides a key. An unknown key is an error that names the nearest one.\n",
+    ]
+    seen: set[type[BaseModel]] = set()
+    for title, address in RUN_CONFIGS.items():
+        module, _, name = address.partition(":")
+        root = getattr(importlib.import_module(module), name)
+        new = [kind for kind in _reachable(root) if kind not in seen]
+        seen.update(new)
+        parts.append(f"## {title}\n")
+        parts.extend(_table(kind) for kind in new)
+    return "\n".join(parts)
+
+
+def _reachable(kind: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    """Yield a configuration class and those of its fields, outermost first."""
+    queue, found = [kind], []
+    while queue:
+        each = queue.pop(0)
+        if each in found:
+            continue
+        found.append(each)
+        for field in each.model_fields.values():
+            queue.extend(_classes_in(field.annotation))
+            for mark in field.metadata:
+                queue.extend(getattr(mark, "classes", tuple)())
+    yield from found
+
+
+def _classes_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        if not isinstance(part, (str, int, float)):
+            yield from _classes_in(part)
+        choose = getattr(part, "classes", None)
+        if callable(choose) and not isinstance(part, type):
+            yield from choose()
+
+
+def _table(kind: type[BaseModel]) -> str:
+    lines = [f"### {kind.__name__} {{ #{kind.__name__.lower()} }}\n"]
+    lines.append(f"{_paragraphs(kind.__doc__)}\n")
+    lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for name, field in kind.model_fields.items():
+        cells = (f"`{name}`", _type(field), _default(field), _meaning(name, field))
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _paragraphs(docstring: str | None) -> str:
+    text = (docstring or "").split("\n\n    Args:")[0]
+    return "\n".join(line.strip() for line in text.strip().splitlines())
+
+
+def _type(field: FieldInfo) -> str:
+    bounds = [
+        f"{sign} {getattr(mark, name)}"
+        for mark in field.metadata
+        for name, sign in (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
+        if getattr(mark, name, None) is not None
+    ]
+    return ", ".join([_named(field.annotation), *bounds])
+
+
+def _named(annotation: Any) -> str:
+    """Return a type as a reader of YAML would say it, with links to configuration classes."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if annotation is type(None):
+        return "null"
+    if annotation is Ellipsis:
+        return "..."
+    if hasattr(annotation, "__metadata__"):
+        return _named(arguments[0])
+    if origin is Literal:
+        return " or ".join(f"`{value}`" for value in arguments)
+    if origin in (Union, type(int | str)):
+        return " or ".join(_named(part) for part in arguments)
+    if origin in (tuple, list):
+        parts = [_named(part) for part in arguments if part is not Ellipsis]
+        return f"list of {', '.join(parts)}"
+    if isinstance(annotation, type) and origin is None:
+        if issubclass(annotation, BaseModel) and annotation.model_fields:
+            return f"[{annotation.__name__}](#{annotation.__name__.lower()})"
+        return {"str": "text", "bool": "true or false", "int": "integer", "float": "number"}.get(
+            annotation.__name__, annotation.__name__
+        )
+    return "mapping" if arguments else str(annotation)
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    if value is PydanticUndefined:
+        return "required"
+    if isinstance(value, BaseModel):
+        return "its own defaults"
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (tuple, list)):
+        return "[" + ", ".join(map(str, value)) + "]"
+    return f"`{value}`" if value != "" else '`""`'
+
+
+def _meaning(name: str, field: FieldInfo) -> str:
+    """Return the description of a key, else its name in words."""
+    return (field.description or name.replace("_", " ")).replace("\n", " ")
+
+
+# --- Commands ------------------------------------------------------------------------------------
+
+
+def _commands_page() -> str:
+    """Return the help of every command."""
+    from launch.cli.main import commands
+
+    os.environ |= {"COLUMNS": HELP_COLUMNS, "NO_COLOR": "1", "TERM": "dumb"}
+    root = commands()
+    parts = ["# Commands\n", "`vlp COMMAND --help` prints the same text.\n"]
+    for names in _command_paths(root):
+        title = " ".join(["vlp", *names])
+        level = "##" if len(names) < 2 else "###"
+        parts.append(f"{level} {title}\n\n```text\n{_help(root, names)}\n```\n")
+    return "\n".join(parts)
+
+
+def _command_paths(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the names that lead to a command and to each one below it."""
+    yield path
+    for name, child in getattr(command, "commands", {}).items():
+        if not child.hidden:
+            yield from _command_paths(child, (*path, name))
+
+
+def _help(root: Any, names: tuple[str, ...]) -> str:
+    """Return what `--help` prints, as plain text."""
+    from vlp.command_line import run_app
+
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        run_app(root, "vlp", [*names, "--help"])
+    return re.sub(r"\x1b\[[0-9;]*m", "", printed.getvalue()).strip()
