@@ -204,7 +204,7 @@ def mean_over_ranks(values: Tensor) -> Tensor:
 
 
 def from_rank_0(value: Any) -> Any:
-    """Return Rank 0's picklable value, on every rank."""
+    """Return rank 0's picklable value, on every rank."""
     if world_size() == 1:
         return value
     box = [value]
@@ -222,14 +222,14 @@ def gather_to_all(value: Any) -> list[Any]:
 
 
 def tensor_from_rank_0(tensor: Tensor) -> Tensor:
-    """Return Rank 0's content of a CPU tensor that has the same shape and dtype on every rank."""
+    """Return rank 0's content of a CPU tensor that has the same shape and dtype on every rank."""
     if world_size() > 1:
         dist.broadcast(tensor, src=0, group=_control)
     return tensor
 
 
 def broadcast_tensors(path: Path | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the file's tensors one by one, on the CPU of every rank; only rank 0 has a path.
+    """Yield a file's tensors one by one, on the CPU of every rank; only rank 0 has a path.
 
     So a run folder may lie on the first node's own disk.
     """

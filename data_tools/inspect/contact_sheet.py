@@ -166,7 +166,7 @@ def _draw_card(card: Card) -> Image.Image:
 
 
 def _marked(text: str) -> list[str]:
-    """Lines of one text; all but the first are moved in, so that it shows where a text begins."""
+    """Return the lines of one text; all but the first are indented to show where it begins."""
     first, *rest = wrapped(text, WIDTH - 12, _font(_TEXT)) or [""]
     return [first, *(f"   {line}" for line in rest)]
 

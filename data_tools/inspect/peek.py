@@ -69,7 +69,7 @@ def read_index(folder: Path) -> ShardTable:
 
 
 def choose(table: ShardTable, count: int, seed: int | None) -> list[tuple[str, int]]:
-    """Shards and sample numbers, in order; the first ones without a seed, each at most once."""
+    """Choose shards and sample numbers, in order, each once; the first ones without a seed."""
     count = min(count, table.total)
     if seed is None:
         places = np.arange(count)

@@ -157,7 +157,7 @@ def _agree(there: str, wanted: str) -> bool:
 
 
 def _listed(folder: Path, inside: str, depth: int) -> Iterator[tuple[str, str]]:
-    """Files below a folder in the order of their names: the folders in between, and the name."""
+    """Yield files below a folder in order of names: the folders in between, and the name."""
     deeper = []
     for entry in sorted(os.scandir(folder / inside), key=lambda entry: entry.name):
         if entry.is_dir():

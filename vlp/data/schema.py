@@ -100,7 +100,7 @@ class Annotation(_Part):
     scene: dict[str, Any] | None = None
 
     def to_json(self) -> bytes:
-        """UTF-8 JSON without the fields that are not set; equal annotations give equal bytes."""
+        """Return UTF-8 JSON without unset fields; equal annotations give equal bytes."""
         return self.model_dump_json(exclude_none=True).encode()
 
 

@@ -81,7 +81,7 @@ class CategoryWords:
         self._longest = max(map(len, self._names), default=0)
 
     def size(self, image_id: int) -> tuple[int, int] | None:
-        """Width and height in pixels that the boxes of an image refer to; None: not known."""
+        """Return the (width, height) in pixels that an image's boxes refer to; None: not known."""
         return self._sizes.get(image_id)
 
     def boxes(self, image_id: int) -> list[Box]:

@@ -121,7 +121,7 @@ def run_web(arguments: argparse.Namespace, web: WebList) -> int:
 
 
 def read_tsv(path: Path, caption_first: bool) -> Iterator[WebRow | Refused]:
-    """Lines of `caption<TAB>url`, or of `url<TAB>caption`; a line of another layout is refused.
+    """Yield `caption<TAB>url` or `url<TAB>caption` lines; one of another layout is refused.
 
     Raises:
         ConfigError: the file cannot be read, or its first line is of another layout.

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 def patches_in_box(
     box: Sequence[float], grid: tuple[int, int], size: tuple[int, int]
 ) -> NDArray[np.bool_]:
-    """Patches whose centre lies in the box; for a box too small to hold one, the patch it is on.
+    """Return patches whose centre lies in the box; for a tiny box, the patch it is on.
 
     Args:
         box: [x, y, width, height] in pixels of the image.

@@ -107,7 +107,7 @@ class ResampledSamples(IterableDataset[Slot]):
     def _read(
         self, rng: np.random.Generator, reader: int, readers: int
     ) -> Iterator[tuple[Element, RawSample | BadSample]]:
-        """Samples in the order of their shards; `visit` tells each draw of a shard from others."""
+        """Yield samples in the order of their shards; `visit` numbers the draws of shards."""
         coming, visit, bad_shards = self._ask(rng), reader, 0
         while bad_shards < _MOST_BAD_SHARDS:
             (source, shard, opened), coming = coming, self._ask(rng)

@@ -70,7 +70,7 @@ class ShardAwareBatchSampler:
             yield [waiting.popleft() for _ in range(min(at_once, len(waiting)))]
 
     def _windows(self, step: Step) -> list[tuple[int, int]]:
-        """Epoch and number of the windows that a batch takes from, and of the one after them."""
+        """Return (epoch, number) of the windows a batch takes from, and of the one after."""
         behind = step.start + self._batch // self._sampler.streams
         end = min(-(-behind // self._sampler.window), self._sampler.windows_in_epoch(step.epoch))
         touched = [
@@ -90,7 +90,7 @@ class ShardAwareBatchSampler:
 def read_at_once(
     sampler: TrainingSampler, batch: int, consumed: int, rank: int, world_size: int
 ) -> set[tuple[int, int]]:
-    """(source, shard) of what a rank needs at a time: its streams' windows and the next ones."""
+    """Return (source, shard) that a rank needs at a time: its streams' windows and the next."""
     return set(
         next(ShardAwareBatchSampler(sampler, batch, consumed, rank, world_size, None, 1)._ahead())
     )
