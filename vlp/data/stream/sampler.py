@@ -199,7 +199,7 @@ class TrainingSampler:
         return numbers * self.samples_in_epoch(epoch) // self.streams
 
     def _shuffled(self, epoch: int, stream: int, start: int, stop: int, length: int) -> np.ndarray:
-        """Return places in a stream of `length` elements of those that come at `start` to `stop`."""
+        """Return places in a stream of `length` elements of what comes at `start` to `stop`."""
         parts = [np.empty(0, dtype=np.int64)]
         while start < stop:
             number, inside = divmod(start, self.window)
