@@ -14,9 +14,9 @@ from vlp.tasks.downstream.task import TASK
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `vlp change-vocabulary`; returns the exit code (2: wrong input)."""
-    from launch.cli.main import main as vlp_main
+    from launch.cli.main import run_script
 
-    return vlp_main(["change-vocabulary", *(sys.argv[1:] if arguments is None else arguments)])
+    return run_script("change-vocabulary", arguments)
 
 
 def change(model: str, vocabulary: str, out: Path) -> None:

@@ -42,9 +42,9 @@ RESULTS, SUMS = "evaluation", "SHA256SUMS"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `vlp convert-run`; returns the exit code (2: wrong input)."""
-    from launch.cli.main import main as vlp_main
+    from launch.cli.main import run_script
 
-    return vlp_main(["convert-run", *(sys.argv[1:] if arguments is None else arguments)])
+    return run_script("convert-run", arguments)
 
 
 def convert(old: Path, new: Path) -> list[Path]:

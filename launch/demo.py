@@ -150,9 +150,9 @@ def _part(title: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `vlp demo`; returns the exit code."""
-    from launch.cli.main import main as vlp_main
+    from launch.cli.main import run_script
 
-    return vlp_main(["demo", *(sys.argv[1:] if arguments is None else arguments)])
+    return run_script("demo", arguments)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ from vlp.models.vlp import VLPModel
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `vlp convert-albef`; returns the exit code (2: wrong input)."""
-    from launch.cli.main import main as vlp_main
+    from launch.cli.main import run_script
 
-    return vlp_main(["convert-albef", *(sys.argv[1:] if arguments is None else arguments)])
+    return run_script("convert-albef", arguments)
 
 
 def convert(

@@ -55,7 +55,7 @@ PARTS = {
     "nlvr2_val": (0, "statements about images of held-out contents"),
     "snli_ve_val": (0, "hypotheses about images of held-out contents"),
     "boxes": (0, "true or false statements about three boxes, in the manner of NLVR v1"),
-    "boxes_val": (0, "more such statements, to judge by"),
+    "boxes_val": (0, "more such statements, for validation"),
     "boxes_any": (0, "the same, whose false images need not hold a true one's items: easier"),
 }
 _SETTINGS = ("seed", "image_size", "samples_per_shard", *Variety._fields)

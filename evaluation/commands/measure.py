@@ -48,7 +48,10 @@ def retrieval(
     ] = None,
     **measured: Any,
 ) -> Any:
-    """Recall of images by text and of texts by image, also re-ranked."""
+    """Image-text retrieval: recall in both directions.
+
+    With --rerank the cross-modal encoder re-ranks the best candidates.
+    """
     from evaluation.retrieval.retrieval import evaluate_retrieval
 
     if rerank_by is not None and not rerank:
@@ -70,9 +73,11 @@ def _fine_tuned(kind: str) -> None:
             )
         return evaluate_task(task, **measured)
 
+    summary = task_summary(kind)
     evaluate.__doc__ = (
-        f"Evaluate a model fine-tuned for {task_summary(kind)}.\n\n"
-        f"Figures have intervals. OUT gets {kind}.json, {kind}.md and {kind}.predictions.jsonl."
+        f"{summary[0].upper()}{summary[1:]}.\n\n"
+        f"Evaluates a fine-tuned model. Figures have intervals. OUT gets {kind}.json, {kind}.md "
+        f"and {kind}.predictions.jsonl."
     )
     app.command(kind, cls=EvaluationCommand)(measurement("samples (vqa: questions)")(evaluate))
 
@@ -251,10 +256,10 @@ def compare(
     permutations: Annotated[int, Option(metavar="N", help="of the sign-flip test")] = 10_000,
     out: Annotated[Path | None, Option(metavar="DIR", help="for JSON and Markdown too")] = None,
 ) -> None:
-    """Compare two results on the same items, with intervals and tests.
+    """Compare two results on the same items.
 
-    A and B are files KIND.predictions.jsonl, folders that hold them, or model folders that were
-    evaluated. The difference is B minus A.
+    Prints differences with intervals and tests. A and B are files KIND.predictions.jsonl, folders
+    that hold them, or model folders that were evaluated. The difference is B minus A.
 
     \b
       vlp evaluate compare runs/plain/best runs/ace/best --task vqa

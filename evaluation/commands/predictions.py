@@ -56,7 +56,7 @@ def predict(
     precision: Precision = "float32",
     device: Device = None,
 ) -> None:
-    """Write predictions of a model, also for data without labels.
+    """Write predictions, also for data without labels.
 
     Shards give a file: what the benchmark's server takes (official), or one JSON object a sample
     (jsonl). Image files and a text print the label, answer or caption with its probability. A

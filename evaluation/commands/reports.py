@@ -120,7 +120,7 @@ def anchors(
 
 @app.command(cls=EvaluationCommand)
 def encodings(out: Annotated[Path, Option(metavar="FILE.png")]) -> None:
-    """Draw each position encoding over the patches of an image."""
+    """Draw each position encoding over image patches."""
     from evaluation.probes.position_maps import draw_position_maps
 
     if out.suffix.lower() != ".png":
@@ -234,7 +234,7 @@ def ablate(
     ] = "",
     overrides: Overrides = None,
 ) -> None:
-    """Train variants with several seeds and print their tables.
+    """Train variants with several seeds; print tables.
 
     A configuration of configs/ablation compares variants of the cross-modal encoder or, where it
     names no `corpus`, vision models with other position encodings.

@@ -52,5 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_app(commands(), "vlp", arguments)
 
 
+def run_script(command: str, arguments: Sequence[str] | None = None) -> int:
+    """Run a command of `vlp` with a script's arguments; returns the exit code."""
+    return main([command, *(sys.argv[1:] if arguments is None else arguments)])
+
+
 if __name__ == "__main__":
     sys.exit(main())
