@@ -23,7 +23,7 @@ from vlp.config import ConfigError
 from vlp.data.scenes.annotation import (
     annotation,
     box_statement_annotation,
-    entailment_annotation,
+    snli_ve_annotation,
     statement_annotation,
     swap_annotation,
 )
@@ -35,7 +35,7 @@ from vlp.data.scenes.nlvr_v1.box_statements import sample_box_statement
 from vlp.data.scenes.nlvr_v1.boxes import render_boxes
 from vlp.data.scenes.render import encode_png, render
 from vlp.data.scenes.sample import FULL, LEAST, Variety, sample_scene
-from vlp.data.scenes.snli_ve import sample_entailment
+from vlp.data.scenes.snli_ve import sample_triple
 from vlp.data.scenes.splits import Split
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_index import ShardWriter
@@ -158,8 +158,8 @@ def make_sample(
             _key(part, seed, job), _png(told.left), statement_annotation(told), _png(told.right)
         )
     if part in ("snli_ve", "snli_ve_val"):
-        triple = sample_entailment(seed, job, held_out, image_size)
-        return SceneFiles(_key(part, seed, job), _png(triple.scene), entailment_annotation(triple))
+        triple = sample_triple(seed, job, held_out, image_size)
+        return SceneFiles(_key(part, seed, job), _png(triple.scene), snli_ve_annotation(triple))
     if part in ("boxes", "boxes_val", "boxes_any"):
         shown = sample_box_statement(seed, job, held_out, same_items=part != "boxes_any")
         image = encode_png(render_boxes(shown.scene))

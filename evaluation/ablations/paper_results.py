@@ -138,8 +138,8 @@ def _tables() -> list[PaperTable]:
     )
     for part, (kind, data, splits) in enumerate(accuracies):
         columns = tuple((split, "accuracy") for split in splits)
-        for number, claims in ((2, _T2), (4, _T4)):
-            tables.append(PaperTable(number, kind, data, columns, _read(claims, part)))
+        for number, printed in ((2, _T2), (4, _T4)):
+            tables.append(PaperTable(number, kind, data, columns, _read(printed, part)))
     boxes = tuple((split, "IoU ≥ 0.5") for split in ("val", "testA", "testB"))
     tables.append(PaperTable(5, "grounding", "RefCOCO+", boxes, _read(_T5, 0)))
     return tables

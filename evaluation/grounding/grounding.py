@@ -113,12 +113,12 @@ def evaluate_grounding(
         pixels = viewed(loaded.preprocess(image)[None], view, patch_size, place)[0]
         return GroundingExample(pixels, loaded.text([said]), image.size)
 
-    def judge(made: Sequence[tuple[Item, GroundingExample]]) -> list[dict[str, Any]]:
+    def score_block(made: Sequence[tuple[Item, GroundingExample]]) -> list[dict[str, Any]]:
         maps = _maps(loaded, [one for _, one in made], by, number, head, where, precision)
         return [_row(item, one.size, heat) for (item, one), heat in zip(made, maps)]
 
     with evaluating(loaded.model, device) as where:
-        rows, skipped = evaluate_blocks(items, batch, make, judge, progress)
+        rows, skipped = evaluate_blocks(items, batch, make, score_block, progress)
     proposed = np.array([row["right"] is not None for row in rows])
     values = {"pointing": np.array([row["hit"] for row in rows])}
     chances = {"pointing": float(np.mean([row["share"] for row in rows]))}

@@ -30,7 +30,7 @@ from vlp.positions import (
 GRID = (14, 14)
 QUERY = (4, 5)
 WIDTH, HEADS = 64, 2
-DRAWS = 64
+CONTENTS = 64
 ON_CONTENTS = ("cope", "sape")
 # Sizes of the tables in iRPE's Table 1, where methods have about as many buckets in use.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -92,7 +92,7 @@ def _rotated(encoding: PositionEncoding, context: PositionContext, place: int) -
     """q_i . k_j where all contents are equal, averaged over contents: (T,)."""
     assert context.grid is not None
     tokens = context.grid[0] * context.grid[1]
-    contents = torch.randn(DRAWS, HEADS, 1, WIDTH // HEADS).double().expand(-1, -1, tokens, -1)
+    contents = torch.randn(CONTENTS, HEADS, 1, WIDTH // HEADS).double().expand(-1, -1, tokens, -1)
     query, key = encoding("rotate", contents, contents, context)
     logits = (query[:, :, place, None] * key).sum(-1) / (WIDTH // HEADS)
     return logits.mean((0, 1))

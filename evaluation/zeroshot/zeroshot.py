@@ -101,7 +101,7 @@ def evaluate_zeroshot(
         with torch.no_grad(), precision_context(place, precision):
             return model.encode_text(*tokens)
 
-    def judge(made: Sequence[tuple[Classed, Tensor]]) -> list[dict[str, Any]]:
+    def score_block(made: Sequence[tuple[Classed, Tensor]]) -> list[dict[str, Any]]:
         pixels = torch.stack([one for _, one in made]).to(place)
         with torch.no_grad(), precision_context(place, precision):
             image = model.encode_image(pixels)
@@ -127,7 +127,7 @@ def evaluate_zeroshot(
             prompts, lambda texts: encode(texts).feature.double().cpu().numpy(), Ranks.current()
         )
         rows, skipped = evaluate_blocks(
-            images, batch, lambda one, _: loaded.preprocess(one.image), judge, progress
+            images, batch, lambda one, _: loaded.preprocess(one.image), score_block, progress
         )
     return _result(rows, skipped, images.folders, prompts, top, resamples)
 

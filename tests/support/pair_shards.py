@@ -8,10 +8,10 @@ import torch
 from tests_support import TINY_MODEL, tiny_text
 
 from vlp.data.image.transforms import Preprocessing
-from vlp.data.scenes.annotation import entailment_annotation, statement_annotation
+from vlp.data.scenes.annotation import snli_ve_annotation, statement_annotation
 from vlp.data.scenes.nlvr2 import sample_statement
 from vlp.data.scenes.render import encode_png, render
-from vlp.data.scenes.snli_ve import sample_entailment
+from vlp.data.scenes.snli_ve import sample_triple
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_index import ShardWriter
 from vlp.models.config import ModelConfig
@@ -37,8 +37,8 @@ def entailment_shards(folder: Path, count: int = 12) -> Path:
     """Hypotheses of the generated corpus, in shards of five."""
     with ShardWriter(folder, samples_per_shard=5) as writer:
         for number in range(count):
-            one = sample_entailment(0, number, image_size=16)
-            writer.write(one.key, encode_png(render(one.scene)), "png", entailment_annotation(one))
+            one = sample_triple(0, number, image_size=16)
+            writer.write(one.key, encode_png(render(one.scene)), "png", snli_ve_annotation(one))
     return folder
 
 

@@ -113,11 +113,11 @@ def texts_of(annotation: Annotation, kind: TextKind = "captions") -> list[str]:
 
 def every_text_of(annotation: Annotation) -> list[str]:
     """Return all that is said of an image: captions, claims, questions and answers, expressions."""
-    claims = (annotation.premise, annotation.hypothesis, annotation.statement)
+    sentences = (annotation.premise, annotation.hypothesis, annotation.statement)
     asked = annotation.questions or ()
     texts: list[str] = [
         *captions_of(annotation),
-        *(claim for claim in claims if claim),
+        *(sentence for sentence in sentences if sentence),
         *(question.question for question in asked),
         *(given.answer for question in asked for given in question.answers),
         *(expression.text for expression in annotation.expressions or ()),

@@ -77,12 +77,12 @@ def coco_figures(
         ground.createIndex()
         detections = _detections(found)
         if not detections:
-            return dict.fromkeys(_judged(truth), 0.0)
-        judge = COCOeval(ground, ground.loadRes(detections), "bbox")
-        judge.evaluate()
-        judge.accumulate()
-        judge.summarize()
-    return {name: 100 * float(value) for name, value in zip(FIGURES, judge.stats) if value > -1}
+            return dict.fromkeys(_measured(truth), 0.0)
+        evaluator = COCOeval(ground, ground.loadRes(detections), "bbox")
+        evaluator.evaluate()
+        evaluator.accumulate()
+        evaluator.summarize()
+    return {name: 100 * float(value) for name, value in zip(FIGURES, evaluator.stats) if value > -1}
 
 
 def _dataset(truth: Sequence[ImageTruth], classes: Sequence[str]) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def _detections(found: Sequence[ImageFound]) -> list[dict[str, Any]]:
     ]
 
 
-def _judged(truth: Sequence[ImageTruth]) -> list[str]:
+def _measured(truth: Sequence[ImageTruth]) -> list[str]:
     """Figures that have objects."""
     areas = np.concatenate([one.areas[~one.crowds] for one in truth])
     sizes = {

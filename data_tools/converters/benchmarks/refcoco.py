@@ -90,7 +90,7 @@ class DetectedBox(Row):
     box: Box
 
 
-class Scored(Row):
+class ScoredDetection(Row):
     """A row of a list of expressions with their proposals."""
 
     sent: str
@@ -214,7 +214,7 @@ def scored_images(path: Path, faults: Faults) -> Iterator[SampleSpec]:
     """
     expressions: dict[str, list[Expression]] = defaultdict(list)
     proposals: dict[str, list[list[float]]] = {}
-    for number, row in enumerate(parsed(json_list(path), Scored, faults)):
+    for number, row in enumerate(parsed(json_list(path), ScoredDetection, faults)):
         if not row.pred_boxes_img_id:
             faults.append(Refused("expression without an image", str(number)))
             continue

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from vlp.data.scenes.annotation import (
     annotation,
-    entailment_annotation,
+    snli_ve_annotation,
     statement_annotation,
     swap_annotation,
 )
@@ -11,7 +11,7 @@ from vlp.data.scenes.graph import relation_holds
 from vlp.data.scenes.negatives import sample_swap
 from vlp.data.scenes.nlvr2 import sample_statement
 from vlp.data.scenes.sample import sample_scene
-from vlp.data.scenes.snli_ve import sample_entailment
+from vlp.data.scenes.snli_ve import sample_triple
 from vlp.data.schema import Annotation, captions_of
 
 
@@ -54,8 +54,8 @@ def test_samples_of_the_other_tasks_are_typed() -> None:
     assert statement.statement == told.text
     assert statement.label is told.label
 
-    triple = sample_entailment(0, 0)
-    entailment = Annotation.model_validate_json(entailment_annotation(triple).to_json())
+    triple = sample_triple(0, 0)
+    entailment = Annotation.model_validate_json(snli_ve_annotation(triple).to_json())
     assert (entailment.premise, entailment.hypothesis) == (triple.premise, triple.hypothesis)
     assert entailment.label == triple.label
     assert entailment.scene["cover"] == triple.scene.cover

@@ -19,7 +19,7 @@ from vlp.data.scenes.captions import (
     write,
 )
 from vlp.data.scenes.graph import COLOURS, SHAPES, Scene
-from vlp.data.scenes.pair_claims import ObjectPhrase, SceneClaim, holds
+from vlp.data.scenes.meaning import Meaning, ObjectPhrase, holds
 from vlp.data.scenes.sample import sample_scene
 
 NOUN = rf"(?:(small|little|large|big) )?({'|'.join(COLOURS)}) ({'|'.join(SHAPES)})"
@@ -61,7 +61,7 @@ def test_captions_are_true_short_and_mention_everything(index) -> None:
     written = captions(scene)
     assert len({caption.text for caption in written}) == len(written) == 5
     for caption in written:
-        assert holds(caption.claim, scene)
+        assert holds(caption.meaning, scene)
         assert len(words_of(caption.text)) <= MAX_WORDS
         assert caption.text == caption.text.lower()
         _read(caption.text, scene)
@@ -126,7 +126,7 @@ def test_claims_carry_what_the_pattern_says(make_scene) -> None:
     scene = make_scene("small red circle top", "large blue cross bottom right")
     caption = fill(scene, "N0 P0 , R01 N1", (1, 0), (True, False), [0] * 16)
     assert caption.text == "a blue cross at the bottom right, below a small red circle"
-    assert caption.claim == SceneClaim(
+    assert caption.meaning == Meaning(
         (
             ObjectPhrase("cross", "blue", None, "bottom right"),
             ObjectPhrase("circle", "red", "small", None),
@@ -135,9 +135,9 @@ def test_claims_carry_what_the_pattern_says(make_scene) -> None:
     )
     back = fill(scene, "N0 with N1 B10", (0, 1), (False, False), [0] * 16)
     assert back.text == "a red circle with a blue cross below it"
-    assert back.claim.relations == ((1, "below", 0),)
+    assert back.meaning.relations == ((1, "below", 0),)
     only = fill(make_scene("small red circle top"), "only N0 P0", (0,), (True,), [0] * 16)
-    assert only.claim.alone
+    assert only.meaning.alone
 
 
 def test_the_vocabulary_is_small_and_no_pattern_dominates() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from vlp.data.scenes.captions import captions
 from vlp.data.scenes.distinct import ambiguous_share, distinct_scenes
-from vlp.data.scenes.pair_claims import holds
+from vlp.data.scenes.meaning import holds
 from vlp.data.scenes.sample import sample_scene
 from vlp.data.scenes.splits import split_of
 
@@ -10,7 +10,7 @@ from vlp.data.scenes.splits import split_of
 def _share(scenes) -> float:
     """Every caption against every other scene."""
     fits = [
-        any(holds(caption.claim, other, lenient=True) for other in scenes if other is not scene)
+        any(holds(caption.meaning, other, lenient=True) for other in scenes if other is not scene)
         for scene in scenes
         for caption in captions(scene)
     ]

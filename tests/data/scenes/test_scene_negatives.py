@@ -5,8 +5,8 @@ import pytest
 
 from vlp.data.scenes.captions import fill, words_of
 from vlp.data.scenes.graph import gap, nearness
+from vlp.data.scenes.meaning import Meaning, ObjectPhrase, truth
 from vlp.data.scenes.negatives import SWAP_KINDS, sample_swap, swap_pair
-from vlp.data.scenes.pair_claims import ObjectPhrase, SceneClaim, truth
 from vlp.data.scenes.splits import held_out_pairs
 
 BACK = {"left": "right", "right": "left", "above": "below", "over": "under"}
@@ -33,7 +33,7 @@ def test_pairs_differ_only_in_what_they_should(kind, split) -> None:
             # One object alone has moved, and touches no other.
             places = zip(pair.scene.objects, pair.twin.objects, strict=True)
             assert sum(one.box != other.box for one, other in places) == 1
-            assert pair.caption.claim.nouns[0].place != pair.foil.claim.nouns[0].place
+            assert pair.caption.meaning.nouns[0].place != pair.foil.meaning.nouns[0].place
         elif kind == "distance":
             # The second object of the caption has moved, and one word has changed.
             ours, theirs = words_of(pair.caption.text), words_of(pair.foil.text)
@@ -43,7 +43,7 @@ def test_pairs_differ_only_in_what_they_should(kind, split) -> None:
                 for one, other in zip(pair.scene.objects, pair.twin.objects, strict=True)
                 if one.box != other.box
             ]
-            named = pair.caption.claim.nouns[1]
+            named = pair.caption.meaning.nouns[1]
             assert [(obj.colour, obj.shape) for obj in moved] == [(named.colour, named.shape)]
         else:
             assert _bag(pair.caption) == _bag(pair.foil)
@@ -82,19 +82,19 @@ def test_each_caption_is_true_of_one_image_only(kind) -> None:
 def _true(caption, scene) -> bool:
     """Look the named objects up in the scene and compare their centres, or edges."""
     named = []
-    for noun in caption.claim.nouns[:2]:
+    for noun in caption.meaning.nouns[:2]:
         fits = [
             obj for obj in scene.objects if (obj.colour, obj.shape) == (noun.colour, noun.shape)
         ]
         if not fits:
             return False
         named.append(fits[0].box)
-    if not caption.claim.relations:
+    if not caption.meaning.relations:
         (x, y, width, height), side = named[0], scene.image_size
         column = ("left", "", "right")[int((x + width / 2) / side * 3)]
         row = ("top", "", "bottom")[int((y + height / 2) / side * 3)]
-        return caption.claim.nouns[0].place == (f"{row} {column}".strip() or "centre")
-    ((subject, relation, reference),) = caption.claim.relations
+        return caption.meaning.nouns[0].place == (f"{row} {column}".strip() or "centre")
+    ((subject, relation, reference),) = caption.meaning.relations
     one, other = named[subject], named[reference]
     if relation in ("near", "far"):
         # The least distance along either axis of any two points of the boxes, in 64ths.
@@ -124,7 +124,7 @@ def test_a_image_in_between_is_neither_near_nor_far(make_scene) -> None:
     assert [gap(circle, square, 64), gap(square, circle, 64)] == [28, 28]
     between = scene._replace(objects=(circle, square._replace(box=(38.0, 25.0, 14.0, 14.0))))
     assert nearness(between, 0, 1) is None
-    assert truth(SceneClaim((ObjectPhrase(), ObjectPhrase()), ((0, "near", 1),)), between) is None
+    assert truth(Meaning((ObjectPhrase(), ObjectPhrase()), ((0, "near", 1),)), between) is None
     assert swap_pair(between, "distance", (0, 1), np.random.default_rng(0)) is None
     with pytest.raises(ValueError, match="neither near nor far"):
         fill(between, "N0 and N1 are A01", [0, 1], [False, False], [0] * 16)

@@ -5,15 +5,15 @@ from collections import Counter
 import numpy as np
 
 from vlp.data.scenes.captions import PLACE_WORDS
-from vlp.data.scenes.pair_claims import ObjectPhrase
+from vlp.data.scenes.meaning import ObjectPhrase
 from vlp.data.scenes.render import render
-from vlp.data.scenes.snli_ve import LABELS, hides_nothing, judge, sample_entailment
+from vlp.data.scenes.snli_ve import LABELS, hides_nothing, label_of, sample_triple
 
 
 def test_labels_follow_from_what_can_be_seen() -> None:
     labels = Counter()
     for index in range(200):
-        triple = sample_entailment(0, index)
+        triple = sample_triple(0, index)
         scene = triple.scene
         # The longest, since 'at the bottom in the middle' ends in another place's words.
         where = max(
@@ -37,7 +37,7 @@ def test_labels_follow_from_what_can_be_seen() -> None:
 
 def test_the_curtain_leaves_every_object_in_view() -> None:
     for index in range(25):
-        scene = sample_entailment(1, index).scene
+        scene = sample_triple(1, index).scene
         bare, covered = (np.asarray(render(each)) for each in (scene._replace(cover=None), scene))
         for obj in scene.objects:
             x, y, width, height = (int(value) for value in obj.box)
@@ -46,20 +46,20 @@ def test_the_curtain_leaves_every_object_in_view() -> None:
         assert not np.array_equal(bare, covered)
 
 
-def test_judge(make_scene) -> None:
+def test_label_of(make_scene) -> None:
     scene = make_scene("small red circle top left")._replace(cover="bottom")
-    assert judge(ObjectPhrase(colour="red", place="top left"), scene) == "entailment"
-    assert judge(ObjectPhrase(colour="blue", place="top left"), scene) == "contradiction"
-    assert judge(ObjectPhrase(colour="red", place="centre"), scene) == "contradiction"
-    assert judge(ObjectPhrase(colour="red", place="bottom"), scene) == "neutral"
-    assert judge(ObjectPhrase(colour="red", place="top"), scene) is None
+    assert label_of(ObjectPhrase(colour="red", place="top left"), scene) == "entailment"
+    assert label_of(ObjectPhrase(colour="blue", place="top left"), scene) == "contradiction"
+    assert label_of(ObjectPhrase(colour="red", place="centre"), scene) == "contradiction"
+    assert label_of(ObjectPhrase(colour="red", place="bottom"), scene) == "neutral"
+    assert label_of(ObjectPhrase(colour="red", place="top"), scene) is None
     corner = scene._replace(cover="bottom right")
-    assert judge(ObjectPhrase(colour="red", place="bottom"), corner) is None
-    assert judge(ObjectPhrase(colour="red", place="bottom left"), corner) == "contradiction"
+    assert label_of(ObjectPhrase(colour="red", place="bottom"), corner) is None
+    assert label_of(ObjectPhrase(colour="red", place="bottom left"), corner) == "contradiction"
     assert not hides_nothing(scene, "top left")
     assert hides_nothing(scene, "bottom right")
 
 
 def test_triples_are_fixed_by_their_arguments() -> None:
-    assert sample_entailment(2, 3, "val") == sample_entailment(2, 3, "val")
-    assert sample_entailment(2, 3) != sample_entailment(2, 4)
+    assert sample_triple(2, 3, "val") == sample_triple(2, 3, "val")
+    assert sample_triple(2, 3) != sample_triple(2, 4)

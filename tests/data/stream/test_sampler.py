@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vlp.config import ConfigError
 from vlp.data.stream.rng import make_rng
-from vlp.data.stream.sampler import Element, Pool, Step, TrainingSampler
+from vlp.data.stream.sampler import Element, Pool, SampleStep, TrainingSampler
 
 
 def epoch_of(order: TrainingSampler, epoch: int, size: int) -> list[list[Element | None]]:
@@ -126,7 +126,7 @@ def test_resuming_with_another_batch_loses_and_repeats_nothing(
     consumed = 0
     seen: list[tuple[int, Element]] = []
 
-    def take(steps: list[Step], size: int) -> int:
+    def take(steps: list[SampleStep], size: int) -> int:
         for step in steps:
             seen.extend(
                 (step.epoch, slot) for slot in order.slots(step.epoch, step.start, size) if slot

@@ -43,8 +43,8 @@ class TextLabels(NamedTuple):
         return text, None if label is None else self.labels[label]
 
 
-HYPOTHESES = TextLabels("hypothesis", {"entailment": 0, "neutral": 1, "contradiction": 2})
-STATEMENTS = TextLabels("statement", {False: 0, True: 1})
+SNLI_VE_LABELS = TextLabels("hypothesis", {"entailment": 0, "neutral": 1, "contradiction": 2})
+NLVR2_LABELS = TextLabels("statement", {False: 0, True: 1})
 
 
 class PairExample(NamedTuple):

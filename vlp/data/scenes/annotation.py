@@ -11,7 +11,7 @@ from vlp.data.scenes.graph import Scene, relations
 from vlp.data.scenes.negatives import SwapPair
 from vlp.data.scenes.nlvr2 import Statement
 from vlp.data.scenes.nlvr_v1.box_statements import BoxStatement
-from vlp.data.scenes.snli_ve import Entailment
+from vlp.data.scenes.snli_ve import SnliVeTriple
 from vlp.data.scenes.vqa import questions
 from vlp.data.schema import Annotation, Answer, Expression, Question, Word
 
@@ -105,14 +105,14 @@ def box_statement_annotation(statement: BoxStatement) -> Annotation:
     )
 
 
-def entailment_annotation(entailment: Entailment) -> Annotation:
+def snli_ve_annotation(triple: SnliVeTriple) -> Annotation:
     """A hypothesis about an image with a curtain."""
     return Annotation(
-        premise=entailment.premise,
-        hypothesis=entailment.hypothesis,
-        label=entailment.label,
+        premise=triple.premise,
+        hypothesis=triple.hypothesis,
+        label=triple.label,
         source=SOURCE,
-        image_id=entailment.key,
-        boxes=[list(obj.box) for obj in entailment.scene.objects],
-        scene=graph_of(entailment.scene),
+        image_id=triple.key,
+        boxes=[list(obj.box) for obj in triple.scene.objects],
+        scene=graph_of(triple.scene),
     )

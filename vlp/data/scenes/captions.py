@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vlp.data.scenes.graph import Box, Scene, main_relation, nearness
-from vlp.data.scenes.pair_claims import ObjectPhrase, SceneClaim
+from vlp.data.scenes.meaning import Meaning, ObjectPhrase
 from vlp.data.stream.rng import make_rng
 
 MAX_WORDS = 18
@@ -113,7 +113,7 @@ class SceneCaption(NamedTuple):
     """A sentence, what it claims, and which of its words name which object."""
 
     text: str
-    claim: SceneClaim
+    meaning: Meaning
     words: tuple[NamedWord, ...]
 
 
@@ -237,8 +237,8 @@ def fill(
         )
         for position, number in enumerate(order)
     )
-    claim = SceneClaim(nouns, tuple(relations), alone=pattern in EXHAUSTIVE)
-    return SceneCaption(" ".join(words).replace(" ,", ","), claim, tuple(named))
+    meaning = Meaning(nouns, tuple(relations), alone=pattern in EXHAUSTIVE)
+    return SceneCaption(" ".join(words).replace(" ,", ","), meaning, tuple(named))
 
 
 def _pick(choices: tuple[str, ...], pick: int) -> str:

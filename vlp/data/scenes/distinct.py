@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from vlp.data.scenes.captions import SceneCaption, captions
 from vlp.data.scenes.graph import Scene
-from vlp.data.scenes.pair_claims import holds
+from vlp.data.scenes.meaning import holds
 from vlp.data.scenes.sample import FULL, Variety, sample_scene
 from vlp.data.scenes.splits import Split
 
@@ -65,7 +65,7 @@ def _any_true(texts: Sequence[SceneCaption], scene: Scene) -> bool:
     looks = {(obj.shape, obj.colour) for obj in scene.objects}
     return any(
         # Every caption names each object's shape and colour, which rules out most scenes at once.
-        all((noun.shape, noun.colour) in looks for noun in caption.claim.nouns)
-        and holds(caption.claim, scene, lenient=True)
+        all((noun.shape, noun.colour) in looks for noun in caption.meaning.nouns)
+        and holds(caption.meaning, scene, lenient=True)
         for caption in texts
     )

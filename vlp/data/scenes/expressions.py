@@ -9,7 +9,7 @@ import numpy as np
 
 from vlp.data.scenes.captions import PLACE_WORDS, RELATION_WORDS
 from vlp.data.scenes.graph import Scene, main_relation
-from vlp.data.scenes.pair_claims import ObjectPhrase, SceneClaim, holds, subjects
+from vlp.data.scenes.meaning import Meaning, ObjectPhrase, holds, subjects
 from vlp.data.stream.rng import make_rng
 
 
@@ -18,7 +18,7 @@ class ReferringExpression(NamedTuple):
 
     text: str
     obj: int
-    claim: SceneClaim
+    meaning: Meaning
 
 
 def expressions(scene: Scene) -> list[ReferringExpression]:
@@ -42,8 +42,8 @@ def expressions(scene: Scene) -> list[ReferringExpression]:
 def is_unique(expression: ReferringExpression, scene: Scene) -> bool:
     """Whether the phrase means its object for sure, and no other one even leniently."""
     # Lenient first: it excludes more, and what holds strictly is part of what holds leniently.
-    return subjects(expression.claim, scene, lenient=True) == [expression.obj] and holds(
-        expression.claim, scene
+    return subjects(expression.meaning, scene, lenient=True) == [expression.obj] and holds(
+        expression.meaning, scene
     )
 
 
@@ -69,7 +69,7 @@ def _looks(scene: Scene, number: int, rng: np.random.Generator) -> Iterator[Refe
         ObjectPhrase(colour=obj.colour, size=obj.size),
     ]
     for noun in _rotated(short, rng) + _rotated(long, rng):
-        yield ReferringExpression(f"the {noun_words(noun)}", number, SceneClaim((noun,)))
+        yield ReferringExpression(f"the {noun_words(noun)}", number, Meaning((noun,)))
 
 
 def _places(scene: Scene, number: int, rng: np.random.Generator) -> Iterator[ReferringExpression]:
@@ -82,7 +82,7 @@ def _places(scene: Scene, number: int, rng: np.random.Generator) -> Iterator[Ref
     ]
     words = PLACE_WORDS[obj.place][int(rng.integers(3))]
     for noun in _rotated(nouns, rng):
-        yield ReferringExpression(f"the {noun_words(noun)} {words}", number, SceneClaim((noun,)))
+        yield ReferringExpression(f"the {noun_words(noun)} {words}", number, Meaning((noun,)))
 
 
 def _relations(
@@ -101,7 +101,7 @@ def _relations(
         ]
         for noun in _rotated(nouns, rng):
             text = f"the {noun_words(noun)} {words} the {noun_words(mark)}"
-            yield ReferringExpression(text, number, SceneClaim((noun, mark), ((0, relation, 1),)))
+            yield ReferringExpression(text, number, Meaning((noun, mark), ((0, relation, 1),)))
 
 
 def _rotated(nouns: list[ObjectPhrase], rng: np.random.Generator) -> list[ObjectPhrase]:

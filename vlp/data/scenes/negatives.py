@@ -15,7 +15,7 @@ import numpy as np
 
 from vlp.data.scenes.captions import SceneCaption, draw_style, fill
 from vlp.data.scenes.graph import LATTICE, Scene, gap, nearness
-from vlp.data.scenes.pair_claims import truth
+from vlp.data.scenes.meaning import truth
 from vlp.data.scenes.sample import FULL, Variety, moved, sample_scene
 from vlp.data.scenes.splits import held_out_pairs, split_of, swap_family
 from vlp.data.stream.rng import make_rng
@@ -148,7 +148,7 @@ def swap_pair(
         return None
     foil = fill(twin, pattern, pair[::-1] if kind == "order" else pair, sizes, style)
     caption = fill(scene, pattern, pair, sizes, style)
-    answers = [truth(text.claim, seen) for seen in (scene, twin) for text in (caption, foil)]
+    answers = [truth(text.meaning, seen) for seen in (scene, twin) for text in (caption, foil)]
     if answers != [True, False, False, True]:
         return None
     return SwapPair(kind, scene, twin, caption, foil)

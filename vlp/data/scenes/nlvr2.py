@@ -16,13 +16,13 @@ import numpy as np
 from vlp.data.scenes.captions import PLACE_WORDS, RELATION_WORDS, article
 from vlp.data.scenes.expressions import noun_words
 from vlp.data.scenes.graph import COLOURS, PLACES, RELATIONS, SHAPES, SIZES, Scene
+from vlp.data.scenes.meaning import Meaning, ObjectPhrase, holds, referents, truth
 from vlp.data.scenes.nlvr_v1.three_valued import every
-from vlp.data.scenes.pair_claims import ObjectPhrase, SceneClaim, holds, referents, truth
 from vlp.data.scenes.sample import sample_scene
 from vlp.data.scenes.splits import Split
 from vlp.data.stream.rng import make_rng
 
-Judge = Callable[[Scene, Scene], bool | None]
+Rule = Callable[[Scene, Scene], bool | None]
 
 _MAX_ATTEMPTS = 5000
 _IMAGES = 1 << 15  # too many to know by heart, few enough to keep what was drawn
@@ -51,13 +51,13 @@ def sample_statement(
     key = f"statement-{split}-{seed}-{index}"
     rng = make_rng(seed, 0, key, "statement")
     makers = _WHAT if rng.random() < _SHARE_OF_WHAT else _WHERE
-    text, judge = makers[int(rng.integers(len(makers)))](rng)
+    text, rule = makers[int(rng.integers(len(makers)))](rng)
     label = bool(rng.random() < 0.5)
     for _ in range(_MAX_ATTEMPTS):
         left, right = (
             _image(seed, int(number), split, image_size) for number in rng.integers(_IMAGES, size=2)
         )
-        if judge(left, right) is label:
+        if rule(left, right) is label:
             return Statement(key, text, label, left, right)
     raise RuntimeError(f"no two scenes of split {split!r} make {text!r} {label}")
 
@@ -67,7 +67,7 @@ def _image(seed: int, number: int, split: Split, image_size: int) -> Scene:
     return sample_scene(seed, number, split, image_size)
 
 
-def _more(rng: np.random.Generator) -> tuple[str, Judge]:
+def _more(rng: np.random.Generator) -> tuple[str, Rule]:
     if rng.random() < 1 / 3:
         return (
             "both pictures show the same number of objects",
@@ -84,7 +84,7 @@ def _more(rng: np.random.Generator) -> tuple[str, Judge]:
     )
 
 
-def _both(rng: np.random.Generator) -> tuple[str, Judge]:
+def _both(rng: np.random.Generator) -> tuple[str, Rule]:
     noun, words = _coarse_noun(rng)
     return (
         f"both pictures show {words}",
@@ -92,7 +92,7 @@ def _both(rng: np.random.Generator) -> tuple[str, Judge]:
     )
 
 
-def _exactly_one(rng: np.random.Generator) -> tuple[str, Judge]:
+def _exactly_one(rng: np.random.Generator) -> tuple[str, Rule]:
     noun, words = _coarse_noun(rng)
     return (
         f"exactly one of the pictures shows {words}",
@@ -100,7 +100,7 @@ def _exactly_one(rng: np.random.Generator) -> tuple[str, Judge]:
     )
 
 
-def _in_all(rng: np.random.Generator) -> tuple[str, Judge]:
+def _in_all(rng: np.random.Generator) -> tuple[str, Rule]:
     number = int(rng.integers(3, 6))
     word = ("three", "four", "five")[number - 3]
     return (
@@ -109,7 +109,7 @@ def _in_all(rng: np.random.Generator) -> tuple[str, Judge]:
     )
 
 
-def _sizes(rng: np.random.Generator) -> tuple[str, Judge]:
+def _sizes(rng: np.random.Generator) -> tuple[str, Rule]:
     size = SIZES[int(rng.integers(2))]
     return (
         f"all objects in both pictures are {size}",
@@ -117,7 +117,7 @@ def _sizes(rng: np.random.Generator) -> tuple[str, Judge]:
     )
 
 
-def _relation(rng: np.random.Generator) -> tuple[str, Judge]:
+def _relation(rng: np.random.Generator) -> tuple[str, Rule]:
     # Colours only: a relation between shapes may be one that the split never shows. Of two objects
     # of one colour, one nearly always is above the other, and one left of it.
     first, second = (
@@ -130,47 +130,47 @@ def _relation(rng: np.random.Generator) -> tuple[str, Judge]:
     return (
         f"in the {_SIDES[side]} picture {_with_article(first)} is {words} {_with_article(second)}",
         lambda left, right: _where_shown(
-            SceneClaim((first, second)),
-            SceneClaim((first, second), ((0, relation, 1),)),
+            Meaning((first, second)),
+            Meaning((first, second), ((0, relation, 1),)),
             (left, right)[side],
         ),
     )
 
 
-def _place(rng: np.random.Generator) -> tuple[str, Judge]:
+def _place(rng: np.random.Generator) -> tuple[str, Rule]:
     noun = ObjectPhrase(colour=COLOURS[int(rng.integers(len(COLOURS)))])
     place, words = _some_place(rng)
     side = int(rng.integers(2))
     return (
         f"in the {_SIDES[side]} picture {_with_article(noun)} is {words}",
         lambda left, right: _where_shown(
-            SceneClaim((noun,)), SceneClaim((noun._replace(place=place),)), (left, right)[side]
+            Meaning((noun,)), Meaning((noun._replace(place=place),)), (left, right)[side]
         ),
     )
 
 
-def _place_in_both(rng: np.random.Generator) -> tuple[str, Judge]:
+def _place_in_both(rng: np.random.Generator) -> tuple[str, Rule]:
     place, words = _some_place(rng)
-    claim = SceneClaim((ObjectPhrase(place=place),))
+    meaning = Meaning((ObjectPhrase(place=place),))
 
     return (
         f"both pictures show an object {words}",
-        lambda left, right: every([truth(claim, left), truth(claim, right)]),
+        lambda left, right: every([truth(meaning, left), truth(meaning, right)]),
     )
 
 
-def _place_in_one(rng: np.random.Generator) -> tuple[str, Judge]:
+def _place_in_one(rng: np.random.Generator) -> tuple[str, Rule]:
     place, words = _some_place(rng)
-    claim = SceneClaim((ObjectPhrase(place=place),))
+    meaning = Meaning((ObjectPhrase(place=place),))
 
-    def judge(left: Scene, right: Scene) -> bool | None:
-        found = truth(claim, left), truth(claim, right)
+    def rule(left: Scene, right: Scene) -> bool | None:
+        found = truth(meaning, left), truth(meaning, right)
         return None if None in found else found[0] is not found[1]
 
-    return f"exactly one of the pictures shows an object {words}", judge
+    return f"exactly one of the pictures shows an object {words}", rule
 
 
-def _where_shown(shown: SceneClaim, where: SceneClaim, scene: Scene) -> bool | None:
+def _where_shown(shown: Meaning, where: Meaning, scene: Scene) -> bool | None:
     """Truth of `where` in images for which `shown` holds, None in others."""
     return truth(where, scene) if holds(shown, scene) else None
 

@@ -15,7 +15,7 @@ import numpy as np
 from vlp.data.scenes.captions import PLACE_WORDS, article, captions
 from vlp.data.scenes.expressions import noun_words
 from vlp.data.scenes.graph import COLOURS, PLACES, SHAPES, Scene
-from vlp.data.scenes.pair_claims import ObjectPhrase
+from vlp.data.scenes.meaning import ObjectPhrase
 from vlp.data.scenes.render import cover_box
 from vlp.data.scenes.sample import sample_scene
 from vlp.data.scenes.splits import Split
@@ -27,7 +27,7 @@ LABELS: tuple[Label, ...] = ("entailment", "neutral", "contradiction")
 _MAX_ATTEMPTS = 10_000
 
 
-class Entailment(NamedTuple):
+class SnliVeTriple(NamedTuple):
     """An image with a curtain, a caption of what is seen, a hypothesis and its label."""
 
     key: str
@@ -37,9 +37,9 @@ class Entailment(NamedTuple):
     label: Label
 
 
-def sample_entailment(
+def sample_triple(
     seed: int, index: int, split: Split = "train", image_size: int = 64
-) -> Entailment:
+) -> SnliVeTriple:
     """Draw triple `index`; its image is a scene of the split.
 
     Raises:
@@ -55,12 +55,12 @@ def sample_entailment(
         if not free:
             continue
         scene = bare._replace(cover=free[int(rng.integers(len(free)))])
-        if judge(noun, scene) == label:
-            return Entailment(key, scene, captions(scene, 1)[0].text, hypothesis, label)
+        if label_of(noun, scene) == label:
+            return SnliVeTriple(key, scene, captions(scene, 1)[0].text, hypothesis, label)
     raise RuntimeError(f"no scene of split {split!r} makes {hypothesis!r} {label}")
 
 
-def judge(noun: ObjectPhrase, scene: Scene) -> Label | None:
+def label_of(noun: ObjectPhrase, scene: Scene) -> Label | None:
     """What an image with a curtain says about 'there is NOUN at its place'; None where vague."""
     if any(noun.fits(obj) for obj in scene.objects):
         return "entailment"

@@ -13,7 +13,7 @@ import numpy as np
 from vlp.data.scenes.captions import RELATION_WORDS, article
 from vlp.data.scenes.expressions import noun_words
 from vlp.data.scenes.graph import COLOURS, INVERSE, SHAPES, Scene, main_relation
-from vlp.data.scenes.pair_claims import ObjectPhrase, SceneClaim, referents, subjects, truth
+from vlp.data.scenes.meaning import Meaning, ObjectPhrase, referents, subjects, truth
 from vlp.data.stream.rng import make_rng
 
 NUMBERS = ("zero", "one", "two", "three")
@@ -99,7 +99,7 @@ def _relation(scene: Scene, number: int, rng: np.random.Generator) -> SceneQuest
         ObjectPhrase(shape=scene.objects[at].shape, colour=scene.objects[at].colour)
         for at in (number, other)
     )
-    answer = "yes" if truth(SceneClaim(nouns, ((0, relation, 1),)), scene) else "no"
+    answer = "yes" if truth(Meaning(nouns, ((0, relation, 1),)), scene) else "no"
     words = RELATION_WORDS[relation][int(rng.integers(2))]
     text = f"is the {noun_words(nouns[0])} {words} the {noun_words(nouns[1])}?"
     return SceneQuestion("relation", text, answer)
@@ -111,8 +111,8 @@ def _neighbour(scene: Scene, number: int, rng: np.random.Generator) -> SceneQues
     other = (number + 1 + int(rng.integers(len(scene.objects) - 1))) % len(scene.objects)
     relation = main_relation(scene, other, number)
     mark = ObjectPhrase(shape=scene.objects[number].shape, colour=scene.objects[number].colour)
-    claim = SceneClaim((ObjectPhrase(), mark), ((0, relation, 1),))
-    if subjects(claim, scene, lenient=True) != [other]:
+    meaning = Meaning((ObjectPhrase(), mark), ((0, relation, 1),))
+    if subjects(meaning, scene, lenient=True) != [other]:
         return None
     words = RELATION_WORDS[relation][int(rng.integers(2))]
     answer = f"{scene.objects[other].colour} {scene.objects[other].shape}"

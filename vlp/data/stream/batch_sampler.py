@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset
 
-from vlp.data.stream.sampler import Request, Step, TrainingSampler
+from vlp.data.stream.sampler import Request, SampleStep, TrainingSampler
 
 Prefetch = Callable[[int, int], object]
 """Is told (source, shard) in a worker, about a window before the shard is needed."""
@@ -69,7 +69,7 @@ class ShardAwareBatchSampler:
             at_once = max(at_once, -(-len(waiting) // self._fetchers))
             yield [waiting.popleft() for _ in range(min(at_once, len(waiting)))]
 
-    def _windows(self, step: Step) -> list[tuple[int, int]]:
+    def _windows(self, step: SampleStep) -> list[tuple[int, int]]:
         """Return (epoch, number) of the windows a batch takes from, and of the one after."""
         behind = step.start + self._batch // self._sampler.streams
         end = min(-(-behind // self._sampler.window), self._sampler.windows_in_epoch(step.epoch))

@@ -42,7 +42,7 @@ class Request(NamedTuple):
     element: Element | None
 
 
-class Step(NamedTuple):
+class SampleStep(NamedTuple):
     """One global batch: its epoch, where each stream stands before it, elements used after it."""
 
     epoch: int
@@ -122,7 +122,7 @@ class TrainingSampler:
             )
         return low, within // self.streams
 
-    def steps(self, consumed: int, size: int) -> Iterator[Step]:
+    def steps(self, consumed: int, size: int) -> Iterator[SampleStep]:
         """Yield global batches of `size` slots from `consumed` elements on, without end."""
         taken = self._per_stream(size)
         epoch, start = self.locate(consumed)
@@ -133,7 +133,7 @@ class TrainingSampler:
             while start < longest:
                 after = start + taken
                 done = samples if after >= longest else after * self.streams
-                yield Step(epoch, start, before + done)
+                yield SampleStep(epoch, start, before + done)
                 start = after
             epoch, start = epoch + 1, 0
 
@@ -284,12 +284,12 @@ class EndlessSampler:
         """Return the epoch, and the samples of it that are gone, after `consumed` samples."""
         return divmod(consumed, self.samples_in_epoch(0))
 
-    def steps(self, consumed: int, size: int) -> Iterator[Step]:
+    def steps(self, consumed: int, size: int) -> Iterator[SampleStep]:
         """Yield global batches of `size` slots from `consumed` samples on, without end."""
         while True:
             epoch, start = self.locate(consumed)
             consumed += size
-            yield Step(epoch, start, consumed)
+            yield SampleStep(epoch, start, consumed)
 
 
 class _Epoch:

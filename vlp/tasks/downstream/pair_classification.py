@@ -18,7 +18,12 @@ from torch.nn import functional
 
 from vlp.data.downstream.items import Items
 from vlp.data.downstream.nlvr2_assignment import AssignmentDataset
-from vlp.data.downstream.pair_classification import HYPOTHESES, STATEMENTS, PairBatch, PairDataset
+from vlp.data.downstream.pair_classification import (
+    NLVR2_LABELS,
+    SNLI_VE_LABELS,
+    PairBatch,
+    PairDataset,
+)
 from vlp.data.stream.loader import OrderedData
 from vlp.models.folder import Loaded
 from vlp.objectives.loss import Loss
@@ -53,7 +58,7 @@ class SnliVeConfig(PairClassificationConfig):
     @property
     def classes(self) -> tuple[str, ...]:
         """Return SNLI's names."""
-        return tuple(str(name) for name in HYPOTHESES.labels)
+        return tuple(str(name) for name in SNLI_VE_LABELS.labels)
 
     @property
     def shown(self) -> int:
@@ -131,8 +136,8 @@ class PairClassification(Downstream):
             return AssignmentDataset(items, self.text, self.prepare)
         if isinstance(self.config, Nlvr2Config):
             shown = self.config.images, self.config.panels
-            return PairDataset(items, STATEMENTS, *shown, self.text, self.prepare)
-        return PairDataset(items, HYPOTHESES, 1, 1, self.text, self.prepare)
+            return PairDataset(items, NLVR2_LABELS, *shown, self.text, self.prepare)
+        return PairDataset(items, SNLI_VE_LABELS, 1, 1, self.text, self.prepare)
 
     def logits(self, batch: PairBatch) -> Tensor:
         """Compute (B, classes) logits in the compute type."""

@@ -34,7 +34,7 @@ class ObjectPhrase(NamedTuple):
         )
 
 
-class SceneClaim(NamedTuple):
+class Meaning(NamedTuple):
     """Different objects that fit `nouns` stand in `relations` (noun, relation, noun).
 
     With `alone`, the image holds nothing else.
@@ -50,13 +50,13 @@ def referents(noun: ObjectPhrase, scene: Scene) -> list[int]:
     return [number for number, obj in enumerate(scene.objects) if noun.fits(obj)]
 
 
-def subjects(claim: SceneClaim, scene: Scene, lenient: bool = False) -> list[int]:
+def subjects(meaning: Meaning, scene: Scene, lenient: bool = False) -> list[int]:
     """The objects of the scene that can be the claim's first noun."""
-    if claim.alone and len(scene.objects) != len(claim.nouns):
+    if meaning.alone and len(scene.objects) != len(meaning.nouns):
         return []
     fitting = [
         [number for number, obj in enumerate(scene.objects) if noun.fits(obj, lenient)]
-        for noun in claim.nouns
+        for noun in meaning.nouns
     ]
     return sorted(
         {
@@ -65,19 +65,19 @@ def subjects(claim: SceneClaim, scene: Scene, lenient: bool = False) -> list[int
             if len(set(chosen)) == len(chosen)
             and all(
                 relation_holds(scene, chosen[first], relation, chosen[second], lenient)
-                for first, relation, second in claim.relations
+                for first, relation, second in meaning.relations
             )
         }
     )
 
 
-def holds(claim: SceneClaim, scene: Scene, lenient: bool = False) -> bool:
+def holds(meaning: Meaning, scene: Scene, lenient: bool = False) -> bool:
     """Whether some choice of objects satisfies the claim."""
-    return bool(subjects(claim, scene, lenient))
+    return bool(subjects(meaning, scene, lenient))
 
 
-def truth(claim: SceneClaim, scene: Scene) -> bool | None:
+def truth(meaning: Meaning, scene: Scene) -> bool | None:
     """True or False where the claim is surely so, None where readers may differ."""
-    if holds(claim, scene):
+    if holds(meaning, scene):
         return True
-    return None if holds(claim, scene, lenient=True) else False
+    return None if holds(meaning, scene, lenient=True) else False

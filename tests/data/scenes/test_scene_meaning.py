@@ -4,7 +4,7 @@ from itertools import permutations
 
 import pytest
 
-from vlp.data.scenes.pair_claims import ObjectPhrase, SceneClaim, holds, referents, subjects, truth
+from vlp.data.scenes.meaning import Meaning, ObjectPhrase, holds, referents, subjects, truth
 from vlp.data.scenes.sample import sample_scene
 
 RED_CIRCLE = ObjectPhrase(shape="circle", colour="red")
@@ -21,37 +21,37 @@ def test_nouns_fit_what_they_say(make_scene) -> None:
 
 def test_each_noun_needs_an_object_of_its_own(make_scene) -> None:
     scene = make_scene("small red circle top left", "large red square right")
-    assert holds(SceneClaim((ObjectPhrase(colour="red"), ObjectPhrase(colour="red"))), scene)
-    assert not holds(SceneClaim((RED_CIRCLE, RED_CIRCLE)), scene)
+    assert holds(Meaning((ObjectPhrase(colour="red"), ObjectPhrase(colour="red"))), scene)
+    assert not holds(Meaning((RED_CIRCLE, RED_CIRCLE)), scene)
 
 
 def test_relations_bind_the_nouns(make_scene) -> None:
     scene = make_scene("small red circle left", "small blue square right")
     square = ObjectPhrase(shape="square")
-    assert truth(SceneClaim((RED_CIRCLE, square), ((0, "left", 1),)), scene) is True
-    assert truth(SceneClaim((RED_CIRCLE, square), ((0, "right", 1),)), scene) is False
-    assert truth(SceneClaim((square, RED_CIRCLE), ((0, "left", 1),)), scene) is False
-    assert truth(SceneClaim((square, RED_CIRCLE), ((1, "left", 0),)), scene) is True
+    assert truth(Meaning((RED_CIRCLE, square), ((0, "left", 1),)), scene) is True
+    assert truth(Meaning((RED_CIRCLE, square), ((0, "right", 1),)), scene) is False
+    assert truth(Meaning((square, RED_CIRCLE), ((0, "left", 1),)), scene) is False
+    assert truth(Meaning((square, RED_CIRCLE), ((1, "left", 0),)), scene) is True
 
 
 def test_vague_claims_are_neither_true_nor_false(make_scene) -> None:
     scene = make_scene("small red circle top left")
-    assert truth(SceneClaim((ObjectPhrase(colour="red", place="top"),)), scene) is None
-    assert truth(SceneClaim((ObjectPhrase(colour="red", place="left"),)), scene) is None
-    assert truth(SceneClaim((ObjectPhrase(colour="red", place="bottom"),)), scene) is False
-    assert truth(SceneClaim((ObjectPhrase(colour="red", place="top left"),)), scene) is True
+    assert truth(Meaning((ObjectPhrase(colour="red", place="top"),)), scene) is None
+    assert truth(Meaning((ObjectPhrase(colour="red", place="left"),)), scene) is None
+    assert truth(Meaning((ObjectPhrase(colour="red", place="bottom"),)), scene) is False
+    assert truth(Meaning((ObjectPhrase(colour="red", place="top left"),)), scene) is True
     moved = make_scene("small red circle left", "small blue square right")
     red, blue = moved.objects
     # Nearly level: three pixels higher is neither 'above' nor surely not above.
     nearly = moved._replace(objects=(red, blue._replace(box=(46.0, 28.0, 14.0, 14.0))))
-    claim = SceneClaim((RED_CIRCLE, ObjectPhrase(shape="square")), ((0, "above", 1),))
-    assert truth(claim, nearly) is None
+    meaning = Meaning((RED_CIRCLE, ObjectPhrase(shape="square")), ((0, "above", 1),))
+    assert truth(meaning, nearly) is None
 
 
 def test_alone_excludes_other_objects(make_scene) -> None:
-    claim = SceneClaim((RED_CIRCLE,), alone=True)
-    assert holds(claim, make_scene("small red circle left"))
-    assert not holds(claim, make_scene("small red circle left", "small blue square right"))
+    meaning = Meaning((RED_CIRCLE,), alone=True)
+    assert holds(meaning, make_scene("small red circle left"))
+    assert not holds(meaning, make_scene("small red circle left", "small blue square right"))
 
 
 @pytest.mark.parametrize("lenient", [False, True])
@@ -64,7 +64,7 @@ def test_subjects_against_trying_every_assignment(lenient) -> None:
         obj = scene.objects[index % 3]
         for relation in ("left", "above"):
             nouns = (ObjectPhrase(), ObjectPhrase(size=obj.size), ObjectPhrase(colour=obj.colour))
-            claim = SceneClaim(nouns, ((0, relation, 1), (1, relation, 2)))
+            meaning = Meaning(nouns, ((0, relation, 1), (1, relation, 2)))
             expected = sorted(
                 {
                     chosen[0]
@@ -75,7 +75,7 @@ def test_subjects_against_trying_every_assignment(lenient) -> None:
                     and _before(scene, chosen[1], chosen[2], relation, lenient)
                 }
             )
-            assert subjects(claim, scene, lenient) == expected
+            assert subjects(meaning, scene, lenient) == expected
             answers.add(bool(expected))
     assert answers == {True, False}
 
