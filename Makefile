@@ -45,7 +45,7 @@ docs: $(READY)
 
 # A short real pretraining on two ranks, killed between checkpoints and resumed.
 resume-check: $(READY)
-	$(BIN)/python launch/resume_check.py
+	$(BIN)/python .ci/resume_check.py
 
 $(READY): pyproject.toml
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "vlp needs Python 3.11 or newer; set PYTHON=..."'

@@ -12,7 +12,7 @@ from torchvision.ops import box_convert
 from evaluation.core.eval_mode import evaluating
 from evaluation.vision.chosen import evenly_spread
 from vlp.config import ConfigError
-from vlp.data.vision.detection.dataset import judged_pixels, open_objects
+from vlp.data.vision.detection.dataset import evaluation_pixels, open_objects
 from vlp.data.vision.detection.objects import ObjectImages
 from vlp.metrics.detection import ImageFound, ImageTruth, coco_figures
 from vlp.tasks.vision.detection import DetectionTask
@@ -42,7 +42,7 @@ def evaluate(
     figures: dict[str, float] = {}
     config = task.config.data
     with evaluating(task, device) as where, torch.no_grad():
-        for size in config.judged_sizes:
+        for size in config.evaluation_sizes:
             images = open_objects(config.test, size, task.classes)
             try:
                 found = _at_size(task, images, size, limit, where)
@@ -67,7 +67,7 @@ def _at_size(
         truth.append(
             ImageTruth(read.width, read.height, boxes, read.labels, read.areas, read.crowds)
         )
-        pixels = judged_pixels(read, size, task.config.data)
+        pixels = evaluation_pixels(read, size, task.config.data)
         same = waiting[pixels.shape]
         same.append((place, pixels))
         if len(same) == BATCH:

@@ -12,7 +12,7 @@ import pytest
 import ranks
 from launch_lab import Lab
 
-SCRIPT = ranks.ROOT / "launch" / "pretrain.slurm"
+SCRIPT = ranks.ROOT / "launch" / "cluster" / "pretrain.slurm"
 SCONTROL = """#!/bin/bash
 if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" > "$CALLED"; fi
 """

@@ -194,5 +194,5 @@ def test_largest_side_is_what_training_can_see():
     assert config(sizes=[64, 96]).largest_side == 96
     assert config(sizes=[64, 96], crop=0.1, longest=200).largest_side == 192
     assert config(sizes=[64], test_sizes=[128]).largest_side == 64
-    assert config(test_sizes=[128, 64]).judged_sizes == (128, 64)
-    assert config(sizes=[64, 96]).judged_sizes == (96,)
+    assert config(test_sizes=[128, 64]).evaluation_sizes == (128, 64)
+    assert config(sizes=[64, 96]).evaluation_sizes == (96,)

@@ -114,9 +114,9 @@ def build(
     """
     data = config.data
     images = open_objects(data.train, max(data.sizes))
-    open_objects(data.test, max(data.judged_sizes), images.classes)
+    open_objects(data.test, max(data.evaluation_sizes), images.classes)
     task = DetectionTask(config, images.classes, precision)
-    for size in dict.fromkeys((min(data.sizes), max(data.sizes), *data.judged_sizes)):
+    for size in dict.fromkeys((min(data.sizes), max(data.sizes), *data.evaluation_sizes)):
         _require_size(task.model, data, size)
     return task, detection_data(images, data, config.model.queries, batch, seed)
 

@@ -47,13 +47,13 @@ def sample_box_statement(
     while True:
         towers = bool(rng.random() < 0.5)
         makers = OF_TOWERS if towers else OF_ITEMS
-        text, judge = makers[int(rng.integers(len(makers)))](rng)
+        text, holds = makers[int(rng.integers(len(makers)))](rng)
         stop = "." if rng.random() < 0.4 else ""
         for _ in range(_ATTEMPTS):
             hoard = int(rng.integers(_HOARDS))
             numbers = rng.permutation(_ARRANGEMENTS)[: None if same_items else 1].tolist()
             scenes = [_arrangement(seed, split, towers, hoard, number) for number in numbers]
-            found = {judge(scene.boxes): scene for scene in scenes}
+            found = {holds(scene.boxes): scene for scene in scenes}
             if label in found and (not same_items or (not label) in found):
                 return BoxStatement(key, text + stop, label, found[label])
 

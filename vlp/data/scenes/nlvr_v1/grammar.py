@@ -5,7 +5,7 @@ a sentence of its own; `of a box` (or `tower`) says that the text is said of one
 says by the rule `SOME` of how many it holds. The draws are made in their order. A draw's value is
 
     NAME or NAME a          the phrase of another rule
-    noun, count(4), x       what an entry of `_DRAWS` draws; a value that was drawn before
+    noun, count(4), x       what an entry of `_CHOICES` draws; a value that was drawn before
     <left|right>            one of some values
     either(.3, YES, NO)     the first with probability .3, else the second
     case(NAME, form)        the rule `NAME a` where `form` is "a", or `NAME` where there is none
@@ -89,9 +89,9 @@ class Grammar:
 
     def draw(self, name: str, rng: np.random.Generator, given: Any = None) -> Phrase:
         """Draw the phrase of a rule, within another rule's draws if they are given."""
-        about, draws, text, truth = self.rules[name]
+        about, drawn, text, truth = self.rules[name]
         d = SimpleNamespace(**(vars(given) if given else {"where": Phrase("")}))
-        for named in filter(None, draws.strip().split("; ")):
+        for named in filter(None, drawn.strip().split("; ")):
             key, token = named.split("=", 1)
             setattr(d, key, self._value(token.strip(), rng, d))
 
@@ -128,11 +128,11 @@ class Grammar:
             if name == "case":
                 special = f"{arguments[0]} {operator.attrgetter(arguments[1])(d)}"
                 return self.draw(special if special in self.rules else arguments[0], rng, d)
-            return _DRAWS[name](rng, *(getattr(d, a, None) or literal_eval(a) for a in arguments))
+            return _CHOICES[name](rng, *(getattr(d, a, None) or literal_eval(a) for a in arguments))
         if token in self.rules:
             return self.draw(token, rng, d)
-        if token in _DRAWS:
-            return _DRAWS[token](rng)
+        if token in _CHOICES:
+            return _CHOICES[token](rng)
         return getattr(d, token, int(token) if token.isdigit() else token)
 
 
@@ -180,7 +180,7 @@ def _noun(rng: np.random.Generator, sized: float = 0.05) -> Phrase:
     return Phrase(" ".join(part for part in (size, tone, word) if part), fits)
 
 
-_DRAWS: dict[str, Callable[..., Any]] = {
+_CHOICES: dict[str, Callable[..., Any]] = {
     "A": lambda rng: stated("a"),
     "NO": lambda rng: stated("no"),
     "count": _count,

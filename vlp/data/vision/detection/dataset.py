@@ -59,7 +59,7 @@ class DetectionDataConfig(MapDatasetConfig):
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
 
     @property
-    def judged_sizes(self) -> tuple[int, ...]:
+    def evaluation_sizes(self) -> tuple[int, ...]:
         """Sizes of the evaluation."""
         return self.test_sizes or (max(self.sizes),)
 
@@ -215,7 +215,7 @@ def detection_data(
     return indexed_data(len(samples), samples, _collate, config, batch, seed)
 
 
-def judged_pixels(read: ObjectImage, size: int, config: DetectionDataConfig) -> Tensor:
+def evaluation_pixels(read: ObjectImage, size: int, config: DetectionDataConfig) -> Tensor:
     """An image as evaluation sees it, its shorter side `size`: (3, height, width) float32."""
     image = read.image
     fitted = fit_size(image.width, image.height, size, config.longest, config.multiple)
