@@ -21,7 +21,7 @@ def anchor_loss(
     scale: float = 2.0,
     margin: float = 0.05,
 ) -> Tensor:
-    """The loss of Eqs 1-2 as printed, a scalar: mean over the batch.
+    """Compute the loss of Eqs 1-2 as printed, a scalar: mean over the batch.
 
     See `paper_anchor_loss` for shapes and open questions.
     """
@@ -54,7 +54,7 @@ def paper_anchor_loss(
     valid: Tensor | None = None,
     candidate_valid: Tensor | None = None,
 ) -> Loss:
-    """ACE-RPE, Eqs 1-2, with empty slots.
+    """Compute ACE-RPE's Eqs 1-2 with empty slots.
 
     `image`, `text` (B, d), candidates (K, d) that include the positives, `positive` (B, K) bool,
     `image_tokens` (B, M, d), `text_tokens` (B, N, d), all unit length; `text_mask` (B, N) bool,
@@ -92,7 +92,7 @@ def paper_anchor_loss(
 def _margin_term(
     similarity: Tensor, positive: Tensor, candidate_valid: Tensor, scale: float, margin: float
 ) -> Tensor:
-    """H of Eq. 2 for every row, (B, K) -> (B,)."""
+    """Compute H of Eq. 2 for every row, (B, K) -> (B,)."""
     lowest = torch.finfo(similarity.dtype).min  # not -inf: NaN gradients in a row of nothing else
     negatives = (scale * similarity).masked_fill(positive | ~candidate_valid, lowest)
     hardest = negatives.logsumexp(-1, keepdim=True) / scale
@@ -102,7 +102,7 @@ def _margin_term(
 
 
 def _token_reward(similarity: Tensor, text_mask: Tensor, scale: float) -> Tensor:
-    """Third term of Eq. 1, (B, N, M) -> (B,); 0 for a text without words."""
+    """Compute the third term of Eq. 1, (B, N, M) -> (B,); 0 for a text without words."""
     lowest = torch.finfo(similarity.dtype).min
     masked = (scale * similarity).masked_fill(~text_mask[..., None], lowest)
     return torch.where(text_mask.any(-1), masked.flatten(1).logsumexp(-1) / scale, 0)

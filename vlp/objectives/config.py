@@ -34,12 +34,12 @@ class ContrastiveConfig(Config):
 
     @property
     def is_paper_form(self) -> bool:
-        """Whether Eqs 1-2 are trained as printed: no temperature, no token term of its own."""
+        """Return whether Eqs 1-2 are trained as printed: no temperature, no token term."""
         return self.kind == "anchor" and self.form == "paper"
 
     @property
     def has_token_term(self) -> bool:
-        """Whether the token term is trained beside the pair term."""
+        """Return whether the token term is trained beside the pair term."""
         return self.kind == "anchor" and self.form == "contrastive"
 
 

@@ -62,7 +62,7 @@ def hard_negatives(
 
 
 def _inverse_cdf(logits: Tensor, allowed: Tensor, draw: Tensor) -> Tensor:
-    """First candidate whose cumulative probability exceeds the draw, (g, R, K) -> (g, R)."""
+    """Find the first candidate whose cumulative probability exceeds the draw, -> (g, R)."""
     lowest = torch.finfo(logits.dtype).min
     weight = logits.masked_fill(~allowed, lowest).softmax(-1).masked_fill(~allowed, 0)
     cumulative = weight.cumsum(-1)
@@ -74,7 +74,7 @@ def _inverse_cdf(logits: Tensor, allowed: Tensor, draw: Tensor) -> Tensor:
 
 
 def itm_loss(logits: Tensor, labels: Tensor, weight: Tensor) -> Loss:
-    """Cross-entropy of (R, 2) logits against `labels` (R,), 1 = matched, 0 = not.
+    """Compute the cross-entropy of (R, 2) logits and `labels` (R,), 1 = matched, 0 = not.
 
     Rows with `weight` (R,) bool False (no negative was found, or an empty slot) count nowhere.
     """

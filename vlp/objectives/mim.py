@@ -38,7 +38,7 @@ class MIMHead(nn.Module):
         nn.init.zeros_(self.pixels.bias)
 
     def forward(self, states: Tensor) -> Tensor:
-        """Pixels of each patch, (..., W) -> (..., 3 * patch_size**2), laid out as `patchify`."""
+        """Predict pixels of each patch, (..., W) -> (..., 3 * patch_size**2), as `patchify`."""
         return self.pixels(states)
 
 
@@ -58,7 +58,7 @@ def patchify(pixels: Tensor, patch_size: int) -> Tensor:
 
 
 def mim_loss(prediction: Tensor, pixels: Tensor, mask: Tensor, valid: Tensor | None = None) -> Loss:
-    """Mean absolute error per pixel value of masked patches (SimMIM, Eq. 1).
+    """Compute the mean absolute error per pixel value of masked patches (SimMIM, Eq. 1).
 
     `prediction` (B, M, 3p²), `pixels` (B, 3, height, width) normalised, `mask` (B, H, W) bool,
     True = masked, `valid` (B,) bool. Counts masked patches, each with the mean over its values.

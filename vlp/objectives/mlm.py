@@ -15,7 +15,7 @@ IGNORED = -100
 def masked_positions(
     states: Tensor, labels: Tensor, valid: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """States and labels of the masked words, (B, N, W), (B, N) -> (R, W), (R,).
+    """Select states and labels of masked tokens, (B, N, W), (B, N) -> (R, W), (R,).
 
     `labels` is -100 where nothing is to be predicted; rows with `valid` (B,) False are left out.
     The decoder over the vocabulary then runs on 15 % of the words.
@@ -42,7 +42,7 @@ class MLMHead(nn.Module):
         nn.init.zeros_(self.dense.bias)
 
     def forward(self, states: Tensor, word_embedding: Tensor) -> Tensor:
-        """Logits over the vocabulary, (..., W), (vocabulary, W) -> (..., vocabulary)."""
+        """Compute logits, (..., W), (vocabulary, W) -> (..., vocabulary)."""
         states = self.norm(F.gelu(self.dense(states)))
         return F.linear(states, word_embedding, self.bias)
 
@@ -50,7 +50,7 @@ class MLMHead(nn.Module):
 def mlm_loss(
     logits: Tensor, labels: Tensor, soft: Tensor | None = None, alpha: float = 0.0
 ) -> Loss:
-    """Cross-entropy at masked words, (R, vocabulary) logits against (R,) labels.
+    """Compute the cross-entropy at masked tokens, (R, vocabulary) logits, (R,) labels.
 
     `soft` (R, vocabulary), rows that sum to 1, is the teacher's prediction and takes the share
     `alpha` of the target (ALBEF, Eq. 7). Labels of -100 count nowhere. Counts words.

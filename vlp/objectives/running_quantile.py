@@ -14,7 +14,7 @@ BINS = 4000  # over [-1, 1]: steps of 5e-4, far below the spread of the similari
 def similarity_quantile(
     similarity: Tensor, word_mask: Tensor, valid: Tensor, quantile: float
 ) -> Tensor:
-    """Quantile of S over patches, real words and groups of the global batch.
+    """Compute the quantile of S over patches, real words and groups of the global batch.
 
     A histogram is summed over ranks, so the result does not depend on how many there are. Every
     rank must call it.

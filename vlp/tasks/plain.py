@@ -31,7 +31,7 @@ class PlainTask(nn.Module):
         self.precision = precision
 
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
-        """What the forward pass runs in."""
+        """Return the context that the forward pass runs in."""
         return torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
     def step_output(
@@ -48,13 +48,13 @@ class PlainTask(nn.Module):
         return StepOutput(total, parts, dict(statistics or {}))
 
     def after_step(self, parameters: Callable[[], dict[str, Tensor]]) -> None:
-        """Nothing is kept beside the parameters."""
+        """Do nothing: there is no state beside the parameters."""
 
     def after_skip(self) -> None:
-        """Nothing was collected."""
+        """Do nothing: nothing was collected."""
 
     def extra_state(self) -> dict[str, Tensor]:
-        """Nothing."""
+        """Return nothing."""
         return {}
 
     def load_extra_state(self, state: Mapping[str, Tensor]) -> None:

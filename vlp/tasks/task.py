@@ -31,24 +31,24 @@ class Task(Protocol):
     """
 
     def __call__(self, batch: Any, step: int) -> StepOutput:
-        """Losses of a batch of its own kind; `step` counts optimiser steps from 0. Autocasts."""
+        """Compute losses of a batch; `step` counts optimiser steps from 0. Autocasts."""
 
     def after_step(self, parameters: Callable[[], dict[str, Tensor]]) -> None:
-        """Runs after every applied optimiser step, on every rank.
+        """Update state beside the parameters after an applied step, on every rank.
 
         `parameters()` gives the new float32 parameters, full size, by name; it is collective
         under ZeRO-3, so a task calls it on all ranks or on none.
         """
 
     def after_skip(self) -> None:
-        """Runs in place of `after_step` when the step was not finite and nothing was applied.
+        """Replace `after_step` when the step was not finite and nothing was applied.
 
         What `forward` has collected for `after_step` is to be forgotten; buffers that it changed
         are put back by the loop.
         """
 
     def extra_state(self) -> dict[str, Tensor]:
-        """Tensors outside the parameters and buffers that a resumed run needs, by name."""
+        """Return tensors outside parameters and buffers that a resumed run needs, by name."""
 
     def load_extra_state(self, state: Mapping[str, Tensor]) -> None:
         """Take back what `extra_state` gave."""

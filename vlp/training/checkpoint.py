@@ -169,7 +169,7 @@ class Checkpoints:
         _write_text(folder / SUMS, "".join(sums))
 
     def _steps(self) -> list[Path]:
-        """Complete folders, the newest first."""
+        """List complete folders, the newest first."""
         numbered = []
         for path in self.folder.glob("step_*"):
             match = re.fullmatch(r"step_(\d+)", path.name)
@@ -179,7 +179,7 @@ class Checkpoints:
 
 
 def verify(path: Path) -> str | None:
-    """What is wrong with a checkpoint folder; None when every file has its checksum."""
+    """Return what is wrong with a checkpoint folder; None when all checksums fit."""
     try:
         lines = (path / SUMS).read_text(encoding="utf-8").splitlines()
         sums = [line.split("  ", 1) for line in lines]

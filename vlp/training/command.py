@@ -121,7 +121,7 @@ def _run(
 
 
 def _engine(name: EngineName, config: Any) -> Callable[[Any], Engine]:
-    """Makes the engine, once the configuration is known to fit it."""
+    """Check that the configuration fits an engine; return what makes it."""
     if name == "accelerate":
         from vlp.training.engines.accelerate import AccelerateEngine
 
@@ -144,7 +144,7 @@ def _refuse(message: str) -> int:
 
 
 def _explain(error: BaseException) -> None:
-    """Say what ended this rank; a traceback only where the message alone would not help."""
+    """Print what ended this rank; a traceback only where the message alone would not help."""
     from vlp.data.shards.bad_samples import DataError
     from vlp.training.checkpoint import CheckpointError
     from vlp.training.loop import NonFiniteError

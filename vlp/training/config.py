@@ -64,7 +64,7 @@ class LoopConfig(Config):
         return self
 
     def require_equal_shares(self, world_size: int) -> None:
-        """Every rank takes as many samples of a batch.
+        """Require that all ranks take equally many samples of a batch.
 
         Raises:
             ConfigError: the ranks do not divide the batch.
@@ -116,7 +116,7 @@ class PretrainConfig(DeepSpeedRunConfig):
 
     @property
     def inputs(self) -> Inputs:
-        """What model and objectives ask of the data."""
+        """Return what model and objectives ask of the data."""
         mlm, mim = self.objectives.mlm, self.objectives.mim
         return Inputs(
             image_size=self.model.image.image_size,

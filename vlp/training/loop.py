@@ -41,15 +41,15 @@ class StreamedData(Protocol):
     """What the loop asks of the data (`vlp.data.pretrain.loader.PretrainData`)."""
 
     def batches_left(self, samples_consumed: int, epochs: int) -> int:
-        """Global batches after so many samples, until `epochs` epochs are over."""
+        """Count global batches after so many samples, until `epochs` epochs are over."""
 
     def samples_in_epoch(self, epoch: int) -> int:
-        """Samples of one epoch."""
+        """Count the samples of one epoch."""
 
     def batches(
         self, samples_consumed: int = 0, rank: int = 0, world_size: int = 1
     ) -> Iterator[tuple[Slots, int]]:
-        """Endless batches of one rank, each with the samples consumed by all ranks after it."""
+        """Yield one rank's batches without end, each with the samples all ranks consumed so far."""
 
 
 class NonFiniteError(RuntimeError):
@@ -169,7 +169,7 @@ def train(
 
 
 def total_steps(config: RunConfig, data: StreamedData, progress: Progress) -> int:
-    """Optimiser steps of the whole run; batches at its end that do not fill a step are left out.
+    """Count a run's optimiser steps; last batches that do not fill a step are left out.
 
     Those still to come are counted from the samples consumed: the batch may have been another one.
     """
@@ -264,7 +264,7 @@ def _record(meter: Meter, progress: Progress, rate: float, data: StreamedData) -
 
 
 def _representation(record: dict[str, Any]) -> dict[str, float]:
-    """Statistics of features, without those of anchors, which may be flat for good reasons."""
+    """Return statistics of features, without anchors', which may be flat for good reasons."""
     named = {key.rpartition("/")[2]: value for key, value in record.items() if "statistics/" in key}
     return {name: value for name, value in named.items() if not name.startswith("anchor")}
 

@@ -97,5 +97,5 @@ def set_learning_rate(optimiser: torch.optim.Optimizer, learning_rate: float) ->
 
 
 def _starts_with(name: str, prefix: str) -> bool:
-    """Whether a dotted name is the prefix or lies below it."""
+    """Return whether a dotted name is the prefix or lies below it."""
     return f"{name}.".startswith(f"{prefix}.")

@@ -46,7 +46,7 @@ def compare(saved: Mapping[str, Any], current: Mapping[str, Any], config: Config
 
 
 def resume_rule(config: Config, key: str) -> str:
-    """Return what the last of a dotted key's parts that says anything says about resuming."""
+    """Return the rule of a dotted key: that of its innermost part that declares one."""
     rule = "fixed"
     node: Any = config
     for part in key.split("."):

@@ -8,7 +8,7 @@ import math
 def learning_rate(
     step: int, total_steps: int, peak: float, final: float, warmup_steps: int
 ) -> float:
-    """Linear warm-up, then half a cosine from `peak` to `final`.
+    """Return the rate of a linear warm-up, then half a cosine from `peak` to `final`.
 
     Args:
         step: optimiser steps done before this one, from 0.

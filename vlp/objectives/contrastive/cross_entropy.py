@@ -13,7 +13,7 @@ def candidate_cross_entropy(
     soft: Tensor | None = None,
     alpha: float = 0.0,
 ) -> Tensor:
-    """Cross-entropy of every row against its candidates, (..., R, K) -> (..., R).
+    """Compute the cross-entropy of each row over its candidates, (..., R, K) -> (..., R).
 
     The positives of a row share its target equally; `soft` (..., R, K), rows that sum to 1, takes
     the share `alpha` of it. Candidates with `candidate_valid` (..., K) or (..., R, K) False are

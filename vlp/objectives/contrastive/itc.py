@@ -11,7 +11,7 @@ from vlp.objectives.precision import full_precision, no_autocast
 
 
 def positives(image_ids: Tensor, candidate_image_ids: Tensor) -> Tensor:
-    """Pairs of the same image, (B,), (K,) -> (B, K) bool.
+    """Find pairs of the same image, (B,), (K,) -> (B, K) bool.
 
     Captions of one image are all right answers to it and never each other's negatives.
     """
@@ -30,7 +30,7 @@ def itc_loss(
     soft_targets: tuple[Tensor, Tensor] | None = None,
     alpha: float = 0.0,
 ) -> Loss:
-    """Mean of the image-to-text and the text-to-image cross-entropy (ALBEF, Eqs 1 and 6).
+    """Average image-to-text and text-to-image cross-entropy (ALBEF, Eqs 1 and 6).
 
     `image`, `text` (B, d) and the candidates (K, d) are unit length; candidate k is the pair
     (image key k, text key k), and the candidates include the rows' own pairs. `positive` (B, K)
@@ -56,7 +56,7 @@ def soft_targets(
     temperature: Tensor | float,
     candidate_valid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The teacher's view of the candidates: (image-to-text, text-to-image), (B, K), no gradient.
+    """Compute the teacher's targets: (image-to-text, text-to-image), (B, K), no gradient.
 
     All features are the teacher's; softmax of its similarities over the valid candidates (ALBEF,
     section 3.3).

@@ -56,7 +56,7 @@ class Teacher(Generic[Student]):
                     buffer.copy_(named_buffers[name])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Weights and buffers by name, for the checkpoint."""
+        """Return weights and buffers by name, for the checkpoint."""
         return dict(self.module.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -80,5 +80,5 @@ def _check(teacher: Mapping[str, Tensor], student: Mapping[str, Tensor]) -> None
 
 
 def soft_target_share(step: int, alpha: float, warmup_steps: int) -> float:
-    """Share of the teacher's soft target at an optimiser step: linear from 0 to `alpha`."""
+    """Return the soft target's share at an optimiser step: linear from 0 to `alpha`."""
     return alpha * min(1.0, step / warmup_steps) if warmup_steps > 0 else alpha

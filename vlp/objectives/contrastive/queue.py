@@ -47,7 +47,7 @@ class KeyQueue:
         return self
 
     def keys(self) -> QueueKeys:
-        """What has been pushed and not yet overwritten; views, overwritten by the next `push`.
+        """Return the keys in the queue, as views that the next `push` overwrites.
 
         A loss must concatenate (copy) them before its backward pass meets another push.
         """
@@ -86,7 +86,7 @@ class KeyQueue:
         self.filled = min(self.size, self.filled + number)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Keys, ids and the ring's position as tensors, for the checkpoint."""
+        """Return keys, ids and the ring's position as tensors, for the checkpoint."""
         return {
             "image": self.image,
             "text": self.text,

@@ -7,7 +7,7 @@ from vlp.objectives.config import ObjectivesConfig
 
 
 def sample_groups(rows: int, group: int) -> tuple[int, int]:
-    """How many groups `rows` consecutive samples make, and how large each is.
+    """Return the number of groups of `rows` consecutive samples, and the size of each.
 
     A batch smaller than `group` is one group.
 
@@ -29,7 +29,7 @@ def sample_groups(rows: int, group: int) -> tuple[int, int]:
 def require_whole_groups(
     objectives: ObjectivesConfig, batch: int, ranks: int, prefix: str = "objectives"
 ) -> None:
-    """Each rank's share of a global batch must hold whole sample groups.
+    """Require that each rank's share of a global batch holds whole sample groups.
 
     Else negatives, and with them the losses, would depend on the number of ranks. A batch smaller
     than a group is one group, for a single rank.

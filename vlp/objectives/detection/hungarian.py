@@ -23,7 +23,7 @@ def matching_cost(
     objects: Tensor,
     weights: tuple[float, float, float] = (1.0, 5.0, 2.0),
 ) -> Tensor:
-    """Cost of giving each object to each query: - w0 p(class) + w1 L1 - w2 GIoU.
+    """Compute the cost of each object for each query: - w0 p(class) + w1 L1 - w2 GIoU.
 
     The class counts as a probability, not as its logarithm, so that it weighs as much as the boxes.
 
@@ -48,7 +48,7 @@ def matching_cost(
 
 
 def match(costs: Sequence[Tensor]) -> list[NDArray[np.int64]]:
-    """The assignment of least total cost for every cost matrix (queries, objects).
+    """Find the assignment of least total cost for every cost matrix (queries, objects).
 
     Returns:
         For each matrix the queries of objects 0, 1, ...: (objects,), all different.

@@ -38,7 +38,7 @@ def set_losses(
     cost: tuple[float, float, float] = (1.0, 5.0, 2.0),
     no_object: float = 0.1,
 ) -> list[SetLosses]:
-    """Match and judge every decoder layer by itself.
+    """Match each decoder layer with the objects and compute its losses.
 
     The class term is a cross-entropy over all queries, those without object at the weight
     `no_object`, and is normalised by the sum of the weights; the terms of boxes are normalised by

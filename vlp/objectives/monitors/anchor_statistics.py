@@ -32,7 +32,7 @@ def anchor_statistics(
     word_mask: Tensor,
     valid: Tensor | None = None,
 ) -> AnchorStatistics:
-    """Statistics of Eqs 3-7 for a batch of pairs.
+    """Compute statistics of Eqs 3-7 for a batch of pairs.
 
     `similarity`, `path` (B, M, N, G), `reachable` the same, bool, `word_mask` (B, N) bool,
     `valid` (B,) bool. Every rank must call it: one all-reduce of 5 x G sums.
@@ -50,7 +50,7 @@ def anchor_sums(
     reachable: Tensor,
     word_mask: Tensor,
 ) -> Tensor:
-    """What `from_sums` makes statistics of, (5, G) float64: sums over batches may be added."""
+    """Compute the sums that `from_sums` takes, (5, G) float64; those of batches may be added."""
     words = word_mask[..., None]  # (B, N, 1)
     patches = similarity.shape[1]
     passing = (similarity >= threshold).sum(1)  # (B, N, G)

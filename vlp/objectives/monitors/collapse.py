@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 @torch.no_grad()
 def token_cosine(tokens: Tensor, mask: Tensor | None = None, valid: Tensor | None = None) -> Tensor:
-    """Mean cosine between different tokens of one sample, a scalar; 1 when tokens are all alike.
+    """Average the cosine between different tokens of one sample, a scalar; 1 when all are alike.
 
     `tokens` (B, M, D) of any length, `mask` (B, M) bool, `valid` (B,) bool. Mean over samples with
     at least two tokens, 0 when there is none.
@@ -37,7 +37,7 @@ def token_cosine(tokens: Tensor, mask: Tensor | None = None, valid: Tensor | Non
 
 @torch.no_grad()
 def feature_spread(features: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Standard deviation of unit features over the batch, times sqrt(d), mean over channels.
+    """Compute unit features' standard deviation over the batch, times sqrt(d), channel mean.
 
     `features` (B, d), `valid` (B,) bool -> scalar: near 1 when directions are spread evenly, 0 when
     all samples have one direction (SimSiam, section 4.1). 0 with fewer than two samples.
@@ -75,7 +75,7 @@ class CollapseWatch:
         self._dead_checks: dict[str, int] = {}
 
     def check(self, step: int, statistics: Mapping[str, float]) -> list[str]:
-        """Look at the statistics of a step and log a warning for each that has just died.
+        """Check the statistics of a step and log a warning for each that has just died.
 
         Other names are ignored. Returns the names warned about now.
         """

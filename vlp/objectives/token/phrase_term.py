@@ -19,7 +19,7 @@ SCALE = 10.0
 def phrase_loss(
     image_tokens: Tensor, text_tokens: Tensor, word_mask: Tensor, valid: Tensor
 ) -> Loss:
-    """Cross-entropy between where a word's best neighbour points in the image and where it does.
+    """Compute the cross-entropy between a word's attention to patches and its best neighbour's.
 
     A word points by sel_n = max_m s_mn - mean_m relu(s_mn). Its leader is the word at most `REACH`
     away that points best, and the loss of the word is

@@ -33,7 +33,7 @@ def token_scores(
     beta: float = 0.0,
     valid: Tensor | None = None,
 ) -> Tensor:
-    """How well each text's words find a patch of each image, before tau.
+    """Score how well each text's words find a patch of each image, before tau.
 
     `image_tokens` (..., B, M, D), `text_tokens` (..., T, N, D), unit length, `word_mask`
     (..., T, N) bool, `valid` (..., B) bool -> (..., B, T): mean over real words of
@@ -62,7 +62,7 @@ def token_losses(
     beta: float = 1.0,
     group: int = 16,
 ) -> TokenLosses:
-    """Both losses over tau times the responses of words within groups of consecutive samples.
+    """Compute both losses over tau times the responses of words within sample groups.
 
     Captions: cross-entropy both ways over `token_scores`. Captions of one image share the target.
     Words: an image is right for a word if a text of it in the group has the same word piece, and
@@ -102,14 +102,14 @@ def token_losses(
 
 
 def _caption_loss(logits: Tensor, same: Tensor, valid: Tensor) -> Loss:
-    """`logits` (groups, images, texts); `same` (groups, S, S) bool, `valid` (groups, S) bool."""
+    """Compute from `logits` (groups, images, texts), `same` (groups, S, S), `valid` (groups, S)."""
     rows = candidate_cross_entropy(logits, same, valid)
     rows = rows + candidate_cross_entropy(logits.mT, same, valid)
     return Loss(torch.where(valid, rows, 0).sum() / 2, valid.sum())
 
 
 def _word_loss(logits: Tensor, named: Tensor, word_mask: Tensor, valid: Tensor) -> Loss:
-    """`logits` and `named` (groups, texts, N, images); the other masks (groups, S, ...)."""
+    """Compute from `logits`, `named` (groups, texts, N, images), other masks (groups, S, ...)."""
     others = ~named & valid[:, None, None, :]
     lowest = torch.finfo(logits.dtype).min
     against = logits.masked_fill(~others, lowest).logsumexp(-1, keepdim=True)
@@ -120,7 +120,7 @@ def _word_loss(logits: Tensor, named: Tensor, word_mask: Tensor, valid: Tensor) 
 
 
 def _named(word_ids: Tensor, word_mask: Tensor, same: Tensor, valid: Tensor) -> Tensor:
-    """Whether a valid image has a text with the word, (groups, texts, N, images) bool."""
+    """Find valid images that have a text with the word, (groups, texts, N, images) bool."""
     equal = word_ids[:, :, :, None, None] == word_ids[:, None, None, :, :]
     in_text = (equal & word_mask[:, None, None, :, :]).any(-1)  # (groups, texts, N, texts)
     of_image = (same & valid[:, :, None] & valid[:, None, :]).float()
@@ -130,7 +130,7 @@ def _named(word_ids: Tensor, word_mask: Tensor, same: Tensor, valid: Tensor) -> 
 def _responses(
     image_tokens: Tensor, text_tokens: Tensor, alpha: float, beta: float, valid: Tensor | None
 ) -> Tensor:
-    """(..., texts, N, images)."""
+    """Compute every word's response to every image, (..., texts, N, images)."""
     image_tokens, text_tokens = full_precision(image_tokens, text_tokens)
     if valid is None:
         valid = torch.ones_like(image_tokens[..., 0, 0], dtype=torch.bool)
@@ -139,6 +139,6 @@ def _responses(
 
 
 def _over_words(response: Tensor, word_mask: Tensor) -> Tensor:
-    """Mean over real words, (..., texts, N, images) -> (..., images, texts)."""
+    """Average over real words, (..., texts, N, images) -> (..., images, texts)."""
     number = word_mask.sum(-1).clamp(min=1)
     return ((response * word_mask[..., None]).sum(-2) / number[..., None]).mT

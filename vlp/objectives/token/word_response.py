@@ -14,7 +14,7 @@ from vlp.objectives.precision import no_autocast
 def word_response(
     words: Tensor, image_tokens: Tensor, valid: Tensor, alpha: float, beta: float
 ) -> Tensor:
-    """max_m (s_bm - beta * mean_b relu(s_bm)) - alpha * mean_m relu(s_bm) for every word.
+    """Compute max_m (s_bm - beta * mean_b relu(s_bm)) - alpha * mean_m relu(s_bm) of words.
 
     s_bm are the dot products of the word and patch m of image b; the mean over b runs over valid
     images. `words` (..., R, D), `image_tokens` (..., B, M, D), of one type, `valid` (..., B) bool

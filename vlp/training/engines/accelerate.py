@@ -80,11 +80,11 @@ class AccelerateEngine:
         return Update(applied, float(norm) if applied else float("inf"))
 
     def gather(self) -> dict[str, Tensor]:
-        """Full-size float32 parameters by name, on every rank's device; valid until `step`."""
+        """Return full float32 parameters by name, on each rank's device; valid until `step`."""
         return {name: parameter.detach() for name, parameter in self.module.named_parameters()}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The module's full float32 state (buffers too) on rank 0's CPU; empty elsewhere."""
+        """Return the full float32 state, with buffers, on rank 0's CPU; empty elsewhere."""
         if self.rank:
             return {}
         return {name: value.detach().cpu().clone() for name, value in self._state().items()}
@@ -118,7 +118,7 @@ class AccelerateEngine:
             state[STEP].copy_(here[STEP])
 
     def _state(self) -> dict[str, Tensor]:
-        """Parameters, each by one name, and saved buffers."""
+        """Return parameters, each by one name, and saved buffers."""
         return {**dict(self.module.named_parameters()), **saved_buffers(self.module)}
 
     def _moments(self) -> dict[str, Tensor]:

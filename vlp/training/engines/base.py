@@ -52,10 +52,10 @@ class Engine(Protocol):
         """Clip, apply AdamW once after the last micro-step's `backward`, clear the gradients."""
 
     def gather(self) -> dict[str, Tensor]:
-        """Full-size float32 parameters by name, on every rank's device; valid until `step`."""
+        """Return full float32 parameters by name, on each rank's device; valid until `step`."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The module's full float32 state (buffers too) on rank 0's CPU; empty elsewhere."""
+        """Return the full float32 state, with buffers, on rank 0's CPU; empty elsewhere."""
 
     def save(self, folder: Path | None) -> None:
         """Write rank-free parameters, buffers and optimiser state; only rank 0 has a folder."""
@@ -65,7 +65,7 @@ class Engine(Protocol):
 
 
 def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Persistent buffers by name: what of the `state_dict` is no parameter."""
+    """Return persistent buffers by name."""
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     state = module.state_dict()
     return {name: tensor for name, tensor in state.items() if name not in parameters}

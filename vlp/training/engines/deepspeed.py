@@ -106,7 +106,7 @@ class DeepSpeedEngine:
         return Update(True, float(self._deepspeed.get_global_grad_norm()))
 
     def gather(self) -> dict[str, Tensor]:
-        """Full-size float32 parameters by name, on every rank's device; valid until `step`."""
+        """Return full float32 parameters by name, on each rank's device; valid until `step`."""
         named = self._frozen | self._named
         if self.stage < 3:
             return {name: parameter.detach() for name, parameter in named.items()}
@@ -116,7 +116,7 @@ class DeepSpeedEngine:
             return {name: parameter.detach().clone() for name, parameter in named.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The module's full float32 state (buffers too) on rank 0's CPU; empty elsewhere."""
+        """Return the full float32 state, with buffers, on rank 0's CPU; empty elsewhere."""
         state = {}
         for name, parameter in (self._frozen | self._named).items():
             value = self._read_parameter(parameter)  # collective
@@ -175,7 +175,7 @@ class DeepSpeedEngine:
     # What follows is the only place that knows where DeepSpeed keeps its partitions.
 
     def _create_moments(self) -> None:
-        """Zero moments from the start, so that loading need not wait for a first step."""
+        """Create zero moments at once, so that loading need not wait for a first step."""
         create_moments(self._adamw, self._flat_parameters())
         if self.stage in (1, 2):
             self._zero._lazy_init_hp_params_optimizer_state()
@@ -235,14 +235,14 @@ class DeepSpeedEngine:
             safe_set_full_optimizer_state(parameter, value, moment)
 
     def _partition(self, parameter: Any, value: Tensor) -> Tensor:
-        """This rank's stage-3 slice, padded with zeros to equal lengths as DeepSpeed does."""
+        """Return this rank's stage-3 slice, padded with zeros to equal lengths as in DeepSpeed."""
         length = parameter.ds_tensor.numel()
         padded = value.new_zeros(length * self.world_size)
         padded[: value.numel()] = value.flatten()
         return padded[length * self.rank : length * (self.rank + 1)]
 
     def _clip_gradients(self) -> float:
-        """Stage 0 leaves non-finite gradients to the caller; treat them as the others do."""
+        """Clip at stage 0, which leaves non-finite gradients to the caller; return the norm."""
         gradients = [p.grad for p in self._named.values() if p.grad is not None]
         norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
         norm = torch.linalg.vector_norm(torch.stack(norms))

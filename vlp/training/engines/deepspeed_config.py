@@ -28,7 +28,7 @@ _OWNED_BY_YAML = {
 
 
 def deepspeed_file(name: str) -> Path:
-    """The JSON file that `training.deepspeed` names: a path, or a file of configs/deepspeed.
+    """Return the JSON file of `training.deepspeed`: a path, or one of configs/deepspeed.
 
     Raises:
         ConfigError: there is no such file; the known names are listed.

@@ -44,7 +44,7 @@ class RunLog:
         self._bar = tqdm(total=total, initial=step, unit="step", mininterval=interval)
 
     def advance(self) -> None:
-        """One more step is done."""
+        """Count a step."""
         if self._folder is not None:
             self._bar.update()
 
@@ -82,7 +82,7 @@ class RunLog:
         self.say(f"step {step}, validation: {shown}")
 
     def say(self, message: str) -> None:
-        """A line for the person, above the bar."""
+        """Print a line above the bar."""
         if self._folder is not None:
             self._bar.write(message, file=sys.stderr)
 
@@ -102,7 +102,7 @@ class RunLog:
 
 
 def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested names joined by `/`; numbers that JSON cannot write become None."""
+    """Join nested names by `/`; numbers that JSON cannot write become None."""
     flat: dict[str, Any] = {}
     for name, value in record.items():
         if isinstance(value, Mapping):

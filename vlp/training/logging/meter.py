@@ -78,7 +78,7 @@ class Meter:
         self._trained, self._skipped, self._examples = 0, Counter(), {}
 
     def close(self) -> dict[str, Any]:
-        """Means over ranks and steps since the last call; collective.
+        """Return means over ranks and steps since the last call; collective.
 
         Losses and statistics are absent when every step was skipped. A rank that has none of some
         name, as one without a sample has, does not count in its mean.

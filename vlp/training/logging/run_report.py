@@ -74,7 +74,7 @@ def _device(device: torch.device) -> str:
 
 
 def _peak_memory(device: torch.device) -> int:
-    """Bytes at most: of tensors on a GPU, else of this rank's process."""
+    """Return peak bytes: of tensors on a GPU, else of this rank's process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
