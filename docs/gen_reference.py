@@ -1,7 +1,7 @@
-"""MkDocs hook: write the reference pages from the code.
+"""MkDocs hook: write the reference pages from the code, and a page for each ablation's tables.
 
-Three kinds of pages, none of which is in the repository: every public module by mkdocstrings, every
-configuration key with type, default and meaning, every command with its help.
+The reference has every public module (by mkdocstrings), every configuration key with type, default
+and meaning, and every command with its help. None of these pages is in the repository.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ RUN_CONFIGS = {
     "Vision-only training": "vlp.training.vision_config:VisionConfig",
 }
 
+ABLATIONS = ROOT / "configs" / "ablation" / "results"
+
 _pages: dict[str, str] = {}
 
 
@@ -40,6 +42,8 @@ def on_config(config: Any) -> Any:
     _pages.update(api)
     _pages["reference/configuration.md"] = _configuration_page()
     _pages["reference/commands.md"] = _commands_page()
+    ablations = _ablation_pages()
+    _pages.update(ablations)
     nav = [
         {"Commands": "reference/commands.md"},
         {"Configuration keys": "reference/configuration.md"},
@@ -48,6 +52,8 @@ def on_config(config: Any) -> Any:
     for entry in config["nav"]:
         if "Reference" in entry:
             entry["Reference"] = nav
+        if "Results" in entry:
+            entry["Results"].append({"Ablation tables": sorted(ablations)})
     return config
 
 
@@ -57,6 +63,9 @@ def on_files(files: Any, config: Any) -> Any:
 
     for path, text in _pages.items():
         files.append(File.generated(config, path, content=text))
+    for image in ABLATIONS.glob("*.png"):
+        place = f"results/ablation/{image.name}"
+        files.append(File.generated(config, place, abs_src_path=str(image)))
     return files
 
 
@@ -82,6 +91,15 @@ def _api_pages() -> dict[str, str]:
 
 def _package_of(path: str) -> str:
     return path.removeprefix("reference/api/").removesuffix(".md")
+
+
+def _ablation_pages() -> dict[str, str]:
+    """Return the results of each ablation, without links to files outside the site."""
+    link = re.compile(r"(?<!!)\[([^]]+)\]\((?!https?:)[^)]*\)")
+    return {
+        f"results/ablation/{file.name}": link.sub(r"\1", file.read_text("utf-8"))
+        for file in sorted(ABLATIONS.glob("*.md"))
+    }
 
 
 # --- Configuration -------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Rules of statements about items and towers, worded as people did for NLVR v1 (Suhr et al., 2017).
 
 NLVR v1's dev and test sentences were at hand when they were written. A split that was never at hand
-confirms the recipe: 72.1 % [69.5, 74.9], majority 55.4 (docs/downstream.md).
+confirms the recipe: 72.1 % [69.5, 74.9], majority 55.4 (docs/results/downstream.md).
 """
 
 from __future__ import annotations
