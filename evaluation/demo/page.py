@@ -33,7 +33,7 @@ STYLE = """
 
 
 def page(tried: TryIt) -> Any:
-    """The page as `gradio.Blocks`, with what the model can do and no more.
+    """Build the page as `gradio.Blocks`, with what the model can do and no more.
 
     Each action has a name of the interface too: `/search`, that of the task (`/answer`),
     `/match`, `/ground`, `/anchors`.

@@ -75,7 +75,7 @@ def predict(
 
 
 def has_task(folder: str | Path) -> bool:
-    """Whether a model folder was fine-tuned for a task with a head of its own.
+    """Return whether a model folder was fine-tuned for a task with a head of its own.
 
     Raises:
         FileNotFoundError: there is no such model.

@@ -152,7 +152,7 @@ def retrieval_cases(gallery: Gallery, count: int) -> list[CaseGroup]:
 
 
 def _of_different(queries: Sequence[int], owner: Any, count: int) -> list[int]:
-    """The first queries of different images."""
+    """Return the first queries of different images."""
     chosen: dict[int, int] = {}
     for query in queries:
         if len(chosen) == count:

@@ -28,7 +28,7 @@ class Chart(NamedTuple):
 
     @property
     def last(self) -> dict[str, str]:
-        """The last value of each line, for its legend."""
+        """Return the last value of each line, for its legend."""
         found = {}
         for label, points in self.lines.items():
             values = [value for _, value in points if value is not None]
@@ -48,7 +48,7 @@ def training_charts(log: Sequence[Mapping[str, Any]]) -> list[Chart]:
 
 
 def compared_charts(logs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Chart]:
-    """The total loss and the speed of several runs in one image each."""
+    """Chart the total loss and the speed of several runs in one image each."""
     charts = []
     for title, name, unit in (
         ("Total loss", "loss/total", ""),
@@ -89,7 +89,7 @@ def _line(log: Sequence[Mapping[str, Any]], name: str) -> Points:
 
 
 def svg(chart: Chart) -> Markup:
-    """The image; its colours are those of the page's style sheet."""
+    """Draw the image; its colours are those of the page's style sheet."""
     steps = [step for points in chart.lines.values() for step, _ in points]
     values = [v for points in chart.lines.values() for _, v in points if v is not None]
     x_ticks = ticks(min(steps, default=0), max(steps, default=1), 4)

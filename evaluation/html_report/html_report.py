@@ -62,15 +62,15 @@ class Report:
     compared: list[Chart]
 
     def html(self) -> str:
-        """The page."""
+        """Return the page."""
         return page(self.runs, self.tables, self.compared)
 
     def markdown(self) -> str:
-        """The tables alone."""
+        """Return the tables alone."""
         return "\n".join(_plain(table).markdown() for table in self.tables)
 
     def latex(self) -> str:
-        """The tables alone."""
+        """Return the tables alone."""
         return latex(self.tables)
 
 
@@ -165,7 +165,7 @@ def _load(folder: Path | None) -> Loaded:
 
 
 def _or_word(source: Source, what: str, make: Callable[[], Part]) -> Part | None:
-    """A part of the report; one that cannot be made is named as missing."""
+    """Make a part of the report; name one that cannot be made as missing."""
     try:
         return make()
     except (EvaluationError, FileNotFoundError) as error:
@@ -177,7 +177,7 @@ def _or_word(source: Source, what: str, make: Callable[[], Part]) -> Part | None
 
 
 def _plain(table: Table) -> Table:
-    """A table whose cells' bars do not end the column, each of its notes a paragraph."""
+    """Escape the bars in a table's cells and make each note a paragraph."""
     rows = [[cell.replace("|", "\\|") for cell in row] for row in table.rows]
     # Lines that follow each other are one paragraph in Markdown.
     notes = [part for note in table.notes for part in (note, "")][:-1]

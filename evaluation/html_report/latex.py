@@ -29,7 +29,7 @@ _SPECIAL = {
 
 
 def latex(tables: Sequence[Table]) -> str:
-    """A file to `\\input`; it needs the packages booktabs and graphicx, and UTF-8 text in T1."""
+    """Return a file to `\\input`; it needs booktabs, graphicx and UTF-8 text in T1."""
     lines = ["% \\usepackage[T1]{fontenc} \\usepackage{booktabs} \\usepackage{graphicx}"]
     return "\n\n".join([*lines, *(latex_table(table) for table in tables)]) + "\n"
 
@@ -69,7 +69,7 @@ def escaped(text: str) -> str:
 
 
 def _typed(note: str) -> str:
-    """A note; what stands between backticks is set as code."""
+    """Set a note; text between backticks as code."""
     parts = note.split("`")
     if len(parts) % 2 == 0:
         return escaped(note)

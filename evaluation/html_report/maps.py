@@ -44,7 +44,7 @@ def anchor_rows(
 
 
 def anchor_row(found: AnchorMap) -> AnchorRow:
-    """The images of one caption; a green frame is the box of what a word names, where known."""
+    """Draw the images of one caption; a green frame is the box that a word names, where known."""
     words = []
     for word in found.words:
         boxes: list[Drawn] = [(word.box, OWN_BOX)] if word.box is not None else []

@@ -202,7 +202,7 @@ that is known.</p>
 
 
 def page(runs: Sequence[RunPart], tables: Sequence[Table], compared: Sequence[Chart]) -> str:
-    """The whole page; whatever comes from files is escaped."""
+    """Return the whole page; what comes from files is escaped."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters |= {
         "data_uri": data_uri,
@@ -220,7 +220,7 @@ def page(runs: Sequence[RunPart], tables: Sequence[Table], compared: Sequence[Ch
 
 
 def _stacked(cell: str) -> Markup:
-    """A figure with its interval under it, which keeps wide tables on the screen."""
+    """Set a figure with its interval under it, which keeps wide tables on the screen."""
     value, bracket, rest = cell.partition(" [")
     if not bracket:
         return escape(cell)

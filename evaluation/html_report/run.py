@@ -48,12 +48,12 @@ def settings(source: Source) -> list[tuple[str, str]]:
 
 
 def whole_config(source: Source) -> str:
-    """The resolved configuration as YAML; empty without one."""
+    """Return the resolved configuration as YAML; empty without one."""
     return yaml.safe_dump(source.config, sort_keys=False) if source.config else ""
 
 
 def course(source: Source) -> list[tuple[str, str]]:
-    """How the training went, from report.json, else from the last line of the log."""
+    """Return the course of the training from report.json, else from the log's last line."""
     return list(_course(source.training, source.log[-1] if source.log else {}))
 
 

@@ -144,7 +144,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _belongs(folder: Path, run: Path) -> bool:
-    """Whether a folder is the model of a run, or its results."""
+    """Return whether a folder is the model of a run, or its results."""
     return set(folder.absolute().relative_to(run).parts) <= _TAILS
 
 

@@ -86,7 +86,7 @@ class SuiteResult:
         return Table(title, ["", *columns, "chance"], rows, notes)
 
     def _notes(self, label: str, models: Sequence[str]) -> Iterator[str]:
-        """What the results of a task say under their tables, and of which models if not of all."""
+        """Yield notes under a task's tables, with the models where not all have them."""
         said: dict[str, list[str]] = {}
         for model in models:
             content = self.results[model, label]
@@ -200,7 +200,7 @@ def _saved(folder: Path, key: str, task: str) -> dict[str, Any] | None:
 
 
 def _save(folder: Path, result: Any, about: dict[str, Any]) -> None:
-    """The folder gets its name when everything is in it."""
+    """Save a result; the folder gets its name when it is complete."""
     with atomic_folder(folder) as partial:
         result.save(partial)
         (partial / JOB).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")

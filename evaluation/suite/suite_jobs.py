@@ -115,7 +115,7 @@ def model_of(job: Job, model: str | None) -> Path:
 
 
 def _stamps(place: Path) -> str:
-    """Of a file, or of a folder's files and those of its class folders."""
+    """Hash names, sizes and times of a file, or of a folder and its class folders."""
     files = sorted([*place.glob("*"), *place.glob("*/*")]) if place.is_dir() else [place]
     stamps = []
     for file in files:

@@ -98,7 +98,7 @@ def push_to_hub(folder: str | Path, repository: str, private: bool = False) -> s
 
 
 def model_card(folder: str | Path, licence: str | None = None) -> str:
-    """The card of a model folder; arguments and errors as of `write_model_card`."""
+    """Return the card of a model folder; arguments and errors as of `write_model_card`."""
     folder = Path(folder)
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
@@ -273,7 +273,7 @@ def _figures(figures: Any) -> dict[str, float]:
 
 
 def _run(folder: Path) -> Path | None:
-    """The folder of the run that wrote a model folder."""
+    """Return the folder of the run that wrote a model folder."""
     run = folder.resolve().parent
     return run if (run / "config.yaml").is_file() else None
 

@@ -18,7 +18,7 @@ from vlp.data.stream.map_dataset import RngFactory
 
 
 class ImagePreparation(NamedTuple):
-    """How images become pixels; `train` is used where draws are given, `evaluate` else."""
+    """Preparation of images: `train` where `rng_for` is given, else `evaluate`."""
 
     train: TrainTransform
     evaluate: Preprocessing
@@ -28,13 +28,13 @@ class ImagePreparation(NamedTuple):
     def __call__(
         self, images: Sequence[Image.Image], text: str, number: int, rng_for: RngFactory | None
     ) -> Tensor:
-        """(images, 3, size, size) float32, normalised.
+        """Make (images, 3, size, size) float32 pixels, normalised.
 
         Args:
             images: those of one sample.
-            text: what is said of them; an image is not mirrored where it speaks of sides.
+            text: what is said of them; an image is not flipped where it speaks of sides.
             number: of the sample, which fixes the order of shuffled patches in evaluation.
-            draws: of training.
+            rng_for: of training.
         """
         if rng_for is None:
             pixels = [self.evaluate(image) for image in images]
@@ -47,7 +47,7 @@ class ImagePreparation(NamedTuple):
 
 
 def decoded(raw: RawSample, count: int, where: str) -> list[Image.Image]:
-    """The first `count` images (1 or 2) of a sample, decoded.
+    """Decode the first `count` images (1 or 2) of a sample.
 
     Raises:
         BadSample: one is missing or cannot be decoded.
@@ -59,7 +59,7 @@ def decoded(raw: RawSample, count: int, where: str) -> list[Image.Image]:
 
 
 def panels(image: Image.Image, count: int) -> list[Image.Image]:
-    """An image cut into `count` parts of one width, from left to right.
+    """Cut an image into `count` parts of one width, from left to right.
 
     Args:
         image: of any width; parts differ by a pixel where it does not divide.

@@ -18,7 +18,7 @@ from vlp.models.vlp import VLPModel
 
 
 def start_parts(start: str, changes: Mapping[str, Any]) -> tuple[Loaded, LoadReport]:
-    """The model of a folder, with some of its configuration changed, and what prepares its inputs.
+    """Load a model folder, some of its configuration changed, as the start of fine-tuning.
 
     Args:
         start: model folder, or a name on the hub.
