@@ -174,7 +174,7 @@ def measure(config: ModelConfig, sizes: Sizes, device: torch.device, precision: 
     texts = draw.choice(sizes.texts, sizes.rounds, replace=False).tolist()
     for pairs in whole.shelves_of(idle):  # the first calls of a process are slow
         whole.ours(CandidatePairs(pairs.image[:8], pairs.text[:8]))
-    said: list[tuple[Direction, int, NDArray[np.float32], NDArray[np.float32]]] = []
+    compared: list[tuple[Direction, int, NDArray[np.float32], NDArray[np.float32]]] = []
     for number, (image, text) in enumerate(zip(images, texts)):
         queries: dict[Direction, int] = {"text_to_image": text, "image_to_text": image}
         turns: list[Callable[[], dict[Any, Any]]] = [
@@ -191,8 +191,8 @@ def measure(config: ModelConfig, sizes: Sizes, device: torch.device, precision: 
                 ours = whole.ours(CandidatePairs(near, np.full_like(near, text)))
             else:
                 ours = np.array([scores[candidate] for candidate in near.tolist()])
-            said += [(to, query, scores[way, to], ours) for way in (PADDED, CUT)]
-    return _extrapolated(whole, timer, said)
+            compared += [(to, query, scores[way, to], ours) for way in (PADDED, CUT)]
+    return _extrapolated(whole, timer, compared)
 
 
 def _run_loop(
@@ -218,7 +218,7 @@ def _run_ours(whole: _Set, timer: _Timer, image: int, idle: int) -> dict[int, fl
 def _extrapolated(
     whole: _Set,
     timer: _Timer,
-    said: list[tuple[Direction, int, NDArray[np.float32], NDArray[np.float32]]],
+    compared: list[tuple[Direction, int, NDArray[np.float32], NDArray[np.float32]]],
 ) -> RerankTimes:
     sizes = whole.sizes
     queries: dict[Direction, int] = {"text_to_image": sizes.texts, "image_to_text": sizes.images}
@@ -237,11 +237,14 @@ def _extrapolated(
         processor={way: float(total[1]) for way, total in seconds.items()},
         pair={way: float(1e3 * seconds[way][0] / pairs[way]) for way in pairs},
         pairs=pairs,
-        difference=max(float(np.abs(a - b).max() / a.std()) for *_, a, b in said),
-        inversion=max(inversion(a, b) for *_, a, b in said),
+        difference=max(float(np.abs(a - b).max() / a.std()) for *_, a, b in compared),
+        inversion=max(inversion(a, b) for *_, a, b in compared),
         same_ranks=float(
             np.mean(
-                [whole.rank(to, query, a) == whole.rank(to, query, b) for to, query, a, b in said]
+                [
+                    whole.rank(to, query, a) == whole.rank(to, query, b)
+                    for to, query, a, b in compared
+                ]
             )
         ),
     )

@@ -1,4 +1,4 @@
-"""A model on a device and in evaluation mode for as long as it is judged."""
+"""A model on a device and in evaluation mode for as long as it is evaluated."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def evaluating(
 
     Afterwards every submodule is back in its own mode; the model stays where it is.
     """
-    place = torch.device(device) if device is not None else default_device()
+    torch_device = torch.device(device) if device is not None else default_device()
     modes = [(module, module.training) for module in model.modules()]
-    model.to(place).eval()
+    model.to(torch_device).eval()
     try:
-        yield place
+        yield torch_device
     finally:
         for module, training in modes:
             module.training = training

@@ -109,15 +109,15 @@ def evaluate_grounding(
 
     def make(item: Item, place: int) -> GroundingExample:
         image = decode_image(item.raw.image, item.where)
-        said = _checked(item, image.size)
+        expression = _checked(item, image.size)
         pixels = viewed(loaded.preprocess(image)[None], view, patch_size, place)[0]
-        return GroundingExample(pixels, loaded.text([said]), image.size)
+        return GroundingExample(pixels, loaded.text([expression]), image.size)
 
     def score_block(made: Sequence[tuple[Item, GroundingExample]]) -> list[dict[str, Any]]:
-        maps = _maps(loaded, [one for _, one in made], by, number, head, where, precision)
+        maps = _maps(loaded, [one for _, one in made], by, number, head, torch_device, precision)
         return [_row(item, one.size, heat) for (item, one), heat in zip(made, maps)]
 
-    with evaluating(loaded.model, device) as where:
+    with evaluating(loaded.model, device) as torch_device:
         rows, skipped = evaluate_blocks(items, batch, make, score_block, progress)
     proposed = np.array([row["right"] is not None for row in rows])
     values = {"pointing": np.array([row["hit"] for row in rows])}
@@ -161,7 +161,7 @@ def _checked(item: Item, size: tuple[int, int]) -> str:
 
 def _maps(
     loaded: Loaded,
-    asked: Sequence[GroundingExample],
+    examples: Sequence[GroundingExample],
     by: By,
     layer: int,
     head: int | None,
@@ -170,8 +170,8 @@ def _maps(
 ) -> NDArray[np.float64]:
     """(expressions, rows, columns); cosines may be negative everywhere."""
     model = loaded.model
-    pixels = torch.stack([one.pixels for one in asked]).to(device)
-    tokens = [torch.cat(parts).to(device) for parts in zip(*(one.tokens for one in asked))]
+    pixels = torch.stack([one.pixels for one in examples]).to(device)
+    tokens = [torch.cat(parts).to(device) for parts in zip(*(one.tokens for one in examples))]
     with torch.no_grad(), precision_context(device, precision):
         image, text = model.encode_image(pixels), model.encode_text(*tokens)
     words, real = text.word_mask, text.attention_mask

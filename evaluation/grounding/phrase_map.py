@@ -37,10 +37,10 @@ def phrase_heat(
         number = layer_number(loaded.model, layer)
     except ValueError as error:
         raise EvaluationError(str(error)) from error
-    with evaluating(loaded.model, device) as place:
+    with evaluating(loaded.model, device) as torch_device:
         with torch.no_grad():
-            seen = loaded.model.encode_image(loaded.preprocess(image)[None].to(place))
-            tokens = (part.to(place) for part in loaded.text([phrase]))
+            seen = loaded.model.encode_image(loaded.preprocess(image)[None].to(torch_device))
+            tokens = (part.to(torch_device) for part in loaded.text([phrase]))
             text = loaded.model.encode_text(*tokens)
         if not text.word_mask.any():
             raise EvaluationError(f"the text {phrase!r} holds no word")

@@ -110,8 +110,8 @@ def anchor_maps(
         ConfigError: a shard folder cannot be read.
     """
     samples = first_samples(shards, count)
-    with evaluating(loaded.model, device) as place:
-        return [map_caption(loaded, sample, place) for sample in samples]
+    with evaluating(loaded.model, device) as torch_device:
+        return [map_caption(loaded, sample, torch_device) for sample in samples]
 
 
 def anchor_details(
@@ -136,8 +136,8 @@ def anchor_details(
         number = layer_number(loaded.model, layer)
     except ValueError as error:
         raise EvaluationError(str(error)) from error
-    with evaluating(loaded.model, device) as place:
-        return [detail_caption(loaded, sample, number, place) for sample in samples]
+    with evaluating(loaded.model, device) as torch_device:
+        return [detail_caption(loaded, sample, number, torch_device) for sample in samples]
 
 
 def first_samples(shards: Sequence[str | Path], count: int) -> list[CaptionedSample]:
@@ -151,8 +151,8 @@ def first_samples(shards: Sequence[str | Path], count: int) -> list[CaptionedSam
         raise EvaluationError(f"count {count}: at least one caption is needed")
     samples = Samples(shards)
     usable: list[CaptionedSample] = []
-    for place in range(len(samples)):
-        sample = samples.read(place)
+    for number in range(len(samples)):
+        sample = samples.read(number)
         if isinstance(sample, CaptionedSample):
             usable.append(sample)
         if len(usable) == count:

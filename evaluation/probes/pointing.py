@@ -40,7 +40,7 @@ KINDS = ("colour", "shape", "object")
 class KindFigures(NamedTuple):
     """Figures of one kind of word; shares between 0 and 1.
 
-    words: how many words were asked. pointing: the most similar patch lies in the named object's
+    words: number of words. pointing: the most similar patch lies in the named object's
     box. some_object: expected `pointing` of a model that points into the box of an object chosen
     at random. any_object: the most similar patch lies in any object's box. anchors: of a word's
     anchors (patch and channel group with S at least the threshold) the share that lies in its box,
@@ -179,53 +179,53 @@ def evaluate_pointing(
     ranks = Ranks.current()
     samples = Samples(shards, limit)
 
-    def ask(block: int) -> tuple[list[WordPointing], torch.Tensor, list[SkippedSample]]:
+    def score_block(block: int) -> tuple[list[WordPointing], torch.Tensor, list[SkippedSample]]:
         numbers = range(len(samples))[block * batch : (block + 1) * batch]
         read = [(number, samples.read(number)) for number in numbers]
         good = [(number, sample) for number, sample in read if isinstance(sample, CaptionedSample)]
-        with torch.no_grad(), precision_context(place, precision):
-            asked, sums = _ask_scenes(loaded, good, place)
+        with torch.no_grad(), precision_context(torch_device, precision):
+            scored, sums = _score_scenes(loaded, good, torch_device)
         bar.update(len(numbers))
-        return asked, sums, [sample for _, sample in read if isinstance(sample, SkippedSample)]
+        return scored, sums, [sample for _, sample in read if isinstance(sample, SkippedSample)]
 
     quiet = not (progress and ranks.first)
     with (
-        evaluating(loaded.model, device) as place,
+        evaluating(loaded.model, device) as torch_device,
         tqdm(total=len(ranks.share(len(samples))), desc="point", disable=quiet) as bar,
     ):
-        parts = ranks.map_blocks(-(-len(samples) // batch), ask)
+        parts = ranks.map_blocks(-(-len(samples) // batch), score_block)
     skipped = count_kinds([skip for *_, skipped in parts for skip in skipped])
-    asked = [word for words, *_ in parts for word in words]
-    if not asked:
+    scored = [word for words, *_ in parts for word in words]
+    if not scored:
         raise EvaluationError(
-            f"{', '.join(samples.folders)}: no word to ask in {len(samples)} samples "
+            f"{', '.join(samples.folders)}: no word to score in {len(samples)} samples "
             f"(skipped: {skipped})"
         )
     return PointingResult(
-        scenes=len({word.scene for word in asked}),
+        scenes=len({word.scene for word in scored}),
         shards=tuple(map(str, shards)),
         kinds={
-            kind: _figures([word for word in asked if word.kind == number], resamples)
+            kind: _figures([word for word in scored if word.kind == number], resamples)
             for number, kind in enumerate(KINDS)
-            if any(word.kind == number for word in asked)
+            if any(word.kind == number for word in scored)
         },
         skipped=skipped,
         paths=_paths(torch.stack([sums for _, sums, _ in parts]).sum(0)),
     )
 
 
-def _ask_scenes(
+def _score_scenes(
     loaded: Loaded, scenes: Sequence[tuple[int, CaptionedSample]], device: torch.device
 ) -> tuple[list[WordPointing], torch.Tensor]:
     """All words of the scenes, and the sums over their paths (5, G); 0 without ACE-RPE."""
     model = loaded.model
-    asked: list[WordPointing] = []
+    scored: list[WordPointing] = []
     sums = torch.zeros(5, model.config.cross.anchor.groups, dtype=torch.float64)
     if not scenes:
-        return asked, sums
+        return scored, sums
     pixels = torch.stack([loaded.preprocess(sample.image) for _, sample in scenes])
     images = model.encode_image(pixels.to(device))
-    for row, (place, sample) in enumerate(scenes):
+    for row, (number, sample) in enumerate(scenes):
         tokens = loaded.text(sample.captions)
         texts = model.encode_text(*(part.to(device) for part in tokens))
         patches, pieces = model.anchor_features(images, texts)
@@ -235,8 +235,8 @@ def _ask_scenes(
                 patches[row].float(), pieces.float(), model.config.cross.anchor.groups
             )
         anchor = (groups >= model.anchor_threshold).sum(-1)  # (captions, M, N) groups that anchor
-        asked += ask_words(
-            place,
+        scored += score_words(
+            number,
             sample,
             [loaded.text.words(caption) for caption in sample.captions],
             cosine.cpu().numpy(),
@@ -245,7 +245,7 @@ def _ask_scenes(
         )
         if "anchor" in model.config.cross.position:
             sums += _path_sums(model, images, texts, row).cpu()
-    return asked, sums
+    return scored, sums
 
 
 def _path_sums(
@@ -276,7 +276,7 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.normalize(x.double(), dim=-1)
 
 
-def ask_words(
+def score_words(
     scene: int,
     sample: CaptionedSample,
     pieces: Sequence[Sequence[str]],
@@ -288,7 +288,7 @@ def ask_words(
 
     A word of several pieces has the mean of their cosines. Equal cosines count against the model:
     the word hits only if every most similar patch lies in the box. A word cut off by the
-    tokenizer's length is not asked.
+    tokenizer's length is left out.
 
     Args:
         scene: number of the image.
@@ -311,7 +311,7 @@ def ask_words(
     inside = {box: patches_in_box(box, grid, sample.image.size) for box in boxes}
     objects = np.stack(list(inside.values())) if inside else np.zeros((0, 1), dtype=bool)
     somewhere = np.logical_or.reduce(objects, axis=0)
-    asked = []
+    scored = []
     for word in words:
         positions = _positions(word, pieces[word.caption])
         if positions is None:
@@ -320,7 +320,7 @@ def ask_words(
         best = np.flatnonzero(scores == scores.max())
         own = inside[word.box]
         near = anchors[word.caption][:, positions].sum(axis=1)
-        asked.append(
+        scored.append(
             WordPointing(
                 scene=scene,
                 kind=KINDS.index(word.kind),
@@ -333,7 +333,7 @@ def ask_words(
                 anchors_inside=int(near[own].sum()),
             )
         )
-    return asked
+    return scored
 
 
 def _positions(word: WordBox, pieces: Sequence[str]) -> list[int] | None:

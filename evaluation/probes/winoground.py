@@ -139,8 +139,8 @@ def evaluate_swaps(
             swap._replace(pixels=viewed(swap.pixels, view, patch_size, number * batch + row))
             for row, swap in enumerate(swaps)
         ]
-        with torch.no_grad(), precision_context(where, precision):
-            scores = _score(loaded, seen, where, head)
+        with torch.no_grad(), precision_context(torch_device, precision):
+            scores = _score(loaded, seen, torch_device, head)
         return (
             scores,
             [swap.kind for swap in swaps],
@@ -152,7 +152,7 @@ def evaluate_swaps(
     scorers = SCORERS if head is not None else SCORERS[:2]
     quiet = not (progress and ranks.first)
     with (
-        evaluating(loaded.model, device) as where,
+        evaluating(loaded.model, device) as torch_device,
         tqdm(total=len(ranks.share(len(places))), desc="swap", disable=quiet) as bar,
     ):
         parts = ranks.map_blocks(len(blocks), score)

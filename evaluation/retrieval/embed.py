@@ -77,9 +77,9 @@ def embed(
 
     def write(number: int) -> list[SkippedSample]:
         rows, pixels, captions, skipped = [], [], [], []
-        for place in blocks[number]:
+        for item in blocks[number]:
             try:
-                raw, _, where = items.read(place)
+                raw, _, where = items.read(item)
                 pixels.append(loaded.preprocess(decode_image(raw.image, where)))
             except BadSample as bad:
                 skipped.append(SkippedSample(bad.kind, bad.where))
@@ -88,7 +88,7 @@ def embed(
             rows.append({"key": raw.key, "source": said.source, "image_id": said.image_id})
             captions += [(len(rows) - 1, *one) for one in enumerate(captions_of(said))]
         if rows:
-            first = files.add(IMAGES, _images(loaded, pixels, place_of, precision), rows)
+            first = files.add(IMAGES, _images(loaded, pixels, torch_device, precision), rows)
             for start in range(0, len(captions), batch):
                 part = captions[start : start + batch]
                 lines = [
@@ -101,14 +101,14 @@ def embed(
                     for row, count, text in part
                 ]
                 texts = [text for _, _, text in part]
-                files.add(CAPTIONS, _texts(loaded, texts, place_of, precision), lines)
+                files.add(CAPTIONS, _texts(loaded, texts, torch_device, precision), lines)
         bar.update(len(blocks[number]))
         return skipped
 
     own = sum(len(blocks[number]) for number in ranks.share(len(blocks)))
     quiet = not (progress and ranks.first)
     with (
-        evaluating(loaded.model, device) as place_of,
+        evaluating(loaded.model, device) as torch_device,
         tqdm(total=own, desc="embed", disable=quiet) as bar,
     ):
         skipped = [skip for part in ranks.map_blocks(len(blocks), write) for skip in part]
@@ -137,12 +137,12 @@ def embed_inputs(
         raise EvaluationError("there is nothing to embed: give --image or --text")
     pixels = [loaded.preprocess(read_pair(path, "").image) for path in images]
     found: list[tuple[dict[str, Any], NDArray[np.float32]]] = []
-    with evaluating(loaded.model, device) as place:
+    with evaluating(loaded.model, device) as torch_device:
         if pixels:
-            rows = _images(loaded, pixels, place, precision)
+            rows = _images(loaded, pixels, torch_device, precision)
             found += [({"image": str(path)}, row) for path, row in zip(images, rows)]
         if texts:
-            rows = _texts(loaded, list(texts), place, precision)
+            rows = _texts(loaded, list(texts), torch_device, precision)
             found += [({"text": text}, row) for text, row in zip(texts, rows)]
     return found
 
@@ -164,19 +164,19 @@ def write_inputs(
 
 
 def _images(
-    loaded: Loaded, pixels: Sequence[torch.Tensor], place: torch.device, precision: str
+    loaded: Loaded, pixels: Sequence[torch.Tensor], device: torch.device, precision: str
 ) -> NDArray[np.float32]:
-    with torch.no_grad(), precision_context(place, precision):
-        feature = loaded.model.encode_image(torch.stack(list(pixels)).to(place)).feature
+    with torch.no_grad(), precision_context(device, precision):
+        feature = loaded.model.encode_image(torch.stack(list(pixels)).to(device)).feature
     found: NDArray[np.float32] = feature.float().cpu().numpy()
     return found
 
 
 def _texts(
-    loaded: Loaded, texts: list[str], place: torch.device, precision: str
+    loaded: Loaded, texts: list[str], device: torch.device, precision: str
 ) -> NDArray[np.float32]:
-    tokens = (part.to(place) for part in loaded.text(texts))
-    with torch.no_grad(), precision_context(place, precision):
+    tokens = (part.to(device) for part in loaded.text(texts))
+    with torch.no_grad(), precision_context(device, precision):
         feature = loaded.model.encode_text(*tokens).feature
     found: NDArray[np.float32] = feature.float().cpu().numpy()
     return found

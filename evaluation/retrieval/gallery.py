@@ -58,12 +58,12 @@ class Gallery:
     ) -> None:
         self.loaded = loaded
         self._samples = _PlacedSamples(shards, limit)
-        with evaluating(loaded.model, device) as place:
+        with evaluating(loaded.model, device) as torch_device:
             self.encoder = Encoder(
                 loaded,
                 self._samples,
                 batch=batch,
-                device=place,
+                device=torch_device,
                 precision="float32",
                 memory=GIBIBYTE,
             )
@@ -98,8 +98,8 @@ class Gallery:
         if top < 1 or rerank < 0:
             raise EvaluationError(f"top {top}, rerank {rerank}: at least 1 and 0")
         model = self.loaded.model
-        with torch.no_grad(), evaluating(model, self.encoder.device) as place:
-            query = model.encode_text(*(part.to(place) for part in self.loaded.text([text])))
+        with torch.no_grad(), evaluating(model, self.encoder.device) as torch_device:
+            query = model.encode_text(*(part.to(torch_device) for part in self.loaded.text([text])))
             if not query.word_mask.any():
                 raise EvaluationError(f"the text {text!r} holds no word")
             scores = similarity(query.feature, self.collection.image)[0]

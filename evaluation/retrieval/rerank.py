@@ -88,8 +88,8 @@ def look_up(
     text: NDArray[np.int64],
 ) -> NDArray[np.float32]:
     """Values of given pairs, all of which are in `pairs`; shapes as `image` and `text`."""
-    place = np.searchsorted(pairs.image * texts + pairs.text, image * texts + text)
-    return values[place]
+    index = np.searchsorted(pairs.image * texts + pairs.text, image * texts + text)
+    return values[index]
 
 
 def reranked_ranks(

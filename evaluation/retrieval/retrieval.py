@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from tqdm import tqdm
 from evaluation.core.encoder import Collection, Encoder
 from evaluation.core.eval_mode import evaluating
 from evaluation.core.feature_cache import GIBIBYTE
+from evaluation.core.json_lines import write_lines
 from evaluation.core.results import Figure, Table, write_report
 from evaluation.core.samples import EvaluationError, kinds_in_words
 from evaluation.core.work_sharding import Ranks
@@ -102,8 +102,7 @@ class RetrievalResult:
     def save(self, folder: str | Path) -> Path:
         """Write `retrieval.json`, `retrieval.md` and `retrieval.predictions.jsonl`."""
         path = write_report(folder, "retrieval", self.table(), self.to_json())
-        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self.predictions)
-        (path / "retrieval.predictions.jsonl").write_text(lines, encoding="utf-8")
+        write_lines(path / "retrieval.predictions.jsonl", self.predictions)
         return path
 
 
@@ -159,12 +158,12 @@ def evaluate_retrieval(
         temperature = loaded.model.temperature().item()
     samples = KeyedSamples(shards, limit)
     quiet = not (progress and ranks.first)
-    with evaluating(loaded.model, device) as place:
+    with evaluating(loaded.model, device) as torch_device:
         encoder = Encoder(
             loaded,
             samples,
             batch=batch,
-            device=place,
+            device=torch_device,
             precision=precision,
             memory=memory if rerank else 0,
         )

@@ -1,4 +1,4 @@
-"""Which of the test samples are judged."""
+"""Selection of the test samples that are evaluated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from evaluation.core.samples import EvaluationError
 
 
 def evenly_spread(total: int, limit: int | None) -> list[int]:
-    """Numbers of so many of `total` samples, from the first to the last; None is all of them.
+    """Choose so many of `total` samples, from the first to the last; None is all of them.
 
     Raises:
         EvaluationError: a limit below 1.

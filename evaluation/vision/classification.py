@@ -33,11 +33,11 @@ def evaluate(
     hits = torch.zeros(2)
     loss = 0.0
     top = min(5, len(task.classes))
-    with evaluating(task, device) as where, torch.no_grad():
+    with evaluating(task, device) as torch_device, torch.no_grad():
         for start in range(0, len(numbers), BATCH):
             read = [images.read(number) for number in numbers[start : start + BATCH]]
-            pixels = torch.stack([preprocess(one.image) for one in read]).to(where)
-            labels = torch.tensor([one.label for one in read], device=where)
+            pixels = torch.stack([preprocess(one.image) for one in read]).to(torch_device)
+            labels = torch.tensor([one.label for one in read], device=torch_device)
             logits = task.model(pixels).float()
             best = logits.topk(top).indices == labels[:, None]
             hits += torch.stack([best[:, 0].sum(), best.any(-1).sum()]).cpu()

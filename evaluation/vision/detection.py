@@ -41,11 +41,11 @@ def evaluate(
     """
     figures: dict[str, float] = {}
     config = task.config.data
-    with evaluating(task, device) as where, torch.no_grad():
+    with evaluating(task, device) as torch_device, torch.no_grad():
         for size in config.evaluation_sizes:
             images = open_objects(config.test, size, task.classes)
             try:
-                found = _at_size(task, images, size, limit, where)
+                found = _at_size(task, images, size, limit, torch_device)
             except ValueError as error:
                 raise ConfigError(f"images of size {size}: {error}") from error
             suffix = f"@{size}" if figures else ""
@@ -54,7 +54,11 @@ def evaluate(
 
 
 def _at_size(
-    task: DetectionTask, images: ObjectImages, size: int, limit: int | None, where: torch.device
+    task: DetectionTask,
+    images: ObjectImages,
+    size: int,
+    limit: int | None,
+    device: torch.device,
 ) -> dict[str, float]:
     numbers = evenly_spread(len(images), limit)
     truth: list[ImageTruth] = []
@@ -71,10 +75,10 @@ def _at_size(
         same = waiting[pixels.shape]
         same.append((place, pixels))
         if len(same) == BATCH:
-            found |= _detected(task, same, truth, where)
+            found |= _detected(task, same, truth, device)
             same.clear()
     for same in waiting.values():
-        found |= _detected(task, same, truth, where)
+        found |= _detected(task, same, truth, device)
     return coco_figures(truth, [found[place] for place in range(len(numbers))], task.classes)
 
 
@@ -82,12 +86,12 @@ def _detected(
     task: DetectionTask,
     images: list[tuple[int, Tensor]],
     truth: list[ImageTruth],
-    where: torch.device,
+    device: torch.device,
 ) -> dict[int, ImageFound]:
     """One detection for each query: its best class, and that one's probability (DETR)."""
     if not images:
         return {}
-    logits, boxes = task.model([pixels.to(where) for _, pixels in images])
+    logits, boxes = task.model([pixels.to(device) for _, pixels in images])
     scores, labels = logits[-1].softmax(-1)[..., :-1].max(-1)
     corners = box_convert(boxes[-1].double(), "cxcywh", "xywh").cpu().numpy()
     return {

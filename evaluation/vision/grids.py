@@ -24,7 +24,7 @@ from vlp.tasks.vision.grids import Grids, question_of
 TOKENS = 2**14  # of one batch
 
 
-class _Asked(NamedTuple):
+class _Question(NamedTuple):
     """One question: its task, whether it is a variant, and the pair as tensors."""
 
     name: str
@@ -49,17 +49,17 @@ def evaluate(task: Grids, limit: int | None = None, device: str | None = None) -
         ConfigError: `data.path` cannot be opened, or its tasks do not fit.
     """
     config = task.config.data
-    asked = _questions(config)
-    chosen = [asked[number] for number in evenly_spread(len(asked), limit)]
+    questions = _questions(config)
+    chosen = [questions[number] for number in evenly_spread(len(questions), limit)]
     batch = max(1, TOKENS // (config.size + 1) ** 2)
     right: dict[str, dict[str, list[bool]]] = {
         "exact": defaultdict(list),
         "original": defaultdict(list),
     }
-    with evaluating(task, device) as where, torch.no_grad():
+    with evaluating(task, device) as torch_device, torch.no_grad():
         for first in range(0, len(chosen), batch):
             part = chosen[first : first + batch]
-            given = collate_grids(config.size, [one.sample for one in part]).to(where)
+            given = collate_grids(config.size, [one.sample for one in part]).to(torch_device)
             # Greedy writing gives a template where all its tokens are the likeliest ones after
             # those before them, which one pass over the template itself tells.
             likeliest = task.model(question_of(given), given.outputs).argmax(-1)
@@ -74,15 +74,15 @@ def evaluate(task: Grids, limit: int | None = None, device: str | None = None) -
     return figures
 
 
-def _questions(config: GridDataConfig) -> list[_Asked]:
+def _questions(config: GridDataConfig) -> list[_Question]:
     """The same for every model of one configuration."""
     tasks = open_grids(config)
-    asked = []
+    questions = []
     for number, chosen in enumerate(config.tasks):
         variants = held_out_variants(chosen.allowed, config.variants, np.random.default_rng(0))
         for pair in tasks[chosen.name].test:
             for variant in (GridVariant(), *variants):
                 changed = GridPair(variant(pair.input), variant(pair.output))
                 sample = grid_sample(changed, number, config.size)
-                asked.append(_Asked(chosen.name, variant != GridVariant(), sample))
-    return asked
+                questions.append(_Question(chosen.name, variant != GridVariant(), sample))
+    return questions

@@ -50,10 +50,10 @@ def evaluate(
     candidates: list[str] = []
     references: list[Sequence[str]] = []
     boxes: list[tuple[int, ...]] = []
-    with evaluating(task, device) as where:
+    with evaluating(task, device) as torch_device:
         for start in range(0, len(numbers), BATCH):
             read = [screens.read(number) for number in numbers[start : start + BATCH]]
-            candidates += _said(task, read, where)
+            candidates += _said(task, read, torch_device)
             for screen in read:
                 references += screen.captions.values()
                 boxes += [_lines(screen.widgets[number].box) for number in screen.captions]

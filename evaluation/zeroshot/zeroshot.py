@@ -72,7 +72,7 @@ def evaluate_zeroshot(
 
     Args:
         loaded: model, text and image preparation.
-        shards: shard folders, folders of class folders, or tars of such, judged as one set.
+        shards: shard folders, folders of class folders, or tars of such, evaluated as one set.
         prompts: classes and templates.
         label_field: of the annotations in shards, where the class stands.
         match: classes of each image that the cross-modal encoder scores again; 0 is none. Its
@@ -97,19 +97,19 @@ def evaluate_zeroshot(
     temperature = model.temperature().item()
 
     def encode(texts: Sequence[str]) -> TextFeatures:
-        tokens = (part.to(place) for part in loaded.text(list(texts)))
-        with torch.no_grad(), precision_context(place, precision):
+        tokens = (part.to(torch_device) for part in loaded.text(list(texts)))
+        with torch.no_grad(), precision_context(torch_device, precision):
             return model.encode_text(*tokens)
 
     def score_block(made: Sequence[tuple[Classed, Tensor]]) -> list[dict[str, Any]]:
-        pixels = torch.stack([one for _, one in made]).to(place)
-        with torch.no_grad(), precision_context(place, precision):
+        pixels = torch.stack([one for _, one in made]).to(torch_device)
+        with torch.no_grad(), precision_context(torch_device, precision):
             image = model.encode_image(pixels)
         similarity = image.feature.double().cpu().numpy() @ features.T
         stages = {"dual": similarity}
         if top:
             near = np.argsort(-similarity, axis=1, kind="stable")[:, :top]
-            with torch.no_grad(), precision_context(place, precision):
+            with torch.no_grad(), precision_context(torch_device, precision):
                 odds = _log_odds(model, image, near, states)
             if match_by == "sum":
                 odds += np.take_along_axis(similarity, near, 1) / temperature
@@ -119,7 +119,7 @@ def evaluate_zeroshot(
             for row, (one, _) in enumerate(made)
         ]
 
-    with evaluating(model, device) as place:
+    with evaluating(model, device) as torch_device:
         states: BlockCache[int] = BlockCache(
             lambda number: Block(encode(prompts.of(number))), GIBIBYTE
         )

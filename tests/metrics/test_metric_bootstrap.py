@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
 
@@ -52,3 +53,19 @@ def test_bad_input_is_refused():
         bootstrap_means(np.zeros((0, 1)))
     with pytest.raises(ValueError, match="one matrix"):
         bootstrap_means(np.zeros((3, 1)), np.zeros((3, 2)))
+
+
+def test_intervals_are_those_of_scipy():
+    rng = np.random.default_rng(1)
+    weights = rng.integers(1, 6, (80, 1))
+    values = rng.binomial(weights, 0.6)
+    low, high = percentile_interval(bootstrap_means(values, weights, resamples=300))
+    theirs = stats.bootstrap(
+        (values[:, 0], weights[:, 0]),
+        lambda value, weight, axis: value.sum(axis) / weight.sum(axis),
+        paired=True,
+        n_resamples=300,
+        method="percentile",
+        rng=np.random.default_rng(0),
+    ).confidence_interval
+    assert (low[0], high[0]) == pytest.approx((theirs.low, theirs.high), abs=1e-12)

@@ -2,6 +2,9 @@
 
 The unit that is drawn again is the image. Captions of one image succeed and fail together, so
 drawing captions one by one would print intervals that are too narrow.
+
+`scipy.stats.bootstrap` gives the same intervals, but it refuses a single cluster and holds
+(resamples, clusters) numbers of every figure at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ def bootstrap_means(
     resamples: int = 1000,
     seed: int = 0,
 ) -> NDArray[np.float64]:
-    """Weighted means of clusters drawn with replacement.
+    """Compute weighted means of clusters drawn with replacement.
 
     Args:
         values: (clusters, figures) sum of a figure over the cluster's queries, e.g. hits.
@@ -52,7 +55,7 @@ def bootstrap_means(
 def percentile_interval(
     means: NDArray[np.floating], confidence: float = 0.95
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Central interval over the first axis of resampled means.
+    """Return the central interval over the first axis of resampled means.
 
     It has no width where all clusters agree (recall 0 or 1): there it says nothing about how the
     figure would be on other images.

@@ -10,7 +10,7 @@ from retrieval_stub import png
 
 import vlp
 from evaluation.core.samples import CaptionedSample, EvaluationError, Samples
-from evaluation.probes.pointing import KINDS, ask_words, evaluate_pointing
+from evaluation.probes.pointing import KINDS, evaluate_pointing, score_words
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_index import ShardWriter
 from vlp.data.text.word_boxes import named_words, word_positions
@@ -34,7 +34,7 @@ def two_objects() -> CaptionedSample:
 
 def ask(cosine, anchors=None, pieces=PIECES):
     anchors = np.zeros_like(cosine, dtype=int) if anchors is None else anchors
-    return ask_words(0, two_objects(), pieces, cosine, anchors, (4, 4))
+    return score_words(0, two_objects(), pieces, cosine, anchors, (4, 4))
 
 
 def test_each_word_is_asked_at_its_own_tokens():
