@@ -86,7 +86,7 @@ def attend(
 
 
 def mask_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A boolean mask, True = may be attended to, as a bias of the same shape.
+    """Turn a boolean mask, True = may be attended to, into a bias of the same shape.
 
     The lowest finite number hides a key: a row without keys gives a mean, not NaN.
     """
@@ -100,7 +100,7 @@ def _lookups(
     key: Tensor,
     context: PositionContext | None,
 ) -> list[Lookup]:
-    """All that encodings add to the logits, or nothing where one of them adds something else."""
+    """Return all that encodings add to the logits, nothing where one adds something else."""
     found: list[Lookup] = []
     for encoding in encodings:
         if not isinstance(encoding, LookupPosition):

@@ -46,7 +46,7 @@ class LearnedScale(nn.Module):
         self.log_scale = nn.Parameter(torch.tensor(math.log(start), dtype=torch.float32))
 
     def forward(self) -> Tensor:
-        """The scale, a scalar."""
+        """Return the scale, a scalar."""
         return _Bounded.apply(self.log_scale, self.low, self.high).exp()
 
 
@@ -60,5 +60,5 @@ class Temperature(LearnedScale):
         super().__init__(1 / start, 1 / maximum, 1 / minimum)
 
     def forward(self) -> Tensor:
-        """The temperature, a scalar."""
+        """Return the temperature, a scalar."""
         return 1 / super().forward()

@@ -136,7 +136,7 @@ class DirectionalDistance(PositionEncoding):
         self.heads, self.ratio, self.variant = heads, ratio, variant
 
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
-        """The penalty of every pair, in the type of the queries.
+        """Return the penalty of every pair, in the type of the queries.
 
         Returns:
             (1, heads, T, T), shared: not to be written to.

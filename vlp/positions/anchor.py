@@ -247,7 +247,7 @@ def _patch_distance(down: int, right: int, metric: Metric) -> float:
 
 
 def _words(mask: Tensor, distance: Tensor) -> Tensor:
-    """A mask (..., N) or (B, N) for distances (..., M, N, G) as one row per pair, (pairs, N)."""
+    """Expand a mask (..., N) or (B, N) for distances (..., M, N, G) to rows (pairs, N)."""
     lead, tokens = distance.shape[:-3], distance.shape[-2]
     for _ in range(len(lead) + 1 - mask.ndim):
         mask = mask.unsqueeze(-2)
@@ -266,7 +266,7 @@ def _has_triton() -> bool:
 
 
 def _in_place(x: Tensor) -> bool:
-    """Whether intermediate results may be overwritten: nobody will differentiate or trace them."""
+    """Return whether results may be overwritten: nobody will differentiate or trace them."""
     return not (x.requires_grad or torch.compiler.is_compiling())
 
 
@@ -322,7 +322,7 @@ def _over_patches(plane: Tensor, reach: int, metric: Metric) -> Iterator[tuple[T
 
 
 def _nearest(plane: Tensor, steps: Iterable[tuple[Tensor, float]]) -> Tensor:
-    """The least of a plane and of the values of each step with its length added."""
+    """Return the least of a plane and of the values of each step with its length added."""
     nearest = plane
     for values, length in steps:
         if _in_place(values):

@@ -88,7 +88,7 @@ def anchor_field(
 
 
 def joined_fields(fields: Sequence[AnchorField]) -> AnchorField:
-    """The fields of several images with one text as that of one row of tokens.
+    """Return the fields of several images with one text as that of one row of tokens.
 
     Each image keeps its own prefix token and its own paths: no path leads from one to another.
     The average of a word's paths (Eq. 10) is over the patches of all images.

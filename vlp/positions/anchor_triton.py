@@ -29,7 +29,7 @@ _FARTHEST_PATCH = 4
 
 
 def fits(text_reach: int, patch_reach: int) -> bool:
-    """Whether the kernel takes a window: up to 9 x 9 patches, and fewer than 2^15 steps."""
+    """Return whether the kernel takes a window: up to 9 x 9 patches, and fewer than 2^15 steps."""
     return patch_reach <= _FARTHEST_PATCH and _steps(text_reach, patch_reach) < 2**15
 
 

@@ -73,7 +73,7 @@ class PositionEncoding(nn.Module):
     def inputs(
         self, query: Tensor, key: Tensor, value: Tensor, context: PositionContext
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What enters W^Q, W^K and W^V of one layer, each (batch, tokens, width)."""
+        """Return what enters W^Q, W^K and W^V of one layer, each (batch, tokens, width)."""
         return query, key, value
 
     def rotate(self, query: Tensor, key: Tensor, context: PositionContext) -> tuple[Tensor, Tensor]:

@@ -72,7 +72,7 @@ def clip_index(x: Tensor, beta: float) -> Tensor:
 
 
 def table_size(method: Method, ratio: float = 1.9, prefix_tokens: int = 0) -> int:
-    """Rows of one table: 2 int(beta) + 1, its square for product, and one for a prefix
+    """Return the rows of one table: 2 int(beta) + 1, its square for product, and one for a prefix
     (papers.md#irpe-i7, #irpe-i10).
 
     Cross has two tables of this size, rows and columns.
@@ -101,7 +101,7 @@ def bucket_ids(
     variant: Variant = "rank",
     universe: Universe = "grid",
 ) -> tuple[Tensor, int]:
-    """The bucket of every pair of tokens (iRPE Eqs 19-25, papers.md#irpe-i4 to #irpe-i10).
+    """Return the bucket of every pair of tokens (iRPE Eqs 19-25, papers.md#irpe-i4 to #irpe-i10).
 
     Offsets are query minus key. An index g becomes an id as g + int(beta), in every method and on
     each axis (papers.md#irpe-i8); product joins both axes as row * (2 int(beta) + 1) + column

@@ -38,7 +38,7 @@ class ByModality(PositionEncoding):
     def inputs(
         self, query: Tensor, key: Tensor, value: Tensor, context: PositionContext
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What enters the projections of one stream; see the base."""
+        """Return what enters the projections of one stream; see the base."""
         return self._dispatch("inputs", context, query, key, value)
 
     def rotate(self, query: Tensor, key: Tensor, context: PositionContext) -> tuple[Tensor, Tensor]:

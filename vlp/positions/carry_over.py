@@ -115,7 +115,7 @@ def _on_other_grid(
 
 
 def _clipped_rows(encoding: ClippedPosition, reach: int) -> Tensor:
-    """The row of a table of some reach for each row of the encoding's.
+    """Return the row of a table of some reach for each row of the encoding's.
 
     Offsets beyond a reach share the row of the furthest one, and the last row is the prefix's.
     """

@@ -21,7 +21,7 @@ _METHODS: dict[Offsets, Method] = {"product": "product", "axes": "cross", "raste
 def clipped_ids(
     offsets: Offsets, height: int, width: int, reach: int, prefix_tokens: int = 0
 ) -> tuple[Tensor, int]:
-    """The row of every pair of tokens, offsets clipped to [-reach, reach] (iRPE Eq. 9).
+    """Return the row of every pair of tokens, offsets clipped to [-reach, reach] (iRPE Eq. 9).
 
     `product` is how iRPE's supplement 4 brings 1D encodings to images: both axes are clipped by
     h(x) and every pair of clipped offsets is a row, row * (2 reach + 1) + column
@@ -55,7 +55,7 @@ def clipped_ids(
 
 
 def clipped_size(offsets: Offsets, reach: int, prefix_tokens: int = 0) -> int:
-    """Rows of one table: 2 reach + 1, squared for product, and one for a prefix.
+    """Return the rows of one table: 2 reach + 1, squared for product, and one for a prefix.
 
     Raises:
         ValueError: an unknown name, a reach below 1, a negative prefix.
@@ -68,7 +68,7 @@ def clipped_size(offsets: Offsets, reach: int, prefix_tokens: int = 0) -> int:
 
 
 def longest_offset(offsets: Offsets, grid: tuple[int, int]) -> int:
-    """The reach at which nothing on a grid is clipped: its longer side, or the raster's length.
+    """Return the reach that clips nothing on a grid: its longer side, or the raster's length.
 
     At least 1, which a single patch does not use.
     """

@@ -44,7 +44,7 @@ def vertical_first(coordinates: Tensor) -> Tensor:
 
 
 def places_after_prefix(name: str, x: Tensor, context: PositionContext) -> int:
-    """Tokens of x (B, T, width) that have a place.
+    """Return the tokens of x (B, T, width) that have a place.
 
     Raises:
         ValueError: fewer tokens than the prefix, or than the context's grid has patches, or more.
@@ -140,7 +140,7 @@ def token_coordinates(
 
 
 def _along_axes(horizontal: float, vertical: float, like: Tensor) -> Tensor:
-    """A factor for every coordinate: (dimensions,)."""
+    """Return a factor for every coordinate: (dimensions,)."""
     factors = [horizontal, vertical] * (like.shape[-1] // 2)
     return torch.tensor(factors, dtype=like.dtype, device=like.device)
 
@@ -148,7 +148,7 @@ def _along_axes(horizontal: float, vertical: float, like: Tensor) -> Tensor:
 def _given(
     name: str, dimensions: int, x: Tensor, context: PositionContext, coordinates: Tensor
 ) -> Tensor:
-    """The context's coordinates, once they are what this encoding can use."""
+    """Return the context's coordinates, once they are what this encoding can use."""
     wanted = (x.shape[-2] - context.prefix_tokens, dimensions)
     batch = (1, x.shape[0])
     shape = tuple(coordinates.shape)

@@ -142,7 +142,7 @@ class ContextualPosition(PositionEncoding):
 
 
 def gate(query: Tensor, key: Tensor, scale: float = 1.0) -> Tensor:
-    """How much each key counts for each query, sigmoid(scale q . k) (Eqs 7, 9; papers.md#sape-s1).
+    """Gate each key for each query, sigmoid(scale q . k) (Eqs 7, 9; papers.md#sape-s1).
 
     (..., T, d) twice -> (..., T, T), in [0, 1].
     """

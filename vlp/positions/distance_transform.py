@@ -45,7 +45,7 @@ def _there_and_back(length: int) -> list[tuple[int, int]]:
 
 
 def _with_neighbours(row: Tensor) -> Tensor:
-    """The least of each column and the two beside it, over (..., columns, N)."""
+    """Return the least of each column and the two beside it, over (..., columns, N)."""
     columns = row.shape[-2]
     padded = functional.pad(row, (0, 0, 1, 1), value=math.inf)
     sides = torch.minimum(padded.narrow(-2, 0, columns), padded.narrow(-2, 2, columns))

@@ -13,7 +13,7 @@ def require_grid_tokens(
     keys: int,
     prefix_bucket: bool = True,
 ) -> tuple[int, int]:
-    """The grid of self-attention over a prefix and a whole grid.
+    """Return the grid of self-attention over a prefix and a whole grid.
 
     Args:
         name: the encoding's, for the message.

@@ -10,7 +10,7 @@ from vlp.positions.lookup import Lookup, products
 
 
 def huang_lookups(query: Tensor, key: Tensor, table: Tensor, ids: Tensor) -> list[Lookup]:
-    """What Eq. 11 of iRPE adds to the logits: (q_i . p_ij + k_j . p_ij) / sqrt(channels).
+    """Return what Eq. 11 of iRPE adds to the logits: (q_i . p_ij + k_j . p_ij) / sqrt(channels).
 
     The printed numerator (q_i + p_ij)(k_j + p_ij) - p_ij p_ij is q_i k_j plus these two products:
     the square of p_ij, which knows no content, cancels.

@@ -163,7 +163,7 @@ class RelativePosition(LookupPosition):
     def _ids(
         self, context: PositionContext, queries: int, keys: int, device: torch.device
     ) -> Tensor:
-        """Rows of the table for every pair, (tables, T, T)."""
+        """Return the rows of the table for every pair, (tables, T, T)."""
         grid = require_grid_tokens(self.name, context, self.grid, queries, keys, self.prefix_bucket)
         if self.fixed_grid and self.grid is not None and grid != self.grid:
             raise ValueError(

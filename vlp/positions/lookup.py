@@ -34,7 +34,7 @@ class Lookup(NamedTuple):
     of_keys: bool = False
 
     def dense(self) -> Tensor:
-        """The term of every pair; broadcasts to (batch, heads, T, T)."""
+        """Return the term of every pair; broadcasts to (batch, heads, T, T)."""
         if self.ids is None:
             return self.per_row.mT if self.of_keys else self.per_row
         if self.per_row.shape[-2] == 1:  # the same for all tokens
@@ -54,7 +54,7 @@ class LookupPosition(PositionEncoding):
         raise NotImplementedError
 
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
-        """The sum of all lookups, in the type of the queries.
+        """Return the sum of all lookups, in the type of the queries.
 
         Returns:
             Broadcasts to (B, heads, T, T).
@@ -66,14 +66,14 @@ class LookupPosition(PositionEncoding):
 
 
 def dense(lookups: Iterable[Lookup]) -> Tensor:
-    """The sum of lookups for every pair; broadcasts to (batch, heads, T, T)."""
+    """Return the sum of lookups for every pair; broadcasts to (batch, heads, T, T)."""
     return _sum(lookup.dense() for lookup in lookups)
 
 
 def products(
     states: Tensor, table: Tensor, ids: Tensor, scale: float = 1.0, of_keys: bool = False
 ) -> Lookup:
-    """The product of a token's state with the rows of a pair: scale * states_i . table[ids_ij].
+    """Look up products of a token's state and a pair's rows: scale * states_i . table[ids_ij].
 
     Args:
         states: (batch, heads, T, channels), of queries or keys.
@@ -87,7 +87,7 @@ def products(
 
 
 def scalars(table: Tensor, ids: Tensor, scale: float = 1.0) -> Lookup:
-    """The scalar of every pair: scale * table[ids_ij].
+    """Return the scalar of every pair: scale * table[ids_ij].
 
     Args:
         table: (1 or heads, rows).
@@ -98,7 +98,7 @@ def scalars(table: Tensor, ids: Tensor, scale: float = 1.0) -> Lookup:
 
 
 def attended_rows(attention: Tensor, table: Tensor, ids: Tensor) -> Tensor:
-    """What query i attends to, in rows of the table: sum_j attention_ij table[ids_ij].
+    """Return what query i attends to, in rows of the table: sum_j attention_ij table[ids_ij].
 
     Args:
         attention: (batch, heads, T, T).

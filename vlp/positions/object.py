@@ -15,7 +15,7 @@ _TOLERANCE = 1e-3
 
 
 def object_ids(boxes: Tensor, grid: tuple[int, int]) -> Tensor:
-    """The object of every patch, painted from boxes (ViTARC section 4, papers.md#vitarc-v12).
+    """Paint the object of every patch from boxes (ViTARC section 4, papers.md#vitarc-v12).
 
     Row k of the boxes paints the number k + 1 on every cell that it covers, also in part; later
     rows paint over earlier ones, and 0 is the background. Padding rows keep their number unused.
@@ -127,7 +127,7 @@ class ObjectPosition(TokenEncoding):
 
 
 def _covers(start: Tensor, end: Tensor, cells: int) -> Tensor:
-    """Which cells of an axis lie between start and end (...): (..., cells)."""
+    """Return which cells of an axis lie between start and end (...): (..., cells)."""
     cell = torch.arange(cells, dtype=start.dtype, device=start.device)
     begins, ends = start.unsqueeze(-1) + _TOLERANCE, end.unsqueeze(-1) - _TOLERANCE
     return (cell + 1 > begins) & (cell < ends)

@@ -62,7 +62,7 @@ _ENCODINGS: dict[str, Callable[..., PositionEncoding]] = {
 
 
 def list_positions() -> Sequence[str]:
-    """Names that `create_position` knows."""
+    """Return the names that `create_position` knows."""
     return tuple(sorted(_ENCODINGS))
 
 
@@ -142,7 +142,7 @@ def place_roles(
 
 
 def acts_on_tokens(name: str) -> bool:
-    """Whether an encoding acts once on the tokens; the others act in every layer of attention.
+    """Return whether an encoding acts once on the tokens; others act in every attention layer.
 
     Raises:
         ValueError: unknown name.

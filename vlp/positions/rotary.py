@@ -80,7 +80,7 @@ def axial_angles(
 
 
 def split_angles(places: Tensor, dim: int, theta: float = 100.0) -> Tensor:
-    """The axial form at any places: x for the first half of the pairs, y for the second.
+    """Return the axial form at any places: x for the first half of the pairs, y for the second.
 
     Args:
         places: (..., tokens, 2), x = column and y = row, in patches.
@@ -98,7 +98,7 @@ def split_angles(places: Tensor, dim: int, theta: float = 100.0) -> Tensor:
 
 
 def mixed_angles(places: Tensor, frequencies: Tensor) -> Tensor:
-    """The "mixed learnable frequency" form of RoPE for ViT: x f_x + y f_y.
+    """Return the "mixed learnable frequency" form of RoPE for ViT: x f_x + y f_y.
 
     Args:
         places: (..., tokens, 2), x = column and y = row, in patches.
@@ -187,7 +187,7 @@ def rotate(x: Tensor, angles: Tensor, layout: Layout = "interleaved") -> Tensor:
 
 
 def cosine_and_sine(angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What `turn` needs for states of `dtype`, in float32 at least; the shape of the angles.
+    """Return what `turn` needs for states of `dtype`, in float32 at least; the shape of the angles.
 
     A float32 angle of 500 is off by 3e-5, so better angles are used to the full before rounding.
     """

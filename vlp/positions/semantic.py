@@ -278,7 +278,7 @@ def _lines(x: Tensor, rows: int, columns: int, upright: bool) -> Tensor:
 
 
 def _tokens(lines: Tensor, upright: bool) -> Tensor:
-    """The inverse of `_lines`."""
+    """Return the inverse of `_lines`."""
     return (lines.transpose(-3, -2) if upright else lines).flatten(-3, -2)
 
 

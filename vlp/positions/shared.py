@@ -51,7 +51,7 @@ def shared(kept: int) -> Callable[[Callable[Sizes, Tensor]], Callable[Sizes, Ten
 
 
 def _fixed(size: Any) -> Any:
-    """A size, or several, as numbers where `torch.compile(dynamic=True)` has symbols for them."""
+    """Turn sizes into numbers where `torch.compile(dynamic=True)` has symbols for them."""
     from torch.fx.experimental.symbolic_shapes import guard_scalar  # takes half a second
 
     if isinstance(size, tuple):

@@ -19,7 +19,7 @@ from vlp.positions.sine import sinusoid
 def transformer_xl_lookups(
     query: Tensor, key: Tensor, relative: Tensor, ids: Tensor, u: Tensor, v: Tensor
 ) -> list[Lookup]:
-    """What iRPE Eq. 10 adds to the logits: (u . k_j + (q_i + v) . r_ij) / sqrt(channels).
+    """Return what iRPE Eq. 10 adds to the logits: (u . k_j + (q_i + v) . r_ij) / sqrt(channels).
 
     Args:
         query: (batch, heads, T, channels).

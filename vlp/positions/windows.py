@@ -10,7 +10,7 @@ Metric = Literal["euclidean", "manhattan", "chebyshev"]
 
 
 def text_reach(window: int | None) -> int | None:
-    """Tokens to either side of a window of B_t tokens; None is unbounded.
+    """Return the tokens to either side of a window of B_t tokens; None is unbounded.
 
     Raises:
         ValueError: a window that is not a positive odd number.

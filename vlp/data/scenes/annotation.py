@@ -57,7 +57,7 @@ def annotation(scene: Scene, texts: Sequence[SceneCaption] | None = None) -> Ann
 
 
 def graph_of(scene: Scene) -> dict[str, Any]:
-    """The graph in JSON's types; relations are [object, relation, object] by number."""
+    """Return the graph in JSON's types; relations are [object, relation, object] by number."""
     graph: dict[str, Any] = {
         "image_size": scene.image_size,
         "background": list(scene.background),
@@ -70,7 +70,7 @@ def graph_of(scene: Scene) -> dict[str, Any]:
 
 
 def swap_annotation(pair: SwapPair) -> Annotation:
-    """A hard negative: `caption` is the first image's, `scene["swap"]["foil"]` the second's."""
+    """Annotate a hard negative; `scene["swap"]["foil"]` is the second image's caption."""
     return Annotation(
         caption=pair.caption.text,
         source=SOURCE,
@@ -84,7 +84,7 @@ def swap_annotation(pair: SwapPair) -> Annotation:
 
 
 def statement_annotation(statement: Statement) -> Annotation:
-    """A statement about two images; the first image is the left one."""
+    """Annotate a statement about two images; the first image is the left one."""
     return Annotation(
         statement=statement.text,
         label=statement.label,
@@ -95,7 +95,7 @@ def statement_annotation(statement: Statement) -> Annotation:
 
 
 def box_statement_annotation(statement: BoxStatement) -> Annotation:
-    """A statement about three boxes."""
+    """Annotate a statement about three boxes."""
     return Annotation(
         statement=statement.text,
         label=statement.label,
@@ -106,7 +106,7 @@ def box_statement_annotation(statement: BoxStatement) -> Annotation:
 
 
 def snli_ve_annotation(triple: SnliVeTriple) -> Annotation:
-    """A hypothesis about an image with a curtain."""
+    """Annotate a hypothesis about an image with a curtain."""
     return Annotation(
         premise=triple.premise,
         hypothesis=triple.hypothesis,

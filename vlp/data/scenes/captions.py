@@ -160,12 +160,12 @@ def write(scene: Scene, pattern: str, rng: np.random.Generator) -> SceneCaption 
 
 
 def words_of(text: str) -> list[str]:
-    """Words and punctuation marks, as BERT splits a text before it looks for word pieces."""
+    """Split a text into words and punctuation marks, as BERT does before word pieces."""
     return re.findall(r"\w+|[^\w\s]", text)
 
 
 def word_objects(caption: SceneCaption, scene: Scene) -> list[tuple[int, str, str, Box]]:
-    """Which word names which object: (position, word, 'colour' or 'shape', the object's box).
+    """List words that name objects: (position, word, 'colour' or 'shape', the object's box).
 
     Positions count `words_of(caption.text)`.
     """
@@ -176,7 +176,7 @@ def word_objects(caption: SceneCaption, scene: Scene) -> list[tuple[int, str, st
 
 
 def draw_style(rng: np.random.Generator) -> list[int]:
-    """The choices between equal wordings, one for each slot of a pattern."""
+    """Draw the choices between equal wordings, one for each slot of a pattern."""
     return [int(number) for number in rng.integers(1 << 16, size=16)]
 
 

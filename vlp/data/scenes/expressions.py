@@ -40,7 +40,7 @@ def expressions(scene: Scene) -> list[ReferringExpression]:
 
 
 def is_unique(expression: ReferringExpression, scene: Scene) -> bool:
-    """Whether the phrase means its object for sure, and no other one even leniently."""
+    """Return whether the phrase means its object for sure, and no other one even leniently."""
     # Lenient first: it excludes more, and what holds strictly is part of what holds leniently.
     return subjects(expression.meaning, scene, lenient=True) == [expression.obj] and holds(
         expression.meaning, scene

@@ -76,7 +76,7 @@ def offset(first: Obj, second: Obj, image_size: int) -> tuple[int, int]:
 
 
 def gap(first: Obj, second: Obj, image_size: int) -> int:
-    """The wider of the horizontal and the vertical gap between two boxes, in 64ths of the side.
+    """Return the wider of the horizontal and vertical gaps of two boxes, in 64ths of the side.
 
     Below 0 where they overlap in both. Whole numbers, the same at every image size.
     """
@@ -94,7 +94,7 @@ def nearness(scene: Scene, first: int, second: int) -> str | None:
 def relation_holds(
     scene: Scene, first: int, relation: str, second: int, lenient: bool = False
 ) -> bool:
-    """Whether object `first` is clearly `relation` of object `second`.
+    """Return whether object `first` is clearly `relation` of object `second`.
 
     Both 'left' and 'above' may hold for one pair. Where the centres are less than `CLEAR` apart
     neither a relation nor its inverse holds clearly, as a person would hesitate too; with
@@ -110,7 +110,7 @@ def relation_holds(
 
 
 def main_relation(scene: Scene, first: int, second: int) -> str:
-    """The relation of the first object to the second, along the axis that separates them more.
+    """Return the relation of the first object to the second, along the wider gap's axis.
 
     Objects do not overlap, so this one always holds clearly.
     """
@@ -121,7 +121,7 @@ def main_relation(scene: Scene, first: int, second: int) -> str:
 
 
 def relations(scene: Scene) -> list[tuple[int, str, int]]:
-    """Every clear relation of the scene as (first object, relation, second object), both ways."""
+    """List the clear relations of a scene: (first object, relation, second object), both ways."""
     numbers = range(len(scene.objects))
     return [
         (first, relation, second)

@@ -23,7 +23,7 @@ class ObjectPhrase(NamedTuple):
     place: str | None = None
 
     def fits(self, obj: Obj, lenient: bool = False) -> bool:
-        """Whether the object is what the phrase says; leniently, 'top left' is at the 'top' too."""
+        """Return whether the phrase fits the object; leniently, 'top left' is at the 'top' too."""
         return (
             self.shape in (None, obj.shape)
             and self.colour in (None, obj.colour)
@@ -46,12 +46,12 @@ class Meaning(NamedTuple):
 
 
 def referents(noun: ObjectPhrase, scene: Scene) -> list[int]:
-    """The objects of the scene that fit the phrase in the strict reading."""
+    """Return the objects of the scene that fit the phrase in the strict reading."""
     return [number for number, obj in enumerate(scene.objects) if noun.fits(obj)]
 
 
 def subjects(meaning: Meaning, scene: Scene, lenient: bool = False) -> list[int]:
-    """The objects of the scene that can be the claim's first noun."""
+    """Return the objects of the scene that can be the claim's first noun."""
     if meaning.alone and len(scene.objects) != len(meaning.nouns):
         return []
     fitting = [
@@ -72,12 +72,12 @@ def subjects(meaning: Meaning, scene: Scene, lenient: bool = False) -> list[int]
 
 
 def holds(meaning: Meaning, scene: Scene, lenient: bool = False) -> bool:
-    """Whether some choice of objects satisfies the claim."""
+    """Return whether some choice of objects satisfies the claim."""
     return bool(subjects(meaning, scene, lenient))
 
 
 def truth(meaning: Meaning, scene: Scene) -> bool | None:
-    """True or False where the claim is surely so, None where readers may differ."""
+    """Return True or False where the claim is surely so, None where readers may differ."""
     if holds(meaning, scene):
         return True
     return None if holds(meaning, scene, lenient=True) else False

@@ -119,7 +119,7 @@ def sample_swap(
 def swap_pair(
     scene: Scene, kind: SwapKind, pair: tuple[int, ...], rng: np.random.Generator
 ) -> SwapPair | None:
-    """The swap of two objects of a scene; None where it would not make one caption clearly false.
+    """Swap two objects of a scene; None where it would not make one caption clearly false.
 
     Sizes stay with their boxes and the captions do not speak of them.
 
@@ -157,7 +157,7 @@ def swap_pair(
 def _nearer_or_farther(
     scene: Scene, first: int, second: int, rng: np.random.Generator
 ) -> Scene | None:
-    """The second object moved such that near turns to far or far to near; None if none is found.
+    """Move the second object such that near turns to far or far to near; None if impossible.
 
     The direction stays horizontal or vertical, so the pair stays in its family of swaps. Near ones
     keep a gap that no patch of a sixth of the image's side bridges: one that holds both would

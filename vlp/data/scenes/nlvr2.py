@@ -7,6 +7,7 @@ say where something is, and of images that show it, so that only the place decid
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
@@ -68,20 +69,14 @@ def _image(seed: int, number: int, split: Split, image_size: int) -> Scene:
 
 
 def _more(rng: np.random.Generator) -> tuple[str, Rule]:
+    compare: Callable[[int, int], bool]
     if rng.random() < 1 / 3:
-        return (
-            "both pictures show the same number of objects",
-            lambda left, right: len(left.objects) == len(right.objects),
-        )
-    if rng.random() < 0.5:
-        return (
-            "the left picture shows more objects than the right one",
-            lambda left, right: len(left.objects) > len(right.objects),
-        )
-    return (
-        "the left picture shows fewer objects than the right one",
-        lambda left, right: len(left.objects) < len(right.objects),
-    )
+        text, compare = "both pictures show the same number of objects", operator.eq
+    elif rng.random() < 0.5:
+        text, compare = "the left picture shows more objects than the right one", operator.gt
+    else:
+        text, compare = "the left picture shows fewer objects than the right one", operator.lt
+    return text, lambda left, right: compare(len(left.objects), len(right.objects))
 
 
 def _both(rng: np.random.Generator) -> tuple[str, Rule]:
@@ -171,7 +166,7 @@ def _place_in_one(rng: np.random.Generator) -> tuple[str, Rule]:
 
 
 def _where_shown(shown: Meaning, where: Meaning, scene: Scene) -> bool | None:
-    """Truth of `where` in images for which `shown` holds, None in others."""
+    """Return the truth of `where` in images for which `shown` holds, None in others."""
     return truth(where, scene) if holds(shown, scene) else None
 
 

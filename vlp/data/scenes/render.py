@@ -17,7 +17,7 @@ Point = tuple[float, float]
 
 
 def render(scene: Scene) -> Image.Image:
-    """The image of a scene, RGB, `image_size` pixels a side."""
+    """Return the image of a scene, RGB, `image_size` pixels a side."""
     side = scene.image_size * SUPERSAMPLING
     image = Image.new("RGB", (side, side), scene.background)
     canvas = ImageDraw.Draw(image)
@@ -37,7 +37,7 @@ def encode_png(image: Image.Image) -> bytes:
 
 
 def cover_box(place: str, image_size: int) -> Box:
-    """The [x, y, width, height] in pixels that a curtain over `place` hides."""
+    """Return the [x, y, width, height] in pixels that a curtain over `place` hides."""
     row, column = divmod(PLACES.index(place), 3)
     third = image_size / 3
     return column * third, row * third, third, third

@@ -144,7 +144,7 @@ def _names(rng: np.random.Generator, count: int, variety: Variety) -> np.ndarray
 
 
 def moved(scene: Scene, number: int, rng: np.random.Generator) -> Scene | None:
-    """The scene with one object in another place, of the same size; None where there is no room."""
+    """Move one object of a scene to another place, of the same size; None without room."""
     scale = scene.image_size / LATTICE
     lattice = [tuple(round(value / scale) for value in obj.box) for obj in scene.objects]
     side = lattice[number][2]
@@ -181,7 +181,7 @@ def _rectangle(rng: np.random.Generator, size: str, cell: int) -> Rectangle:
 
 
 def _start(rng: np.random.Generator, side: int, third: int) -> int:
-    """A start such that the centre lies in the third and the object inside the image."""
+    """Draw a start such that the centre lies in the third and the object inside the image."""
     low, high = CENTRES[third]
     first = max(MARGIN, -(-(2 * low - side) // 2))
     last = min(LATTICE - MARGIN - side, (2 * high - side) // 2)

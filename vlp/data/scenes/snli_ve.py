@@ -74,7 +74,7 @@ def label_of(noun: ObjectPhrase, scene: Scene) -> Label | None:
 
 
 def hides_nothing(scene: Scene, place: str) -> bool:
-    """Whether a curtain over the place would leave every object of the scene in full view."""
+    """Return whether a curtain over the place leaves every object of the scene in full view."""
     x, y, width, height = cover_box(place, scene.image_size)
     return not any(
         x < obj.box[0] + obj.box[2]

@@ -39,7 +39,7 @@ VAL_SHARE = 8
 
 
 def split_of(scene: Scene) -> Split:
-    """The split of a scene, from its contents alone."""
+    """Return the split of a scene, from its contents alone."""
     if held_out_pairs(scene, "unseen"):
         return "unseen"
     if held_out_pairs(scene, "swaps"):
@@ -50,7 +50,7 @@ def split_of(scene: Scene) -> Split:
 
 
 def held_out_pairs(scene: Scene, split: Literal["swaps", "unseen"]) -> list[tuple[int, int]]:
-    """The pairs of objects that training never shows, for the reason the split stands for."""
+    """Return the pairs of objects that training never shows, for the split's reason."""
     pairs = combinations(range(len(scene.objects)), 2)
     if split == "unseen":
         return [pair for pair in pairs if _shape_family(scene, *pair) in UNSEEN_FAMILIES]
@@ -58,7 +58,7 @@ def held_out_pairs(scene: Scene, split: Literal["swaps", "unseen"]) -> list[tupl
 
 
 def swap_family(scene: Scene, first: int, second: int) -> tuple[str, ...]:
-    """What every relation or attribute swap of a pair keeps: direction, colours, shapes."""
+    """Return what every relation or attribute swap of a pair keeps: direction, colours, shapes."""
     one, other = scene.objects[first], scene.objects[second]
     return (
         _direction(scene, first, second),
@@ -68,7 +68,7 @@ def swap_family(scene: Scene, first: int, second: int) -> tuple[str, ...]:
 
 
 def content(scene: Scene) -> tuple[str, ...]:
-    """What every full caption of the scene says at least, in an order that does not matter."""
+    """Return what every full caption of the scene says at least, in any order."""
     objects = scene.objects
     if len(objects) == 1:
         return (objects[0].colour, objects[0].shape, objects[0].place)

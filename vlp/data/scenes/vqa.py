@@ -28,7 +28,7 @@ class SceneQuestion(NamedTuple):
 
 
 def questions(scene: Scene) -> list[SceneQuestion]:
-    """One question of each kind that the scene allows."""
+    """Write one question of each kind that the scene allows."""
     rng = make_rng(0, 0, scene.key, "questions")
     number = int(rng.integers(len(scene.objects)))
     makers = (_colour, _shape, _place, _count, _exists, _relation, _neighbour)

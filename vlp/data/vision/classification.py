@@ -83,11 +83,7 @@ class LabelledSamples:
         ConfigError: timm knows no such augmentation policy.
     """
 
-    def __init__(
-        self,
-        images: LabelledImages,
-        config: LabelledDataConfig,
-    ) -> None:
+    def __init__(self, images: LabelledImages, config: LabelledDataConfig) -> None:
         self.images, self.config = images, config
         self._preprocessing = config.preprocessing
         self._policy = None
@@ -109,7 +105,7 @@ class LabelledSamples:
         return len(self.images)
 
     def __call__(self, number: int, rng_for: RngFactory) -> tuple[Tensor, int]:
-        """Pixels (3, size, size) and class."""
+        """Return the pixels (3, size, size) and class."""
         image, label, _ = self.images.read(number)
         return self.pixels(image, rng_for), label
 

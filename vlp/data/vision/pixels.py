@@ -49,7 +49,7 @@ class PixelBatch(NamedTuple):
 
 
 def pixel_values(image: Image.Image, size: int, where: str) -> Tensor:
-    """The pixels of an image's largest square in its middle: (size, size, 3) uint8.
+    """Return the pixels of an image's largest square in its middle: (size, size, 3) uint8.
 
     A larger image is made smaller by the mean of each pixel's area, as the ImageNet-64 that such
     models are compared on was made; at `size` nothing is changed.
@@ -75,18 +75,14 @@ class PixelSamples:
         config: size and mirroring.
     """
 
-    def __init__(
-        self,
-        images: LabelledImages,
-        config: PixelDataConfig,
-    ) -> None:
+    def __init__(self, images: LabelledImages, config: PixelDataConfig) -> None:
         self.images, self.config = images, config
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __call__(self, number: int, rng_for: RngFactory) -> Tensor:
-        """Pixels (size, size, 3) uint8."""
+        """Return the pixels (size, size, 3) uint8."""
         image, _, where = self.images.read(number)
         if self.config.hflip and rng_for("mirror").random() < 0.5:
             image = ImageOps.mirror(image)

@@ -104,14 +104,14 @@ class _Encoding:
         self.options = place_roles(self.name, on, options, self.parameters)
 
     def __call__(self, like: Tensor, training: bool, **sizes: Any) -> PositionEncoding:
-        """One module with those sizes that it has, on a weight's device and in its type."""
+        """Return one module with those sizes that it has, on a weight's device and in its type."""
         known = {size: value for size, value in sizes.items() if size in self.parameters}
         with torch.device("cpu"):  # constructors check numbers, which the device `meta` lacks
             encoding = self.make(**{**known, **self.options})
         return encoding.to(device=like.device, dtype=like.dtype).train(training)
 
     def acts_on_tokens(self, made: PositionEncoding) -> bool:
-        """Whether it acts once on the tokens, or else in every layer of attention.
+        """Return whether it acts once on the tokens, or else in every layer of attention.
 
         Raises:
             ValueError: it does both, or something that these models have no place for.
@@ -156,7 +156,7 @@ def _attach_to_vit(model: Any, encoding: _Encoding, drop: bool, fused: Fused) ->
 
 
 def _positioned_vit(model: nn.Module) -> type:
-    """The class with encodings that stands in for a ViT's.
+    """Return the class with encodings that stands in for a ViT's.
 
     Raises:
         ValueError: another model.

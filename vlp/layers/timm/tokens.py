@@ -44,7 +44,7 @@ class Places:
         return context
 
     def read(self, tokens: int) -> PositionContext:
-        """The context of so many tokens, prefix included.
+        """Return the context of so many tokens, prefix included.
 
         Raises:
             ValueError: no image had so many.

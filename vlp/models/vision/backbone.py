@@ -11,7 +11,7 @@ from vlp.positions import attach, drop_absolute
 
 
 def create_backbone(config: BackboneConfig, **options: object) -> nn.Module:
-    """A timm model with its encodings.
+    """Return a timm model with its encodings.
 
     Args:
         config: name, options and encodings.

@@ -157,7 +157,7 @@ class Detr(nn.Module):
         return tokens, place
 
     def require_grid(self, height: int, width: int) -> None:
-        """Whether an image of so many pixels can be encoded.
+        """Return whether an image of so many pixels can be encoded.
 
         Raises:
             ValueError: an encoding cannot serve its grid; it is named.

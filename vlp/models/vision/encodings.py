@@ -18,7 +18,7 @@ from vlp.positions import (
 
 
 def on_tokens(position: PositionConfig) -> bool:
-    """Whether an encoding acts once on the tokens; else it acts in every layer of attention.
+    """Return whether an encoding acts once on the tokens; else it acts in every layer of attention.
 
     Raises:
         ConfigError: an unknown name, or an encoding of cross-modal attention.
@@ -31,7 +31,7 @@ def on_tokens(position: PositionConfig) -> bool:
 
 
 def create_encoding(position: PositionConfig, **sizes: Any) -> PositionEncoding:
-    """One encoding with those of `sizes` (width, heads, grid) that it has.
+    """Return one encoding with those of `sizes` (width, heads, grid) that it has.
 
     Raises:
         ConfigError: an unknown name, or options or sizes that do not fit it.

@@ -130,7 +130,7 @@ def _build(
 
 
 def _weights(convert: Convert, state: dict[str, Any], model: nn.Module) -> dict[str, Tensor]:
-    """A checkpoint as the model loads it; one without any encoding gets their start.
+    """Return a checkpoint as the model loads it; one without any encoding gets their start.
 
     Raises:
         ValueError: the checkpoint's encodings are others than the model's. timm would pass over

@@ -183,7 +183,7 @@ class GridTransformer(nn.Module):
 
     @torch.no_grad()
     def generate(self, question: GridQuestion) -> Tensor:
-        """The likeliest token of every cell after those before it, greedily: (B, T) int64.
+        """Return the likeliest token of every cell after those before it, greedily: (B, T) int64.
 
         Each cell costs a pass over the whole template, which the encodings' hooks need. Whether the
         result is a given template is known in one pass: it is where, and only where, the logits of

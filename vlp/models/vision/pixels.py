@@ -245,12 +245,12 @@ class PixelTransformer(nn.Module):
 
 
 def sequence_context(size: int) -> PositionContext:
-    """The tokens of an image as a grid, each channel a column of its own."""
+    """Return the tokens of an image as a grid, each channel a column of its own."""
     return PositionContext(grid=(size, CHANNELS * size))
 
 
 def _draw(logits: Tensor, rng: np.random.Generator) -> Tensor:
-    """One level for each row of logits (B, 256): (B,), on the CPU."""
+    """Return one level for each row of logits (B, 256): (B,), on the CPU."""
     share = logits.double().softmax(-1).cumsum(-1).cpu()
     wanted = torch.from_numpy(rng.random(len(logits)))[:, None]
     # The last sum may miss 1 by a rounding error.

@@ -69,7 +69,7 @@ def load_published_irpe(model: Model, file: str | Path) -> Model:
 def from_published(
     state: Mapping[str, Tensor], transposed: Collection[str] = ()
 ) -> dict[str, Tensor]:
-    """Names and shapes of the published tables to ours; everything else as it is.
+    """Translate names and shapes of the published tables to ours; everything else as it is.
 
     Theirs are `blocks.0.attn.rpe_k.lookup_table_weight`, (1 or heads, head width, buckets), of
     values (1 or heads, buckets, head width); ours `blocks.0.attn.positions.0.tables.key`, buckets

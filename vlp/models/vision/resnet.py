@@ -78,7 +78,7 @@ class ResNet(nn.Module):
                 parameter.requires_grad_(name.startswith(trained))
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of the features of an image."""
+        """Return the rows and columns of the features of an image."""
         return math.ceil(height / self.stride), math.ceil(width / self.stride)
 
     def forward(self, pixels: Tensor) -> Tensor:

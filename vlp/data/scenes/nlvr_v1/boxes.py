@@ -74,7 +74,7 @@ def sample_boxes(rng: np.random.Generator, towers: bool) -> ThreeBoxes:
 
 
 def rearrange_boxes(rng: np.random.Generator, scene: ThreeBoxes) -> ThreeBoxes:
-    """The same items or blocks, dealt to the boxes and placed anew.
+    """Return the same items or blocks, dealt to the boxes and placed anew.
 
     As likely as `sample_boxes` would give them.
     """
@@ -87,7 +87,7 @@ def rearrange_boxes(rng: np.random.Generator, scene: ThreeBoxes) -> ThreeBoxes:
 
 
 def render_boxes(scene: ThreeBoxes) -> Image.Image:
-    """The image, RGB, WIDTH x SIDE, anti-aliased."""
+    """Return the image, RGB, WIDTH x SIDE, anti-aliased."""
     scale = _SUPERSAMPLING
     image = Image.new("RGB", (WIDTH * scale, SIDE * scale), _GAP)
     canvas = ImageDraw.Draw(image)

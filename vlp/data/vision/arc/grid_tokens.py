@@ -18,7 +18,7 @@ TOKENS = COLOURS + 4
 
 
 def to_tokens(grid: Grid, size: int) -> np.ndarray:
-    """A grid in its template: ((size + 1) ** 2,) int64.
+    """Return a grid in its template: ((size + 1) ** 2,) int64.
 
     Raises:
         ValueError: it has more than `size` rows or columns.
@@ -35,7 +35,7 @@ def to_tokens(grid: Grid, size: int) -> np.ndarray:
 
 
 def to_grid(tokens: np.ndarray, size: int) -> Grid | None:
-    """The grid of a template, the reverse of `to_tokens`; None where its tokens make no grid.
+    """Return a template's grid, the reverse of `to_tokens`; None where tokens make no grid.
 
     What stands beyond the border does not count.
     """

@@ -83,7 +83,7 @@ class GridVariant(NamedTuple):
     colours: tuple[int, ...] = tuple(range(COLOURS))
 
     def __call__(self, grid: Grid) -> Grid:
-        """The changed grid, a new one."""
+        """Return the changed grid, a new one."""
         return np.array(self.colours)[TURNS[self.turn](grid)]
 
     @property
@@ -118,7 +118,7 @@ def held_out_variants(
 
 
 def orbit(grid: Grid, symmetry: Symmetry) -> tuple[tuple[int, int], bytes]:
-    """A key that is equal for grids which are variants of each other, and only for those."""
+    """Return a key that is equal for grids which are variants of each other, and only for those."""
     free = set(symmetry.colours)
     keys = []
     for turn in symmetry.turns:

@@ -106,7 +106,7 @@ def grid_sample(pair: GridPair, task: int, size: int) -> GridSample:
 
 
 def open_grids(config: GridDataConfig) -> dict[str, ArcTask]:
-    """The tasks of a configuration, all of whose test pairs fit its size.
+    """Return the tasks of a configuration, all of whose test pairs fit its size.
 
     Raises:
         ConfigError: tasks that are missing or too large, a source without a rule, or without a
@@ -198,7 +198,7 @@ def grid_data(
 def collate_grids(
     size: int, samples: list[GridSample], skipped: tuple[SkippedSample, ...] = ()
 ) -> GridBatch:
-    """A batch of samples, of which there may be none."""
+    """Return a batch of samples, of which there may be none."""
     length = (size + 1) ** 2
     boxes = torch.zeros(len(samples), max((len(one.boxes) for one in samples), default=0), 4)
     for row, one in enumerate(samples):

@@ -130,7 +130,7 @@ def _recolour_large(grid: Grid) -> Grid:
 
 
 def _crop(grid: Grid) -> Grid:
-    """The box around all that is not black."""
+    """Return the box around all that is not black."""
     (found,) = ndimage.find_objects((grid != 0).astype(np.int64))
     return grid[found]
 

@@ -35,7 +35,7 @@ class ArcTask(NamedTuple):
 
 
 def read_tasks(path: str, names: Sequence[str]) -> dict[str, ArcTask]:
-    """The named tasks, in that order.
+    """Return the named tasks, in that order.
 
     Args:
         path: a folder, in which files are looked for at every depth, or a tar file of one.

@@ -67,7 +67,7 @@ class CocoImages:
         return len(self._images)
 
     def read(self, number: int) -> ObjectImage:
-        """Image `number`, in the order of ids, and its objects."""
+        """Return image `number`, in the order of ids, and its objects."""
         entry = self._images[number]
         width, height = entry["width"], entry["height"]
         where = f"{self._file}, image {entry['id']} ({entry['file_name']})"

@@ -249,7 +249,7 @@ def _crop(
     sides: tuple[float, float],
     rng: np.random.Generator,
 ) -> tuple[Image.Image, np.ndarray, np.ndarray]:
-    """A random part of an image, and what of the boxes (shares) lies in it."""
+    """Crop an image at random; boxes (shares) are cut to what lies in it."""
     whole = np.array(image.size)
     kept = np.maximum(np.rint(whole * rng.uniform(*sides, 2)), 1).astype(int)
     start = rng.integers(whole - kept + 1)

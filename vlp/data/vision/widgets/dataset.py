@@ -79,7 +79,7 @@ class EncodedScreen(NamedTuple):
 def encode_screen(
     screen: Screen, text: WidgetText, spoken: Sequence[tuple[int, str]], max_widgets: int
 ) -> EncodedScreen:
-    """A screen's tensors.
+    """Return a screen's tensors.
 
     Args:
         screen: with at least one widget.

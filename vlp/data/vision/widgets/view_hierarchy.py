@@ -71,7 +71,7 @@ def read_screen(
     captions: Mapping[str, Sequence[str]],
     nodes: Nodes = "all",
 ) -> Screen:
-    """The widgets of a view hierarchy.
+    """Return the widgets of a view hierarchy.
 
     Nodes that are not visible to the user, or have no area on the screen, are left out unless they
     have a caption. Bounds are clipped to the screen; one that is wider than tall is 2560 x 1440.
@@ -115,7 +115,7 @@ def read_screen(
 
 
 def _walk(root: Mapping[str, Any], name: str) -> Iterator[_Visit]:
-    """All nodes in pre-order, once both orders are known."""
+    """Return all nodes in pre-order, once both orders are known."""
     found: list[tuple[Mapping[str, Any], str, int]] = []
     finished: dict[str, int] = {}
     left: list[tuple[Mapping[str, Any] | None, str, int]] = [(root, "0", 1)]

@@ -55,14 +55,14 @@ class WidgetText:
         return self._captions([text]).text_ids[0]
 
     def sentence(self, ids: Sequence[int]) -> str:
-        """The caption that ids stand for, up to the first [SEP]."""
+        """Return the caption that ids stand for, up to the first [SEP]."""
         kept = list(ids)
         kept = kept[: kept.index(self.sep_id)] if self.sep_id in kept else kept
         sentence: str = self._tokenizer.decode(kept, skip_special_tokens=True)
         return sentence
 
     def to_json(self) -> str:
-        """The tokenizer, for a model folder."""
+        """Return the tokenizer, for a model folder."""
         text: str = self._tokenizer.to_str()
         return text
 
@@ -70,7 +70,7 @@ class WidgetText:
 def widget_text(
     screens: Screens, vocabulary: str | None, size: int, max_words: int, max_caption: int
 ) -> WidgetText:
-    """A public vocabulary, or one trained on all texts and captions of `screens`.
+    """Return a public vocabulary, or one trained on all texts and captions of `screens`.
 
     Args:
         screens: of the training part.
@@ -103,7 +103,7 @@ def _texts(screens: Screens) -> Iterator[str]:
 
 
 def read_tokenizer(text: str) -> Tokenizer:
-    """A tokenizer from what `WidgetText.to_json` gave.
+    """Return a tokenizer from what `WidgetText.to_json` gave.
 
     Raises:
         ValueError: it is none.
