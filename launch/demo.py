@@ -122,7 +122,7 @@ def _evaluate() -> list[str]:
 
 
 def shortfalls(retrieval: RetrievalResult, pointing: PointingResult) -> list[str]:
-    """Where a model falls short of what the demo promises; empty when nowhere."""
+    """Return where a model falls short of what the demo promises; empty when nowhere."""
     problems = []
     for direction in DIRECTIONS:
         for name, least in MIN_RECALL.items():

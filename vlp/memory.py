@@ -1,4 +1,4 @@
-"""What the C library does with memory that tensors on a CPU have given back."""
+"""Settings of the C library for memory that tensors on a CPU have freed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a build has finished: one line of JSON a shard, kept beside the shards.
+"""Journal of a build's finished shards: one line of JSON a shard, kept beside the shards.
 
 The file is only ever appended to while shards are made, so a killed build loses at most the line
 it was writing; a clean end writes it anew, in the order of the shards. Before a shard is replaced

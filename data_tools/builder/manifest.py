@@ -1,4 +1,4 @@
-"""What a build says of itself: OUT/manifest.json, and the lines printed at its end."""
+"""Manifest of a build, OUT/manifest.json, and the lines printed at its end."""
 
 from __future__ import annotations
 

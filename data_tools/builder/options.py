@@ -12,7 +12,7 @@ from vlp.config import ConfigError
 
 
 class BuildOptions(NamedTuple):
-    """How shards are made.
+    """Options for building shards.
 
     Args:
         samples_per_shard: at most so many samples whose images are there.

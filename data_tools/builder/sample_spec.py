@@ -1,4 +1,4 @@
-"""What a converter asks for: samples to be made, and rows that make none."""
+"""Requests of a converter: samples to be made, and rows that make none."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Line(NamedTuple):
 
 
 class TakeDown:
-    """What is taken down, and which of its lines were met so far (`met`)."""
+    """Take-down list, and those of its lines that were met so far (`met`)."""
 
     def __init__(self, lines: frozenset[str] = frozenset()) -> None:
         self.lines = lines

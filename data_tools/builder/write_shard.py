@@ -114,7 +114,7 @@ def make_shard(job: ShardJob) -> tuple[Record, int]:
 
 
 class _Stored:
-    """What an earlier run made of this shard: samples to copy, failures not to try again."""
+    """Result of an earlier run for this shard: samples to copy, failures not to try again."""
 
     def __init__(self, job: ShardJob) -> None:
         self._failed: dict[str, str] = {}

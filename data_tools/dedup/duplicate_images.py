@@ -1,4 +1,4 @@
-"""Which images repeat an earlier one, by their hashes."""
+"""Search for images that repeat an earlier one, by their hashes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from data_tools.dedup.perceptual_hash import (
 
 
 class Drops(NamedTuple):
-    """Which images to drop: `kept[i]` is the one that stays in place of `dropped[i]`."""
+    """Images to drop: `kept[i]` is the one that stays in place of `dropped[i]`."""
 
     dropped: Places
     kept: Places

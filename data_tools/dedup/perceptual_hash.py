@@ -1,4 +1,4 @@
-"""What an image is recognised by: its bytes, and how it looks.
+"""Hashes of an image: of its bytes, and of its looks.
 
 How it looks is a perceptual hash of 64 bits for searching and one of 256 for making sure. Both are
 signs of a discrete cosine transform of the image's luminance at 32 x 32: the lowest 8 x 8 and

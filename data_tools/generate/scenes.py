@@ -63,7 +63,7 @@ _CHUNK = 64
 
 
 class SceneFiles(NamedTuple):
-    """What one key of a shard holds."""
+    """Files of one key of a shard."""
 
     key: str
     image: bytes

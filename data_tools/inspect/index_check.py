@@ -1,4 +1,4 @@
-"""What `index.json` and `manifest.json` say of shards, against what was found in them."""
+"""Comparison of `index.json` and `manifest.json` with the contents of the shards."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ INDEX_KINDS = ("missing index", "unusable index", "index differs")
 
 
 class Damage(NamedTuple):
-    """What is wrong (one of few kinds) and where."""
+    """Kind of damage (one of few) and its location."""
 
     kind: str
     where: str
 
 
 class ShardContents(NamedTuple):
-    """What a shard was found to hold; what was not looked for is None.
+    """Contents found in a shard; None for what was not looked for.
 
     `rows` and `places` are digests of the index rows of its samples, with captions and without.
     """

@@ -53,7 +53,7 @@ _NAMED = 5
 
 
 class Surveyed(NamedTuple):
-    """Where a shard's samples lie, the numbers of their keys, and what is wrong behind them."""
+    """Survey of a shard: places of its samples, numbers of their keys, the problem behind them."""
 
     rows: NDArray[np.void]
     keys: Numbers
@@ -157,7 +157,7 @@ def survey(
 
 
 class Order:
-    """Which samples go into which new shard.
+    """Assignment of samples to new shards.
 
     Args:
         total: samples there are.

@@ -1,4 +1,4 @@
-"""What shards hold, counted so that counts of many shards add up in bounded memory."""
+"""Statistics of shards; counts of many shards add up in bounded memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ QUANTITIES = {
     "aspect ratio": "width / height",
     "image size": "bytes",
 }
-"""What has a histogram, and its unit."""
+"""Quantities with a histogram, and their units."""
 
 _MOST_NAMES = 1000
 _OTHERS = "(others)"

@@ -99,7 +99,7 @@ def print_summary(summary: dict[str, Any]) -> None:
 
 
 class _Count:
-    """What was counted in all shards so far."""
+    """Counts of all shards so far."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments

@@ -1,4 +1,4 @@
-"""Which keys come more than once in folders of shards, by name."""
+"""Search for keys that come more than once in folders of shards, by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of very many names come more than once, in bounded memory."""
+"""Search for repeats among very many names, in bounded memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def numbers_of(names: Iterable[str]) -> Numbers:
 
 
 class Repeated(NamedTuple):
-    """How many different numbers there are, and which of them came more than once (sorted)."""
+    """Number of different numbers, and those of them that came more than once (sorted)."""
 
     distinct: int
     values: Numbers

@@ -33,7 +33,7 @@ class Shard(NamedTuple):
 
     @property
     def path(self) -> Path:
-        """Where the tar lies."""
+        """Return the path of the tar."""
         return self.folder / self.name
 
     def __str__(self) -> str:

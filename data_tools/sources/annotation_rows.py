@@ -16,7 +16,7 @@ from data_tools.builder.sample_spec import Refused
 from vlp.config import ConfigError
 
 Located = tuple[str, Any]
-"""Where a row stands (for messages), and what stands there."""
+"""Location of a row (for messages), and its content."""
 
 
 class Row(BaseModel):
@@ -29,7 +29,7 @@ AnyRow = TypeVar("AnyRow", bound=Row)
 
 
 Faults = list[Refused]
-"""What is wrong with rows, filled while they are read; the build's manifest counts and names it."""
+"""Faults of rows, filled while they are read; the build's manifest counts and names them."""
 
 
 def read_json(path: Path) -> Any:

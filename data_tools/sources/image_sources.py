@@ -19,7 +19,7 @@ DEPTH = 2
 
 
 class ImageLocation(NamedTuple):
-    """Where the bytes of one image lie: a file, a part of a tar, or a member of a zip."""
+    """Location of the bytes of one image: a file, a part of a tar, or a member of a zip."""
 
     path: Path
     offset: int = 0

@@ -19,7 +19,7 @@ Row = tuple[str, tuple[float | None, ...]]
 
 
 class PaperTable(NamedTuple):
-    """What one table of the paper says about one data set.
+    """Values of one table of the paper for one data set.
 
     kind: of task, as `evaluation` names it. columns: (split, figure) of each value; the split is
     empty where the paper has one only.

@@ -33,7 +33,7 @@ Evaluate = Callable[[Path, int], dict[str, float]]
 """Model folder and number of threads to figures by name; None where a run is not evaluated."""
 
 Results = dict[tuple[str, int], dict[str, Any]]
-"""What `result.json` says, by variant and seed."""
+"""Contents of `result.json`, by variant and seed."""
 
 
 def _told_once(overrides: Mapping[str, Any]) -> Mapping[str, Any]:

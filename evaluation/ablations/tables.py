@@ -20,7 +20,7 @@ SPREAD = "paths/spread"
 """The one figure that is no percentage: patches and tokens."""
 
 RECALL = ("rerank/text_to_image/R@1", "rerank/image_to_text/R@1")
-"""What the paper compares; differences are those of the mean of both."""
+"""Figures that the paper compares; differences are those of the mean of both."""
 
 COLUMNS = {
     "place": "swaps/{view}/{scorer}/place/pair",

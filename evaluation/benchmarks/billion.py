@@ -115,7 +115,7 @@ class Mixing(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What a node and a rank read: shards of an epoch, and shards at a time."""
+    """Reading load of a node and a rank: shards of an epoch, and shards at a time."""
 
     node: int
     rank: int

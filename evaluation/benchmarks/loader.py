@@ -1,4 +1,4 @@
-"""How many samples a second one core feeds to training: this loader's beside open_clip's.
+"""Throughput of data loading (samples/s and core): this loader's beside open_clip's.
 
     pip install open_clip_torch pandas
     python -m evaluation.benchmarks.loader
@@ -66,7 +66,7 @@ PROMISED = {"equal": (1.1, 1.5), "best": (2.0, 3.0)}
 
 
 class Settings(NamedTuple):
-    """What all sides of one comparison share. size: pixels; batch: samples."""
+    """Settings that all sides of one comparison share. size: pixels; batch: samples."""
 
     shards: Path
     vocabulary: Path
@@ -115,7 +115,7 @@ def open_clip_batches(settings: Settings, transform: Any, tokenizer: Any) -> Ite
 
 
 def sides(row: str, settings: Settings) -> dict[str, Callable[[], Iterator[Any]]]:
-    """What starts each side of one comparison."""
+    """Return the functions that start each side of one comparison."""
     from open_clip import get_tokenizer
     from open_clip.transform import image_transform
 

@@ -1,4 +1,4 @@
-"""What ACE-RPE adds to one pretraining step: time and peak memory, with it and without.
+"""Overhead of ACE-RPE in one pretraining step: time and peak memory, with it and without.
 
     OMP_NUM_THREADS=2 python -m evaluation.benchmarks.overhead --config configs/pretrain/small.yaml
 
@@ -143,7 +143,7 @@ def added_share(
     resamples: int = 2000,
     seed: int = 0,
 ) -> tuple[float, tuple[float, float]]:
-    """What is added as a share, from steps that took turns, and its 95 % bootstrap interval.
+    """Compute the added share from steps that took turns, and its 95 % bootstrap interval.
 
     The median of the ratios of neighbouring steps, less 1: a slow moment hits both of a pair.
     """

@@ -1,4 +1,4 @@
-"""Where one pretraining step spends its time, on random pairs and one process.
+"""Time of the parts of one pretraining step, on random pairs and one process.
 
     python -m evaluation.benchmarks.pretrain_step --config configs/pretrain/scenes_tiny.yaml
 

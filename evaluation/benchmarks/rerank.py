@@ -76,7 +76,7 @@ class RerankTimes(NamedTuple):
     same_ranks: float
 
     def speedup(self, way: str = PADDED) -> float:
-        """How many times faster ours is than a loop, by the clock."""
+        """Return the ratio of a loop's wall time to ours."""
         return self.clock[way] / self.clock[OURS]
 
 

@@ -52,7 +52,7 @@ class Collection(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """What one block of samples gave: features and captions of the good ones."""
+    """Result of one block of samples: features and captions of the good ones."""
 
     features: NDArray[np.float32]
     captions: list[list[str]]

@@ -88,10 +88,10 @@ class Samples:
 
 
 def count_kinds(skipped: Sequence[SkippedSample]) -> dict[str, int]:
-    """How often each kind of bad sample came."""
+    """Count the bad samples of each kind."""
     return dict(sorted(Counter(skip.kind for skip in skipped).items()))
 
 
 def kinds_in_words(counts: Mapping[str, int]) -> str:
-    """What `count_kinds` found, as it stands under a table: `3 no text, 1 unreadable image`."""
+    """Format the result of `count_kinds` for a table's notes: `3 no text, 1 unreadable image`."""
     return ", ".join(f"{count} {kind}" for kind, count in counts.items())

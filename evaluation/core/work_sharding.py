@@ -1,4 +1,4 @@
-"""How ranks share an evaluation: whole blocks of work, gathered in block order.
+"""Sharding of an evaluation over ranks: whole blocks of work, gathered in block order.
 
 Blocks are cut from the data alone, never from the number of ranks, and a block is computed by one
 rank in one piece. So nothing is padded, nothing is counted twice, and the numbers that leave a
@@ -28,7 +28,7 @@ class Ranks(NamedTuple):
 
     @property
     def first(self) -> bool:
-        """Whether this rank prints and writes."""
+        """Return whether this rank prints and writes."""
         return self.rank == 0
 
     def map_blocks(self, count: int, work: Callable[[int], Result]) -> list[Result]:

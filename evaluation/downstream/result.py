@@ -18,7 +18,7 @@ from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What one model did on one set.
+    """Result of one model on one set.
 
     figures: shares between 0 and 1 by name, the first is the main one. predictions: one row an
     item, with the ids that a submission needs; those with truth have `scores`, the item's

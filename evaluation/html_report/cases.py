@@ -26,7 +26,7 @@ from vlp.models.folder import Loaded
 Row = Mapping[str, Any]
 
 FOUND = 3
-"""What a search found instead: so many."""
+"""Number of other results shown for a search."""
 
 
 class ReportCase(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a run is and was trained on, in rows of a table."""
+"""Settings and training data of a run, in rows of a table."""
 
 from __future__ import annotations
 

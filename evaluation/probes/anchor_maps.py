@@ -1,4 +1,4 @@
-"""Where the anchors of each word of a caption lie in its image, and what follows from them."""
+"""Maps of the anchors of each word of a caption in its image, and figures derived from them."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def _encode(
 
 
 def _anchors(model: VLPModel, image: ImageFeatures, text: TextFeatures) -> Tensor:
-    """Which patches anchor each token in each group: (N, G, rows, columns), 0 or 1.
+    """Return the patches that anchor each token in each group: (N, G, rows, columns), 0 or 1.
 
     Also for a model that has no ACE-RPE, or constant paths: from the features it would use.
     """

@@ -103,7 +103,7 @@ def draw_anchor_detail(
 
 
 class _Sheet:
-    """Where the panels of a detailed grid lie, in inches: a heading, then a row for each word."""
+    """Layout of a detailed grid's panels, in inches: a heading, then a row for each word."""
 
     LEFT, TOP, GAP, BELOW_HEADING, EDGE = 0.75, 0.25, 0.08, 0.35, 0.15
 

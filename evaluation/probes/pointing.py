@@ -55,7 +55,7 @@ class KindFigures(NamedTuple):
 
 
 class PathFigures(NamedTuple):
-    """What ACE-RPE makes of all words and patches, means over channel groups.
+    """Statistics of ACE-RPE over all words and patches, means over channel groups.
 
     anchors: share of entries (patch, word) with S at least the threshold. reachable: share of
     entries with a path. spread: standard deviation of a word's path over the patches it reaches,
@@ -136,7 +136,7 @@ class PointingResult:
 
 
 class WordPointing(NamedTuple):
-    """What one word gave: (words,) arrays of a block when stacked."""
+    """Pointing results of one word: (words,) arrays of a block when stacked."""
 
     scene: int
     kind: int

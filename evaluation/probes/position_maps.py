@@ -1,4 +1,4 @@
-"""What a position encoding tells of an image's patches, drawn: `draw_position_maps`.
+"""Maps of position encodings over an image's patches, drawn by `draw_position_maps`.
 
     python -m evaluation encodings --out docs/assets/positions.png
 

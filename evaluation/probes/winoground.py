@@ -243,7 +243,7 @@ def word_head(loaded: Loaded) -> MLMHead | None:
 
 
 def differing_words(ids: torch.Tensor, word_mask: torch.Tensor) -> torch.Tensor:
-    """Where two captions differ: tokens between their longest common start and end.
+    """Return where two captions differ: tokens between their longest common start and end.
 
     Args:
         ids: (2, N) int64.

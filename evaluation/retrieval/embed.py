@@ -128,7 +128,7 @@ def embed_inputs(
     device: torch.device | str | None = None,
     precision: Literal["float32", "bf16"] = "float32",
 ) -> list[tuple[dict[str, Any], NDArray[np.float32]]]:
-    """What each image file ({image}) and each text ({text}) is, and its (d,) feature.
+    """Return a description ({image} or {text}) and the (d,) feature of each image file and text.
 
     Raises:
         EvaluationError: an image cannot be read, or there is nothing to embed.

@@ -93,7 +93,7 @@ class PairScorer:
 
 
 def shelves(widths: NDArray[np.int64], rows: int, tokens: int) -> NDArray[np.int64]:
-    """Which shelf each block of texts lies on, numbers rising from 0.
+    """Return the shelf that each block of texts lies on, numbers rising from 0.
 
     Args:
         widths: (blocks,) tokens of each block's texts, not falling.

@@ -1,4 +1,4 @@
-"""What a retrieval found for each query, one row each, so that two models can be compared."""
+"""Retrieval results of each query, one row each, so that two models can be compared."""
 
 from __future__ import annotations
 

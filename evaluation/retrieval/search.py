@@ -17,7 +17,7 @@ NOTHING = -1
 
 
 class Search(NamedTuple):
-    """What a dual encoder says about each query.
+    """Results of a dual encoder for each query.
 
     ranks: (queries,) int64, wrong candidates scored at least as high as the best right one.
     nearest: (queries, top) int64, candidates by falling score; of equal scores the earlier one.

@@ -1,4 +1,4 @@
-"""What is streamed, in which order, and how a sample becomes tensors."""
+"""Configuration of the data sources, their order, and the conversion of a sample to tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SourceConfig(Config):
 
 
 class CacheConfig(Config):
-    """Where shards of URLs are kept on each node, and how many."""
+    """Location and size of each node's cache for shards behind URLs."""
 
     folder: str = Field(description="on a local disk; shared by all processes of the node")
     limit: ByteSize = Field(description='bytes, as in "200GB"; the unused for longest go first')

@@ -76,7 +76,7 @@ class Word(_Part):
 
 
 class Annotation(_Part):
-    """What is known about one image (or pair of images); every field is optional.
+    """Annotation of one image (or pair of images); every field is optional.
 
     Boxes are [x, y, width, height] in pixels of the stored image as a viewer shows it, turned by
     its EXIF orientation if it has one; the numbers are finite and no side is negative. `source` and

@@ -1,4 +1,4 @@
-"""Which attention timm's layers run, by device."""
+"""Choice of the attention kernel of timm's layers, by device."""
 
 from __future__ import annotations
 

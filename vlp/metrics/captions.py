@@ -19,7 +19,7 @@ TokenizerName = Literal["ptb", "plain"]
 
 
 class CaptionToolError(RuntimeError):
-    """What the scores are computed with is not installed; the message says how to get it."""
+    """Error for a missing tool of the caption metrics; the message says how to get it."""
 
 
 class CaptionScores(NamedTuple):

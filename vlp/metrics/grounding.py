@@ -1,4 +1,4 @@
-"""Where an expression points: overlap of boxes, and boxes ranked by a map over patches.
+"""Metrics of visual grounding: overlap of boxes, and boxes ranked by a map over patches.
 
 Boxes are [x, y, width, height] in pixels.
 """
@@ -30,7 +30,7 @@ def intersection_over_union(
 def box_scores(
     heat: NDArray[np.floating], boxes: NDArray[np.floating], size: tuple[int, int]
 ) -> NDArray[np.float64]:
-    """How much of a map lies in each box, over the square root of its area.
+    """Compute the sum of a map in each box, over the square root of the box's area.
 
     ALBEF's score of a proposal (its section 5, visual grounding): a sum alone would prefer the
     largest box, a mean the smallest. The sum is exact for a map that is constant in each patch.

@@ -1,4 +1,4 @@
-"""What a model's likelihood is reported as."""
+"""Units for reporting a model's likelihood."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ APE_DEVIATION = 0.5
 
 
 class PairIndices(NamedTuple):
-    """Which rows are paired: indices of texts and images, (B,) int64 each."""
+    """Indices of the texts and images that are paired, (B,) int64 each."""
 
     texts: Tensor
     images: Tensor

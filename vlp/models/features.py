@@ -1,4 +1,4 @@
-"""What the encoders give, as named tuples whose rows can be picked."""
+"""Outputs of the encoders, as named tuples whose rows can be picked."""
 
 from __future__ import annotations
 

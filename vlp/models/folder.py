@@ -180,7 +180,7 @@ def _read_weights(file: Path) -> dict[str, Tensor]:
 
 
 def is_local(folder_or_name: str | Path) -> bool:
-    """Whether a folder of this machine is meant, with a model or by mistake.
+    """Return whether a folder of this machine is meant, with a model or by mistake.
 
     A folder that is empty or holds nothing but results, as evaluating a model of the hub once left
     them, does not hide the hub's model of that name. Any other does, with `config.json` or without:

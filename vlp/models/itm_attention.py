@@ -18,7 +18,7 @@ from vlp.positions.anchor_field import AnchorField
 
 
 class PathShift(NamedTuple):
-    """What a unit of mean path adds, per group, to the inputs of projections and to their outputs.
+    """Additions per unit of mean path, by group, to the inputs of projections and their outputs.
 
     inputs (G, width) are added to queries and keys before they are projected; query, key and value
     (heads, G, head width) to the projected ones.

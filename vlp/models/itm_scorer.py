@@ -102,7 +102,7 @@ class ITMScorer:
 
     @torch.no_grad()
     def prepare_texts(self, text: TextFeatures) -> PreparedTexts:
-        """What no image changes of T texts."""
+        """Compute the part of T texts that no image changes."""
         states, context = text.states, self._text_asks(text.states.shape[1], None)
         for encoding in self.model.cross_encoder.positions:
             states = encoding("tokens", states, context)
@@ -112,7 +112,7 @@ class ITMScorer:
 
     @torch.no_grad()
     def prepare_image(self, image: ImageFeatures) -> PreparedImage:
-        """What no text changes of one image, a single row of features."""
+        """Compute the part of one image, a single row of features, that no text changes."""
         states, context = image.states, self._image_asks(None)
         for encoding in self.model.cross_encoder.positions:
             states = encoding("tokens", states, context)

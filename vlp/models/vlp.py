@@ -95,7 +95,7 @@ class VLPModel(nn.Module):
         )
 
     def anchor_features(self, image: ImageFeatures, text: TextFeatures) -> tuple[Tensor, Tensor]:
-        """What enters Eq. 3: (B, M, D) of the patches and (B, N, D) of the tokens."""
+        """Return the inputs of Eq. 3: (B, M, D) of the patches and (B, N, D) of the tokens."""
         if self.config.cross.anchor.features == "encoder":
             return image.states[:, 1:], text.states
         return image.tokens, text.tokens

@@ -1,4 +1,4 @@
-"""Which objectives are trained and with what weights; the defaults are the design's."""
+"""Configuration of the objectives and their weights; the defaults are the design's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ACE-RPE knows about a batch of pairs: paths and their means, shared by all layers."""
+"""Paths of ACE-RPE for a batch of pairs, and their means, shared by all layers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class AnchorField(NamedTuple):
 
     @property
     def reachable(self) -> Tensor:
-        """Whether a token has a path to a patch, (B, M, N, G) bool: then it is at least 1."""
+        """Return whether a token has a path to a patch, (B, M, N, G) bool; a path is at least 1."""
         return self.path[:, 1:] > 0
 
 

@@ -12,7 +12,7 @@ from vlp.positions.anchor_field import AnchorField
 
 @dataclass(frozen=True)
 class PositionContext:
-    """What a hook may know about the tokens it acts on.
+    """Context of the tokens that a hook acts on.
 
     `grid` is (rows, columns) of the image patches, which follow `prefix_tokens` tokens without a
     place ([CLS]). Tokens that lie on no grid have `coordinates` (B or 1, tokens after the prefix,
@@ -41,7 +41,7 @@ class PositionEncoding(nn.Module):
     UNDECAYED: ClassVar[tuple[str, ...]] = ()
     """Attributes whose parameters are exempt from weight decay, as tables of places are."""
     causal: bool = False
-    """Whether what a pair of tokens gets depends on no later token."""
+    """True if the result for a pair of tokens depends on no later token."""
 
     @property
     def hooks(self) -> frozenset[str]:

@@ -72,7 +72,7 @@ def carry_over(
 
 
 def _bound(encoding: PositionEncoding, trained: Any, grid: Grid, trained_grid: Grid) -> str | None:
-    """Why an encoding's weights mean something else on another grid; None: they do not."""
+    """Return why an encoding's weights mean something else on another grid; None: they do not."""
     # On a row, the rank of a distance is the distance, however long the row is.
     rows = max(grid[0], trained_grid[0])
     if isinstance(encoding, RelativePosition) and encoding.fixed_grid and rows > 1:

@@ -1,4 +1,4 @@
-"""Where the tokens lie: patches of a grid, or places that the context gives, as plain numbers."""
+"""Coordinates of tokens: patches of a grid, or places that the context gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all encodings at the token embeddings share: a place for every token, added or mixed in."""
+"""Base of all encodings at the token embeddings: a place per token, added or mixed in."""
 
 from __future__ import annotations
 

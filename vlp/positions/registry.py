@@ -84,7 +84,7 @@ def create_position(name: str, **options: Any) -> PositionEncoding:
 
 
 def position_options(name: str) -> frozenset[str]:
-    """What `create_position` takes for a name, such as width, heads, grid, roles.
+    """Return the options of `create_position` for a name, such as width, heads, grid, roles.
 
     Raises:
         ValueError: unknown name.

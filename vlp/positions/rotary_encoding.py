@@ -24,7 +24,7 @@ from vlp.positions.shared import shared
 
 
 class _Rotary(PositionEncoding):
-    """What all forms share. Queries and keys turn alike; the prefix turns by 0, which is exact."""
+    """Base of all forms. Queries and keys turn alike; the prefix turns by 0, which is exact."""
 
     causal = True
 

@@ -1,4 +1,4 @@
-"""How far the windows of Eq. 7 reach, and which windows there can be (papers.md#ace-a10)."""
+"""Reach of the windows of Eq. 7, and the windows that are possible (papers.md#ace-a10)."""
 
 from __future__ import annotations
 

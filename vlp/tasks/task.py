@@ -1,4 +1,4 @@
-"""What the training loop asks of a task: a loss per batch, and state beside the parameters."""
+"""Interface of a task for the training loop: a loss per batch, and state beside the parameters."""
 
 from __future__ import annotations
 

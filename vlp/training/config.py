@@ -84,7 +84,7 @@ class TrainingConfig(LoopConfig):
 
 
 class RunConfig(Config):
-    """What every run has; saved resolved as `config.yaml` in `output`."""
+    """Settings of every run; saved resolved as `config.yaml` in `output`."""
 
     output: str = Field(
         "runs/run", description="folder of this run", json_schema_extra={"resume": "free"}

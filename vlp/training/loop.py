@@ -38,7 +38,7 @@ from vlp.training.stop import StopSignals
 
 
 class StreamedData(Protocol):
-    """What the loop asks of the data (`vlp.data.pretrain.loader.PretrainData`)."""
+    """Interface of the data that the loop needs (`vlp.data.pretrain.loader.PretrainData`)."""
 
     def batches_left(self, samples_consumed: int, epochs: int) -> int:
         """Count global batches after so many samples, until `epochs` epochs are over."""

@@ -100,7 +100,7 @@ class Referred(Row):
 
 
 class Extra(NamedTuple):
-    """What a grounding list does not say itself: boxes by ref_id, and proposals."""
+    """Data that a grounding list lacks: boxes by ref_id, and proposals."""
 
     boxes: Mapping[int, BoxInImage]
     proposals: Proposals | None

@@ -15,7 +15,7 @@ from data_tools.sources.annotation_rows import Faults
 from vlp.data.schema import Annotation, Answer, Question
 
 ANNOTATORS = 10
-"""How many people a lone answer stands for, so that VQA's accuracy takes it for certain."""
+"""Number of people a lone answer stands for, so that VQA's accuracy takes it for certain."""
 
 
 class PlainQuestion(NamedTuple):

@@ -69,7 +69,7 @@ class Instance(Row):
 
 
 class References(NamedTuple):
-    """What the two official files hold, images and objects by their ids."""
+    """Contents of the two official files, images and objects by their ids."""
 
     references: list[Reference]
     images: dict[int, Image]

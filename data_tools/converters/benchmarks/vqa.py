@@ -63,7 +63,7 @@ class AnnotationRow(Row):
 
 
 class Given(NamedTuple):
-    """What is kept of a row of `annotations`."""
+    """Kept fields of a row of `annotations`."""
 
     image_id: int | None
     answers: tuple[tuple[str, int], ...]

@@ -14,7 +14,7 @@ from vlp.data.shards.sample_files import BadSample, RawSample
 from vlp.data.shards.shard_index import ShardIndex
 
 Parts = Callable[[Annotation], int]
-"""How many items a sample holds."""
+"""Function from an annotation to the number of items of its sample."""
 
 
 class Item(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a model is shown in place of an image, to learn what it owes to the image."""
+"""Ablated inputs in place of an image, to measure what a model owes to the image."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which patches of an image lie in a box."""
+"""Patches of an image that lie in a box."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class TrainTransform:
 
     @property
     def keeps_places(self) -> bool:
-        """Whether what lies at a place of the image lies there in the pixels too."""
+        """Return whether an object of the image lies at the same place in the pixels."""
         return (
             not self.config.randaugment and not self.config.hflip and self.config.crop_scale[0] >= 1
         )

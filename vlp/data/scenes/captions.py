@@ -24,7 +24,7 @@ MAX_WORDS = 18
 
 CAPTIONS = 5
 SIZE_SHARE = 1.0
-"""How often a phrase gives the size, where there is room; a single object's is always given."""
+"""Probability that a phrase gives the size, if there is room; a single object's always does."""
 
 # Most patterns say where every object lies: with captions that mostly tell relations, a few minutes
 # of training reach much lower recall.

@@ -1,4 +1,4 @@
-"""What a sentence says of an image, and whether it is true of a scene.
+"""Claims of a sentence about an image, and their truth in a scene.
 
 A sentence of the corpus is always written together with its claim, so truth is decided by the graph
 and never by reading text back. Words are vague at their edges ('left of', 'at the top'), so there
@@ -15,7 +15,7 @@ from vlp.data.scenes.graph import Obj, Scene, relation_holds
 
 
 class ObjectPhrase(NamedTuple):
-    """What a phrase says of one object; None = not said."""
+    """Attributes that a phrase gives of one object; None = not given."""
 
     shape: str | None = None
     colour: str | None = None

@@ -14,7 +14,7 @@ OBJECT_SHARES = (0.08, 0.4, 0.52)
 """Shares of scenes with one, two and three objects."""
 
 SAME_COLOUR_SHARE = 0.25
-"""How often two objects that were drawn in one colour may keep it. A colour then mostly means one
+"""Probability that two objects drawn in one colour may keep it. A colour then mostly means one
 object, as a caption's reader expects, and there is still something to count."""
 
 SIDES = {"small": (12, 14), "large": (25, 28)}
@@ -22,7 +22,7 @@ SIDES = {"small": (12, 14), "large": (25, 28)}
 the eye has no scale to measure by."""
 
 CENTRES = ((0, 20), (25, 39), (44, 64))
-"""Where a centre may lie, in 64ths, to be clearly in the first, second or last third."""
+"""Ranges of a centre, in 64ths, that lie clearly in the first, second or last third."""
 
 MARGIN = 1
 GAP = 2
@@ -46,7 +46,7 @@ Rectangle = tuple[int, int, int, int]
 
 
 class Variety(NamedTuple):
-    """How much there is to tell apart: the first so many colours and shapes, at most `objects`.
+    """Limits of a scene's variety: the first so many colours and shapes, at most `objects`.
 
     A small variety leaves a model little to learn but where things stand.
     """

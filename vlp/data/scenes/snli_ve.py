@@ -61,7 +61,7 @@ def sample_triple(
 
 
 def label_of(noun: ObjectPhrase, scene: Scene) -> Label | None:
-    """What an image with a curtain says about 'there is NOUN at its place'; None where vague."""
+    """Return the label of 'there is NOUN at its place' for a curtained image; None where vague."""
     if any(noun.fits(obj) for obj in scene.objects):
         return "entailment"
     if any(noun.fits(obj, lenient=True) for obj in scene.objects):

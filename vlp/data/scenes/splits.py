@@ -1,4 +1,4 @@
-"""Which split a scene belongs to: a fixed function of what is in it, never of seed or index.
+"""The split of a scene: a fixed function of what is in it, never of seed or index.
 
 No scene of `train` shares its contents with a scene of the other splits, whatever the seeds:
 

@@ -1,4 +1,4 @@
-"""When bad samples end a run instead of being counted."""
+"""Limits on bad samples, beyond which they end a run instead of being counted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class DataError(RuntimeError):
 
 
 class Shared(Protocol):
-    """What the watch asks of a training order."""
+    """Interface of a training order that the watch needs."""
 
     def share(self, epoch: int, rank: int, world_size: int) -> int:
         """Return the number of elements of one epoch that fall to one rank."""

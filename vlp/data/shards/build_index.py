@@ -1,4 +1,4 @@
-"""What the shards of a folder hold, found by reading them, and written down as their index."""
+"""Construction of the index of a folder of shards by reading them."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class CachedFile(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Where it lies in the cache: another content of that name is another file."""
+        """Return its path in the cache; another content of that name has another path."""
         source = hashlib.blake2b(self.folder.url.encode(), digest_size=8).hexdigest()
         return f"{source}/{self.name}.{(self.sha256 or 'unknown')[:16]}.{self.bytes}"
 
@@ -243,7 +243,7 @@ class ShardCache:
 
 
 class _NotWhole(Exception):
-    """What came is not what the index or the manifest says."""
+    """Error for a download that differs from what the index or the manifest says."""
 
 
 def _require_whole(file: CachedFile, part: Path) -> None:

@@ -183,7 +183,7 @@ class SurveyedShard(NamedTuple):
 
     @property
     def entry(self) -> ShardEntry:
-        """What the index says of it."""
+        """Return its entry in the index."""
         captions = self.rows["captions"]
         return ShardEntry(
             self.name,

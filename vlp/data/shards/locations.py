@@ -1,4 +1,4 @@
-"""Where shards lie: in a folder, or behind a URL with a cache on a local disk."""
+"""Locations of shards: a folder, or a URL with a cache on a local disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How one sample lies in a shard: the files that belong together, and what they say."""
+"""Layout of one sample in a shard: the files that belong together, and their contents."""
 
 from __future__ import annotations
 

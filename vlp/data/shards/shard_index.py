@@ -70,7 +70,7 @@ Found = tuple[SampleFiles, Callable[[Member], bytes], str]
 
 
 class _Scan(NamedTuple):
-    """What a shard's own headers say: rows of its samples, up to `problem` (None: all)."""
+    """Result of reading a shard's headers: rows of its samples, up to `problem` (None: all)."""
 
     rows: np.ndarray
     problem: str | None
@@ -199,7 +199,7 @@ class ShardIndex:
 
     @property
     def is_remote(self) -> bool:
-        """Whether the shards lie behind a URL."""
+        """Return whether the shards lie behind a URL."""
         return self._place.is_remote
 
     def prefetch(self, shard_number: int) -> None:

@@ -14,7 +14,7 @@ AnyBatch = TypeVar("AnyBatch", bound=tuple)
 
 
 class Slots(Protocol):
-    """What the training loop asks of any batch: slots, some of which may be empty.
+    """Interface of any batch that the training loop needs: slots, some of which may be empty.
 
     valid: (B,) bool; skipped: this share's bad samples.
     """

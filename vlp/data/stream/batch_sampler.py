@@ -1,4 +1,4 @@
-"""What loader workers are asked for, batch by batch, and what they should fetch meanwhile."""
+"""Requests to loader workers, batch by batch, and the shards to fetch meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the model and the objectives ask of the data, in plain numbers.
+"""Requirements of the model and the objectives on the data, in plain numbers.
 
 The data knows neither of them: a configuration says these numbers to both sides.
 """

@@ -22,7 +22,7 @@ RngFactory = Callable[[str], np.random.Generator]
 
 
 class MapDatasetConfig(Config):
-    """How a set that fits an index is gone through; base of the data of every vision task."""
+    """Reading settings of a data set that fits an index; base of the data of every vision task."""
 
     canonical_streams: int = Field(8, ge=1, description="the number of ranks divides it")
     workers: int = Field(

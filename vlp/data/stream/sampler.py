@@ -36,7 +36,7 @@ class Element(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What a slot asks for: an element in an epoch, or nothing."""
+    """Request of a slot: an element in an epoch, or nothing."""
 
     epoch: int
     element: Element | None

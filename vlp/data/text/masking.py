@@ -1,4 +1,4 @@
-"""Which words and which patches are hidden from the model."""
+"""Masking of words and patches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the words of a caption stand among its tokens, and what they name in an image."""
+"""Token positions of the words of a caption, and the boxes that they name in an image."""
 
 from __future__ import annotations
 

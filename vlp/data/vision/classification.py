@@ -25,7 +25,7 @@ from vlp.data.vision.labelled_images import LabelledImages, some_of
 
 
 class ImageAugmentConfig(Config):
-    """What happens to a training image, in this order."""
+    """Augmentation of a training image, in this order."""
 
     crop_scale: CropScale = Field(
         (1.0, 1.0), description="share of the area of a random crop, resized; 1 is the whole"

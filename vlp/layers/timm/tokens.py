@@ -22,7 +22,7 @@ register_notrace_module(PositionEncoding)  # what they check of shapes has no gr
 
 
 class Places:
-    """Where the tokens of a model lie; the model writes it, its attention layers read it.
+    """Places of a model's tokens; the model writes them, its attention layers read them.
 
     A plain object that they share, so that copies and pickles of the model share their own. Grids
     are kept by their number of tokens: activation checkpointing runs layers again in the backward

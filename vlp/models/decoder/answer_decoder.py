@@ -40,7 +40,7 @@ class AnswerDecoderConfig(Config):
 
 
 class Memory(NamedTuple):
-    """What the decoder attends to: keys and values of each layer, (B, heads, N, head width).
+    """Memory of the decoder's attention: keys and values of each layer, (B, heads, N, head width).
 
     bias: (B, 1, 1, N) of padding, or None.
     """
@@ -143,7 +143,7 @@ class AnswerDecoder(nn.Module):
         self.head = head
 
     def remember(self, states: Tensor, mask: Tensor | None = None) -> Memory:
-        """What every layer attends to.
+        """Compute the keys and values that every layer attends to.
 
         Args:
             states: (B, N, width).

@@ -1,4 +1,4 @@
-"""How likely a decoder finds given texts."""
+"""Likelihood of given texts under a decoder."""
 
 from __future__ import annotations
 

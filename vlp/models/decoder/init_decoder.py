@@ -1,4 +1,4 @@
-"""What a decoder starts from: the cross-modal encoder's layers, or a public BERT's last ones."""
+"""Initialisation of a decoder from the cross-modal encoder, or a public BERT's last layers."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ _PARTS = {
     "text_encoder": "text encoder",
     "cross_encoder": "cross-modal encoder",
 }
-"""Which report a name belongs to, by its first part; all others belong to the heads."""
+"""Report of a name, by the name's first part; all other names belong to the heads."""
 
 
 def albef_config(state: Mapping[str, Tensor], image_size: int | None = None) -> ModelConfig:

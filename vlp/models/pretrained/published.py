@@ -1,4 +1,4 @@
-"""Where public weights are read from: a folder, the hub, one file, or a name that timm knows.
+"""Sources of public weights: a folder, the hub, one file, or a name that timm knows.
 
 No code of a file is run, and nothing is filled in: what a file lacks is missing here too.
 """
@@ -76,7 +76,7 @@ def read_vit(name: str) -> Published:
 
 
 def vit_settings(vit: nn.Module, name: str) -> dict[str, Any]:
-    """What the tensors of a ViT do not tell: heads, the block's form, activation and epsilon.
+    """Return the ViT settings that tensors do not tell: heads, block form, activation, epsilon.
 
     Raises:
         ValueError: it is none of timm's vision transformers.
@@ -165,7 +165,7 @@ def _from_timm(name: str) -> Published:
 
 
 def _settings_of_folder(folder: Path) -> dict[str, Any]:
-    """What timm makes of a folder's configuration, without its weights."""
+    """Return the settings that timm reads from a folder's configuration, without its weights."""
     import timm
 
     try:

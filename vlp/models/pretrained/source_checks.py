@@ -1,4 +1,4 @@
-"""What no shape tells of public weights: heads and functions, held against the model's own.
+"""Checks of checkpoint settings that tensor shapes cannot reveal (heads, functions).
 
 Weights of another number of heads have the same shapes and compute something else.
 """

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class LoadReport(NamedTuple):
-    """What became of the tensors on both sides.
+    """Report of a weight copy: the outcome for the tensors of both sides.
 
     matched and resized: names of target tensors; missing: parts of the target that keep their own
     start, `*` standing for every layer; unused: source keys; notes: values that were changed.

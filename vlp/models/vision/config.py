@@ -1,4 +1,4 @@
-"""Which timm model, and which position encodings it gets."""
+"""Configuration of the timm model and its position encodings."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class DetrConfig(Config):
 
 
 class Detections(NamedTuple):
-    """What every decoder layer says, the last one last.
+    """Predictions of every decoder layer, the last one last.
 
     logits (layers, B, queries, classes + 1), the last class is 'no object'; boxes (layers, B,
     queries, 4): centre x, y, width, height as shares of the image's width and height.

@@ -45,7 +45,7 @@ Convert = Callable[..., dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class _Model:
-    """What stands behind one name.
+    """Definition of a registered model name.
 
     Attributes:
         of: timm's class.

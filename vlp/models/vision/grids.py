@@ -47,7 +47,7 @@ class GridModelConfig(Config):
 
 
 class GridQuestion(NamedTuple):
-    """What the encoder is given.
+    """Input of the encoder.
 
     inputs: (B, T) int64, the template's tokens. boxes: (B, K, 4), see `PositionContext`. tasks:
     (B,) int64, which of the model's tasks it is.

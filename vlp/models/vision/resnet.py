@@ -17,7 +17,7 @@ Norm = Literal["frozen", "batch", "group"]
 
 
 class ResNetConfig(Config):
-    """Which ResNet, how deep, and what of it is trained."""
+    """Configuration of a ResNet: its kind, its depth, and its trained parts."""
 
     name: str = Field("resnet50", description="a ResNet of timm")
     options: Mapping[str, Any] = Field({}, description="of timm.create_model: channels, ...")

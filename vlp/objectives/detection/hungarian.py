@@ -1,4 +1,4 @@
-"""Which query answers for which object: DETR's bipartite matching (Carion et al. 2020, Eq. 1)."""
+"""Hungarian matching of queries and objects, as in DETR (Carion et al. 2020, Eq. 1)."""
 
 from __future__ import annotations
 

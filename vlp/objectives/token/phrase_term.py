@@ -11,7 +11,7 @@ from vlp.objectives.precision import full_precision, no_autocast
 REACH = 2
 """Words this far apart can belong to one phrase."""
 MARGIN = 0.2
-"""How much better a neighbour must point, in units of cosine."""
+"""Margin by which a neighbour must point better, in units of cosine."""
 SCALE = 10.0
 """Inverse temperature of the softmax over patches."""
 

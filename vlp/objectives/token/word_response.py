@@ -1,4 +1,4 @@
-"""What every word finds in every image: its best patch, less what it finds everywhere."""
+"""Response of every word to every image: its best patch, less its mean response everywhere."""
 
 from __future__ import annotations
 

@@ -59,11 +59,11 @@ class Objective:
     """
 
     on_clean_pairs: ClassVar[bool] = False
-    """Whether it runs before the anchor threshold moves, as those on unmasked pairs do."""
+    """True if it runs before the anchor threshold moves, as those on unmasked pairs do."""
     saves_modules: ClassVar[bool] = True
-    """Whether its modules go into the model folder, beside the model's weights."""
+    """True if its modules go into the model folder, beside the model's weights."""
     taught: ClassVar[bool] = False
-    """Whether the momentum teacher has a copy of its modules."""
+    """True if the momentum teacher has a copy of its modules."""
 
     def __init__(self, settings: Any, objectives: ObjectivesConfig, model: ModelConfig) -> None:
         self.settings, self.objectives = settings, objectives

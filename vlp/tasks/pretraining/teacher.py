@@ -34,7 +34,7 @@ def gather_keys(image: ImageFeatures, text: TextFeatures, batch: Batch) -> Keys:
 
 
 class TeacherOutput(NamedTuple):
-    """What objectives may ask of the teacher.
+    """Output of the teacher for objectives.
 
     image, text: its features of the unmasked batch. keys: those of the batch, then those of the
     queue. alpha: share of its soft targets in the targets at this step. modules: `model` and the

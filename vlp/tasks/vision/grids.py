@@ -64,7 +64,7 @@ class Grids(PlainTask):
 
 
 def question_of(batch: GridBatch) -> GridQuestion:
-    """What the encoder is given of a batch."""
+    """Return the encoder's input for a batch."""
     return GridQuestion(batch.inputs, batch.boxes, batch.tasks)
 
 

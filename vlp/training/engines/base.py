@@ -1,4 +1,4 @@
-"""What the training loop needs of the machinery that holds the parameters.
+"""Interface between the training loop and the machinery that holds the parameters.
 
 The loop (`vlp/training/loop.py`) sees only this; `deepspeed.py` fulfils it whatever the ZeRO
 stage, `accelerate.py` with a whole copy on every rank.

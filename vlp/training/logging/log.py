@@ -1,4 +1,4 @@
-"""What a run tells: JSON lines, TensorBoard, and a progress bar."""
+"""Logs of a run: JSON lines, TensorBoard, and a progress bar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run stands: the small part of a checkpoint, and the numbers of the report."""
+"""Progress of a run: the small part of a checkpoint, and the numbers of the report."""
 
 from __future__ import annotations
 

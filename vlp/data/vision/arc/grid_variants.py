@@ -46,7 +46,7 @@ _TRIES = 200
 
 
 class Symmetry(Config):
-    """What may be done to both grids of a pair so that the rule stays the same."""
+    """Transformations of both grids of a pair that keep the rule the same."""
 
     turns: tuple[Turn, ...] = Field(
         ("identity",), description="with any two also what both do one after the other"
@@ -88,7 +88,7 @@ class GridVariant(NamedTuple):
 
     @property
     def held_out(self) -> bool:
-        """Whether it is kept for evaluation: the same in every run; never the task as it is."""
+        """Return whether it is held out: the same in every run; never the task as it is."""
         if self == GridVariant():
             return False
         return identity("variants", self.turn, *self.colours) % _HELD_OUT_OF == 0

@@ -47,7 +47,7 @@ class GridTaskConfig(Config):
 
 
 class GridDataConfig(MapDatasetConfig):
-    """Which tasks, and how much of them."""
+    """Selection of tasks, and the number of samples and variants."""
 
     path: str = Field(description="folder or tar file of ARC's JSON files")
     tasks: tuple[GridTaskConfig, ...] = Field(min_length=1)

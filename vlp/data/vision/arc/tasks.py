@@ -20,7 +20,7 @@ LARGEST = 30
 
 
 class GridPair(NamedTuple):
-    """What is given and what is asked for."""
+    """Input grid and output grid of an example."""
 
     input: Grid
     output: Grid

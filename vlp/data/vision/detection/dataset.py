@@ -65,7 +65,7 @@ class DetectionDataConfig(MapDatasetConfig):
 
     @property
     def shapes_differ(self) -> bool:
-        """Whether there may be other images than squares; scenes are squares."""
+        """Return whether images may be other than squares; scenes are squares."""
         scenes = isinstance(self.train, SceneSource) and isinstance(self.test, SceneSource)
         return not scenes or self.crop > 0
 

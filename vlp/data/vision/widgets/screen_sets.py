@@ -53,7 +53,7 @@ class Screens(Protocol):
     """Numbered screens."""
 
     def __len__(self) -> int:
-        """How many."""
+        """Return the number of screens."""
 
     def read(self, number: int) -> Screen:
         """One of them.
