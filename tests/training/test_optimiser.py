@@ -56,17 +56,21 @@ def test_the_two_groups_of_the_real_task_by_name(task: Pretraining) -> None:
 POSITION_NAMES = re.compile(r"(^|[._])tables?(_[a-z]+)?([._]|$)|(^|\.)(u|v|prefix)$")
 
 
-@pytest.mark.parametrize("option", [None, "roles", "mode"])
-@pytest.mark.parametrize("name", list_positions())
-def test_encodings_declare_their_tables_and_vectors(name: str, option: str | None) -> None:
+OPTIONS: dict[str, dict[str, Any]] = {
+    "roles": {"roles": ("key", "value")},
+    "mode": {"mode": "bias"},
+}
+CHOSEN = [(name, {}) for name in list_positions()] + [
+    (name, {"mode": "both"} if (name, option) == ("sape", "mode") else choice)
+    for name in list_positions()
+    for option, choice in OPTIONS.items()
+    if option in position_options(name)
+]
+
+
+@pytest.mark.parametrize(("name", "options"), CHOSEN)
+def test_encodings_declare_their_tables_and_vectors(name: str, options: dict[str, Any]) -> None:
     """By name they are tables, or Transformer-XL's two biases and prefix vector."""
-    choices: dict[str | None, Any] = {
-        "roles": ("key", "value"),
-        "mode": "both" if name == "sape" else "bias",
-    }
-    options = {option: choices[option]} if option else {}
-    if options.keys() - position_options(name):
-        pytest.skip("the encoding has no such option")
     sizes = {"width": 48, "heads": 4, "grid": (3, 3)}
     position = create_fitting_position(name, sizes, **options)
     expected = {name for name, _ in position.named_parameters() if POSITION_NAMES.search(name)}
