@@ -32,61 +32,6 @@ RUN_CONFIGS = {
 
 ABLATIONS = ROOT / "configs" / "ablation" / "results"
 
-MEANINGS = {
-    "augment": "augmentation of training images",
-    "betas": "decay rates of AdamW's moments",
-    "cache": "local cache of shards that are read from URLs",
-    "canonical_streams": "streams that the shards are cut into; the ranks share them",
-    "contrastive": "contrastive objective; null leaves it out",
-    "crop_scale": "least and largest share of the area that a random crop keeps",
-    "cross": "cross-modal encoder",
-    "data": "data sets and their preparation",
-    "decoder_layers": "number of decoder layers",
-    "dropout": "share of activations dropped in training",
-    "embed_dim": "width of the shared contrastive space",
-    "encoder_layers": "number of encoder layers",
-    "epochs": "passes over the data; null where `steps` is given",
-    "epsilon": "term of AdamW's denominator",
-    "final_learning_rate": "learning rate at the end of the cosine schedule",
-    "heads": "attention heads",
-    "hflip": "flip images horizontally at random",
-    "image": "image encoder",
-    "image_size": "side of the square input image, in pixels",
-    "intermediate": "width of the feed-forward layers",
-    "itm": "image-text matching objective; null leaves it out",
-    "kind": "name that selects this class",
-    "label_smoothing": "share of the target spread over all classes",
-    "layers": "number of layers",
-    "learning_rate": "peak learning rate",
-    "magnitude": "RandAugment's magnitude",
-    "max_positions": "longest input, in tokens",
-    "max_skipped_share": "share of skipped samples in an epoch that ends the run",
-    "mim": "masked image modelling objective; null leaves it out",
-    "mlm": "masked language modelling objective; null leaves it out",
-    "objectives": "objectives of pretraining and their weights",
-    "operations": "RandAugment's operations for each image",
-    "optimiser": "AdamW and its schedule",
-    "patch_size": "side of a patch, in pixels",
-    "path_gradient": "whether gradients pass through anchor paths",
-    "precision": "number format of forward and backward pass",
-    "quantile": "quantile of S that serves as threshold",
-    "quantile_momentum": "momentum of the running quantile",
-    "randaugment": "apply RandAugment",
-    "seed": "seed of weights, order, augmentation and masks",
-    "sources": "folders of shards",
-    "task": "task, selected by its `kind`",
-    "teacher": "momentum teacher; null leaves it out",
-    "text": "text encoder",
-    "token": "token term",
-    "training": "length, batch, optimiser, checkpoints and logs",
-    "vocab_size": "size of the vocabulary",
-    "warmup_steps": "steps of linear warm-up",
-    "weight": "weight in the sum of losses, or of a source in an epoch",
-    "weight_decay": "weight decay of AdamW",
-    "width": "channels of a token",
-}
-"""Meanings of keys that recur in many classes and are described in none."""
-
 _pages: dict[str, str] = {}
 
 
@@ -209,7 +154,7 @@ def _table(kind: type[BaseModel]) -> str:
     lines.append(f"{_paragraphs(kind.__doc__)}\n")
     lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
     for name, field in kind.model_fields.items():
-        cells = (f"`{name}`", _type(field), _default(field), _meaning(name, field))
+        cells = (f"`{name}`", _type(field), _default(field), _meaning(kind, name))
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -271,10 +216,16 @@ def _default(field: FieldInfo) -> str:
     return f"`{value}`" if value != "" else '`""`'
 
 
-def _meaning(name: str, field: FieldInfo) -> str:
-    """Return the description of a key, else what it means everywhere, else its name in words."""
-    meaning = field.description or MEANINGS.get(name) or name.replace("_", " ")
-    return meaning.replace("\n", " ")
+def _meaning(kind: type[BaseModel], name: str) -> str:
+    """Return the description of a key.
+
+    Raises:
+        ValueError: the key has none.
+    """
+    description = kind.model_fields[name].description
+    if not description:
+        raise ValueError(f"{kind.__module__}.{kind.__name__}.{name}: no Field(description=...)")
+    return description.replace("\n", " ")
 
 
 # --- Commands ------------------------------------------------------------------------------------

@@ -18,7 +18,9 @@ class SourceConfig(Config):
         "shards themselves, as in https://host/cc/{00000..00331}.tar",
         json_schema_extra={"resume": "path"},
     )
-    weight: float = Field(1.0, gt=0)
+    weight: float = Field(
+        1.0, gt=0, description="share of its samples taken in one epoch; 2 takes each twice"
+    )
 
 
 class CacheConfig(Config):
@@ -42,11 +44,21 @@ CropScale = Annotated[tuple[float, float], AfterValidator(_are_shares)]
 class AugmentConfig(Config):
     """RandAugment(2, 7) over the design's operations, a random crop and a horizontal flip."""
 
-    randaugment: bool = True
-    operations: int = 2
-    magnitude: int = 7
-    crop_scale: CropScale = (0.5, 1.0)
-    hflip: bool = True
+    randaugment: bool = Field(True, description="apply RandAugment")
+    operations: int = Field(
+        2, description="RandAugment's operations for each image, drawn with replacement"
+    )
+    magnitude: int = Field(7, description="RandAugment's magnitude, of 10")
+    crop_scale: CropScale = Field(
+        (0.5, 1.0),
+        description="least and largest share of the area that a random crop keeps; [1, 1] crops "
+        "nothing",
+    )
+    hflip: bool = Field(
+        True,
+        description="flip an image left to right with probability 1/2, unless its caption says "
+        "left or right",
+    )
     quick_decode: bool = Field(
         False,
         description="decode a JPEG by less exact transforms, and at half its size or less where a "
@@ -57,13 +69,18 @@ class AugmentConfig(Config):
 class DataConfig(Config):
     """Streaming order, text and image preparation of pretraining."""
 
-    sources: tuple[SourceConfig, ...] = Field(min_length=1)
+    sources: tuple[SourceConfig, ...] = Field(
+        min_length=1, description="folders of shards and their weights"
+    )
     vocabulary: str = Field(
         "bert-base-uncased",
         description="folder with tokenizer.json, or a name on the hub",
         json_schema_extra={"resume": "path"},
     )
-    captions: Literal["one", "all"] = "one"
+    captions: Literal["one", "all"] = Field(
+        "one",
+        description="one caption of a sample, drawn at each visit, or all, each a pair of its own",
+    )
     texts: TextKind = Field(
         "captions", description="expressions: referring expressions take the place of captions"
     )
@@ -73,7 +90,12 @@ class DataConfig(Config):
     epoch_samples: int | None = Field(
         None, ge=1, description="with sampler: resampled, what counts as an epoch"
     )
-    canonical_streams: int = Field(64, ge=1)
+    canonical_streams: int = Field(
+        64,
+        ge=1,
+        description="streams that an epoch is cut into; a divisor of training.batch and a "
+        "multiple of the ranks",
+    )
     shuffle_window: int = Field(4096, ge=1, description="samples")
     workers: int = Field(
         1,
@@ -81,8 +103,13 @@ class DataConfig(Config):
         description="loader processes of each rank",
         json_schema_extra={"resume": "free"},
     )
-    cache: CacheConfig | None = Field(None, json_schema_extra={"resume": "free"})
-    augment: AugmentConfig = AugmentConfig()
+    cache: CacheConfig | None = Field(
+        None,
+        description="local cache of shards that are read from URLs; sources of sampler: indexed "
+        "on a URL need it",
+        json_schema_extra={"resume": "free"},
+    )
+    augment: AugmentConfig = Field(AugmentConfig(), description="augmentation of training images")
     max_skipped_share: float = Field(
         0.5,
         gt=0,

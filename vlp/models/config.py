@@ -18,12 +18,16 @@ SHORTHANDS = ("ape", "rpe")
 class TextConfig(Config):
     """BERT embeddings and the first `layers` post-norm layers; widths in channels."""
 
-    vocab_size: int = Field(30522, ge=8)
-    width: int = 768
-    layers: int = 6
-    heads: int = 12
-    intermediate: int = 3072
-    max_positions: int = 512
+    vocab_size: int = Field(30522, ge=8, description="word pieces of the vocabulary")
+    width: int = Field(768, description="channels of a token")
+    layers: int = Field(6, description="number of layers")
+    heads: int = Field(12, description="attention heads of every layer; a divisor of the width")
+    intermediate: int = Field(
+        3072, description="channels between both layers of a feed-forward block"
+    )
+    max_positions: int = Field(
+        512, description="rows of the table of learned positions, at least max_tokens"
+    )
     max_tokens: int = Field(30, ge=3, description="tokens of a padded caption, [CLS] and [SEP] in")
     position_sines: float = Field(
         0,
@@ -47,12 +51,16 @@ class TextConfig(Config):
 class ImageConfig(Config):
     """A pre-norm vision transformer; sizes in pixels and channels."""
 
-    image_size: int = 384
-    patch_size: int = 16
-    width: int = 768
-    layers: int = 6
-    heads: int = 12
-    intermediate: int = 3072
+    image_size: int = Field(
+        384, description="side of the square input image in pixels, a multiple of patch_size"
+    )
+    patch_size: int = Field(16, description="side of a square patch in pixels")
+    width: int = Field(768, description="channels of a token")
+    layers: int = Field(6, description="number of layers")
+    heads: int = Field(12, description="attention heads of every layer; a divisor of the width")
+    intermediate: int = Field(
+        3072, description="channels between both layers of a feed-forward block"
+    )
     position: Literal["learned", "none"] = Field(
         "learned",
         description="with none, what is where is left to the cross-modal encoder",
@@ -91,17 +99,27 @@ class AnchorConfig(Config):
 
     groups: int = Field(8, ge=1, description="G channel groups of Eq. 3")
     threshold: float | None = Field(None, gt=0, description="delta of Eq. 4")
-    quantile: float = Field(0.9, gt=0, lt=1)
-    quantile_momentum: float = Field(0.99, ge=0, lt=1)
+    quantile: float = Field(
+        0.9, gt=0, lt=1, description="quantile of the similarities S that is the running threshold"
+    )
+    quantile_momentum: float = Field(
+        0.99, ge=0, lt=1, description="momentum of the running quantile; 0 takes each batch's own"
+    )
     hard: bool = Field(True, description="only anchors are passed through (papers.md#ace-a8)")
     tau: float = Field(1e4, gt=0, description="tau of Eq. 4, for the soft form")
     text_window: int | None = Field(5, description="B_t, an odd number of tokens; null: all")
     patch_window: int | None = Field(9, description="B_p, an odd square of patches; null: all")
-    metric: Literal["euclidean", "manhattan", "chebyshev"] = "euclidean"
+    metric: Literal["euclidean", "manhattan", "chebyshev"] = Field(
+        "euclidean", description="distance between patches in the grid"
+    )
     features: Literal["projected", "encoder"] = Field(
         "projected", description="what enters Eq. 3: token projections, or the encoders' states"
     )
-    mode: Literal["contextual", "bias"] = "contextual"
+    mode: Literal["contextual", "bias"] = Field(
+        "contextual",
+        description="contextual: embeddings enter queries, keys and values (Eqs 10-12); bias: a "
+        "bias on attention logits (Eq. 9)",
+    )
     roles: tuple[Role, ...] = Field(
         ("query", "key", "value"), description="which carry the position in contextual mode"
     )
@@ -111,7 +129,9 @@ class AnchorConfig(Config):
         True,
         description="values carry the mean embedding, too, as Eq. 12 prints it (papers.md#ace-a22)",
     )
-    path_gradient: bool = False
+    path_gradient: bool = Field(
+        False, description="pass gradients through anchor paths to the tokens they come from"
+    )
 
     @model_validator(mode="after")
     def _possible(self) -> AnchorConfig:
@@ -134,15 +154,23 @@ class CrossConfig(Config):
     layer. A text is a grid of one row.
     """
 
-    layers: int = 6
-    heads: int = 12
-    intermediate: int = 3072
-    layout: Literal["ace", "text", "albef"] = "ace"
-    position: tuple[str, ...] = ("anchor",)
+    layers: int = Field(6, description="number of layers")
+    heads: int = Field(12, description="attention heads of every layer; a divisor of the width")
+    intermediate: int = Field(
+        3072, description="channels between both layers of a feed-forward block"
+    )
+    layout: Literal["ace", "text", "albef"] = Field(
+        "ace",
+        description="ace: text and image attend to each other, with shared weights; text: only "
+        "text attends to image; albef: as text, with an output projection in cross-attention",
+    )
+    position: tuple[str, ...] = Field(
+        ("anchor",), description="names of encodings, none or several"
+    )
     options: Mapping[str, Mapping[str, Any]] = Field(
         {}, description="of encodings by name, such as rope-axial: {theta: 10}"
     )
-    anchor: AnchorConfig = AnchorConfig()
+    anchor: AnchorConfig = Field(AnchorConfig(), description="ACE-RPE's settings")
 
     @model_validator(mode="after")
     def _possible(self) -> CrossConfig:
@@ -171,10 +199,12 @@ class CrossConfig(Config):
 class ModelConfig(Config):
     """The whole VLP model; `embed_dim` is the width of the shared contrastive space."""
 
-    text: TextConfig = TextConfig()
-    image: ImageConfig = ImageConfig()
-    cross: CrossConfig = CrossConfig()
-    embed_dim: int = 256
+    text: TextConfig = Field(TextConfig(), description="text encoder")
+    image: ImageConfig = Field(ImageConfig(), description="image encoder")
+    cross: CrossConfig = Field(CrossConfig(), description="cross-modal encoder")
+    embed_dim: int = Field(
+        256, description="channels of the contrastive space that text and image share"
+    )
     temperature: float = Field(0.07, gt=0, description="start of the learned temperature")
     token_projection: bool = Field(
         True, description="separate bias-free 256-d projections of tokens; they also feed S (Eq. 3)"

@@ -25,12 +25,20 @@ class TokenTermConfig(Config):
 class ContrastiveConfig(Config):
     """`itc`, or `anchor` in the form `paper` (Eqs 1-2) or `contrastive`."""
 
-    kind: Literal["itc", "anchor"] = "anchor"
-    form: Literal["contrastive", "paper"] = "contrastive"
-    weight: float = Field(1.0, ge=0)
+    kind: Literal["itc", "anchor"] = Field(
+        "anchor", description="itc: symmetric InfoNCE over pairs; anchor: the anchor loss"
+    )
+    form: Literal["contrastive", "paper"] = Field(
+        "contrastive",
+        description="of kind anchor: pair and token terms with temperature, or Eqs 1-2 of the "
+        "paper",
+    )
+    weight: float = Field(1.0, ge=0, description="weight in the sum of losses")
     scale: float = Field(2.0, gt=0, description="lambda of Eqs 1-2 (form paper)")
     margin: float = Field(0.05, description="delta of Eq. 2 (form paper)")
-    token: TokenTermConfig = TokenTermConfig()
+    token: TokenTermConfig = Field(
+        TokenTermConfig(), description="token term (kind anchor, form contrastive)"
+    )
 
     @property
     def is_paper_form(self) -> bool:
@@ -46,21 +54,31 @@ class ContrastiveConfig(Config):
 class ITMConfig(Config):
     """Image-text matching with hard negatives drawn inside `group` samples of the global batch."""
 
-    weight: float = Field(1.0, ge=0)
-    group: int = Field(64, ge=2)
+    weight: float = Field(1.0, ge=0, description="weight in the sum of losses")
+    group: int = Field(
+        64,
+        ge=2,
+        description="samples of the global batch that hard negatives are drawn from; one rank "
+        "holds a group",
+    )
 
 
 class MLMConfig(Config):
     """Masked language modelling; probability over real words."""
 
-    weight: float = Field(1.0, ge=0)
-    probability: float = Field(0.15, gt=0, lt=1)
+    weight: float = Field(1.0, ge=0, description="weight in the sum of losses")
+    probability: float = Field(
+        0.15,
+        gt=0,
+        lt=1,
+        description="probability that a word piece is chosen; special tokens never are",
+    )
 
 
 class MIMConfig(Config):
     """Masked image modelling: l1 on raw pixels of masked patches (SimMIM)."""
 
-    weight: float = Field(1.0, ge=0)
+    weight: float = Field(1.0, ge=0, description="weight in the sum of losses")
     ratio: float = Field(0.6, gt=0, lt=1, description="share of patches that are masked")
     unit: int = Field(2, ge=1, description="masked in squares of this many patches a side")
     output: Literal["image", "cross"] = Field(
@@ -73,7 +91,12 @@ class MIMConfig(Config):
 class TeacherConfig(Config):
     """Momentum teacher with its queue; soft targets for the pair term and MLM."""
 
-    momentum: float = Field(0.995, gt=0, lt=1)
+    momentum: float = Field(
+        0.995,
+        gt=0,
+        lt=1,
+        description="of the moving average of the student's weights, at each optimiser step",
+    )
     queue: int = Field(65536, ge=0, description="keys; 0 is no queue")
     alpha: float = Field(0.4, ge=0, le=1, description="share of the soft target")
     warmup_steps: int = Field(1000, ge=0, description="alpha rises linearly over these steps")
@@ -101,11 +124,21 @@ class ObjectivesConfig(Config):
 
     model_config = ConfigDict(extra="allow")
 
-    contrastive: ContrastiveConfig | None = ContrastiveConfig()
-    itm: ITMConfig | None = ITMConfig()
-    mlm: MLMConfig | None = MLMConfig()
-    mim: MIMConfig | None = MIMConfig()
-    teacher: TeacherConfig | None = TeacherConfig()
+    contrastive: ContrastiveConfig | None = Field(
+        ContrastiveConfig(), description="contrastive objective; null leaves it out"
+    )
+    itm: ITMConfig | None = Field(
+        ITMConfig(), description="image-text matching; null leaves it out"
+    )
+    mlm: MLMConfig | None = Field(
+        MLMConfig(), description="masked language modelling; null leaves it out"
+    )
+    mim: MIMConfig | None = Field(
+        MIMConfig(), description="masked image modelling; null leaves it out"
+    )
+    teacher: TeacherConfig | None = Field(
+        TeacherConfig(), description="momentum teacher; null leaves out soft targets and queue"
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -18,12 +18,16 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class OptimiserConfig(Config):
     """AdamW with a cosine schedule; steps are optimiser steps."""
 
-    learning_rate: float = Field(1e-4, gt=0)
-    final_learning_rate: float = Field(1e-6, ge=0)
-    warmup_steps: int = Field(1000, ge=0)
-    weight_decay: float = Field(0.02, ge=0)
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
-    epsilon: float = Field(1e-8, gt=0)
+    learning_rate: float = Field(1e-4, gt=0, description="peak, at the end of the warm-up")
+    final_learning_rate: float = Field(1e-6, ge=0, description="at the end of the cosine schedule")
+    warmup_steps: int = Field(1000, ge=0, description="steps of linear warm-up")
+    weight_decay: float = Field(
+        0.02, ge=0, description="decoupled weight decay of AdamW; biases and norms are exempt"
+    )
+    betas: tuple[Beta, Beta] = Field(
+        (0.9, 0.999), description="decay rates of AdamW's first and second moments"
+    )
+    epsilon: float = Field(1e-8, gt=0, description="added to AdamW's denominator")
     clip: float | None = Field(1.0, gt=0, description="global gradient norm; null is no clipping")
     lr_multipliers: dict[str, Annotated[float, Field(gt=0)]] = Field(
         {},
@@ -43,11 +47,21 @@ class LoopConfig(Config):
     gradient_accumulation_steps: int = Field(
         1, ge=1, description="global batches in one optimiser step"
     )
-    epochs: int | None = Field(30, ge=1)
+    epochs: int | None = Field(
+        30, ge=1, description="passes over the data; may be null where `steps` is given"
+    )
     steps: int | None = Field(None, ge=1, description="optimiser steps; wins over epochs")
-    precision: Literal["bf16", "float32"] = "bf16"
-    optimiser: OptimiserConfig = OptimiserConfig()
-    seed: int = Field(0, json_schema_extra={"resume": "fixed"})
+    precision: Literal["bf16", "float32"] = Field(
+        "bf16", description="number format of forward and backward pass"
+    )
+    optimiser: OptimiserConfig = Field(
+        OptimiserConfig(), description="AdamW and its learning-rate schedule"
+    )
+    seed: int = Field(
+        0,
+        description="of weights, order, augmentation and masks",
+        json_schema_extra={"resume": "fixed"},
+    )
     log_every: int = Field(50, ge=1, description="steps", json_schema_extra={"resume": "free"})
     checkpoint_every: int = Field(1000, ge=1, description="steps")
     keep_last: int = Field(
@@ -89,13 +103,15 @@ class RunConfig(Config):
     output: str = Field(
         "runs/run", description="folder of this run", json_schema_extra={"resume": "free"}
     )
-    training: LoopConfig
+    training: LoopConfig = Field(description="length, batch, optimiser, checkpoints and logs")
 
 
 class DeepSpeedRunConfig(RunConfig):
     """A run of `launch/pretrain.py` or `launch/train_vision.py`."""
 
-    training: TrainingConfig = TrainingConfig()
+    training: TrainingConfig = Field(
+        TrainingConfig(), description="length, batch, optimiser, checkpoints and logs"
+    )
 
 
 class PretrainConfig(DeepSpeedRunConfig):
@@ -110,9 +126,11 @@ class PretrainConfig(DeepSpeedRunConfig):
         "token projections that it lacks keep their own start",
         json_schema_extra={"resume": "path"},
     )
-    model: ModelConfig = ModelConfig()
-    data: DataConfig
-    objectives: ObjectivesConfig = ObjectivesConfig()
+    model: ModelConfig = Field(ModelConfig(), description="sizes of the encoders, and ACE-RPE")
+    data: DataConfig = Field(description="shards, their order and preparation")
+    objectives: ObjectivesConfig = Field(
+        ObjectivesConfig(), description="objectives and their weights"
+    )
 
     @property
     def inputs(self) -> Inputs:

@@ -44,4 +44,6 @@ class FinetuneConfig(RunConfig):
     task: Annotated[TaskConfig, Choice("kind", task_kinds, lambda kind: get_task(kind).config)] = (
         Field(description="of one of the kinds that `vlp.tasks.downstream.registry` knows")
     )
-    training: FinetuningConfig = FinetuningConfig()
+    training: FinetuningConfig = Field(
+        FinetuningConfig(), description="length, batch, optimiser, validation, checkpoints and logs"
+    )

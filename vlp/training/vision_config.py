@@ -22,4 +22,6 @@ class VisionConfig(DeepSpeedRunConfig):
     output: str = Field(
         "runs/vision", description="folder of this run", json_schema_extra={"resume": "free"}
     )
-    task: Annotated[AnyTask, Field(discriminator="kind")]
+    task: Annotated[AnyTask, Field(discriminator="kind")] = Field(
+        description="task, selected by its `kind`"
+    )

@@ -12,7 +12,9 @@ from vlp.data.stream.map_dataset import MapDatasetConfig
 class DownstreamDataConfig(MapDatasetConfig):
     """Shard folders to train on and to choose the best model by."""
 
-    train: tuple[str, ...] = Field(min_length=1, json_schema_extra={"resume": "path"})
+    train: tuple[str, ...] = Field(
+        min_length=1, description="shard folders to train on", json_schema_extra={"resume": "path"}
+    )
     validation: tuple[str, ...] = Field(
         (), description="none: no model is chosen", json_schema_extra={"resume": "tolerated"}
     )
@@ -23,7 +25,7 @@ class DownstreamDataConfig(MapDatasetConfig):
         description="likewise of `validation`",
         json_schema_extra={"resume": "tolerated"},
     )
-    augment: AugmentConfig = AugmentConfig()
+    augment: AugmentConfig = Field(AugmentConfig(), description="augmentation of training images")
     view: View = Field(
         "image",
         description="what the model is shown: `shuffled` (patches in random order) and `blank` "

@@ -31,7 +31,13 @@ class MapDatasetConfig(Config):
         description="loader processes of each rank",
         json_schema_extra={"resume": "free"},
     )
-    max_skipped_share: float = Field(0.5, gt=0, le=1, json_schema_extra={"resume": "free"})
+    max_skipped_share: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="more skipped samples than this share of an epoch end the run",
+        json_schema_extra={"resume": "free"},
+    )
 
 
 class IndexedSamples(Dataset[Any]):

@@ -41,14 +41,29 @@ class ImageAugmentConfig(Config):
 class LabelledDataConfig(MapDatasetConfig):
     """Images of classes: a tar file, a folder of class folders, or shards with labels."""
 
-    train: str = Field(json_schema_extra={"resume": "path"})
-    test: str = Field(json_schema_extra={"resume": "tolerated"})
+    train: str = Field(
+        description="images to train on: a tar file, a folder of class folders, or shards with "
+        "labels",
+        json_schema_extra={"resume": "path"},
+    )
+    test: str = Field(
+        description="images to evaluate on, in any of the forms of `train`",
+        json_schema_extra={"resume": "tolerated"},
+    )
     classes: tuple[str, ...] | None = Field(None, description="only shards need them")
     limit: int | None = Field(None, ge=1, description="images of `train`, drawn once")
     image_size: int = Field(224, ge=1, description="pixels")
-    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
-    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
-    augment: ImageAugmentConfig = ImageAugmentConfig()
+    mean: tuple[float, float, float] = Field(
+        (0.485, 0.456, 0.406),
+        description="per channel (R, G, B), of levels in [0, 1]; it is subtracted",
+    )
+    std: tuple[float, float, float] = Field(
+        (0.229, 0.224, 0.225),
+        description="per channel (R, G, B), of levels in [0, 1]; the rest is divided by it",
+    )
+    augment: ImageAugmentConfig = Field(
+        ImageAugmentConfig(), description="augmentation of training images"
+    )
 
     @property
     def preprocessing(self) -> Preprocessing:

@@ -25,8 +25,15 @@ LEVELS = 256
 class PixelDataConfig(MapDatasetConfig):
     """Images whose pixels are modelled: what `open_labelled` opens; classes are not used."""
 
-    train: str = Field(json_schema_extra={"resume": "path"})
-    test: str = Field(json_schema_extra={"resume": "tolerated"})
+    train: str = Field(
+        description="images to train on: a tar file, a folder of class folders, or shards with "
+        "labels",
+        json_schema_extra={"resume": "path"},
+    )
+    test: str = Field(
+        description="images to evaluate on, in any of the forms of `train`",
+        json_schema_extra={"resume": "tolerated"},
+    )
     classes: tuple[str, ...] | None = Field(None, description="only shards need them")
     limit: int | None = Field(None, ge=1, description="images of `train`, drawn once")
     image_size: int = Field(64, ge=1, description="pixels; larger images are made smaller")

@@ -25,7 +25,7 @@ from vlp.models.vlp import BERT_WIDTH
 class AnswerDecoderConfig(Config):
     """Sizes and start of the decoder; its width is the encoders'."""
 
-    layers: int = Field(6, ge=1)
+    layers: int = Field(6, ge=1, description="number of layers")
     heads: int | None = Field(None, ge=1, description="null: the cross-modal encoder's")
     intermediate: int | None = Field(None, ge=1, description="null: the cross-modal encoder's")
     embedding: Literal["shared", "own"] = Field(

@@ -13,10 +13,10 @@ from vlp.config import Config
 class PositionConfig(Config):
     """One encoding of `vlp.positions.list_positions()`."""
 
-    name: str
+    name: str = Field(description="of one encoding in vlp.positions.list_positions()")
     # Not `on`, as `attach` calls it: YAML 1.1 reads that as true.
     roles: str | None = Field(None, description="letters of q, k, v, where the encoding has them")
-    options: Mapping[str, Any] = {}
+    options: Mapping[str, Any] = Field({}, description="of the encoding, as in {theta: 10}")
 
 
 class BackboneConfig(Config):
@@ -26,4 +26,6 @@ class BackboneConfig(Config):
     options: Mapping[str, Any] = Field({}, description="of timm.create_model: depth, ...")
     pretrained: bool = Field(False, description="timm's public weights")
     absolute: Literal["keep", "drop"] = Field("keep", description="the model's own positions")
-    positions: tuple[PositionConfig, ...] = ()
+    positions: tuple[PositionConfig, ...] = Field(
+        (), description="encodings that are attached, none or several"
+    )

@@ -23,12 +23,16 @@ from vlp.positions.base import PositionContext, PositionEncoding
 class DetrConfig(Config):
     """Sizes of DETR (Carion et al. 2020), whose own are the defaults, and the encodings."""
 
-    backbone: ResNetConfig = ResNetConfig()
-    width: int = Field(256, ge=1)
-    heads: int = Field(8, ge=1)
-    intermediate: int = Field(2048, ge=1)
-    encoder_layers: int = Field(6, ge=0)
-    decoder_layers: int = Field(6, ge=1)
+    backbone: ResNetConfig = Field(ResNetConfig(), description="ResNet that reads the image")
+    width: int = Field(256, ge=1, description="channels of a token")
+    heads: int = Field(
+        8, ge=1, description="attention heads of every layer; a divisor of the width"
+    )
+    intermediate: int = Field(
+        2048, ge=1, description="channels between both layers of a feed-forward block"
+    )
+    encoder_layers: int = Field(6, ge=0, description="layers of the encoder; 0 leaves it out")
+    decoder_layers: int = Field(6, ge=1, description="layers of the decoder")
     queries: int = Field(100, ge=1, description="objects found at most")
     dropout: float = Field(
         0.0,

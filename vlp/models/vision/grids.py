@@ -28,9 +28,11 @@ class GridModelConfig(Config):
     """Sizes and position encodings; the authors use 8 heads (papers.md#vitarc-v2)."""
 
     width: int = Field(128, ge=1, description="channels of the model")
-    encoder_layers: int = Field(3, ge=1)
-    decoder_layers: int = Field(3, ge=1)
-    heads: int = Field(8, ge=1)
+    encoder_layers: int = Field(3, ge=1, description="layers of the encoder")
+    decoder_layers: int = Field(3, ge=1, description="layers of the decoder")
+    heads: int = Field(
+        8, ge=1, description="attention heads of every layer; a divisor of the width"
+    )
     feed_forward: int = Field(512, ge=1, description="channels between both of its layers")
     scale: float | None = Field(
         None,

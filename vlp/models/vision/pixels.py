@@ -34,8 +34,10 @@ class PixelModelConfig(Config):
     """Sizes of the transformer, and its encodings of the tokens' places."""
 
     width: int = Field(256, ge=1, description="channels of the model")
-    layers: int = Field(6, ge=1)
-    heads: int = Field(8, ge=1)
+    layers: int = Field(6, ge=1, description="number of layers")
+    heads: int = Field(
+        8, ge=1, description="attention heads of every layer; a divisor of the width"
+    )
     feed_forward: int = Field(1024, ge=1, description="channels between both of its layers")
     channel_width: int | None = Field(
         None,

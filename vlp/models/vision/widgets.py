@@ -27,13 +27,19 @@ from vlp.positions.sine import sinusoid
 class WidgetModelConfig(Config):
     """Sizes, and the encodings of the boxes; the defaults are the papers' (6 layers, 8 heads)."""
 
-    width: int = Field(128, ge=1)
-    heads: int = Field(8, ge=1)
+    width: int = Field(128, ge=1, description="channels of a token")
+    heads: int = Field(
+        8, ge=1, description="attention heads of every layer; a divisor of the width"
+    )
     layers: int = Field(6, ge=1, description="of the screen encoder")
-    decoder_layers: int = Field(6, ge=1)
-    intermediate: int = Field(512, ge=1)
-    dropout: float = Field(0.2, ge=0, lt=1)
-    positions: tuple[PositionConfig, ...] = ()
+    decoder_layers: int = Field(6, ge=1, description="layers of the caption decoder")
+    intermediate: int = Field(
+        512, ge=1, description="channels between both layers of a feed-forward block"
+    )
+    dropout: float = Field(0.2, ge=0, lt=1, description="share of activations set to 0 in training")
+    positions: tuple[PositionConfig, ...] = Field(
+        (), description="encodings of the widgets' boxes, none or several"
+    )
     combine: Literal["concat", "add"] = Field(
         "concat",
         description="how a place meets the content: beside it under one dense layer (appendix B of "

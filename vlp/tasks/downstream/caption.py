@@ -37,11 +37,15 @@ from vlp.tasks.task import StepOutput
 class CaptionConfig(DownstreamConfig):
     """Decoder, data, beam search and scoring."""
 
-    kind: Literal["caption"] = "caption"
-    data: CaptionDataConfig
-    decoder: AnswerDecoderConfig = AnswerDecoderConfig()
-    label_smoothing: float = Field(0.1, ge=0, lt=1)
-    beams: int = Field(3, ge=1)
+    kind: Literal["caption"] = Field("caption", description="selects this class")
+    data: CaptionDataConfig = Field(description="shards to train on and to validate on")
+    decoder: AnswerDecoderConfig = Field(
+        AnswerDecoderConfig(), description="sizes and start of the text decoder"
+    )
+    label_smoothing: float = Field(
+        0.1, ge=0, lt=1, description="share of the target spread evenly over the vocabulary"
+    )
+    beams: int = Field(3, ge=1, description="beams of the search for captions")
     penalty: float = Field(0.6, ge=0, description="of length; see vlp.models.decoder.beam_search")
     java: bool = Field(
         True, description="evaluate with the PTB tokeniser and METEOR; false goes without both"

@@ -26,7 +26,11 @@ FILE_NAME = "grounding.json"
 class MapConfig(Config):
     """Settings of the map of an expression over the patches."""
 
-    by: Literal["gradcam", "similarity"] = "gradcam"
+    by: Literal["gradcam", "similarity"] = Field(
+        "gradcam",
+        description="gradcam: gradients of the ITM score in cross-attention; similarity: of word "
+        "pieces and patches",
+    )
     layer: int | None = Field(None, ge=0, description="of Grad-CAM; null: the middle one")
     head: int | None = Field(
         None, ge=1, description="first word pieces that make the map; null: all of an expression"
@@ -36,15 +40,19 @@ class MapConfig(Config):
 class GroundingDataConfig(PairsDataConfig):
     """One expression of an image at each visit."""
 
-    captions: Literal["one"] = "one"
-    texts: Literal["expressions"] = "expressions"
+    captions: Literal["one"] = Field("one", description="one expression of an image at each visit")
+    texts: Literal["expressions"] = Field(
+        "expressions", description="referring expressions take the place of captions"
+    )
 
 
 class GroundingConfig(PairsConfig, MapConfig):
     """Settings of training, and of the map on the validation data."""
 
-    kind: Literal["grounding"] = "grounding"
-    data: GroundingDataConfig
+    kind: Literal["grounding"] = Field("grounding", description="selects this class")
+    data: GroundingDataConfig = Field(
+        description="referring expressions to train on, and shards to validate on"
+    )
 
 
 class Grounding(PairsTask):

@@ -37,7 +37,9 @@ from vlp.tasks.task import StepOutput
 class PairClassificationConfig(DownstreamConfig):
     """Base of the configurations of this module's kinds."""
 
-    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=1, description="share of the target spread evenly over all classes"
+    )
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -53,7 +55,7 @@ class PairClassificationConfig(DownstreamConfig):
 class SnliVeConfig(PairClassificationConfig):
     """SNLI-VE: an image and a hypothesis."""
 
-    kind: Literal["snli_ve"] = "snli_ve"
+    kind: Literal["snli_ve"] = Field("snli_ve", description="selects this class")
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -69,8 +71,8 @@ class SnliVeConfig(PairClassificationConfig):
 class Nlvr2Config(PairClassificationConfig):
     """NLVR2: a statement about two images, or NLVR v1's about one that shows three boxes."""
 
-    kind: Literal["nlvr2"] = "nlvr2"
-    images: Literal[1, 2] = 2
+    kind: Literal["nlvr2"] = Field("nlvr2", description="selects this class")
+    images: Literal[1, 2] = Field(2, description="images of a sample: 2 of NLVR2, 1 of NLVR v1")
     panels: int = Field(
         1,
         ge=1,
@@ -93,7 +95,7 @@ class Nlvr2Config(PairClassificationConfig):
 class Nlvr2AssignmentConfig(PairClassificationConfig):
     """Text assignment, which prepares for NLVR2: which of two images a caption tells of."""
 
-    kind: Literal["nlvr2_assignment"] = "nlvr2_assignment"
+    kind: Literal["nlvr2_assignment"] = Field("nlvr2_assignment", description="selects this class")
 
     @property
     def classes(self) -> tuple[str, ...]:

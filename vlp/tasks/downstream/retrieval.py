@@ -33,7 +33,10 @@ class PairsDataConfig(DataConfig):
         description="that of the model which the run starts from",
         json_schema_extra={"resume": "path"},
     )
-    captions: Literal["one", "all"] = "all"
+    captions: Literal["one", "all"] = Field(
+        "all",
+        description="one caption of a sample, drawn at each visit, or all, each a pair of its own",
+    )
     validation: tuple[str, ...] = Field(
         (), description="none: no model is chosen", json_schema_extra={"resume": "tolerated"}
     )
@@ -48,8 +51,11 @@ class PairsDataConfig(DataConfig):
 class PairsConfig(TaskConfig):
     """Contrastive term, matching, teacher and queue, as in pretraining; nothing is masked."""
 
-    data: PairsDataConfig
-    objectives: ObjectivesConfig = ObjectivesConfig(mlm=None, mim=None)
+    data: PairsDataConfig = Field(description="pairs to train on, and shards to validate on")
+    objectives: ObjectivesConfig = Field(
+        ObjectivesConfig(mlm=None, mim=None),
+        description="objectives and their weights, as in pretraining",
+    )
 
     @model_validator(mode="after")
     def _nothing_masked(self) -> PairsConfig:
@@ -61,7 +67,7 @@ class PairsConfig(TaskConfig):
 class RetrievalConfig(PairsConfig):
     """Captions: each is a pair, and recall chooses the best model."""
 
-    kind: Literal["retrieval"] = "retrieval"
+    kind: Literal["retrieval"] = Field("retrieval", description="selects this class")
     rerank: int = Field(16, ge=0, description="candidates re-ranked on the validation data")
 
 

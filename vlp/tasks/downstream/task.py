@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from pydantic import Field
 from torch import Tensor
 
 from vlp.config import Config, validated
@@ -31,14 +32,14 @@ _MODEL = "model."
 class TaskConfig(Config):
     """Base of the configurations of all downstream tasks; `kind` is a task of the registry."""
 
-    kind: str
-    data: Any
+    kind: str = Field(description="name of a task in vlp.tasks.downstream.registry")
+    data: Any = Field(description="data of the task")
 
 
 class DownstreamConfig(TaskConfig):
     """Configuration of a task with a head of its own."""
 
-    data: DownstreamDataConfig
+    data: DownstreamDataConfig = Field(description="shards to train on and to validate on")
 
 
 class Downstream(PlainTask):

@@ -37,9 +37,11 @@ Predict = Literal["rank", "generate"]
 class VqaConfig(DownstreamConfig):
     """Decoder, data, prediction and scoring."""
 
-    kind: Literal["vqa"] = "vqa"
-    data: VqaDataConfig
-    decoder: AnswerDecoderConfig = AnswerDecoderConfig()
+    kind: Literal["vqa"] = Field("vqa", description="selects this class")
+    data: VqaDataConfig = Field(description="shards of questions, and the answers to choose from")
+    decoder: AnswerDecoderConfig = Field(
+        AnswerDecoderConfig(), description="sizes and start of the text decoder"
+    )
     predict: Predict = Field("rank", description="choose from the list, or write freely")
     candidates: int | None = Field(
         CANDIDATES,

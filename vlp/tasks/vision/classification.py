@@ -29,10 +29,12 @@ from vlp.tasks.vision.folder import save_task
 class ClassificationConfig(Config):
     """Model, images and loss. Mixing is drawn per step and rank, so it depends on the ranks."""
 
-    kind: Literal["classification"] = "classification"
-    model: BackboneConfig
-    data: LabelledDataConfig
-    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    kind: Literal["classification"] = Field("classification", description="selects this class")
+    model: BackboneConfig = Field(description="timm model and its position encodings")
+    data: LabelledDataConfig = Field(description="labelled images")
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=1, description="share of the target spread evenly over all classes"
+    )
     mixup: float = Field(0.0, ge=0, description="alpha of Beta(alpha, alpha); 0 is off")
     cutmix: float = Field(0.0, ge=0, description="likewise; with both, either half of the steps")
 

@@ -33,9 +33,13 @@ AUXILIARY = "auxiliary_"
 class SetLossConfig(Config):
     """Weights of DETR's loss, also of its matching."""
 
-    classes: float = Field(1.0, ge=0)
-    l1: float = Field(5.0, ge=0)
-    giou: float = Field(2.0, ge=0)
+    classes: float = Field(1.0, ge=0, description="weight of the classes' cross-entropy")
+    l1: float = Field(
+        5.0,
+        ge=0,
+        description="weight of the L1 distance of box centres and sides, in shares of the image",
+    )
+    giou: float = Field(2.0, ge=0, description="weight of 1 - generalised IoU of boxes")
     no_object: float = Field(0.1, gt=0, le=1, description="class weight of queries without object")
     auxiliary: bool = Field(True, description="judge every decoder layer, not the last alone")
 
@@ -43,10 +47,10 @@ class SetLossConfig(Config):
 class DetectionConfig(Config):
     """Model, images and loss."""
 
-    kind: Literal["detection"] = "detection"
-    model: DetrConfig = DetrConfig()
-    data: DetectionDataConfig
-    loss: SetLossConfig = SetLossConfig()
+    kind: Literal["detection"] = Field("detection", description="selects this class")
+    model: DetrConfig = Field(DetrConfig(), description="sizes of DETR, and its position encodings")
+    data: DetectionDataConfig = Field(description="images with boxes")
+    loss: SetLossConfig = Field(SetLossConfig(), description="weights of the loss")
 
 
 class DetectionTask(PlainTask):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
@@ -23,9 +24,11 @@ from vlp.tasks.vision.folder import save_task
 class GridsConfig(Config):
     """Model and tasks."""
 
-    kind: Literal["grids"] = "grids"
-    model: GridModelConfig = GridModelConfig()
-    data: GridDataConfig
+    kind: Literal["grids"] = Field("grids", description="selects this class")
+    model: GridModelConfig = Field(
+        GridModelConfig(), description="sizes of the model, and its position encodings"
+    )
+    data: GridDataConfig = Field(description="tasks of ARC, and how many samples")
 
 
 class Grids(PlainTask):

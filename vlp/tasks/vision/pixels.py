@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from vlp.config import Config
@@ -23,9 +24,11 @@ from vlp.tasks.vision.folder import save_task
 class PixelsConfig(Config):
     """Model and images."""
 
-    kind: Literal["pixels"] = "pixels"
-    model: PixelModelConfig = PixelModelConfig()
-    data: PixelDataConfig
+    kind: Literal["pixels"] = Field("pixels", description="selects this class")
+    model: PixelModelConfig = Field(
+        PixelModelConfig(), description="sizes of the model, and its position encodings"
+    )
+    data: PixelDataConfig = Field(description="images whose pixels are modelled")
 
 
 class Pixels(PlainTask):

@@ -26,9 +26,11 @@ from vlp.tasks.vision.folder import save_task
 class WidgetsConfig(Config):
     """Model, screens, and how captions are found and judged."""
 
-    kind: Literal["widgets"] = "widgets"
-    model: WidgetModelConfig = WidgetModelConfig()
-    data: WidgetDataConfig = WidgetDataConfig()
+    kind: Literal["widgets"] = Field("widgets", description="selects this class")
+    model: WidgetModelConfig = Field(
+        WidgetModelConfig(), description="sizes of the model, and its encodings of boxes"
+    )
+    data: WidgetDataConfig = Field(WidgetDataConfig(), description="screens and their captions")
     regulariser: float = Field(
         0.0,
         ge=0,

@@ -50,7 +50,9 @@ class GridDataConfig(MapDatasetConfig):
     """Selection of tasks, and the number of samples and variants."""
 
     path: str = Field(description="folder or tar file of ARC's JSON files")
-    tasks: tuple[GridTaskConfig, ...] = Field(min_length=1)
+    tasks: tuple[GridTaskConfig, ...] = Field(
+        min_length=1, description="tasks that are trained and evaluated"
+    )
     size: int = Field(LARGEST, ge=1, le=LARGEST, description="rows and columns of the largest grid")
     samples: int = Field(100_000, ge=1, description="of one epoch, over all tasks")
     variants: int = Field(

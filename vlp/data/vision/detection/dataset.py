@@ -38,8 +38,8 @@ class DetectionDataConfig(MapDatasetConfig):
     are drawn at the largest size and resized to the smaller ones.
     """
 
-    train: ObjectSource
-    test: ObjectSource
+    train: ObjectSource = Field(description="images to train on, of one `format`")
+    test: ObjectSource = Field(description="images to evaluate on, of one `format`")
     sizes: tuple[int, ...] = Field(
         DETR_SIZES, min_length=1, description="shorter side in pixels, one is drawn for each visit"
     )
@@ -55,8 +55,14 @@ class DetectionDataConfig(MapDatasetConfig):
     crop_sides: tuple[float, float] = Field(
         (0.64, 1.0), description="share of either side that a crop keeps; DETR's is 384 to 600 px"
     )
-    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
-    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+    mean: tuple[float, float, float] = Field(
+        (0.485, 0.456, 0.406),
+        description="per channel (R, G, B), of levels in [0, 1]; it is subtracted",
+    )
+    std: tuple[float, float, float] = Field(
+        (0.229, 0.224, 0.225),
+        description="per channel (R, G, B), of levels in [0, 1]; the rest is divided by it",
+    )
 
     @property
     def evaluation_sizes(self) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ ROUNDING = 1.0
 class CocoSource(Config):
     """Images and an annotation file in COCO's `instances` schema."""
 
-    format: Literal["coco"]
+    format: Literal["coco"] = Field(description="selects this class")
     annotations: str = Field(description="a file such as instances_train2017.json")
     images: str = Field(description="a folder or a plain tar file of its images")
 
@@ -31,10 +31,10 @@ class CocoSource(Config):
 class SceneSource(Config):
     """Generated images of coloured shapes; the classes are the shapes."""
 
-    format: Literal["scenes"]
+    format: Literal["scenes"] = Field(description="selects this class")
     count: int = Field(ge=1, description="images")
     split: Split = Field("train", description="no other split has the same contents")
-    seed: int = 0
+    seed: int = Field(0, description="of the scenes; all runs of a comparison share it")
 
 
 ObjectSource = Annotated[CocoSource | SceneSource, Field(discriminator="format")]

@@ -23,7 +23,11 @@ from vlp.data.vision.widgets.widget_text import WidgetText
 class WidgetDataConfig(MapDatasetConfig):
     """Screens, and how much of each a model reads. The public code has 10 words everywhere."""
 
-    screens: AnyScreensConfig = Field(GeneratedScreensConfig(), discriminator="kind")
+    screens: AnyScreensConfig = Field(
+        GeneratedScreensConfig(),
+        discriminator="kind",
+        description="set of screens, selected by its `kind`",
+    )
     vocabulary: str | None = Field(
         None,
         description="folder or hub name of a BERT tokenizer; null trains one on the screens",

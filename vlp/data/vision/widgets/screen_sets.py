@@ -26,24 +26,32 @@ _KEPT = 20_000  # generated screens that are kept in memory, about 10 KB each
 class GeneratedScreensConfig(Config):
     """Generated screens (`widgets.screens`) with disjoint random numbers per split."""
 
-    kind: Literal["generated"] = "generated"
+    kind: Literal["generated"] = Field("generated", description="selects this class")
     train: int = Field(2000, ge=1, description="screens")
     test: int = Field(300, ge=1, description="screens")
     seed: int = Field(0, description="of the corpus; all runs of a comparison share it")
-    nodes: Nodes = "all"
+    nodes: Nodes = Field(
+        "all",
+        description="nodes of the view hierarchy that are read; those with captions are always "
+        "read",
+    )
 
 
 class RicoScreensConfig(Config):
     """RICO's view hierarchies and the captions of Li et al. 2020 (google-research-datasets)."""
 
-    kind: Literal["rico"] = "rico"
+    kind: Literal["rico"] = Field("rico", description="selects this class")
     hierarchies: str = Field(description="folder or tar file of SCREEN.json")
     captions: str = Field(
         description="widget_captions.csv: screenId, nodeId, captions with | between"
     )
     train: str = Field(description="file of screen ids, one a line, such as split/train.txt")
     test: str = Field(description="likewise")
-    nodes: Nodes = "all"
+    nodes: Nodes = Field(
+        "all",
+        description="nodes of the view hierarchy that are read; those with captions are always "
+        "read",
+    )
 
 
 AnyScreensConfig = GeneratedScreensConfig | RicoScreensConfig
