@@ -6,7 +6,6 @@ and task names, files of results those of their task, and `SHA256SUMS` the new s
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 import yaml
 
 from vlp.config import dump_yaml, parse_yaml
+from vlp.io import atomic_folder, sha256_of
 
 # Dotted key of a run's configuration -> its present name; a task's data may be a list or a mapping.
 KEYS = {
@@ -61,15 +61,9 @@ def convert(old: Path, new: Path) -> list[Path]:
         raise FileExistsError(f"{new} exists; name a new folder")
     if new.resolve().is_relative_to(old.resolve()):
         raise OSError(f"{new} lies in {old}; name a folder elsewhere")
-    partial = new.with_name(new.name + ".tmp")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
+    with atomic_folder(new) as partial:
         shutil.copytree(old, partial)
         changed = _rewrite(partial)
-        partial.rename(new)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     return [new / path.relative_to(partial) for path in changed]
 
 
@@ -179,7 +173,7 @@ def _present_name(path: Path) -> Path:
 
 
 def _sum_again(folder: Path, files: list[Path]) -> None:
-    sums = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    sums = {path.name: sha256_of(path) for path in files}
     lines = [line.split("  ", 1) for line in (folder / SUMS).read_text().splitlines()]
     text = "".join(f"{sums.get(name, digest)}  {name}\n" for digest, name in lines)
     (folder / SUMS).write_text(text)

@@ -41,7 +41,9 @@ def run_demo(fresh: bool = False) -> int:
         fresh: delete a finished run, which is kept otherwise.
     """
     if (RUN / "run" / "model").exists() and not fresh:
-        print(f"{RUN} holds a finished run; --fresh deletes it and starts again", file=sys.stderr)
+        print(
+            f"{RUN} holds a finished run; --fresh (make demo FRESH=1) deletes it", file=sys.stderr
+        )
         return 2
     started = time.monotonic()
     shutil.rmtree(RUN, ignore_errors=True)

@@ -112,10 +112,17 @@ def write_text(
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Yield the path of a folder to be made, which replaces `folder` when the block ends well."""
+    """Yield the path of a folder to be made, which replaces `folder` when the block ends well.
+
+    When the block fails, what it made is removed, and `folder` stays as it was.
+    """
     partial = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(partial, ignore_errors=True)
-    yield partial
+    try:
+        yield partial
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
 

@@ -201,7 +201,7 @@ def mixing(scale: Scale, lookups: int = 1000) -> Mixing:
 
     Args:
         scale: of corpus and run.
-        draws: random (batch, rank) pairs whose samples are looked at.
+        lookups: random (batch, rank) pairs whose samples are looked at.
     """
     sampler, rng = scale.sampler(), np.random.default_rng(SEED)
     batches = sampler.batches_in_epoch(0, scale.batch)

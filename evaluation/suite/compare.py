@@ -99,7 +99,7 @@ def compare(
         second: likewise.
         task: KIND, where the folders hold several.
         resamples: bootstrap draws.
-        draws: of the sign-flip test.
+        permutations: of the sign-flip test.
 
     Raises:
         EvaluationError: there are no such results, they are of different tasks or items, or nothing

@@ -56,7 +56,7 @@ def item_difference(
         second: of the other, for the same items.
         clusters: the image of each item.
         resamples: bootstrap draws.
-        draws: of the sign-flip test; the smallest p is 1 / (draws + 1).
+        permutations: of the sign-flip test; the smallest p is 1 / (permutations + 1).
         seed: of both.
 
     Raises:
@@ -98,8 +98,8 @@ def sign_flip_p(
 
     Args:
         differences: (clusters,) of each image.
-        draws: random signs.
-        seed: of the draws.
+        permutations: random choices of signs.
+        seed: of these choices.
     """
     own = differences[differences != 0].astype(float)
     if not len(own):

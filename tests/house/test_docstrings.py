@@ -1,4 +1,4 @@
-"""Public functions say what they raise and which shapes their tensors have.
+"""Public functions say what they raise and which shapes their tensors have, of what they take.
 
 That there is a docstring at all is ruff's rule D1.
 """
@@ -26,6 +26,8 @@ SHAPE = re.compile(
     r"\([^()]+,[^()]*\)|\((B|N|M|T|G)\b|\bshapes?\b|\bscalar\b|0-d|\bvector|see the base|as of `|"
     r"as `|[Ss]ee `"
 )
+ARGS = re.compile(r"^Args:\n((?:    .*\n|\n)+)", re.MULTILINE)
+ARGUMENT = re.compile(r"^    (\*{0,2}\w+(?:, \*{0,2}\w+)*):", re.MULTILINE)
 TENSOR = re.compile(r"(Tensor|nn\.Parameter)( \| None)?")
 
 
@@ -101,6 +103,30 @@ def tensors_without_shape(path: Path) -> list[str]:
     ]
 
 
+def strange_arguments(path: Path) -> list[str]:
+    """Names under `Args:` that are no parameter of the function, or of the class's `__init__`."""
+    found = []
+    for node in ast.walk(tree_of(path)):
+        function = node
+        if isinstance(node, ast.ClassDef):
+            function = next(
+                (one for one in node.body if getattr(one, "name", "") == "__init__"), None
+            )
+        if not isinstance(node, Function | ast.ClassDef) or not isinstance(function, Function):
+            continue
+        section = ARGS.search(f"{ast.get_docstring(node) or ''}\n")
+        known = {one.arg for one in ast.walk(function.args) if isinstance(one, ast.arg)}
+        for names in ARGUMENT.findall(section[1]) if section else ():
+            strange = set(names.replace("*", "").split(", ")) - known
+            found += [f"{place(path, node)} {node.name}: {name}" for name in sorted(strange)]
+    return found
+
+
+def test_documented_arguments_are_there():
+    found = [line for path in PRODUCT.values() for line in strange_arguments(path)]
+    assert not found, "\n".join(found)
+
+
 def test_raised_errors_are_documented():
     found = [line for path in PRODUCT.values() for line in undocumented_errors(path)]
     assert not found, "\n".join(found)
@@ -134,3 +160,9 @@ def test_a_missing_shape_is_found(module):
     text = 'def f(x: Tensor | None):\n    """Take x{}."""\n'
     assert len(tensors_without_shape(module(text.format("")))) == 1
     assert tensors_without_shape(module(text.format(" (B, N)"))) == []
+
+
+def test_a_strange_argument_is_found(module):
+    text = 'def f(x, *y):\n    """Do.\n\n    Args:\n        {}, y: of it.\n    """\n'
+    assert len(strange_arguments(module(text.format("z")))) == 1
+    assert strange_arguments(module(text.format("x"))) == []

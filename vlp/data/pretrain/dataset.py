@@ -151,6 +151,7 @@ class CaptionedSamples(Dataset[Slot]):
             return identity("place", source, name, raw.key)
         # Two folders may hold the same image (COCO and Visual Genome do): the annotation's own
         # source name comes before the folder's number.
+        # (The word is hashed: another one would give every image another number.)
         return identity("picture", annotation.source or source, annotation.image_id)
 
     def _mask_words(

@@ -26,7 +26,7 @@ class ShardAwareBatchSampler:
     """Yield one `BatchRequest` for each global batch: the batch sampler of a torch `DataLoader`.
 
     Args:
-        order: which sample stands where.
+        sampler: which sample stands where.
         batch: slots of a global batch.
         consumed: samples that are gone.
         rank: whose slots.

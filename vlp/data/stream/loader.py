@@ -21,7 +21,7 @@ class OrderedData:
     """Batches in a training order, the same for any number of ranks and workers.
 
     Args:
-        order: which sample stands where.
+        sampler: which sample stands where.
         samples: maps a `Request` to what `collate` takes.
         collate: makes a batch (see `vlp.data.stream.batch.Slots`) of a rank's samples.
         batch: slots of a global batch (all ranks).

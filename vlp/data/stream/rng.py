@@ -13,7 +13,8 @@ def make_rng(seed: int, epoch: int, sample: int | str, purpose: str) -> np.rando
     """Return the generator of one purpose ("caption", "augment", ...) of a sample's visit.
 
     Equal arguments give equal streams on every rank, worker and machine; Philox is counter-based,
-    so its key can be the hash itself.
+    so its key can be the hash itself. The purpose is hashed: under another word, other numbers
+    come, and a run trains something else.
     """
     key = _Key(_hash(seed, epoch, sample, purpose, 16))
     # numpy's annotations forget that any ISeedSequence will do.
