@@ -42,7 +42,7 @@ def run_demo(fresh: bool = False) -> int:
     """
     if (RUN / "run" / "model").exists() and not fresh:
         print(
-            f"{RUN} holds a finished run; --fresh (make demo FRESH=1) deletes it", file=sys.stderr
+            f"{RUN} holds a finished run; --fresh deletes it (make demo FRESH=1)", file=sys.stderr
         )
         return 2
     started = time.monotonic()
