@@ -13,6 +13,7 @@ from evaluation.downstream import evaluate_task
 from vlp import distributed
 from vlp.config import ConfigError
 from vlp.metrics.captions import CaptionToolError
+from vlp.tasks.downstream.distillation import Distilled
 from vlp.tasks.downstream.init_from import start_parts
 from vlp.tasks.downstream.registry import get_task
 from vlp.tasks.downstream.retrieval import PairsTask
@@ -58,10 +59,12 @@ def build_task(config: FinetuneConfig) -> tuple[Downstream | PairsTask, Any]:
     parts, report = start_parts(config.init_from, config.model)
     if distributed.rank() == 0:
         print(report, flush=True)
-    built: tuple[Downstream | PairsTask, Any] = get_task(config.task.kind).build(
+    task, data = get_task(config.task.kind).build(
         config.task, parts, training.batch, training.seed, training.precision
     )
-    return built
+    if isinstance(task, Distilled):
+        task.start_teacher(_epoch_steps(config, data))
+    return task, data
 
 
 def select(
@@ -88,10 +91,15 @@ def select(
 
     every = training.evaluate_every
     if every is None:
-        every = max(1, data.batches_in_epoch(0) // training.gradient_accumulation_steps)
+        every = _epoch_steps(config, data)
     selection = BestCheckpoint(validate, training.metric or task.metric, every, training.patience)
     try:
         selection.require(validate(_TRIED if limit is None else min(limit, _TRIED)))
     except (EvaluationError, CaptionToolError) as error:
         raise ConfigError(f"the model cannot be validated while it is trained: {error}") from error
     return selection
+
+
+def _epoch_steps(config: FinetuneConfig, data: Any) -> int:
+    """Count the optimiser steps of the first epoch, at least one."""
+    return max(1, data.batches_in_epoch(0) // config.training.gradient_accumulation_steps)

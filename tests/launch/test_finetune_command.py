@@ -51,7 +51,7 @@ def test_two_ranks_train_what_one_does_and_a_killed_run_goes_on(tmp_path):
         f"task.data.augment={PLAIN}",
         *("task.data.canonical_streams=2", "training.precision=float32", "training.batch=8"),
         *("training.steps=6", "training.gradient_accumulation_steps=2", "training.log_every=1"),
-        *("training.checkpoint_every=3", "training.evaluate_every=2"),
+        *("training.checkpoint_every=3", "training.evaluate_every=2", "task.teacher={}"),
     ]
     run([*arguments, f"output={tmp_path / 'one'}"])
     run([*arguments, f"output={tmp_path / 'two'}"], 2)
@@ -81,19 +81,31 @@ def test_two_ranks_train_what_one_does_and_a_killed_run_goes_on(tmp_path):
 
 
 @pytest.mark.distributed
-def test_two_runs_of_one_seed_are_equal_to_the_bit(tmp_path):
+@pytest.mark.parametrize("teacher", ["null", "{momentum: 0.5}"])
+def test_two_runs_of_one_seed_are_equal_to_the_bit_and_so_is_a_resumed_one(teacher, tmp_path):
     start = tiny_folder(tmp_path / "start")
     train = entailment_shards(tmp_path / "train", 16)
-    found = []
-    for name in ("first", "second"):
+
+    def trained(name, *more):
         run([
             *("--config", str(CONFIGS / "scenes_snli_ve.yaml"), f"init_from={start}"),
             *(f"task.data.train=[{train}]", "task.data.validation=[]", "training.batch=8"),
-            *("training.steps=3", f"output={tmp_path / name}"),
+            *("training.steps=3", "training.checkpoint_every=2", f"task.teacher={teacher}"),
+            *(f"output={tmp_path / name}", *more),
         ])  # fmt: skip
-        found.append(load_file(tmp_path / name / "model" / "heads.safetensors"))
         assert not (tmp_path / name / "best").exists()
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+        files = ("model/heads", "model/model", "checkpoints/step_3/extra")
+        return [load_file(tmp_path / name / f"{file}.safetensors") for file in files]
+
+    first, second = trained("first"), trained("second")
+    shutil.rmtree(tmp_path / "second" / "checkpoints" / "step_3")
+    shutil.rmtree(tmp_path / "second" / "model")
+    resumed = trained("second", "--resume")
+    assert bool(first[2]) == (teacher != "null")
+    for one, same, again in zip(first, second, resumed):
+        assert one.keys() == same.keys() == again.keys()
+        assert all(torch.equal(one[name], same[name]) for name in one)
+        assert all(torch.equal(one[name], again[name]) for name in one)
 
 
 @pytest.mark.distributed

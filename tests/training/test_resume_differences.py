@@ -48,6 +48,16 @@ def test_what_is_trained_may_not_change(key: str, value: Any) -> None:
     assert all(line.startswith(key) for line in fatal)
 
 
+def test_a_key_that_a_checkpoint_is_older_than_is_null() -> None:
+    saved = deepcopy(SAVED)
+    del saved["model"]["text"]["weights"]
+    assert SAVED["model"]["text"]["weights"] is None
+    assert compare(saved, SAVED, CONFIG) == ([], [])
+    assert compare(saved, changed("model.text.weights", "bert"), CONFIG).fatal == [
+        "model.text.weights: saved 'absent', now 'bert'"
+    ]
+
+
 def test_a_difference_shows_both_values() -> None:
     assert compare(SAVED, changed("model.text.layers", 3), CONFIG).fatal == [
         "model.text.layers: saved 6, now 3"

@@ -88,8 +88,8 @@ class MIMConfig(Config):
     )
 
 
-class TeacherConfig(Config):
-    """Momentum teacher with its queue; soft targets for the pair term and MLM."""
+class MomentumConfig(Config):
+    """Momentum copy of the student and the share of its predictions in the targets."""
 
     momentum: float = Field(
         0.995,
@@ -97,8 +97,13 @@ class TeacherConfig(Config):
         lt=1,
         description="of the moving average of the student's weights, at each optimiser step",
     )
-    queue: int = Field(65536, ge=0, description="keys; 0 is no queue")
     alpha: float = Field(0.4, ge=0, le=1, description="share of the soft target")
+
+
+class TeacherConfig(MomentumConfig):
+    """Momentum teacher with its queue; soft targets for the pair term and MLM."""
+
+    queue: int = Field(65536, ge=0, description="keys; 0 is no queue")
     warmup_steps: int = Field(1000, ge=0, description="alpha rises linearly over these steps")
 
 

@@ -21,6 +21,18 @@ class Likelihood(NamedTuple):
     tokens: Tensor
 
 
+def answer_logits(
+    decoder: AnswerDecoder, memory: Memory, ids: Tensor, embedding: TextEmbedding, pad_id: int
+) -> Tensor:
+    """Compute (R, vocabulary) logits of the R real tokens of all texts, in float32 or better.
+
+    The output layer runs on real tokens alone; arguments are those of `answer_likelihood`.
+    """
+    states = decoder(ids[:, :-1], memory, embedding)
+    logits: Tensor = decoder.logits(states[ids[:, 1:] != pad_id], embedding)
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
 def answer_likelihood(
     decoder: AnswerDecoder,
     memory: Memory,
@@ -28,10 +40,10 @@ def answer_likelihood(
     embedding: TextEmbedding,
     pad_id: int,
     smoothing: float = 0.0,
+    soft: Tensor | None = None,
+    alpha: float = 0.0,
 ) -> Likelihood:
     """log p(text) = sum of log p(token | tokens before it), in float32 or better.
-
-    The output layer runs on real tokens alone.
 
     Args:
         decoder: in its mode.
@@ -41,16 +53,17 @@ def answer_likelihood(
         pad_id: of padding.
         smoothing: share of each token's target that is spread over the vocabulary (label
             smoothing); what comes out is then minus that cross-entropy.
+        soft: (R, vocabulary) predictions of a teacher for the R real tokens, rows that sum to 1.
+        alpha: share of `soft` in each token's target, likewise.
     """
-    states = decoder(ids[:, :-1], memory, embedding)
+    logits = answer_logits(decoder, memory, ids, embedding, pad_id)
     wanted = ids[:, 1:]
     real = wanted != pad_id
-    logits = decoder.logits(states[real], embedding)
-    if logits.dtype != torch.float64:
-        logits = logits.float()
     each = -functional.cross_entropy(
         logits, wanted[real], reduction="none", label_smoothing=smoothing
     )
+    if soft is not None:
+        each = (1 - alpha) * each - alpha * functional.cross_entropy(logits, soft, reduction="none")
     spread = torch.zeros(real.shape, dtype=each.dtype, device=each.device)
     right = torch.zeros_like(real)
     right[real] = logits.argmax(-1) == wanted[real]

@@ -28,13 +28,13 @@ from vlp.data.stream.loader import OrderedData
 from vlp.models.folder import Loaded
 from vlp.objectives.loss import Loss
 from vlp.objectives.precision import full_precision
+from vlp.tasks.downstream.distillation import Distilled, DistilledConfig
 from vlp.tasks.downstream.registry import DownstreamTask, TaskCard, register_task
-from vlp.tasks.downstream.task import Downstream, DownstreamConfig
 from vlp.tasks.plain import Precision
 from vlp.tasks.task import StepOutput
 
 
-class PairClassificationConfig(DownstreamConfig):
+class PairClassificationConfig(DistilledConfig):
     """Base of the configurations of this module's kinds."""
 
     label_smoothing: float = Field(
@@ -108,8 +108,8 @@ class Nlvr2AssignmentConfig(PairClassificationConfig):
         return 2
 
 
-class PairClassification(Downstream):
-    """Cross-entropy of one class a sample."""
+class PairClassification(Distilled):
+    """Cross-entropy of one class a sample, and to a teacher's classes where there is one."""
 
     metric: ClassVar[str] = "accuracy"
     config: PairClassificationConfig
@@ -157,10 +157,14 @@ class PairClassification(Downstream):
         """Compute the loss and the accuracy."""
         with self.autocast(batch.pixels.device):
             logits = self.logits(batch)
+            target = self.soft_target(step, logits.device, lambda task: task.logits(batch))
         (logits,) = full_precision(logits)
         each = functional.cross_entropy(
             logits, batch.labels, reduction="none", label_smoothing=self.config.label_smoothing
         )
+        if target is not None:
+            soft = functional.cross_entropy(logits, target.soft, reduction="none")
+            each = (1 - target.alpha) * each + target.alpha * soft
         losses = {"classes": Loss(torch.where(batch.valid, each, 0).sum(), batch.valid.sum())}
         right = (logits.argmax(-1) == batch.labels).float().mean()
         return self.step_output(losses, statistics={"accuracy": right})

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from vlp.data.downstream.answers import frequent_answers, read_answers
 from vlp.data.downstream.items import Items
@@ -21,20 +22,20 @@ from vlp.data.text.tokenizer import TextProcessor
 from vlp.metrics.vqa import Version
 from vlp.models.decoder.answer_decoder import AnswerDecoderConfig, Memory
 from vlp.models.decoder.answer_generation import generate
-from vlp.models.decoder.answer_likelihood import answer_likelihood
+from vlp.models.decoder.answer_likelihood import answer_likelihood, answer_logits
 from vlp.models.decoder.answer_ranking import CANDIDATES, AnswerRanking
 from vlp.models.folder import Loaded
 from vlp.objectives.loss import Loss
 from vlp.tasks.downstream.answer_task import Sentences, create_decoder, marks, start
+from vlp.tasks.downstream.distillation import Distilled, DistilledConfig
 from vlp.tasks.downstream.registry import DownstreamTask, TaskCard, register_task
-from vlp.tasks.downstream.task import Downstream, DownstreamConfig
 from vlp.tasks.plain import Precision
 from vlp.tasks.task import StepOutput
 
 Predict = Literal["rank", "generate"]
 
 
-class VqaConfig(DownstreamConfig):
+class VqaConfig(DistilledConfig):
     """Decoder, data, prediction and scoring."""
 
     kind: Literal["vqa"] = Field("vqa", description="selects this class")
@@ -52,7 +53,7 @@ class VqaConfig(DownstreamConfig):
     accuracy: Version = Field("official", description="the evaluator; see vlp.metrics.vqa")
 
 
-class Vqa(Downstream):
+class Vqa(Distilled):
     """Likelihood of each answer, weighted by the share of people who gave it.
 
     Args:
@@ -111,13 +112,31 @@ class Vqa(Downstream):
         crossed = self.model.cross(image, text, need_image=False)
         return self.decoder.remember(crossed.text, batch.attention_mask)
 
+    def token_logits(self, batch: VqaBatch) -> Tensor:
+        """Compute (R, vocabulary) logits of the R word pieces of all answers and of their ends."""
+        memory = self.remember(batch).select(batch.owners)
+        words = self.model.text_encoder.embedding
+        return answer_logits(self.decoder, memory, batch.answer_ids, words, self.text.pad_id)
+
     def forward(self, batch: VqaBatch, step: int) -> StepOutput:
-        """Compute the negative log-likelihood of the answers in nats and the token accuracy."""
-        with self.autocast(batch.pixels.device):
+        """Compute the negative log-likelihood of the answers in nats and the token accuracy.
+
+        With a teacher the likelihood is minus the cross-entropy to the mixed target.
+        """
+        device = batch.pixels.device
+        with self.autocast(device):
             memory = self.remember(batch).select(batch.owners)
             words = self.model.text_encoder.embedding
+            target = self.soft_target(step, device, lambda task: task.token_logits(batch))
+            soft, alpha = target or (None, 0.0)
             found = answer_likelihood(
-                self.decoder, memory, batch.answer_ids, words, self.text.pad_id
+                self.decoder,
+                memory,
+                batch.answer_ids,
+                words,
+                self.text.pad_id,
+                soft=soft,
+                alpha=alpha,
             )
         counted = batch.valid[batch.owners]
         each = -(found.log_probability * batch.shares).where(counted, 0)
