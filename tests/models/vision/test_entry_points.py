@@ -21,6 +21,7 @@ VARIANTS = {
     "cope": "cope",
     "sape_q": "sape",
     "sape_k": "sape",
+    "sape_qk": "sape",
     "irpe_k": "irpe-product",
 }
 TINY = {"embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 5}
@@ -131,6 +132,11 @@ def test_sapes_model_has_its_papers_sizes():
     assert (model.embed_dim, len(model.blocks), model.blocks[0].attn.num_heads) == (384, 12, 6)
     assert model.patch_embed.grid_size == (8, 8)
     assert model.num_classes == 10
+
+
+def test_sape_on_queries_and_keys_has_tables_of_both():
+    model = create(SMALL.format("sape_qk"), **TINY)
+    assert [block.attn.positions[0].modes for block in model.blocks] == [("key", "query")] * 2
 
 
 def test_options_of_timm():

@@ -103,6 +103,7 @@ def _models() -> dict[str, _Model]:
         "cope": {"position": "cope"},
         "sape_q": {"position": "sape", "on": "q"},
         "sape_k": {"position": "sape", "on": "k"},
+        "sape_qk": {"position": "sape", "on": "qk"},
         "irpe_k": _irpe("k"),
     }
     for variant, position in variants.items():
