@@ -199,6 +199,32 @@ def swaps(
 
 
 @app.command(cls=EvaluationCommand)
+@measurement("images")
+def foils(
+    model: str,
+    view: Annotated[
+        View, Option(help="the images, their patches in random order, or blank images")
+    ] = "image",
+    seed: Annotated[int, Option(metavar="N", help="of the choice of foils")] = 0,
+    shown: Annotated[
+        int, Option("--list", metavar="N", help="print N pairs of each kind, to read by hand")
+    ] = 0,
+    **measured: Any,
+) -> Any:
+    """Tell a caption from the same one with one thing exchanged (any captioned images).
+
+    Exchanged are subject and object, colours, numbers, prepositions, left and right, near and far.
+    Blank images show what the text alone gives away. OUT gets every pair with its scores.
+    """
+    from evaluation.probes.foils import evaluate_foils, examples
+
+    result = evaluate_foils(load_model(model), view=view, seed=seed, **measured)
+    if first_rank():
+        print(*examples(result, shown), sep="\n")
+    return result
+
+
+@app.command(cls=EvaluationCommand)
 def vision(model: Model, device: Device = None, limit: Limit = None) -> None:
     """Evaluate a vision model on its test data."""
     from evaluation.core.results import Table, write_report

@@ -21,6 +21,7 @@ WIDEST = 8
 _PROBES = {
     "pointing": "Pointing of words (generated corpus)",
     "swaps": "Swapped arrangements (generated corpus)",
+    "foils": "Captions with one thing exchanged",
     "vision": "Vision models",
 }
 """Titles of results that are of no downstream task."""

@@ -27,6 +27,14 @@ class SwapsJob(Job):
     view: View = "image"
 
 
+class FoilsJob(Job):
+    """Accuracy on captions with one thing exchanged."""
+
+    task: Literal["foils"] = "foils"
+    seed: int = Field(0, description="of the choice of foils")
+    view: View = Field("image", description="what the model is shown")
+
+
 class ZeroShotJob(Job):
     """Zero-shot classification of images by prompts."""
 
@@ -47,6 +55,7 @@ class ZeroShotJob(Job):
 PROBES: dict[str, type[Job]] = {
     "pointing": PointingJob,
     "swaps": SwapsJob,
+    "foils": FoilsJob,
     "zeroshot": ZeroShotJob,
 }
 """Evaluations that belong to no downstream task."""

@@ -12,6 +12,7 @@ from evaluation.core.results import Table
 from evaluation.core.samples import EvaluationError
 from evaluation.downstream.job import Job
 from evaluation.downstream.registry import get_evaluation
+from evaluation.probes.foils import evaluate_foils
 from evaluation.probes.pointing import evaluate_pointing
 from evaluation.probes.winoground import evaluate_swaps
 from evaluation.suite.suite_config import PROBES, ZeroShotJob
@@ -100,8 +101,12 @@ def run_job(job: Job, folder: Path, device: str | None, progress: bool) -> JobRe
     if isinstance(job, ZeroShotJob):
         prompts = read_prompts(options.pop("classes"), options.pop("templates"))
         return evaluate_zeroshot(loaded, job.shards, prompts, **options)
-    probe: Any = {"pointing": evaluate_pointing, "swaps": evaluate_swaps}[job.task]
-    result = probe(loaded, job.shards, **options)
+    probes: dict[str, Any] = {
+        "pointing": evaluate_pointing,
+        "swaps": evaluate_swaps,
+        "foils": evaluate_foils,
+    }
+    result = probes[job.task](loaded, job.shards, **options)
     return result
 
 

@@ -253,6 +253,7 @@ def test_figures_of_every_kind_are_read(data, model_folder, scene_shards, tmp_pa
     tasks = [
         {"task": "pointing", "shards": [str(scene_shards)]},
         {"task": "grounding", "shards": [str(scene_shards)], "limit": 5},
+        {"task": "foils", "shards": [str(scene_shards)], "limit": 5, "view": "blank"},
     ]
     config = {"models": [{"name": "m", "model": str(model_folder), "tasks": tasks}]}
     result = run_suite(SuiteConfig.model_validate(config), tmp_path)

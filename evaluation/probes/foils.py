@@ -1,0 +1,157 @@
+"""Foils: is an image's caption scored above the same caption with one thing exchanged?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from evaluation.core.eval_mode import evaluating
+from evaluation.core.feature_cache import precision_context
+from evaluation.core.samples import EvaluationError
+from evaluation.downstream.blocks import evaluate_blocks, image_name
+from evaluation.downstream.result import TaskResult, clustered_figures, keep_scores
+from vlp.data.downstream.items import Item, Items
+from vlp.data.image.ablated_views import View, viewed
+from vlp.data.image.decode import decode_image
+from vlp.data.schema import captions_of
+from vlp.data.shards.sample_files import BadSample
+from vlp.data.text.foils import FOIL_KINDS, make_foils
+from vlp.models.folder import Loaded
+
+SCORERS = ("match", "dual")
+PAIRS = 128
+"""Pairs of one call of the cross-modal encoder."""
+
+
+class FoiledImage(NamedTuple):
+    """Pixels (3, size, size), and (caption, foil, kind) of every foil."""
+
+    pixels: torch.Tensor
+    foils: list[tuple[str, str, str]]
+
+
+def evaluate_foils(
+    loaded: Loaded,
+    shards: Sequence[str | Path],
+    *,
+    seed: int = 0,
+    view: View = "image",
+    limit: int | None = None,
+    batch: int = 64,
+    device: torch.device | str | None = None,
+    precision: Literal["float32", "bf16"] = "float32",
+    resamples: int = 1000,
+    progress: bool = False,
+) -> TaskResult:
+    """Compare every caption with its foils; the same for any number of ranks.
+
+    Figures are named `SCORER, KIND`: the share of pairs whose caption scores higher, ties wrong,
+    chance a half. Scorers: `match`, the cross-modal encoder's log-odds; `dual`, the cosine of
+    both encoders' features. Kinds are those of `vlp.data.text.foils.make_foils`, and `all`.
+
+    Args:
+        loaded: model, text and image preparation.
+        shards: folders whose samples have captions.
+        seed: of the choice of foils.
+        view: what the model is shown; of `blank` images, only the text is left.
+        limit: only the first so many images.
+        batch: images of one encoder call.
+        device: where to compute; None is this rank's GPU, or the CPU.
+        precision: of the encoders.
+        resamples: bootstrap draws over images.
+        progress: a bar on the first rank.
+
+    Raises:
+        EvaluationError: no caption has a foil, or no image can be used.
+        ConfigError: a shard folder cannot be read.
+    """
+    items = Items(shards, limit=limit)
+    patch_size = loaded.model.config.image.patch_size
+
+    def make(item: Item, place: int) -> FoiledImage:
+        captions = captions_of(item.raw.annotation)
+        if not captions:
+            raise BadSample("no text", item.where)
+        pixels = loaded.preprocess(decode_image(item.raw.image, item.where))
+        foils = make_foils(captions, seed, item.raw.key)
+        return FoiledImage(
+            viewed(pixels[None], view, patch_size, place)[0],
+            [(said, foil.text, foil.kind) for said, made in zip(captions, foils) for foil in made],
+        )
+
+    def score_block(made: Sequence[tuple[Item, FoiledImage]]) -> list[dict[str, Any]]:
+        with torch.no_grad(), precision_context(torch_device, precision):
+            return list(_rows(loaded, made, torch_device))
+
+    with evaluating(loaded.model, device) as torch_device:
+        try:
+            rows, skipped = evaluate_blocks(items, batch, make, score_block, progress)
+        except EvaluationError as error:
+            raise EvaluationError(f"{error}; foils are made of English captions") from error
+    kinds = np.array([row["kind"] for row in rows])
+    values, counted = {}, {}
+    for scorer in SCORERS:
+        right = np.array([row[scorer][0] > row[scorer][1] for row in rows])
+        for kind in ("all", *(kind for kind in FOIL_KINDS if kind in kinds)):
+            values[f"{scorer}, {kind}"] = right
+            counted[f"{scorer}, {kind}"] = (kinds == kind) | (kind == "all")
+    images = [row["image"] for row in rows]
+    figures = clustered_figures(values, images, dict.fromkeys(values, 0.5), resamples, counted)
+    keep_scores(rows, values, counted)
+    pairs = ", ".join(f"{(kinds == kind).sum()} {kind}" for kind in FOIL_KINDS if kind in kinds)
+    notes = (f"Pairs of {len(set(images))} images: {pairs}. View: {view}.",)
+    return TaskResult("foils", len(rows), items.folders, figures, rows, skipped, notes)
+
+
+def examples(result: TaskResult, count: int) -> Iterator[str]:
+    """Yield the first pairs of each kind with their scores, each from another image."""
+    for kind in FOIL_KINDS:
+        rows: dict[str, dict[str, Any]] = {}
+        for row in result.predictions:
+            if row["kind"] == kind and len(rows) < count:
+                rows.setdefault(row["image"], row)
+        for row in rows.values():
+            marks = ", ".join(f"{name} {row[name][0]:.3f} {row[name][1]:.3f}" for name in SCORERS)
+            yield f"{kind}\n  {row['caption']}\n  {row['foil']}\n  {marks}"
+
+
+def _rows(
+    loaded: Loaded, made: Sequence[tuple[Item, FoiledImage]], device: torch.device
+) -> Iterator[dict[str, Any]]:
+    """Score all pairs of some images; a foil whose words the model does not read is left out."""
+    pairs = [(number, *foil) for number, (_, one) in enumerate(made) for foil in one.foils]
+    if not pairs:
+        return
+    model = loaded.model
+    texts = list(dict.fromkeys(text for _, caption, foil, _ in pairs for text in (caption, foil)))
+    places = {text: place for place, text in enumerate(texts)}
+    tokens = loaded.text(texts)
+    text = model.encode_text(*(part.to(device) for part in tokens))
+    image = model.encode_image(torch.stack([one.pixels for _, one in made]).to(device))
+    asked = list(
+        dict.fromkeys((number, places[said]) for number, *both, _ in pairs for said in both)
+    )
+    scores: dict[tuple[int, int], tuple[float, float]] = {}
+    for start in range(0, len(asked), PAIRS):
+        chunk = asked[start : start + PAIRS]
+        rows, columns = torch.tensor(chunk, device=device).T
+        shown, said = image.select(rows), text.select(columns)
+        dual = (shown.feature.double() * said.feature.double()).sum(-1)
+        scores |= dict(zip(chunk, zip(model.match(shown, said).tolist(), dual.tolist())))
+    for number, caption, foil, kind in pairs:
+        one, other = places[caption], places[foil]
+        if not torch.equal(tokens.text_ids[one], tokens.text_ids[other]):
+            both = zip(scores[number, one], scores[number, other])
+            item = made[number][0]
+            yield {
+                "key": item.raw.key,
+                "image": image_name(item),
+                "kind": kind,
+                "caption": caption,
+                "foil": foil,
+                **{name: list(own) for name, own in zip(SCORERS, both)},
+            }

@@ -1,0 +1,165 @@
+"""Word tables of foils: colours, numbers, nouns and phrases with what makes them false."""
+
+from __future__ import annotations
+
+COLOURS = {
+    "red": ("blue", "green", "yellow", "black", "white"),
+    "blue": ("red", "yellow", "orange", "white", "pink"),
+    "green": ("red", "orange", "white", "pink", "purple"),
+    "yellow": ("red", "blue", "purple", "black"),
+    "orange": ("blue", "green", "white", "black", "purple"),
+    "pink": ("blue", "green", "black", "yellow"),
+    "purple": ("yellow", "green", "white", "orange"),
+    "black": ("white", "red", "yellow", "pink", "brown"),
+    "white": ("black", "red", "blue", "green", "brown"),
+    "brown": ("white", "blue", "green", "black"),
+    "gray": ("red", "yellow", "green", "orange", "brown"),
+    "grey": ("red", "yellow", "green", "orange", "brown"),
+    "tan": ("black", "blue", "green"),
+}
+"""Colours, each with those that nobody would take it for."""
+
+OF_ANIMALS = frozenset({"black", "white", "brown"})
+
+NUMBERS = ("two", "three", "four", "five", "six")
+
+BEINGS = {
+    "man": "m",
+    "guy": "m",
+    "woman": "w",
+    "lady": "w",
+    "boy": "b",
+    "girl": "g",
+    "child": "bg",
+    "kid": "bg",
+    "toddler": "bg",
+    "baby": "bg",
+    "teenager": "mwbg",
+    "person": "mwbg",
+    "adult": "mw",
+    "player": "mwbg",
+    "skateboarder": "mwbg",
+    "snowboarder": "mwbg",
+    "skier": "mwbg",
+    "surfer": "mwbg",
+    "biker": "mwbg",
+    "cyclist": "mwbg",
+    "bicyclist": "mwbg",
+    "motorcyclist": "mwbg",
+    "rider": "mwbg",
+    "climber": "mwbg",
+    "hiker": "mwbg",
+    "runner": "mwbg",
+    "swimmer": "mwbg",
+    "soldier": "mwbg",
+    "clown": "mwbg",
+    "dog": "d",
+    "puppy": "d",
+    "cat": "c",
+    "horse": "h",
+    "bird": "r",
+    "cow": "o",
+    "bull": "o",
+    "sheep": "s",
+    "goat": "s",
+    "duck": "r",
+    "monkey": "y",
+}
+"""Nouns of people and animals; two may name the same being if they share a letter."""
+
+PLURALS = {
+    "man": "men",
+    "woman": "women",
+    "person": "people",
+    "child": "children",
+    "sheep": "sheep",
+    "lady": "ladies",
+    "puppy": "puppies",
+    "baby": "babies",
+}
+"""Irregular ones; the rest take an s."""
+
+GUESSABLE = (
+    "grass|snow|water|sky|sand|trees?|leaves|foliage|hair|haired|beard|eyes?|smoke|ice|clouds?|"
+    "mountains?|fields?|forest|lights?|belt|wine|juice|photo|photograph|picture|image|shot|object"
+)
+"""Nouns whose colour needs no look at the image, or is none."""
+
+HEIGHTS = (
+    "hill|hillside|slope|mountain|mountainside|stairs|steps|staircase|stairway|ramp|cliff|dune|"
+    "ladder|escalator|embankment|slide|rail|railing|handrail|bannister|banister"
+)
+"""Things that one goes up or down."""
+
+SUPPORTS = (
+    "bench|table|bike|bicycle|motorcycle|skateboard|surfboard|snowboard|couch|chair|bed|horse|"
+    "bridge|trampoline|rock|rocks|boulder|log|swing|roof|deck|dock|pier|platform|stage|car|truck|"
+    "tree|blanket|towel|carpet|rug|ledge|wall|raft|boat|sled|scooter|counter|desk|mat|stool"
+)
+"""Things that one can be on, and under."""
+
+CONTAINERS = (
+    "pool|lake|river|pond|stream|creek|fountain|puddle|boat|canoe|kayak|raft|car|truck|tub|bathtub|"
+    "box|tent|bucket|basket|cage|swing|cart|wheelchair|stroller|bed|crib|tunnel|doorway|hammock"
+)
+"""Things that one can be in, and beside."""
+
+_THE = r"(?= (?:an?|the|some|his|her|their|its|another|other|two|three)\b)"
+_SOME = r"(?= (?:an?|the|some|his|her|their) (?:[\w-]+ ){0,2}?"
+
+PHRASES: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
+    "preposition": (
+        ("in front of", ("behind",)),
+        (rf"(?<!from )behind{_THE}", ("in front of",)),
+        ("on top of", ("underneath",)),
+        ("(?:at|on|near) the top of", ("at the bottom of",)),
+        ("(?:at|on|near) the bottom of", ("at the top of",)),
+        (rf"(?:under|underneath|beneath|below){_THE}", ("on top of", "above")),
+        (rf"above{_THE}", ("below",)),
+        (rf"(?:jump|leap|fl[iy]|hop|hurdl|step|climb|soar|vault)\w* (over){_THE}", ("under",)),
+        (rf"inside(?: of)?{_THE}", ("outside",)),
+        (rf"outside(?: of)?{_THE}", ("inside",)),
+        (r"outside(?=$|[ ]?[.,])", ("inside", "indoors")),
+        (r"(?:indoors|inside)(?=$|[ ]?[.,])", ("outside", "outdoors")),
+        (rf"into{_THE}(?! (?:the |an? )?(?:camera|air|distance|sun))", ("out of",)),
+        (rf"out of{_THE}", ("into",)),
+        (rf"onto{_THE}", ("off",)),
+        (rf"towards?{_THE}", ("away from",)),
+        (rf"away from{_THE}", ("towards",)),
+        (rf"up{_SOME}(?:{HEIGHTS})\b)", ("down",)),
+        (rf"down{_SOME}(?:{HEIGHTS})\b)", ("up",)),
+        (rf"on{_SOME}(?:{SUPPORTS})\b)", ("under",)),
+        (rf"in{_SOME}(?:{CONTAINERS})\b)", ("beside",)),
+    ),
+    "near_far": (
+        (rf"(?:very )?(?:near|next to|close to|beside|alongside){_THE}", ("far from",)),
+        (r"(?:very )?far (?:away )?from", ("next to", "near")),
+        ("nearby", ("far away",)),
+        ("in the (?:background|distance)", ("in the foreground",)),
+        ("in the foreground", ("in the background",)),
+    ),
+}
+"""By kind: expressions and their opposites; where there is a group, it alone is replaced."""
+
+LEFT_RIGHT = r"(?:the|his|her|its|their|to|far) (left|right)(?! (?:way|moment|time|over|behind)\b)"
+
+SYMMETRIC = (
+    r"^(?:,|or|while|by)?$|\band$|"
+    r"\b(?:with|next to|beside|near|alongside|nearby|facing|opposite|across from|face to face)$|"
+    r"(?<!ed )by$|"
+    r"\b(?:fight|wrestl|kiss|hug|embrac|danc|play|rac(?:e|ing)|talk|meet|argu|spar|greet|shak)\w*"
+)
+"""Text between two nouns that may change places without making the caption false."""
+
+SMALL_WORDS = (
+    "in|on|at|of|with|and|or|as|by|to|for|from|into|onto|over|under|near|behind|through|while|is|"
+    "are|was|who|that|which|has|have|his|her|its|their|him|them|it|he|she|they|a|an|the|next|up|"
+    "down|off|out|inside|outside|beside|between|around|along|across|toward|towards|against"
+)
+"""Words that end a noun phrase."""
+
+SEVERAL = (
+    "two|three|four|five|six|several|many|some|group|crowd|team|couple|pair|both|each|another|"
+    "other|others|people|all|few|they|their|them|and"
+)
+"""Words that a caption about a single being does not have."""
