@@ -16,6 +16,7 @@ COMMANDS = {
     "coco": ("converters.corpora", "COCO captions to shards"),
     "dedup": ("dedup", "list the images that come more than once"),
     "easy_vqa": ("converters.benchmarks", "easy-VQA to shards"),
+    "features": ("features", "store a frozen image tower's features of shards"),
     "flickr30k": ("converters.corpora", "Flickr30k to shards"),
     "flickr8k": ("converters.corpora", "Karpathy-style JSON and images to shards"),
     "index": ("inspect", "write index.json for shards somebody else made"),

@@ -110,6 +110,12 @@ class DataConfig(Config):
         json_schema_extra={"resume": "free"},
     )
     augment: AugmentConfig = Field(AugmentConfig(), description="augmentation of training images")
+    features: str | None = Field(
+        None,
+        description="folder of `vlp data features`; batches then hold the frozen image tower's "
+        "stored features, and no image is decoded",
+        json_schema_extra={"resume": "path"},
+    )
     max_skipped_share: float = Field(
         0.5,
         gt=0,
@@ -126,6 +132,8 @@ class DataConfig(Config):
             )
         if self.sampler == "resampled" and self.captions == "all":
             raise ValueError("sampler: resampled takes one caption of a sample, not captions: all")
+        if self.sampler == "resampled" and self.features is not None:
+            raise ValueError("features are stored by index; they need sampler: indexed")
         if self.texts == "expressions" and self.captions == "all":
             raise ValueError("texts: expressions gives one text a visit; captions: one, not all")
         if self.sampler == "indexed" and self.epoch_samples is not None:

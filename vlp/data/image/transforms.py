@@ -154,18 +154,24 @@ class TrainTransform:
         self, image: Image.Image | JpegImage, rng: np.random.Generator, caption: str
     ) -> Tensor:
         """Convert as a call does, not normalised yet: (3, image_size, image_size) uint8."""
+        return self.view(image, rng, may_flip=not names_a_side(caption))[0]
+
+    def view(
+        self, image: Image.Image | JpegImage, rng: np.random.Generator, may_flip: bool
+    ) -> tuple[Tensor, bool]:
+        """Convert to levels (3, image_size, image_size) uint8, and whether they are flipped."""
         if isinstance(image, Image.Image):
             image = upright_rgb(image)
         levels = self._cropped(image, random_crop(*image.size, self.config.crop_scale, rng))
         # Drawn even where the caption forbids it, so the draws that follow stay the same.
-        hflip = rng.random() < 0.5
-        if self.config.hflip and hflip and not _SIDES.search(caption):
+        hflip = rng.random() < 0.5 and self.config.hflip and may_flip
+        if hflip:
             levels = levels.flip(2)
         if self.config.randaugment:
             levels = levels.to(torch.float32, memory_format=torch.contiguous_format)
             levels = randaugment(levels, self.config.operations, self.config.magnitude, rng)
             levels = levels.round_().clamp_(0, 255).to(torch.uint8)
-        return levels
+        return levels, hflip
 
     def _cropped(self, image: Image.Image | JpegImage, box: Box) -> Tensor:
         if self.config.crop_scale[0] >= 1:
@@ -184,6 +190,11 @@ class TrainTransform:
         right, lower = -(-box[2] * columns // width), -(-box[3] * rows // height)
         part = levels[None, :, upper:lower, left:right]
         return interpolate(part, (side, side), mode="bicubic", antialias=True)[0]
+
+
+def names_a_side(caption: str) -> bool:
+    """Return whether a caption says left or right, and is false of a flipped image."""
+    return _SIDES.search(caption) is not None
 
 
 def _least_size(size: tuple[int, int], box: Box, side: int) -> tuple[int, int]:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
+from vlp.data.features.store import SourceFeatures
 from vlp.data.image.jpeg import JpegImage
-from vlp.data.image.transforms import TrainTransform
+from vlp.data.image.transforms import TrainTransform, names_a_side
 from vlp.data.schema import TextKind, texts_of
 from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.shards.sample_files import BadSample, RawSample
@@ -32,7 +33,8 @@ _GREY = torch.tensor(128, dtype=torch.uint8)  # of an empty slot: normalises to 
 class Slot(NamedTuple):
     """One row of a `Batch`, and the slot's element in one epoch as asked for.
 
-    levels: pixels before they are normalised, (3, height, width) uint8; None in an empty slot.
+    levels: pixels before they are normalised, (3, height, width) uint8, or stored features
+    (tokens, width); None in an empty slot.
     """
 
     levels: Tensor | None
@@ -61,6 +63,7 @@ class CaptionedSamples(Dataset[Slot]):
         inputs: patch grid and masking.
         seed: of the run.
         texts: which texts of a sample are its captions.
+        features: of each source's images, in place of their pixels; None decodes the images.
     """
 
     def __init__(
@@ -72,8 +75,11 @@ class CaptionedSamples(Dataset[Slot]):
         inputs: Inputs,
         seed: int,
         texts: TextKind = "captions",
+        features: Sequence[SourceFeatures] | None = None,
     ) -> None:
-        self.sources = sources
+        self.sources, self.features = sources, features
+        side = transform.preprocessing.image_size
+        self._blank = features[0].blank if features else _GREY.expand(3, side, side)
         self.texts = texts
         self.text = text
         self.transform = transform
@@ -122,7 +128,7 @@ class CaptionedSamples(Dataset[Slot]):
         ids, words = tokens.text_ids[0], tokens.word_mask[0]
         masked, labels = self._mask_words(ids, words, rng)
         return Slot(
-            levels=self.transform.levels(image, rng("augment"), caption),
+            levels=self._levels((source, shard, sample), image, caption, where, rng),
             text_ids=ids,
             attention_mask=tokens.attention_mask[0],
             word_mask=words,
@@ -135,6 +141,21 @@ class CaptionedSamples(Dataset[Slot]):
             sample_id=identity("sample", source, shard, sample, self._sample(element)[1] or 0),
             word_patches=self._word_patches(raw, caption_number, caption, image.size),
         )
+
+    def _levels(
+        self,
+        place: tuple[int, int, int],
+        image: JpegImage,
+        caption: str,
+        where: str,
+        rng: Callable[[str], np.random.Generator],
+    ) -> Tensor:
+        if self.features is None:
+            return self.transform.levels(image, rng("augment"), caption)
+        source, shard, sample = place
+        stored = self.features[source]
+        views = stored.views(shard, sample, not names_a_side(caption), where)
+        return stored.read(shard, sample, int(rng("view").choice(views)))
 
     def _sample(self, element: Element) -> tuple[int, int | None]:
         """Return the sample's number in its shard; the caption's where each pair is an element."""
@@ -229,10 +250,9 @@ class CaptionedSamples(Dataset[Slot]):
         )
 
     def _pixels(self, slots: Sequence[Slot]) -> Tensor:
-        side = self.transform.preprocessing.image_size
-        pixels = _empty((len(slots), 3, side, side))
+        pixels = _empty((len(slots), *self._blank.shape), self._blank.dtype)
         for slot, row in zip(slots, pixels):
-            row.copy_(_GREY if slot.levels is None else slot.levels)
+            row.copy_(self._blank if slot.levels is None else slot.levels)
         return pixels
 
 
@@ -241,10 +261,10 @@ def _optional(fields: Sequence[Tensor | None]) -> Tensor | None:
     return torch.stack(there) if there else None
 
 
-def _empty(shape: tuple[int, ...]) -> Tensor:
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if get_worker_info() is None:
-        return torch.empty(shape, dtype=torch.uint8)
+        return torch.empty(shape, dtype=dtype)
     # The memory that the main process will read: a batch of images is megabytes, and a worker
     # would otherwise write it twice.
-    storage = torch.empty(0).untyped_storage()._new_shared(math.prod(shape))
-    return torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)
+    storage = torch.empty(0).untyped_storage()._new_shared(math.prod(shape) * dtype.itemsize)
+    return torch.empty(0, dtype=dtype).set_(storage).view(shape)

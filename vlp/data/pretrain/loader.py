@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from vlp.config import ConfigError
 from vlp.data.config import DataConfig, SourceConfig
+from vlp.data.features.store import StoredFeatures
 from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.pretrain.dataset import CaptionedSamples
 from vlp.data.pretrain.resampled import ListedShards, ResampledSamples
@@ -69,6 +70,10 @@ class PretrainData(OrderedData):
                 config.shuffle_window,
                 seed,
             )
+        self.features = features = None
+        if config.features is not None:
+            self.features = StoredFeatures(config.features)
+            features = self.features.require(inputs.image_size, config.augment, self.sources)
         self.captioned = CaptionedSamples(
             self.sources or cast("Sequence[ShardIndex]", self.listed),
             config.captions == "all",
@@ -77,6 +82,7 @@ class PretrainData(OrderedData):
             inputs,
             seed,
             config.texts,
+            features,
         )
         remote = any(index.is_remote for index in self.sources)
         super().__init__(

@@ -51,14 +51,15 @@ class Batch(NamedTuple):
     depend on the number of ranks or workers. Shapes, with B slots, N tokens, an H x W patch grid:
 
     pixels (B, 3, height, width), uint8 levels as loaded (a quarter of the bytes), float32 and
-    normalised after `to`; text_ids (B, N) int64; attention_mask (B, N) bool, True = not padding;
-    word_mask (B, N) bool, True = a real word piece ([CLS], [SEP] and padding are False); mlm_ids
-    (B, N) the masked text; mlm_labels (B, N) the original id where masked, else -100; mim_mask (B,
-    H, W) bool, True = masked patch; image_ids (B,) int64, equal for captions of one image; draws
-    (B, 2) float64 in [0, 1), for the text's and the image's ITM negative; valid (B,) bool;
-    sample_ids (B,) int64, stable over ranks; word_patches (B, N, M) int8, what
-    `vlp.data.text.word_boxes.named_patches` says, or None where augmentation moves places; skipped:
-    this share's bad samples.
+    normalised after `to`, or in their place stored features (B, T, C) of a frozen image tower,
+    float16 or bfloat16 as loaded, float32 after `to`; text_ids (B, N) int64; attention_mask (B, N)
+    bool, True = not padding; word_mask (B, N) bool, True = a real word piece ([CLS], [SEP] and
+    padding are False); mlm_ids (B, N) the masked text; mlm_labels (B, N) the original id where
+    masked, else -100; mim_mask (B, H, W) bool, True = masked patch; image_ids (B,) int64, equal for
+    captions of one image; draws (B, 2) float64 in [0, 1), for the text's and the image's ITM
+    negative; valid (B,) bool; sample_ids (B,) int64, stable over ranks; word_patches (B, N, M)
+    int8, what `vlp.data.text.word_boxes.named_patches` says, or None where augmentation moves
+    places; skipped: this share's bad samples.
     """
 
     pixels: Tensor
@@ -76,8 +77,7 @@ class Batch(NamedTuple):
     skipped: tuple[SkippedSample, ...] = ()
 
     def to(self, device: torch.device | str) -> Batch:
-        """Move every tensor to `device`, and normalise the pixels there."""
+        """Move every tensor to `device`, and make float32 of pixels, normalised, or of features."""
         there = moved(self, device)
-        if there.pixels.dtype != torch.uint8:
-            return there
-        return there._replace(pixels=normalise(there.pixels))
+        levels = there.pixels.dtype == torch.uint8
+        return there._replace(pixels=normalise(there.pixels) if levels else there.pixels.float())

@@ -1,0 +1,148 @@
+"""The header of a folder of stored features: which tower made them, of what, and how."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+
+from vlp.config import ConfigError
+from vlp.data.config import AugmentConfig
+from vlp.data.shards.index import ShardTable
+from vlp.io import write_text
+
+HEADER_NAME = "features.json"
+MAKE = "vlp data features --config FILE --out FOLDER"
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class TowerKey(NamedTuple):
+    """What an image tower computes: its settings, and the SHA-256 of its weights."""
+
+    settings: dict[str, Any]
+    weights: str
+
+
+class _HeaderPart(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class FeatureSource(_HeaderPart):
+    """One folder of shards; `index` is what `shards_sha256` gives for it."""
+
+    name: str
+    shards: PositiveInt
+    samples: NonNegativeInt
+    index: Sha256
+
+
+class FeatureHeader(_HeaderPart):
+    """All that features depend on, and their shape.
+
+    Attributes:
+        tower: settings of the image tower.
+        weights: SHA-256 of its weights.
+        image_size: side in pixels.
+        mean, std: of the preprocessing.
+        augment: of views from the second on; None where there is one view.
+        views: of each image; the first is that of evaluation.
+        seed: of the augmentation.
+        precision: of the tower's pass.
+        dtype: of the files; bfloat16 stands in them as its 16 bits.
+        tokens, width: of one view, `[CLS]` first.
+        kinds: of bad samples, in the order of their codes.
+        sources: the folders of shards, in the order of their numbers.
+    """
+
+    version: Literal[1] = 1
+    tower: dict[str, Any]
+    weights: Sha256
+    image_size: PositiveInt
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    augment: AugmentConfig | None
+    views: PositiveInt
+    seed: int
+    precision: Literal["float32", "bf16"]
+    dtype: Literal["float16", "bfloat16"]
+    tokens: PositiveInt
+    width: PositiveInt
+    kinds: tuple[str, ...]
+    sources: tuple[FeatureSource, ...]
+
+    def write(self, folder: Path) -> None:
+        """Write `features.json`.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+        """
+        text = json.dumps(self.model_dump(mode="json"), indent=2) + "\n"
+        write_text(folder / HEADER_NAME, text, durable=True, error=ConfigError)
+
+    @classmethod
+    def read(cls, folder: Path) -> FeatureHeader:
+        """Read `features.json`.
+
+        Raises:
+            ConfigError: it is not there, or no such header.
+        """
+        path = folder / HEADER_NAME
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except OSError as error:
+            raise ConfigError(
+                f"{path}: cannot be read ({error.strerror}); make the folder with: {MAKE}"
+            ) from error
+        except ValidationError as error:
+            problem = error.errors()[0]
+            place = "".join(f"{part}: " for part in problem["loc"])
+            raise ConfigError(
+                f"{path}: no header of features ({place}{problem['msg']}); delete the folder and "
+                f"make it again with: {MAKE}"
+            ) from error
+
+    def require_tower(self, folder: Path, tower: TowerKey) -> None:
+        """Require that the features are those of a tower.
+
+        Raises:
+            ConfigError: they are another one's.
+        """
+        self.require(folder, {"tower": tower.settings, "weights": tower.weights})
+
+    def require(self, folder: Path, wanted: dict[str, Any]) -> None:
+        """Require values of some fields, given as JSON has them.
+
+        Raises:
+            ConfigError: one differs; the first is named, with both values.
+        """
+        own = self.model_dump(mode="json")
+        for name, value in wanted.items():
+            if difference := _difference(name, own[name], value):
+                raise ConfigError(
+                    f"{folder}: holds features of another kind: {difference}; make a folder that "
+                    f"fits with: {MAKE}"
+                )
+
+
+def shards_sha256(shards: ShardTable) -> str:
+    """Return the SHA-256 of an index: shards' names, sizes and samples, in their order."""
+    rows = [(entry.name, entry.samples, entry.bytes) for entry in shards]
+    return hashlib.sha256(json.dumps([shards.file, rows]).encode()).hexdigest()
+
+
+def _difference(name: str, stored: Any, wanted: Any) -> str | None:
+    """Return 'key: there X, here Y' of the first leaf that differs."""
+    if stored == wanted:
+        return None
+    if isinstance(stored, dict) and isinstance(wanted, dict):
+        keys = dict.fromkeys([*stored, *wanted])
+        found = (
+            _difference(f"{name}.{key}", stored.get(key, "absent"), wanted.get(key, "absent"))
+            for key in keys
+        )
+        return next(part for part in found if part)
+    return f"{name} is {stored!r} there, {wanted!r} here"
