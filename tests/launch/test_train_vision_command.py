@@ -67,20 +67,50 @@ def test_each_kind_trains_leaves_a_checkpoint_and_a_folder(kind, shared, tmp_pat
     assert load_task(tmp_path / "run" / "model").config.kind == kind
 
 
-@pytest.mark.distributed
-def test_two_ranks_train_what_one_does_and_go_on_from_its_checkpoint(tmp_path):
+def dark_and_light(folder: Path) -> Path:
+    """Twelve noisy images of 16 px of either class, in class folders."""
     rng = np.random.default_rng(0)
     for name, level in (("dark", 40), ("light", 200)):
-        (tmp_path / "images" / name).mkdir(parents=True)
+        (folder / name).mkdir(parents=True)
         for number in range(12):
             pixels = rng.integers(level - 40, level + 40, (16, 16, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(tmp_path / "images" / name / f"{number}.png")
-    (tmp_path / "images" / "dark" / "0.png").write_bytes(b"broken")
+            Image.fromarray(pixels).save(folder / name / f"{number}.png")
+    return folder
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("deit_tiny", "{embed_dim: 16, depth: 2, num_heads: 2}"),
+        ("deit_base", "{embed_dim: 16, depth: 2, num_heads: 2}"),
+        ("swin_tiny", "{embed_dim: 16, depths: [2, 2], num_heads: [2, 2], window_size: 4}"),
+    ],
+)
+def test_irpes_models_of_imagenet_train_at_tiny_size(model, options, tmp_path):
+    images = dark_and_light(tmp_path / "images")
+    run([
+        *("--config", str(CONFIGS / f"imagenet_{model}.yaml"), f"output={tmp_path / 'run'}"),
+        *(f"task.model.options={options}", "task.data.image_size=32", "task.data.workers=0"),
+        *(f"task.data.{part}={images}" for part in ("train", "test")),
+        *("training.batch=8", "training.steps=2", "training.log_every=1"),
+    ])  # fmt: skip
+    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert all(np.isfinite(line["loss/total"]) for line in log)
+    saved = load_task(tmp_path / "run" / "model").model
+    tables = [name for name, _ in saved.named_parameters() if "positions.0.tables" in name]
+    assert len(tables) == (12 if model == "swin_tiny" else 2)
+
+
+@pytest.mark.distributed
+def test_two_ranks_train_what_one_does_and_go_on_from_its_checkpoint(tmp_path):
+    images = dark_and_light(tmp_path / "images")
+    (images / "dark" / "0.png").write_bytes(b"broken")
     arguments = [
         *("--config", str(CONFIGS / "cifar10_vit_tiny.yaml")),
         "task.model.options={patch_size: 4, embed_dim: 16, depth: 1, num_heads: 2}",
         *("task.data.image_size=16", "task.data.augment={shift: 2}"),
-        *(f"task.data.{part}={tmp_path / 'images'}" for part in ("train", "test")),
+        *(f"task.data.{part}={images}" for part in ("train", "test")),
         *("training.batch=8", "training.log_every=1", "training.precision=float32"),
         *("training.optimiser.warmup_steps=0", "training.checkpoint_every=3"),
     ]

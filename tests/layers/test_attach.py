@@ -291,9 +291,26 @@ def test_absolute_positions_dropped_for_nothing(make):
     torch.testing.assert_close(model(x), by_hand(x))
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_the_bias_of_a_swin_dropped_for_nothing(strict):
+    model = swin(strict_img_size=strict)
+    x, by_hand = images(), copy.deepcopy(model)
+    for layer in (part for part in by_hand.modules() if hasattr(part, "qkv")):
+        nn.init.zeros_(layer.relative_position_bias_table)
+    assert not torch.allclose(model(x), by_hand(x))
+    assert drop_absolute(model) is model
+    torch.testing.assert_close(model(x), by_hand(x))
+    assert not any("bias_table" in name for name in model.state_dict())
+    if strict:
+        for one in (model, by_hand):
+            one.set_input_size(img_size=(32, 32), window_size=(8, 4))
+    x = images(32, 32)
+    torch.testing.assert_close(model(x), by_hand(x))
+    drop_absolute(attach(model, "irpe-product"))  # gone already
+    torch.testing.assert_close(model(x), by_hand(x))
+
+
 def test_nothing_to_drop():
-    with pytest.raises(ValueError, match="SwinTransformer has no pos_embed to drop"):
-        drop_absolute(swin())
     with pytest.raises(ValueError, match="Linear is no timm VisionTransformer"):
         drop_absolute(nn.Linear(2, 2))
 
@@ -615,8 +632,6 @@ def test_a_traced_model_is_the_same(make, name):
 @every_model
 @pytest.mark.parametrize("absolute", ["keep", "drop"])
 def test_timms_feature_extractor(make, absolute):
-    if make is swin and absolute == "drop":
-        return
     model = attach(encoded(make), "learned-2d", absolute=absolute)
     block = "layers.1.blocks.0" if make is swin else "blocks.0"
     extractor = create_feature_extractor(model, {block: "out"})
@@ -692,7 +707,6 @@ class OnBoth(PositionEncoding):
         (vit, ("irpe-product", "v"), {"mode": "bias"}, "bias mode has no encoding on values"),
         (vit, ("irpe-product",), {"groups": 2}, "'irpe-product': .*'groups'"),
         (vit, ("irpe-product", "k", "lose"), {}, "absolute is 'keep' or 'drop', not 'lose'"),
-        (swin, ("irpe-product", "k", "drop"), {}, "SwinTransformer has no pos_embed to drop"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_leaves_the_model(make, arguments, options, message):

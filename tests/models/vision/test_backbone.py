@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from vlp.config import ConfigError
+from vlp.config import ConfigError, load_config
 from vlp.models.vision.backbone import create_backbone
 from vlp.models.vision.config import BackboneConfig
+from vlp.training.vision_config import VisionConfig
 
+CONFIGS = Path(__file__).parents[3] / "configs" / "vision"
 SIZES = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
 
 
@@ -42,13 +46,38 @@ def test_without_any_position_patches_are_a_bag():
     torch.testing.assert_close(model(x.roll(4, -1)), model(x), atol=1e-5, rtol=1e-5)
 
 
+def test_what_has_nothing_to_drop_is_refused():
+    message = "model resnet18: ResNet is no timm VisionTransformer"
+    with pytest.raises(ConfigError, match=message):
+        dropped("resnet18")
+
+
+def irpe(roles):
+    return [{"name": "irpe-product", "roles": roles}]
+
+
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("file", "changes", "expected"),
     [
-        ("swin_tiny_patch4_window7_224", "SwinTransformer has no pos_embed to drop"),
-        ("resnet18", "ResNet is no timm VisionTransformer"),
+        ("deit_tiny", {}, 5.76),  # printed: 6
+        ("deit_small", {"positions": irpe("k")}, 22.09),  # 22
+        ("deit_small", {"positions": irpe("qk")}, 22.13),  # 22
+        ("deit_small", {"positions": irpe("qkv")}, 22.17),  # 22
+        ("deit_small", {"positions": [{"name": "shaw", "roles": "k"}]}, 22.09),  # 22
+        ("deit_small", {"positions": [{"name": "huang"}]}, 22.09),  # 22
+        ("deit_small", {"positions": [{"name": "sasa"}]}, 22.07),  # 22
+        ("deit_small", {"positions": [{"name": "transformer-xl"}]}, 22.35),  # 23, see irpe-i19
+        ("deit_base", {}, 86.61),  # 87
+        ("swin_tiny", {}, 28.35),
+        ("swin_tiny", {"positions": []}, 28.29),
+        ("swin_tiny", {"positions": [], "absolute": "drop"}, 28.27),
     ],
 )
-def test_what_has_nothing_to_drop_is_refused(name, message):
-    with pytest.raises(ConfigError, match=f"model {name}: {message}"):
-        dropped(name)
+def test_parameters_of_irpes_table_5_and_swin(file, changes, expected):
+    """In millions, 1000 classes, as the shipped configurations make the models."""
+    config = load_config(CONFIGS / f"imagenet_{file}.yaml", VisionConfig).task.model
+    changed = BackboneConfig.model_validate(config.model_dump() | changes)
+    with torch.device("meta"):
+        model = create_backbone(changed, num_classes=1000)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert round(parameters / 1e6, 2) == expected

@@ -101,8 +101,9 @@ def test_absolute_positions():
     assert create(SMALL.format("irpe_k"), absolute="keep", **small).pos_embed.shape == shape
     assert create(SMALL.format("learned"), **small).pos_embed.shape == shape
     assert create(SMALL.format("none"), **small).pos_embed is None
-    with pytest.raises(ValueError, match="has no pos_embed to drop"):
-        create(SWIN.format("k"), absolute="drop", **TINY_SWIN)
+    for absolute, count in (("keep", 3), ("drop", 0)):
+        state = create(SWIN.format("k"), absolute=absolute, **TINY_SWIN).state_dict()
+        assert sum("relative_position_bias_table" in name for name in state) == count
     for name in ("learned", "irpe_k"):
         with pytest.raises(ValueError, match="absolute is 'keep' or 'drop', not 'replace'"):
             create(SMALL.format(name), absolute="replace", **small)
@@ -210,13 +211,16 @@ def test_pretrained_weights_are_timms_with_encodings_at_zero(public, name, optio
     assert finer.num_classes == 3
 
 
-def test_pretrained_weights_without_the_absolute_positions(tmp_path):
-    plain = create("deit_tiny_patch16_224", **TINY_DEIT)
+@pytest.mark.parametrize(("public", "name", "options"), PUBLIC)
+def test_pretrained_weights_without_the_models_own_positions(public, name, options, tmp_path):
+    plain = create(public, **options)
     path = save(plain, tmp_path / "public.pth")
     weights = {"pretrained": True, "pretrained_cfg_overlay": {"file": path, "num_classes": 5}}
-    model = create(DEIT.format("k"), absolute="drop", **TINY_DEIT, **weights)
-    torch.nn.init.zeros_(plain.pos_embed)
-    x = torch.randn(2, 3, 64, 64)
+    model = create(name.format("k"), absolute="drop", **options, **weights)
+    for own, weight in plain.named_parameters():
+        if own.endswith(("pos_embed", "bias_table")):
+            torch.nn.init.zeros_(weight)
+    x = torch.randn(2, 3, options["img_size"], options["img_size"])
     torch.testing.assert_close(model(x), plain(x), atol=1e-5, rtol=1e-5)
 
 

@@ -38,7 +38,8 @@ def attach(
     own tables, in every layer (`blocks.0.attn.positions.0`); one of tokens acts once, after the
     model's own absolute positions (`positions.0`, in Swin on the embedded patches as
     `patch_embed.positions.0`). In Swin, attention encodings act within a window, beside Swin's own
-    bias. Encodings whose tables start at zero, as iRPE's do, leave the model's function as it was.
+    bias or in its place. Encodings whose tables start at zero, as iRPE's do, leave the model's
+    function as it was.
 
     Feature extraction by hooks and by timm's `create_feature_extractor` (layers with encodings are
     then leaves, and the image size is fixed), dynamic image sizes, `set_input_size`, activation
@@ -51,7 +52,8 @@ def attach(
         name: one of `list_positions()`, or a callable that makes a PositionEncoding.
         on: where the encoding acts, letters of "qkv": what other encodings call roles, and `sape`
             calls mode; None is the encoding's default.
-        absolute: "keep" or "drop" the model's own `pos_embed`.
+        absolute: "keep" or "drop" the model's own positions: `pos_embed`, or Swin's relative
+            position bias.
         fused: how the layers of attention compute, see `vlp.layers.attention.attend`; None leaves
             them as they are. "flex" trains on a GPU alone.
         options: of the encoding. `width`, `heads` and `grid` are known here and not needed.
@@ -62,8 +64,8 @@ def attach(
     Raises:
         ValueError: another model, layers of attention that are not timm's, encodings of
             cross-modal attention, options that the encoding lacks, dropped patches (which lie on
-            no grid) under an encoding of attention, `fused` where no layer of attention has an
-            encoding, or nothing to drop in a Swin.
+            no grid) under an encoding of attention, or `fused` where no layer of attention has an
+            encoding.
     """
     from timm.models.swin_transformer import SwinTransformer
 
@@ -72,16 +74,16 @@ def attach(
     if fused not in (None, True, False, "flex"):
         raise ValueError(f"fused is True, False, 'flex' or None, not {fused!r}")
     if isinstance(model, SwinTransformer):
-        if absolute == "drop":
-            _refuse_drop(model)
-        _attach_to_swin(model, _Encoding(name, on, options), fused)
+        _attach_to_swin(model, _Encoding(name, on, options), absolute == "drop", fused)
     else:
         _attach_to_vit(model, _Encoding(name, on, options), absolute == "drop", fused)
     return model
 
 
 def drop_absolute(model: Model) -> Model:
-    """Take the absolute positions of a timm ViT or DeiT away, and put nothing in their place.
+    """Take the own positions of a timm model away, and put nothing in their place.
+
+    They are the absolute positions of a ViT or DeiT and the relative position bias of a Swin.
 
     Raises:
         ValueError: another model.
@@ -89,8 +91,9 @@ def drop_absolute(model: Model) -> Model:
     from timm.models.swin_transformer import SwinTransformer
 
     if isinstance(model, SwinTransformer):
-        _refuse_drop(model)
-    _place_tokens(model, _positioned_vit(model), drop=True)
+        _drop_biases(_window_layers(model))
+    else:
+        _place_tokens(model, _positioned_vit(model), drop=True)
     return model
 
 
@@ -193,15 +196,14 @@ def _place_tokens(model: Any, positioned: type, drop: bool) -> None:
         model.pos_embed = None
 
 
-def _attach_to_swin(model: Any, encoding: _Encoding, fused: Fused) -> None:
+def _attach_to_swin(model: Any, encoding: _Encoding, drop: bool, fused: Fused) -> None:
     from timm.layers import PatchEmbed
-    from timm.models.swin_transformer import SwinTransformer, WindowAttention
+    from timm.models.swin_transformer import SwinTransformer
 
     from vlp.layers.timm.attention import PositionedWindowAttention
     from vlp.layers.timm.tokens import PositionedPatchEmbed, PositionedSwinTransformer
 
-    blocks = [block for stage in model.layers for block in stage.blocks]
-    layers = _attention_layers(blocks, WindowAttention, PositionedWindowAttention)
+    layers = _window_layers(model)
     grid = _pair(model.patch_embed.grid_size)
     width, heads, like = layers[0].dim, layers[0].num_heads, layers[0].qkv.weight
     made = encoding(like, model.training, width=width, heads=heads, grid=grid)
@@ -220,13 +222,27 @@ def _attach_to_swin(model: Any, encoding: _Encoding, fused: Fused) -> None:
         _append(embed, PositionedPatchEmbed, made)
     for layer, one in zip(layers, per_layer, strict=False):
         _append(layer, PositionedWindowAttention, one)
+    if drop:
+        _drop_biases(layers)
     _set_fused(fused, layers)
 
 
-def _refuse_drop(model: nn.Module) -> None:
-    raise ValueError(
-        f"{type(model).__name__} has no pos_embed to drop; its relative position bias stays"
-    )
+def _window_layers(model: Any) -> list[Any]:
+    """Return a Swin's layers of attention, in order."""
+    from timm.models.swin_transformer import WindowAttention
+
+    from vlp.layers.timm.attention import PositionedWindowAttention
+
+    blocks = [block for stage in model.layers for block in stage.blocks]
+    return _attention_layers(blocks, WindowAttention, PositionedWindowAttention)
+
+
+def _drop_biases(layers: Iterable[Any]) -> None:
+    from vlp.layers.timm.attention import PositionedWindowAttention
+
+    for layer in layers:
+        _place(layer, PositionedWindowAttention)
+        layer.relative_position_bias_table = None
 
 
 def _require_use(
@@ -275,10 +291,15 @@ def _for_layer(encoding: _Encoding, layer: Any, grid: tuple[int, int]) -> Positi
 
 
 def _append(module: Any, positioned: type, encoding: PositionEncoding) -> None:
+    _place(module, positioned)
+    module.positions.append(encoding)
+
+
+def _place(module: Any, positioned: type) -> None:
+    """Give a module the class that has a place for encodings."""
     if type(module) is not positioned:
         module.__class__ = positioned
         module.positions = nn.ModuleList().train(module.training)
-    module.positions.append(encoding)
 
 
 def _pair(size: Sequence[int]) -> tuple[int, int]:

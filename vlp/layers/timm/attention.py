@@ -7,7 +7,7 @@ so that their weights, the names of those, hooks and methods stay. Only `forward
 from __future__ import annotations
 
 import torch
-from timm.layers import register_notrace_module
+from timm.layers import register_notrace_module, to_2tuple
 from timm.models.swin_transformer import WindowAttention
 from timm.models.vision_transformer import Attention
 from torch import Tensor, nn
@@ -73,11 +73,21 @@ class PositionedAttention(Attention):
 class PositionedWindowAttention(WindowAttention):
     """Swin's self-attention within windows, each a grid of its own without prefix.
 
-    Swin's relative position bias and its mask of shifted windows stay. `fused` is that of `attend`.
+    Swin's mask of shifted windows stays, and its relative position bias, unless the table of that
+    is None. `fused` is that of `attend`.
     """
 
     positions: nn.ModuleList
     fused: Fused = None
+    relative_position_bias_table: nn.Parameter | None  # type: ignore[assignment]
+
+    def set_window_size(self, window_size: tuple[int, int]) -> None:
+        """As in timm, also without a table."""
+        if self.relative_position_bias_table is not None:
+            super().set_window_size(window_size)
+        else:
+            self.window_size = rows, columns = to_2tuple(window_size)
+            self.window_area = rows * columns
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """As in timm, plus the encodings.
@@ -90,9 +100,11 @@ class PositionedWindowAttention(WindowAttention):
             (images * windows, T, width).
         """
         query, key, value = _heads(self.qkv(x), self.num_heads)
-        bias = self._get_rel_pos_bias()
+        has_bias = self.relative_position_bias_table is not None
+        bias = self._get_rel_pos_bias() if has_bias else None
         if mask is not None:
-            bias = (bias + mask[:, None]).repeat(x.shape[0] // mask.shape[0], 1, 1, 1)
+            bias = mask[:, None] if bias is None else bias + mask[:, None]
+            bias = bias.repeat(x.shape[0] // mask.shape[0], 1, 1, 1)
         rows, columns = self.window_size
         out = attend(
             query,

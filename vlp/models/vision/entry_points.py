@@ -1,14 +1,14 @@
 """Models with position encodings under names of timm: `timm.create_model("vlp_deit_small_...")`.
 
 They are timm's own classes with `vlp.positions.attach` called on them, and take every option of
-`timm.create_model`. Two options are added: `absolute`, "keep" or "drop" the learned absolute
-positions, and `position_options` of the encoding, such as `{"shared_heads": False}`.
+`timm.create_model`. Two options are added: `absolute`, "keep" or "drop" the model's own positions,
+and `position_options` of the encoding, such as `{"shared_heads": False}`.
 
 - `vlp_deit_{tiny,small,base}_patch16_irpe_{k,qk,qkv}_224`: iRPE's final models (section 4.3):
   product, contextual, 50 buckets, one table for all heads, absolute positions kept. Without them
   (rows 3-7 of Table 4): `absolute="drop"`.
 - `vlp_swin_tiny_patch4_window7_irpe_{k,qk,qkv}_224`: the same within windows, beside Swin's own
-  bias.
+  bias (papers.md#irpe-i18); in its place: `absolute="drop"`.
 - `vlp_vit_small_patch4_<variant>_32`: models of the SaPE paper (section 5.1), ViT-S with patches of
   4 on images of 32 pixels. The encoding replaces the learned absolute positions, as the names in
   the paper's Table 1 mean; `absolute="keep"` is its "+ APE". `learned` has these alone, `none` no
@@ -53,7 +53,7 @@ class _Model:
         position: name of the encoding, None for no more than the absolute positions.
         on: where it acts, see `attach`.
         position_options: of the encoding.
-        absolute: what becomes of the absolute positions by default.
+        absolute: what becomes of the model's own positions by default.
         weights: timm's model whose public weights fit, None for none.
     """
 
@@ -138,10 +138,10 @@ def _weights(convert: Convert, state: dict[str, Any], model: nn.Module) -> dict[
             that where the number of classes differs, too.
     """
     state = state.get("state_dict", state.get("model", state))
-    if getattr(model, "pos_embed", None) is None:
-        state = {name: weight for name, weight in state.items() if name != "pos_embed"}
+    known = model.state_dict()
+    state = {name: one for name, one in state.items() if name in known or not _may_lack(name)}
     state = convert(state, model)
-    own = {name: weight for name, weight in model.state_dict().items() if _is_position(name)}
+    own = {name: weight for name, weight in known.items() if _is_position(name)}
     given = {name for name in state if _is_position(name)}
     if given and given != own.keys():
         different = ", ".join(sorted(given ^ own.keys())[:3])
@@ -151,6 +151,11 @@ def _weights(convert: Convert, state: dict[str, Any], model: nn.Module) -> dict[
 
 def _is_position(name: str) -> bool:
     return "positions." in name
+
+
+def _may_lack(name: str) -> bool:
+    """Return whether a weight is of positions that `absolute="drop"` takes away."""
+    return name.rpartition(".")[2] in ("pos_embed", "relative_position_bias_table")
 
 
 def _create(
