@@ -69,10 +69,11 @@ def _writer(config: PretrainConfig, arguments: argparse.Namespace) -> FeatureWri
     sources = [ShardIndex.open(source.path, cache) for source in config.data.sources]
     device = distributed.default_device()
     model = _model(config).to(device)
-    preprocessing = Preprocessing(config.model.image.image_size)
+    tower = model.image_encoder.tower
+    preprocessing = Preprocessing(config.model.image.image_size, *config.model.image.statistics)
     side = preprocessing.image_size
     with torch.no_grad():
-        tokens, width = model.image_encoder(torch.zeros(1, 3, side, side, device=device)).shape[1:]
+        tokens, width = tower(torch.zeros(1, 3, side, side, device=device)).shape[1:]
     key = tower_key(model)
     header = FeatureHeader(
         tower=key.settings,
@@ -99,7 +100,7 @@ def _writer(config: PretrainConfig, arguments: argparse.Namespace) -> FeatureWri
         ),
     )
     transform = TrainTransform(config.data.augment, preprocessing)
-    return FeatureWriter(arguments.out, header, model.image_encoder, device, sources, transform)
+    return FeatureWriter(arguments.out, header, tower, device, sources, transform)
 
 
 def _model(config: PretrainConfig) -> VLPModel:

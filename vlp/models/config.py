@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from vlp.config import Config
+from vlp.config import Config, ConfigError
+from vlp.data.image.transforms import MEAN, RGB, STD
 from vlp.positions import CROSS_MODAL, acts_on_tokens, list_positions
 from vlp.positions.windows import patch_reach, text_reach
 
@@ -49,13 +50,39 @@ class TextConfig(Config):
 
 
 class ImageConfig(Config):
-    """A pre-norm vision transformer; sizes in pixels and channels."""
+    """A pre-norm vision transformer, or a tower from outside; sizes in pixels and channels.
 
+    With `architecture` the tower has layers, heads, intermediate and positions of its own, and the
+    keys of these say nothing.
+    """
+
+    architecture: str | None = Field(
+        None,
+        description="timm's name of a ViT-like tower (ViT, DeiT, EVA, BEiT, with registers or "
+        "without [CLS]), such as vit_small_patch14_dinov2; null: the ViT of the keys below",
+    )
+    architecture_options: Mapping[str, Any] = Field(
+        {}, description="further arguments of timm.create_model, such as {drop_path_rate: 0.1}"
+    )
     image_size: int = Field(
         384, description="side of the square input image in pixels, a multiple of patch_size"
     )
     patch_size: int = Field(16, description="side of a square patch in pixels")
-    width: int = Field(768, description="channels of a token")
+    pool: int = Field(
+        1,
+        ge=1,
+        description="side of the squares of patches that are averaged before they leave the "
+        "encoder, so that the cross-modal encoder sees fewer; a divisor of the grid's side",
+    )
+    mean: RGB | None = Field(
+        None,
+        description="of pixel values in [0, 1], by channel; null: the tower's, 0.5 without one",
+    )
+    std: RGB | None = Field(None, description="deviation of pixel values, as mean")
+    width: int = Field(
+        768,
+        description="channels of a token; a tower of another width gets a linear layer to it",
+    )
     layers: int = Field(6, description="number of layers")
     heads: int = Field(12, description="attention heads of every layer; a divisor of the width")
     intermediate: int = Field(
@@ -83,15 +110,45 @@ class ImageConfig(Config):
             raise ValueError(
                 f"image_size {self.image_size} is not a multiple of patch_size {self.patch_size}"
             )
+        if self.tower_grid[0] % self.pool:
+            raise ValueError(f"pool {self.pool} does not divide the {self.tower_grid[0]} patches")
+        if self.architecture_options and not self.architecture:
+            raise ValueError("architecture_options are of a tower; name it in architecture")
         if self.position_sines and self.width % 4:
             raise ValueError(f"width {self.width} is not a multiple of 4, as 2D sines need")
         return self
 
     @property
-    def grid(self) -> tuple[int, int]:
-        """Patches (rows, columns)."""
+    def tower_grid(self) -> tuple[int, int]:
+        """Patches (rows, columns) of the tower."""
         side = self.image_size // self.patch_size
         return side, side
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Patches (rows, columns) that leave the encoder: the tower's, pooled."""
+        side = self.tower_grid[0] // self.pool
+        return side, side
+
+    @property
+    def statistics(self) -> tuple[RGB, RGB]:
+        """Mean and deviation of pixel values that images are normalised by.
+
+        Raises:
+            ConfigError: timm does not know the tower.
+        """
+        mean: tuple[float, ...] = MEAN
+        std: tuple[float, ...] = STD
+        if self.architecture:
+            from timm.models import get_pretrained_cfg
+
+            try:
+                known = get_pretrained_cfg(self.architecture)
+            except RuntimeError as error:
+                raise ConfigError(f"image.architecture: {error}") from error
+            mean, std = (known.mean, known.std) if known else (mean, std)
+        (red, green, blue), (red_std, green_std, blue_std) = self.mean or mean, self.std or std
+        return (red, green, blue), (red_std, green_std, blue_std)
 
 
 class AnchorConfig(Config):
@@ -213,7 +270,8 @@ class ModelConfig(Config):
     @model_validator(mode="after")
     def _fits(self) -> ModelConfig:
         for name, part in (("text", self.text), ("image", self.image)):
-            if part.width % part.heads:
+            own = isinstance(part, TextConfig) or part.architecture is None
+            if own and part.width % part.heads:
                 raise ValueError(f"{name}.width {part.width} is not a multiple of its heads")
         if self.text.width != self.image.width:
             raise ValueError(

@@ -23,12 +23,14 @@ from vlp.data.text.tokenizer import TextProcessor
 from vlp.models.config import ModelConfig
 from vlp.models.pretrained.load import LoadReport, copy_weights, resample_positions
 from vlp.models.pretrained.position_tables import carry_encodings
+from vlp.models.towers.image import fit_image_tower
 from vlp.models.vlp import VLPModel
 
 # What one model may have and another may lack: encodings and token projections.
 _OPTIONAL = r"(text|image)_tokens\.|cross_encoder\.(layers\.\d+\.(cross_)?attention\.)?positions\."
 
 WEIGHTS, HEADS, CONFIG = "model.safetensors", "heads.safetensors", "config.json"
+_TOWER = "image_encoder.vit."
 RESULTS = "evaluation"
 """The folder beside them that results are written to."""
 
@@ -136,9 +138,17 @@ def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
     extra = [name for name in found if name not in here and re.match(_OPTIONAL, name)]
     found = {name: tensor for name, tensor in found.items() if name not in extra}
     positions = "image_encoder.vit.pos_embed"
-    if positions in found and found[positions].shape != here[positions].shape:
+    if model.config.image.architecture:
+        named = {name: name.removeprefix(_TOWER) for name in found if name.startswith(_TOWER)}
+        fitted = fit_image_tower(
+            model.image_encoder.vit, {own: found[name] for name, own in named.items()}
+        )
+        changed = {name: fitted[own] for name, own in named.items() if own in fitted}
+        resized = [n for n in changed if changed[n].shape != found[n].shape] + resized
+        found |= changed
+    elif positions in found and found[positions].shape != here[positions].shape:
         found[positions] = resample_positions(
-            found[positions], model.config.image.grid, str(folder_or_name)
+            found[positions], model.config.image.tower_grid, str(folder_or_name)
         )
         resized = [positions, *resized]
     report = copy_weights(model, found, str(folder_or_name), [*unused, *extra], (_OPTIONAL,))

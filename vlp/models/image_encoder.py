@@ -1,8 +1,9 @@
-"""The image encoder: timm's vision transformer and a projection of [CLS]."""
+"""The image encoder: a vision transformer, own or from outside, and a projection of [CLS]."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from timm.layers.pos_embed_sincos import build_sincos2d_pos_embed
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from vlp.layers.fused import fuse_by_device
 from vlp.models.config import ImageConfig
+from vlp.models.towers.image import create_image_tower
 
 PatchEdit = Callable[[Tensor], Tensor]
 
@@ -21,47 +23,112 @@ SINE_BASE = 100.0
 class ImageEncoder(nn.Module):
     """43,760,128 parameters at the paper's sizes (ViT-B/16, 6 layers, 577 positions, 768 -> 256).
 
+    `vit` is the tower, `adapter` a linear layer to the model's width where the tower has another.
+
     Raises:
+        ConfigError: `image.architecture` names no tower of timm, or one of other patches.
         ValueError: images of another size than the configured one (from timm).
     """
 
     def __init__(self, config: ImageConfig, embed_dim: int) -> None:
         super().__init__()
-        self.vit = VisionTransformer(
-            img_size=config.image_size,
-            patch_size=config.patch_size,
-            embed_dim=config.width,
-            depth=config.layers,
-            num_heads=config.heads,
-            mlp_ratio=config.intermediate / config.width,
-            num_classes=0,
-            global_pool="",
-            pos_embed="learn" if config.position == "learned" else "none",
-        )
-        if self.vit.pos_embed is not None and config.position_sines:
-            _start_positions(self.vit.pos_embed, config)
+        self.config = config
+        self.vit = create_image_tower(config) if config.architecture else _own_vit(config)
         self.projection = nn.Linear(config.width, embed_dim)
+        width: int = self.vit.num_features  # type: ignore[assignment]
+        self.adapter = nn.Identity() if width == config.width else nn.Linear(width, config.width)
 
     def forward(self, pixels: Tensor, edit_patches: PatchEdit | None = None) -> Tensor:
-        """Pixels -> states.
+        """Pixels, or what `tower` made of them before, -> states.
 
         Args:
-            pixels: (B, 3, height, width), normalised.
-            edit_patches: what to do with the patch embeddings (B, M, width) before positions are
-                added; masked image modelling puts its mask token there.
+            pixels: (B, 3, height, width), normalised; or (B, 1 + tower's M, tower's width) of any
+                float type, pooled already or not.
+            edit_patches: as `tower` takes it.
 
         Returns:
             (B, 1 + M, width), [CLS] first.
+
+        Raises:
+            ValueError: patches of a tower's stored output are to be edited.
         """
-        vit = self.vit
+        if pixels.ndim == 3:
+            if edit_patches is not None:
+                raise ValueError("stored tower outputs have no patch embeddings that can be edited")
+            return self.after_tower(pixels.to(self.projection.weight.dtype))
+        return self.after_tower(self.tower(pixels, edit_patches))
+
+    def tower(self, pixels: Tensor, edit_patches: PatchEdit | None = None) -> Tensor:
+        """Compute the tower's normalised output; registers and distillation tokens are dropped.
+
+        Args:
+            pixels: (B, 3, height, width), normalised.
+            edit_patches: what to do with the patch embeddings (B, M, tower's width) before
+                positions are added; masked image modelling puts its mask token there.
+
+        Returns:
+            (B, 1 + M, tower's width); first [CLS], or the mean of the patches where the tower has
+            none.
+
+        Raises:
+            ValueError: the tower gives no tokens on the configured grid.
+        """
+        vit, (rows, columns) = self.vit, self.config.tower_grid
         fuse_by_device(vit, pixels.device)
-        patches = vit.patch_embed(pixels)
-        if edit_patches is not None:
-            patches = edit_patches(patches)
-        states = vit.norm_pre(vit._pos_embed(patches))
-        for block in vit.blocks:
-            states = block(states)
-        return vit.norm(states)
+        with _edited(vit, edit_patches):
+            states: Tensor = vit.forward_features(pixels)  # type: ignore[operator]
+        prefix: int = vit.num_prefix_tokens  # type: ignore[assignment]
+        if states.ndim != 3 or states.shape[1] != prefix + rows * columns:
+            raise ValueError(
+                f"image.architecture {self.config.architecture} gives {tuple(states.shape)}, not "
+                f"tokens of a {rows} x {columns} grid after {prefix} prefix tokens"
+            )
+        if isinstance(norm := getattr(vit, "fc_norm", None), nn.Module):
+            states = norm(states)  # of towers that normalise after pooling
+        patches = states[:, prefix:]
+        if getattr(vit, "cls_token", None) is None:
+            return torch.cat([patches.mean(1, keepdim=True), patches], dim=1)
+        return states if prefix == 1 else torch.cat([states[:, :1], patches], dim=1)
+
+    def after_tower(self, states: Tensor) -> Tensor:
+        """Pool patches, and adapt the width: (B, 1 + tower's M, tower's) -> (B, 1 + M, width)."""
+        return self.adapter(self.pooled(states))
+
+    def pooled(self, states: Tensor) -> Tensor:
+        """Average squares of `image.pool` patches a side: (B, 1 + tower's M, C) -> (B, 1 + M, C).
+
+        States that are pooled already stay as they are.
+        """
+        pool, (rows, columns) = self.config.pool, self.config.grid
+        if states.shape[1] == 1 + rows * columns:
+            return states
+        squares = states[:, 1:].unflatten(1, (rows, pool, columns, pool))
+        return torch.cat([states[:, :1], squares.mean((2, 4)).flatten(1, 2)], dim=1)
+
+
+def _own_vit(config: ImageConfig) -> VisionTransformer:
+    vit = VisionTransformer(
+        img_size=config.image_size,
+        patch_size=config.patch_size,
+        embed_dim=config.width,
+        depth=config.layers,
+        num_heads=config.heads,
+        mlp_ratio=config.intermediate / config.width,
+        num_classes=0,
+        global_pool="",
+        pos_embed="learn" if config.position == "learned" else "none",
+    )
+    if vit.pos_embed is not None and config.position_sines:
+        _start_positions(vit.pos_embed, config)
+    return vit
+
+
+def _edited(vit: nn.Module, edit: PatchEdit | None) -> AbstractContextManager[object]:
+    """Return a context in which a tower's patch embeddings are edited."""
+    if edit is None:
+        return nullcontext()
+    embed: nn.Module = vit.patch_embed  # type: ignore[assignment]
+    return embed.register_forward_hook(lambda module, args, patches: edit(patches))
 
 
 @torch.no_grad()
@@ -71,6 +138,6 @@ def _start_positions(table: Tensor, config: ImageConfig) -> None:
     From small random vectors, where a patch lies is learned last, if at all: a probe of the place
     of a single object then needs three times the steps.
     """
-    sines = build_sincos2d_pos_embed(list(config.grid), config.width, temperature=SINE_BASE)
+    sines = build_sincos2d_pos_embed(list(config.tower_grid), config.width, temperature=SINE_BASE)
     table.zero_()
     table[0, 1:] = config.position_sines * sines

@@ -10,7 +10,7 @@ from vlp.data.features.header import TowerKey
 from vlp.models.vlp import VLPModel
 
 # All else of the configuration is in the weights, or comes after the tower.
-_SETTINGS = {"image_size", "patch_size", "width", "layers", "heads", "intermediate"}
+_SETTINGS = {"architecture", "image_size", "patch_size", "width", "layers", "heads", "intermediate"}
 
 
 def tower_key(model: VLPModel) -> TowerKey:
@@ -19,5 +19,5 @@ def tower_key(model: VLPModel) -> TowerKey:
     for name, tensor in sorted(model.image_encoder.vit.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    settings = model.config.image.model_dump(mode="json", include=_SETTINGS)
+    settings = model.config.image.model_dump(mode="json", include=_SETTINGS, exclude_none=True)
     return TowerKey(settings, digest.hexdigest())

@@ -52,7 +52,9 @@ class VLPModel(nn.Module):
         self.temperature = Temperature(config.temperature)
         _initialise(BERT_DEVIATION, self.text_encoder.layers, self.match_head)
         wider = BERT_DEVIATION * (BERT_WIDTH / width) ** 0.5
-        _initialise(wider, self.image_encoder.vit.blocks, self.cross_encoder)
+        if config.image.architecture is None:  # a tower has timm's start
+            _initialise(wider, self.image_encoder.vit.get_submodule("blocks"))
+        _initialise(wider, self.cross_encoder)
         for projection in self._projections():
             nn.init.normal_(projection.weight, std=width**-0.5)
             if projection.bias is not None:
@@ -64,7 +66,8 @@ class VLPModel(nn.Module):
         """Encode images.
 
         Args:
-            pixels: (B, 3, height, width), normalised as the model folder's preprocessing does.
+            pixels: (B, 3, height, width), normalised as the model folder's preprocessing does, or
+                the tower's stored output, as `ImageEncoder` takes it.
             edit_patches: as `ImageEncoder` takes it.
         """
         states = self.image_encoder(pixels, edit_patches)

@@ -143,6 +143,7 @@ class PretrainConfig(DeepSpeedRunConfig):
             vocab_size=self.model.text.vocab_size,
             word_masking=mlm.probability if mlm else None,
             patch_masking=PatchMasking(mim.ratio, mim.unit) if mim else None,
+            statistics=self.model.image.statistics,
         )
 
     @model_validator(mode="after")

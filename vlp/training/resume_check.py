@@ -36,8 +36,9 @@ def compare(saved: Mapping[str, Any], current: Mapping[str, Any], config: Config
     for key in sorted(before.keys() | now.keys()):
         old, new = before.get(key, "absent"), now.get(key, "absent")
         rule = resume_rule(config, key)
-        # A checkpoint older than a key that may be null was trained without it.
-        if before.get(key) == now.get(key) or rule == "free":
+        # A checkpoint older than a key was trained with its default.
+        was = before[key] if key in before else _default(config, key)
+        if was == now.get(key) or rule == "free":
             continue
         moved = isinstance(before.get(key), str) and isinstance(now.get(key), str)
         tolerated = rule == "tolerated" or (rule == "path" and moved)
@@ -61,6 +62,16 @@ def resume_rule(config: Config, key: str) -> str:
         else:
             node = None
     return rule
+
+
+def _default(config: Config, key: str) -> Any:
+    """Return the default of a dotted key; None without any."""
+    node: Any = config
+    *parents, leaf = key.split(".")
+    for part in parents:
+        node = getattr(node, part, None)
+    field = type(node).model_fields.get(leaf) if isinstance(node, Config) else None
+    return None if field is None or field.is_required() else field.get_default()
 
 
 def _declared(extra: Any) -> Any:

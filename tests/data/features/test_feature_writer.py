@@ -168,8 +168,8 @@ def test_what_float16_cannot_hold_is_refused(
 ):
     from vlp.models.image_encoder import ImageEncoder
 
-    forward = ImageEncoder.forward
-    monkeypatch.setattr(ImageEncoder, "forward", lambda *arguments: 1e5 * forward(*arguments))
+    tower = ImageEncoder.tower
+    monkeypatch.setattr(ImageEncoder, "tower", lambda *arguments: 1e5 * tower(*arguments))
     config = configuration(make_shards(count=5))
     assert main(["features", "--config", str(config), "--out", str(tmp_path / "out")]) == 2
     assert "which float16 cannot hold; use --dtype bfloat16" in capsys.readouterr().err

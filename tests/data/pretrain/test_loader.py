@@ -66,7 +66,7 @@ def make_data(vocabulary: Path) -> MakeData:
 
 def assert_same(first: Batch, second: Batch) -> None:
     for name, one, other in zip(Batch._fields, first, second):
-        if name == "skipped" or one is None:
+        if name in ("skipped", "statistics") or one is None:
             assert one == other
         else:
             assert one.dtype == other.dtype, name
@@ -74,9 +74,9 @@ def assert_same(first: Batch, second: Batch) -> None:
 
 
 def joined(parts: Iterable[Batch]) -> Batch:
-    *tensors, skipped = zip(*parts)
+    *tensors, skipped, statistics = zip(*parts)
     whole = (None if field[0] is None else torch.cat(field) for field in tensors)
-    return Batch(*whole, tuple(sum(skipped, ())))
+    return Batch(*whole, tuple(sum(skipped, ())), statistics[0])
 
 
 def test_fields_shapes_and_values(make_shards: MakeShards, make_data: MakeData) -> None:
@@ -93,11 +93,11 @@ def test_fields_shapes_and_values(make_shards: MakeShards, make_data: MakeData) 
         "sample_ids": (8,),
         "word_patches": (8, 10, 16),
     }
-    for name, field in zip(Batch._fields[:-1], batch):
+    for name, field in zip(Batch._fields[:-2], batch):
         assert tuple(field.shape) == shapes.get(name, (8, 10)), name
     types = (torch.uint8, torch.int64, torch.bool, torch.bool, torch.int64, torch.int64)
     types += (torch.bool, torch.int64, torch.float64, torch.bool, torch.int64, torch.int8)
-    assert tuple(field.dtype for field in batch[:-1]) == types
+    assert tuple(field.dtype for field in batch[:-2]) == types
     there = batch.to("cpu")
     torch.testing.assert_close(there.pixels, batch.pixels / 127.5 - 1)
     assert there.to("cpu").pixels.equal(there.pixels)  # once is enough

@@ -21,8 +21,11 @@ from vlp.data.image.randaugment import randaugment
 
 FILE_NAME = "preprocessing.json"
 
+RGB = tuple[float, float, float]
+
 # As timm's `augreg` ViTs were trained; close to the range [-1, 1] that MIM regresses.
-MEAN = STD = (0.5, 0.5, 0.5)
+MEAN: RGB = (0.5, 0.5, 0.5)
+STD = MEAN
 
 # `left`, `right`, `leftmost`, `right-hand`, ...: a flipped image would make the caption false.
 _SIDES = re.compile(r"\b(?:left|right)", re.IGNORECASE)
@@ -45,8 +48,8 @@ class Preprocessing:
     def __init__(
         self,
         image_size: int,
-        mean: tuple[float, float, float] = MEAN,
-        std: tuple[float, float, float] = STD,
+        mean: RGB = MEAN,
+        std: RGB = STD,
     ) -> None:
         self.image_size = image_size
         self.mean = mean
@@ -101,8 +104,8 @@ class Preprocessing:
 
 def normalise(
     levels: Tensor,
-    mean: tuple[float, float, float] = MEAN,
-    std: tuple[float, float, float] = STD,
+    mean: RGB = MEAN,
+    std: RGB = STD,
 ) -> Tensor:
     """Return (x / 255 - mean) / std of levels (..., 3, height, width): float32, on their device.
 

@@ -247,6 +247,7 @@ class CaptionedSamples(Dataset[Slot]):
             sample_ids=torch.tensor([slot.sample_id for slot in slots], dtype=torch.int64),
             word_patches=_optional([slot.word_patches for slot in slots]),
             skipped=tuple(slot.skip for slot in slots if slot.skip is not None),
+            statistics=self.inputs.statistics,
         )
 
     def _pixels(self, slots: Sequence[Slot]) -> Tensor:

@@ -51,7 +51,7 @@ class PretrainData(OrderedData):
         self.config, self.seed = config, seed
         self.text = text or TextProcessor.load(config.vocabulary, inputs.max_tokens)
         _require_fit(config, inputs, self.text)
-        self.preprocessing = Preprocessing(inputs.image_size)
+        self.preprocessing = Preprocessing(inputs.image_size, *inputs.statistics)
         self.cache = None
         if config.cache is not None:
             self.cache = ShardCache(config.cache.folder, config.cache.limit)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from vlp.data.image.transforms import normalise
+from vlp.data.image.transforms import MEAN, RGB, STD, normalise
 from vlp.data.shards.bad_samples import SkippedSample
 
 AnyBatch = TypeVar("AnyBatch", bound=tuple)
@@ -59,7 +59,8 @@ class Batch(NamedTuple):
     captions of one image; draws (B, 2) float64 in [0, 1), for the text's and the image's ITM
     negative; valid (B,) bool; sample_ids (B,) int64, stable over ranks; word_patches (B, N, M)
     int8, what `vlp.data.text.word_boxes.named_patches` says, or None where augmentation moves
-    places; skipped: this share's bad samples.
+    places; skipped: this share's bad samples; statistics: mean and deviation that pixels are
+    normalised by.
     """
 
     pixels: Tensor
@@ -75,9 +76,11 @@ class Batch(NamedTuple):
     sample_ids: Tensor
     word_patches: Tensor | None = None
     skipped: tuple[SkippedSample, ...] = ()
+    statistics: tuple[RGB, RGB] = (MEAN, STD)
 
     def to(self, device: torch.device | str) -> Batch:
         """Move every tensor to `device`, and make float32 of pixels, normalised, or of features."""
         there = moved(self, device)
-        levels = there.pixels.dtype == torch.uint8
-        return there._replace(pixels=normalise(there.pixels) if levels else there.pixels.float())
+        if there.pixels.dtype != torch.uint8:
+            return there._replace(pixels=there.pixels.float())
+        return there._replace(pixels=normalise(there.pixels, *self.statistics))

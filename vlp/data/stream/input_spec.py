@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from vlp.data.image.transforms import MEAN, RGB, STD
+
 
 class PatchMasking(NamedTuple):
     """Share of masked patches, in squares of `unit` patches a side (SimMIM)."""
@@ -20,7 +22,7 @@ class Inputs(NamedTuple):
 
     image_size: side in pixels; grid: patches (rows, columns); max_tokens: tokens of a padded
     caption; vocab_size: rows of the model's word table; word_masking: probability that a word is
-    masked, or None; patch_masking: or None.
+    masked, or None; patch_masking: or None; statistics: mean and deviation of pixel values.
     """
 
     image_size: int
@@ -29,3 +31,4 @@ class Inputs(NamedTuple):
     vocab_size: int
     word_masking: float | None = None
     patch_masking: PatchMasking | None = None
+    statistics: tuple[RGB, RGB] = (MEAN, STD)

@@ -180,7 +180,9 @@ def load_albef(model: VLPModel, state: Mapping[str, Tensor], source: str) -> lis
             tensor, notes = _log_scale(tensor, model, source)
         if name == _POSITIONS:
             # As ALBEF's authors do, so that the loaded model computes what theirs does.
-            fitted = resample_positions(tensor, model.config.image.grid, source, antialias=False)
+            fitted = resample_positions(
+                tensor, model.config.image.tower_grid, source, antialias=False
+            )
             resized = [] if fitted is tensor else [name]
             tensor = fitted
         found[name] = tensor

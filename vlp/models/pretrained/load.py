@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from vlp.config import ConfigError
+from vlp.models.pretrained.load_towers import load_image_tower
 from vlp.models.pretrained.published import Published, read_bert, read_vit, vit_settings
 from vlp.models.pretrained.source_checks import check_bert, check_vit
 from vlp.models.pretrained.weight_copy import LoadReport, copy_weights, listed
@@ -67,8 +68,11 @@ def load_public_weights(model: VLPModel) -> list[LoadReport]:
             reports += load_bert(model, bert.state, name, bert.settings)
     if name := model.config.image.weights:
         with _about("image.weights"):
-            vit = read_vit(name)
-            reports.append(load_vit(model, vit.state, name, vit.settings))
+            if model.config.image.architecture:
+                reports.append(load_image_tower(model, name))
+            else:
+                vit = read_vit(name)
+                reports.append(load_vit(model, vit.state, name, vit.settings))
     return reports
 
 
@@ -227,7 +231,7 @@ def load_vit(
                 if "dist_token" in state:
                     tensor = torch.cat([tensor[:, :1], tensor[:, 2:]], dim=1)
                     notes.append("the distillation token and its position are left out")
-                fitted = resample_positions(tensor, config.grid, source)
+                fitted = resample_positions(tensor, config.tower_grid, source)
                 resized = [] if fitted is tensor else ["vit.pos_embed"]
                 tensor = fitted
             found[f"vit.{key}"] = tensor

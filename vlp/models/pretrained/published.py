@@ -50,10 +50,11 @@ def read_bert(name: str) -> Published:
     return Published(read_tensors(weights), _read_config(config))
 
 
-def read_vit(name: str) -> Published:
+def read_vit(name: str, with_settings: bool = True) -> Published:
     """A public ViT or DeiT in timm's names: a file, folder, hub name, or model that timm knows.
 
-    Folders and hub names are in timm's form (`save_for_hf`) or in that of transformers.
+    Folders and hub names are in timm's form (`save_for_hf`) or in that of transformers. Without
+    settings, which `vit_settings` gives, any other model of timm is read, too.
 
     Raises:
         FileNotFoundError: it is neither here nor on the hub, or a file of it is missing.
@@ -62,11 +63,11 @@ def read_vit(name: str) -> Published:
     if Path(name).suffix in _SUFFIXES and not Path(name).is_dir():
         return Published(read_tensors(Path(name)))
     if not (name.startswith((_LOCAL, *_HUB)) or "/" in name or Path(name).is_dir()):
-        return _from_timm(name)
+        return _from_timm(name, with_settings)
     config_file, weights = _find(name)
     config, state = _read_config(config_file), read_tensors(weights)
     if "architecture" in config:
-        return Published(state, _settings_of_folder(config_file.parent))
+        return Published(state, _settings_of_folder(config_file.parent) if with_settings else None)
     if config.get("model_type") in ("vit", "deit"):
         return Published(timm_names(state, name), timm_settings(config))
     raise ValueError(
@@ -148,7 +149,7 @@ def _from_hub(name: str) -> tuple[Path, Path]:
     raise FileNotFoundError(f"cannot load {name}: no {' or '.join(WEIGHT_FILES)} {where}")
 
 
-def _from_timm(name: str) -> Published:
+def _from_timm(name: str, with_settings: bool) -> Published:
     import timm
 
     if not timm.is_model(name):
@@ -161,7 +162,7 @@ def _from_timm(name: str) -> Published:
     except Exception as error:  # of the tag, the network, the service or the disk
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise FileNotFoundError(f"cannot load {name}: {reason}") from error
-    return Published(dict(vit.state_dict()), vit_settings(vit, name))
+    return Published(dict(vit.state_dict()), vit_settings(vit, name) if with_settings else None)
 
 
 def _settings_of_folder(folder: Path) -> dict[str, Any]:

@@ -123,7 +123,14 @@ def pairs(config: PairsConfig, parts: Loaded, batch: int, seed: int) -> Pretrain
         config.objectives, batch, distributed.world_size(), prefix="task.objectives"
     )
     image, text = parts.model.config.image, parts.model.config.text
-    inputs = Inputs(image.image_size, image.grid, text.max_tokens, text.vocab_size, None, None)
+    statistics = parts.preprocess.mean, parts.preprocess.std
+    inputs = Inputs(
+        image.image_size,
+        image.grid,
+        text.max_tokens,
+        text.vocab_size,
+        statistics=statistics,
+    )
     return PretrainData(config.data, inputs, batch, seed, parts.text)
 
 

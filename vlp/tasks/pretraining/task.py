@@ -163,6 +163,6 @@ class Pretraining(PlainTask):
             self.config,
             strip_prefix(state, "model."),
             TextProcessor.load(self.vocabulary, self.config.text.max_tokens),
-            Preprocessing(self.config.image.image_size),
+            Preprocessing(self.config.image.image_size, *self.config.image.statistics),
             {name: value for name, value in state.items() if name.startswith(heads)},
         )

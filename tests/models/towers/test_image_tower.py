@@ -1,0 +1,230 @@
+"""Image towers of timm, each held against timm's own model and output."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+
+import vlp
+from vlp.config import ConfigError
+from vlp.data.stream.batch import Batch
+from vlp.data.text.tokenizer import bert_tokenizer
+from vlp.layers.fused import fuse_by_device
+from vlp.models.config import ImageConfig, ModelConfig
+from vlp.models.folder import start_from
+from vlp.models.image_encoder import ImageEncoder
+from vlp.models.pretrained.load import load_public_weights
+from vlp.models.vlp import VLPModel
+
+TINY = {"embed_dim": 32, "depth": 2, "num_heads": 2}
+TOWERS = {
+    "plain": ("vit_tiny_patch16_224", 16),
+    "layer scale, registers": ("vit_small_patch14_reg4_dinov2", 14),
+    "no class token": ("vit_base_patch16_siglip_224", 16),
+    "normalised before the blocks": ("vit_base_patch16_clip_224", 16),
+    "distillation token": ("deit_tiny_distilled_patch16_224", 16),
+    "rotary": ("eva02_tiny_patch14_224", 14),
+    "relative positions": ("beit_base_patch16_224", 16),
+}
+
+
+def made(name, side, folder=None):
+    """Timm's own model with numbers that differ everywhere, saved where a folder is given."""
+    torch.manual_seed(3)
+    vit = timm.create_model(name, pretrained=False, num_classes=0, img_size=side, **TINY).eval()
+    with torch.no_grad():
+        for parameter in vit.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    if folder is not None:
+        save_file(vit.state_dict(), folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps({"architecture": name}))
+    return vit
+
+
+def sizes(name, patch, squares=4, width=32, **image):
+    image = {"architecture": name, "architecture_options": TINY, "patch_size": patch,
+             "image_size": patch * squares, "width": width} | image  # fmt: skip
+    return ModelConfig.model_validate(
+        {
+            "text": {"vocab_size": 50, "width": width, "layers": 1, "heads": 2, "intermediate": 64,
+                     "max_positions": 20, "max_tokens": 12},
+            "image": image,
+            "cross": {"layers": 1, "heads": 2, "intermediate": 64},
+            "embed_dim": 32,
+        }
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def tokens(vit, pixels):
+    """Timm's normalised output as [CLS] and patches."""
+    states = vit.forward_features(pixels)
+    if isinstance(vit.norm, torch.nn.Identity):
+        states = vit.fc_norm(states)
+    patches = states[:, vit.num_prefix_tokens :]
+    first = patches.mean(1, keepdim=True) if vit.cls_token is None else states[:, :1]
+    return torch.cat([first, patches], 1)
+
+
+@pytest.mark.parametrize(("name", "patch"), TOWERS.values(), ids=TOWERS)
+@torch.no_grad()
+def test_weights_and_outputs_are_timms(name, patch, tmp_path):
+    vit = made(name, 4 * patch, tmp_path)
+    model = VLPModel(sizes(name, patch, weights=str(tmp_path))).eval()
+    (report,) = load_public_weights(model)
+    assert not report.resized
+    assert all(key.startswith("attn_pool.") for key in report.unused)  # a head, which SigLIP has
+    pixels = torch.randn(2, 3, 4 * patch, 4 * patch)
+    expected = tokens(vit, pixels)
+    assert torch.allclose(model.encode_image(pixels).states, expected, atol=1e-5)
+    assert expected.shape == (2, 17, 32)
+
+
+@pytest.mark.parametrize("name", ["vit_small_patch14_reg4_dinov2", "eva02_tiny_patch14_224"])
+@torch.no_grad()
+def test_positions_are_resampled_as_timm_does(name, tmp_path):
+    made(name, 6 * 14, tmp_path)
+    source = {"file": str(tmp_path / "model.safetensors"), "num_classes": 0}
+    theirs = timm.create_model(
+        name, pretrained=True, num_classes=0, img_size=56, pretrained_cfg_overlay=source, **TINY
+    ).eval()
+    model = VLPModel(sizes(name, 14, weights=str(tmp_path))).eval()
+    (report,) = load_public_weights(model)
+    assert report.resized == ["vit.pos_embed"]
+    pixels = torch.randn(2, 3, 56, 56)
+    assert torch.allclose(model.image_encoder(pixels), tokens(theirs, pixels), atol=1e-5)
+
+
+@torch.no_grad()
+def test_pooled_patches_are_means_of_squares_and_another_width_is_adapted():
+    config = sizes("vit_tiny_patch16_224", 16, squares=6, width=48, pool=3).image
+    encoder = ImageEncoder(config, 8).eval()
+    assert (config.grid, config.tower_grid) == ((2, 2), (6, 6))
+    states = encoder.tower(pixels := torch.randn(2, 3, 96, 96))
+    assert states.shape == (2, 37, 32)
+    grid = states[:, 1:].reshape(2, 6, 6, 32)
+    rows = [states[:, 0]]
+    rows += [grid[:, r : r + 3, c : c + 3].mean((1, 2)) for r in (0, 3) for c in (0, 3)]
+    expected = encoder.adapter(torch.stack(rows, 1))
+    assert torch.allclose(encoder(pixels), expected, atol=1e-6)
+    # A stored output takes the place of pixels, and half precision is widened.
+    assert torch.equal(encoder(states), encoder(pixels))
+    assert torch.equal(encoder(encoder.pooled(states)), encoder(pixels))
+    assert encoder(states.half()).dtype == torch.float32
+    with pytest.raises(ValueError, match="stored tower outputs"):
+        encoder(states, lambda patches: patches)
+
+
+@torch.no_grad()
+def test_own_vit_takes_stored_outputs_and_pools():
+    plain = {"image_size": 64, "width": 32, "heads": 2, "layers": 1, "intermediate": 64}
+    encoder = ImageEncoder(ImageConfig(**plain, pool=2), 8).eval()
+    pixels = torch.randn(1, 3, 64, 64)
+    assert encoder(pixels).shape == (1, 5, 32)
+    assert torch.equal(encoder(encoder.tower(pixels)), encoder(pixels))
+
+
+@torch.no_grad()
+def test_edited_patches_reach_a_towers_output():
+    encoder = ImageEncoder(sizes("vit_small_patch14_reg4_dinov2", 14).image, 8).eval()
+    pixels = torch.randn(1, 3, 56, 56)
+    seen = []
+    zeroed = encoder(
+        pixels, lambda patches: seen.append(patches.shape) or torch.zeros_like(patches)
+    )
+    assert seen == [(1, 16, 32)]
+    assert not torch.allclose(zeroed, encoder(pixels))
+    assert torch.equal(encoder(pixels), encoder(pixels))  # the edit is over with its call
+
+
+def test_statistics_follow_the_tower_and_the_configuration():
+    image = sizes("vit_small_patch14_dinov2", 14).image
+    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    assert image.statistics == (mean, std)
+    assert image.model_copy(update={"mean": (0.1, 0.2, 0.3)}).statistics == ((0.1, 0.2, 0.3), std)
+    assert ImageConfig().statistics == ((0.5,) * 3, (0.5,) * 3)
+    fields = dict.fromkeys(Batch._fields, torch.zeros(1))
+    levels = torch.full((1, 3, 2, 2), 255, dtype=torch.uint8)
+    batch = Batch(**fields | {"pixels": levels, "skipped": (), "statistics": (mean, std)}).to("cpu")
+    expected = (1 - torch.tensor(mean)) / torch.tensor(std)
+    assert torch.allclose(batch.pixels[0, :, 0, 0], expected)
+
+
+@torch.no_grad()
+def test_model_folder_needs_no_public_weights_and_starts_another_size(tmp_path):
+    from vlp.data.image.transforms import Preprocessing
+    from vlp.data.text.tokenizer import SPECIALS, TextProcessor
+    from vlp.models.folder import save_pretrained
+
+    name = "vit_small_patch14_reg4_dinov2"
+    config = sizes(name, 14, weights="nowhere")
+    model = VLPModel(config).eval()
+    text = TextProcessor(bert_tokenizer({word: i for i, word in enumerate(SPECIALS)}), 12)
+    preprocess = Preprocessing(56, *config.image.statistics)
+    save_pretrained(tmp_path, config, model.state_dict(), text, preprocess)
+    loaded = vlp.load(tmp_path)
+    pixels = torch.randn(1, 3, 56, 56)
+    assert torch.equal(loaded.model.encode_image(pixels).states, model.encode_image(pixels).states)
+    assert loaded.preprocess.mean == (0.485, 0.456, 0.406)
+    larger = VLPModel(sizes(name, 14, squares=6)).eval()
+    report = start_from(larger, tmp_path)
+    assert report.resized == ["image_encoder.vit.pos_embed"]
+    assert larger.encode_image(torch.randn(1, 3, 84, 84)).states.shape == (1, 37, 32)
+
+
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        ({"patch_size": 16, "image_size": 224}, r"set image\.patch_size=14"),
+        ({"architecture": "swin_tiny_patch4_window7_224", "architecture_options": {}}, "one grid"),
+        ({"architecture": "resnet18", "architecture_options": {}}, "makes no ViT"),
+        ({"architecture": "vit_of_nobody"}, "makes no ViT"),
+        ({"architecture_options": {"no_such": 1}}, "no_such"),
+    ],
+)
+def test_unfit_towers_are_refused_in_a_sentence(image, message):
+    with pytest.raises(ConfigError, match=message):
+        VLPModel(sizes("vit_small_patch14_dinov2", 14, **{"image_size": 224, **image}))
+
+
+def test_weights_of_another_tower_are_refused(tmp_path):
+    made("vit_small_patch14_dinov2", 56, tmp_path)
+    model = VLPModel(sizes("vit_small_patch14_reg4_dinov2", 14, weights=str(tmp_path)))
+    with pytest.raises(ConfigError, match=r"image\.weights: .*reg_token"):
+        load_public_weights(model)
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ({"pool": 3}, "pool 3 does not divide"),
+        ({"architecture_options": {"a": 1}}, "are of a tower"),
+    ],
+)
+def test_configuration_that_makes_no_sense_is_refused(key, message):
+    with pytest.raises(ValueError, match=message):
+        ImageConfig(image_size=64, patch_size=16, **key)
+
+
+@pytest.mark.skipif("VLP_TOWERS" not in os.environ, reason="VLP_TOWERS names no folder of towers")
+@torch.no_grad()
+def test_dinov2_is_timms_dinov2():
+    folder = Path(os.environ["VLP_TOWERS"]) / "dinov2_vits14"
+    name = "vit_small_patch14_dinov2"
+    source = {"file": str(folder / "model.safetensors")}
+    theirs = timm.create_model(
+        name, pretrained=True, img_size=224, pretrained_cfg_overlay=source
+    ).eval()
+    fuse_by_device(theirs, torch.device("cpu"))  # two kernels of timm's differ by 2e-5 of 8.6
+    image = {"architecture_options": {}, "weights": str(folder)}
+    config = sizes(name, 14, squares=16, width=384, **image)
+    model = VLPModel(config).eval()
+    load_public_weights(model)
+    pixels = torch.randn(2, 3, 224, 224)
+    assert torch.allclose(model.image_encoder(pixels), theirs.forward_features(pixels), atol=1e-5)
