@@ -56,6 +56,14 @@ def fit_boxes(
             faults[kind].append(name)
         return kept
 
+    def fitted_word(word: Word) -> Word | None:
+        name = f"word {word.caption}.{word.index}"
+        kept = [fitted(box, name) for box in (word.box, *(word.others or ()))]
+        inside = [box for box in kept if box is not None]
+        if not inside:
+            return None
+        return word.model_copy(update={"box": inside[0], "others": inside[1:] or None})
+
     update: dict[str, list[Expression] | list[Word] | list[list[float]]] = {}
     if annotation.expressions is not None:
         update["expressions"] = [
@@ -64,11 +72,8 @@ def fit_boxes(
             if (box := fitted(expression.box, f"expression {expression.id}")) is not None
         ]
     if annotation.words is not None:
-        update["words"] = [
-            word.model_copy(update={"box": box})
-            for word in annotation.words
-            if (box := fitted(word.box, f"word {word.caption}.{word.index}")) is not None
-        ]
+        words = map(fitted_word, annotation.words)
+        update["words"] = [word for word in words if word is not None]
     for name in ("boxes", "proposals"):
         boxes = getattr(annotation, name)
         if boxes is not None:

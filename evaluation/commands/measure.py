@@ -176,11 +176,22 @@ def zeroshot(
 
 @app.command(cls=EvaluationCommand)
 @measurement()
-def pointing(model: str, **measured: Any) -> Any:
+def pointing(
+    model: str,
+    controls: Annotated[
+        bool,
+        Option(
+            "--controls",
+            help="also point by anchors, paths and Grad-CAM, and without text: by the image "
+            "encoder's attention, the mean box and the centre",
+        ),
+    ] = False,
+    **measured: Any,
+) -> Any:
     """Pointing accuracy of words (generated corpus, COCO)."""
     from evaluation.probes.pointing import evaluate_pointing
 
-    return evaluate_pointing(load_model(model), **measured)
+    return evaluate_pointing(load_model(model), controls=controls, **measured)
 
 
 @app.command(cls=EvaluationCommand)

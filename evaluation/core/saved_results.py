@@ -55,4 +55,6 @@ def _pointing(content: Mapping[str, Any]) -> Saved:
     for kind, own in content["kinds"].items():
         for name, said in (("pointing", "in its box"), ("any_object", "in any box")):
             figures[f"{kind} words {said}"] = Figure(**own[name])
+        for name, figure in own.get("controls", {}).items():
+            figures[f"{kind} words by {name}"] = Figure(**figure)
     return Saved(figures, next(iter(figures)))

@@ -4,13 +4,16 @@ The generated corpus knows which word names which object, and so do COCO's categ
 (`python -m data_tools coco --instances`). Two bars stand beside the accuracy: chance (any patch)
 and 'some object' (the model points to an object, but not to the right one), which is much higher,
 since there are few objects. Only what exceeds the second bar shows that a word finds its own.
+
+In photographs things lie where the photographer aims; there controls that read no text set the bar.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -20,123 +23,38 @@ from tqdm import tqdm
 
 from evaluation.core.eval_mode import evaluating
 from evaluation.core.feature_cache import precision_context
-from evaluation.core.results import Figure, Table, write_report
+from evaluation.core.results import Figure
 from evaluation.core.samples import CaptionedSample, EvaluationError, Samples, count_kinds
 from evaluation.core.work_sharding import Ranks
+from evaluation.probes.pointers import (
+    centre_map,
+    last_attention,
+    pointer_figures,
+    share_of_best,
+    word_maps,
+)
+from evaluation.probes.pointing_result import KINDS, KindFigures, PathFigures, PointingResult
 from vlp.data.image.patches import patches_in_box
 from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.text.word_boxes import WordBox, named_words, word_positions
 from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
 from vlp.models.cross_encoder import PairIndices
-from vlp.models.features import ImageFeatures, TextFeatures
+from vlp.models.features import TextFeatures
 from vlp.models.folder import Loaded
 from vlp.models.vlp import VLPModel
 from vlp.objectives.monitors.anchor_statistics import anchor_sums, from_sums
 from vlp.positions.anchor import group_similarity
+from vlp.positions.anchor_field import AnchorField
 
-KINDS = ("colour", "shape", "object")
-
-
-class KindFigures(NamedTuple):
-    """Figures of one kind of word; shares between 0 and 1.
-
-    words: number of words. pointing: the most similar patch lies in the named object's
-    box. some_object: expected `pointing` of a model that points into the box of an object chosen
-    at random. any_object: the most similar patch lies in any object's box. anchors: of a word's
-    anchors (patch and channel group with S at least the threshold) the share that lies in its box,
-    over words that have any; None where no word has.
-    """
-
-    words: int
-    pointing: Figure
-    some_object: float
-    any_object: Figure
-    anchors: Figure | None
-
-
-class PathFigures(NamedTuple):
-    """Statistics of ACE-RPE over all words and patches, means over channel groups.
-
-    anchors: share of entries (patch, word) with S at least the threshold. reachable: share of
-    entries with a path. spread: standard deviation of a word's path over the patches it reaches,
-    in patches and tokens; near 0 the position says nothing.
-    """
-
-    anchors: float
-    reachable: float
-    spread: float
-
-
-@dataclass(frozen=True)
-class PointingResult:
-    """Pointing accuracy by kind of word (`colour`, `shape`, `object`).
-
-    paths: None for a model without ACE-RPE.
-    """
-
-    scenes: int
-    shards: tuple[str, ...]
-    kinds: dict[str, KindFigures]
-    skipped: dict[str, int] = field(default_factory=dict)
-    paths: PathFigures | None = None
-
-    def table(self) -> Table:
-        """One row for each kind of word, in percent."""
-        rows = [
-            [
-                f"{kind} words ({figures.words})",
-                figures.pointing.percent(),
-                f"{100 * figures.some_object:.1f}",
-                f"{100 * figures.pointing.chance:.1f}",
-                figures.any_object.percent(),
-                f"{100 * figures.any_object.chance:.1f}",
-                "–" if figures.anchors is None else figures.anchors.percent(),
-            ]
-            for kind, figures in self.kinds.items()
-        ]
-        head = [
-            "",
-            "in its box",
-            "bar: some object",
-            "chance",
-            "in any box",
-            "chance",
-            "anchors in its box",
-        ]
-        notes = ["Percent; in brackets 95 % bootstrap intervals over images."]
-        if self.paths is not None:
-            notes.append(
-                f"Of all patches and words {self.paths.anchors:.1%} are anchors, "
-                f"{self.paths.reachable:.1%} have a path; a word's paths have a standard deviation "
-                f"of {self.paths.spread:.2f}."
-            )
-        title = f"Pointing of the most similar patch, {self.scenes} images"
-        return Table(title, head, rows, notes)
-
-    def to_json(self) -> dict[str, Any]:
-        """Everything as plain JSON values; figures are shares."""
-        kinds = {}
-        for kind, figures in self.kinds.items():
-            plain = figures._asdict()
-            for name in ("pointing", "any_object", "anchors"):
-                plain[name] = None if plain[name] is None else plain[name]._asdict()
-            kinds[kind] = plain
-        return {
-            "task": "pointing",
-            "shards": list(self.shards),
-            "scenes": self.scenes,
-            "skipped": self.skipped,
-            "kinds": kinds,
-            "paths": None if self.paths is None else self.paths._asdict(),
-        }
-
-    def save(self, folder: str | Path) -> Path:
-        """Write `pointing.json` and `pointing.md`."""
-        return write_report(folder, "pointing", self.table(), self.to_json())
+SMALL = 0.1
+"""An object in a box of less than so much of its image is small: few of them lie in the centre."""
 
 
 class WordPointing(NamedTuple):
-    """Pointing results of one word: (words,) arrays of a block when stacked."""
+    """Pointing results of one word.
+
+    own: (M,), the patches of its boxes; shares: of other pointers' best patches in them, by name.
+    """
 
     scene: int
     kind: int
@@ -147,12 +65,15 @@ class WordPointing(NamedTuple):
     bar: float
     anchors: int
     anchors_inside: int
+    own: NDArray[np.bool_]
+    shares: dict[str, float]
 
 
 def evaluate_pointing(
     loaded: Loaded,
     shards: Sequence[str | Path],
     *,
+    controls: bool = False,
     limit: int | None = None,
     batch: int = 64,
     device: torch.device | str | None = None,
@@ -165,6 +86,8 @@ def evaluate_pointing(
     Args:
         loaded: model, text and image preparation.
         shards: folders whose samples have `words`.
+        controls: also point by anchors, paths and Grad-CAM, and without text: by the attention of
+            the image encoder's [CLS], the mean of the other images' boxes, and the centre.
         limit: only the first so many images.
         batch: images of one encoder call.
         device: where to compute; None is this rank's GPU, or the CPU.
@@ -184,7 +107,7 @@ def evaluate_pointing(
         read = [(number, samples.read(number)) for number in numbers]
         good = [(number, sample) for number, sample in read if isinstance(sample, CaptionedSample)]
         with torch.no_grad(), precision_context(torch_device, precision):
-            scored, sums = _score_scenes(loaded, good, torch_device)
+            scored, sums = _score_scenes(loaded, good, torch_device, controls)
         bar.update(len(numbers))
         return scored, sums, [sample for _, sample in read if isinstance(sample, SkippedSample)]
 
@@ -201,59 +124,66 @@ def evaluate_pointing(
             f"{', '.join(samples.folders)}: no word to score in {len(samples)} samples "
             f"(skipped: {skipped})"
         )
+    by_kind = {
+        kind: [word for word in scored if word.kind == number] for number, kind in enumerate(KINDS)
+    }
+    if controls:
+        by_kind["small object"] = [word for word in by_kind["object"] if word.share < SMALL]
     return PointingResult(
         scenes=len({word.scene for word in scored}),
         shards=tuple(map(str, shards)),
-        kinds={
-            kind: _figures([word for word in scored if word.kind == number], resamples)
-            for number, kind in enumerate(KINDS)
-            if any(word.kind == number for word in scored)
-        },
+        kinds={kind: _figures(words, resamples) for kind, words in by_kind.items() if words},
         skipped=skipped,
         paths=_paths(torch.stack([sums for _, sums, _ in parts]).sum(0)),
     )
 
 
 def _score_scenes(
-    loaded: Loaded, scenes: Sequence[tuple[int, CaptionedSample]], device: torch.device
+    loaded: Loaded,
+    scenes: Sequence[tuple[int, CaptionedSample]],
+    device: torch.device,
+    controls: bool,
 ) -> tuple[list[WordPointing], torch.Tensor]:
     """All words of the scenes, and the sums over their paths (5, G); 0 without ACE-RPE."""
     model = loaded.model
+    grid, groups = model.config.image.grid, model.config.cross.anchor.groups
     scored: list[WordPointing] = []
-    sums = torch.zeros(5, model.config.cross.anchor.groups, dtype=torch.float64)
+    sums = torch.zeros(5, groups, dtype=torch.float64)
     if not scenes:
         return scored, sums
     pixels = torch.stack([loaded.preprocess(sample.image) for _, sample in scenes])
-    images = model.encode_image(pixels.to(device))
+    with last_attention(model.image_encoder, grid) if controls else nullcontext() as attended:
+        images = model.encode_image(pixels.to(device))
     for row, (number, sample) in enumerate(scenes):
         tokens = loaded.text(sample.captions)
         texts = model.encode_text(*(part.to(device) for part in tokens))
         patches, pieces = model.anchor_features(images, texts)
         with torch.autocast(device.type, enabled=False):
-            cosine = (_unit(patches[row]) @ _unit(pieces).transpose(-2, -1)).float()
-            groups = group_similarity(
-                patches[row].float(), pieces.float(), model.config.cross.anchor.groups
-            )
-        anchor = (groups >= model.anchor_threshold).sum(-1)  # (captions, M, N) groups that anchor
-        scored += score_words(
-            number,
-            sample,
-            [loaded.text.words(caption) for caption in sample.captions],
-            cosine.cpu().numpy(),
-            anchor.cpu().numpy(),
-            model.config.image.grid,
-        )
+            cosine = (_unit(patches[row]) @ _unit(pieces).transpose(-2, -1)).float().cpu().numpy()
+            similarity = group_similarity(patches[row].float(), pieces.float(), groups)
+        # (captions, M, N) groups that anchor
+        anchor = (similarity >= model.anchor_threshold).sum(-1).cpu().numpy()
+        field = None
         if "anchor" in model.config.cross.position:
-            sums += _path_sums(model, images, texts, row).cpu()
+            captions = torch.arange(len(sample.captions), device=device)
+            pairs = PairIndices(captions, torch.full_like(captions, row))
+            field = model.anchors(images, texts, pairs)
+            sums += _path_sums(model, field, texts).cpu()
+        maps = {}
+        if controls:
+            maps = {"cosine": cosine, "anchors": anchor, "centre": centre_map(grid)}
+            maps |= word_maps(
+                model, images.select(torch.tensor([row], device=device)), texts, field
+            )
+            if attended:
+                maps["image attention"] = attended[0][row].cpu().numpy()
+        names = [loaded.text.words(caption) for caption in sample.captions]
+        scored += score_words(number, sample, names, cosine, anchor, grid, maps)
     return scored, sums
 
 
-def _path_sums(
-    model: VLPModel, images: ImageFeatures, texts: TextFeatures, row: int
-) -> torch.Tensor:
-    """Sums of `anchor_sums` over all captions of the image in one row."""
-    captions = torch.arange(len(texts.word_mask), device=texts.word_mask.device)
-    field = model.anchors(images, texts, PairIndices(captions, torch.full_like(captions, row)))
+def _path_sums(model: VLPModel, field: AnchorField | None, texts: TextFeatures) -> torch.Tensor:
+    """Sums of `anchor_sums` over all captions of an image."""
     assert field is not None
     return anchor_sums(
         field.similarity,
@@ -283,6 +213,7 @@ def score_words(
     cosine: NDArray[np.float32],
     anchors: NDArray[np.integer],
     grid: tuple[int, int],
+    maps: Mapping[str, NDArray[Any]] = MappingProxyType({}),
 ) -> list[WordPointing]:
     """Score all named words of one image.
 
@@ -297,6 +228,7 @@ def score_words(
         cosine: (captions, M, N) of whole token features.
         anchors: (captions, M, N) number of groups in which patch and token anchor.
         grid: patches (rows, columns).
+        maps: of other pointers, (captions, M, N), or (M,) where they read no text.
 
     Raises:
         EvaluationError: the shards do not tell which word names which object.
@@ -307,7 +239,8 @@ def score_words(
             "some that do, and `python -m data_tools coco --instances`"
         )
     words = [word for word in named_words(sample.annotation) if word.kind in KINDS]
-    boxes = dict.fromkeys([*map(tuple, sample.annotation.boxes or ()), *(w.box for w in words)])
+    named = [box for word in words for box in word.boxes]
+    boxes = dict.fromkeys([*map(tuple, sample.annotation.boxes or ()), *named])
     inside = {box: patches_in_box(box, grid, sample.image.size) for box in boxes}
     objects = np.stack(list(inside.values())) if inside else np.zeros((0, 1), dtype=bool)
     somewhere = np.logical_or.reduce(objects, axis=0)
@@ -318,7 +251,7 @@ def score_words(
             continue
         scores = cosine[word.caption][:, positions].mean(axis=1)
         best = np.flatnonzero(scores == scores.max())
-        own = inside[word.box]
+        own = np.logical_or.reduce([inside[box] for box in word.boxes])
         near = anchors[word.caption][:, positions].sum(axis=1)
         scored.append(
             WordPointing(
@@ -331,6 +264,14 @@ def score_words(
                 bar=float(np.mean([(own & other).sum() / other.sum() for other in objects])),
                 anchors=int(near.sum()),
                 anchors_inside=int(near[own].sum()),
+                own=own,
+                shares={
+                    name: share_of_best(
+                        found[word.caption][:, positions].mean(axis=1) if found.ndim > 1 else found,
+                        own,
+                    )
+                    for name, found in maps.items()
+                },
             )
         )
     return scored
@@ -342,8 +283,9 @@ def _positions(word: WordBox, pieces: Sequence[str]) -> list[int] | None:
 
 
 def _figures(words: Sequence[WordPointing], resamples: int) -> KindFigures:
-    table = np.array(words, dtype=np.float64)
-    column = {name: table[:, number] for number, name in enumerate(WordPointing._fields)}
+    numbers = WordPointing._fields[:-2]
+    table = np.array([word[: len(numbers)] for word in words], dtype=np.float64)
+    column = {name: table[:, number] for number, name in enumerate(numbers)}
     _, scene = np.unique(column["scene"], return_inverse=True)
     with_anchors = column["anchors"] > 0
     share_inside = column["anchors_inside"] / np.maximum(column["anchors"], 1)
@@ -363,4 +305,9 @@ def _figures(words: Sequence[WordPointing], resamples: int) -> KindFigures:
     pointing, any_object, anchors = figures
     assert pointing is not None  # every word has weight 1 in the first two
     assert any_object is not None
-    return KindFigures(len(words), pointing, float(column["bar"].mean()), any_object, anchors)
+    controls = None
+    if words[0].shares:
+        shares, masks = [word.shares for word in words], [word.own for word in words]
+        controls = pointer_figures(shares, masks, [word.scene for word in words], resamples)
+    bar = float(column["bar"].mean())
+    return KindFigures(len(words), pointing, bar, any_object, anchors, controls)

@@ -15,9 +15,10 @@ from vlp.tasks.downstream.registry import task_kinds
 
 
 class PointingJob(Job):
-    """Pointing accuracy of words (generated corpus)."""
+    """Pointing accuracy of words (generated corpus, COCO)."""
 
     task: Literal["pointing"] = "pointing"
+    controls: bool = Field(False, description="beside other pointers, and controls without text")
 
 
 class SwapsJob(Job):

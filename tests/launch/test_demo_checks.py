@@ -6,7 +6,7 @@ import pytest
 from tests_support import launch_script
 
 from evaluation.core.results import Figure
-from evaluation.probes.pointing import KindFigures, PointingResult
+from evaluation.probes.pointing_result import KindFigures, PointingResult
 from evaluation.retrieval.retrieval import RetrievalResult
 
 DIRECTIONS = ("text_to_image", "image_to_text")

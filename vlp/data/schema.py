@@ -59,11 +59,12 @@ class Expression(_Part):
 
 
 class Word(_Part):
-    """A word of a caption that names what lies in `box`.
+    """A word of a caption that names what lies in `box`, or in any box of `others` as well.
 
     caption is the caption's number and index that of the word among its words and punctuation marks
-    (BERT's words); kind says what it tells of the thing, as `colour`, `shape`, `object`. Nothing is
-    converted, since what is counted wrongly would point at another thing.
+    (BERT's words); kind says what it tells of the thing, as `colour`, `shape`, `object`, or
+    `objects` where several things have the name. Nothing is converted, since what is counted
+    wrongly would point at another thing.
     """
 
     model_config = ConfigDict(strict=True, coerce_numbers_to_str=False)
@@ -73,6 +74,7 @@ class Word(_Part):
     word: str
     kind: str
     box: Annotated[Box, Field(strict=False)]
+    others: list[Annotated[Box, Field(strict=False)]] | None = None
 
 
 class Annotation(_Part):

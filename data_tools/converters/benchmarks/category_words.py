@@ -1,13 +1,14 @@
 """Words of a caption that name an object of COCO, by its categories.
 
 A caption's word counts where it is a category's name, or a common word for one, and the image has
-exactly one object of that category: then it is known which box is meant. Of a name of several words
-the last one counts. `orange` may be a colour and `bat` an animal; such words are rare.
+objects of that category. Where it has exactly one and the word is singular, it is known which box
+is meant; else the word may name any of them. Of a name of several words the last one counts.
+`orange` may be a colour and `bat` an animal; such words are rare.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from tokenizers import normalizers, pre_tokenizers
 from data_tools.sources.annotation_rows import Faults, Row, members, parsed, read_json
 from vlp.data.schema import Box, Word
 
-KIND = "object"
+KIND, SEVERAL = "object", "objects"
 
 COMMON = {
     "person": ("man", "woman", "boy", "girl", "child", "kid", "lady", "guy", "baby", "toddler"),
@@ -40,6 +41,20 @@ COMMON = {
     "refrigerator": ("fridge",),
 }
 """Other words that captions have for a category."""
+
+PLURALS = {
+    "person": ("people", "persons"),
+    "man": ("men",),
+    "woman": ("women",),
+    "child": ("children",),
+    "mouse": ("mice",),
+    "knife": ("knives",),
+    "glass": (),  # they are worn
+    "sheep": (),
+    "scissors": (),
+    "skis": (),
+}
+"""Plurals that do not go by the rule."""
 
 
 class _WordsImage(Row):
@@ -74,8 +89,9 @@ class CategoryWords:
     def __init__(self, paths: Iterable[Path], faults: Faults) -> None:
         self._sizes: dict[int, tuple[int, int]] = {}
         self._objects: dict[int, list[tuple[str, Box]]] = defaultdict(list)
-        self._crowds: dict[int, set[str]] = defaultdict(set)
+        self._crowds: dict[int, list[tuple[str, Box]]] = defaultdict(list)
         self._names: dict[tuple[str, ...], str] = {}
+        self._plurals: set[str] = set()
         for path in paths:
             self._read(path, faults)
         self._longest = max(map(len, self._names), default=0)
@@ -89,20 +105,28 @@ class CategoryWords:
         return [box for _, box in self._objects.get(image_id, ())]
 
     def words(self, image_id: int, captions: Sequence[str]) -> list[Word]:
-        """Return the words of captions that name the only object of their category."""
-        objects = self._objects.get(image_id, ())
-        count = Counter(category for category, _ in objects)
-        crowds = self._crowds.get(image_id, ())
-        alone = {
-            category: box
-            for category, box in objects
-            if count[category] == 1 and category not in crowds
-        }
+        """Return the words of captions that name objects of the image.
+
+        The kind is `object` where there is one of the category and the word is no plural, else
+        `objects`, with the boxes of all of them and of crowds.
+        """
+        objects, crowds = self._objects.get(image_id, []), self._crowds.get(image_id, [])
+        boxes: dict[str, list[Box]] = defaultdict(list)
+        for category, box in objects + crowds:
+            boxes[category].append(box)
+        alone = {category for category in boxes if len(boxes[category]) == 1} - dict(crowds).keys()
         return [
-            Word(caption=number, index=index, word=word, kind=KIND, box=alone[category])
+            Word(
+                caption=number,
+                index=index,
+                word=word,
+                kind=KIND if category in alone and word not in self._plurals else SEVERAL,
+                box=boxes[category][0],
+                others=boxes[category][1:] or None,
+            )
             for number, caption in enumerate(captions)
             for index, word, category in self.said(caption)
-            if category in alone
+            if category in boxes
         ]
 
     def said(self, caption: str) -> list[tuple[int, str, str]]:
@@ -132,15 +156,25 @@ class CategoryWords:
         for category in parsed(members(content, path, "categories"), _Category, faults):
             names[category.id] = category.name
             for name in (category.name, *COMMON.get(category.name, ())):
-                self._names[tuple(_words(name))] = category.name
+                *first, last = _words(name)
+                plurals = _plurals(last)
+                self._plurals.update(plurals)
+                for form in (last, *plurals):
+                    self._names[*first, form] = category.name
         for image in parsed(members(content, path, "images"), _WordsImage, faults):
             self._sizes[image.id] = image.width, image.height
         for one in parsed(members(content, path, "annotations"), _Object, faults):
             name = names.get(one.category_id, str(one.category_id))
-            if one.iscrowd:
-                self._crowds[one.image_id].add(name)
-            else:
-                self._objects[one.image_id].append((name, one.bbox))
+            where = self._crowds if one.iscrowd else self._objects
+            where[one.image_id].append((name, one.bbox))
+
+
+def _plurals(noun: str) -> tuple[str, ...]:
+    if noun in PLURALS:
+        return PLURALS[noun]
+    if noun.endswith("y") and noun[-2] not in "aeiou":
+        return (f"{noun[:-1]}ies",)
+    return (f"{noun}es" if noun.endswith(("s", "x", "ch", "sh")) else f"{noun}s",)
 
 
 def _words(text: str) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from benchmark_files import json_of
 
-from data_tools.converters.benchmarks.category_words import COMMON, CategoryWords
+from data_tools.converters.benchmarks.category_words import COMMON, PLURALS, CategoryWords
 from data_tools.sources.annotation_rows import Faults
 from vlp.config import ConfigError
 
@@ -30,7 +30,13 @@ def made(folder: Path, objects: list[Any], faults: Faults | None = None) -> Cate
     ("caption", "said"),
     [
         ("A dog.", [(1, "dog", "dog")]),
-        ("Two dogs", []),
+        ("Two dogs", [(1, "dogs", "dog")]),
+        ("people with teddy bears", [(0, "people", "person"), (3, "bears", "teddy bear")]),
+        (
+            "men, ladies, kids",
+            [(0, "men", "person"), (2, "ladies", "person"), (4, "kids", "person")],
+        ),
+        ("mans babys", []),
         ("a teddy bear, a bear", [(2, "bear", "teddy bear"), (5, "bear", "bear")]),
         ("the man's Tennis Racket", [(1, "man", "person"), (5, "racket", "tennis racket")]),
         ("a tennis player with a racquet", [(5, "racquet", "tennis racket")]),
@@ -42,16 +48,21 @@ def test_names_of_categories(caption: str, said: list[Any], tmp_path: Path) -> N
     assert made(tmp_path, []).said(caption) == said
 
 
-def test_only_an_object_that_is_alone_in_its_category_is_named(tmp_path: Path) -> None:
+def test_words_tell_an_object_that_is_alone_in_its_category_from_others(tmp_path: Path) -> None:
     objects = [("dog", {}), ("person", {}), ("person", {}), ("bear", {}), ("bear", {"iscrowd": 1})]
     found = made(tmp_path, objects)
-    captions = ["a man", "his bear and a small dog", "dog"]
+    captions = ["a man", "his bear and a small dog", "dogs"]
     words = found.words(7, captions)
-    assert [(word.caption, word.index, word.word, word.box) for word in words] == [
-        (1, 5, "dog", BOX),
-        (2, 0, "dog", BOX),
+    assert [(word.caption, word.index, word.word, word.kind) for word in words] == [
+        (0, 1, "man", "objects"),  # one of two
+        (1, 1, "bear", "objects"),  # or one of the crowd
+        (1, 5, "dog", "object"),
+        (2, 0, "dogs", "objects"),  # a plural
     ]
-    assert {word.kind for word in words} == {"object"}
+    boxes = [[word.box, *(word.others or ())] for word in words]
+    assert boxes == [
+        [[*BOX[:3], 4 + place] for place in places] for places in ((1, 2), (3, 4), (0,), (0,))
+    ]
     assert found.boxes(7) == [[*BOX[:3], 4 + place] for place in range(4)]
     assert found.size(7) == (40, 30)
     assert (found.words(8, captions), found.boxes(8), found.size(8)) == ([], [], None)
@@ -69,3 +80,5 @@ def test_faulty_rows_are_counted_and_other_files_refused(tmp_path: Path) -> None
 def test_common_words_are_those_of_one_category() -> None:
     words = [word for several in COMMON.values() for word in several]
     assert len(words) == len(set(words))
+    plurals = [word for several in PLURALS.values() for word in several]
+    assert not set(plurals) & {*words, *COMMON}

@@ -20,11 +20,16 @@ def prepared(data: bytes) -> Prepared:
 
 def test_boxes_are_scaled_from_the_size_they_were_drawn_on() -> None:
     image = prepared(raw_image(1, (32, 16)))
+    near, far = [10, 20, 30, 40], [400, 0, 9, 9]
     annotation = Annotation(
         boxes=[[10, 20, 30, 40]],
         proposals=[[0, 0, 320, 160]],
         expressions=[Expression(id="1", text="x", box=[160, 80, 160, 80])],
-        words=[Word(caption=0, index=2, word="x", kind="object", box=[160, 0, 160, 40])],
+        words=[
+            Word(caption=0, index=2, word="x", kind="object", box=[160, 0, 160, 40]),
+            Word(caption=0, index=3, word="y", kind="objects", box=far, others=[near, far]),
+            Word(caption=0, index=4, word="y", kind="objects", box=far, others=[far]),
+        ],
     )
     fitted, lost = fit_boxes(annotation, image, (320, 160))
     assert fitted.boxes == [[1, 2, 3, 4]]
@@ -32,8 +37,11 @@ def test_boxes_are_scaled_from_the_size_they_were_drawn_on() -> None:
     assert fitted.expressions is not None
     assert fitted.expressions[0].box == [16, 8, 16, 8]
     assert fitted.words is not None
-    assert fitted.words[0].box == [16, 0, 16, 4]
-    assert lost == {}
+    assert [(word.box, word.others) for word in fitted.words] == [
+        ([16, 0, 16, 4], None),
+        ([1, 2, 3, 4], None),  # the only one of its boxes in the image
+    ]
+    assert lost == {OUTSIDE: ["word 0.3", "word 0.3", "word 0.4", "word 0.4"]}
     assert fit_boxes(Annotation(caption="a"), image, (9, 9))[0] == Annotation(caption="a")
 
 

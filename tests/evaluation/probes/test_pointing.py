@@ -183,3 +183,16 @@ def test_other_data_is_refused(model_folder, tmp_path):
         writer.write("0", png((1, 2, 3)), "png", Annotation(caption="a dog"))
     with pytest.raises(EvaluationError, match="do not know which word names what"):
         evaluate_pointing(vlp.load(model_folder), [tmp_path / "dogs"])
+
+
+def test_a_word_of_several_boxes_hits_any_of_them():
+    sample = two_objects()
+    words = [
+        {**sample.annotation.words[0].model_dump(), "kind": "objects", "others": [list(RIGHT)]}
+    ]
+    several = sample._replace(annotation=Annotation(captions=sample.captions, words=words))
+    cosine = np.zeros((1, 16, 7), np.float32)
+    cosine[0, 15, 1:3] = 1
+    (word,) = score_words(0, several, PIECES, cosine, np.zeros((1, 16, 7), int), (4, 4))
+    assert (KINDS[word.kind], word.hit, word.share) == ("objects", True, 5 / 16)
+    assert word.bar == 1  # both objects are meant

@@ -17,7 +17,8 @@ OWN, OTHER = 1, 2
 class WordBox(NamedTuple):
     """Word number `position` of caption number `caption` says the `kind` of what lies in `box`.
 
-    kind is `colour`, `shape` or `object`; box is [x, y, width, height] in pixels of the image.
+    kind is `colour`, `shape` or `object`, or `objects` where the word may mean the things in
+    `others` as well; boxes are [x, y, width, height] in pixels of the image.
     """
 
     caption: int
@@ -25,12 +26,25 @@ class WordBox(NamedTuple):
     word: str
     kind: str
     box: tuple[float, ...]
+    others: tuple[tuple[float, ...], ...] = ()
+
+    @property
+    def boxes(self) -> tuple[tuple[float, ...], ...]:
+        """Return all boxes of what the word may mean."""
+        return (self.box, *self.others)
 
 
 def named_words(annotation: Annotation) -> list[WordBox]:
     """Return the words of captions that are known to name something; mostly none."""
     return [
-        WordBox(word.caption, word.index, word.word, word.kind, tuple(word.box))
+        WordBox(
+            word.caption,
+            word.index,
+            word.word,
+            word.kind,
+            tuple(word.box),
+            tuple(tuple(box) for box in word.others or ()),
+        )
         for word in annotation.words or ()
     ]
 
@@ -76,15 +90,16 @@ def named_patches(
     shown = np.zeros((tokens, grid[0] * grid[1]), dtype=np.int8)
     named = named_words(annotation)
     # Many words name few objects: each box is looked at once.
-    boxes = {box: patches_in_box(box, grid, size) for box in {word.box for word in named}}
+    every = {box for word in named for box in word.boxes}
+    boxes = {box: patches_in_box(box, grid, size) for box in every}
     places = word_positions(pieces)
     for word in named:
         if word.caption != caption or word.position >= len(places):
             continue
         row = np.zeros(shown.shape[1], dtype=np.int8)
-        for box, inside in boxes.items():
-            if box != word.box:
-                row[inside] = OTHER
-        row[boxes[word.box]] = OWN
+        for inside in boxes.values():
+            row[inside] = OTHER
+        for box in word.boxes:
+            row[boxes[box]] = OWN
         shown[list(places[word.position])] = row
     return shown
