@@ -108,7 +108,8 @@ def test_tasks_may_be_moved_and_judged_otherwise_too() -> None:
 def test_an_added_or_removed_key_is_a_difference() -> None:
     older = deepcopy(SAVED)
     del older["model"]["embed_dim"]
-    assert compare(older, SAVED, CONFIG).fatal == ["model.embed_dim: saved 'absent', now 256"]
+    now = changed("model.embed_dim", 128)
+    assert compare(older, now, CONFIG).fatal == ["model.embed_dim: saved 'absent', now 128"]
     assert compare(SAVED, older, CONFIG).fatal == ["model.embed_dim: saved 256, now 'absent'"]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -12,6 +12,7 @@ from vlp.data.image.transforms import MEAN, RGB, STD
 from vlp.positions import CROSS_MODAL, acts_on_tokens, list_positions
 from vlp.positions.windows import patch_reach, text_reach
 
+Trainable = Literal["all"] | Annotated[int, Field(ge=0)]
 Role = Literal["query", "key", "value"]
 SHORTHANDS = ("ape", "rpe")
 
@@ -37,6 +38,11 @@ class TextConfig(Config):
         "0: small and random, as BERT's; with public weights it says nothing",
     )
     weights: str | None = Field(None, description="folder, file or hub name of a public BERT")
+    trainable: Trainable = Field(
+        "all",
+        description="number of the last layers that are trained, 0: the text encoder is frozen; "
+        "with a number embeddings are frozen, too",
+    )
 
     @model_validator(mode="after")
     def _room_for_tokens(self) -> TextConfig:
@@ -102,6 +108,11 @@ class ImageConfig(Config):
         None,
         description="timm model name, a folder or hub name of timm's or transformers' form, or a "
         ".pth/.safetensors file",
+    )
+    trainable: Trainable = Field(
+        "all",
+        description="number of the last blocks that are trained, 0: the tower is frozen; "
+        "with a number embeddings are frozen, too",
     )
 
     @model_validator(mode="after")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from vlp.layers.fused import fuse_by_device
 from vlp.models.config import ImageConfig
 from vlp.models.towers.image import create_image_tower
+from vlp.models.towers.trainable import TrainableTower
 
 PatchEdit = Callable[[Tensor], Tensor]
 
@@ -20,15 +21,18 @@ SINE_BASE = 100.0
 """Wavelengths from 2 pi patches to 100 times that."""
 
 
-class ImageEncoder(nn.Module):
+class ImageEncoder(TrainableTower):
     """43,760,128 parameters at the paper's sizes (ViT-B/16, 6 layers, 577 positions, 768 -> 256).
 
     `vit` is the tower, `adapter` a linear layer to the model's width where the tower has another.
 
     Raises:
-        ConfigError: `image.architecture` names no tower of timm, or one of other patches.
+        ConfigError: `image.architecture` names no tower of timm, or one of other patches; or
+            `image.trainable` more blocks than there are.
         ValueError: images of another size than the configured one (from timm).
     """
+
+    blocks = "vit.blocks"
 
     def __init__(self, config: ImageConfig, embed_dim: int) -> None:
         super().__init__()
@@ -37,6 +41,7 @@ class ImageEncoder(nn.Module):
         self.projection = nn.Linear(config.width, embed_dim)
         width: int = self.vit.num_features  # type: ignore[assignment]
         self.adapter = nn.Identity() if width == config.width else nn.Linear(width, config.width)
+        self.restrict(config.trainable, "image.trainable")
 
     def forward(self, pixels: Tensor, edit_patches: PatchEdit | None = None) -> Tensor:
         """Pixels, or what `tower` made of them before, -> states.
@@ -61,6 +66,8 @@ class ImageEncoder(nn.Module):
     def tower(self, pixels: Tensor, edit_patches: PatchEdit | None = None) -> Tensor:
         """Compute the tower's normalised output; registers and distillation tokens are dropped.
 
+        A frozen tower keeps nothing for a backward pass.
+
         Args:
             pixels: (B, 3, height, width), normalised.
             edit_patches: what to do with the patch embeddings (B, M, tower's width) before
@@ -75,7 +82,8 @@ class ImageEncoder(nn.Module):
         """
         vit, (rows, columns) = self.vit, self.config.tower_grid
         fuse_by_device(vit, pixels.device)
-        with _edited(vit, edit_patches):
+        gradient = torch.is_grad_enabled() and not self.frozen
+        with _edited(vit, edit_patches), torch.set_grad_enabled(gradient):
             states: Tensor = vit.forward_features(pixels)  # type: ignore[operator]
         prefix: int = vit.num_prefix_tokens  # type: ignore[assignment]
         if states.ndim != 3 or states.shape[1] != prefix + rows * columns:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from vlp.layers.post_norm import PostNormLayer
 from vlp.layers.text_embedding import TextEmbedding
 from vlp.models.config import TextConfig
+from vlp.models.towers.trainable import TrainableTower
 
 
-class TextEncoder(nn.Module):
-    """66,561,280 parameters at the paper's sizes (BERT-base, 6 layers, 768 -> 256, no pooler)."""
+class TextEncoder(TrainableTower):
+    """66,561,280 parameters at the paper's sizes (BERT-base, 6 layers, 768 -> 256, no pooler).
+
+    Raises:
+        ConfigError: `text.trainable` is more layers than there are.
+    """
+
+    blocks = "layers"
 
     def __init__(self, config: TextConfig, embed_dim: int) -> None:
         super().__init__()
@@ -22,10 +30,12 @@ class TextEncoder(nn.Module):
             for _ in range(config.layers)
         )
         self.projection = nn.Linear(config.width, embed_dim)
+        self.restrict(config.trainable, "text.trainable")
 
     def forward(self, text_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Ids (B, N) int64 and mask (B, N) bool -> states (B, N, width)."""
-        states = self.embedding(text_ids)
-        for layer in self.layers:
-            states = layer(states, attention_mask)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
+            states = self.embedding(text_ids)
+            for layer in self.layers:
+                states = layer(states, attention_mask)
         return states

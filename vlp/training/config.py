@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field, model_validator
 from vlp.config import Config, ConfigError
 from vlp.data.config import DataConfig
 from vlp.data.stream.input_spec import Inputs, PatchMasking
-from vlp.models.config import ModelConfig
+from vlp.models.config import ImageConfig, ModelConfig
 from vlp.objectives.config import ObjectivesConfig
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -33,6 +33,13 @@ class OptimiserConfig(Config):
         {},
         description="learning-rate factors by parameter prefix, as `model.text_encoder: 0.1`; "
         "the longest that fits counts",
+    )
+    layer_decay: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="factor of the learning rate from each block of the text and the image encoder "
+        "to the one below; the last block has it once, embeddings most often",
     )
 
 
@@ -154,9 +161,29 @@ class PretrainConfig(DeepSpeedRunConfig):
                 f"objectives.mim.output is cross, and layout {layout} has no image stream; only "
                 "ace has one"
             )
+        if mim:
+            _require_maskable(self.model.image)
         batch, streams = self.training.batch, self.data.canonical_streams
         if batch % streams:
             raise ValueError(
                 f"training.batch {batch} is not a multiple of data.canonical_streams {streams}"
             )
         return self
+
+
+def _require_maskable(image: ImageConfig) -> None:
+    """Require that MIM can mask patches of the image encoder and learn from them.
+
+    Raises:
+        ValueError: patches are pooled, the encoder is frozen, or its patches cannot be replaced.
+    """
+    if image.pool > 1:
+        raise ValueError(
+            f"objectives.mim predicts single patches; image.pool {image.pool} mixes them"
+        )
+    if image.trainable == 0:
+        raise ValueError("objectives.mim trains the image encoder, which image.trainable 0 freezes")
+    if image.architecture:
+        from vlp.models.towers.image import require_editable
+
+        require_editable(image)

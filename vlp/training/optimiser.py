@@ -30,10 +30,21 @@ def lr_multiplier(name: str, lr_multipliers: Mapping[str, float]) -> float:
     return lr_multipliers[max(fitting, key=len)] if fitting else 1.0
 
 
+def layer_distances(module: nn.Module) -> dict[str, int]:
+    """Collect what `layer_distances()` of a module's encoders says, by name in the module."""
+    return {
+        f"{place}.{name}".removeprefix("."): distance
+        for place, part in module.named_modules()
+        if callable(ask := getattr(part, "layer_distances", None))
+        for name, distance in ask().items()
+    }
+
+
 def parameter_groups(
     module: nn.Module,
     weight_decay: float,
     lr_multipliers: Mapping[str, float] | None = None,
+    layer_decay: float = 1.0,
 ) -> list[dict[str, Any]]:
     """Sort a module's trainable parameters into groups of equal weight decay and learning rate.
 
@@ -41,7 +52,8 @@ def parameter_groups(
     the schedule's rate.
 
     Raises:
-        ConfigError: a prefix of `lr_multipliers` fits no trainable parameter.
+        ConfigError: a prefix of `lr_multipliers` fits no trainable parameter, or no encoder is
+            there for `layer_decay`.
     """
     trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     lr_multipliers = lr_multipliers or {}
@@ -52,11 +64,15 @@ def parameter_groups(
                 f"training.optimiser.lr_multipliers: no trainable parameter starts with "
                 f"{prefix!r}; there are {', '.join(known)}"
             )
+    distances = layer_distances(module)
+    if layer_decay != 1 and not distances:
+        raise ConfigError("training.optimiser.layer_decay is of image-text models; leave it at 1")
     without = undecayed(module)
     members: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in trainable:
         decay = 0.0 if name in without else weight_decay
-        members.setdefault((decay, lr_multiplier(name, lr_multipliers)), []).append(parameter)
+        scale = lr_multiplier(name, lr_multipliers) * layer_decay ** distances.get(name, 0)
+        members.setdefault((decay, scale), []).append(parameter)
     return [
         {"params": members[decay, scale], "weight_decay": decay, "lr_scale": scale}
         for decay, scale in sorted(members, reverse=True)
@@ -67,10 +83,12 @@ def build_adamw(module: nn.Module, config: OptimiserConfig) -> torch.optim.AdamW
     """Make PyTorch's AdamW; DeepSpeed's own would be compiled at the first start of every machine.
 
     Raises:
-        ConfigError: a prefix of `config.lr_multipliers` fits nothing.
+        ConfigError: `config.lr_multipliers` or `config.layer_decay` fits nothing.
         ValueError: there is nothing to train.
     """
-    groups = parameter_groups(module, config.weight_decay, config.lr_multipliers)
+    groups = parameter_groups(
+        module, config.weight_decay, config.lr_multipliers, config.layer_decay
+    )
     if not groups:
         raise ValueError("the task has no trainable parameters")
     on_gpu = any(parameter.is_cuda for group in groups for parameter in group["params"])

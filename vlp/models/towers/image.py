@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from timm.layers.patch_embed import PatchEmbed
 from torch import Tensor, nn
 
@@ -78,7 +79,17 @@ def fit_image_tower(tower: nn.Module, state: Mapping[str, Tensor]) -> dict[str, 
 _EMBEDS = ("patch_embed", "embeds")
 
 
-def edits_patches(tower: nn.Module) -> bool:
-    """Return whether a tower's patch embeddings (B, M, width) can be replaced, as MIM does."""
+def require_editable(config: ImageConfig) -> None:
+    """Require a tower whose patch embeddings (B, M, width) can be replaced, as MIM does.
+
+    Raises:
+        ConfigError: they cannot, or they are of another width than the model.
+    """
+    with torch.device("meta"):
+        tower: Any = create_image_tower(config)
     embed = getattr(tower, "patch_embed", None)
-    return isinstance(embed, PatchEmbed) and embed.flatten
+    if not isinstance(embed, PatchEmbed) or not embed.flatten or tower.num_features != config.width:
+        raise ConfigError(
+            f"objectives.mim: the patches of {config.architecture}, {tower.num_features} channels, "
+            f"cannot be replaced by a mask token of {config.width}; leave mim out"
+        )

@@ -1,0 +1,137 @@
+"""Frozen and partly frozen towers, and learning rates that fall from block to block."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pydantic import ValidationError
+from tests_support import TINY_MODEL
+
+from vlp.config import ConfigError
+from vlp.models.config import ModelConfig
+from vlp.models.vlp import VLPModel
+from vlp.training.config import OptimiserConfig, PretrainConfig
+from vlp.training.optimiser import build_adamw, layer_distances, parameter_groups
+
+DEEPER = {"layers": 3}
+DROPPING = {
+    "architecture": "vit_small_patch14_reg4_dinov2",
+    "architecture_options": {"embed_dim": 24, "depth": 3, "num_heads": 2, "drop_path_rate": 0.9},
+    "patch_size": 14,
+    "image_size": 28,
+    "width": 16,
+}
+
+
+def model(text=(), image=()):
+    torch.manual_seed(0)
+    own = {"text": DEEPER | dict(text), "image": DEEPER | dict(image)}
+    sizes = {**TINY_MODEL, **{side: TINY_MODEL[side] | own[side] for side in own}}
+    return VLPModel(ModelConfig.model_validate(sizes))
+
+
+def trained(encoder):
+    return {name for name, parameter in encoder.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize("image", [{}, DROPPING], ids=["own", "timm"])
+def test_number_of_last_blocks_that_are_trained(image):
+    for count, blocks in ((0, set()), (1, {"2"}), (3, {"0", "1", "2"})):
+        encoder = model(image=image | {"trainable": count}).image_encoder
+        names = {name for name in trained(encoder) if name.startswith("vit.")}
+        assert {name.split(".")[2] for name in names if "blocks" in name} == blocks
+        rest = {name for name in names if "blocks" not in name}
+        assert rest == ({"vit.norm.weight", "vit.norm.bias"} if count else set())
+        assert {"projection.weight", "projection.bias"} <= trained(encoder)
+        text = model(text={"trainable": count}).text_encoder
+        names = trained(text) - {"projection.weight", "projection.bias"}
+        assert {name.split(".")[1] for name in names} == blocks
+        assert all(name.startswith("layers.") for name in names)
+    whole = model(image=image).image_encoder
+    assert trained(whole) == {name for name, _ in whole.named_parameters()}
+
+
+def test_frozen_tower_keeps_no_graph_and_stays_in_evaluation_mode():
+    frozen = model({"trainable": 0}, DROPPING | {"trainable": 0}).train()
+    pixels = torch.randn(4, 3, 28, 28)
+    assert not frozen.image_encoder.vit.training
+    assert frozen.image_encoder.projection.training
+    states = frozen.image_encoder.tower(pixels)
+    assert torch.equal(states, frozen.image_encoder.tower(pixels))  # no path is dropped
+    assert not states.requires_grad
+    assert frozen.image_encoder(pixels).requires_grad  # by the adapter
+    ids, mask = torch.ones(1, 4, dtype=torch.long), torch.ones(1, 4, dtype=torch.bool)
+    assert not frozen.text_encoder(ids, mask).requires_grad
+    partly = model(image=DROPPING | {"trainable": 1}).train()
+    assert partly.image_encoder.vit.training
+    torch.manual_seed(0)
+    first, second = (partly.image_encoder.tower(pixels) for _ in range(2))
+    assert not torch.equal(first, second)
+    partly.image_encoder(pixels).sum().backward()
+    graded = {n for n, p in partly.image_encoder.named_parameters() if p.grad is not None}
+    assert not graded - trained(partly.image_encoder)
+    assert any("blocks.2" in name for name in graded)
+
+
+@pytest.mark.parametrize("side", ["text", "image"])
+def test_more_blocks_than_there_are_is_refused(side):
+    with pytest.raises(ConfigError, match=rf"{side}\.trainable is 4, and the tower has 3 blocks"):
+        model(**{side: {"trainable": 4}})
+
+
+def test_rates_fall_from_block_to_block():
+    built = model(image=DROPPING)
+    for side, blocks, first, last in (
+        ("image_encoder", "vit.blocks", "vit.cls_token", "vit.norm.weight"),
+        ("text_encoder", "layers", "embedding.word.weight", None),
+    ):
+        named = dict(built.named_parameters())
+        rates = {
+            id(parameter): group["lr_scale"]
+            for group in parameter_groups(built, 0.1, {"text_encoder": 0.5}, 0.7)
+            for parameter in group["params"]
+        }
+        factor = 0.5 if side == "text_encoder" else 1.0
+
+        def rate(name, side=side, rates=rates, named=named):
+            return rates[id(named[f"{side}.{name}"])]
+
+        for number in range(3):
+            for name in named:
+                if name.startswith(f"{side}.{blocks}.{number}."):
+                    assert rates[id(named[name])] == pytest.approx(factor * 0.7 ** (3 - number))
+        assert rate(first) == pytest.approx(factor * 0.7**4)
+        assert rate("projection.weight") == factor
+        assert last is None or rate(last) == factor
+    assert rates[id(named["match_head.weight"])] == 1
+
+
+def test_without_decay_the_groups_are_those_of_before():
+    built = model()
+    plain, explicit = (parameter_groups(built, 0.1, None, *more) for more in ((), (1.0,)))
+    assert [len(group["params"]) for group in plain] == [len(g["params"]) for g in explicit]
+    assert {group["lr_scale"] for group in plain} == {1.0}
+    assert len(plain) == 2
+    assert set(layer_distances(built).values()) == {0, 1, 2, 3, 4}
+
+
+def test_layer_decay_needs_an_image_text_model():
+    with pytest.raises(ConfigError, match="layer_decay is of image-text models"):
+        build_adamw(torch.nn.Linear(2, 2), OptimiserConfig(layer_decay=0.9))
+
+
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        ({"pool": 2, "image_size": 32, "patch_size": 8}, r"image\.pool 2 mixes"),
+        ({"trainable": 0}, r"image\.trainable 0 freezes"),
+        (DROPPING, r"objectives\.mim: the patches of .* cannot be replaced"),
+    ],
+)
+def test_mim_refuses_what_it_cannot_mask(image, message):
+    sizes = TINY_MODEL | {"image": TINY_MODEL["image"] | image}
+    data = {"sources": [{"path": "x"}], "vocabulary": "x", "canonical_streams": 1}
+    with pytest.raises(ValidationError, match=message):
+        PretrainConfig.model_validate({"model": sizes, "data": data})
+    settings = {"model": sizes, "data": data, "objectives": {"mim": None}}
+    PretrainConfig.model_validate(settings)
