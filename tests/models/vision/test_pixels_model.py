@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from vlp.config import ConfigError
+from vlp.config import ConfigError, load_config
 from vlp.models.vision.pixels import (
     PixelModelConfig,
     PixelPlaces,
@@ -18,7 +19,9 @@ from vlp.models.vision.pixels import (
 )
 from vlp.positions import create_position
 from vlp.positions.base import PositionContext
+from vlp.training.vision_config import VisionConfig
 
+CONFIGS = Path(__file__).parents[3] / "configs" / "vision"
 SIZE, LENGTH = 3, 27
 ON_TOKENS = ("learned-1d", "learned-2d", "sine-1d", "sine-2d", "fourier", "mlp", "md-sine")
 IN_ATTENTION = ("irpe-product", "alibi-2d", "rope-axial", "cope")
@@ -41,9 +44,18 @@ def images(rows=2):
     return torch.randint(256, (rows, SIZE, SIZE, 3))
 
 
-@pytest.mark.parametrize("name", [*ON_TOKENS, *IN_ATTENTION, None])
-def test_a_later_channel_never_changes_an_earlier_logit(name):
-    made = model(*([name] if name else []))
+REFORMER = {"layer": "reformer", "head_width": 5}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {}) for name in (*ON_TOKENS, *IN_ATTENTION, None)),
+        *((name, REFORMER) for name in ("fourier", "learned-1d", None)),
+    ],
+)
+def test_a_later_channel_never_changes_an_earlier_logit(name, options):
+    made = model(*([name] if name else []), **options)
     values = images()
     logits = made(values).flatten(1, 3)
     for place in range(LENGTH):
@@ -58,9 +70,17 @@ def test_a_later_channel_never_changes_an_earlier_logit(name):
     assert (found[:, 13] - logits[:, 13]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("names", [["fourier"], ["learned-1d"], ["sine-2d", "irpe-cross"]])
-def test_nats_are_the_chain_rule_by_hand(names):
-    made, values = model(*names), images()
+@pytest.mark.parametrize(
+    ("names", "options"),
+    [
+        (["fourier"], {}),
+        (["learned-1d"], {}),
+        (["sine-2d", "irpe-cross"], {}),
+        (["fourier"], REFORMER),
+    ],
+)
+def test_nats_are_the_chain_rule_by_hand(names, options):
+    made, values = model(*names, **options), images()
     total = torch.zeros(2, dtype=torch.float64)
     for place in range(LENGTH):
         known = values.flatten(1).clone()
@@ -141,12 +161,38 @@ def test_the_papers_encodings_have_its_parameters():
     }
 
 
+@pytest.mark.parametrize(
+    ("position", "expected", "printed"),
+    [
+        ({"name": "learned-1d"}, 73_198_848, 73.2),
+        ({"name": "learned-2d"}, 60_665_856, 60.7),
+        ({"name": "sine-1d"}, 60_615_936, 60.6),
+        ({"name": "sine-2d"}, 60_616_704, 60.6),
+        ({"name": "md-sine"}, 60_616_704, 60.6),
+        ({"name": "md-sine", "options": {"mlp": 32}}, 60_666_656, 60.7),
+        ({"name": "mlp"}, 60_642_144, 60.6),
+        ({"name": "fourier", "options": {"mlp": False}}, 60_617_472, 60.6),
+        (None, 60_655_584, 60.7),  # the shipped one, Learnable-Fourier + MLP
+    ],
+)
+def test_the_papers_models_have_its_parameters(position, expected, printed):
+    """Table 7 of Li et al. 2021; papers.md#fourier-f14 has the layers."""
+    task = load_config(CONFIGS / "pixels_imagenet64.yaml", VisionConfig).task
+    chosen = {} if position is None else {"positions": [position]}
+    with torch.device("meta"):
+        changed = PixelModelConfig.model_validate(task.model.model_dump() | chosen)
+        made = PixelTransformer(changed, task.data.image_size)
+    assert sum(parameter.numel() for parameter in made.parameters()) == expected
+    assert round(expected / 1e6, 1) == printed
+
+
 MIXED = {"name": "learned-2d", "options": {"mixer": True}}
 
 
+@pytest.mark.parametrize("options", [{}, REFORMER])
 @pytest.mark.parametrize("names", [["fourier"], ["learned-1d"], [MIXED, "sine-1d"], []])
-def test_logits_token_by_token_are_those_of_the_whole(names):
-    made, values = model(*names), images()
+def test_logits_token_by_token_are_those_of_the_whole(names, options):
+    made, values = model(*names, **options), images()
     tokens = values.flatten(1)
     whole = made(values).flatten(1, 3)
     step = made._step_by_step(2)
@@ -190,9 +236,11 @@ def test_a_low_temperature_takes_the_likeliest():
         made.generate(1, np.random.default_rng(0), temperature=0)
 
 
-@pytest.mark.parametrize("names", [["fourier"], ["irpe-product"]])
-def test_bf16_gradients_are_finite(names):
-    made = PixelTransformer(config(*names), SIZE)
+@pytest.mark.parametrize(
+    ("names", "options"), [(["fourier"], {}), (["irpe-product"], {}), (["fourier"], REFORMER)]
+)
+def test_bf16_gradients_are_finite(names, options):
+    made = PixelTransformer(config(*names, **options), SIZE)
     with torch.autocast("cpu", torch.bfloat16):
         loss = made.nats(images()).sum()
     loss.backward()
@@ -212,3 +260,10 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"not \(2, 4, 3, 3\)"):
         model()(torch.zeros(2, 4, 3, 3, dtype=torch.int64))
     assert sequence_context(4).grid == (4, 12)
+
+
+def test_reformers_layers_refuse_what_they_have_no_place_for():
+    with pytest.raises(ConfigError, match="reformer has no place for irpe-product"):
+        PixelTransformer(config("irpe-product", **REFORMER), SIZE)
+    with pytest.raises(ConfigError, match="head_width is of layer reformer"):
+        PixelTransformer(config(head_width=5), SIZE)

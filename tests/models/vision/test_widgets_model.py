@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 
-from vlp.config import ConfigError
+from vlp.config import ConfigError, load_config
 from vlp.data.vision.widgets.dataset import WidgetBatch
 from vlp.models.vision.widgets import WidgetCaptioner, WidgetModelConfig
+from vlp.training.vision_config import VisionConfig
+
+RICO = Path(__file__).parents[3] / "configs" / "vision" / "widgets_rico.yaml"
 
 WORDS, PAD, START, END = 12, 0, 2, 3
 SPECIALS = (0, 1, 2, 3, 4)
@@ -203,3 +208,38 @@ class TestModel:
     def test_boxes_outside_the_screen_are_refused(self) -> None:
         with pytest.raises(ValueError, match=r"\[0, 1\]"):
             model(named("fourier"))(batch()._replace(boxes=torch.full((2, 5, 4), 1.5)))
+
+
+def test_parameters_by_part_at_the_papers_size():
+    """The column 'ours' of papers.md#fourier-f15."""
+    config = load_config(RICO, VisionConfig).task.model
+    with torch.device("meta"):
+        made = WidgetCaptioner(config, 10_000, tuple(range(5)), pad_id=0, start=2, end=3)
+    parts = {
+        "words": "words",
+        "output": "output",
+        "decoder": "decoder",
+        "norm": "decoder",
+        "encoder.layers": "encoder",
+        "encoder.norm": "encoder",
+        "encoder.kinds": "types",
+        "encoder.clickable": "types",
+        "encoder.trees": "tree",
+        "encoder.positions": "boxes",
+        "encoder.content": "joined",
+    }
+    counts: Counter[str] = Counter()
+    for name, parameter in made.named_parameters():
+        depth = 2 if name.startswith("encoder") else 1
+        counts[parts[".".join(name.split(".")[:depth])]] += parameter.numel()
+    assert counts == {
+        "words": 1_280_000,
+        "output": 1_290_000,
+        "encoder": 1_189_888,
+        "decoder": 1_587_712,
+        "types": 1_664,
+        "tree": 192_000,
+        "boxes": 3_168,
+        "joined": 98_432,
+    }
+    assert counts.total() == 5_642_864

@@ -1,13 +1,14 @@
 """A transformer that writes images channel by channel, and says how likely a given one is.
 
 The image generation model of Li et al. 2021 (section 4.1) is a Reformer on the raster scan of a
-image, red, green and blue of every pixel one after another: 12,288 tokens at 64 x 64. Hashed
-attention and reversible layers save memory there; this is the same model with exact attention.
+image, red, green and blue of every pixel one after another: 12,288 tokens at 64 x 64. Its layers
+are those of `reformer.py`, with exact attention, or a transformer's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from vlp.layers.causal import CausalAttention, Past
 from vlp.layers.post_norm import FeedForward
 from vlp.models.vision.config import PositionConfig
 from vlp.models.vision.encodings import attention_encodings, create_encoding, on_tokens
+from vlp.models.vision.reformer import ReformerLayer
 from vlp.positions.base import PositionContext
 
 CHANNELS = 3
@@ -35,8 +37,16 @@ class PixelModelConfig(Config):
 
     width: int = Field(256, ge=1, description="channels of the model")
     layers: int = Field(6, ge=1, description="number of layers")
+    layer: Literal["transformer", "reformer"] = Field(
+        "transformer",
+        description="reformer, the paper's: keys that are queries, two residual streams; it takes "
+        "encodings of tokens alone (papers.md#fourier-f14)",
+    )
     heads: int = Field(
         8, ge=1, description="attention heads of every layer; a divisor of the width"
+    )
+    head_width: int | None = Field(
+        None, ge=1, description="channels of a head of layer reformer; null: width / heads"
     )
     feed_forward: int = Field(1024, ge=1, description="channels between both of its layers")
     channel_width: int | None = Field(
@@ -149,9 +159,10 @@ class PixelTransformer(nn.Module):
         self.size = size
         self.embedding = nn.Embedding(LEVELS + 1, config.width)
         self.places = PixelPlaces(config, size)
-        self.layers = nn.ModuleList(PixelLayer(config, size) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.width)
-        self.head = nn.Linear(config.width, LEVELS)
+        self.layers = nn.ModuleList(_layer(config, size) for _ in range(config.layers))
+        self.streams = 2 if config.layer == "reformer" else 1
+        self.norm = nn.LayerNorm(self.streams * config.width)
+        self.head = nn.Linear(self.streams * config.width, LEVELS)
         # Between learned positions, which start at 0.02, and sinusoids, which are near 1.
         nn.init.normal_(self.embedding.weight, std=0.1)
         # So that all levels are about equally likely: an untrained model needs 8 bits a channel.
@@ -202,7 +213,7 @@ class PixelTransformer(nn.Module):
             raise ValueError(f"the temperature must be positive, not {temperature}")
         length = CHANNELS * self.size**2
         tokens = torch.zeros(count, length, dtype=torch.int64, device=self.head.weight.device)
-        cached = not any(len(layer.attention.positions) for layer in self._layers())
+        cached = not any(len(layer.attention.positions) for layer in self._positioned())
         logits = self._step_by_step(count) if cached else self._again_and_again
         for place in range(length):
             drawn = _draw(logits(tokens, place) / temperature, rng)
@@ -212,7 +223,7 @@ class PixelTransformer(nn.Module):
     def _logits(self, tokens: Tensor) -> Tensor:
         """(B, T) -> (B, T, 256)."""
         before = functional.pad(tokens[:, :-1], (1, 0), value=START)
-        x = self.places(self.embedding(before))
+        x = self.places(self.embedding(before)).repeat(1, 1, self.streams)
         context = sequence_context(self.size)
         for layer in self.layers:
             x = layer(x, context)
@@ -236,14 +247,35 @@ class PixelTransformer(nn.Module):
         def logits(tokens: Tensor, place: int) -> Tensor:
             before = tokens[:, place - 1] if place else tokens.new_full((count,), START)
             x = (self.embedding(before) * scale[place] + shift[place])[:, None]
+            x = x.repeat(1, 1, self.streams)
             for layer, past in zip(self.layers, pasts, strict=True):
                 x = layer(x, context, past)
             return self.head(self.norm(x))[:, 0]
 
         return logits
 
-    def _layers(self) -> Sequence[PixelLayer]:
+    def _positioned(self) -> Sequence[PixelLayer]:
         return [layer for layer in self.layers if isinstance(layer, PixelLayer)]
+
+
+def _layer(config: PixelModelConfig, size: int) -> nn.Module:
+    """Create a layer of the configured kind.
+
+    Raises:
+        ConfigError: encodings or a head width that do not fit.
+    """
+    if config.layer == "transformer":
+        if config.head_width is not None:
+            raise ConfigError("model.head_width is of layer reformer; leave it null")
+        return PixelLayer(config, size)
+    for position in config.positions:
+        if not on_tokens(position):
+            raise ConfigError(
+                f"model.layer reformer has no place for {position.name}, which acts in attention; "
+                "choose encodings of tokens, or layer transformer"
+            )
+    head_width = config.head_width or config.width // config.heads
+    return ReformerLayer(config.width, config.heads, head_width, config.feed_forward)
 
 
 def sequence_context(size: int) -> PositionContext:
