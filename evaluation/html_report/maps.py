@@ -47,7 +47,7 @@ def anchor_row(found: AnchorMap) -> AnchorRow:
     """Draw the images of one caption; a green frame is the box that a word names, where known."""
     words = []
     for word in found.words:
-        boxes: list[Drawn] = [(word.box, OWN_BOX)] if word.box is not None else []
+        boxes: list[Drawn] = [(box, OWN_BOX) for box in word.boxes]
         words.append(ReportCase(anchors_over(found.image, word.heat, boxes), word.word))
     image = ReportCase(framed(found.image, (), 128), "the image")
     return AnchorRow(found.caption, image, words, found.threshold)

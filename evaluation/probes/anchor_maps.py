@@ -34,12 +34,12 @@ Box = tuple[float, ...]
 class WordMap(NamedTuple):
     """One word and, for each patch (rows, columns), the share of channel groups that anchor it.
 
-    box: of the object the word names, in pixels of the image, where that is known.
+    boxes: of what the word may name, in pixels of the image, where that is known.
     """
 
     word: str
     heat: NDArray[np.float32]
-    box: Box | None = None
+    boxes: Sequence[Box] = ()
 
 
 class AnchorMap(NamedTuple):
@@ -54,7 +54,7 @@ class AnchorMap(NamedTuple):
 class AnchorDetail(NamedTuple):
     """Everything of one image and caption: W words, G channel groups, patches (rows, columns).
 
-    words: as the tokenizer sees them; boxes: in pixels of the image, of what a word names, where
+    words: as the tokenizer sees them; boxes: in pixels of the image, of what a word may name, where
     that is known. anchors (W, G, rows, columns): 1 where S >= threshold (Eq. 4), the share of its
     pieces for a word of several. path (W, G, rows, columns): P of Eq. 7, at least 1 and 0 where not
     reachable, the mean over those pieces that reach the patch; reachable says where. G is 0 in path
@@ -66,7 +66,7 @@ class AnchorDetail(NamedTuple):
     image: Image.Image
     caption: str
     words: list[str]
-    boxes: list[Box | None]
+    boxes: list[Sequence[Box]]
     anchors: NDArray[np.float32]
     path: NDArray[np.float32]
     reachable: NDArray[np.bool_]
@@ -186,7 +186,9 @@ def map_caption(loaded: Loaded, sample: CaptionedSample, device: torch.device) -
     pieces = loaded.text.words(caption)
     boxes = _boxes(sample)
     words = [
-        WordMap(word_text(pieces, positions), share[list(positions)].mean(axis=0), boxes.get(index))
+        WordMap(
+            word_text(pieces, positions), share[list(positions)].mean(axis=0), boxes.get(index, ())
+        )
         for index, positions in enumerate(word_positions(pieces))
     ]
     return AnchorMap(sample.image, caption, words, float(model.anchor_threshold))
@@ -219,7 +221,7 @@ def detail_caption(
         image=sample.image,
         caption=caption,
         words=[word_text(pieces, positions) for positions in word_positions(pieces)],
-        boxes=[boxes.get(index) for index in range(len(places))],
+        boxes=[boxes.get(index, ()) for index in range(len(places))],
         anchors=torch.stack([anchors[own].mean(0) for own in places]).numpy(),
         path=torch.stack(
             [path[own].sum(0) / reachable[own].sum(0).clamp(min=1) for own in places]
@@ -273,9 +275,10 @@ def _by_token(model: VLPModel, x: Tensor) -> Tensor:
     return x.permute(1, 2, 0).unflatten(-1, model.config.image.grid)
 
 
-def _boxes(sample: CaptionedSample) -> dict[int, Box]:
-    """Boxes by word of the first caption; none outside the generated corpus."""
-    return {word.position: word.box for word in named_words(sample.annotation) if word.caption == 0}
+def _boxes(sample: CaptionedSample) -> dict[int, Sequence[Box]]:
+    """Boxes by word of the first caption; none where nobody knows them."""
+    words = named_words(sample.annotation)
+    return {word.position: word.boxes for word in words if word.caption == 0}
 
 
 def _warn_if_cut(text: TextProcessor, caption: str) -> None:

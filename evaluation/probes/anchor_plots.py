@@ -32,7 +32,7 @@ def draw_anchor_maps(maps: Sequence[AnchorMap], path: str | Path, dots: int = 12
     """Draw and save a grid of panels.
 
     The image is shown pale; over it lies, for each patch, the share of channel groups in which
-    the word anchors it. A green frame is the box of the object that the word names, where known.
+    the word anchors it. Green frames are boxes of what the word may name, where known.
 
     Args:
         maps: one row each.
@@ -86,7 +86,7 @@ def draw_anchor_detail(
     sheet = _Sheet(len(detail.words), 2 + max(shown, TEXT_PANELS), detail.image)
     _draw_heading(sheet, detail, shown)
     strongest, longest = detail.gradcam.max(), _longest(detail)
-    for row, (word, box) in enumerate(zip(detail.words, detail.boxes)):
+    for row, (word, boxes) in enumerate(zip(detail.words, detail.boxes)):
         panels = [sheet.panel(row, column) for column in range(2 + shown)]
         _label(panels[0], word)
         _draw_share(panels[0], detail.image, detail.anchors[row].mean(0))
@@ -94,7 +94,7 @@ def draw_anchor_detail(
         for group, panel in enumerate(panels[2:]):
             _draw_path(panel, detail, row, group, longest)
         for panel in panels:
-            _frame(panel, box)
+            _frame(panel, boxes)
         if row == 0:
             titles = ["anchors", "Grad-CAM", *(f"path, group {group}" for group in range(shown))]
             for panel, title in zip(panels, titles):
@@ -203,7 +203,7 @@ def _label(panel: Axes, word: str) -> None:
 
 def _draw_word(panel: Axes, row: AnchorMap, word: WordMap) -> AxesImage:
     shown = _draw_share(panel, row.image, word.heat)
-    _frame(panel, word.box)
+    _frame(panel, word.boxes)
     panel.set_title(word.word, fontsize=8, pad=2, parse_math=False)
     return shown
 
@@ -283,9 +283,8 @@ def _draw_pale(panel: Axes, image: Image.Image) -> None:
     panel.imshow(0.5 + 0.5 * grey, cmap="gray", vmin=0, vmax=1, extent=_extent(image))
 
 
-def _frame(panel: Axes, box: Box | None) -> None:
-    if box is not None:
-        x, y, w, h = box
+def _frame(panel: Axes, boxes: Sequence[Box]) -> None:
+    for x, y, w, h in boxes:
         panel.add_patch(Rectangle((x - 0.5, y - 0.5), w, h, fill=False, color="limegreen", lw=1.2))
 
 

@@ -137,7 +137,7 @@ def mean_box_shares(
 
 def pointer_figures(
     pointed: Sequence[Mapping[str, float]],
-    masks: Sequence[NDArray[np.bool_]],
+    chance: float,
     scenes: Sequence[int],
     resamples: int,
 ) -> dict[str, Figure]:
@@ -147,15 +147,14 @@ def pointer_figures(
 
     Args:
         pointed: by name, `share_of_best` of each word's map.
-        masks: (M,) of each word, the patches of its box.
+        chance: expected accuracy of a random patch.
         scenes: the number of each word's image.
         resamples: bootstrap draws over images.
     """
     shares = {name: np.array([word[name] for word in pointed]) for name in pointed[0]}
-    shares["mean box"] = mean_box_shares(masks, scenes)
     values = {name: shares[name] for name in (*POINTERS, *CONTROLS) if name in shares}
     best = max((name for name in CONTROLS if name in shares), key=lambda name: shares[name].mean())
-    chances = dict.fromkeys(values, float(np.mean([mask.mean() for mask in masks])))
+    chances = dict.fromkeys(values, chance)
     for name in POINTERS:
         if name in shares:
             values[f"{name} - {best}"] = shares[name] - shares[best]

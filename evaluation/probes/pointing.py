@@ -29,6 +29,7 @@ from evaluation.core.work_sharding import Ranks
 from evaluation.probes.pointers import (
     centre_map,
     last_attention,
+    mean_box_shares,
     pointer_figures,
     share_of_best,
     word_maps,
@@ -128,6 +129,9 @@ def evaluate_pointing(
         kind: [word for word in scored if word.kind == number] for number, kind in enumerate(KINDS)
     }
     if controls:
+        mean_boxes = mean_box_shares([word.own for word in scored], [word.scene for word in scored])
+        for word, share in zip(scored, mean_boxes):
+            word.shares["mean box"] = share
         by_kind["small object"] = [word for word in by_kind["object"] if word.share < SMALL]
     return PointingResult(
         scenes=len({word.scene for word in scored}),
@@ -307,7 +311,7 @@ def _figures(words: Sequence[WordPointing], resamples: int) -> KindFigures:
     assert any_object is not None
     controls = None
     if words[0].shares:
-        shares, masks = [word.shares for word in words], [word.own for word in words]
-        controls = pointer_figures(shares, masks, [word.scene for word in words], resamples)
+        shares, scenes = [word.shares for word in words], [word.scene for word in words]
+        controls = pointer_figures(shares, pointing.chance, scenes, resamples)
     bar = float(column["bar"].mean())
     return KindFigures(len(words), pointing, bar, any_object, anchors, controls)

@@ -60,8 +60,8 @@ def test_words_that_name_an_object_carry_its_box(model_folder, scene_shards):
     loaded = vlp.load(model_folder)
     row = anchor_maps(loaded, [scene_shards], count=1)[0]
     sample = Samples([scene_shards]).read(0)
-    named = {word.index: tuple(word.box) for word in sample.annotation.words if word.caption == 0}
-    assert {place: word.box for place, word in enumerate(row.words) if word.box} == named
+    named = {w.index: (tuple(w.box),) for w in sample.annotation.words if w.caption == 0}
+    assert {place: word.boxes for place, word in enumerate(row.words) if word.boxes} == named
 
 
 def test_images_without_a_scene_are_drawn_too(model_folder, tmp_path):
@@ -69,13 +69,13 @@ def test_images_without_a_scene_are_drawn_too(model_folder, tmp_path):
         writer.write("0", png((1, 2, 3)), "png", Annotation(caption="a circle"))
     maps = anchor_maps(vlp.load(model_folder), [tmp_path / "dogs"])
     assert len(maps) == 1
-    assert all(word.box is None for word in maps[0].words)
+    assert not any(word.boxes for word in maps[0].words)
 
 
 def test_the_image_shows_heat_where_it_is(tmp_path):
     heat = np.zeros((2, 2), np.float32)
     none = WordMap("a", heat)
-    full = WordMap("b", heat + 1, box=(1, 1, 4, 4))
+    full = WordMap("b", heat + 1, boxes=[(1, 1, 4, 4), (5, 5, 2, 2)])
     image = Image.new("RGB", (16, 16), (128, 128, 128))
     path = draw_anchor_maps(
         [AnchorMap(image, "a b", [none, full], 0.5)], tmp_path / "new" / "a.png"
@@ -211,7 +211,7 @@ def test_details_of_shards_carry_boxes_and_leave_the_model_in_training(model_fol
     for detail, row in zip(details, overview):
         assert detail.caption == row.caption
         assert detail.words == [word.word for word in row.words]
-        assert detail.boxes == [word.box for word in row.words]
+        assert detail.boxes == [word.boxes for word in row.words]
         assert any(detail.boxes)
         for anchors, word in zip(detail.anchors, row.words):
             np.testing.assert_allclose(anchors.mean(0), word.heat)
@@ -224,7 +224,7 @@ def made_up(size=(60, 20), words=2, groups=2, **fields):
         image=Image.new("RGB", size, (128, 128, 128)),
         caption=" ".join(["word"] * words),
         words=["word"] * words,
-        boxes=[None] * words,
+        boxes=[()] * words,
         anchors=np.zeros(empty, np.float32),
         path=np.zeros(empty, np.float32),
         reachable=np.zeros(empty, np.bool_),

@@ -107,13 +107,13 @@ def test_the_mean_box_is_of_the_other_images():
 
 
 def test_pointers_are_held_against_the_best_control():
-    masks = [np.array([True, False]), np.array([False, True])] * 5
-    pointed = [{"cosine": 1.0, "centre": 0.5}, {"cosine": 0.5, "centre": 0.5}] * 5
-    figures = pointer_figures(pointed, masks, [0, 0, 1, 1, 2, 2, 3, 3, 4, 4], 50)
-    assert list(figures) == ["cosine", "mean box", "centre", "cosine - mean box"]
+    right = {"cosine": 1.0, "centre": 0.5, "mean box": 0.25}
+    pointed = [right, {**right, "cosine": 0.5}] * 5
+    figures = pointer_figures(pointed, 0.2, [0, 0, 1, 1, 2, 2, 3, 3, 4, 4], 50)
+    assert list(figures) == ["cosine", "mean box", "centre", "cosine - centre"]
     assert figures["cosine"].value == 0.75
-    assert figures["cosine"].chance == 0.5
-    assert figures["cosine - mean box"].value == 0.25
+    assert figures["cosine"].chance == 0.2
+    assert figures["cosine - centre"].value == 0.25
 
 
 @pytest.fixture
