@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.nn  # before any group: `process_group` says why
 from safetensors import safe_open
 from torch import Tensor
 from torch import distributed as dist
@@ -112,6 +113,11 @@ def process_group() -> Iterator[None]:
 
     Without them, or inside a group that is already running, nothing is started. The group is of
     gloo, for Python objects and tensors of the CPU.
+
+    Its threads end with the block, because nothing holds the group any longer: one that still let
+    go of a tensor while the interpreter ends would abort the process. `torch.distributed.nn` keeps
+    the group that runs when it is first imported, as a default argument, so this module imports it
+    before there is one.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) < 2 or dist.is_initialized():
         yield

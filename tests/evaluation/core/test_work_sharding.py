@@ -94,3 +94,22 @@ def test_a_rank_that_fails_ends_the_others():
     assert first.returncode == second.returncode == 1
     assert "failed on rank 1: ValueError('block 3 is bad')" in first.stderr
     assert "ValueError: block 3 is bad" in second.stderr
+
+
+THREADS = """
+from pathlib import Path
+from vlp.distributed import gather_to_all, process_group
+def threads():
+    return {file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")}
+with process_group():
+    import torch.distributed.fsdp  # as late as commands import what loads a model
+    gather_to_all("value")
+    print("pt_gloo_runloop" in threads())
+print(any("gloo" in name for name in threads()))
+"""
+
+
+@pytest.mark.distributed
+def test_no_thread_of_a_group_outlives_it():
+    for process in launch(2, ["-c", THREADS]):
+        assert process.stdout.split() == ["True", "False"], process.stderr
