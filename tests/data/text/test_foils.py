@@ -24,6 +24,12 @@ def every_foil(kind: str, *captions: str) -> set[str]:
         ("subject_object", "the dogs watch two girls run", set()),  # no number before `dogs`
         ("subject_object", "A man and a dog", set()),
         ("subject_object", "A man dances with a woman", set()),
+        (
+            "subject_object",
+            "A man who lost his hat sees a boy",
+            {"A boy who lost his hat sees a man"},
+        ),
+        ("subject_object", "A man who lost his hat sees a girl", set()),
         ("subject_object", "A dog is followed by a boy", {"A boy is followed by a dog"}),
         ("subject_object", "A child pushes a boy", set()),  # the boy may be the child
         ("subject_object", "A man chases two dogs", set()),  # the verb would not agree

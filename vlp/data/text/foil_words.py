@@ -67,6 +67,9 @@ BEINGS = {
 }
 """Nouns of people and animals; two may name the same being if they share a letter."""
 
+PRONOUNS = {"he|his|him|himself": "wg", "she|hers?|herself": "mb"}
+"""Pronouns, and the beings that they are not for."""
+
 PLURALS = {
     "man": "men",
     "woman": "women",

@@ -95,7 +95,8 @@ def _subject_object(caption: str, everything: str) -> Iterator[list[Edit]]:
     for one, other in combinations(_BEING.finditer(caption), 2):
         (first, plural), (second, also) = map(_singular, (one["noun"], other["noun"]))
         between = caption[one.end() : other.start()].strip().lower()
-        if plural != also or set(words.BEINGS[first]) & set(words.BEINGS[second]):
+        beings = words.BEINGS[first], words.BEINGS[second]
+        if plural != also or set(beings[0]) & set(beings[1]) or _disagrees(caption, beings):
             continue
         if not re.search(words.SYMMETRIC, between):
             start = _lower_start(one[0]) if one.start() == 0 else one[0]
@@ -153,6 +154,15 @@ def _left_right(caption: str, everything: str) -> Iterator[list[Edit]]:
     if found and not re.search(r"\b(left|right) (?:to|and) (?:the )?(left|right)\b", caption):
         turned = {"left": "right", "right": "left"}
         yield [Edit(*side.span(1), turned[side[1].lower()]) for side in found]
+
+
+def _disagrees(caption: str, beings: Sequence[str]) -> bool:
+    """Return whether a pronoun of the caption would tell that two beings changed places."""
+    return any(
+        set(being) <= set(others) and _says(caption.lower(), pronouns)
+        for pronouns, others in words.PRONOUNS.items()
+        for being in beings
+    )
 
 
 def _could_be(caption: str, end: int, colour: str) -> bool:
