@@ -306,7 +306,7 @@ def _named(
     texts = model.encode_text(*(part.to(device) for part in tokens._replace(text_ids=masked)))
     # The masked words are words still: what they could be is looked for in the image.
     crossed = model.cross(images.select(image), texts.select(caption), need_image=False)
-    embedding = model.text_encoder.embedding.word.weight
+    embedding = model.text_encoder.word_table
     logits = head.to(device)(crossed.text, embedding).float().log_softmax(-1)
     own = logits.gather(-1, tokens.text_ids.to(device)[caption, :, None]).squeeze(-1)
     return (own * chosen.to(device)[caption]).sum(-1)

@@ -18,7 +18,18 @@ SHORTHANDS = ("ape", "rpe")
 
 
 class TextConfig(Config):
-    """BERT embeddings and the first `layers` post-norm layers; widths in channels."""
+    """BERT embeddings and the first `layers` post-norm layers, or a tower; widths in channels.
+
+    With `architecture` the tower has layers, heads, intermediate and positions of its own, and the
+    keys of these say nothing.
+    """
+
+    architecture: Mapping[str, Any] | str | None = Field(
+        None,
+        description="a BERT-like tower of transformers: a mapping as of its config.json, with "
+        "model_type, or the folder or hub name whose config.json is read when the model is made; "
+        "null: the BERT of the keys below, which loads BERT and MiniLM exactly",
+    )
 
     vocab_size: int = Field(30522, ge=8, description="word pieces of the vocabulary")
     width: int = Field(768, description="channels of a token")
@@ -37,7 +48,10 @@ class TextConfig(Config):
         description="strength of the sines that learned positions start as, in words' strengths; "
         "0: small and random, as BERT's; with public weights it says nothing",
     )
-    weights: str | None = Field(None, description="folder, file or hub name of a public BERT")
+    weights: str | None = Field(
+        None,
+        description="folder, file or hub name of a public BERT, or with architecture of that model",
+    )
     trainable: Trainable = Field(
         "all",
         description="number of the last layers that are trained, 0: the text encoder is frozen; "
@@ -239,6 +253,12 @@ class CrossConfig(Config):
         {}, description="of encodings by name, such as rope-axial: {theta: 10}"
     )
     anchor: AnchorConfig = Field(AnchorConfig(), description="ACE-RPE's settings")
+    weights: str | None = Field(
+        None,
+        description="folder, file or hub name of a public BERT whose last layers the cross-modal "
+        "encoder starts from; null: from the layers that follow the text encoder's in "
+        "text.weights, if there are any",
+    )
 
     @model_validator(mode="after")
     def _possible(self) -> CrossConfig:
@@ -281,8 +301,7 @@ class ModelConfig(Config):
     @model_validator(mode="after")
     def _fits(self) -> ModelConfig:
         for name, part in (("text", self.text), ("image", self.image)):
-            own = isinstance(part, TextConfig) or part.architecture is None
-            if own and part.width % part.heads:
+            if part.architecture is None and part.width % part.heads:
                 raise ValueError(f"{name}.width {part.width} is not a multiple of its heads")
         if self.text.width != self.image.width:
             raise ValueError(

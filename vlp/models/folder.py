@@ -74,7 +74,8 @@ def save_pretrained(
     preprocess.save(folder)
     # A loaded folder needs no public weights: they are part of its own.
     plain = config.model_dump(mode="json")
-    plain["text"]["weights"] = plain["image"]["weights"] = None
+    for part in ("text", "image", "cross"):
+        plain[part]["weights"] = None
     (folder / CONFIG).write_text(
         json.dumps({"model_type": "vlp", **plain}, indent=2) + "\n", encoding="utf-8"
     )

@@ -1,4 +1,4 @@
-"""The text encoder: BERT's embeddings and first layers, and a projection of [CLS]."""
+"""The text encoder: BERT's first layers, or a tower from outside, and a projection of [CLS]."""
 
 from __future__ import annotations
 
@@ -8,34 +8,57 @@ from torch import Tensor, nn
 from vlp.layers.post_norm import PostNormLayer
 from vlp.layers.text_embedding import TextEmbedding
 from vlp.models.config import TextConfig
+from vlp.models.towers.text import blocks_of, create_text_tower
 from vlp.models.towers.trainable import TrainableTower
 
 
 class TextEncoder(TrainableTower):
     """66,561,280 parameters at the paper's sizes (BERT-base, 6 layers, 768 -> 256, no pooler).
 
-    Raises:
-        ConfigError: `text.trainable` is more layers than there are.
-    """
+    Without `text.architecture` it has `embedding` and `layers`; with it `tower`, and where the
+    tower has another width than the model `adapter`, a linear layer.
 
-    blocks = "layers"
+    Raises:
+        ConfigError: `text.architecture` does not fit, or `text.trainable` is more layers than there
+            are.
+    """
 
     def __init__(self, config: TextConfig, embed_dim: int) -> None:
         super().__init__()
-        self.embedding = TextEmbedding(
-            config.vocab_size, config.width, config.max_positions, config.position_sines
-        )
-        self.layers = nn.ModuleList(
-            PostNormLayer(config.width, config.heads, config.intermediate)
-            for _ in range(config.layers)
-        )
+        self.tower: nn.Module | None = None
+        width: int = config.width
+        if config.architecture is None:
+            self.blocks = "layers"
+            self.embedding = TextEmbedding(
+                config.vocab_size, config.width, config.max_positions, config.position_sines
+            )
+            self.layers = nn.ModuleList(
+                PostNormLayer(config.width, config.heads, config.intermediate)
+                for _ in range(config.layers)
+            )
+        else:
+            self.tower = create_text_tower(config)
+            self.blocks = f"tower.{blocks_of(self.tower)}"
+            width = self.tower.config.hidden_size  # type: ignore[union-attr, assignment]
         self.projection = nn.Linear(config.width, embed_dim)
+        self.adapter = nn.Identity() if width == config.width else nn.Linear(width, config.width)
         self.restrict(config.trainable, "text.trainable")
+
+    @property
+    def word_table(self) -> Tensor:
+        """The embeddings of word pieces, (vocabulary, width of the table)."""
+        if self.tower is None:
+            return self.embedding.word.weight
+        return self.tower.get_input_embeddings().weight  # type: ignore[operator]
 
     def forward(self, text_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Ids (B, N) int64 and mask (B, N) bool -> states (B, N, width)."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
-            states = self.embedding(text_ids)
-            for layer in self.layers:
-                states = layer(states, attention_mask)
-        return states
+            if self.tower is not None:
+                found = self.tower(input_ids=text_ids, attention_mask=attention_mask.long())
+                states = found.last_hidden_state
+            else:
+                states = self.embedding(text_ids)
+                for layer in self.layers:
+                    states = layer(states, attention_mask)
+        return self.adapter(states)

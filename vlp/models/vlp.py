@@ -15,6 +15,7 @@ from vlp.models.cross_encoder import CrossEncoder, PairIndices
 from vlp.models.features import CrossFeatures, ImageFeatures, TextFeatures
 from vlp.models.image_encoder import ImageEncoder, PatchEdit
 from vlp.models.text_encoder import TextEncoder
+from vlp.models.towers.text import with_architecture
 from vlp.positions import CROSS_MODAL
 from vlp.positions.anchor_field import AnchorField, anchor_field, joined_fields, uniform_field
 
@@ -38,7 +39,7 @@ class VLPModel(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config = config = with_architecture(config)
         width = config.text.width
         self.text_encoder = TextEncoder(config.text, config.embed_dim)
         self.image_encoder = ImageEncoder(config.image, config.embed_dim)
@@ -50,7 +51,9 @@ class VLPModel(nn.Module):
             self.image_tokens = nn.Linear(width, config.embed_dim, bias=False)
         self.match_head = nn.Linear(width, 2)
         self.temperature = Temperature(config.temperature)
-        _initialise(BERT_DEVIATION, self.text_encoder.layers, self.match_head)
+        if config.text.architecture is None:
+            _initialise(BERT_DEVIATION, self.text_encoder.layers)
+        _initialise(BERT_DEVIATION, self.match_head)
         wider = BERT_DEVIATION * (BERT_WIDTH / width) ** 0.5
         if config.image.architecture is None:  # a tower has timm's start
             _initialise(wider, self.image_encoder.vit.get_submodule("blocks"))

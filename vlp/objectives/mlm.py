@@ -33,16 +33,18 @@ class MLMHead(nn.Module):
     parameter names follow nothing but this file, key maps translate BERT's.
     """
 
-    def __init__(self, width: int, vocab_size: int, epsilon: float = 1e-12) -> None:
+    def __init__(
+        self, width: int, vocab_size: int, epsilon: float = 1e-12, table_width: int | None = None
+    ) -> None:
         super().__init__()
-        self.dense = nn.Linear(width, width)
-        self.norm = nn.LayerNorm(width, eps=epsilon)
+        self.dense = nn.Linear(width, table_width or width)
+        self.norm = nn.LayerNorm(table_width or width, eps=epsilon)
         self.bias = nn.Parameter(torch.zeros(vocab_size))
         nn.init.normal_(self.dense.weight, std=0.02)
         nn.init.zeros_(self.dense.bias)
 
     def forward(self, states: Tensor, word_embedding: Tensor) -> Tensor:
-        """Compute logits, (..., W), (vocabulary, W) -> (..., vocabulary)."""
+        """Compute logits, (..., W), (vocabulary, table_width) -> (..., vocabulary)."""
         states = self.norm(F.gelu(self.dense(states)))
         return F.linear(states, word_embedding, self.bias)
 

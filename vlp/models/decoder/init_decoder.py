@@ -33,9 +33,15 @@ def start_decoder(decoder: AnswerDecoder, model: VLPModel) -> list[LoadReport]:
     Raises:
         FileNotFoundError: `weights` is neither a folder nor on the hub.
         ValueError: keys that no rule maps, or shapes that do not fit.
-        ConfigError: the weights have another number of heads.
+        ConfigError: the weights have another number of heads, or the text encoder is a tower from
+            outside, which has no embedding that answers are written with.
     """
     config = decoder.config
+    if model.config.text.architecture:
+        raise ConfigError(
+            "text.architecture: answers and captions are written with the embedding of our own "
+            "BERT layers; start from a model whose text.architecture is null"
+        )
     found, may_miss = _own_embedding(decoder, model), [_HEAD]
     if config.weights is not None:
         bert = bert_state(config.weights)

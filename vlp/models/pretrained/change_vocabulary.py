@@ -8,6 +8,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from vlp.config import ConfigError
 from vlp.data.text.tokenizer import UNK, TextProcessor
 from vlp.models.config import ModelConfig
 from vlp.models.folder import Loaded
@@ -38,8 +39,11 @@ def with_vocabulary(loaded: Loaded, vocabulary: Tokenizer) -> tuple[Loaded, Tran
         vocabulary: a WordPiece tokenizer with BERT's special tokens.
 
     Raises:
-        ConfigError: a special token is missing in the vocabulary.
+        ConfigError: a special token is missing in the vocabulary, or the text encoder is a tower
+            from outside.
     """
+    if loaded.model.config.text.architecture:
+        raise ConfigError("text.architecture: a tower from outside keeps its own vocabulary")
     text = TextProcessor(vocabulary, loaded.text.max_tokens)
     before, pieces = loaded.text.tokenizer, text.tokenizer.get_vocab(with_added_tokens=True)
     sources: list[list[int]] = [[]] * text.vocab_size  # numbers that name nothing get a row too

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vlp.config import ConfigError
-from vlp.models.pretrained.load_towers import load_image_tower
+from vlp.models.pretrained.load_towers import load_image_tower, load_text_tower, todays_names
 from vlp.models.pretrained.published import Published, read_bert, read_vit, vit_settings
 from vlp.models.pretrained.source_checks import check_bert, check_vit
 from vlp.models.pretrained.weight_copy import LoadReport, copy_weights, listed
@@ -40,9 +40,8 @@ BERT_EMBEDDING = {
     "embeddings.LayerNorm": "embedding.norm",
 }
 BERT_UNUSED = ("pooler.", "cls.", "classifier.", "qa_outputs.", "embeddings.position_ids")
-_OLD_KINDS = {"gamma": "weight", "beta": "bias"}
-"""Of a norm, in checkpoints that were converted from TensorFlow."""
 _VIT_UNUSED = ("head.", "head_dist.", "pre_logits.", "fc_norm.", "dist_token")
+_BERT_LAYER_NAME = re.compile(r"encoder\.layer\.(\d+)\.(.+)\.(weight|bias)")
 _BLOCK = re.compile(r"blocks\.(\d+)\.")
 
 POSITION_TABLES = r"(.+\.)?positions\."
@@ -50,11 +49,12 @@ POSITION_TABLES = r"(.+\.)?positions\."
 
 
 def load_public_weights(model: VLPModel) -> list[LoadReport]:
-    """Start the encoders from what `text.weights` and `image.weights` of the configuration name.
+    """Start the encoders from what `weights` of `text`, `image` and `cross` name.
 
-    BERT's first layers go to the text encoder, the following ones to the cross-modal encoder,
-    whose cross-attention has no counterpart and keeps its start. A ViT's first blocks go to the
-    image encoder; positions of another grid are resampled.
+    BERT's first layers go to the text encoder, the following ones to the cross-modal encoder, or
+    the last ones of the BERT that `cross.weights` names; its cross-attention has no counterpart and
+    keeps its start. A ViT's first blocks go to the image encoder; positions of another grid are
+    resampled. A tower of `architecture` takes all of its own.
 
     Raises:
         FileNotFoundError: weights that are neither here nor on the hub.
@@ -65,7 +65,14 @@ def load_public_weights(model: VLPModel) -> list[LoadReport]:
     if name := model.config.text.weights:
         with _about("text.weights"):
             bert = read_bert(name)
-            reports += load_bert(model, bert.state, name, bert.settings)
+            if model.config.text.architecture:
+                reports.append(load_text_tower(model, bert.state, name))
+            else:
+                reports += load_bert(model, bert.state, name, bert.settings)
+    if name := model.config.cross.weights:
+        with _about("cross.weights"):
+            bert = bert_state(name)
+            reports.append(load_cross(model, bert.state, name, bert.settings))
     if name := model.config.image.weights:
         with _about("image.weights"):
             if model.config.image.architecture:
@@ -97,22 +104,9 @@ def bert_state(folder_or_name: str) -> Published:
         ValueError: a file cannot be read, or a key stands there twice.
     """
     bert = read_bert(folder_or_name)
-    state = _bert_names(bert.state, folder_or_name)
+    state = todays_names(bert.state, folder_or_name)
     kept = {name: tensor for name, (_, tensor) in state.items() if not name.startswith(BERT_UNUSED)}
     return Published(kept, bert.settings)
-
-
-def _bert_names(state: Mapping[str, Tensor], source: str) -> dict[str, tuple[str, Tensor]]:
-    """Today's name -> key there and tensor: no `bert.`, and a norm has weight and bias."""
-    found: dict[str, tuple[str, Tensor]] = {}
-    for key, tensor in state.items():
-        module, dot, kind = key.removeprefix("bert.").rpartition(".")
-        kind = _OLD_KINDS.get(kind, kind) if module.endswith("LayerNorm") else kind
-        name = f"{module}{dot}{kind}"
-        if name in found:
-            raise ValueError(f"{source}: {found[name][0]} and {key} are the same weight")
-        found[name] = key, tensor
-    return found
 
 
 def load_bert(
@@ -123,7 +117,7 @@ def load_bert(
 ) -> list[LoadReport]:
     """BERT layers 1..k to the text encoder, k+1..k+c to the cross-modal encoder.
 
-    A BERT of exactly k layers leaves the cross-modal encoder at its own start.
+    A BERT of exactly k layers, or `cross.weights`, leaves the cross-modal encoder as it is.
 
     Args:
         model: the target.
@@ -136,11 +130,12 @@ def load_bert(
         ConfigError: BERT has too few layers, or other sizes, heads or functions than the model.
         ValueError: keys that no rule maps, weights that are missing, or shapes that do not fit.
     """
-    text_layers, cross_layers = model.config.text.layers, model.config.cross.layers
+    text_layers, own_cross = model.config.text.layers, model.config.cross.weights
+    cross_layers = 0 if own_cross else model.config.cross.layers
     text: dict[str, Tensor] = {}
     cross: dict[str, Tensor] = {}
     unused, unknown, numbers = [], [], {-1}
-    for name, (key, tensor) in _bert_names(state, source).items():
+    for name, (key, tensor) in todays_names(state, source).items():
         module, _, kind = name.rpartition(".")
         layer = re.fullmatch(r"encoder\.layer\.(\d+)\.(.+)", module)
         if module in BERT_EMBEDDING:
@@ -167,26 +162,60 @@ def load_bert(
             f"{cross_layers} need {text_layers + cross_layers} (or {text_layers}, which leaves the "
             "cross-modal encoder at its own start)"
         )
-    note = check_bert(settings, model.config, source, with_cross=there > text_layers)
-    whole = () if cross else (r"layers\.",)
+    note = check_bert(settings, model.config, source, with_cross=bool(cross))
     reports = [
         copy_weights(
             model.text_encoder, text, f"{source} -> text encoder", unused, (r"projection\.",)
-        ),
-        copy_weights(
-            model.cross_encoder,
-            cross,
-            f"{source} -> cross-modal encoder",
-            [],
-            (
-                *whole,
-                POSITION_TABLES,
-                r"layers\.\d+\.cross_attention\.",
-                r"layers\.\d+\.cross_norm\.",
-            ),
-        ),
+        )
     ]
+    if not own_cross:
+        reports.append(_copy_to_cross(model, cross, source, []))
     return [report._replace(notes=(*report.notes, *note)) for report in reports]
+
+
+def load_cross(
+    model: VLPModel,
+    state: Mapping[str, Tensor],
+    source: str,
+    settings: Mapping[str, Any] | None = None,
+) -> LoadReport:
+    """The last layers of a BERT to the cross-modal encoder, whatever the text encoder is.
+
+    Args:
+        model: the target.
+        state: by BERT's names of today.
+        source: what the report and messages call it.
+        settings: as `load_bert` takes them.
+
+    Raises:
+        ConfigError: BERT has too few layers, or other sizes, heads or functions than the model.
+        ValueError: weights that are missing, or shapes that do not fit.
+    """
+    found, unused = {}, []
+    layers = {key: _BERT_LAYER_NAME.fullmatch(key) for key in state}
+    there = 1 + max((int(layer[1]) for layer in layers.values() if layer), default=-1)
+    first = there - model.config.cross.layers
+    if first < 0:
+        raise ConfigError(f"{source} has {there} layers, cross.layers needs {there - first}")
+    for key, layer in layers.items():
+        target = BERT_LAYER.get(layer[2]) if layer else None
+        if layer and target and int(layer[1]) >= first:
+            found[f"layers.{int(layer[1]) - first}.{target}.{layer[3]}"] = state[key]
+        else:
+            unused.append(key)
+    notes = check_bert(settings, model.config, source, with_cross=True, with_text=False)
+    report = _copy_to_cross(model, found, source, unused)
+    return report._replace(notes=(*report.notes, *notes))
+
+
+def _copy_to_cross(
+    model: VLPModel, found: Mapping[str, Tensor], source: str, unused: list[str]
+) -> LoadReport:
+    own = (POSITION_TABLES, r"layers\.\d+\.cross_attention\.", r"layers\.\d+\.cross_norm\.")
+    may_miss = own if found else (r"layers\.", *own)
+    return copy_weights(
+        model.cross_encoder, found, f"{source} -> cross-modal encoder", unused, may_miss
+    )
 
 
 def load_vit(

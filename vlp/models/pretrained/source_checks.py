@@ -36,7 +36,11 @@ TRUSTED = "the source does not tell its heads: taken as {}"
 
 
 def check_bert(
-    settings: Mapping[str, Any] | None, config: ModelConfig, source: str, with_cross: bool
+    settings: Mapping[str, Any] | None,
+    config: ModelConfig,
+    source: str,
+    with_cross: bool,
+    with_text: bool = True,
 ) -> list[str]:
     """Hold a BERT's config.json against the model's configuration.
 
@@ -45,6 +49,7 @@ def check_bert(
         config: the model's.
         source: what the message calls it.
         with_cross: whether the cross-modal encoder takes layers too.
+        with_text: whether the text encoder takes its layers.
 
     Returns:
         Notes for the report.
@@ -53,20 +58,22 @@ def check_bert(
         ConfigError: every difference, with both values and the key to set.
     """
     if settings is None:
-        return [TRUSTED.format(config.text.heads)]
+        return [TRUSTED.format(config.text.heads if with_text else config.cross.heads)]
     there = _DEFAULTS | dict(settings)
     wrong = [
         f"{key} is {there[key]!r} there and {allowed[0]!r} in this model, which has no other"
         for key, allowed in _FIXED.items()
         if there[key] not in allowed
     ]
-    wanted = [
-        ("hidden_size", "text.width", config.text.width),
+    wanted = [("hidden_size", "text.width", config.text.width)]
+    of_text = [
         ("num_attention_heads", "text.heads", config.text.heads),
         ("intermediate_size", "text.intermediate", config.text.intermediate),
         ("max_position_embeddings", "text.max_positions", config.text.max_positions),
         ("vocab_size", "text.vocab_size", config.text.vocab_size),
     ]
+    if with_text:
+        wanted += of_text
     if with_cross:
         wanted += [
             ("num_attention_heads", "cross.heads", config.cross.heads),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from vlp.models.config import ModelConfig
 from vlp.models.features import ImageFeatures
+from vlp.models.towers.text import word_width
 from vlp.models.vlp import VLPModel
 from vlp.objectives.config import MLMConfig, ObjectivesConfig
 from vlp.objectives.mlm import MLMHead, masked_positions, mlm_loss
@@ -28,7 +29,9 @@ class MaskedLanguageModelling(Objective):
 
     def __init__(self, settings: Any, objectives: ObjectivesConfig, model: ModelConfig) -> None:
         super().__init__(settings, objectives, model)
-        self.head = MLMHead(model.text.width, model.text.vocab_size)
+        self.head = MLMHead(
+            model.text.width, model.text.vocab_size, table_width=word_width(model.text)
+        )
 
     def modules(self) -> Mapping[str, nn.Module]:
         """Return the prediction head."""
@@ -55,4 +58,4 @@ def _predict(
     masked = model.encode_text(batch.mlm_ids, batch.attention_mask, batch.word_mask)
     crossed = model.cross(image, masked, need_image=False)
     states, labels = masked_positions(crossed.text, batch.mlm_labels, batch.valid)
-    return head(states, model.text_encoder.embedding.word.weight), labels
+    return head(states, model.text_encoder.word_table), labels

@@ -55,8 +55,9 @@ class Pretraining(PlainTask):
         model: VLPModel | None = None,
     ) -> None:
         super().__init__(precision)
-        self.config, self.vocabulary, self.log_every = config, vocabulary, log_every
         self.model = VLPModel(config) if model is None else model
+        self.config = config = self.model.config
+        self.vocabulary, self.log_every = vocabulary, log_every
         try:
             self.weight_reports = [] if model else load_public_weights(self.model)
             if init_from is not None:

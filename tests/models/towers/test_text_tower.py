@@ -1,0 +1,194 @@
+"""Text towers of transformers, each held against transformers' own model and output."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from tests_support import TINY_MODEL, tiny_text
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
+
+import vlp
+from vlp.config import ConfigError
+from vlp.data.image.transforms import Preprocessing
+from vlp.models.config import ModelConfig
+from vlp.models.folder import save_pretrained
+from vlp.models.pretrained.load import load_public_weights
+from vlp.models.vlp import VLPModel
+from vlp.objectives.config import ObjectivesConfig
+from vlp.tasks.pretraining import Pretraining
+
+SMALL = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2,
+         "intermediate_size": 64, "max_position_embeddings": 40}  # fmt: skip
+SPECIALS = [f"{name}_token_id" for name in ("pad", "bos", "eos", "cls", "sep")]
+KINDS = {
+    "bert": {},
+    "roberta": {},
+    "distilbert": {"dim": 32, "n_layers": 3, "n_heads": 2, "hidden_dim": 64},
+    "mpnet": {},
+    "electra": {"embedding_size": 16},
+    "modernbert": dict.fromkeys(SPECIALS, 0),
+}  # fmt: skip
+
+
+def architecture(kind):
+    return {"model_type": kind, **SMALL, **KINDS[kind]}
+
+
+def saved(kind, folder):
+    """A model with its head for masked words, as the hub holds them; returns its encoder."""
+    torch.manual_seed(2)
+    model = AutoModelForMaskedLM.from_config(AutoConfig.for_model(**architecture(kind))).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return AutoModel.from_pretrained(folder).eval()
+
+
+def sizes(width=32, cross=(), **text):
+    text = {"vocab_size": 60, "width": width, "max_tokens": 12} | text
+    return ModelConfig.model_validate(
+        TINY_MODEL
+        | {"text": text, "image": TINY_MODEL["image"] | {"width": width}}
+        | {"cross": TINY_MODEL["cross"] | dict(cross)}
+    )
+
+
+def texts():
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.arange(9) < torch.tensor([[9], [5]])
+    ids = torch.randint(5, 60, (2, 9), generator=generator)
+    return ids.masked_fill(~mask, 1), mask
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_weights_and_outputs_are_those_of_transformers(kind, tmp_path):
+    theirs = saved(kind, tmp_path)
+    model = VLPModel(sizes(architecture=str(tmp_path), weights=str(tmp_path))).eval()
+    (report,) = load_public_weights(model)
+    assert report.missing == ["projection"]
+    ids, mask = texts()
+    expected = theirs(input_ids=ids, attention_mask=mask.long()).last_hidden_state
+    assert torch.allclose(model.text_encoder(ids, mask), expected, atol=1e-5)
+    # What is padding does not matter.
+    other = ids.masked_fill(~mask, 7)
+    real = mask[..., None]
+    first, second = (model.text_encoder(each, mask) * real for each in (ids, other))
+    if kind not in ("roberta", "mpnet"):  # whose positions are counted without padding
+        assert torch.allclose(first, second, atol=1e-5)
+
+
+@torch.no_grad()
+def test_folder_of_a_trained_model_is_whole_without_the_hub(tmp_path):
+    public, own = tmp_path / "public", tmp_path / "own"
+    saved("roberta", public)
+    config = sizes(width=16, architecture=str(public), weights=str(public))
+    model = VLPModel(config).eval()
+    load_public_weights(model)
+    assert model.config.text.architecture["model_type"] == "roberta"
+    text = tiny_text()
+    save_pretrained(own, model.config, model.state_dict(), text, Preprocessing(16))
+    for file in public.iterdir():
+        file.unlink()
+    loaded = vlp.load(own)
+    ids, mask = texts()
+    assert torch.equal(loaded.model.text_encoder(ids, mask), model.text_encoder(ids, mask))
+    assert loaded.model.text_encoder(ids, mask).shape == (2, 9, 16)  # by the adapter
+    assert json.loads((own / "config.json").read_text())["text"]["weights"] is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_are_frozen_from_below(kind):
+    encoder = VLPModel(sizes(architecture=architecture(kind), trainable=1)).text_encoder
+    trained = {name for name, p in encoder.named_parameters() if p.requires_grad}
+    inside = {name for name in trained if name.startswith("tower.") and "norm" not in name[:20]}
+    assert inside
+    assert all(f"{encoder.blocks}.2." in name for name in inside)
+    frozen = VLPModel(sizes(architecture=architecture(kind), trainable=0)).train().text_encoder
+    ids, mask = texts()
+    assert not frozen.tower.training
+    assert torch.equal(frozen(ids, mask), frozen(ids, mask))  # dropout is off
+
+
+@pytest.mark.parametrize("kind", ["electra", "distilbert"])
+def test_masked_words_are_predicted_by_the_towers_own_table(kind):
+    config = sizes(width=16, architecture=architecture(kind))
+    objectives = ObjectivesConfig.model_validate({"mim": None, "teacher": None})
+    task = Pretraining(config, objectives, "unused")
+    table = task.model.text_encoder.word_table
+    assert table.shape == (60, 16 if kind == "electra" else 32)
+    head = task.objectives["mlm"].head
+    assert head(torch.zeros(3, 16), table).shape == (3, 60)
+
+
+@pytest.mark.parametrize("text_weights", [False, True])
+@torch.no_grad()
+def test_cross_modal_encoder_starts_from_the_last_layers_of_another_bert(text_weights, tmp_path):
+    theirs = saved("bert", tmp_path)
+    own = {"layers": 2, "heads": 2, "intermediate": 64, "max_positions": 40}
+    own |= {"weights": str(tmp_path)} if text_weights else {}
+    cross = {"layers": 2, "heads": 2, "intermediate": 64, "weights": str(tmp_path)}
+    model = VLPModel(sizes(cross=cross, **own))
+    *_, report = load_public_weights(model)
+    assert len(_) == text_weights
+    for number, layer in enumerate(model.cross_encoder.layers):
+        there = theirs.encoder.layer[number + 1]
+        assert torch.equal(layer.attention.query.weight, there.attention.self.query.weight)
+        assert torch.equal(layer.feed_forward.contract.bias, there.output.dense.bias)
+    assert "layers.*.cross_attention" in report.missing
+    if text_weights:
+        first = model.text_encoder.layers[1].attention.query.weight
+        assert torch.equal(first, theirs.encoder.layer[1].attention.self.query.weight)
+    more = sizes(cross=cross | {"layers": 4}, **own | {"weights": None})
+    with pytest.raises(ConfigError, match=r"cross\.weights: .* 3 layers, cross\.layers needs 4"):
+        load_public_weights(VLPModel(more))
+    heads = sizes(cross=cross | {"heads": 4}, **own | {"weights": None})
+    with pytest.raises(ConfigError, match=r"set cross\.heads=2"):
+        load_public_weights(VLPModel(heads))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ({"architecture": architecture("bert"), "vocab_size": 50}, r"set text\.vocab_size=60"),
+        ({"architecture": {**SMALL, "model_type": "gpt2"}}, "gpt2 is not BERT-like"),
+        ({"architecture": {**SMALL, "model_type": "t5"}}, "t5 is not BERT-like"),
+        ({"architecture": {"model_type": "nobodys"}}, "reads no configuration"),
+        ({"architecture": "/no/such/folder"}, "no config.json of transformers"),
+        ({"architecture": architecture("bert"), "max_tokens": 41}, "more than the 40 positions"),
+    ],
+)
+def test_unfit_towers_are_refused_in_a_sentence(text, message):
+    with pytest.raises(ConfigError, match=message):
+        VLPModel(sizes(**text))
+
+
+def test_weights_of_another_tower_are_refused(tmp_path):
+    saved("distilbert", tmp_path)
+    model = VLPModel(sizes(architecture=architecture("bert"), weights=str(tmp_path)))
+    with pytest.raises(ConfigError, match=r"text\.weights: .* missing"):
+        load_public_weights(model)
+
+
+@pytest.mark.skipif("VLP_TOWERS" not in os.environ, reason="VLP_TOWERS names no folder of towers")
+@torch.no_grad()
+def test_minilm_as_a_tower_and_in_our_own_layers_is_transformers_minilm():
+    folder = str(Path(os.environ["VLP_TOWERS"]) / "minilm_l6")
+    theirs = AutoModel.from_pretrained(folder).eval()
+    ids = torch.tensor([[101, 1037, 3899, 3216, 102, 0], [101, 2048, 8870, 102, 0, 0]])
+    mask = ids > 0
+    expected = theirs(input_ids=ids, attention_mask=mask.long()).last_hidden_state
+    own = {"layers": 6, "heads": 12, "intermediate": 1536}
+    cross = {"heads": 12, "intermediate": 1536, "layers": 2, "weights": folder}
+    for text in (own, {"architecture": folder}):
+        config = sizes(width=384, vocab_size=30522, weights=folder, cross=cross, **text)
+        model = VLPModel(config).eval()
+        load_public_weights(model)
+        assert torch.allclose(model.text_encoder(ids, mask)[mask], expected[mask], atol=1e-5)
+        last = theirs.encoder.layer[5].attention.self.value.weight
+        assert torch.equal(model.cross_encoder.layers[1].attention.value.weight, last)
