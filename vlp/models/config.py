@@ -17,6 +17,22 @@ Role = Literal["query", "key", "value"]
 SHORTHANDS = ("ape", "rpe")
 
 
+class LoRAConfig(Config):
+    """Low-rank adaptation of a tower's linear layers (LoRA, Hu et al. 2021) by peft.
+
+    Model folders hold the merged weights and need no peft.
+    """
+
+    rank: int = Field(8, ge=1, description="columns of the low-rank matrices")
+    alpha: float = Field(16, gt=0, description="their product is multiplied by alpha / rank")
+    targets: tuple[str, ...] = Field(
+        ("query", "value", "qkv", "q_proj", "v_proj", "q_lin", "v_lin", "attn.q", "attn.v", "Wqkv"),
+        min_length=1,
+        description="ends of the names of linear layers; those by default are the queries and "
+        "values of ViT, BERT and their kin",
+    )
+
+
 class TextConfig(Config):
     """BERT embeddings and the first `layers` post-norm layers, or a tower; widths in channels.
 
@@ -56,6 +72,9 @@ class TextConfig(Config):
         "all",
         description="number of the last layers that are trained, 0: the text encoder is frozen; "
         "with a number embeddings are frozen, too",
+    )
+    lora: LoRAConfig | None = Field(
+        None, description="low-rank matrices that are trained in place of the encoder's weights"
     )
 
     @model_validator(mode="after")
@@ -127,6 +146,9 @@ class ImageConfig(Config):
         "all",
         description="number of the last blocks that are trained, 0: the tower is frozen; "
         "with a number embeddings are frozen, too",
+    )
+    lora: LoRAConfig | None = Field(
+        None, description="low-rank matrices that are trained in place of the tower's weights"
     )
 
     @model_validator(mode="after")
@@ -301,6 +323,10 @@ class ModelConfig(Config):
     @model_validator(mode="after")
     def _fits(self) -> ModelConfig:
         for name, part in (("text", self.text), ("image", self.image)):
+            if part.lora and part.trainable != "all":
+                raise ValueError(
+                    f"{name}.lora freezes the tower's own weights; leave {name}.trainable at all"
+                )
             if part.architecture is None and part.width % part.heads:
                 raise ValueError(f"{name}.width {part.width} is not a multiple of its heads")
         if self.text.width != self.image.width:

@@ -24,6 +24,7 @@ from vlp.models.config import ModelConfig
 from vlp.models.pretrained.load import LoadReport, copy_weights, resample_positions
 from vlp.models.pretrained.position_tables import carry_encodings
 from vlp.models.towers.image import fit_image_tower
+from vlp.models.towers.lora import merged_lora
 from vlp.models.vlp import VLPModel
 
 # What one model may have and another may lack: encodings and token projections.
@@ -63,7 +64,7 @@ def save_pretrained(
     Args:
         folder: made if missing.
         config: sizes of the model.
-        state: full weights and buffers of a `VLPModel`, by name.
+        state: full weights and buffers of a `VLPModel`, by name; low-rank ones are merged.
         text: tokenizer.
         preprocess: evaluation transform.
         heads: weights of pretraining's heads, by name.
@@ -72,6 +73,7 @@ def save_pretrained(
     folder.mkdir(parents=True, exist_ok=True)
     text.save(folder)
     preprocess.save(folder)
+    state, config = merged_lora(state, config)
     # A loaded folder needs no public weights: they are part of its own.
     plain = config.model_dump(mode="json")
     for part in ("text", "image", "cross"):

@@ -14,6 +14,7 @@ from vlp.data.text.tokenizer import TextProcessor
 from vlp.models.config import ModelConfig
 from vlp.models.folder import CONFIG, Loaded, local_folder, read_heads, start_from
 from vlp.models.pretrained.load import LoadReport
+from vlp.models.towers.lora import add_lora
 from vlp.models.vlp import VLPModel
 
 
@@ -46,6 +47,7 @@ def start_parts(start: str, changes: Mapping[str, Any]) -> tuple[Loaded, LoadRep
     model = VLPModel(config)
     try:
         report = start_from(model, folder)
+        add_lora(model)
         heads = read_heads(folder)
     except (FileNotFoundError, ValueError) as error:
         raise ConfigError(f"start: {error}") from error

@@ -16,6 +16,7 @@ from vlp.data.text.tokenizer import TextProcessor
 from vlp.models.config import ModelConfig
 from vlp.models.folder import save_pretrained, start_from
 from vlp.models.pretrained.load import load_public_weights
+from vlp.models.towers.lora import add_lora
 from vlp.models.vlp import VLPModel
 from vlp.objectives.config import ObjectivesConfig
 from vlp.objectives.running_quantile import move_threshold
@@ -62,6 +63,8 @@ class Pretraining(PlainTask):
             self.weight_reports = [] if model else load_public_weights(self.model)
             if init_from is not None:
                 self.weight_reports.append(start_from(self.model, init_from))
+            if model is None:
+                add_lora(self.model)
         except (FileNotFoundError, ValueError) as error:
             raise ConfigError(str(error)) from error
         self.objectives: dict[str, Objective] = {}

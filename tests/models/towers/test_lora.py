@@ -1,0 +1,120 @@
+"""Low-rank adaptation: trained beside frozen weights, and merged in the model folder."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pydantic import ValidationError
+from tests_support import TINY_MODEL, tiny_text
+
+import vlp
+from vlp.config import ConfigError
+from vlp.data.image.transforms import Preprocessing
+from vlp.models.config import ModelConfig
+from vlp.models.folder import save_pretrained
+from vlp.models.towers import lora
+from vlp.models.towers.lora import add_lora, merged_lora
+from vlp.models.vlp import VLPModel
+from vlp.training.optimiser import parameter_groups
+
+TIMM = {
+    "architecture": "vit_small_patch14_reg4_dinov2",
+    "architecture_options": {"embed_dim": 24, "depth": 2, "num_heads": 2},
+    **{"patch_size": 14, "image_size": 28, "width": 16, "lora": {"rank": 2, "alpha": 3}},
+}
+BERT = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "intermediate_size": 32, "max_position_embeddings": 16}  # fmt: skip
+SIDES = {
+    "own": {"text": TINY_MODEL["text"] | {"lora": {}}, "image": TINY_MODEL["image"] | {"lora": {}}},
+    "from outside": {
+        "text": {
+            "architecture": {"model_type": "bert", **BERT},
+            **{"vocab_size": 64, "width": 16, "max_tokens": 12, "lora": {"rank": 3}},
+        },
+        "image": TIMM,
+    },
+}
+
+
+def model(**sides):
+    torch.manual_seed(0)
+    return VLPModel(ModelConfig.model_validate(TINY_MODEL | sides)).eval()
+
+
+def outputs(built):
+    side = built.config.image.image_size
+    pixels = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(1))
+    ids, mask = torch.arange(12)[None], torch.ones(1, 12, dtype=torch.bool)
+    return [built.image_encoder(pixels), built.text_encoder(ids, mask)]
+
+
+@pytest.mark.parametrize("sides", SIDES.values(), ids=SIDES)
+def test_low_rank_weights_alone_are_trained_and_a_folder_needs_none(sides, tmp_path):
+    pytest.importorskip("peft")
+    built = model(**sides)
+    before = {name: tensor.clone() for name, tensor in built.state_dict().items()}
+    plain = outputs(built)
+    add_lora(built)
+    assert all(torch.equal(*pair) for pair in zip(plain, outputs(built)))
+    for group in parameter_groups(built, 0.1, None, 0.5):
+        for parameter in group["params"]:
+            parameter.data.add_(0.1 * torch.randn_like(parameter))
+    trained = outputs(built)
+    assert not any(torch.allclose(*pair, atol=1e-2) for pair in zip(plain, trained))
+    save_pretrained(tmp_path, built.config, built.state_dict(), tiny_text(), Preprocessing(16))
+    loaded = vlp.load(tmp_path).model
+    assert loaded.config.text.lora is None
+    assert loaded.config.image.lora is None
+    for mine, theirs in zip(outputs(loaded), trained):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+    towers = ("text_encoder.", "image_encoder.")
+    moved = {
+        name.rpartition(".")[0].rpartition(".")[2]
+        for name, tensor in loaded.state_dict().items()
+        if name.startswith(towers) and not torch.equal(tensor, before[name])
+    }
+    assert moved <= {"query", "value", "qkv", "projection", "adapter"}
+    assert {"query", "qkv", "projection"} <= moved
+
+
+def test_unknown_targets_are_refused():
+    pytest.importorskip("peft")
+    image = TINY_MODEL["image"] | {"lora": {"targets": ["nothing"]}}
+    with pytest.raises(ConfigError, match=r"image\.lora\.targets nothing"):
+        add_lora(model(image=image))
+
+
+def test_missing_peft_is_named(monkeypatch):
+    monkeypatch.setattr(lora, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"text\.lora needs peft"):
+        add_lora(model(text=TINY_MODEL["text"] | {"lora": {}}))
+    add_lora(model())  # nothing is asked of it
+
+
+def test_merged_weights_are_sums_by_hand():
+    config = model(image=TINY_MODEL["image"] | {"lora": {"rank": 2, "alpha": 6}}).config
+    base, low, high = torch.randn(4, 5), torch.randn(2, 5), torch.randn(4, 2)
+    name = "image_encoder.vit.blocks.0.attn.qkv"
+    state = {
+        f"{name}.base_layer.weight": base,
+        f"{name}.base_layer.bias": base[0],
+        f"{name}.lora_A.default.weight": low,
+        f"{name}.lora_B.default.weight": high,
+        "match_head.weight": base,
+    }
+    merged, plain = merged_lora(state, config)
+    assert plain.image.lora is None
+    assert merged.keys() == {f"{name}.weight", f"{name}.bias", "match_head.weight"}
+    by_hand = torch.tensor(
+        [
+            [base[i, j] + 3 * sum(high[i, r] * low[r, j] for r in range(2)) for j in range(5)]
+            for i in range(4)
+        ]
+    )
+    torch.testing.assert_close(merged[f"{name}.weight"], by_hand)
+    assert torch.equal(merged["match_head.weight"], base)
+
+
+def test_lora_beside_trained_blocks_is_refused():
+    with pytest.raises(ValidationError, match=r"leave image\.trainable at all"):
+        model(image=TINY_MODEL["image"] | {"lora": {}, "trainable": 1})

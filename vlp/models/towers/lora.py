@@ -1,0 +1,78 @@
+"""Low-rank adaptation (LoRA) of towers by peft: trained beside frozen weights, merged if saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+
+from torch import Tensor
+
+from vlp.config import ConfigError
+from vlp.models.config import ModelConfig
+from vlp.models.vlp import VLPModel
+
+_BASE, _LOW, _HIGH = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
+
+
+def add_lora(model: VLPModel) -> None:
+    """Add low-rank matrices to the towers whose configuration has `lora`, once weights are loaded.
+
+    All else of these towers is frozen. The matrices start at zero effect.
+
+    Raises:
+        ConfigError: peft is not installed, or `targets` name no linear layer of the tower.
+    """
+    for side, encoder, settings in (
+        ("text", model.text_encoder, model.config.text.lora),
+        ("image", model.image_encoder, model.config.image.lora),
+    ):
+        if settings is None:
+            continue
+        if find_spec("peft") is None:
+            raise ConfigError(f"{side}.lora needs peft: pip install 'vlp[lora]'")
+        from peft import LoraConfig, inject_adapter_in_model
+
+        trained = [p for name, p in encoder.named_parameters() if name.startswith(encoder.AFTER)]
+        targets = list(settings.targets)
+        wanted = LoraConfig(
+            r=settings.rank,
+            lora_alpha=settings.alpha,
+            target_modules=targets,
+            exclude_modules=list(encoder.AFTER),
+        )
+        try:
+            inject_adapter_in_model(wanted, encoder)
+        except ValueError as error:
+            raise ConfigError(f"{side}.lora.targets {', '.join(targets)}: {error}") from error
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+def merged_lora(
+    state: Mapping[str, Tensor], config: ModelConfig
+) -> tuple[dict[str, Tensor], ModelConfig]:
+    """Add low-rank matrices to the weights beside which they were trained.
+
+    Args:
+        state: of a model after `add_lora`, full weights by name.
+        config: of the model.
+
+    Returns:
+        The state and the configuration of a model without `lora` that computes the same.
+    """
+    sides = {"text_encoder.": config.text.lora, "image_encoder.": config.image.lora}
+    merged: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        if name.endswith((_LOW, _HIGH)):
+            continue
+        module, base, kind = name.rpartition(_BASE)
+        lora = next((one for side, one in sides.items() if name.startswith(side)), None)
+        if base and kind == "weight" and lora is not None:
+            product = state[module + _HIGH].float() @ state[module + _LOW].float()
+            tensor = tensor + (lora.alpha / lora.rank * product).to(tensor)
+        merged[f"{module}.{kind}" if base else name] = tensor
+    parts = {
+        side: part.model_copy(update={"lora": None})
+        for side, part in (("text", config.text), ("image", config.image))
+    }
+    return merged, config.model_copy(update=parts)
