@@ -119,6 +119,28 @@ def test_transformers_reads_the_same_ids(text: TextProcessor, tmp_path: Path) ->
     assert theirs.model_max_length == 10
 
 
+def test_robertas_special_tokens_are_read_and_saved(tmp_path: Path) -> None:
+    from tokenizers import ByteLevelBPETokenizer, processors
+    from transformers import AutoTokenizer
+
+    names = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(CAPTIONS, vocab_size=300, special_tokens=names)
+    tokenizer = Tokenizer.from_str(trained.to_str())
+    tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
+    text = TextProcessor(tokenizer, 40)
+    assert (text.cls_id, text.pad_id, text.sep_id, text.unk_id, text.mask_id) == (0, 1, 2, 3, 4)
+    ours = text(CAPTIONS)
+    assert ours.text_ids[:, 0].tolist() == [0, 0, 0]
+    assert not (ours.word_mask & torch.isin(ours.text_ids, torch.tensor([0, 1, 2]))).any()
+    text.save(tmp_path)
+    assert torch.equal(TextProcessor.load(tmp_path, 40)(CAPTIONS).text_ids, ours.text_ids)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    padding = {"padding": "max_length", "truncation": True, "max_length": 40}
+    assert torch.equal(theirs(CAPTIONS, return_tensors="pt", **padding)["input_ids"], ours.text_ids)
+    assert theirs.mask_token_id == 4
+
+
 def test_nothing_usable_to_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"neither tokenizer\.json nor vocab\.txt"):
         TextProcessor.load(tmp_path, 8)

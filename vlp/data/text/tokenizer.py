@@ -17,6 +17,8 @@ from vlp.config import ConfigError
 
 # Ids 0-4, in this order, in every vocabulary trained here.
 PAD, UNK, CLS, SEP, MASK = SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+# The same as RoBERTa, XLM-R and MPNet name them.
+_OTHERS = dict(zip(SPECIALS, ("<pad>", "<unk>", "<s>", "</s>", "<mask>")))
 
 
 class TextTokens(NamedTuple):
@@ -35,7 +37,8 @@ class TextProcessor:
     """Turns captions into ids of a fixed length; too long ones are cut, keeping [SEP].
 
     Args:
-        tokenizer: a BERT-like tokenizer that knows the five special tokens; it is copied.
+        tokenizer: a BERT-like tokenizer that knows the five special tokens, by BERT's names or by
+            RoBERTa's; it is copied.
         max_tokens: length of every row, [CLS] and [SEP] included.
 
     `vocab_size` is the largest id and one; `pad_id`, `unk_id`, `cls_id`, `sep_id` and `mask_id` are
@@ -47,9 +50,9 @@ class TextProcessor:
 
     def __init__(self, tokenizer: Tokenizer, max_tokens: int) -> None:
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-        _require_specials(vocabulary)
+        self._names = _special_names(vocabulary)
         self.max_tokens = max_tokens
-        ids = {name: vocabulary[name] for name in SPECIALS}
+        ids = {name: vocabulary[own] for name, own in self._names.items()}
         # Rows that an embedding table needs; asking the library copies the whole vocabulary.
         self.vocab_size: int = max(vocabulary.values()) + 1
         self.pad_id: int = ids[PAD]
@@ -65,7 +68,9 @@ class TextProcessor:
         self._plain.no_padding()
         self._tokenizer = Tokenizer.from_str(self._plain.to_str())
         self._tokenizer.enable_truncation(max_tokens)
-        self._tokenizer.enable_padding(length=max_tokens, pad_id=self.pad_id, pad_token=PAD)
+        self._tokenizer.enable_padding(
+            length=max_tokens, pad_id=self.pad_id, pad_token=self._names[PAD]
+        )
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -104,18 +109,21 @@ class TextProcessor:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self._plain.save(str(folder / "tokenizer.json"))
-        by_id = sorted(self._plain.get_vocab(with_added_tokens=True).items(), key=lambda x: x[1])
-        lines = "".join(f"{token}\n" for token, _ in by_id)
-        (folder / "vocab.txt").write_text(lines, encoding="utf-8")
-        settings = {
-            "tokenizer_class": "BertTokenizer",
-            "do_lower_case": True,
+        settings: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        if tuple(self._names.values()) == SPECIALS:
+            vocabulary = self._plain.get_vocab(with_added_tokens=True)
+            lines = "".join(
+                f"{token}\n" for token in sorted(vocabulary, key=vocabulary.__getitem__)
+            )
+            (folder / "vocab.txt").write_text(lines, encoding="utf-8")
+            settings = {"tokenizer_class": "BertTokenizer", "do_lower_case": True}
+        settings |= {
             "model_max_length": self.max_tokens,
-            "pad_token": PAD,
-            "unk_token": UNK,
-            "cls_token": CLS,
-            "sep_token": SEP,
-            "mask_token": MASK,
+            "pad_token": self._names[PAD],
+            "unk_token": self._names[UNK],
+            "cls_token": self._names[CLS],
+            "sep_token": self._names[SEP],
+            "mask_token": self._names[MASK],
         }
         text = json.dumps(settings, indent=2) + "\n"
         (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
@@ -145,7 +153,7 @@ class TextProcessor:
 
 def bert_tokenizer(vocabulary: dict[str, int]) -> Tokenizer:
     """Return BERT's lower-casing WordPiece tokenizer over a vocabulary of token -> id."""
-    _require_specials(vocabulary)
+    _special_names(vocabulary)
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=UNK))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -198,10 +206,13 @@ def train_wordpiece(captions: Iterable[str], vocab_size: int) -> Tokenizer:
     return bert_tokenizer(tokenizer.get_vocab())
 
 
-def _require_specials(vocabulary: dict[str, int]) -> None:
-    missing = [name for name in SPECIALS if name not in vocabulary]
+def _special_names(vocabulary: dict[str, int]) -> dict[str, str]:
+    """Return the names that a vocabulary has for BERT's special tokens."""
+    own = {name: name if name in vocabulary else _OTHERS[name] for name in SPECIALS}
+    missing = [name for name in SPECIALS if own[name] not in vocabulary]
     if missing:
         raise ConfigError(f"the vocabulary has no {', '.join(missing)}; it is not BERT-like")
+    return own
 
 
 def _from_hub(name: str) -> str:
