@@ -26,6 +26,7 @@ from vlp.training.config import PretrainConfig
 def build(config: PretrainConfig) -> tuple[Any, Any]:
     """The pretraining task and its data."""
     from vlp.data.pretrain.loader import PretrainData
+    from vlp.models.tower_key import require_frozen_tower
     from vlp.tasks.pretraining import Pretraining
 
     training = config.training
@@ -41,6 +42,7 @@ def build(config: PretrainConfig) -> tuple[Any, Any]:
         training.log_every,
         config.init_from,
     )
+    require_frozen_tower(data.features, task.model)
     if distributed.rank() == 0:
         for report in task.weight_reports:
             print(report, flush=True)

@@ -14,6 +14,7 @@ import argparse
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from data_tools.features.write_features import FeatureWriter, Written
 from vlp import distributed
@@ -69,9 +70,13 @@ def _writer(config: PretrainConfig, arguments: argparse.Namespace) -> FeatureWri
     sources = [ShardIndex.open(source.path, cache) for source in config.data.sources]
     device = distributed.default_device()
     model = _model(config).to(device)
-    tower = model.image_encoder.tower
+    encoder = model.image_encoder
     preprocessing = Preprocessing(config.model.image.image_size, *config.model.image.statistics)
     side = preprocessing.image_size
+
+    def tower(pixels: Tensor) -> Tensor:
+        return encoder.pooled(encoder.tower(pixels))
+
     with torch.no_grad():
         tokens, width = tower(torch.zeros(1, 3, side, side, device=device)).shape[1:]
     key = tower_key(model)

@@ -46,6 +46,10 @@ def retrieval(
             "replace it"
         ),
     ] = None,
+    features: Annotated[
+        Path | None,
+        Option(metavar="FOLDER", help="stored features of the shards' images, by the same tower"),
+    ] = None,
     **measured: Any,
 ) -> Any:
     """Image-text retrieval: recall in both directions.
@@ -57,7 +61,11 @@ def retrieval(
     if rerank_by is not None and not rerank:
         raise typer.BadParameter("--rerank-by says how to re-rank: give --rerank K too")
     return evaluate_retrieval(
-        load_model(model), rerank=rerank, rerank_by=rerank_by or "sum", **measured
+        load_model(model),
+        rerank=rerank,
+        rerank_by=rerank_by or "sum",
+        features=features,
+        **measured,
     )
 
 

@@ -157,7 +157,9 @@ class Encoder:
         for position in range(len(self.samples))[self._rows(block)]:
             sample = self.samples.read(position)
             if isinstance(sample, CaptionedSample):
-                pixels.append(self.loaded.preprocess(sample.image))
+                image: Any = sample.image
+                is_stored = isinstance(image, Tensor)
+                pixels.append(image if is_stored else self.loaded.preprocess(image))
                 captions.append(sample.captions)
                 identities.append(sample.identity)
             else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from PIL import Image
 
@@ -22,6 +22,7 @@ class EvaluationError(ValueError):
 class CaptionedSample(NamedTuple):
     """One image with its captions.
 
+    image is decoded, or where features are stored the image tower's output (tokens, width);
     identity is equal for samples that show the same image (same source and image_id); key is
     that of its shard.
     """
@@ -76,7 +77,7 @@ class Samples:
             captions = captions_of(raw.annotation)
             if not captions:
                 raise BadSample("no text", where)
-            image = decode_image(raw.image, where)
+            image = self._image(self._places[position], raw.image, where)
         except BadSample as bad:
             return SkippedSample(bad.kind, bad.where)
         image_id = raw.annotation.image_id
@@ -85,6 +86,10 @@ class Samples:
         else:
             identity = (raw.annotation.source or self.folders[folder], image_id)
         return CaptionedSample(image, captions, raw.annotation, identity, raw.key)
+
+    def _image(self, place: tuple[int, int, int], data: bytes, where: str) -> Any:
+        """Decode the image at (folder, shard, sample)."""
+        return decode_image(data, where)
 
 
 def count_kinds(skipped: Sequence[SkippedSample]) -> dict[str, int]:

@@ -21,9 +21,11 @@ from evaluation.core.samples import EvaluationError, kinds_in_words
 from evaluation.core.work_sharding import Ranks
 from evaluation.retrieval.retrieval_rows import KeyedSamples, query_rows
 from evaluation.retrieval.two_stages import DIRECTIONS, Direction, ranks_of_right
+from vlp.data.features.store import StoredFeatures
 from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
 from vlp.metrics.recall import RECALL_AT, chance_recall
 from vlp.models.folder import Loaded
+from vlp.models.tower_key import require_tower
 
 Stage = Literal["dual", "rerank"]
 _ARROWS = {"text_to_image": "text → image", "image_to_text": "image → text"}
@@ -121,6 +123,7 @@ def evaluate_retrieval(
     memory: int = 2 * GIBIBYTE,
     resamples: int = 1000,
     progress: bool = False,
+    features: str | Path | None = None,
 ) -> RetrievalResult:
     """Recall of a model on all pairs of some shards; the same for any number of ranks.
 
@@ -146,17 +149,22 @@ def evaluate_retrieval(
         memory: bytes of token states kept for re-ranking, for images and for captions each.
         resamples: bootstrap draws over images.
         progress: bars on the first rank.
+        features: folder with stored features of the shards' images by the model's frozen tower
+            (`vlp data features`); no image is decoded then.
 
     Raises:
         EvaluationError: there is nothing to evaluate, or rerank is negative.
-        ConfigError: a shard folder cannot be read.
+        ConfigError: a shard folder cannot be read, or the features are of another tower or other
+            shards.
     """
     if rerank < 0:
         raise EvaluationError(f"rerank {rerank}: the number of candidates cannot be negative")
     ranks = Ranks.current()
     if temperature is None:
         temperature = loaded.model.temperature().item()
-    samples = KeyedSamples(shards, limit)
+    stored = None if features is None else StoredFeatures(features)
+    require_tower(stored, loaded.model)
+    samples = KeyedSamples(shards, limit, stored, loaded.preprocess)
     quiet = not (progress and ranks.first)
     with evaluating(loaded.model, device) as torch_device:
         encoder = Encoder(

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from evaluation.core.encoder import Collection
 from evaluation.core.samples import CaptionedSample, Samples
 from evaluation.core.work_sharding import Ranks
+from vlp.data.features.store import SourceFeatures, StoredFeatures
+from vlp.data.image.transforms import Preprocessing
 from vlp.data.shards.bad_samples import SkippedSample
 
 Images = Mapping[tuple[str, str], str]
@@ -19,10 +21,28 @@ Images = Mapping[tuple[str, str], str]
 
 
 class KeyedSamples(Samples):
-    """Samples that remember whose images were read on this rank."""
+    """Samples that remember whose images were read on this rank.
 
-    def __init__(self, folders: Sequence[str | Path], limit: int | None = None) -> None:
+    Args:
+        folders, limit: as of `Samples`.
+        features: in place of decoded images, where they are stored; plain views.
+        preprocessing: that these were made with.
+
+    Raises:
+        ConfigError: the features are of other shards, or were made otherwise.
+    """
+
+    def __init__(
+        self,
+        folders: Sequence[str | Path],
+        limit: int | None,
+        features: StoredFeatures | None,
+        preprocessing: Preprocessing,
+    ) -> None:
         super().__init__(folders, limit)
+        self._stored: list[SourceFeatures] | None = None
+        if features is not None:
+            self._stored = features.require(preprocessing, self._indices)
         self._seen: dict[int, tuple[tuple[str, str], str]] = {}
 
     def read(self, position: int) -> CaptionedSample | SkippedSample:
@@ -31,6 +51,13 @@ class KeyedSamples(Samples):
         if isinstance(sample, CaptionedSample):
             self._seen[position] = sample.identity, sample.key
         return sample
+
+    def _image(self, place: tuple[int, int, int], data: bytes, where: str) -> Any:
+        if self._stored is None:
+            return super()._image(place, data, where)
+        folder, shard, sample = place
+        self._stored[folder].views(shard, sample, False, where)  # says where there is no image
+        return self._stored[folder].read(shard, sample, view=0)
 
     def images(self, ranks: Ranks) -> Images:
         """The images that all ranks together have read."""

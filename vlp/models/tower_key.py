@@ -1,23 +1,59 @@
-"""What tells one image tower from another: its settings, and a checksum of its weights."""
+"""What tells one image tower from another, and whether stored features are a model's own."""
 
 from __future__ import annotations
 
 import hashlib
+from math import prod
 
 import torch
 
+from vlp.config import ConfigError
 from vlp.data.features.header import TowerKey
+from vlp.data.features.store import StoredFeatures
 from vlp.models.vlp import VLPModel
 
 # All else of the configuration is in the weights, or comes after the tower.
-_SETTINGS = {"architecture", "image_size", "patch_size", "width", "layers", "heads", "intermediate"}
+_OF_A_TOWER = {"architecture", "architecture_options", "image_size", "patch_size"}
+_OF_OUR_VIT = {"image_size", "patch_size", "width", "layers", "heads", "intermediate"}
 
 
 def tower_key(model: VLPModel) -> TowerKey:
-    """Return the key of a model's image tower, as its weights are now."""
+    """Return the settings of a model's image tower, and a checksum of its weights as they are."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.image_encoder.vit.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    settings = model.config.image.model_dump(mode="json", include=_SETTINGS, exclude_none=True)
-    return TowerKey(settings, digest.hexdigest())
+    config = model.config.image
+    settings = _OF_A_TOWER if config.architecture else _OF_OUR_VIT
+    return TowerKey(config.model_dump(mode="json", include=settings), digest.hexdigest())
+
+
+def require_tower(features: StoredFeatures | None, model: VLPModel) -> None:
+    """Require that stored features, if there are any, are those of a model's image tower.
+
+    Raises:
+        ConfigError: they are another one's, or pooled otherwise than the model's.
+    """
+    if features is None:
+        return
+    features.require_tower(tower_key(model))
+    config, tokens = model.config.image, features.header.tokens
+    if tokens not in (1 + prod(config.tower_grid), 1 + prod(config.grid)):
+        raise ConfigError(
+            f"{features.folder}: holds {tokens} tokens of an image, and image.pool {config.pool} "
+            f"asks for {1 + prod(config.grid)}; make a folder with this image.pool, or with 1"
+        )
+
+
+def require_frozen_tower(features: StoredFeatures | None, model: VLPModel) -> None:
+    """Require the same of a model that is trained, and that its tower is frozen.
+
+    Raises:
+        ConfigError: errors of `require_tower`, or the tower is trained.
+    """
+    if features is not None and not model.image_encoder.frozen:
+        raise ConfigError(
+            "data.features holds what the image tower gives now, and training would change the "
+            "tower; set model.image.trainable=0"
+        )
+    require_tower(features, model)

@@ -161,6 +161,11 @@ class PretrainConfig(DeepSpeedRunConfig):
                 f"objectives.mim.output is cross, and layout {layout} has no image stream; only "
                 "ace has one"
             )
+        if mim and self.data.features is not None:
+            raise ValueError(
+                "objectives.mim regresses pixels, and data.features gives none; set "
+                "objectives.mim=null or data.features=null"
+            )
         if mim:
             _require_maskable(self.model.image)
         batch, streams = self.training.batch, self.data.canonical_streams

@@ -12,9 +12,9 @@ import torch
 from made_shards import encoded, photo
 
 from vlp.config import ConfigError, load_config
-from vlp.data.config import AugmentConfig
 from vlp.data.features.header import HEADER_NAME, TowerKey
 from vlp.data.features.store import FLIPPED, StoredFeatures
+from vlp.data.image.transforms import Preprocessing
 from vlp.data.pretrain.loader import PretrainData
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_index import ShardIndex, ShardWriter
@@ -46,7 +46,7 @@ def test_only_the_pixels_differ(shards, configuration, make_features, tmp_path, 
     config = configuration(shards, captions="all", workers=workers)
     out = make_features(config, tmp_path / "out", "--views", 3)
     plain, cached = data_of(config), data_of(config, f"data.features={out}")
-    stored = StoredFeatures(out).require(16, data_of(config).config.augment, cached.sources)[0]
+    stored = StoredFeatures(out).require(Preprocessing(16), cached.sources)[0]
     seen, skipped = set(), []
     for (one, consumed), (other, also) in zip(plain.batches(stop_after=9), cached.batches()):
         assert consumed == also
@@ -177,9 +177,9 @@ def test_sources_may_be_fewer_and_in_another_order(
     out = make_features(config, tmp_path / "out")
     features = StoredFeatures(out)
     here = [ShardIndex.open(folder) for folder in (second, first)]
-    found = features.require(16, AugmentConfig(), here)
+    found = features.require(Preprocessing(16), here)
     assert [source.number for source in found] == [1, 0]
-    assert [source.number for source in features.require(16, AugmentConfig(), here[:1])] == [1]
+    assert [source.number for source in features.require(Preprocessing(16), here[:1])] == [1]
 
 
 def test_features_need_an_index(configuration, tmp_path):

@@ -20,6 +20,7 @@ from torch import Tensor
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig
 from vlp.data.features.header import MAKE, FeatureHeader, TowerKey, shards_sha256
+from vlp.data.image.transforms import Preprocessing
 from vlp.data.shards.lru import LRUCache
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.shard_index import ShardIndex
@@ -49,20 +50,27 @@ class StoredFeatures:
         self.header = FeatureHeader.read(self.folder)
 
     def require(
-        self, image_size: int, augment: AugmentConfig, indices: Sequence[ShardIndex]
+        self,
+        preprocessing: Preprocessing,
+        indices: Sequence[ShardIndex],
+        augment: AugmentConfig | None = None,
     ) -> list[SourceFeatures]:
         """Return the features of each index's samples.
 
         Args:
-            image_size: side in pixels that they must have been made at.
-            augment: that of their views from the second on.
+            preprocessing: that they must have been made with.
             indices: of the shards; a part of the folder's sources, in any order.
+            augment: that of their views from the second on; None asks for none of these.
 
         Raises:
             ConfigError: they were made otherwise or of other shards, or are not complete.
         """
-        wanted: dict[str, Any] = {"image_size": image_size}
-        if self.header.augment is not None:
+        wanted: dict[str, Any] = {
+            "image_size": preprocessing.image_size,
+            "mean": [*preprocessing.mean],
+            "std": [*preprocessing.std],
+        }
+        if augment is not None and self.header.augment is not None:
             wanted["augment"] = augment.model_dump(mode="json")
         self.header.require(self.folder, wanted)
         return [self._of(index) for index in indices]

@@ -73,7 +73,7 @@ class PretrainData(OrderedData):
         self.features = features = None
         if config.features is not None:
             self.features = StoredFeatures(config.features)
-            features = self.features.require(inputs.image_size, config.augment, self.sources)
+            features = self.features.require(self.preprocessing, self.sources, config.augment)
         self.captioned = CaptionedSamples(
             self.sources or cast("Sequence[ShardIndex]", self.listed),
             config.captions == "all",

@@ -17,6 +17,7 @@ from vlp.data.config import DataConfig
 from vlp.data.pretrain.loader import PretrainData
 from vlp.data.stream.input_spec import Inputs
 from vlp.models.folder import Loaded, save_pretrained
+from vlp.models.tower_key import require_frozen_tower
 from vlp.objectives.config import ObjectivesConfig
 from vlp.objectives.contrastive.sample_groups import require_whole_groups
 from vlp.tasks.downstream.registry import DownstreamTask, TaskCard, register_task
@@ -131,7 +132,9 @@ def pairs(config: PairsConfig, parts: Loaded, batch: int, seed: int) -> Pretrain
         text.vocab_size,
         statistics=statistics,
     )
-    return PretrainData(config.data, inputs, batch, seed, parts.text)
+    data = PretrainData(config.data, inputs, batch, seed, parts.text)
+    require_frozen_tower(data.features, parts.model)
+    return data
 
 
 def build(
