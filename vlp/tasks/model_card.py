@@ -17,7 +17,7 @@ import yaml
 from safetensors import SafetensorError, safe_open
 
 from vlp.io import write_text
-from vlp.models.config import ModelConfig
+from vlp.models.config import ImageConfig, ModelConfig, TextConfig
 from vlp.models.folder import CONFIG, HEADS, RESULTS, WEIGHTS, read_config
 from vlp.models.vlp import VLPModel
 from vlp.tasks.downstream.registry import TaskCard, get_task
@@ -188,8 +188,9 @@ def _model(folder: Path, config: ModelConfig) -> str:
         rows.append(("heads beside it", f"{heads:,}"))
     text, image, cross = config.text, config.image, config.cross
     said = [
-        f"Texts: {text.layers} layers of width {text.width}, {text.vocab_size:,} word pieces, up "
-        f"to {text.max_tokens} tokens. Images: {image.layers} layers of width {image.width}, "
+        f"Texts: {model.text_encoder.depth} layers{_of_tower(text)} of width {text.width}, "
+        f"{text.vocab_size:,} word pieces, up to {text.max_tokens} tokens. Images: "
+        f"{model.image_encoder.depth} layers{_of_tower(image)} of width {image.width}, "
         f"{image.image_size} px in patches of {image.patch_size} px. Cross-modal: {cross.layers} "
         f"layers, layout `{cross.layout}`, position {_listed(cross.position) or 'none'}"
         + (
@@ -200,6 +201,13 @@ def _model(folder: Path, config: ModelConfig) -> str:
         _table(("part", "parameters"), rows),
     ]
     return "\n\n".join(said)
+
+
+def _of_tower(config: TextConfig | ImageConfig) -> str:
+    """Say what a tower from outside is."""
+    kind = config.architecture
+    name = kind.get("model_type") if isinstance(kind, Mapping) else kind
+    return f" of `{name}`" if name else ""
 
 
 def _training(folder: Path) -> str:

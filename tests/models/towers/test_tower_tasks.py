@@ -16,6 +16,7 @@ from vlp.data.scenes.annotation import annotation
 from vlp.data.scenes.distinct import distinct_scenes
 from vlp.data.scenes.render import encode_png, render
 from vlp.data.shards.shard_index import ShardWriter
+from vlp.data.stream.batch import Batch
 from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
 from vlp.models.config import ModelConfig
 from vlp.models.decoder.answer_decoder import AnswerDecoder, AnswerDecoderConfig
@@ -23,8 +24,11 @@ from vlp.models.decoder.init_decoder import start_decoder
 from vlp.models.folder import save_pretrained
 from vlp.models.itm_scorer import ITMScorer
 from vlp.models.vlp import VLPModel
+from vlp.objectives.config import ObjectivesConfig
 from vlp.tasks.downstream import pair_classification
 from vlp.tasks.downstream.init_from import start_parts
+from vlp.tasks.model_card import model_card
+from vlp.tasks.pretraining import Pretraining
 
 TEXT = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
         "intermediate_size": 32, "max_position_embeddings": 32}  # fmt: skip
@@ -133,3 +137,52 @@ def test_answers_are_not_written_by_a_tower(tmp_path):
     decoder = AnswerDecoder(AnswerDecoderConfig(), model.config, torch.nn.Linear(16, 64))
     with pytest.raises(ConfigError, match=r"text\.architecture: answers and captions"):
         start_decoder(decoder, model)
+
+
+def test_model_card_names_the_towers(tmp_path):
+    card = model_card(tower_folder(tmp_path, tiny_text()))
+    assert "Texts: 1 layers of `bert` of width 16" in card
+    assert "Images: 2 layers of `vit_small_patch14_reg4_dinov2` of width 16" in card
+
+
+def counted(monkeypatch, vit, passes):
+    """Note every pass of a tower."""
+    forward = vit.forward_features
+
+    def noted(pixels):
+        passes.append(len(pixels))
+        return forward(pixels)
+
+    monkeypatch.setattr(vit, "forward_features", noted)
+
+
+def test_frozen_tower_runs_once_for_student_and_teacher(monkeypatch):
+    sizes = TINY_MODEL | {"image": IMAGE | {"trainable": 0}}
+    objectives = {"mim": None, "itm": {"group": 4}, "teacher": {"queue": 8}}
+    losses = []
+    for stored in (False, True):
+        torch.manual_seed(0)
+        task = Pretraining(
+            ModelConfig.model_validate(sizes), ObjectivesConfig.model_validate(objectives), "-"
+        )
+        passes = []
+        for model in (task.model, task.teacher.average.module["model"]):
+            counted(monkeypatch, model.image_encoder.vit, passes)
+        pixels = torch.randn(4, 3, 56, 56, generator=torch.Generator().manual_seed(5))
+        ids, mask, words = tiny_text()(["a red star", "a blue circle", "a square", "a red cross"])
+        batch = Batch(
+            pixels=task.model.image_encoder.tower(pixels) if stored else pixels,
+            text_ids=ids,
+            attention_mask=mask,
+            word_mask=words,
+            mlm_ids=ids,
+            mlm_labels=torch.where(words, ids, -100),
+            mim_mask=torch.zeros(4, 2, 2, dtype=torch.bool),
+            image_ids=torch.arange(4),
+            uniform=torch.full((4, 2), 0.5).double(),
+            valid=torch.ones(4, dtype=torch.bool),
+            sample_ids=torch.arange(4),
+        )
+        losses.append(task(batch, 0).loss)
+        assert passes == [4]
+    assert torch.equal(*losses)

@@ -23,23 +23,27 @@ class TrainableTower(nn.Module):
     blocks: str
     frozen: bool = False
 
+    @property
+    def depth(self) -> int:
+        """Return the number of blocks."""
+        return len(self.get_submodule(self.blocks))  # type: ignore[arg-type]
+
     def layer_distances(self) -> dict[str, int]:
         """Return how far each parameter of the tower lies below its top, by name.
 
         Norms after the last block have 0, the last block 1, the one before 2, embeddings one more
         than the first block (the layer ids of BEiT's layer-wise rates, counted from the top).
         """
-        count = len(self.get_submodule(self.blocks))  # type: ignore[arg-type]
         block = re.compile(rf"{re.escape(self.blocks)}\.(\d+)\.")
         distances: dict[str, int] = {}
         for name, _ in self.named_parameters():
             if name.startswith(self.AFTER):
                 continue
             if within := block.match(name):
-                distances[name] = count - int(within[1])
+                distances[name] = self.depth - int(within[1])
             else:
                 is_top = "norm" in name.lower() and 1 in distances.values()
-                distances[name] = 0 if is_top else count + 1
+                distances[name] = 0 if is_top else self.depth + 1
         return distances
 
     def restrict(self, trainable: Trainable, key: str) -> None:
@@ -50,9 +54,8 @@ class TrainableTower(nn.Module):
         """
         if trainable == "all":
             return
-        count = len(self.get_submodule(self.blocks))  # type: ignore[arg-type]
-        if trainable > count:
-            raise ConfigError(f"{key} is {trainable}, and the tower has {count} blocks")
+        if trainable > self.depth:
+            raise ConfigError(f"{key} is {trainable}, and the tower has {self.depth} blocks")
         parameters = dict(self.named_parameters())
         for name, distance in self.layer_distances().items():
             parameters[name].requires_grad_(trainable > 0 and distance <= trainable)

@@ -98,6 +98,9 @@ class Pretraining(PlainTask):
     def _encode(self, batch: Batch, step: int) -> Step:
         """Run both encoders on the unmasked batch, and the teacher."""
         with record_function("pass/clean"):
+            encoder = self.model.image_encoder
+            if encoder.frozen and batch.pixels.ndim == 4:  # the teacher's tower is the same
+                batch = batch._replace(pixels=encoder.tower(batch.pixels))
             image = self.model.encode_image(batch.pixels)
             text = self.model.encode_text(batch.text_ids, batch.attention_mask, batch.word_mask)
         taught = None
