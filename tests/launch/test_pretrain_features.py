@@ -12,9 +12,12 @@ import torch
 from launch_lab import Lab
 from safetensors.torch import load_file
 
+import vlp
 from data_tools.__main__ import main
 from launch.pretrain import build
 from vlp.config import ConfigError, load_config
+from vlp.data.features.store import StoredFeatures
+from vlp.models.tower_key import require_tower
 from vlp.training.config import PretrainConfig
 
 COMMAND = ranks.ROOT / "launch" / "pretrain.py"
@@ -67,6 +70,7 @@ def test_a_resumed_run_is_bitwise_the_same(lab, features):
         load_file(run / "checkpoints" / "step_4" / "weights.safetensors") for run in (whole, again)
     )
     assert all(torch.equal(first[name], last[name]) for name in first | last)
+    require_tower(StoredFeatures(features), vlp.load(whole / "model").model)
 
 
 @pytest.mark.parametrize(
