@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_tools.builder.build_shards import build_shards
-from data_tools.builder.manifest import print_manifest
 from data_tools.builder.options import build_options
 from data_tools.builder.sample_spec import Refused, SampleSpec
 from data_tools.sources.archives import unpacked
@@ -55,6 +53,10 @@ def make_corpus(
     Raises:
         ConfigError: a place cannot be read, or OUT not written.
     """
+    # Here, so that help needs neither NumPy nor Pillow.
+    from data_tools.builder.build_shards import build_shards
+    from data_tools.builder.manifest import print_manifest
+
     options = build_options(arguments)
     options = options._replace(licence=options.licence or licence)
     if settings is None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from data_tools.builder.reencode import Prepared
 from vlp.data.schema import Annotation, Expression, Word
+
+if TYPE_CHECKING:
+    from data_tools.builder.reencode import Prepared
 
 OUTSIDE, CUT = "box outside its image", "box cut at the edge of its image (kept)"
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from typer.core import TyperGroup
 
+from data_tools.__main__ import COMMANDS
 from launch import demo
 from launch.cli.main import commands, main
 
@@ -64,6 +65,33 @@ def test_help_is_answered_without_pytorch(arguments):
     code, said = without_torch(*arguments, "--help")
     assert code == 0
     assert said.lower().startswith(f"usage: {' '.join(('vlp', *arguments[:1]))}")
+
+
+CONVERTERS = [
+    name
+    for name, (package, _) in COMMANDS.items()
+    if package.startswith("converters.") or name == "features"
+]
+HELP = """
+import contextlib, os, sys
+from launch.cli.main import main
+for name in sys.argv[1:]:
+    with contextlib.redirect_stdout(open(os.devnull, "w")), contextlib.suppress(SystemExit):
+        main(["data", name, "--help"])
+assert "vlp.config" in sys.modules
+print(*{"PIL", "fsspec", "numpy", "torch"}.intersection(sys.modules))
+"""
+
+
+def test_help_of_converters_loads_nothing_that_handles_images():
+    loaded = subprocess.run(
+        [sys.executable, "-c", HELP, *CONVERTERS],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert loaded.stdout.split() == []
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from data_tools.builder.options import add_build_arguments
 from data_tools.builder.sample_spec import Refused, SampleSpec
 from data_tools.sources.annotation_rows import Faults, Row, json_lines, line_count, parsed
 from vlp.data.schema import Annotation
-from vlp.data.shards.shard_index import IMAGES
+from vlp.data.shards.sample_files import IMAGES
 
 TRUTH = {"true": True, "false": False}
 LICENCE = "annotations CC BY 4.0; the images' copyright stays with their owners"

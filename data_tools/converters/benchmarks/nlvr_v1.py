@@ -19,8 +19,7 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
-
-from PIL import Image
+from typing import TYPE_CHECKING
 
 from data_tools.builder.build_benchmark import Rows, convert, key_of
 from data_tools.builder.options import add_build_arguments
@@ -29,9 +28,11 @@ from data_tools.converters.benchmarks.nlvr2 import TRUTH
 from data_tools.sources.annotation_rows import Faults, Row, json_lines, line_count, parsed
 from data_tools.sources.image_sources import ImageLocation, Originals
 from vlp.config import ConfigError
-from vlp.data.image.decode import decode_image
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 PERMUTATIONS = tuple(itertools.permutations(range(3)))
 """Box i of the image of permutation k is box `PERMUTATIONS[k][i]` of permutation 0's."""
@@ -65,6 +66,8 @@ class PermutedPlace(ImageLocation):
             BadSample: it cannot be read, or has another size than NLVR's, so its boxes are
                 elsewhere.
         """
+        from vlp.data.image.decode import decode_image
+
         image = decode_image(super().read(), str(self.path))
         if image.size != SIZE:
             size = f"{image.width} x {image.height} pixels, NLVR's have 400 x 100"

@@ -23,7 +23,6 @@ from data_tools.builder.caption_cleaning import add_caption_arguments, clean_cap
 from data_tools.builder.options import add_build_arguments
 from data_tools.builder.sample_spec import Refused, SampleSpec
 from data_tools.builder.take_down import TakeDown
-from data_tools.converters.corpora.img2dataset import Downloads
 from data_tools.sources.image_sources import Originals
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation
@@ -103,6 +102,8 @@ def run_web(arguments: argparse.Namespace, web: WebList) -> int:
     if arguments.urls_only:
         return _write_urls(arguments, web, rows)
     if arguments.img2dataset:
+        from data_tools.converters.corpora.img2dataset import Downloads
+
         arguments.images = arguments.img2dataset
         originals: Callable[[Sequence[Path]], Originals] = partial(
             Downloads, processes=arguments.processes

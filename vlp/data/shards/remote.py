@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import fsspec
 import numpy as np
 
 from vlp.config import ConfigError
@@ -137,6 +136,8 @@ def connected(url: str) -> tuple[Any, str]:
     Raises:
         ConfigError: its protocol is not known, or the package it needs is not installed.
     """
+    import fsspec
+
     protocol = url.split("://")[0]
     options: dict[str, Any] = {}
     try:

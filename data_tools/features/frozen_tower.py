@@ -1,0 +1,89 @@
+"""A frozen tower as a pretraining configuration describes it, ready to write its features."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from data_tools.features.write_features import FeatureWriter
+from vlp import distributed
+from vlp.config import ConfigError
+from vlp.data.features.header import FeatureHeader, FeatureSource, shards_sha256
+from vlp.data.image.transforms import Preprocessing, TrainTransform
+from vlp.data.shards.cache import ShardCache
+from vlp.data.shards.sample_files import KINDS
+from vlp.data.shards.shard_index import ShardIndex
+from vlp.models.folder import start_from
+from vlp.models.pretrained.load import load_public_weights
+from vlp.models.tower_key import tower_key
+from vlp.models.vlp import VLPModel
+from vlp.training.config import PretrainConfig
+
+
+def feature_writer(config: PretrainConfig, arguments: argparse.Namespace) -> FeatureWriter:
+    """Return the writer of a configuration's features; the tower is on this rank's device.
+
+    Args:
+        config: names the shards, the tower and the augmentation.
+        arguments: of the command `features`.
+
+    Raises:
+        ConfigError: the weights or shards cannot be read, or do not fit.
+    """
+    settings = config.data.cache
+    cache = None if settings is None else ShardCache(settings.folder, settings.limit)
+    sources = [ShardIndex.open(source.path, cache) for source in config.data.sources]
+    device = distributed.default_device()
+    model = _model(config).to(device)
+    encoder = model.image_encoder
+    preprocessing = Preprocessing(config.model.image.image_size, *config.model.image.statistics)
+    side = preprocessing.image_size
+
+    def tower(pixels: Tensor) -> Tensor:
+        return encoder.pooled(encoder.tower(pixels))
+
+    with torch.no_grad():
+        tokens, width = tower(torch.zeros(1, 3, side, side, device=device)).shape[1:]
+    key = tower_key(model)
+    header = FeatureHeader(
+        tower=key.settings,
+        weights=key.weights,
+        image_size=side,
+        mean=preprocessing.mean,
+        std=preprocessing.std,
+        augment=config.data.augment if arguments.views > 1 else None,
+        views=arguments.views,
+        seed=config.training.seed,
+        precision=arguments.precision,
+        dtype=arguments.dtype,
+        tokens=tokens,
+        width=width,
+        kinds=KINDS,
+        sources=tuple(
+            FeatureSource(
+                name=Path(source.path).name,
+                shards=len(index.shards),
+                samples=index.shards.total,
+                index=shards_sha256(index.shards),
+            )
+            for source, index in zip(config.data.sources, sources)
+        ),
+    )
+    transform = TrainTransform(config.data.augment, preprocessing)
+    return FeatureWriter(arguments.out, header, tower, device, sources, transform)
+
+
+def _model(config: PretrainConfig) -> VLPModel:
+    """Return the model as pretraining starts it."""
+    torch.manual_seed(config.training.seed)
+    try:
+        model = VLPModel(config.model)
+        load_public_weights(model)
+        if config.init_from is not None:
+            start_from(model, config.init_from)
+    except (FileNotFoundError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    return model.eval()
