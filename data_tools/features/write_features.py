@@ -15,7 +15,7 @@ from tqdm import tqdm
 from data_tools.features.view_blocks import SampleBlock, ViewBlocks, Views
 from vlp import distributed
 from vlp.config import ConfigError
-from vlp.data.features.header import HEADER_NAME, FeatureHeader
+from vlp.data.features.header import HEADER_NAME, FeatureHeader, TowerKey
 from vlp.data.features.store import BAD, CODE_DTYPE, FILE_DTYPES, array_start, file_paths, is_whole
 from vlp.data.image.transforms import TrainTransform
 from vlp.data.shards.shard_index import ShardIndex
@@ -100,7 +100,9 @@ class FeatureWriter:
         try:
             if (self.folder / HEADER_NAME).exists():
                 there = FeatureHeader.read(self.folder)
-                there.require(self.folder, self.header.model_dump(mode="json"))
+                there.require_tower(self.folder, TowerKey(self.header.tower, self.header.weights))
+                wanted = self.header.model_dump(mode="json", exclude={"tower"})
+                there.require(self.folder, wanted)
             elif self.folder.exists() and any(self.folder.iterdir()):
                 return f"--out {self.folder}: holds something else; name another folder", []
             else:

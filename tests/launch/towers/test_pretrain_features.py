@@ -78,6 +78,8 @@ def test_a_resumed_run_is_bitwise_the_same(lab, features):
     [
         ("model.image.trainable=1", "set model.image.trainable=0"),
         ("training.seed=1", "weights is '"),
+        ("model.image.architecture=vit_small_patch14_dinov2", "tower.architecture is 'vit"),
+        ("model.image.architecture_options.depth=3", "tower.architecture_options.depth is 2 there"),
         ("model.image.image_size=28", "image_size is 56 there, 28 here"),
         ("model.image.mean=[0, 0, 0]", "mean is [0.485, 0.456, 0.406] there, [0.0, 0.0, 0.0] here"),
         ("objectives.mim={}", "objectives.mim regresses pixels, and data.features gives none"),

@@ -106,12 +106,14 @@ class FeatureHeader(_HeaderPart):
             ) from error
 
     def require_tower(self, folder: Path, tower: TowerKey) -> None:
-        """Require that the features are those of a tower.
+        """Require that the features are those of a tower; a setting that is missing here is empty.
 
         Raises:
             ConfigError: they are another one's.
         """
-        self.require(folder, {"tower": tower.settings, "weights": tower.weights})
+        known = {name: self.tower.get(name, {}) for name in tower.settings}
+        self._refuse(folder, _difference("tower", known, tower.settings))
+        self.require(folder, {"weights": tower.weights})
 
     def require(self, folder: Path, wanted: dict[str, Any]) -> None:
         """Require values of some fields, given as JSON has them.
@@ -121,11 +123,14 @@ class FeatureHeader(_HeaderPart):
         """
         own = self.model_dump(mode="json")
         for name, value in wanted.items():
-            if difference := _difference(name, own[name], value):
-                raise ConfigError(
-                    f"{folder}: holds features of another kind: {difference}; make a folder that "
-                    f"fits with: {MAKE}"
-                )
+            self._refuse(folder, _difference(name, own[name], value))
+
+    def _refuse(self, folder: Path, difference: str | None) -> None:
+        if difference is not None:
+            raise ConfigError(
+                f"{folder}: holds features of another kind: {difference}; make a folder that fits "
+                f"with: {MAKE}"
+            )
 
 
 def shards_sha256(shards: ShardTable) -> str:
