@@ -83,6 +83,29 @@ def finetune(
     return run(config, task, changes, resume)
 
 
+@app.command(cls=Command)
+def align(
+    config: Config,
+    out: Annotated[Path, Option(metavar="DIR", help="model folder to write")],
+    epochs: Annotated[int, Option(parser=positive, metavar="N", help="passes over the pairs")] = 1,
+    shrinkage: Annotated[
+        float, Option(metavar="X", help="of covariances, as a share of the mean variance")
+    ] = 0.1,
+    overrides: Overrides = None,
+) -> int:
+    """Align two pretrained towers without training.
+
+    The contrastive projections are solved in closed form, by canonical correlation over the pairs
+    of a pretraining configuration; pretrain from the folder with init_from=DIR.
+
+    \b
+      vlp align --config configs/pretrain/from_towers.yaml --out runs/aligned
+    """
+    from launch.align import run_align
+
+    return run_align(config, out, epochs, shrinkage, list(overrides or ()))
+
+
 def finetune_script(task: str) -> int:
     """Run `vlp finetune TASK` in this process with the script's arguments."""
     return run_app(app, "vlp", ["finetune", task, "--ranks", "1", *sys.argv[1:]])

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from vlp.config import Config, ConfigError
 from vlp.data.image.transforms import MEAN, RGB, STD
+from vlp.models.pooling import Pooling
 from vlp.positions import CROSS_MODAL, acts_on_tokens, list_positions
 from vlp.positions.windows import patch_reach, text_reach
 
@@ -67,6 +68,11 @@ class TextConfig(Config):
     weights: str | None = Field(
         None,
         description="folder, file or hub name of a public BERT, or with architecture of that model",
+    )
+    pooling: Pooling = Field(
+        "cls",
+        description="what the contrastive projection reads: [CLS], the mean of the tokens, or both "
+        "side by side",
     )
     trainable: Trainable = Field(
         "all",
@@ -141,6 +147,11 @@ class ImageConfig(Config):
         None,
         description="timm model name, a folder or hub name of timm's or transformers' form, or a "
         ".pth/.safetensors file",
+    )
+    pooling: Pooling = Field(
+        "cls",
+        description="what the contrastive projection reads: [CLS], the mean of the patches, or both "
+        "side by side",
     )
     trainable: Trainable = Field(
         "all",
@@ -329,6 +340,11 @@ class ModelConfig(Config):
                 )
             if part.architecture is None and part.width % part.heads:
                 raise ValueError(f"{name}.width {part.width} is not a multiple of its heads")
+            if part.pooling == "cls+mean" and not self.token_projection:
+                raise ValueError(
+                    f"{name}.pooling cls+mean needs token_projection: its projection reads two "
+                    "states, a token is one"
+                )
         if self.text.width != self.image.width:
             raise ValueError(
                 "the cross-modal encoder needs text.width equal to image.width, not "

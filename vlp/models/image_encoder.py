@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vlp.layers.fused import fuse_by_device
 from vlp.models.config import ImageConfig
+from vlp.models.pooling import pooled_width
 from vlp.models.towers.image import create_image_tower
 from vlp.models.towers.trainable import TrainableTower
 
@@ -38,7 +39,7 @@ class ImageEncoder(TrainableTower):
         super().__init__()
         self.config = config
         self.vit = create_image_tower(config) if config.architecture else _own_vit(config)
-        self.projection = nn.Linear(config.width, embed_dim)
+        self.projection = nn.Linear(pooled_width(config.pooling, config.width), embed_dim)
         width: int = self.vit.num_features  # type: ignore[assignment]
         self.adapter = nn.Identity() if width == config.width else nn.Linear(width, config.width)
         self.restrict(config.trainable, "image.trainable")

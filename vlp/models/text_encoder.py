@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from vlp.layers.post_norm import PostNormLayer
 from vlp.layers.text_embedding import TextEmbedding
 from vlp.models.config import TextConfig
+from vlp.models.pooling import pooled_width
 from vlp.models.towers.text import blocks_of, create_text_tower
 from vlp.models.towers.trainable import TrainableTower
 
@@ -40,7 +41,7 @@ class TextEncoder(TrainableTower):
             self.tower = create_text_tower(config)
             self.blocks = f"tower.{blocks_of(self.tower)}"
             width = self.tower.config.hidden_size  # type: ignore[union-attr, assignment]
-        self.projection = nn.Linear(config.width, embed_dim)
+        self.projection = nn.Linear(pooled_width(config.pooling, config.width), embed_dim)
         self.adapter = nn.Identity() if width == config.width else nn.Linear(width, config.width)
         self.restrict(config.trainable, "text.trainable")
 

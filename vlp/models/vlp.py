@@ -14,6 +14,7 @@ from vlp.models.config import ModelConfig
 from vlp.models.cross_encoder import CrossEncoder, PairIndices
 from vlp.models.features import CrossFeatures, ImageFeatures, TextFeatures
 from vlp.models.image_encoder import ImageEncoder, PatchEdit
+from vlp.models.pooling import pool_states
 from vlp.models.text_encoder import TextEncoder
 from vlp.models.towers.text import with_architecture
 from vlp.positions import CROSS_MODAL
@@ -59,7 +60,7 @@ class VLPModel(nn.Module):
             _initialise(wider, self.image_encoder.vit.get_submodule("blocks"))
         _initialise(wider, self.cross_encoder)
         for projection in self._projections():
-            nn.init.normal_(projection.weight, std=width**-0.5)
+            nn.init.normal_(projection.weight, std=projection.in_features**-0.5)
             if projection.bias is not None:
                 nn.init.zeros_(projection.bias)
         fixed = config.cross.anchor.threshold
@@ -77,7 +78,7 @@ class VLPModel(nn.Module):
         projection = self.image_encoder.projection
         return ImageFeatures(
             states=states,
-            feature=_unit(projection(states[:, 0])),
+            feature=_unit(projection(pool_states(states, self.config.image.pooling))),
             tokens=_unit(self._token_projection("image")(states[:, 1:])),
         )
 
@@ -92,9 +93,10 @@ class VLPModel(nn.Module):
             word_mask: (B, N) bool, True = a real word piece (no [CLS], [SEP], padding).
         """
         states = self.text_encoder(text_ids, attention_mask)
+        pooled = pool_states(states, self.config.text.pooling, attention_mask)
         return TextFeatures(
             states=states,
-            feature=_unit(self.text_encoder.projection(states[:, 0])),
+            feature=_unit(self.text_encoder.projection(pooled)),
             tokens=_unit(self._token_projection("text")(states)),
             attention_mask=attention_mask,
             word_mask=word_mask,

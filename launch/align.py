@@ -1,0 +1,98 @@
+"""Align two pretrained towers without training: contrastive projections in closed form.
+
+    vlp align --config configs/pretrain/from_towers.yaml --out runs/aligned
+    vlp train --config configs/pretrain/from_towers.yaml init_from=runs/aligned
+
+Reads the pairs of a pretraining configuration once or several times, and writes a model folder
+whose projections are the regularised canonical correlation of the pooled states. Its recall is what
+any training of the same towers must beat.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from launch.pretrain import build
+from vlp import distributed
+from vlp.config import ConfigError, load_config
+from vlp.models.pooling import pool_states
+from vlp.models.vlp import VLPModel
+from vlp.objectives.contrastive.canonical import Affine, PairMoments, canonical_projections
+from vlp.training.config import PretrainConfig
+
+
+@torch.no_grad()
+def align(
+    config: PretrainConfig, out: Path, epochs: int = 1, shrinkage: float = 0.1
+) -> tuple[int, VLPModel]:
+    """Write the model folder of a configuration with aligned projections.
+
+    Args:
+        config: model and data; its objectives and training say nothing, but for the batch.
+        out: model folder, made if missing.
+        epochs: passes over the data; with `captions: one` each draws another caption and view.
+        shrinkage: as `canonical_projections` takes it.
+
+    Returns:
+        The number of pairs, and the model.
+
+    Raises:
+        ConfigError: the data or the towers cannot be used.
+    """
+    task, data = build(config)
+    model: VLPModel = task.model.eval()
+    device = distributed.default_device()
+    model.to(device)
+    image, text = model.image_encoder, model.text_encoder
+    moments = PairMoments(image.projection.in_features, text.projection.in_features)
+    total = data.batches_left(0, epochs)
+    stream = data.batches(stop_after=total)
+    for batch, _ in tqdm(stream, total=total, unit="batch", leave=False, disable=None):
+        there = batch.to(device)
+        with task.autocast(device):
+            patches = image(there.pixels)
+            words = text(there.text_ids, there.attention_mask)
+        pooled = (
+            pool_states(patches.float(), config.model.image.pooling),
+            pool_states(words.float(), config.model.text.pooling, there.attention_mask),
+        )
+        moments.add(*(side[there.valid] for side in pooled))
+    try:
+        solved = canonical_projections(moments, config.model.embed_dim, shrinkage)
+    except ValueError as error:
+        raise ConfigError(f"data.sources: {error}") from error
+    mean = moments.mean_and_covariance()[0].split(
+        [moments.x_channels, text.projection.in_features]
+    )
+    tokens = (model.image_tokens, model.text_tokens) if config.model.token_projection else ()
+    for layer, found in zip((image.projection, text.projection), solved):
+        layer.weight.copy_(found.weight)
+        layer.bias.copy_(found.bias)
+    for layer, found, centre in zip(tokens, solved, mean):
+        _project_tokens(layer, found, centre)
+    task.save_model(out, task.state_dict())
+    return moments.count, model
+
+
+def _project_tokens(layer: nn.Linear, found: Affine, centre: Tensor) -> None:
+    """Start a bias-free projection of tokens (D, width) from that of the pooled states.
+
+    Of [CLS] and mean side by side the mean's half is taken: the mean's projection is the mean of
+    the tokens' projections. What all tokens share is projected to zero, as a bias would do.
+    """
+    weight, centre = found.weight[:, -layer.in_features :], centre[-layer.in_features :]
+    shared = centre / centre.norm().clamp(min=torch.finfo(centre.dtype).tiny)
+    layer.weight.copy_(weight - torch.outer(weight @ shared, shared))
+
+
+def run_align(path: Path, out: Path, epochs: int, shrinkage: float, overrides: list[str]) -> int:
+    """Align as a configuration file says, and print what was done; returns the exit code."""
+    distributed.prepare_environment()
+    config = load_config(path, PretrainConfig, overrides)
+    count, _ = align(config, out, epochs, shrinkage)
+    print(f"{out}: projections aligned on {count:,} pairs")
+    return 0

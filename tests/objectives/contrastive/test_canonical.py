@@ -1,0 +1,71 @@
+"""Canonical projections against a slow reference, and what they promise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vlp.objectives.contrastive.canonical import PairMoments, canonical_projections
+
+
+def pairs(count=400, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shared = torch.randn(count, 3, generator=generator, dtype=torch.float64)
+    mixed = [
+        torch.cat([shared, torch.randn(count, 4, generator=generator, dtype=torch.float64)], 1)
+        @ torch.randn(7, channels, generator=generator, dtype=torch.float64)
+        + 5
+        for channels in (6, 5)
+    ]
+    return mixed[0], mixed[1]
+
+
+def solved(x, y, channels, shrinkage, parts=1):
+    moments = PairMoments(x.shape[1], y.shape[1])
+    for one, other in zip(x.chunk(parts), y.chunk(parts)):
+        moments.add(one, other)
+    return canonical_projections(moments, channels, shrinkage)
+
+
+def test_directions_solve_the_generalised_eigenproblem():
+    """Written out: Cxy (Cyy + r)^-1 Cyx w = rho^2 (Cxx + r) w, and norms are rho w' (C + r) w."""
+    x, y = pairs()
+    left, _ = solved(x, y, 5, 0.2)
+    cx, cy = x - x.mean(0), y - y.mean(0)
+    xx, yy, xy = cx.T @ cx / len(x), cy.T @ cy / len(y), cx.T @ cy / len(x)
+    xx += 0.2 * xx.diagonal().mean() * torch.eye(6, dtype=xx.dtype)
+    yy += 0.2 * yy.diagonal().mean() * torch.eye(5, dtype=yy.dtype)
+    for weight in left.weight:
+        squared = (weight @ xx @ weight).item()  # rho^2, as directions have length rho
+        found = xy @ torch.linalg.inv(yy) @ xy.T @ weight
+        assert found == pytest.approx((squared * (xx @ weight)).numpy(), abs=1e-9)
+    assert (left.weight @ x.T).mean(1) + left.bias == pytest.approx(0, abs=1e-9)
+
+
+def test_parts_of_the_data_and_wider_spaces_change_nothing():
+    x, y = pairs()
+    for whole, parts in zip(solved(x, y, 4, 0.1), solved(x, y, 4, 0.1, parts=7)):
+        # A direction's sign is free; both sides share it.
+        products = [layer.weight.T @ layer.weight for layer in (whole, parts)]
+        assert products[0] == pytest.approx(products[1].numpy(), abs=1e-9)
+    wide, narrow = solved(x, y, 9, 0.1)[0], solved(x, y, 5, 0.1)[0]
+    assert wide.weight[:5].abs() == pytest.approx(narrow.weight.abs().numpy(), abs=1e-9)
+    assert not wide.weight[5:].any()
+
+
+def test_pairs_of_other_data_are_found_again():
+    x, y = pairs(count=2000)
+    left, right = solved(x[:1800], y[:1800], 5, 0.01)
+    one, other = x[1800:] @ left.weight.T + left.bias, y[1800:] @ right.weight.T + right.bias
+    cosine = torch.nn.functional.normalize(one) @ torch.nn.functional.normalize(other).T
+    rank = (cosine > cosine.diagonal()[:, None]).sum(1)
+    assert rank.float().median() < 10  # of 200
+
+
+def test_a_constant_channel_does_no_harm_and_one_pair_is_refused():
+    x, y = pairs()
+    x[:, 0] = 3.0
+    for layer in solved(x, y, 4, 0.1):
+        assert layer.weight.isfinite().all() and layer.bias.isfinite().all()
+    with pytest.raises(ValueError, match="1 pairs have no covariance"):
+        solved(x[:1], y[:1], 4, 0.1)
