@@ -150,8 +150,8 @@ class ImageConfig(Config):
     )
     pooling: Pooling = Field(
         "cls",
-        description="what the contrastive projection reads: [CLS], the mean of the patches, or both "
-        "side by side",
+        description="what the contrastive projection reads: [CLS], the mean of the patches, or "
+        "both side by side",
     )
     trainable: Trainable = Field(
         "all",

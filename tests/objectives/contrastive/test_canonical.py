@@ -66,6 +66,7 @@ def test_a_constant_channel_does_no_harm_and_one_pair_is_refused():
     x, y = pairs()
     x[:, 0] = 3.0
     for layer in solved(x, y, 4, 0.1):
-        assert layer.weight.isfinite().all() and layer.bias.isfinite().all()
+        assert layer.weight.isfinite().all()
+        assert layer.bias.isfinite().all()
     with pytest.raises(ValueError, match="1 pairs have no covariance"):
         solved(x[:1], y[:1], 4, 0.1)
