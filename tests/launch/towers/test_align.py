@@ -1,0 +1,64 @@
+"""Aligned projections: a model folder that ranks pairs better than its start, without training."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from launch_lab import Lab
+
+import vlp
+from launch.align import align
+from launch.cli.main import main
+from launch.pretrain import build
+from vlp.config import ConfigError, load_config
+from vlp.training.config import PretrainConfig
+
+POOLED = ("model.image.pooling=cls+mean", "model.text.pooling=cls+mean")
+
+
+def settings(lab: Lab, *more: str) -> PretrainConfig:
+    _, path, *overrides = lab.arguments("aligned", *POOLED, "training.precision=float32", *more)
+    return load_config(path, PretrainConfig, overrides)
+
+
+def similarity(config: PretrainConfig, model: torch.nn.Module) -> torch.Tensor:
+    """Cosines of the first captions (rows) with the first images."""
+    _, data = build(config)
+    batch = next(data.batches())[0].to("cpu")
+    with torch.no_grad():
+        text = model.encode_text(batch.text_ids, batch.attention_mask, batch.word_mask)
+        return text.feature @ model.encode_image(batch.pixels).feature.T
+
+
+def test_the_folder_ranks_pairs_above_chance_and_pretraining_starts_from_it(lab, tmp_path):
+    config = settings(lab)
+    count, _ = align(config, tmp_path / "model", epochs=2)
+    assert count == 400
+    model = vlp.load(tmp_path / "model").model
+    assert model.image_encoder.projection.in_features == 64
+    cosines = similarity(config, model)
+    # Trained on these very pairs, two random encoders hold enough to tell them apart.
+    own, others = cosines.diagonal().mean(), cosines.mean()
+    assert own > others + 0.2
+    untrained = similarity(config, build(config)[0].model.eval())
+    assert own - others > untrained.diagonal().mean() - untrained.mean() + 0.2
+    started, _ = build(settings(lab, f"init_from={tmp_path / 'model'}"))
+    assert torch.equal(started.model.image_tokens.weight, model.image_tokens.weight)
+
+
+def test_what_all_tokens_share_is_projected_to_zero(lab, tmp_path):
+    _, model = align(settings(lab), tmp_path / "model")
+    rank = torch.linalg.matrix_rank(model.text_tokens.weight)
+    assert rank < min(model.text_tokens.weight.shape)
+
+
+def test_both_parts_side_by_side_need_projections_of_tokens(lab):
+    with pytest.raises(ConfigError, match=r"cls\+mean needs token_projection"):
+        settings(lab, "model.token_projection=false")
+
+
+def test_the_command_says_what_it_did(lab, tmp_path, capsys):
+    arguments = lab.arguments("aligned", *POOLED)
+    assert main(["align", *arguments, "--out", str(tmp_path / "model")]) == 0
+    assert "aligned on 200 pairs" in capsys.readouterr().out
+    assert (tmp_path / "model" / "model.safetensors").is_file()
