@@ -65,9 +65,7 @@ def align(
         solved = canonical_projections(moments, config.model.embed_dim, shrinkage)
     except ValueError as error:
         raise ConfigError(f"data.sources: {error}") from error
-    mean = moments.mean_and_covariance()[0].split(
-        [moments.x_channels, text.projection.in_features]
-    )
+    mean = moments.mean_and_covariance()[0].split([moments.x_channels, text.projection.in_features])
     tokens = (model.image_tokens, model.text_tokens) if config.model.token_projection else ()
     for layer, found in zip((image.projection, text.projection), solved):
         layer.weight.copy_(found.weight)
