@@ -1,9 +1,10 @@
 """Ablations: every variant is trained with several seeds, evaluated, and compared in tables.
 
 With a corpus, as in configs/ablation/cross_position.yaml, the scenes are generated, the backbones
-pretrained if there are any, and each variant pretrained, from nothing or from its backbone. Without
-one, as in configs/ablation/sape_cifar10.yaml, `launch/train_vision.py` trains each variant. A run
-that is finished is never done again, one that was cut off goes on.
+pretrained if there are any, and each variant pretrained, from nothing or from its backbone. With
+`measured`, as in configs/ablation/flickr8k_towers.yaml, each variant is pretrained on images of
+one's own. With neither, as in configs/ablation/sape_cifar10.yaml, `launch/train_vision.py` trains
+each variant. A run that is finished is never done again, one that was cut off goes on.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from data_tools.generate.scenes import CORPUS_VERSION
 from evaluation.ablations.config import AblationConfig, CorpusConfig, StageConfig, VariantConfig
+from evaluation.ablations.measures import evaluate_cross_modal, evaluate_images, evaluate_vision
 from evaluation.ablations.runs import Results, Run, do_runs, finished, plain, portable
 from vlp.config import ConfigError
 from vlp.data.scenes.sample import Variety
@@ -28,24 +29,25 @@ def plan(
 ) -> tuple[list[Run], list[Run]]:
     """List all runs: the backbones, then the variants that start from them.
 
+    A variant with `minutes` is left out until the run that tells its steps is finished.
+
     Args:
         config: the ablation.
         source: its file, which stage configurations are relative to.
         only: these variants; none means all.
     """
-    chosen = {name: v for name, v in config.variants.items() if not only or name in only}
-    used = {variant.backbone for variant in chosen.values()}
+    pairs = config.runs(only)
+    used = {config.variants[name].backbone for name, _ in pairs}
     backbones = [
         _run(config, source, config.pretraining, "backbone", name, backbone, seed)
         for name, backbone in config.backbones.items()
         if name in used and config.pretraining is not None
         for seed in config.seeds
     ]
-    # Seed by seed, so that an interrupted ablation has whole seeds to compare.
     variants = [
         _run(config, source, config.training, "variant", name, variant, seed)
-        for seed in config.seeds
-        for name, variant in chosen.items()
+        for name, seed in pairs
+        if (variant := _with_steps(config, source, name)) is not None
     ]
     return backbones, variants
 
@@ -55,6 +57,7 @@ def run_ablation(
     source: Path,
     only: Sequence[str] = (),
     say: Callable[[str], object] = print,
+    kept: Collection[tuple[str, int]] | None = None,
 ) -> Results:
     """Do whatever is still to be done; returns the results by (variant, seed).
 
@@ -63,22 +66,30 @@ def run_ablation(
         source: its file, which stage configurations are relative to.
         only: variants to train now; none means all.
         say: gets a line for each run.
+        kept: the only (variant, seed) to do, as a budget keeps them; None is all.
 
     Raises:
         ConfigError: there is no checkout to train from, `only` names an unknown variant, a folder
             holds a run of other settings, or a training failed (its log is named).
     """
-    if unknown := sorted(set(only) - set(config.variants)):
-        known = ", ".join(config.variants)
-        raise ConfigError(f"unknown variants {', '.join(unknown)}; there are {known}")
+    pairs = config.runs(only)
     evaluate = partial(evaluate_vision, limit=config.limit)
     if config.corpus is not None:
         _make_corpus(config.corpus, say)
         evaluate = partial(evaluate_cross_modal, corpus=Path(config.corpus.folder))
+    elif config.measured is not None:
+        evaluate = partial(evaluate_images, measured=config.measured)
+    wanted = [pair for pair in pairs if kept is None or pair in kept]
     backbones, variants = plan(config, source, only)
     if backbones:
         do_runs(backbones, config.jobs, None, say)
-    do_runs(variants, config.jobs, evaluate, say)
+    do_runs([run for run in variants if _pair(run) in wanted], config.jobs, evaluate, say)
+    if any(config.variants[name].minutes for name, _ in wanted):
+        # Now that runs at equal steps have told how long a step takes.
+        runs = {_pair(run): run for run in plan(config, source, only)[1]}
+        do_runs([runs[pair] for pair in wanted if pair in runs], config.jobs, evaluate, say)
+        for name in dict.fromkeys(name for name, seed in wanted if (name, seed) not in runs):
+            say(f"  {name} was not trained: it needs the first run of {config.timed_by(name)}")
     return results(config, source)
 
 
@@ -88,9 +99,28 @@ def results(config: AblationConfig, source: Path) -> Results:
     for run in plan(config, source)[1]:
         result = finished(run)
         if result is not None:
-            name, _, seed = run.name.rpartition("/")
-            found[name.removeprefix("variant/"), int(seed)] = result
+            found[_pair(run)] = result
     return found
+
+
+def _pair(run: Run) -> tuple[str, int]:
+    name, _, seed = run.name.rpartition("/")
+    return name.removeprefix("variant/"), int(seed)
+
+
+def _with_steps(config: AblationConfig, source: Path, name: str) -> VariantConfig | None:
+    """Return a variant, its `minutes` as steps, or None where a step's seconds are not known."""
+    variant = config.variants[name]
+    timed_by = config.timed_by(name)
+    if variant.minutes is None or timed_by is None:
+        return variant
+    twin = config.variants[timed_by]
+    first = _run(config, source, config.training, "variant", timed_by, twin, config.seeds[0])
+    cost = (finished(first) or {}).get("training")
+    if cost is None:
+        return None
+    steps = max(1, round(60 * variant.minutes * cost["steps"] / cost["seconds"]))
+    return variant.model_copy(update={"overrides": {**variant.overrides, "training.steps": steps}})
 
 
 def _run(
@@ -105,12 +135,15 @@ def _run(
     shared = portable(source.parent / stage.config)
     overrides = {**stage.overrides, **variant.overrides}
     if config.corpus is None:
-        settings = {
+        settings: dict[str, object] = {
             "config": shared,
             "overrides": {**overrides, "training.seed": seed},
-            "limit": config.limit,
         }
         folder = Path(config.output) / name / str(seed)
+        if config.measured is not None:
+            settings["measured"] = config.measured.model_dump()
+            return Run(f"{name}/{seed}", folder, plain(settings))
+        settings["limit"] = config.limit
         return Run(f"{name}/{seed}", folder, plain(settings), "train_vision.py")
     corpus = Path(config.corpus.folder)
     overrides |= {
@@ -129,52 +162,6 @@ def _run(
     }
     folder = Path(config.output) / kind / name / str(seed)
     return Run(f"{kind}/{name}/{seed}", folder, plain(settings))
-
-
-def evaluate_vision(model: Path, threads: int, limit: int | None) -> dict[str, float]:
-    """Evaluate a folder of `train_vision.py` on `limit` test samples of its task."""
-    import torch
-
-    from evaluation.vision import evaluate_folder
-
-    torch.set_num_threads(threads)
-    return evaluate_folder(model, limit)
-
-
-def evaluate_cross_modal(model: Path, threads: int, corpus: Path) -> dict[str, float]:
-    """Evaluate swaps in three views, recall at 1, pointing and paths on held-out scenes.
-
-    All figures are percent, but the spread of paths, which is in patches and tokens.
-    """
-    import torch
-
-    import vlp
-    from evaluation.probes.pointing import evaluate_pointing
-    from evaluation.probes.winoground import evaluate_swaps
-    from evaluation.retrieval.retrieval import evaluate_retrieval
-
-    torch.set_num_threads(threads)
-    loaded = vlp.load(model)
-    figures: dict[str, float] = {}
-    views: tuple[Literal["image", "shuffled", "blank"], ...] = ("image", "shuffled", "blank")
-    for view in views:
-        swaps = evaluate_swaps(loaded, [corpus / "swaps"], view=view, resamples=1)
-        for (scorer, kind, score), figure in swaps.figures.items():
-            figures[f"swaps/{view}/{scorer}/{kind}/{score}"] = 100 * figure.value
-    recall = evaluate_retrieval(loaded, [corpus / "val"], rerank=8)
-    for key in recall.figures:
-        if key[2] == "R@1":
-            figures["/".join(key)] = 100 * recall.figures[key].value
-    pointing = evaluate_pointing(loaded, [corpus / "val"], resamples=1)
-    for kind, words in pointing.kinds.items():
-        figures[f"pointing/{kind}"] = 100 * words.pointing.value
-        if words.anchors is not None:
-            figures[f"anchors/{kind}"] = 100 * words.anchors.value
-    if pointing.paths is not None:
-        figures["paths/anchors"] = 100 * pointing.paths.anchors
-        figures["paths/reachable"] = 100 * pointing.paths.reachable
-        figures["paths/spread"] = pointing.paths.spread
-    return figures
 
 
 def _make_corpus(corpus: CorpusConfig, say: Callable[[str], object]) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from evaluation.ablations.runs import Overrides
-from vlp.config import Config
+from vlp.config import Config, ConfigError
 from vlp.data.scenes.negatives import SwapKind
 from vlp.data.scenes.sample import FULL
 
@@ -35,6 +35,27 @@ class VariantConfig(Config):
 
     backbone: str | None = Field(None, description="whose weights the run starts from")
     overrides: Overrides = Field({}, description="by dotted key")
+    seeds: int | None = Field(
+        None, ge=2, description="only the first so many; null: all, as main rows have"
+    )
+    minutes: float | None = Field(
+        None,
+        gt=0,
+        description="of training, in place of steps: as many steps as fit, by the seconds a step "
+        "took in the first run of the variant with the same overrides and without `minutes`",
+    )
+
+
+class MeasuredConfig(Config):
+    """Figures of models pretrained on images of one's own: recall and foils."""
+
+    shards: tuple[str, ...] = Field(min_length=1, description="folders to evaluate on")
+    features: str | None = Field(
+        None, description="stored features of their images by the frozen tower, for retrieval"
+    )
+    rerank: int = Field(16, ge=1, description="candidates of a query that are re-ranked")
+    limit: int | None = Field(None, ge=1, description="samples in retrieval; null: all")
+    foils: int = Field(1000, ge=0, description="images whose captions get foils; 0: no foils")
 
 
 class StageConfig(Config):
@@ -64,6 +85,11 @@ class TableConfig(Config):
     figures: Mapping[str, str] = Field(
         {}, description="column heads to figures of the evaluation, where no corpus is trained on"
     )
+    tested: Mapping[str, tuple[str, ...]] = Field(
+        {},
+        description="heads of differences to figures whose mean is tested, beside `figures`; "
+        "none: the first of `figures`",
+    )
     paper: tuple[str, ...] = ()
     reference: str = Field(description="variant that the others are compared with, seed by seed")
     decimals: int = Field(1, ge=0, le=6, description="of our figures")
@@ -81,12 +107,15 @@ class GateConfig(Config):
 class AblationConfig(Config):
     """Backbones, variants and tables of one ablation.
 
-    With a `corpus`, cross-modal encoders are pretrained on generated scenes; without one, vision
-    models are trained and evaluated on the data that their own configuration names.
+    With a `corpus`, cross-modal encoders are pretrained on generated scenes; with `measured`, on
+    the data that their own configuration names; with neither, vision models are.
     """
 
     output: str
     corpus: CorpusConfig | None = None
+    measured: MeasuredConfig | None = Field(
+        None, description="what pretraining without a corpus is evaluated on"
+    )
     seeds: tuple[int, ...] = Field((0, 1, 2), min_length=2)
     jobs: int = Field(2, ge=1, description="runs side by side; they share the cores")
     expected_deviation: float = Field(
@@ -110,10 +139,13 @@ class AblationConfig(Config):
         for name, variant in self.variants.items():
             if variant.backbone is not None and variant.backbone not in self.backbones:
                 raise ValueError(f"variants.{name}.backbone {variant.backbone!r} is not defined")
+            self.timed_by(name)
         if self.backbones and self.pretraining is None:
             raise ValueError("backbones need `pretraining`")
         if self.corpus is None and (self.backbones or self.gates):
             raise ValueError("backbones and gates need a `corpus`")
+        if self.corpus and self.measured:
+            raise ValueError("`corpus` has its own evaluation: leave out `measured`")
         named = [gate.variant for gate in self.gates] + [gate.reference for gate in self.gates]
         for table in self.tables:
             named += [table.reference, *(row.variant for row in table.rows)]
@@ -129,3 +161,49 @@ class AblationConfig(Config):
         if unknown := sorted(set(named) - set(self.variants)):
             raise ValueError(f"unknown variants {', '.join(unknown)}")
         return self
+
+    def timed_by(self, name: str) -> str | None:
+        """Return the variant whose first run tells a variant with `minutes` its steps.
+
+        Raises:
+            ValueError: no variant without `minutes` has the same overrides.
+        """
+        variant = self.variants[name]
+        if variant.minutes is None:
+            return None
+        for other, one in self.variants.items():
+            same = one.overrides == variant.overrides and one.backbone == variant.backbone
+            if same and one.minutes is None:
+                return other
+        raise ValueError(
+            f"variants.{name}.minutes: no variant without `minutes` has the same overrides, whose "
+            "first run would tell how long a step takes"
+        )
+
+    def runs(self, only: Sequence[str] = ()) -> list[tuple[str, int]]:
+        """List (variant, seed): main rows first, then those of fewer seeds, each seed by seed.
+
+        An interrupted ablation then has whole seeds to compare.
+
+        Args:
+            only: these variants; none means all.
+
+        Raises:
+            ConfigError: `only` names an unknown variant.
+        """
+        if unknown := sorted(set(only) - set(self.variants)):
+            known = ", ".join(self.variants)
+            raise ConfigError(f"unknown variants {', '.join(unknown)}; there are {known}")
+        seeds = {
+            name: self.seeds[: variant.seeds]
+            for name, variant in self.variants.items()
+            if not only or name in only
+        }
+        counts = sorted({len(each) for each in seeds.values()}, reverse=True)
+        return [
+            (name, seed)
+            for count in counts
+            for seed in self.seeds[:count]
+            for name, own in seeds.items()
+            if len(own) == count
+        ]

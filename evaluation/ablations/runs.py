@@ -154,13 +154,20 @@ def _end_with_parent() -> None:
 
 
 def execute(run: Run, evaluate: Evaluate | None, threads: int) -> float:
-    """Train and evaluate one run with so many threads; returns the seconds it took."""
+    """Train and evaluate one run with so many threads; returns the seconds it took.
+
+    `training` in its result is the cost of training alone: steps and seconds, of all starts.
+    """
     started = time.monotonic()
     if not (run.folder / "model").is_dir():
         _train(run, threads)
     result: dict[str, Any] = {"settings": run.settings, "figures": {}}
     if evaluate is not None:
         result["figures"] = evaluate(run.folder / "model", threads)
+    report = run.folder / "report.json"
+    if report.is_file():
+        trained = json.loads(report.read_text(encoding="utf-8"))
+        result["training"] = {"steps": trained["step"], "seconds": trained["seconds"]}
     result["seconds"] = time.monotonic() - started
     write_text(run.folder / RESULT, json.dumps(result, indent=1) + "\n")
     return time.monotonic() - started

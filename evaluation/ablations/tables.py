@@ -2,119 +2,41 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from evaluation.ablations.config import AblationConfig, RowConfig, TableConfig
+from evaluation.ablations.layouts import SCORERS, SPREAD, SWAPS, Layout, layout_of
 from evaluation.ablations.runs import Results, write_csv
-from evaluation.ablations.seed_tests import Difference, detectable, difference, mean_and_deviation
+from evaluation.ablations.seed_tests import (
+    Difference,
+    detectable,
+    difference,
+    holm,
+    mean_and_deviation,
+)
 from evaluation.core.results import Table
-
-SWAPS = "swaps/{view}/{scorer}/all/pair"
-"""The figure that gates and tests look at: right comparisons of the cross-modal encoder."""
-
-SPREAD = "paths/spread"
-"""The one figure that is no percentage: patches and tokens."""
-
-RECALL = ("rerank/text_to_image/R@1", "rerank/image_to_text/R@1")
-"""Figures that the paper compares; differences are those of the mean of both."""
-
-COLUMNS = {
-    "place": "swaps/{view}/{scorer}/place/pair",
-    "relation": "swaps/{view}/{scorer}/relation/pair",
-    "order": "swaps/{view}/{scorer}/order/pair",
-    "binding": "swaps/{view}/{scorer}/binding/pair",
-    "distance": "swaps/{view}/{scorer}/distance/pair",
-    "all swaps": SWAPS,
-    "group": "swaps/{view}/{scorer}/all/group",
-    "ITM": "swaps/{view}/match/all/pair",
-    "R@1 t→i": RECALL[0],
-    "R@1 i→t": RECALL[1],
-}
-_SCORERS = {
-    "match": "image-text matching",
-    "words": "the likelihood of the masked words (ITM: by image-text matching)",
-}
-_SEEDS = "Ours: percent, mean ± standard deviation over seeds; "
-
-
-class Layout(NamedTuple):
-    """Columns, tests and notes of a table.
-
-    columns: figures by their headings. tested: headings of the differences, each of the mean of
-    some figures; `detectable` speaks of the first. note: explains the columns. detectable: the
-    smallest difference that was found to be detectable. all_columns: also those without a figure.
-    """
-
-    columns: Mapping[str, str]
-    tested: Mapping[str, tuple[str, ...]]
-    note: str
-    detectable: str = (
-        "Differences of {first} varied by {typical} points between seeds: {least} points are what "
-        "{seeds} seeds can detect."
-    )
-    all_columns: bool = False
-
-
-LAYOUTS = {
-    "swaps": Layout(
-        COLUMNS,
-        {"all swaps": (SWAPS,), "R@1": RECALL},
-        _SEEDS + "swaps: right comparisons, chance 50 (group: 16.7), by {scorer}; R@1 re-ranked, "
-        "held-out scenes, its differences those of the mean of both directions; p by a paired "
-        "t-test.",
-    ),
-    "anchors": Layout(
-        {
-            "R@1 t→i": "dual/text_to_image/R@1",
-            "R@1 i→t": "dual/image_to_text/R@1",
-            "colour words": "pointing/colour",
-            "shape words": "pointing/shape",
-            "anchors in box: colour": "anchors/colour",
-            "shape": "anchors/shape",
-            "anchors": "paths/anchors",
-            "reachable": "paths/reachable",
-            "spread": SPREAD,
-        },
-        {
-            "colour words": ("pointing/colour",),
-            "R@1": ("dual/text_to_image/R@1", "dual/image_to_text/R@1"),
-        },
-        _SEEDS + "words: whose most similar patch lies in their object's box; anchors in box: of "
-        "a word's anchors; anchors and reachable: of all patches and words; spread: standard "
-        "deviation of a word's paths, in patches and tokens; R@1: of the dual encoder, held-out "
-        "scenes, its differences those of the mean of both directions; p by a paired t-test.",
-    ),
-}
-
-
-def _layout(table: TableConfig) -> Layout:
-    if not table.figures:
-        return LAYOUTS[table.about]
-    first = next(iter(table.figures.values()))
-    return Layout(
-        table.figures,
-        {"": (first,)},
-        "Ours: mean ± standard deviation over seeds; the difference is that of the first column, "
-        "paired by seed, with a two-sided t-test.",
-        "Differences varied by {typical} between seeds: {least} is what {seeds} seeds can detect.",
-        all_columns=True,
-    )
 
 
 def report(config: AblationConfig, results: Results) -> str:
-    """Return gates and tables as text; write `report.md` and `figures.csv` into `output`.
+    """Return gates and tables as text; write `report.md`, `report.json`, `figures.csv`.
 
-    Of vision models the first column of the first table is also drawn, as `figures.png`.
+    They lie in `output`. Without a corpus the first column of the first table is also drawn,
+    as `figures.png`.
     """
-    passed, drawn = gates(config, results), tables(config, results)
+    passed, compared = gates(config, results), compare_rows(config, results)
+    drawn = [_table(each) for each in compared]
     folder = Path(config.output)
     folder.mkdir(parents=True, exist_ok=True)
     markdown = "\n\n".join([*passed, *(table.markdown() for table in drawn)])
     (folder / "report.md").write_text(markdown, encoding="utf-8")
+    stored = [each.to_json() for each in compared]
+    (folder / "report.json").write_text(json.dumps(stored, indent=1, allow_nan=False) + "\n")
     write_csv(folder / "figures.csv", results)
     if results and config.corpus is None:
         _plot(folder / "figures.png", config.tables[0], results)
@@ -123,11 +45,15 @@ def report(config: AblationConfig, results: Results) -> str:
 
 def smallest_difference(config: AblationConfig) -> str:
     """Say which difference this budget can find, before anything is run."""
-    seeds, deviation = len(config.seeds), config.expected_deviation
+    deviation = config.expected_deviation
     decimals = max((table.decimals for table in config.tables), default=1)
+    counts = Counter(Counter(name for name, _ in config.runs()).values())
+    variants = ", ".join(
+        f"{number} variants with {seeds} seeds" for seeds, number in counts.items()
+    )
+    least = " or ".join(f"{detectable(deviation, seeds):.{decimals}f}" for seeds in counts)
     return (
-        f"{len(config.variants)} variants with {seeds} seeds each. If differences vary by "
-        f"{deviation:g} points from seed to seed, {detectable(deviation, seeds):.{decimals}f} "
+        f"{variants} each. If differences vary by {deviation:g} points from seed to seed, {least} "
         "points are the smallest that a paired t-test (5 %, two-sided) finds in 80 of 100 such "
         "comparisons."
     )
@@ -181,34 +107,141 @@ def _values(results: Results, variant: str, figures: Sequence[str]) -> dict[int,
 
 def tables(config: AblationConfig, results: Results) -> list[Table]:
     """Lay out every table as the paper does."""
-    return [_table(table, results, config.scorer) for table in config.tables]
+    return [_table(compared) for compared in compare_rows(config, results)]
 
 
-def _table(table: TableConfig, results: Results, scorer: str) -> Table:
-    layout = _layout(table)
-    columns = _columns(layout, results, scorer)
+class Compared(NamedTuple):
+    """Rows of a table with their figures, not laid out yet.
+
+    columns: figures by heading, `{view}` open. differences: of each row, by heading; None where a
+    row has none. values: of each row, those of the seeds that have the figure, by heading; None
+    where a figure is not one of the row's view. cost: of each row, steps and seconds of training,
+    means over its runs, where they were stored.
+    """
+
+    table: TableConfig
+    layout: Layout
+    scorer: str
+    columns: Mapping[str, str]
+    differences: list[dict[str, Difference | None]]
+    values: list[dict[str, dict[int, float] | None]]
+    seeds: list[list[int]]
+    cost: list[tuple[float, float] | None]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures of every seed, the tests, and the cost, as plain JSON values."""
+        rows = [
+            {
+                "label": row.label,
+                "variant": row.variant,
+                "view": row.view,
+                "seeds": seeds,
+                "figures": {head: own for head, own in values.items() if own is not None},
+                "differences": {
+                    what or next(iter(self.columns)): found.to_json()
+                    for what, found in differences.items()
+                    if found is not None
+                },
+                "training": cost and {"steps": cost[0], "seconds": cost[1]},
+            }
+            for row, seeds, values, differences, cost in zip(
+                self.table.rows, self.seeds, self.values, self.differences, self.cost
+            )
+        ]
+        return {"title": self.table.title, "reference": self.table.reference, "rows": rows}
+
+
+def compare_rows(config: AblationConfig, results: Results) -> list[Compared]:
+    """Collect every table's figures; all tests of a table are one family of Holm's correction."""
+    return [_compared(table, results, config.scorer) for table in config.tables]
+
+
+def _compared(table: TableConfig, results: Results, scorer: str) -> Compared:
+    layout = layout_of(table)
+    columns = layout.heads(results, scorer)
     tested = {
         what: [name.replace("{scorer}", scorer) for name in figures]
         for what, figures in layout.tested.items()
     }
-    head = ["", *columns, *(f"{what} − {table.reference}".strip() for what in tested), "seeds"]
-    head += [f"paper: {p}" for p in table.paper]
-    rows = [_row(row, table, columns, tested, results) for row in table.rows]
-    first, figures = next(iter(tested.items()))
-    differences = [
-        _tested(results, row, table.reference, figures)
+    differences = _with_holm(
+        [
+            {what: _difference(results, row, table, figures) for what, figures in tested.items()}
+            for row in table.rows
+        ]
+    )
+    values = [
+        {
+            head: None
+            if row.view != "image" and "{view}" not in name
+            else _values(results, row.variant, [name.format(view=row.view)])
+            for head, name in columns.items()
+        }
         for row in table.rows
-        if row.view == "image" and row.variant != table.reference
     ]
-    deviations = [found.deviation for found in differences if found.seeds > 1]
-    notes = [layout.note.format(scorer=_SCORERS[scorer])]
-    if deviations:
-        seeds = min(found.seeds for found in differences if found.seeds > 1)
-        typical = float(np.sqrt(np.mean(np.square(deviations))))
+    seeds = [sorted(seed for name, seed in results if name == row.variant) for row in table.rows]
+    cost = [_cost(results, row.variant) for row in table.rows]
+    return Compared(table, layout, scorer, columns, differences, values, seeds, cost)
+
+
+def _with_holm(rows: list[dict[str, Difference | None]]) -> list[dict[str, Difference | None]]:
+    """Adjust the p of all differences together."""
+    tested = [
+        (number, what)
+        for number, row in enumerate(rows)
+        for what, found in row.items()
+        if found is not None and found.seeds > 1
+    ]
+    raw = [found.p for number, what in tested if (found := rows[number][what]) is not None]
+    adjusted = dict(zip(tested, holm(raw)))
+    return [
+        {
+            what: found and found._replace(adjusted=adjusted.get((number, what)))
+            for what, found in row.items()
+        }
+        for number, row in enumerate(rows)
+    ]
+
+
+def _cost(results: Results, variant: str) -> tuple[float, float] | None:
+    """Return mean steps and seconds of training of a variant's runs."""
+    known = [
+        r["training"] for (name, _), r in results.items() if name == variant and "training" in r
+    ]
+    if not known:
+        return None
+    steps, seconds = (float(np.mean([one[key] for one in known])) for key in ("steps", "seconds"))
+    return steps, seconds
+
+
+def _table(compared: Compared) -> Table:
+    table, layout = compared.table, compared.layout
+    costly = any(compared.cost)
+    tested = list(layout.tested)
+    head = ["", *compared.columns, *(f"{what} − {table.reference}".strip() for what in tested)]
+    head += ["seeds", *(["steps", "minutes"] if costly else [])]
+    head += [f"paper: {p}" for p in table.paper]
+    rows = [_row(compared, number, costly) for number in range(len(table.rows))]
+    differences = [
+        found
+        for row, own in zip(table.rows, compared.differences)
+        if row.view == "image" and (found := own[tested[0]]) is not None and found.seeds > 1
+    ]
+    notes = [layout.note.format(scorer=SCORERS[compared.scorer])]
+    tests = sum(f is not None and f.seeds > 1 for own in compared.differences for f in own.values())
+    if tests:
+        notes.append(
+            f"Holm: p corrected for all {tests} tests of this table; d: Cohen's d_z, the mean "
+            "difference in its standard deviations, with its 95 % interval."
+        )
+    if costly:
+        notes.append("Steps and minutes: of training alone, mean over seeds.")
+    if differences:
+        seeds = min(found.seeds for found in differences)
+        typical = float(np.sqrt(np.mean([found.deviation**2 for found in differences])))
         least = detectable(typical, seeds)
         notes.append(
             layout.detectable.format(
-                first=first,
+                first=tested[0],
                 typical=f"{typical:.{table.decimals}f}",
                 least=f"{least:.{table.decimals}f}",
                 seeds=seeds,
@@ -217,47 +250,32 @@ def _table(table: TableConfig, results: Results, scorer: str) -> Table:
     return Table(table.title, head, rows, notes)
 
 
-def _columns(layout: Layout, results: Results, scorer: str) -> dict[str, str]:
-    """Return the columns that any result has: a corpus of single objects swaps places alone."""
-    if layout.all_columns:
-        return dict(layout.columns)
-    known = {name for result in results.values() for name in result["figures"]}
-    wanted = {head: name.replace("{scorer}", scorer) for head, name in layout.columns.items()}
-    if scorer == "match":
-        wanted.pop("ITM", None)  # the other columns are its own
-    return {head: name for head, name in wanted.items() if name.format(view="image") in known}
-
-
-def _tested(results: Results, row: RowConfig, reference: str, figures: Sequence[str]) -> Difference:
-    """Compare a row with the reference's images."""
+def _difference(
+    results: Results, row: RowConfig, table: TableConfig, figures: Sequence[str]
+) -> Difference | None:
+    """Compare a row with the reference's images, if it is another row that has the figures."""
+    imaged, seen = row.view == "image", all("{view}" in name for name in figures)
+    if (imaged and row.variant == table.reference) or not (imaged or seen):
+        return None
     own, plain = ([name.format(view=v) for name in figures] for v in (row.view, "image"))
-    return _compare(results, row.variant, reference, own, plain)
+    return _compare(results, row.variant, table.reference, own, plain)
 
 
-def _row(
-    row: RowConfig,
-    table: TableConfig,
-    columns: Mapping[str, str],
-    tested: Mapping[str, Sequence[str]],
-    results: Results,
-) -> list[str]:
-    seeds = sorted(seed for name, seed in results if name == row.variant)
-    imaged = row.view == "image"
+def _row(compared: Compared, number: int, costly: bool) -> list[str]:
+    row, decimals = compared.table.rows[number], compared.table.decimals
     cells = [row.label]
-    for name in columns.values():
-        if not imaged and "{view}" not in name:
-            cells.append("")
-            continue
-        figure = name.format(view=row.view)
-        values = np.array(list(_values(results, row.variant, [figure]).values()))
-        cells.append(mean_and_deviation(values, 2 if figure == SPREAD else table.decimals))
-    for figures in tested.values():
-        seen = all("{view}" in name for name in figures)
-        empty = (imaged and row.variant == table.reference) or not (imaged or seen)
-        found = _tested(results, row, table.reference, figures)
-        cells.append("" if empty else found.text(table.decimals))
-    cells.append(str(len(seeds)))
-    return [*cells, *([f"{figure:g}" for figure in row.paper] or [""] * len(table.paper))]
+    for head, values in compared.values[number].items():
+        digits = 2 if compared.columns[head] == SPREAD else decimals
+        own = None if values is None else np.array(list(values.values()))
+        cells.append("" if own is None else mean_and_deviation(own, digits))
+    for found in compared.differences[number].values():
+        cells.append("" if found is None else found.text(decimals))
+    cells.append(str(len(compared.seeds[number])))
+    if costly:
+        cost = compared.cost[number]
+        cells += ["–", "–"] if cost is None else [f"{cost[0]:.0f}", f"{cost[1] / 60:.1f}"]
+    paper = [f"{figure:g}" for figure in row.paper] or [""] * len(compared.table.paper)
+    return [*cells, *paper]
 
 
 def _plot(file: Path, table: TableConfig, results: Results) -> None:

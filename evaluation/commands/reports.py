@@ -232,14 +232,27 @@ def ablate(
             help="train these variants now; the tables show all that are there",
         ),
     ] = "",
+    plan: Annotated[
+        bool, Option("--plan", help="only print what would be run, and how long")
+    ] = False,
+    budget: Annotated[
+        float | None,
+        Option(min=0, metavar="MINUTES", help="leave out the last runs that do not fit"),
+    ] = None,
+    minutes_a_run: Annotated[
+        float | None,
+        Option(min=0, metavar="MINUTES", help="estimate while no run is finished"),
+    ] = None,
     overrides: Overrides = None,
 ) -> None:
     """Train variants with several seeds; print tables.
 
     A configuration of configs/ablation compares variants of the cross-modal encoder or, where it
-    names no `corpus`, vision models with other position encodings.
+    names neither `corpus` nor `measured`, vision models with other position encodings. The plan is
+    printed first: the time of each variant, and what --budget leaves out.
     """
     from evaluation.ablations.ablation import results, run_ablation
+    from evaluation.ablations.budget import make_budget
     from evaluation.ablations.config import AblationConfig
     from evaluation.ablations.tables import report as report_tables
     from evaluation.ablations.tables import smallest_difference
@@ -248,6 +261,13 @@ def ablate(
     one_process("an ablation runs side by side by itself: `jobs`, not torchrun")
     ablation = load_config(config, AblationConfig, overrides or ())
     print(smallest_difference(ablation))
-    if not report:
-        run_ablation(ablation, config, tuple(only.split(",")) if only else ())
+    names = tuple(only.split(",")) if only else ()
+    while not report:
+        runs = make_budget(ablation, results(ablation, config), names, minutes_a_run, budget)
+        print(f"\n{runs.text()}\n", flush=True)
+        if plan:
+            return
+        run_ablation(ablation, config, names, kept=runs.kept)
+        if budget is None or runs.known:
+            break  # else the first run has told how long they take
     print(report_tables(ablation, results(ablation, config)))

@@ -11,11 +11,10 @@ import yaml
 from data_tools.generate.scenes import CORPUS_VERSION
 from evaluation.ablations.ablation import _make_corpus, plan, results, run_ablation
 from evaluation.ablations.config import AblationConfig, CorpusConfig
+from evaluation.ablations.layouts import COLUMNS, SWAPS
 from evaluation.ablations.runs import RESULT
 from evaluation.ablations.seed_tests import detectable, difference
 from evaluation.ablations.tables import (
-    COLUMNS,
-    SWAPS,
     gates,
     report,
     smallest_difference,

@@ -182,6 +182,8 @@ def test_a_whole_comparison_is_trained_evaluated_and_never_done_twice(tmp_path):
     done = results(config, file)
     assert set(done) == {("none", 0), ("none", 1)}
     assert 0 <= done["none", 0]["figures"]["top1"] <= 100
+    assert done["none", 0]["training"]["steps"] == 2
+    assert 0 < done["none", 0]["training"]["seconds"] < done["none", 0]["seconds"]
     (Path(config.output) / "none" / "1" / RESULT).unlink()
     again = run_ablation(config, file, ["none"], said.append)
     assert said[-2] == "2 runs, 1 of them done"

@@ -1,0 +1,76 @@
+"""Figures that a finished run is compared by: of vision models, of scenes, of one's own images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from evaluation.ablations.config import MeasuredConfig
+
+
+def evaluate_vision(model: Path, threads: int, limit: int | None) -> dict[str, float]:
+    """Evaluate a folder of `train_vision.py` on `limit` test samples of its task."""
+    import torch
+
+    from evaluation.vision import evaluate_folder
+
+    torch.set_num_threads(threads)
+    return evaluate_folder(model, limit)
+
+
+def evaluate_cross_modal(model: Path, threads: int, corpus: Path) -> dict[str, float]:
+    """Evaluate swaps in three views, recall at 1, pointing and paths on held-out scenes.
+
+    All figures are percent, but the spread of paths, which is in patches and tokens.
+    """
+    import torch
+
+    import vlp
+    from evaluation.probes.pointing import evaluate_pointing
+    from evaluation.probes.winoground import evaluate_swaps
+    from evaluation.retrieval.retrieval import evaluate_retrieval
+
+    torch.set_num_threads(threads)
+    loaded = vlp.load(model)
+    figures: dict[str, float] = {}
+    views: tuple[Literal["image", "shuffled", "blank"], ...] = ("image", "shuffled", "blank")
+    for view in views:
+        swaps = evaluate_swaps(loaded, [corpus / "swaps"], view=view, resamples=1)
+        for (scorer, kind, score), figure in swaps.figures.items():
+            figures[f"swaps/{view}/{scorer}/{kind}/{score}"] = 100 * figure.value
+    recall = evaluate_retrieval(loaded, [corpus / "val"], rerank=8)
+    for key in recall.figures:
+        if key[2] == "R@1":
+            figures["/".join(key)] = 100 * recall.figures[key].value
+    pointing = evaluate_pointing(loaded, [corpus / "val"], resamples=1)
+    for kind, words in pointing.kinds.items():
+        figures[f"pointing/{kind}"] = 100 * words.pointing.value
+        if words.anchors is not None:
+            figures[f"anchors/{kind}"] = 100 * words.anchors.value
+    if pointing.paths is not None:
+        figures["paths/anchors"] = 100 * pointing.paths.anchors
+        figures["paths/reachable"] = 100 * pointing.paths.reachable
+        figures["paths/spread"] = pointing.paths.spread
+    return figures
+
+
+def evaluate_images(model: Path, threads: int, measured: MeasuredConfig) -> dict[str, float]:
+    """Evaluate recall of the dual encoder and re-ranked, and foils by kind; in percent."""
+    import torch
+
+    import vlp
+    from evaluation.probes.foils import evaluate_foils
+    from evaluation.retrieval.retrieval import evaluate_retrieval
+
+    torch.set_num_threads(threads)
+    loaded = vlp.load(model)
+    recall = evaluate_retrieval(
+        loaded, measured.shards, rerank=measured.rerank, limit=measured.limit,
+        features=measured.features, resamples=1,
+    )  # fmt: skip
+    figures = {"/".join(key): 100 * figure.value for key, figure in recall.figures.items()}
+    if measured.foils:
+        foils = evaluate_foils(loaded, measured.shards, limit=measured.foils, resamples=1)
+        for name, figure in foils.figures.items():
+            figures[f"foils/{name.replace(', ', '/')}"] = 100 * figure.value
+    return figures
