@@ -101,7 +101,7 @@ def align(
     \b
       vlp align --config configs/pretrain/from_towers.yaml --out runs/aligned
     """
-    from launch.align import run_align
+    from launch.cli.align import run_align
 
     return run_align(config, out, epochs, shrinkage, list(overrides or ()))
 

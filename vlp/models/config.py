@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from vlp.config import Config, ConfigError
 from vlp.data.image.transforms import MEAN, RGB, STD
-from vlp.models.pooling import Pooling
+from vlp.layers.pooling import Pooling
 from vlp.positions import CROSS_MODAL, acts_on_tokens, list_positions
 from vlp.positions.windows import patch_reach, text_reach
 

@@ -11,8 +11,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from vlp.layers.fused import fuse_by_device
+from vlp.layers.pooling import pooled_width
 from vlp.models.config import ImageConfig
-from vlp.models.pooling import pooled_width
 from vlp.models.towers.image import create_image_tower
 from vlp.models.towers.trainable import TrainableTower
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from vlp.layers.pooling import pooled_width
 from vlp.layers.post_norm import PostNormLayer
 from vlp.layers.text_embedding import TextEmbedding
 from vlp.models.config import TextConfig
-from vlp.models.pooling import pooled_width
 from vlp.models.towers.text import blocks_of, create_text_tower
 from vlp.models.towers.trainable import TrainableTower
 

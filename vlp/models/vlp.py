@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from vlp.layers.pooling import pool_states
 from vlp.layers.scale import Temperature
 from vlp.layers.text_embedding import BERT_DEVIATION
 from vlp.models.config import ModelConfig
 from vlp.models.cross_encoder import CrossEncoder, PairIndices
 from vlp.models.features import CrossFeatures, ImageFeatures, TextFeatures
 from vlp.models.image_encoder import ImageEncoder, PatchEdit
-from vlp.models.pooling import pool_states
 from vlp.models.text_encoder import TextEncoder
 from vlp.models.towers.text import with_architecture
 from vlp.positions import CROSS_MODAL

@@ -7,7 +7,7 @@ import torch
 from launch_lab import Lab
 
 import vlp
-from launch.align import align
+from launch.cli.align import align
 from launch.cli.main import main
 from launch.pretrain import build
 from vlp.config import ConfigError, load_config

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from launch.pretrain import build
 from vlp import distributed
 from vlp.config import ConfigError, load_config
-from vlp.models.pooling import pool_states
+from vlp.layers.pooling import pool_states
 from vlp.models.vlp import VLPModel
 from vlp.objectives.contrastive.canonical import Affine, PairMoments, canonical_projections
 from vlp.training.config import PretrainConfig
