@@ -94,12 +94,17 @@ def _package_of(path: str) -> str:
 
 
 def _ablation_pages() -> dict[str, str]:
-    """Return the results of each ablation, without links to files outside the site."""
+    """Return findings and tables of each ablation, without links to files outside the site."""
+    from evaluation.ablations.stored_tables import stored_tables
+
     link = re.compile(r"(?<!!)\[([^]]+)\]\((?!https?:)[^)]*\)")
-    return {
-        f"results/ablation/{file.name}": link.sub(r"\1", file.read_text("utf-8"))
-        for file in sorted(ABLATIONS.glob("*.md"))
-    }
+    pages = {}
+    for name, table in sorted(stored_tables().items()):
+        if table.results():
+            file = ABLATIONS / f"{name}.md"
+            said = file.read_text("utf-8") if file.is_file() else f"# {name}\n"
+            pages[f"results/ablation/{name}.md"] = link.sub(r"\1", said) + "\n" + table.markdown()
+    return pages
 
 
 # --- Configuration -------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typer import Option
 from typer.core import TyperGroup
 
 from data_tools.__main__ import data_commands
-from evaluation.commands import measure, predictions, reports
+from evaluation.commands import measure, predictions, reports, reproduction
 from launch.cli import convert, train
 from launch.cli.info import info
 from vlp.command_line import Command, new_app, run_app
@@ -36,6 +36,7 @@ app.add_typer(convert.app)
 app.add_typer(measure.app, name="evaluate")
 app.add_typer(predictions.app)
 app.add_typer(reports.app)
+app.add_typer(reproduction.app)
 app.command(cls=Command)(info)
 
 

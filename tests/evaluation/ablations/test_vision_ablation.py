@@ -7,9 +7,7 @@ import json
 import shlex
 from pathlib import Path
 
-import numpy as np
 import pytest
-import yaml
 from PIL import Image
 
 from evaluation.ablations.ablation import plan, results, run_ablation
@@ -146,45 +144,17 @@ def test_the_configurations_in_the_box_are_valid_with_the_overrides_of_their_hea
 
 
 @pytest.mark.distributed
-def test_a_whole_comparison_is_trained_evaluated_and_never_done_twice(tmp_path):
-    rng = np.random.default_rng(0)
-    for name, level in (("dark", 40), ("light", 200)):
-        (tmp_path / "images" / name).mkdir(parents=True)
-        for number in range(8):
-            pixels = rng.integers(level - 40, level + 40, (16, 16, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(tmp_path / "images" / name / f"{number}.png")
-    tiny = {"patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
-    overrides = {
-        "task.model.options": tiny,
-        "task.data.train": str(tmp_path / "images"),
-        "task.data.test": str(tmp_path / "images"),
-        "task.data.image_size": 16,
-        "training.batch": 8,
-        "training.steps": 2,
-        "training.optimiser.warmup_steps": 0,
-    }
-    plain = {
-        **PLAIN,
-        "output": str(tmp_path / "out"),
-        "seeds": [0, 1],
-        "training": {
-            "config": str(ROOT / "configs/vision/cifar10_vit_tiny.yaml"),
-            "overrides": overrides,
-        },
-        "variants": {"none": {"overrides": {"task.model.positions": []}}, "ape": {}},
-    }
-    file = tmp_path / "x.yaml"
-    file.write_text(yaml.safe_dump(plain))
-    config = load_config(file, AblationConfig)
+def test_a_whole_comparison_is_trained_evaluated_and_never_done_twice(tiny_ablation):
+    config = load_config(tiny_ablation, AblationConfig)
     said: list[str] = []
-    run_ablation(config, file, ["none"], said.append)
+    run_ablation(config, tiny_ablation, ["none"], said.append)
     assert said[0] == "2 runs, 0 of them done"
-    done = results(config, file)
+    done = results(config, tiny_ablation)
     assert set(done) == {("none", 0), ("none", 1)}
     assert 0 <= done["none", 0]["figures"]["top1"] <= 100
     assert done["none", 0]["training"]["steps"] == 2
     assert 0 < done["none", 0]["training"]["seconds"] < done["none", 0]["seconds"]
     (Path(config.output) / "none" / "1" / RESULT).unlink()
-    again = run_ablation(config, file, ["none"], said.append)
+    again = run_ablation(config, tiny_ablation, ["none"], said.append)
     assert said[-2] == "2 runs, 1 of them done"
     assert again["none", 1]["figures"] == done["none", 1]["figures"]
