@@ -10,14 +10,12 @@ from torch import Tensor
 
 from data_tools.features.write_features import FeatureWriter
 from vlp import distributed
-from vlp.config import ConfigError
 from vlp.data.features.header import FeatureHeader, FeatureSource, shards_sha256
 from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.shards.cache import ShardCache
 from vlp.data.shards.sample_files import KINDS
 from vlp.data.shards.shard_index import ShardIndex
-from vlp.models.folder import start_from
-from vlp.models.pretrained.load import load_public_weights
+from vlp.models.folder import load_start
 from vlp.models.tower_key import tower_key
 from vlp.models.vlp import VLPModel
 from vlp.training.config import PretrainConfig
@@ -79,11 +77,6 @@ def feature_writer(config: PretrainConfig, arguments: argparse.Namespace) -> Fea
 def _model(config: PretrainConfig) -> VLPModel:
     """Return the model as pretraining starts it."""
     torch.manual_seed(config.training.seed)
-    try:
-        model = VLPModel(config.model)
-        load_public_weights(model)
-        if config.init_from is not None:
-            start_from(model, config.init_from)
-    except (FileNotFoundError, ValueError) as error:
-        raise ConfigError(str(error)) from error
+    model = VLPModel(config.model)
+    load_start(model, config.init_from)
     return model.eval()

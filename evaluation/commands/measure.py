@@ -206,9 +206,7 @@ def pointing(
 @measurement("swaps")
 def swaps(
     model: str,
-    view: Annotated[
-        View, Option(help="the images, their patches in random order, or blank images")
-    ] = "image",
+    view: View = "image",
     **measured: Any,
 ) -> Any:
     """Tell an arrangement from its swap (generated corpus)."""
@@ -221,9 +219,7 @@ def swaps(
 @measurement("images")
 def foils(
     model: str,
-    view: Annotated[
-        View, Option(help="the images, their patches in random order, or blank images")
-    ] = "image",
+    view: View = "image",
     seed: Annotated[int, Option(metavar="N", help="of the choice of foils")] = 0,
     shown: Annotated[
         int, Option("--list", metavar="N", help="print N pairs of each kind, to read by hand")

@@ -47,7 +47,10 @@ Shards = Annotated[list[str] | None, Option(metavar="DIR...", help="shard folder
 Limit = Annotated[int | None, Option(parser=positive, metavar="N", help="only the first N samples")]
 Batch = Annotated[int, Option(parser=positive, metavar="N", help="items of one encoder call")]
 Precision = Literal["float32", "bf16"]
-View = Literal["image", "shuffled", "blank"]
+View = Annotated[
+    Literal["image", "shuffled", "blank"],
+    Option(help="the images, their patches in random order, or blank images"),
+]
 Images = Annotated[list[str] | None, Option("--image", metavar="FILE...", help="image files")]
 
 

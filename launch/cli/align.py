@@ -10,6 +10,7 @@ any training of the same towers must beat.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import torch
@@ -19,7 +20,9 @@ from tqdm import tqdm
 from launch.pretrain import build
 from vlp import distributed
 from vlp.config import ConfigError, load_config
+from vlp.data.shards.bad_samples import DataError
 from vlp.layers.pooling import pool_states
+from vlp.models.folder import CONFIG
 from vlp.models.vlp import VLPModel
 from vlp.objectives.contrastive.canonical import Affine, PairMoments, canonical_projections
 from vlp.training.config import PretrainConfig
@@ -41,8 +44,13 @@ def align(
         The number of pairs, and the model.
 
     Raises:
-        ConfigError: the data or the towers cannot be used.
+        ConfigError: the data or the towers cannot be used, `out` holds a model, or shrinkage is not
+            above 0. Nothing is read then.
     """
+    if (out / CONFIG).exists():
+        raise ConfigError(f"{out} already holds a model; name another folder")
+    if not shrinkage > 0:
+        raise ConfigError(f"--shrinkage {shrinkage}: it must be above 0")
     task, data = build(config)
     model: VLPModel = task.model.eval()
     device = distributed.default_device()
@@ -88,9 +96,12 @@ def _project_tokens(layer: nn.Linear, found: Affine, centre: Tensor) -> None:
 
 
 def run_align(path: Path, out: Path, epochs: int, shrinkage: float, overrides: list[str]) -> int:
-    """Align as a configuration file says, and print what was done; returns the exit code."""
+    """Align as a configuration file says; returns the exit code (2: wrong input, in one line)."""
     distributed.prepare_environment()
-    config = load_config(path, PretrainConfig, overrides)
-    count, _ = align(config, out, epochs, shrinkage)
+    try:
+        count, _ = align(load_config(path, PretrainConfig, overrides), out, epochs, shrinkage)
+    except (ConfigError, DataError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     print(f"{out}: projections aligned on {count:,} pairs")
     return 0

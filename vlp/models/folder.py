@@ -21,7 +21,12 @@ from vlp.config import ConfigError, validated
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.models.config import ModelConfig
-from vlp.models.pretrained.load import LoadReport, copy_weights, resample_positions
+from vlp.models.pretrained.load import (
+    LoadReport,
+    copy_weights,
+    load_public_weights,
+    resample_positions,
+)
 from vlp.models.pretrained.position_tables import carry_encodings
 from vlp.models.towers.image import fit_image_tower
 from vlp.models.towers.lora import merged_lora
@@ -157,6 +162,28 @@ def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
     report = copy_weights(model, found, str(folder_or_name), [*unused, *extra], (_OPTIONAL,))
     matched = [name for name in report.matched if name not in resized]
     return report._replace(matched=matched, resized=resized)
+
+
+def load_start(
+    model: VLPModel, init_from: str | None = None, public: bool = True
+) -> list[LoadReport]:
+    """Give a new model the weights that pretraining starts from; returns what each source did.
+
+    Args:
+        model: the target.
+        init_from: model folder whose weights come last, over public ones.
+        public: load the public weights that its configuration names.
+
+    Raises:
+        ConfigError: weights are missing or do not fit.
+    """
+    try:
+        reports = load_public_weights(model) if public else []
+        if init_from is not None:
+            reports.append(start_from(model, init_from))
+    except (FileNotFoundError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    return reports
 
 
 def read_heads(folder: Path) -> dict[str, Tensor]:

@@ -62,3 +62,12 @@ def test_the_command_says_what_it_did(lab, tmp_path, capsys):
     assert main(["align", *arguments, "--out", str(tmp_path / "model")]) == 0
     assert "aligned on 200 pairs" in capsys.readouterr().out
     assert (tmp_path / "model" / "model.safetensors").is_file()
+    assert main(["align", *arguments, "--out", str(tmp_path / "model")]) == 2
+    assert "already holds a model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shrinkage", [0.0, -1.0, float("nan")])
+def test_shrinkage_must_be_above_zero(lab, tmp_path, shrinkage):
+    with pytest.raises(ConfigError, match="must be above 0"):
+        align(settings(lab), tmp_path / "model", shrinkage=shrinkage)
+    assert not (tmp_path / "model").exists()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Self
 
 from torch import nn
 
 from vlp.config import ConfigError
-
-Trainable = Literal["all"] | int
+from vlp.models.config import Trainable
 
 
 class TrainableTower(nn.Module):

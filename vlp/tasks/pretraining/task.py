@@ -9,13 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from vlp.config import ConfigError
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.stream.batch import Batch
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.models.config import ModelConfig
-from vlp.models.folder import save_pretrained, start_from
-from vlp.models.pretrained.load import load_public_weights
+from vlp.models.folder import load_start, save_pretrained
 from vlp.models.towers.lora import add_lora
 from vlp.models.vlp import VLPModel
 from vlp.objectives.config import ObjectivesConfig
@@ -59,14 +57,9 @@ class Pretraining(PlainTask):
         self.model = VLPModel(config) if model is None else model
         self.config = config = self.model.config
         self.vocabulary, self.log_every = vocabulary, log_every
-        try:
-            self.weight_reports = [] if model else load_public_weights(self.model)
-            if init_from is not None:
-                self.weight_reports.append(start_from(self.model, init_from))
-            if model is None:
-                add_lora(self.model)
-        except (FileNotFoundError, ValueError) as error:
-            raise ConfigError(str(error)) from error
+        self.weight_reports = load_start(self.model, init_from, public=model is None)
+        if model is None:
+            add_lora(self.model)
         self.objectives: dict[str, Objective] = {}
         for name, kind in OBJECTIVES.items():
             if (settings := kind.settings_of(name, objectives)) is not None:
