@@ -6,7 +6,7 @@ READY := .venv/.ready
 JOBS ?= 2
 SHELL := /bin/bash
 
-.PHONY: demo test test-slow test-multinode test-lowest lint types contracts docs resume-check clean
+.PHONY: demo test test-slow test-multinode test-lowest fuzz chaos lint types contracts docs resume-check clean
 
 # `make demo FRESH=1` deletes a finished run first.
 demo: $(READY)
@@ -27,6 +27,15 @@ test-lowest:
 	.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check uv
 	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest/bin/python --resolution lowest-direct -e '.[train,evaluation,test]'
 	OMP_NUM_THREADS=1 .venv-lowest/bin/python -m pytest -n $(JOBS)
+
+# 10,000 mutated files of every kind that is read, in about ten minutes; `make fuzz SEED=7` mutates otherwise.
+fuzz: $(READY)
+	VLP_FUZZ=10000 VLP_FUZZ_SEED=$(or $(SEED),30) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/data/hostile
+
+# Kills, signals, full disks, failing stores and more for fifteen minutes over training and data tools on two ranks; results stay equal
+# bit for bit. `make chaos SEED=7 SECONDS=60` has other faults, and fewer; `make test` runs half a minute.
+chaos: $(READY)
+	VLP_CHAOS=$(or $(SECONDS),900) VLP_CHAOS_SEED=$(or $(SEED),30) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/launch/cluster/chaos
 
 lint: $(READY)
 	$(BIN)/ruff check .

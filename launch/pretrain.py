@@ -6,7 +6,7 @@
     python launch/pretrain.py --config FILE training.steps=100            (one process)
 
 The run's folder is the key `output`. `--resume` goes on from its newest good checkpoint, on any
-number of ranks.
+number of ranks. Exit code 75: stopped by a signal or with its launcher, to be resumed.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from vlp.io import redacted
+
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY.SUB=VALUE", help="changes to the configuration"),
@@ -167,5 +169,6 @@ class Group(TyperGroup):
 def _message(error: typer.TyperException) -> str:
     if isinstance(error, typer.BadParameter) and error.message:
         param = error.param
-        return error.message if param is None else f"{'/'.join(param.opts)}: {error.message}"
-    return error.format_message()
+        message = error.message if param is None else f"{'/'.join(param.opts)}: {error.message}"
+        return redacted(message)
+    return redacted(error.format_message())

@@ -20,11 +20,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
+from vlp.io import Redacted, redacted_values, write_text
+
 INHERIT = "inherit"
 COMMAND_LINE = "the command line"
 
 
-class ConfigError(ValueError):
+class ConfigError(Redacted, ValueError):
     """A configuration that cannot be used; the message is meant for the person at the terminal."""
 
 
@@ -32,6 +34,11 @@ class Config(BaseModel):
     """Base of every configuration part: unknown keys are errors and values never change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def model_dump(self, *, mode: str = "python", **options: Any) -> dict[str, Any]:
+        """Return the values by key; mode "json", which is for files, leaves secrets out."""
+        values = super().model_dump(mode=mode, **options)
+        return redacted_values(values) if mode == "json" else values
 
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
@@ -161,8 +168,8 @@ def validated(
 
 
 def save_config(config: Config, path: str | Path) -> None:
-    """Write a resolved configuration as YAML that `load_config` reads back unchanged."""
-    Path(path).write_text(dump_yaml(config.model_dump(mode="json")), encoding="utf-8")
+    """Write a resolved configuration as YAML that `load_config` reads back, without secrets."""
+    write_text(Path(path), dump_yaml(config.model_dump(mode="json")))
 
 
 def parse_yaml(text: str) -> Any:
@@ -171,7 +178,12 @@ def parse_yaml(text: str) -> Any:
     Raises:
         yaml.YAMLError: it is not YAML, or names a key twice.
     """
-    return yaml.load(text, _Loader)
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError:
+        raise
+    except Exception as error:  # lists as keys, dates that are none, nests too deep
+        raise yaml.YAMLError(str(error) or type(error).__name__) from error
 
 
 def dump_yaml(values: Any) -> str:
@@ -187,6 +199,8 @@ def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str,
         values = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot read this configuration ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 ({error})") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
     values = {} if values is None else values

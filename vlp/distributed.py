@@ -5,6 +5,7 @@ Everything works without a process group too: one process is then rank 0 of 1.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import logging
 import os
@@ -21,8 +22,6 @@ from safetensors import safe_open
 from torch import Tensor
 from torch import distributed as dist
 
-from vlp.memory import keep_freed_memory
-
 _control: Any = None
 
 _DTYPES = {
@@ -35,6 +34,10 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+
+# Options of glibc.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
+_LARGEST, _NEVER = 2**31 - 1, -1
 
 
 def prepare_environment() -> None:
@@ -55,6 +58,26 @@ def prepare_environment() -> None:
         if "OMP_NUM_THREADS" not in os.environ:
             local = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
+
+
+def keep_freed_memory() -> bool:
+    """Let this process keep freed memory for its next tensors; False where glibc is not there.
+
+    By default glibc gives large blocks back to the system at once, and every training step pays
+    for having them mapped, cleared and faulted in again. The process then stays as large as it was
+    at its peak.
+    """
+    try:
+        library = ctypes.CDLL(None)
+        if not hasattr(library, "gnu_get_libc_version"):  # others have other options
+            return False
+        set_option = library.mallopt
+    except (OSError, AttributeError):
+        return False
+    # Other threads' own arenas, that of the backward pass for one, hold no large blocks.
+    options = {_TRIM_THRESHOLD: _NEVER, _MMAP_THRESHOLD: _LARGEST, _ARENA_MAX: 1}
+    done = [bool(set_option(option, value)) for option, value in options.items()]
+    return all(done)
 
 
 @contextmanager

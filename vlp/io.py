@@ -1,9 +1,14 @@
-"""Writing of files: whole or not at all, on the disk where a crash must not lose them."""
+"""Files: written whole or not at all, on the disk where a crash must not lose them; JSON read.
+
+Secrets in URLs are left out wherever something is written, shown or raised (`redacted`).
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -12,6 +17,69 @@ from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+HIDDEN = "***"
+
+REFERENCE = re.compile(r"\$\{(\w+)\}")
+"""`${NAME}` in a URL stands for a variable of the environment, and is no secret itself."""
+
+# A path's way of writing a URL drops one of the slashes. Letters before http are those of
+# `git+https` or of a text. In a path of a store `?` is a wildcard unless a key and `=` follow.
+_SCHEME = r"[A-Za-z][A-Za-z0-9+.-]{0,30}:/{1,2}"
+_URL = re.compile(
+    rf"((?:[A-Za-z][A-Za-z0-9+.-]{{0,25}})?(https?|ftps?):/{{1,2}}|{_SCHEME})([^\s/?#]*@)?"
+    rf"((?:(?!{_SCHEME})[^\s?#\"<>]|(?(2)(?!)|[?#](?![^\s?#\"<>,:/]*=)))*)"
+    r"([?#][^\s\"<>]+)?"
+)
+_NAMED_USER = re.compile(r"(\$\{\w+\}:?)+@")
+_NAMED_QUERY = re.compile(r"\?([\w.~-]+=\$\{\w+\}(&|$))+")
+_LONG_TEXT, _LONG_BYTES = re.compile(r"\d{19}"), re.compile(rb"\d{19}")
+_HALF_TEXT, _HALF_BYTES = re.compile(r"\\u[dD]"), re.compile(rb"\\u[dD]")
+
+
+def parse_json(content: str | bytes) -> Any:
+    """Return what `json.loads` does, of whatever others wrote.
+
+    Raises:
+        JSONDecodeError: it is no JSON, nested too deeply, has an integer beyond 64 bits, or a text
+            that is none (half of a pair of surrogates).
+        UnicodeDecodeError: the bytes are no text.
+    """
+    try:
+        # Both cost time, so they are done only where there may be such a number or such a text.
+        if isinstance(content, bytes):
+            long, half = bool(_LONG_BYTES.search(content)), bool(_HALF_BYTES.search(content))
+        else:
+            long, half = bool(_LONG_TEXT.search(content)), bool(_HALF_TEXT.search(content))
+        value = json.loads(content, parse_int=_int64 if long else None)
+        if half:
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise
+    except RecursionError as error:
+        raise json.JSONDecodeError("nested too deeply", "", 0) from error
+    except ValueError as error:
+        raise json.JSONDecodeError(str(error), "", 0) from error
+
+
+def _int64(digits: str) -> int:
+    if len(digits) > 20 or not -(2**63) <= int(digits) < 2**64:
+        raise ValueError(f"an integer of {len(digits)} digits")
+    return int(digits)
+
+
+def may_be_on_hub(name: str) -> bool:
+    """Return whether a name that is nothing here may be one of the hub: NAME or OWNER/NAME.
+
+    Where the owner is a folder here, or `runs`, a path was mistyped, which strangers must not
+    answer.
+    """
+    owner, slash, rest = name.partition("/")
+    if "/" in rest or name.startswith((".", "/", "~")):
+        return False
+    mistyped = Path(owner).is_dir() and not Path(name).is_dir()
+    return not (slash and (owner == "runs" or mistyped))
 
 
 def sync(file: Any) -> None:
@@ -32,6 +100,11 @@ def sync_path(path: Path) -> None:
 def sync_folder(folder: Path) -> None:
     """Have a folder's names on the disk."""
     sync_path(folder)
+
+
+def unfollowed(path: str, flags: int) -> int:
+    """Open a file for `open(..., opener=unfollowed)`: a symbolic link in its place is an error."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 class AtomicFile:
@@ -55,7 +128,7 @@ class AtomicFile:
         self._durable = durable
         path.parent.mkdir(parents=True, exist_ok=True)
         text = {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
-        self.file: IO[Any] = open(self._partial, mode, **text)  # type: ignore[call-overload]  # noqa: SIM115
+        self.file: IO[Any] = open(self._partial, mode, opener=unfollowed, **text)  # type: ignore[call-overload]  # noqa: SIM115
 
     def commit(self) -> None:
         """Close the file and give it its name; what was there before is replaced."""
@@ -123,8 +196,29 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    replace_folder(partial, folder)
+
+
+def replace_folder(new: Path, place: Path) -> None:
+    """Give a folder the place of another one, which goes only when the new one stands there."""
+    restore_folder(place)
+    if place.exists():
+        place.rename(_aside(place))
+    new.rename(place)
+    sync_folder(place.parent)
+    shutil.rmtree(_aside(place), ignore_errors=True)
+
+
+def restore_folder(place: Path) -> None:
+    """Bring back the folder that a kill within `replace_folder` left aside, where it is needed."""
+    if place.exists():
+        shutil.rmtree(_aside(place), ignore_errors=True)
+    elif _aside(place).exists():
+        _aside(place).rename(place)
+
+
+def _aside(place: Path) -> Path:
+    return place.with_name(f".{place.name}.replaced")
 
 
 def sha256_of(path: Path) -> str:
@@ -133,7 +227,9 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
+) -> None:
     """Write tensors to a safetensors file and bring it to the disk.
 
     Raises:
@@ -144,7 +240,44 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
     try:
-        save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path)
+        plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+        save_file(plain, path, metadata)
     except SafetensorError as error:
         raise OSError(f"{path}: {error}") from error
     sync_path(path)
+
+
+def redacted(text: str) -> str:
+    """Return a text with user info, query and fragment of every URL in it replaced by `***`.
+
+    Beyond the web (http, https, ftp) a user without a password is a revision (`hf://model@main`),
+    and a query without `=` a wildcard; both stay.
+    """
+    return _URL.sub(_redact, text)
+
+
+def redacted_values(values: Any) -> Any:
+    """Return JSON values with every text `redacted`."""
+    if isinstance(values, str):
+        return redacted(values)
+    if isinstance(values, Mapping):
+        return {key: redacted_values(value) for key, value in values.items()}
+    if isinstance(values, list):
+        return [redacted_values(value) for value in values]
+    return values
+
+
+class Redacted:
+    """A base of exceptions, before the built-in one, whose messages are redacted."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*map(redacted_values, arguments))
+
+
+def _redact(url: re.Match[str]) -> str:
+    scheme, web, user, place, query = (part or "" for part in url.groups())
+    if user and (web or ":" in user) and not _NAMED_USER.fullmatch(user):
+        user = f"{HIDDEN}@"
+    if query and not _NAMED_QUERY.fullmatch(query):
+        query = query[0] + HIDDEN
+    return f"{scheme}{user}{place}{query}"

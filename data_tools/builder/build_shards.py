@@ -7,15 +7,17 @@ changes the one shard that holds it.
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from operator import length_hint
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from data_tools.builder.journal import Journal, Record
+from data_tools.builder.journal import JOURNAL_NAME, Journal, Record
 from data_tools.builder.manifest import MANIFEST_NAME, make_manifest, print_manifest, write_manifest
 from data_tools.builder.options import BuildOptions, add_build_arguments, build_options
 from data_tools.builder.plan import Pieces
@@ -25,8 +27,10 @@ from data_tools.builder.write_shard import make_shard, temporary
 from data_tools.parallel import in_order
 from data_tools.sources.image_sources import Originals
 from vlp.config import ConfigError
+from vlp.data.shards.index import TABLE_GLOB
 from vlp.data.shards.shard_index import INDEX_NAME, ShardIndex, index_folder
-from vlp.io import sync_folder
+from vlp.io import parse_json, sync_folder, write_text
+from vlp.lock import FolderLock
 
 __all__ = [
     "MANIFEST_NAME",
@@ -38,6 +42,8 @@ __all__ = [
     "build_shards",
     "print_manifest",
 ]
+
+_ASIDE = ".replaced-*"
 
 BUILD_VERSION = 1
 """Raised whenever equal inputs give other shards than before."""
@@ -55,6 +61,9 @@ def build_shards(
 ) -> dict[str, Any]:
     """Write the shards, their index and `OUT/manifest.json`; what is there already stays.
 
+    No sample that is there is lost: a list without it, or another data set, is an error, unless
+    `options.replace` says so.
+
     Args:
         wanted: the samples in order, read once and not kept; what is refused is counted.
         originals: where the images are.
@@ -70,7 +79,7 @@ def build_shards(
         (damaged archives) and `versions`.
 
     Raises:
-        ConfigError: `out` holds other shards, or cannot be written.
+        ConfigError: `out` holds other shards, is being written, or cannot be written.
     """
     settings = {
         "version": BUILD_VERSION,
@@ -78,10 +87,17 @@ def build_shards(
         "max_side": options.max_side,
         "quality": options.quality,
     }
+    about = {**settings, **(arguments or {})}
+    begun = json.loads(json.dumps({"data_set": title, **about}))
     take_down = TakeDown.read(options.take_down)
     total = total or length_hint(wanted) or None
     try:
-        with Journal(out, settings) as journal, _swept(out):
+        with ExitStack() as held:
+            held.enter_context(FolderLock(out))
+            if options.replace:
+                _set_aside(out, begun)
+            journal = held.enter_context(Journal(out, begun))
+            held.enter_context(_swept(out))
             pieces = Pieces(originals, journal, options, take_down)
             with tqdm(total=total, desc=str(out), unit=" samples", smoothing=0.05) as bar:
                 jobs = pieces.jobs(wanted, bar)
@@ -90,15 +106,36 @@ def build_shards(
                     _publish(journal, record, process)
                     bar.update(record.wanted)
             journal.finish(pieces.shards)
-            manifest = make_manifest(pieces, title, {**settings, **(arguments or {})})
+            manifest = make_manifest(pieces, title, about)
             _write_index(out, manifest)
             write_manifest(out / MANIFEST_NAME, manifest)
+            if options.replace and manifest["samples"]:
+                for aside in out.glob(_ASIDE):
+                    shutil.rmtree(aside)
     except OSError as error:
         raise ConfigError(
             f"{error.filename or out}: cannot be written ({error.strerror}); finished shards stay, "
             "run the same command again to go on"
         ) from error
     return manifest
+
+
+def _set_aside(out: Path, begun: Mapping[str, Any]) -> None:
+    """Move what a build writes into a folder of its own, once for all runs of a command."""
+    done, number = "replaced_by.json", len(list(out.glob(_ASIDE)))
+    if number:
+        last = out / _ASIDE.replace("*", f"{number - 1:03d}")
+        if not (last / done).exists():
+            number -= 1  # a run was killed while it moved
+        elif parse_json((last / done).read_bytes()) == begun:
+            return
+    aside = out / _ASIDE.replace("*", f"{number:03d}")
+    aside.mkdir(exist_ok=True)
+    beside = [out / name for name in (JOURNAL_NAME, MANIFEST_NAME, INDEX_NAME)]
+    for path in (*out.glob("*.tar"), *out.glob(TABLE_GLOB), *beside):
+        if path.exists():
+            path.rename(aside / path.name)
+    write_text(aside / done, json.dumps(begun))
 
 
 def _publish(journal: Journal, record: Record, process: int) -> None:
@@ -127,7 +164,7 @@ def _swept(out: Path) -> Iterator[None]:
 
 
 def _sweep(out: Path) -> None:
-    for leftover in out.glob("shard-*.tmp"):
+    for leftover in out.glob("shard-[0-9]*.tar.[0-9]*.tmp"):
         leftover.unlink(missing_ok=True)
 
 

@@ -7,9 +7,7 @@ its record is withdrawn: should a kill fall in between, its sha256 tells whether
 
 from __future__ import annotations
 
-import fcntl
 import json
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,10 +15,10 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from vlp.config import ConfigError
-from vlp.io import atomic_write, sha256_of, sync, sync_folder
+from vlp.io import atomic_write, parse_json, sha256_of, sync, unfollowed
 
 JOURNAL_NAME = "build.jsonl"
-PATIENCE_SECONDS = 5.0
+REMEDY = "--replace what is there"
 
 
 class Record(BaseModel):
@@ -46,17 +44,19 @@ class Record(BaseModel):
         return shard_name(self.number)
 
 
-def require_same_settings(out: Path, found: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Refuse a folder that was begun with other settings.
+def require_same_settings(
+    out: Path, found: Mapping[str, Any], settings: Mapping[str, Any], remedy: str
+) -> None:
+    """Refuse a folder that was begun with other settings; what it does not tell is taken as equal.
 
     Raises:
         ConfigError: it was; the message names the first setting that differs.
     """
-    for name in sorted(found.keys() | settings.keys()):
-        if found.get(name) != settings.get(name):
+    for name, value in {**dict.fromkeys(found), **settings}.items():
+        if name in found and found[name] != value:
             raise ConfigError(
-                f"{out} was begun with {name} {found.get(name)}, this command says "
-                f"{settings.get(name)}: choose another --out, or delete {out}"
+                f"{out} was begun with {name} {found[name]}, this command says {value}: choose "
+                f"another --out, or {remedy}"
             )
 
 
@@ -69,12 +69,11 @@ class Journal:
     """The records of a folder of shards, by number of the shard: `with Journal(...) as journal`.
 
     Args:
-        folder: where the shards lie; made if it is not there.
+        folder: where the shards lie, locked by the caller.
         settings: what the bytes of all shards depend on.
 
     Raises:
-        ConfigError: the folder was begun with other settings, holds tars of another maker, or is
-            being written by another process.
+        ConfigError: the folder was begun with other settings, or holds tars of another maker.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
@@ -82,17 +81,16 @@ class Journal:
         self.records: dict[int, Record] = {}
         self._path = folder / JOURNAL_NAME
         self._settings = settings
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = open(self._path, "ab")  # noqa: SIM115
+        self._file = open(self._path, "ab", opener=unfollowed)  # noqa: SIM115
         try:
-            self._lock()
             begun = self._read()
             # A shard without a record was published just before a kill: it is made again. One in a
             # folder where no build began, or of another kind of name, is somebody else's.
             for path in folder.glob("*.tar"):
                 if not (begun and _is_ours(path.name)):
                     raise ConfigError(
-                        f"{path}: a shard that this command did not write; choose another --out"
+                        f"{path}: a shard that this command did not write; choose another --out, "
+                        f"or {REMEDY}"
                     )
             if not begun:
                 self._append({"settings": settings})
@@ -111,18 +109,22 @@ class Journal:
             self._append({"withdrawn": number})
 
     def finish(self, shards: int) -> None:
-        """Write the file anew with the first `shards` records, and drop the files of later ones."""
-        for number in [number for number in self.records if number >= shards]:
-            del self.records[number]
-        kept = {record.name for record in self.records.values() if record.samples}
+        """Write the file anew with the first `shards` records.
+
+        Raises:
+            ConfigError: there are later shards, which this build has no samples for.
+        """
+        kept = {shard_name(number) for number in range(shards)}
+        for path in sorted(self.folder.glob("*.tar")):
+            if path.name not in kept:
+                raise ConfigError(
+                    f"{path}: a shard of a longer list, and this one ends after {shards}; choose "
+                    f"another --out, or {REMEDY}"
+                )
         with atomic_write(self._path, durable=True) as file:
             file.write(_line({"settings": self._settings}))
             file.writelines(_line(self.records[number].model_dump()) for number in range(shards))
         self._file.close()
-        for path in self.folder.glob("*.tar"):
-            if path.name not in kept and _is_ours(path.name):
-                path.unlink()
-        sync_folder(self.folder)
 
     def __enter__(self) -> Journal:
         return self
@@ -137,7 +139,7 @@ class Journal:
         withdrawn: dict[int, Record] = {}
         for number, line in enumerate(lines[:-1], 1):
             try:
-                content = json.loads(line)
+                content = parse_json(line)
                 if "settings" in content:
                     self._compare(content["settings"])
                 elif "withdrawn" in content:
@@ -146,7 +148,7 @@ class Journal:
                     record = Record.model_validate(content)
                     self.records[record.number] = record
                     withdrawn.pop(record.number, None)
-            except (ValueError, TypeError, LookupError) as error:
+            except (ValueError, TypeError, LookupError, AttributeError) as error:
                 if isinstance(error, ConfigError):
                     raise
                 reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
@@ -162,24 +164,8 @@ class Journal:
         self._file.truncate(whole)
         return whole > 0
 
-    def _lock(self) -> None:
-        """Keep a second build out; one that was killed lets go when the last worker has left."""
-        patience = time.monotonic() + PATIENCE_SECONDS
-        while True:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() > patience:
-                    raise ConfigError(
-                        f"{self.folder}: another process is building here; wait for its end"
-                    ) from None
-                time.sleep(0.1)
-            except OSError:
-                return  # a file system without locks
-
     def _compare(self, found: dict[str, Any]) -> None:
-        require_same_settings(self.folder, found, self._settings)
+        require_same_settings(self.folder, found, self._settings, REMEDY)
 
     def _append(self, content: dict[str, Any]) -> None:
         self._file.write(_line(content))

@@ -11,7 +11,7 @@ import PIL
 from PIL import features
 
 from data_tools.builder.plan import Pieces
-from vlp.data.image.decode import MAX_PIXELS
+from vlp.data.limits import limits
 from vlp.io import atomic_write
 
 MANIFEST_NAME = "manifest.json"
@@ -30,7 +30,7 @@ def make_manifest(pieces: Pieces, title: str, arguments: Mapping[str, Any]) -> d
     return {
         "title": title,
         "licence": pieces.options.licence,
-        "arguments": {**arguments, "max_pixels": MAX_PIXELS},
+        "arguments": {**arguments, "limits": limits().model_dump()},
         "samples": sum(record.samples for record in records),
         "captions": sum(record.captions for record in records),
         "bytes": sum(record.bytes for record in records),

@@ -23,6 +23,7 @@ class BuildOptions(NamedTuple):
         take_down: a text file, one key, image id or URL a line: samples to leave out.
         retry: try images again that failed before; those of an earlier shard join it, so that it
             may get more samples than that.
+        replace: build every shard anew; what is there is moved aside, and goes at the end.
     """
 
     samples_per_shard: int = 1000
@@ -32,6 +33,7 @@ class BuildOptions(NamedTuple):
     licence: str | None = None
     take_down: Path | None = None
     retry: bool = False
+    replace: bool = False
 
 
 def add_build_arguments(parser: argparse.ArgumentParser, *, images: bool = True) -> None:
@@ -80,6 +82,12 @@ def add_build_arguments(parser: argparse.ArgumentParser, *, images: bool = True)
         action="store_true",
         help="try images again that failed in an earlier run; each joins the tar that it was "
         "missing from",
+    )
+    group.add_argument(
+        "--replace",
+        action="store_true",
+        help="build anew in a folder that holds other shards: those are moved to OUT/.replaced-*, "
+        "and deleted when the new ones are whole (default: they are an error)",
     )
     add_processes(group, "shards that are made at the same time")
 

@@ -8,12 +8,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from data_tools.builder.journal import Journal, Record
+from data_tools.builder.journal import REMEDY, Journal, Record, shard_name
 from data_tools.builder.options import BuildOptions
 from data_tools.builder.sample_spec import Refused, SampleSpec, has_text
 from data_tools.builder.take_down import TakeDown
 from data_tools.builder.write_shard import RETRIED, ShardItem, ShardJob
 from data_tools.sources.image_sources import Originals
+from vlp.config import ConfigError
+from vlp.data.shards.sample_files import contents
 
 
 class Pieces:
@@ -30,7 +32,11 @@ class Pieces:
         self.shards = 0
 
     def jobs(self, wanted: Iterable[SampleSpec | Refused], bar: Any) -> Iterator[ShardJob]:
-        """Yield the shards to be made, in order."""
+        """Yield the shards to be made, in order.
+
+        Raises:
+            ConfigError: one would lose samples.
+        """
         for piece in self._pieces(self._usable(wanted)):
             number, self.shards = self.shards, self.shards + 1
             job = self._job(number, piece)
@@ -84,7 +90,10 @@ class Pieces:
             item.key for item in piece if self.take_down.names(item.key, item.annotation)
         )
         before = self.journal.records.get(number)
-        if before is not None and (before.inputs != inputs or not self._is_there(before)):
+        if before is None or before.inputs != inputs:
+            self._require_kept(number, piece)
+            before = None
+        elif not self._is_there(before):
             before = None
         retry = self.options.retry and before is not None and bool(before.failures.keys() & RETRIED)
         if before is not None and set(before.taken_down) == taken and not retry:
@@ -100,6 +109,18 @@ class Pieces:
             before,
             self.options.retry,
         )
+
+    def _require_kept(self, number: int, piece: list[ShardItem]) -> None:
+        """Refuse a list that lacks samples of the shard that stands where it has others."""
+        path = self.journal.folder / shard_name(number)
+        if path.exists():
+            wanted = {item.key for item in piece}
+            lost = [sample.key for sample in contents(path).samples if sample.key not in wanted]
+            if lost:
+                raise ConfigError(
+                    f"{path}: holds {lost[0]}, one of {len(lost)} samples that this list does not "
+                    f"have there; choose another --out, or {REMEDY}"
+                )
 
     def _is_there(self, record: Record) -> bool:
         path = self.journal.folder / record.name

@@ -12,7 +12,6 @@ from typing import NamedTuple
 from PIL import Image
 
 from vlp.data.image.decode import TURNS, decode_image, open_image, orientation, reading
-from vlp.data.shards.sample_files import MAX_IMAGE_BYTES, BadSample
 
 _EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
 
@@ -40,11 +39,8 @@ def prepare_image(data: bytes, where: str, max_side: int | None, quality: int) -
         quality: of re-encoded images, which become JPEG; PNG stays PNG.
 
     Raises:
-        BadSample: it is no image, ends too early, has more than `MAX_PIXELS` (by its header,
-            before any are decoded) or more than `MAX_IMAGE_BYTES`.
+        BadSample: it is no image, ends too early, or is beyond `vlp.data.limits`.
     """
-    if len(data) > MAX_IMAGE_BYTES:
-        raise BadSample("image too large", f"{where} ({len(data)} bytes)")
     with reading(where), open_image(data, where) as image:
         original, turn = image.size, orientation(image)
         turn = turn if turn in TURNS else 1

@@ -14,10 +14,11 @@ from data_tools.builder.reencode import prepare_image
 from data_tools.builder.sample_spec import has_text
 from data_tools.parallel import go_on
 from data_tools.sources.image_sources import ImageLocation
+from vlp.data.limits import limits
 from vlp.data.schema import Annotation, captions_of
-from vlp.data.shards.sample_files import MAX_ANNOTATION_BYTES, BadSample, contents, parse_annotation
+from vlp.data.shards.sample_files import BadSample, contents, parse_annotation
 from vlp.data.shards.tar import Member, append_member, close_tar
-from vlp.io import sha256_of, sync
+from vlp.io import sha256_of, sync, unfollowed
 
 RETRIED = frozenset({"missing image", "unreadable image", "image too large"})
 """Failures of images, which another try may mend."""
@@ -79,7 +80,7 @@ def make_shard(job: ShardJob) -> tuple[Record, int]:
     samples = captions = 0
     stored = _Stored(job)
     try:
-        with open(path, "wb") as file:
+        with open(path, "wb", opener=unfollowed) as file:
             for item in job.items:
                 go_on()
                 if item.key in job.taken_down:
@@ -184,7 +185,7 @@ def _write(item: ShardItem, job: ShardJob, file: IO[bytes], failures: dict[str, 
     for kind, names in faults.items():
         failures[kind].extend(f"{item.key}/{name}" for name in names)
     content = annotation.to_json()
-    if len(content) > MAX_ANNOTATION_BYTES:
+    if len(content) > limits().annotation_bytes:
         raise BadSample("bad annotation", f"{item.key} ({len(content)} bytes)")
     if not has_text(annotation):
         raise BadSample("no text", item.key)

@@ -20,7 +20,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +29,7 @@ from PIL import Image, ImageOps
 from data_tools.scan.repeated_ids import number_of
 from data_tools.scan.shard_reader import Shard, ShardReader, scan
 from vlp.config import ConfigError
-from vlp.data.image.decode import MAX_PIXELS, decode_image
+from vlp.data.image.decode import decode_image, open_image
 from vlp.data.shards.sample_files import BadSample
 from vlp.io import atomic_write
 
@@ -76,8 +75,8 @@ def hash_image(data: bytes, where: str = "the image") -> tuple[int, Hashes] | No
         BadSample: the image cannot be decoded.
     """
     try:
-        with Image.open(BytesIO(data), formats=("JPEG",)) as image:
-            gray = _reduced(image) if image.width * image.height <= MAX_PIXELS else None
+        with open_image(data, where) as image:
+            gray = _reduced(image) if image.format in ("JPEG", "MPO") else None
     except Exception:  # of another format, or damaged: this decides which, and says so
         gray = None
     if gray is None:

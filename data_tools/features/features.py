@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlp.config import ConfigError, load_config
+from vlp.data.limits import put_in_force
 
 if TYPE_CHECKING:
     from data_tools.features.write_features import FeatureWriter, Written
@@ -48,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name} {getattr(arguments, name)}: at least 1 is needed")
     config = load_config(arguments.config, PretrainConfig, arguments.overrides)
+    put_in_force(config.limits)
     if config.data.sampler != "indexed":
         raise ConfigError("data.sampler: features are stored by index; it must be indexed")
     with distributed.process_group():

@@ -33,18 +33,22 @@ def feature_writer(config: PretrainConfig, arguments: argparse.Namespace) -> Fea
     """
     settings = config.data.cache
     cache = None if settings is None else ShardCache(settings.folder, settings.limit)
-    sources = [ShardIndex.open(source.path, cache) for source in config.data.sources]
+    sources = [ShardIndex.open(one.path, cache, config.data.outages) for one in config.data.sources]
     device = distributed.default_device()
     model = _model(config).to(device)
     encoder = model.image_encoder
     preprocessing = Preprocessing(config.model.image.image_size, *config.model.image.statistics)
     side = preprocessing.image_size
 
-    def tower(pixels: Tensor) -> Tensor:
-        return encoder.pooled(encoder.tower(pixels))
+    averages = config.model.image.average_hflip
+    plain = encoder.hflip_averaged_tower if averages else encoder.tower
+
+    def tower(views: Tensor) -> Tensor:
+        states = [plain(views[:, 0]), *map(encoder.tower, views[:, 1:].unbind(1))]
+        return torch.stack([encoder.pooled(each) for each in states], dim=1)
 
     with torch.no_grad():
-        tokens, width = tower(torch.zeros(1, 3, side, side, device=device)).shape[1:]
+        tokens, width = tower(torch.zeros(1, 1, 3, side, side, device=device)).shape[2:]
     key = tower_key(model)
     header = FeatureHeader(
         tower=key.settings,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from vlp.data.features.store import BAD, CODE_DTYPE, FILE_DTYPES, array_start, f
 from vlp.data.image.transforms import TrainTransform
 from vlp.data.shards.shard_index import ShardIndex
 from vlp.io import atomic_write
+from vlp.lock import FolderLock, is_lock
 
 Tower = Callable[[Tensor], Tensor]
 """Pixels (B, 3, side, side), normalised, to (B, tokens, width)."""
@@ -71,13 +73,16 @@ class FeatureWriter:
             ConfigError: the folder holds something else, or cannot be written; or a feature has no
                 place in the header's dtype.
         """
-        first = distributed.rank() == 0
-        begun: tuple[str | None, list[ShardPlace]] = distributed.from_rank_0(
-            self._begin() if first else None
-        )
-        problem, missing = begun
-        if problem:
-            raise ConfigError(problem)
+        with ExitStack() as held:
+            begun: tuple[str | None, list[ShardPlace]] = distributed.from_rank_0(
+                self._begin(held) if distributed.rank() == 0 else None
+            )
+            problem, missing = begun
+            if problem:
+                raise ConfigError(problem)
+            return self._write(missing, batch, workers)
+
+    def _write(self, missing: Sequence[ShardPlace], batch: int, workers: int) -> Written:
         mine = missing[distributed.rank() :: distributed.world_size()]
         step = max(1, batch // self.header.views)
         shards = [self._blocks(*place, step) for place in mine]
@@ -89,21 +94,24 @@ class FeatureWriter:
         )
         views, bad = iter(loader), 0
         total = sum(len(block.samples) for block in blocks)
-        with tqdm(total=total, unit="image", disable=None if first else True) as bar:
+        with tqdm(
+            total=total, unit="image", disable=None if distributed.rank() == 0 else True
+        ) as bar:
             for place, shard in zip(mine, shards):
                 bad += self._write_shard(*place, islice(views, len(shard)), bar)
         found = distributed.gather_to_all(Written(total, bad))
         return Written(*map(sum, zip(*found)))
 
-    def _begin(self) -> tuple[str | None, list[ShardPlace]]:
-        """Return what is wrong with the folder, or the (source, shard) that it lacks."""
+    def _begin(self, held: ExitStack) -> tuple[str | None, list[ShardPlace]]:
+        """Lock the folder; return what is wrong with it, or the (source, shard) that it lacks."""
         try:
+            held.enter_context(FolderLock(self.folder))
             if (self.folder / HEADER_NAME).exists():
                 there = FeatureHeader.read(self.folder)
                 there.require_tower(self.folder, TowerKey(self.header.tower, self.header.weights))
                 wanted = self.header.model_dump(mode="json", exclude={"tower"})
                 there.require(self.folder, wanted)
-            elif self.folder.exists() and any(self.folder.iterdir()):
+            elif not all(map(is_lock, self.folder.iterdir())):
                 return f"--out {self.folder}: holds something else; name another folder", []
             else:
                 self.header.write(self.folder)
@@ -151,7 +159,7 @@ class FeatureWriter:
         good = block.codes[:, 0] < BAD
         if not good.any():
             return rows
-        pixels = self.transform.preprocessing.normalise(block.levels.flatten(0, 1).to(self.device))
+        pixels = self.transform.preprocessing.normalise(block.levels.to(self.device))
         use_bf16 = header.precision == "bf16"
         with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, use_bf16):
             states = self.tower(pixels)
@@ -161,5 +169,5 @@ class FeatureWriter:
                 f"a feature is {float(states.abs().max()):.3g}, which {header.dtype} cannot hold; "
                 "use --dtype bfloat16"
             )
-        rows[good] = stored.view(torch.int16).unflatten(0, (-1, header.views))
+        rows[good] = stored.view(torch.int16)
         return rows

@@ -39,6 +39,8 @@ from vlp.data.scenes.snli_ve import sample_triple
 from vlp.data.scenes.splits import Split
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_index import ShardWriter
+from vlp.io import parse_json, write_text
+from vlp.lock import FolderLock
 
 SETTINGS_NAME = "scenes.json"
 CORPUS_VERSION = 7
@@ -109,9 +111,11 @@ def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     start = time.perf_counter()
     written = 0
-    for part in PARTS:
-        if getattr(arguments, part):
-            written += _write_part(part, arguments)
+    with FolderLock(arguments.out):
+        _begin(arguments)
+        for part in PARTS:
+            if getattr(arguments, part):
+                written += _write_part(part, arguments)
     seconds = time.perf_counter() - start
     speed = f" in {seconds:.1f} s ({written / seconds:.0f} a second)" if written else ""
     print(f"{arguments.out}: {written} new samples{speed}")
@@ -222,7 +226,7 @@ def _chunk(
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse settings that make no sense, and a folder that holds a corpus of other settings."""
+    """Refuse settings that make no sense."""
     least = {**dict.fromkeys(PARTS, 0), "image_size": 16, "samples_per_shard": 1, "processes": 1}
     for name, smallest in least.items():
         if getattr(arguments, name) < smallest:
@@ -232,23 +236,31 @@ def _check(arguments: argparse.Namespace) -> None:
         given = getattr(arguments, name)
         if not fewest <= given <= most:
             raise ConfigError(f"--{name} is {given}, {fewest} to {most} are possible")
+    if arguments.kinds and arguments.objects < 2 and {*arguments.kinds} != {"place"}:
+        raise ConfigError(f"--kinds {' '.join(arguments.kinds)} want --objects 2 at least")
+
+
+def _begin(arguments: argparse.Namespace) -> None:
+    """Refuse a folder that holds a corpus of other settings, or shards of another command."""
     settings = {name: getattr(arguments, name) for name in _SETTINGS}
     if arguments.kinds:
         settings["kinds"] = arguments.kinds
-        if arguments.objects < 2 and {*arguments.kinds} != {"place"}:
-            raise ConfigError(f"--kinds {' '.join(arguments.kinds)} want --objects 2 at least")
     settings["version"] = CORPUS_VERSION
     path = arguments.out / SETTINGS_NAME
     if path.exists():
-        found = json.loads(path.read_text())
+        found = parse_json(path.read_text())
         if found != settings:
             raise ConfigError(
                 f"{path} says {found}, this command {settings}: choose another --out, or delete "
                 f"{arguments.out}"
             )
     else:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(settings) + "\n")
+        for part in PARTS:
+            for other in (arguments.out / part).glob("*.tar"):
+                raise ConfigError(
+                    f"{other}: a shard that `scenes` did not write; choose another --out"
+                )
+        write_text(path, json.dumps(settings) + "\n", error=ConfigError)
 
 
 def _captioned(scene: Scene) -> SceneFiles:

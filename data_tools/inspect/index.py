@@ -11,6 +11,7 @@ from tqdm import tqdm
 from data_tools.parallel import add_processes
 from vlp.config import ConfigError
 from vlp.data.shards.shard_index import ShardIndex, index_folder
+from vlp.lock import FolderLock
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,11 +21,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Index the folder and say what was found; damaged shards are named and indexed so far."""
+    """Index the folder and say what was found; 1 if shards are damaged, each indexed so far."""
     if arguments.processes < 1:
         raise ConfigError(f"--processes {arguments.processes}: at least one is needed")
     shown = partial(tqdm, unit="shard", disable=None)
-    problems = index_folder(arguments.folder, arguments.processes, shown)
+    if not arguments.folder.is_dir():
+        raise ConfigError(f"{arguments.folder}: there is no such folder of shards")
+    with FolderLock(arguments.folder):
+        problems = index_folder(arguments.folder, arguments.processes, shown)
     shards = ShardIndex.open(arguments.folder).shards
     captions, without = int(shards.captions.sum()), int(shards.uncaptioned.sum())
     print(f"{arguments.folder}: {len(shards)} shards, {shards.total} samples, {captions} captions")
@@ -32,4 +36,4 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"  {without} samples have no caption; training skips and counts them")
     for problem in problems:
         print(f"  {problem}")
-    return 0
+    return int(any(not problem.endswith(": empty") for problem in problems))

@@ -41,7 +41,8 @@ from vlp.data.shards.index import BLOCK, ROW, sample_rows
 from vlp.data.shards.lru import LRUCache
 from vlp.data.shards.sample_files import grouped
 from vlp.data.shards.tar import append_member, close_tar, members_in
-from vlp.io import atomic_write, write_text
+from vlp.io import atomic_write, parse_json, write_text
+from vlp.lock import FolderLock
 
 RESHARD_VERSION = 1
 """Raised whenever equal arguments give other shards than before."""
@@ -98,11 +99,18 @@ def run(arguments: argparse.Namespace) -> int:
     if out.resolve() in {folder.resolve() for folder in arguments.folders}:
         raise ConfigError(f"{out}: is read from; choose another --out")
     prefixes = folder_prefixes(arguments.folders) if arguments.prefix_keys else {}
+    with FolderLock(out):
+        return _reshard(arguments, shards, prefixes)
+
+
+def _reshard(
+    arguments: argparse.Namespace, shards: Sequence[Shard], prefixes: dict[Path, str]
+) -> int:
+    out: Path = arguments.out
     settings = _settings(arguments, shards)
     _refuse_others(out, settings)
     plan = out / _PLAN_NAME
     try:
-        out.mkdir(parents=True, exist_ok=True)
         problems, counts = survey(shards, plan, prefixes, arguments.processes)
         total = int(counts.sum())
         if not total:
@@ -238,7 +246,7 @@ def _copy(handle: int, row: np.void, prefix: str, file: IO[bytes], where: str) -
 
 def _sweep(out: Path) -> None:
     """Remove the unfinished shards of a killed run."""
-    for leftover in out.glob("shard-*.tmp"):
+    for leftover in out.glob("shard-[0-9]*.tar.tmp"):
         leftover.unlink(missing_ok=True)
 
 
@@ -246,9 +254,7 @@ def _refuse_others(out: Path, settings: dict[str, object]) -> None:
     """Refuse a folder that holds other shards than this command writes."""
     path = out / SETTINGS_NAME
     try:
-        found = json.loads(path.read_bytes())
-    except NotADirectoryError as error:
-        raise ConfigError(f"{out}: is a file; choose another --out") from error
+        found = parse_json(path.read_bytes())
     except FileNotFoundError:
         if any(out.glob("*.tar")):
             raise ConfigError(f"{out}: holds shards already; choose another --out") from None
@@ -256,7 +262,7 @@ def _refuse_others(out: Path, settings: dict[str, object]) -> None:
     except ValueError as error:
         raise ConfigError(f"{path}: not JSON ({error}); delete {out} to begin again") from error
     sources = settings["sources"]
-    require_same_settings(out, {**found, "sources": sources}, settings)
+    require_same_settings(out, {**found, "sources": sources}, settings, f"delete {out}")
     if found.get("sources") != sources:
         raise ConfigError(
             f"{out} was begun with other shards in these folders, or they were written "

@@ -5,16 +5,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
-from io import BytesIO
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image
 
 from data_tools.scan.keys import keys_in
 from data_tools.scan.repeated_ids import Numbers, numbers_of
 from data_tools.scan.shard_reader import ShardReader
-from vlp.data.image.decode import FORMATS
+from vlp.data.image.decode import open_image, reading
 from vlp.data.schema import captions_of
 from vlp.data.shards.sample_files import BadSample, RawSample
 
@@ -163,10 +161,10 @@ def _count_images(tally: Tally, sample: RawSample) -> None:
         tally.counts["bytes of images"] += len(data)
         tally.histograms["image size"][rounded(len(data))] += 1
         try:
-            with Image.open(BytesIO(data), formats=FORMATS) as image:
+            with reading(sample.key), open_image(data, sample.key) as image:
                 (width, height), kind = image.size, image.format or "?"
-        except Exception:  # as in decode_image: all of them mean the same
-            tally.bad["unreadable image"] += 1
+        except BadSample as bad:
+            tally.bad[bad.kind] += 1
             continue
         tally.formats[kind] += 1
         tally.histograms["width"][width] += 1

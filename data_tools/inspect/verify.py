@@ -17,12 +17,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from typing import IO, NamedTuple
 
 import numpy as np
-from PIL import Image
 from tqdm import tqdm
 
 from data_tools.inspect.index_check import (
@@ -40,12 +38,13 @@ from data_tools.scan.keys import keys_in, repeated_keys
 from data_tools.scan.repeated_ids import Numbers, RepeatedIds, numbers_of
 from data_tools.scan.shard_reader import Shard, ShardReader, scan, shards_of
 from vlp.config import ConfigError
-from vlp.data.image.decode import FORMATS, decode_image
+from vlp.data.image.decode import decode_image, open_image
 from vlp.data.schema import captions_of
 from vlp.data.shards.build_index import index_folder
 from vlp.data.shards.index import INDEX_NAME
 from vlp.data.shards.sample_files import IMAGES, BadSample, SampleFiles, parse, parse_annotation
 from vlp.io import sha256_of
+from vlp.lock import FolderLock
 
 
 class Examined(NamedTuple):
@@ -90,7 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
                     _tell(damage, counts[damage.kind], arguments.places, report)
             repairs = {kind: counts[kind] - before[kind] for kind in INDEX_KINDS}
             if arguments.fix and any(repairs.values()):
-                index_folder(folder, arguments.processes)
+                with FolderLock(folder):
+                    index_folder(folder, arguments.processes)
                 print(f"{folder}: indexed anew")
                 fixed.update(repairs)
     looked_at = "listed" if arguments.quick else "decoded"
@@ -210,7 +210,7 @@ def _check_sums(data: bytes, where: str) -> None:
     """Verify the checksums of a PNG's chunks, which decoding alone does not look at."""
     if data.startswith(b"\x89PNG"):
         try:
-            with Image.open(BytesIO(data), formats=FORMATS) as image:
+            with open_image(data, where) as image:
                 image.verify()
         except Exception as error:  # as in decode_image: all of them mean the same
             raise BadSample("unreadable image", f"{where} ({error})") from error

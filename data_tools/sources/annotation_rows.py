@@ -13,7 +13,9 @@ from typing import IO, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from data_tools.builder.sample_spec import Refused
+from data_tools.sources.archives import TOO_MUCH, most_unpacked
 from vlp.config import ConfigError
+from vlp.io import parse_json
 
 Located = tuple[str, Any]
 """Location of a row (for messages), and its content."""
@@ -40,7 +42,7 @@ def read_json(path: Path) -> Any:
     """
     try:
         with _opened(path) as file:
-            return json.loads(file.read())
+            return parse_json(file.read())
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 ({error})") from error
     except json.JSONDecodeError as error:
@@ -60,7 +62,7 @@ def json_lines(path: Path, faults: Faults) -> Iterator[Located]:
             continue
         where = f"{path}, line {number}"
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError as error:
             if not good:
                 raise ConfigError(
@@ -150,11 +152,34 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
                 yield file
                 return
         with gzip.open(path) as inside:
-            yield inside  # type: ignore[misc]
+            yield _Measured(inside, path)  # type: ignore[misc]
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ConfigError(f"{path}: a damaged gzip file ({error}); download it again") from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+class _Measured:
+    """The content of a gzip file, of which only so much may come."""
+
+    def __init__(self, file: gzip.GzipFile, path: Path) -> None:
+        self._file, self._path, self._left = file, path, most_unpacked(path)
+
+    def read(self) -> bytes:
+        """Return all of it."""
+        data = self._file.read(self._left + 1)
+        self._take(len(data))
+        return data
+
+    def __iter__(self) -> Iterator[bytes]:
+        while line := self._file.readline(self._left + 1):
+            self._take(len(line))
+            yield line
+
+    def _take(self, size: int) -> None:
+        self._left -= size
+        if self._left < 0:
+            raise ConfigError(f"{self._path}: {TOO_MUCH}")
 
 
 def _lines(path: Path) -> Iterator[bytes]:

@@ -18,9 +18,15 @@ from pathlib import Path
 from typing import IO, Any
 
 from vlp.config import ConfigError
+from vlp.data.limits import limits
+from vlp.lock import FolderLock
 
+TOO_MUCH = (
+    "unpacks to more than limits allow for its size; where it is sound, raise unpacked_ratio of "
+    "VLP_LIMITS"
+)
 _SUFFIXES = (".tar.xz", ".tar.gz", ".tar.bz2", ".txz", ".tgz", ".tbz2")
-_PREFIX = ".unpacked-"
+_PREFIX, _LOCK = ".unpacked-", ".unpacking-"
 _STARTS = {b"\xfd7zXZ\x00": lzma.open, b"\x1f\x8b": gzip.open, b"BZh": bz2.open}
 
 
@@ -35,28 +41,36 @@ def unpacked(places: Sequence[Path], room: Path) -> Iterator[list[Path]]:
             when the context ends; what a killed run left there goes now.
 
     Raises:
-        ConfigError: an archive is damaged, or does not fit into `room`.
+        ConfigError: an archive is damaged, or does not fit into `room`; or another process unpacks
+            there.
     """
-    room.mkdir(parents=True, exist_ok=True)
-    for leftover in room.glob(f"{_PREFIX}*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=room) as folder:
-        plain: list[Path] = []
-        for place in places:
-            archives = [place]
-            if place.is_dir():
-                plain.append(place)
-                archives = sorted(path for path in place.iterdir() if path.name.endswith(_SUFFIXES))
-            for archive in archives:
-                opener = _opener(archive)
-                if opener is None:
-                    plain.append(archive)
-                    continue
-                # Two archives may have one name; the number keeps them apart.
-                target = Path(folder) / f"{len(plain)}-{archive.name}.tar"
-                _unpack(archive, opener, target)
-                plain.append(target)
-        yield plain
+    with FolderLock(room, _LOCK):
+        for leftover in room.glob(f"{_PREFIX}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=room) as folder:
+            yield list(_plain(places, Path(folder)))
+
+
+def _plain(places: Sequence[Path], folder: Path) -> Iterator[Path]:
+    for place in places:
+        archives = [place]
+        if place.is_dir():
+            yield place
+            archives = sorted(path for path in place.iterdir() if path.name.endswith(_SUFFIXES))
+        for archive in archives:
+            opener = _opener(archive)
+            if opener is None:
+                yield archive
+                continue
+            # Two archives may have one name; a folder of its own keeps each apart.
+            target = Path(tempfile.mkdtemp(dir=folder), f"{archive.name}.tar")
+            _unpack(archive, opener, target)
+            yield target
+
+
+def most_unpacked(archive: Path) -> int:
+    """Return how many bytes may come out of a compressed file, at least 64 MiB."""
+    return max(2**26, int(limits().unpacked_ratio * archive.stat().st_size))
 
 
 def _opener(path: Path) -> Any:
@@ -72,11 +86,15 @@ def _unpack(archive: Path, opener: Any, target: Path) -> None:
     try:
         source: IO[bytes]
         with opener(archive, "rb") as source, open(target, "wb") as file:
-            shutil.copyfileobj(source, file, 1 << 20)
+            most = most_unpacked(archive)
+            while block := source.read(1 << 20):
+                most -= file.write(block)
+                if most < 0:
+                    raise ConfigError(f"{archive}: {TOO_MUCH}")
     except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
         raise ConfigError(f"{archive}: a damaged archive ({error}); download it again") from error
     except OSError as error:
         raise ConfigError(
-            f"{archive}: cannot be unpacked into {target.parent.parent} ({error}); where it is too "
+            f"{archive}: cannot be unpacked into {target.parents[2]} ({error}); where it is too "
             "large, unpack it elsewhere and name the folder"
         ) from error

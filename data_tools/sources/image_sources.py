@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vlp.config import ConfigError
+from vlp.data.limits import beyond, limits
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.tar import read_members
 
@@ -34,15 +35,29 @@ class ImageLocation(NamedTuple):
         """
         try:
             if self.member is not None:
-                return _zip(self.path).read(self.member)
+                archive = _zip(self.path)
+                info = archive.getinfo(self.member)
+                # The others give out all that a block holds, whatever is asked for.
+                if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                    raise ValueError(f"{self.member} is compressed by method {info.compress_type}")
+                self._require_small(info.file_size)
+                return archive.read(info)
             with open(self.path, "rb") as file:
+                self._require_small(self.size or 0)
                 file.seek(self.offset)
-                data = file.read() if self.size is None else file.read(self.size)
+                data = file.read(limits().image_bytes + 1 if self.size is None else self.size)
+                self._require_small(len(data))
+        except BadSample:
+            raise
         except Exception as error:  # zipfile raises a dozen kinds for damaged members
             raise BadSample("unreadable image", f"{self.path} ({error})") from error
         if self.size is not None and len(data) != self.size:
             raise BadSample("unreadable image", f"{self.path}: cut off at byte {self.offset}")
         return data
+
+    def _require_small(self, size: int) -> None:
+        if size > limits().image_bytes:
+            raise BadSample("image too large", f"{self.path} ({beyond('image_bytes')})")
 
 
 class _Found(NamedTuple):
@@ -120,12 +135,12 @@ class Originals:
         self._containers.append(path)
         number = len(self._containers) - 1
         if zipfile.is_zipfile(path):
-            for info in _zip(path).infolist():
-                if not info.is_dir():
+            for info in self._infos(path):
+                if info.filename and not info.is_dir():
                     folder, _, name = info.filename.rpartition("/")
                     self._add(name, _Found(number, sys.intern(folder), _IN_ZIP, 0))
             return
-        members, problem = read_members(path)
+        members, problem = read_members(path, "archive_members")
         if problem and not members:
             raise ConfigError(f"{path}: neither a tar nor a zip that can be read ({problem})")
         if problem:
@@ -133,6 +148,17 @@ class Originals:
         for member in members:
             folder, _, name = member.name.removeprefix("./").rpartition("/")
             self._add(name, _Found(number, sys.intern(folder), member.offset, member.size))
+
+    def _infos(self, path: Path) -> list[zipfile.ZipInfo]:
+        try:
+            infos = _zip(path).infolist()
+        except Exception as error:  # of any field of its directory
+            raise ConfigError(f"{path}: a damaged zip ({error}); download it again") from error
+        if len(infos) > limits().archive_members:
+            raise ConfigError(
+                f"{path}: {len(infos)} files, more than archive_members of VLP_LIMITS"
+            )
+        return infos
 
     def _add(self, name: str, found: _Found) -> None:
         if name.lower().endswith(_BESIDE):

@@ -37,7 +37,7 @@ def streamed_list(path: Path) -> Iterator[Located]:
                     return
                 try:
                     member, end = decoder.raw_decode(text, at)
-                except (json.JSONDecodeError, RecursionError):
+                except (ValueError, RecursionError):  # or a number of too many digits
                     end = len(text)
                 # A number may go on in what is not read yet; what comes behind it tells.
                 if _BEHIND.match(text, end):

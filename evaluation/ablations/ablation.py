@@ -22,6 +22,7 @@ from evaluation.ablations.measures import evaluate_cross_modal, evaluate_images,
 from evaluation.ablations.runs import Results, Run, do_runs, finished, plain, portable
 from vlp.config import ConfigError
 from vlp.data.scenes.sample import Variety
+from vlp.io import parse_json
 
 
 def plan(
@@ -169,7 +170,7 @@ def _make_corpus(corpus: CorpusConfig, say: Callable[[str], object]) -> None:
     settings = folder / "ablation.json"
     wanted = plain({**corpus.model_dump(exclude_none=True), "version": CORPUS_VERSION})
     if settings.is_file():
-        if json.loads(settings.read_text(encoding="utf-8")) != wanted:
+        if parse_json(settings.read_text(encoding="utf-8")) != wanted:
             raise ConfigError(
                 f"{folder} holds a corpus of other settings or an older version: delete it, or "
                 "change corpus.folder"

@@ -54,6 +54,9 @@ class MeasuredConfig(Config):
         None, description="stored features of their images by the frozen tower, for retrieval"
     )
     rerank: int = Field(16, ge=1, description="candidates of a query that are re-ranked")
+    rerank_by: Literal["sum", "match"] = Field(
+        "sum", description="the match score is added to the similarity, or replaces it"
+    )
     limit: int | None = Field(None, ge=1, description="samples in retrieval; null: all")
     foils: int = Field(1000, ge=0, description="images whose captions get foils; 0: no foils")
 

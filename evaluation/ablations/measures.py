@@ -65,8 +65,8 @@ def evaluate_images(model: Path, threads: int, measured: MeasuredConfig) -> dict
     torch.set_num_threads(threads)
     loaded = vlp.load(model)
     recall = evaluate_retrieval(
-        loaded, measured.shards, rerank=measured.rerank, limit=measured.limit,
-        features=measured.features, resamples=1,
+        loaded, measured.shards, rerank=measured.rerank, rerank_by=measured.rerank_by,
+        limit=measured.limit, features=measured.features, resamples=1,
     )  # fmt: skip
     figures = {"/".join(key): 100 * figure.value for key, figure in recall.figures.items()}
     if measured.foils:

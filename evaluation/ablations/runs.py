@@ -6,7 +6,6 @@ A run that is finished is never done again, one that was cut off goes on from it
 from __future__ import annotations
 
 import csv
-import ctypes
 import json
 import multiprocessing
 import os
@@ -16,18 +15,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator
 
 from vlp.config import ConfigError
-from vlp.io import write_text
+from vlp.io import parse_json, write_text
+from vlp.lock import end_with_parent
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 RESULT = "result.json"
-
-_PARENT_DEATH_SIGNAL = 1
 
 Evaluate = Callable[[Path, int], dict[str, float]]
 """Model folder and number of threads to figures by name; None where a run is not evaluated."""
@@ -86,7 +85,7 @@ def finished(run: Run) -> dict[str, Any] | None:
     file = run.folder / RESULT
     if not file.is_file():
         return None
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    found: dict[str, Any] = parse_json(file.read_text(encoding="utf-8"))
     if found["settings"] != run.settings:
         raise ConfigError(
             f"{run.folder} holds a run of other settings: delete it, or change output"
@@ -128,7 +127,9 @@ def _executed(
     threads = max(1, (os.cpu_count() or 1) // jobs)
     # Spawned, not forked: a process that holds threads of torch must not be copied.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, context, initializer=_end_with_parent) as pool:
+    # Else trainings, and those still in the queue, would go on without this process.
+    bound = partial(end_with_parent, signal.SIGTERM, os.getpid())
+    with ProcessPoolExecutor(jobs, context, initializer=bound) as pool:
         futures = {pool.submit(execute, run, evaluate, threads): run for run in runs}
         try:
             for future in as_completed(futures):
@@ -144,15 +145,6 @@ def _executed(
             raise
 
 
-def _end_with_parent() -> None:
-    """Have this process told to stop when the one that started it is gone, whatever ended it.
-
-    Else trainings, and those still in the queue, would go on by themselves. Linux alone can.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)
-
-
 def execute(run: Run, evaluate: Evaluate | None, threads: int) -> float:
     """Train and evaluate one run with so many threads; returns the seconds it took.
 
@@ -166,7 +158,7 @@ def execute(run: Run, evaluate: Evaluate | None, threads: int) -> float:
         result["figures"] = evaluate(run.folder / "model", threads)
     report = run.folder / "report.json"
     if report.is_file():
-        trained = json.loads(report.read_text(encoding="utf-8"))
+        trained = parse_json(report.read_text(encoding="utf-8"))
         result["training"] = {"steps": trained["step"], "seconds": trained["seconds"]}
     result["seconds"] = time.monotonic() - started
     write_text(run.folder / RESULT, json.dumps(result, indent=1) + "\n")
@@ -194,7 +186,7 @@ def _train(run: Run, threads: int) -> None:
         done = subprocess.run(
             [*command, f"output={run.folder}", *overrides],
             env=environment, stdout=file, stderr=subprocess.STDOUT, check=False,
-            preexec_fn=_end_with_parent,
+            preexec_fn=partial(end_with_parent, signal.SIGTERM, os.getpid()),
         )  # fmt: skip
     if done.returncode or not (run.folder / "model").is_dir():
         raise ConfigError(f"{run.name} ended with code {done.returncode}; see {log}")

@@ -60,13 +60,14 @@ class EvaluationCommand(Command):
     left_out = {"--match": "5"}  # noqa: RUF012
 
     def invoke(self, ctx: Any) -> int:
-        """Run the command; returns the exit code (2: wrong input)."""
+        """Run the command; returns the exit code (2: wrong input, 1: a disk or a rank failed)."""
         import logging
         import sys
 
         from evaluation.core.samples import EvaluationError
         from vlp import distributed
         from vlp.config import ConfigError
+        from vlp.io import redacted
 
         logging.basicConfig(level=logging.WARNING)
         with distributed.process_group():
@@ -74,8 +75,16 @@ class EvaluationCommand(Command):
                 return super().invoke(ctx) or 0
             except (ConfigError, EvaluationError, FileNotFoundError, typer.BadParameter) as error:
                 if distributed.rank() == 0:
-                    print(f"error: {error}", file=sys.stderr)
+                    print(f"error: {redacted(str(error))}", file=sys.stderr)
                 return 2
+            except (OSError, RuntimeError) as error:
+                said = redacted(str(error))
+                if isinstance(error, RuntimeError):
+                    if "by peer" not in said:
+                        raise
+                    said = "lost another rank; that one's message says why"
+                print(f"error on rank {distributed.rank()}: {said}", file=sys.stderr)
+                return 1
 
 
 class CommandResult(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,6 +12,7 @@ from typer import Option
 from evaluation.commands.options import (
     Device,
     EvaluationCommand,
+    Images,
     Model,
     Shards,
     checked,
@@ -119,14 +121,56 @@ def anchors(
 
 
 @app.command(cls=EvaluationCommand)
-def encodings(out: Annotated[Path, Option(metavar="FILE.png")]) -> None:
-    """Draw each position encoding over image patches."""
+def encodings(
+    out: Annotated[Path, Option(metavar="FILE.png")],
+    model: Annotated[
+        list[str] | None,
+        Option(metavar="DIR...", help="trained vision models, instead of fresh encodings"),
+    ] = None,
+    image: Images = None,
+    layers: Annotated[
+        str,
+        Option(metavar="N,...", help="of attention, from 0, or negative from the end"),
+    ] = "0,-1",
+    references: Annotated[
+        int, Option(parser=positive, metavar="N", help="reference patches of a map, a side")
+    ] = 5,
+) -> None:
+    """Draw each position encoding over image patches.
+
+    With --model, the encodings of trained vision models, a row for each model and image: what
+    attention gets added for some reference patches (on --image, else averaged over test images),
+    dot products of the places' vectors and the weights, before and after training.
+
+    \b
+      vlp encodings --model runs/vision/x/model --image horse.png --references 8 --out horse.png
+    """
     from evaluation.probes.position_maps import draw_position_maps
+    from evaluation.probes.position_plots import draw_panels
+    from evaluation.probes.trained_positions import trained_panels
 
     if out.suffix.lower() != ".png":
         raise typer.BadParameter(f"--out {out}: the image is a .png file")
-    if first_rank():
+    if image and not model:
+        raise typer.BadParameter("--image is for trained models: give --model too")
+    try:
+        chosen = [int(number) for number in layers.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"--layers {layers}: numbers with commas, as in 0,-1") from error
+    if not first_rank():
+        return
+    if not model:
         print(draw_position_maps(out))
+        return
+    files: list[str | None] = [*image] if image else [None]
+    rows = {
+        " ".join(filter(None, [folder, file])): checked(
+            partial(trained_panels, folder, file, chosen)
+        )
+        for folder in model
+        for file in files
+    }
+    print(draw_panels(rows, out, references))
 
 
 @app.command(cls=EvaluationCommand)

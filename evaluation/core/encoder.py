@@ -167,8 +167,8 @@ class Encoder:
         extra = (captions, identities, skipped)
         if not pixels:
             return Block(None, extra)
+        batch = torch.stack(pixels).to(self.device)
         with torch.no_grad(), precision_context(self.device, self.precision):
-            batch = torch.stack(pixels).to(self.device)
             return Block(self.loaded.model.encode_image(batch), extra)
 
     def _encode_texts(self, block: int) -> Block:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from evaluation.core.samples import EvaluationError
 from evaluation.core.work_sharding import Ranks
+from vlp.io import parse_json
 
 
 class FeatureFiles:
@@ -109,6 +110,6 @@ class FeatureFiles:
 def _moved(line: str, reference: str | None, before: int) -> str:
     if reference is None:
         return line
-    row = json.loads(line)
+    row = parse_json(line)
     row[reference] += before
     return json.dumps(row, ensure_ascii=False) + "\n"

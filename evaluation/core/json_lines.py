@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.core.samples import EvaluationError
-from vlp.io import atomic_write
+from vlp.io import atomic_write, parse_json
 
 
 def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -27,7 +27,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
-                row = json.loads(line)
+                row = parse_json(line)
                 if not isinstance(row, dict):
                     raise EvaluationError(f"{path}, line {number}: not a JSON object")
                 rows.append(row)

@@ -13,9 +13,10 @@ from vlp.data.image.decode import decode_image
 from vlp.data.schema import Annotation, captions_of
 from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.shards.shard_index import BadSample, ShardIndex
+from vlp.io import Redacted
 
 
-class EvaluationError(ValueError):
+class EvaluationError(Redacted, ValueError):
     """An evaluation that cannot be done; the message is meant for the person at the terminal."""
 
 

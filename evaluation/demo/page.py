@@ -13,6 +13,7 @@ from evaluation.core.samples import EvaluationError
 from evaluation.demo.session import TryIt
 from evaluation.downstream.registry import page_actions
 from vlp.config import ConfigError
+from vlp.data.limits import limits
 
 Answer = TypeVar("Answer")
 
@@ -84,7 +85,8 @@ def page(tried: TryIt) -> Any:
 
     def chosen(label: str, visible: bool = True) -> Any:
         return gradio.Image(
-            type="pil",
+            type="filepath",
+            image_mode=None,  # Gradio hands the file over as it came, and does not decode it
             label=label,
             sources=["upload", "clipboard"],
             format="png",
@@ -209,6 +211,7 @@ def serve(tried: TryIt, host: str = HOST, port: int = PORT, block: bool = True) 
             share=False,
             theme=theme,
             css=STYLE,
+            max_file_size=limits().image_bytes,
             prevent_thread_lock=not block,
             footer_links=[],
         )

@@ -24,13 +24,18 @@ from evaluation.grounding.heatmaps import anchors_over, framed, heat_over
 from evaluation.grounding.phrase_map import phrase_heat
 from evaluation.probes.anchor_maps import map_caption
 from evaluation.retrieval.gallery import Gallery
-from vlp.data.image.decode import upright_rgb
+from vlp.data.image.decode import decode_image, upright_rgb
+from vlp.data.limits import limits
 from vlp.data.schema import Annotation
+from vlp.data.shards.sample_files import BadSample
 from vlp.distributed import default_device
 from vlp.models.folder import Loaded
 from vlp.tasks.downstream.task import Downstream, load_task
 
 Answer = TypeVar("Answer")
+
+Given = Image.Image | str | Path | None
+"""An image, or the file that was uploaded, which is decoded within the limits of samples."""
 
 MAX_SIDE = 1024
 """Larger images are made smaller first: a model reads a few hundred pixels."""
@@ -119,7 +124,7 @@ class TryIt:
         return found
 
     def act(
-        self, name: str, images: Sequence[Image.Image | None], text: str | None = None
+        self, name: str, images: Sequence[Given], text: str | None = None
     ) -> list[tuple[str, float]]:
         """Predict with probabilities, the likeliest first, as the model was fine-tuned to.
 
@@ -142,7 +147,7 @@ class TryIt:
         seen, evaluation = [_seen(image) for image in images], get_evaluation(task.kind)
         return self._with(lambda: evaluation.predict_one(task, seen, said, self.device))
 
-    def match(self, image: Image.Image | None, text: str) -> list[tuple[str, float]]:
+    def match(self, image: Given, text: str) -> list[tuple[str, float]]:
         """Return how likely a text belongs to an image.
 
         Raises:
@@ -151,7 +156,7 @@ class TryIt:
         seen, said = _seen(image), _said(text)
         return self._with(lambda: match_of(self.loaded, seen, said, self.device))
 
-    def ground(self, image: Image.Image | None, phrase: str) -> tuple[Image.Image, Image.Image]:
+    def ground(self, image: Given, phrase: str) -> tuple[Image.Image, Image.Image]:
         """Return the image, and again with the Grad-CAM map of a phrase over it, of the same size.
 
         Raises:
@@ -161,7 +166,7 @@ class TryIt:
         heat = phrase_heat(self.loaded, seen, _said(phrase), device=self.device)
         return framed(seen, side=480), heat_over(seen, heat, side=480)
 
-    def anchors(self, image: Image.Image | None, text: str) -> list[CaptionedImage]:
+    def anchors(self, image: Given, text: str) -> list[CaptionedImage]:
         """Return the image, and for each word the share of groups that anchor each patch.
 
         Raises:
@@ -196,9 +201,18 @@ def _said(text: str) -> str:
     return text.strip()
 
 
-def _seen(image: Image.Image | None) -> Image.Image:
+def _seen(image: Given) -> Image.Image:
     if image is None:
         raise EvaluationError("choose an image first")
-    seen = upright_rgb(image).copy()
+    seen = image if isinstance(image, Image.Image) else _uploaded(Path(image))
+    seen = upright_rgb(seen).copy()
     seen.thumbnail((MAX_SIDE, MAX_SIDE))
     return seen
+
+
+def _uploaded(file: Path) -> Image.Image:
+    try:
+        with file.open("rb") as content:
+            return decode_image(content.read(limits().image_bytes + 1), file.name)
+    except (BadSample, OSError) as error:
+        raise EvaluationError(f"this image cannot be used: {error}") from error

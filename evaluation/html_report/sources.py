@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,8 @@ import yaml
 
 from evaluation.core.results import Figure
 from evaluation.core.samples import EvaluationError
+from vlp.config import parse_yaml
+from vlp.io import parse_json, redacted_values
 from vlp.models.folder import CONFIG, WEIGHTS
 from vlp.tasks.downstream.task import TASK
 
@@ -70,7 +71,8 @@ class Source:
     @property
     def skipped(self) -> dict[str, int]:
         """Return the samples that training skipped, by kind."""
-        return dict(self.training.get("skipped_samples") or {})
+        found = self.training.get("skipped_samples")
+        return dict(found) if isinstance(found, Mapping) else {}
 
 
 def read_sources(folders: Sequence[str | Path]) -> list[Source]:
@@ -107,7 +109,7 @@ def _read(folder: Path, name: str) -> Source:
     source.model = next((path for path in _model_places(folder) if _is_model(path)), None)
     run = next((path for path in (folder, *folder.absolute().parents[:2]) if _is_run(path)), None)
     if run is not None and (run == folder or _belongs(folder, run)):
-        source.config = _yaml(run / "config.yaml", source)
+        source.config = redacted_values(_yaml(run / "config.yaml", source))
         source.log = _log(run / "log.jsonl", source)
         source.training = _json(run / "report.json", source)
     source.results = list(_results(folder, source))
@@ -150,7 +152,7 @@ def _belongs(folder: Path, run: Path) -> bool:
 
 def _yaml(file: Path, source: Source) -> dict[str, Any]:
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+        found = parse_yaml(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -160,7 +162,7 @@ def _yaml(file: Path, source: Source) -> dict[str, Any]:
 
 def _json(file: Path, source: Source) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = parse_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
@@ -182,7 +184,7 @@ def _log(file: Path, source: Source) -> list[dict[str, Any]]:
         return []
     for line in filter(str.strip, lines):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:
             row = None
         if isinstance(row, dict) and isinstance(row.get("step"), int):
@@ -220,23 +222,23 @@ def read_result(file: Path, source: Source) -> StoredResult | None:
         variants = (
             _staged(named, found) if isinstance(named, list) else {"": dict(_figures(named, ""))}
         )
-    except (KeyError, TypeError, ValueError) as error:
+        counts = {
+            name: value
+            for name, value in found.items()
+            if isinstance(value, int) and name not in _ABOUT and not isinstance(value, bool)
+        }
+        return StoredResult(
+            kind=found["task"],
+            file=file,
+            variants=variants,
+            counts=counts,
+            shards=tuple(map(str, found.get("shards") or ())),
+            skipped=dict(found.get("skipped") or {}),
+            notes=tuple(map(str, found.get("notes") or ())),
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         _damaged(file, error, source)
         return None
-    counts = {
-        name: value
-        for name, value in found.items()
-        if isinstance(value, int) and name not in _ABOUT and not isinstance(value, bool)
-    }
-    return StoredResult(
-        kind=found["task"],
-        file=file,
-        variants=variants,
-        counts=counts,
-        shards=tuple(map(str, found.get("shards") or ())),
-        skipped=dict(found.get("skipped") or {}),
-        notes=tuple(map(str, found.get("notes") or ())),
-    )
 
 
 def _staged(

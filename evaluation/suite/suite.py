@@ -19,7 +19,7 @@ from evaluation.downstream.job import Job
 from evaluation.suite.suite_config import EvaluatedModel, SuiteConfig
 from evaluation.suite.suite_jobs import job_key, model_of, run_job
 from vlp.config import ConfigError
-from vlp.io import atomic_folder
+from vlp.io import atomic_folder, parse_json
 
 JOB = "job.json"
 _OF_THE_USER = (ConfigError, EvaluationError, FileNotFoundError, ValueError)
@@ -190,9 +190,9 @@ def _options(job: Job) -> dict[str, Any]:
 
 def _saved(folder: Path, key: str, task: str) -> dict[str, Any] | None:
     try:
-        if json.loads((folder / JOB).read_text(encoding="utf-8"))["key"] != key:
+        if parse_json((folder / JOB).read_text(encoding="utf-8"))["key"] != key:
             return None
-        content: dict[str, Any] = json.loads((folder / f"{task}.json").read_text(encoding="utf-8"))
+        content: dict[str, Any] = parse_json((folder / f"{task}.json").read_text(encoding="utf-8"))
         saved_figures(content)
     except (OSError, ValueError, KeyError, TypeError):
         return None

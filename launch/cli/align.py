@@ -20,6 +20,7 @@ from tqdm import tqdm
 from launch.pretrain import build
 from vlp import distributed
 from vlp.config import ConfigError, load_config
+from vlp.data.limits import put_in_force
 from vlp.data.shards.bad_samples import DataError
 from vlp.layers.pooling import pool_states
 from vlp.models.folder import CONFIG
@@ -99,7 +100,9 @@ def run_align(path: Path, out: Path, epochs: int, shrinkage: float, overrides: l
     """Align as a configuration file says; returns the exit code (2: wrong input, in one line)."""
     distributed.prepare_environment()
     try:
-        count, _ = align(load_config(path, PretrainConfig, overrides), out, epochs, shrinkage)
+        config = load_config(path, PretrainConfig, overrides)
+        put_in_force(config.limits)
+        count, _ = align(config, out, epochs, shrinkage)
     except (ConfigError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +11,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
+from launch.cli.ranks import launch_ranks
 from vlp.command_line import Command, Overrides, nearest, new_app, positive, run_app
 from vlp.tasks.downstream.registry import task_kinds
 
@@ -45,11 +45,16 @@ def train(
     """
     import yaml
 
-    values = yaml.safe_load(config.read_text("utf-8")) if config.is_file() else None
+    from vlp.config import parse_yaml
+
+    try:
+        values = parse_yaml(config.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        values = None  # the script says what is wrong with it
     script = "train_vision" if isinstance(values, dict) and "task" in values else "pretrain"
     arguments = ["--config", str(config), *(overrides or ()), *(["--resume"] if resume else ())]
     if (several := _several(ranks)) > 1:
-        return _launch(several, ["train", *arguments])
+        return launch_ranks(several, ["train", *arguments])
     return int(importlib.import_module(f"launch.{script}").main(arguments))
 
 
@@ -77,7 +82,7 @@ def finetune(
     changes = [*([f"init_from={init_from}"] if init_from else []), *(overrides or ())]
     if (several := _several(ranks)) > 1:
         flags = ["--resume"] if resume else []
-        return _launch(several, ["finetune", task, "--config", str(config), *changes, *flags])
+        return launch_ranks(several, ["finetune", task, "--config", str(config), *changes, *flags])
     from evaluation.downstream.finetuning import finetune as run
 
     return run(config, task, changes, resume)
@@ -120,9 +125,3 @@ def _several(ranks: int | None) -> int:
 
         return torch.cuda.device_count()
     return ranks
-
-
-def _launch(ranks: int, arguments: list[str]) -> int:
-    """Run a command of `vlp` on several ranks of this machine with torchrun."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    return subprocess.call([sys.executable, *torchrun, "-m", "launch.cli.main", *arguments])

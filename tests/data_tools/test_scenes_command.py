@@ -117,6 +117,15 @@ def test_image_size_and_seed_reach_the_images(tmp_path) -> None:
     assert not (tmp_path / "val").exists()
 
 
+def test_shards_of_others_are_refused_and_stay(tmp_path) -> None:
+    other = tmp_path / "train" / "shard-000000.tar"
+    other.parent.mkdir()
+    other.write_bytes(b"theirs")
+    with pytest.raises(ConfigError, match=r"shard-000000.tar: a shard that `scenes` did not write"):
+        _run(tmp_path, "--train", "8", "--val", "0")
+    assert _contents(tmp_path) == {"train/shard-000000.tar": b"theirs"}
+
+
 def test_a_folder_of_other_settings_is_refused(tmp_path) -> None:
     _run(tmp_path, "--train", "2", "--val", "0")
     with pytest.raises(ConfigError, match="another --out"):

@@ -67,10 +67,8 @@ def test_a_hub_model_is_evaluated_again_from_the_same_folder(
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name: str(model_folder))
-    # As earlier versions left it.
-    (tmp_path / "me" / "old" / "evaluation").mkdir(parents=True)
     command = ["--shards", str(scene_shards), "--limit", "3"]
-    for name in ("tiny", "tiny", "old"):
+    for name in ("tiny", "tiny"):
         assert main(["retrieval", "--model", f"me/{name}", *command]) == 0
         place = Path("evaluation") / f"me--{name}"
         assert f"written to {place}" in capsys.readouterr().out

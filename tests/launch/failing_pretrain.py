@@ -1,6 +1,6 @@
-"""`launch/pretrain.py`, but one rank meets a disaster at a batch.
+"""`launch/pretrain.py`, but one rank meets a disaster at a batch, or when it writes the model.
 
-usage: failing_pretrain.py (kill | raise | full) RANK BATCH ARGUMENT…
+usage: failing_pretrain.py (kill | raise | full | model) RANK BATCH ARGUMENT…
 """
 
 from __future__ import annotations
@@ -21,9 +21,22 @@ how, rank, number, *arguments = sys.argv[1:]
 build = pretrain.build
 
 
+def refuse_large_files() -> None:
+    """From here on the system does so, as a full disk would."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, -1))
+
+
 def failing(config: Any) -> tuple[Any, Any]:
     task, data = build(config)
-    batches = data.batches
+    batches, save_model = data.batches, task.save_model
+
+    def without_room(*wanted: Any) -> None:
+        refuse_large_files()
+        save_model(*wanted)
+
+    if how == "model":
+        task.save_model = without_room
+        return task, data
 
     def until_disaster(*wanted: int) -> Iterator[Any]:
         for count, found in enumerate(batches(*wanted)):
@@ -32,8 +45,7 @@ def failing(config: Any) -> tuple[Any, Any]:
                     os.kill(os.getpid(), signal.SIGKILL)
                 if how == "raise":
                     raise RuntimeError("the disaster of this test")
-                # From here on the system refuses large files, as a full disk would.
-                resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, -1))
+                refuse_large_files()
             yield found
 
     data.batches = until_disaster

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,8 +19,9 @@ from launch_lab import Lab
 from PIL import Image
 
 from vlp.data.schema import Annotation
-from vlp.data.shards.shard_index import ShardWriter
+from vlp.data.shards.shard_index import ShardWriter, index_folder
 from vlp.training.checkpoint import verify
+from vlp.training.stop.signals import REQUEUE
 
 COMMAND = ranks.ROOT / "launch" / "pretrain.py"
 FAILING = Path(__file__).with_name("failing_pretrain.py")
@@ -45,6 +47,8 @@ def test_an_unknown_key_names_the_nearest_one(lab: Lab) -> None:
 def test_two_ranks_report_an_error_once(lab: Lab) -> None:
     said = refused(lab, *lab.arguments("refused", "data.sources=[{path: nowhere}]"), world_size=2)
     assert "nowhere" in said
+    said = refused(lab, *lab.arguments("refused"), "output=/proc/run", world_size=2)
+    assert "error: /proc/run: cannot be written (No such file or directory)\n" in said
     assert not lab.output("refused").exists()
 
 
@@ -133,6 +137,22 @@ def test_a_full_disk_ends_with_a_message_and_the_run_goes_on_later(lab: Lab) -> 
 
 
 @pytest.mark.distributed
+def test_a_full_disk_at_the_final_model_loses_no_training(lab: Lab) -> None:
+    arguments = lab.arguments("full_at_model", lab.zero(0), "training.steps=2")
+    results = ranks.finish(ranks.start([FAILING, "model", "0", "0", *arguments], 2))
+    assert [code for code, _ in results] == [1, 1]
+    said = results[0][1] + results[1][1]
+    assert said.count("\nerror") == 1, said
+    assert f"\nerror: cannot write the model {lab.output('full_at_model') / 'model'}: " in said
+    assert "File too large" in said
+    assert "start again with --resume" in said
+    assert "Traceback" not in said
+    assert not list(lab.output("full_at_model").glob("model*"))
+    ranks.run([COMMAND, *arguments, "--resume"], 2)
+    assert (lab.output("full_at_model") / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.distributed
 def test_a_checkpoint_of_another_configuration_is_refused(lab: Lab) -> None:
     ranks.run([COMMAND, *lab.arguments("other", "training.steps=1")])
     arguments = lab.arguments("other", "model.cross.anchor.groups=8", "objectives.mim=null")
@@ -169,7 +189,7 @@ def _ranks_of(launcher: subprocess.Popen[str]) -> Iterator[tuple[int, psutil.Pro
 
 @pytest.mark.distributed
 def test_sigterm_on_one_rank_under_the_launcher_writes_a_checkpoint(lab: Lab) -> None:
-    """The signal reaches rank 1 and its loader process; all ranks leave together with code 0."""
+    """The signal reaches rank 1 and its loader process; all ranks leave with one code."""
     more = ("training.steps=100000", "training.checkpoint_every=100000", "data.workers=1")
     launcher = subprocess.Popen(
         [
@@ -210,9 +230,56 @@ def test_sigterm_on_one_rank_under_the_launcher_writes_a_checkpoint(lab: Lab) ->
         ):
             process.kill()
         launcher.kill()
-    assert launcher.returncode == 0, said
+    assert launcher.returncode == REQUEUE, said
     report = lab.report("stopped")
     assert report["ended"] == "stopped"
     assert report["samples"] == 8 * report["step"]
     assert verify(lab.output("stopped") / "checkpoints" / f"step_{report['step']}") is None
-    assert f"stopped by a signal after step {report['step']}; go on with --resume" in said
+    assert f"after step {report['step']}; go on with --resume" in said
+
+
+def test_a_run_on_changed_shards_is_refused_until_that_is_accepted(lab: Lab) -> None:
+    shards = lab.folder / "changing"
+    shutil.copytree(lab.folder / "scenes" / "train", shards)
+    arguments = lab.arguments("changed", f"data.sources=[{{path: {shards}}}]")
+    ranks.run([COMMAND, *arguments, "training.steps=4"])
+    bad_shards(shards, good=21, bad=0)
+    index_folder(shards)
+    ((code, said),) = ranks.finish(ranks.start([COMMAND, *arguments, "--resume"], 1))
+    assert code == 1
+    assert "was trained on other data: source 0 changed since" in said
+    assert "Traceback" not in said
+    accept = "training.accept_changed_data=true"
+    ranks.run([COMMAND, *arguments, accept, "training.steps=8", "--resume"])
+    ranks.run([COMMAND, *arguments, "--resume"])
+    assert lab.report("changed")["resumed_at_steps"] == [4, 8]
+
+
+@pytest.mark.slow
+def test_a_run_outlives_who_reads_its_messages_and_stops_as_ever(lab: Lab) -> None:
+    """Ctrl-C ends both sides of `vlp train … 2>&1 | tee log`."""
+    more = ("training.steps=100000", "training.checkpoint_every=100000")
+    run = subprocess.Popen(
+        [sys.executable, COMMAND, *lab.arguments("piped", *more)],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        cwd=ranks.ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        log = lab.output("piped") / "log.jsonl"
+        waited = time.monotonic() + 120
+        while not (log.exists() and len(log.read_text().splitlines()) >= 3):
+            assert run.poll() is None
+            assert time.monotonic() < waited
+            time.sleep(0.1)
+        assert run.stdout is not None
+        run.stdout.close()
+        time.sleep(11)  # the bar is drawn anew after 10 s
+        run.send_signal(signal.SIGINT)
+        assert run.wait(60) == REQUEUE
+    finally:
+        run.kill()
+    report = lab.report("piped")
+    assert report["ended"] == "stopped"
+    assert verify(lab.output("piped") / "checkpoints" / f"step_{report['step']}") is None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +16,7 @@ from launch_lab import CHECKPOINT_EVERY, STEPS, Lab
 from safetensors.torch import load_file
 
 from vlp.training.checkpoint import verify
+from vlp.training.stop.signals import REQUEUE
 
 pytestmark = pytest.mark.distributed
 
@@ -91,6 +95,27 @@ def test_killed_between_checkpoints_then_resumed_is_bitwise_the_same(
         assert {k: v for k, v in one.items() if k not in TIMES} == {
             k: v for k, v in two.items() if k not in TIMES
         }
+
+
+def test_a_second_start_is_refused_on_all_ranks_while_the_first_one_trains(lab: Lab) -> None:
+    arguments = lab.arguments("owners", lab.zero(0), "training.steps=100000")
+    first = ranks.start([COMMAND, *arguments], 2)
+    step, wait_for = lab.output("owners") / "checkpoints" / "step_4", time.monotonic() + 120
+    while not step.exists() and time.monotonic() < wait_for:
+        time.sleep(0.05)
+    for flags in (["--resume"], []):
+        second = ranks.finish(ranks.start([COMMAND, *arguments, *flags], 2), timeout=120)
+        assert [code for code, _ in second] == [2, 2]
+        said = [line for _, output in second for line in output.splitlines() if "error" in line]
+        owner = f"is being written by process {first[0].process.pid} on "
+        assert len(said) == 1, second
+        assert said[0].startswith(f"error: {lab.output('owners')}: {owner}")
+    os.kill(first[1].process.pid or 0, signal.SIGTERM)
+    assert [code for code, _ in ranks.finish(first)] == [REQUEUE, REQUEUE]
+    steps = [line["step"] for line in lab.log("owners")]
+    assert steps == list(range(1, len(steps) + 1))
+    assert lab.report("owners")["resumed_at_steps"] == []
+    assert not list(lab.output("owners").glob(".lock*"))
 
 
 def test_all_stages_give_the_same_weights(lab: Lab, whole: Whole) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from broken_images import photo
 
+from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.shard_index import ShardIndex, index_folder
 
@@ -236,3 +237,19 @@ def _with(tree: Any, path: Sequence[Any], value: Any) -> Any:
     copy = dict(tree) if isinstance(tree, dict) else list(tree)
     copy[path[0]] = _with(copy[path[0]], path[1:], value)
     return copy
+
+
+def full_annotation(number: int, captions: list[str], **more: Any) -> bytes:
+    """The JSON of a sample that has something of every kind."""
+    word = {"caption": 0, "index": 1, "word": "red", "kind": "colour", "box": [1, 2, 3, 4]}
+    return Annotation(
+        captions=captions,
+        source="here",
+        image_id=str(number),
+        boxes=[[0, 0, 5, 6]],
+        questions=[{"id": "1", "question": "what", "answers": [{"answer": "red", "count": 3}]}],
+        expressions=[{"id": "2", "text": "the dog", "box": [1, 1, 2, 2]}],
+        words=[word],
+        scene={"objects": [{"colour": "red"}]},
+        **more,
+    ).to_json()

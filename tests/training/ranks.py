@@ -56,7 +56,7 @@ def start(command: Sequence[str | Path], world_size: int) -> list[Rank]:
     port, folder = free_port(), Path(tempfile.mkdtemp())
     started = []
     for rank in range(world_size):
-        environment = {
+        environment = os.environ | {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(world_size),

@@ -8,11 +8,13 @@ import logging
 import os
 import resource
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from killed_steps import in_child, killed_at, steps_of
 from training_toy import PlainEngine, ToyTask, toy_config
 
 from vlp.training import checkpoint as module
@@ -39,6 +41,40 @@ def save(folder: Path, steps: range, config: PretrainConfig) -> dict[int, dict[s
         checkpoints.save(engine, task, Progress(step=step, samples=8 * step, skipped={"bad": step}))
         saved[step] = {name: value.clone() for name, value in task.state_dict().items()}
     return saved
+
+
+def test_changed_data_is_named_and_accepted_only_when_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = toy_config()
+    engine, task = fresh(config)
+    before = {"source 0": "a", "source 1": "b", "vocabulary": "c"}
+    Checkpoints(tmp_path, config, before).save(engine, task, Progress(step=1))
+    assert Checkpoints(tmp_path, config, before).load(*fresh(config)) == Progress(step=1)
+    now = {"source 0": "a", "source 1": "x", "features": "d"}
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoints(tmp_path, config, now).load(*fresh(config))
+    assert "other data: features, source 1, vocabulary changed since; restore" in str(caught.value)
+    assert "training.accept_changed_data=true" in str(caught.value)
+    accepting = toy_config(accept_changed_data=True)
+    checkpoints = Checkpoints(tmp_path, accepting, now)
+    assert checkpoints.load(engine, task) == Progress(step=1)
+    assert "features, source 1, vocabulary changed" in caplog.text
+    checkpoints.save(engine, task, Progress(step=2))
+    assert Checkpoints(tmp_path, config, now).load(*fresh(config)) == Progress(step=2)
+
+
+def test_a_checkpoint_that_knows_no_data_is_resumed_on_any(tmp_path: Path) -> None:
+    config = toy_config()
+    save(tmp_path, range(1, 2), config)
+    state = json.loads((tmp_path / "step_1" / "state.json").read_text())
+    del state["data"]
+    (tmp_path / "step_1" / "state.json").write_text(json.dumps(state))
+    digest = hashlib.sha256((tmp_path / "step_1" / "state.json").read_bytes()).hexdigest()
+    sums = (tmp_path / "step_1" / "SHA256SUMS").read_text().splitlines()
+    lines = [f"{digest}  state.json" if line.endswith(" state.json") else line for line in sums]
+    (tmp_path / "step_1" / "SHA256SUMS").write_text("\n".join(lines) + "\n")
+    assert Checkpoints(tmp_path, config, {"source": "a"}).load(*fresh(config)) is not None
 
 
 def names(folder: Path) -> list[str]:
@@ -171,6 +207,28 @@ def test_a_step_reached_again_replaces_what_was_there(tmp_path: Path) -> None:
     save(tmp_path, range(2, 3), config)
     assert not (tmp_path / "step_2" / "stray").exists()
     assert verify(tmp_path / "step_2") is None
+
+
+def test_killed_at_any_step_of_replacing_the_only_checkpoint(tmp_path: Path) -> None:
+    """The same step is saved again after a validation; one of the two is always there."""
+    config = toy_config(keep_last=1)
+    save(tmp_path / "start", range(2, 3), config)
+    shutil.copytree(tmp_path / "start", tmp_path / "counted")
+
+    def again(folder: Path) -> None:
+        save(folder, range(2, 3), config)
+
+    steps = range(steps_of(again, tmp_path / "counted"))
+    assert len(steps) > 20
+    for step in steps:
+        folder = tmp_path / str(step)
+        shutil.copytree(tmp_path / "start", folder)
+        assert in_child(killed_at, step, again, folder) == -signal.SIGKILL
+        progress = Checkpoints(folder, config).load(*fresh(config))
+        assert progress is not None
+        assert progress.step == 2
+        assert names(folder) == ["step_2"]
+        shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize("write", ["write_tensors", "_write_text", "sync_folder"])

@@ -107,6 +107,10 @@ class ToyData:
         before: Callable[[int], None] = lambda number: None,
     ) -> None:
         self.batch, self.epoch, self.bad, self.before = batch, epoch, bad, before
+        self.fingerprint = {"source": f"{epoch} samples"}
+
+    def floor(self, samples_consumed: int) -> int:
+        return samples_consumed // self.batch * self.batch
 
     def samples_in_epoch(self, epoch: int) -> int:
         return self.epoch

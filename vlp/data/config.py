@@ -8,6 +8,7 @@ from pydantic import AfterValidator, ByteSize, Field, model_validator
 
 from vlp.config import Config
 from vlp.data.schema import TextKind
+from vlp.data.shards.outages import OutageConfig
 
 
 class SourceConfig(Config):
@@ -107,6 +108,11 @@ class DataConfig(Config):
         None,
         description="local cache of shards that are read from URLs; sources of sampler: indexed "
         "on a URL need it",
+        json_schema_extra={"resume": "free"},
+    )
+    outages: OutageConfig = Field(
+        OutageConfig(),
+        description="stores behind URLs that fail for a while",
         json_schema_extra={"resume": "free"},
     )
     augment: AugmentConfig = Field(AugmentConfig(), description="augmentation of training images")

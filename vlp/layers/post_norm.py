@@ -28,19 +28,20 @@ class FeedForward(nn.Module):
 
 
 class PostNormLayer(nn.Module):
-    """Self-attention and feed-forward, each added and then normalised, as in BERT."""
+    """Self-attention and feed-forward, each dropped in part, added and normalised, as in BERT."""
 
-    def __init__(self, width: int, heads: int, intermediate: int) -> None:
+    def __init__(self, width: int, heads: int, intermediate: int, dropout: float = 0) -> None:
         super().__init__()
         self.attention = Attention(width, heads)
         self.attention_norm = nn.LayerNorm(width, eps=NORM_EPS)
         self.feed_forward = FeedForward(width, intermediate)
         self.feed_forward_norm = nn.LayerNorm(width, eps=NORM_EPS)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, states: Tensor, mask: Tensor) -> Tensor:
         """(B, N, width) with mask (B, N) bool, True = real -> (B, N, width)."""
-        states = self.attention_norm(states + self.attention(states, mask=mask))
-        return self.feed_forward_norm(states + self.feed_forward(states))
+        states = self.attention_norm(states + self.dropout(self.attention(states, mask=mask)))
+        return self.feed_forward_norm(states + self.dropout(self.feed_forward(states)))
 
 
 class CrossLayer(nn.Module):
@@ -57,6 +58,7 @@ class CrossLayer(nn.Module):
         cross_output: whether the cross-attention has an output projection (layout `albef`).
         positions: encodings of the cross-attention.
         self_positions: encodings of the self-attention.
+        dropout: share of each step's output that is set to 0 in training, before it is added.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class CrossLayer(nn.Module):
         cross_output: bool = False,
         positions: Sequence[PositionEncoding] = (),
         self_positions: Sequence[PositionEncoding] = (),
+        dropout: float = 0,
     ) -> None:
         super().__init__()
         self.attention = Attention(width, heads, positions=self_positions)
@@ -75,6 +78,7 @@ class CrossLayer(nn.Module):
         self.cross_norm = nn.LayerNorm(width, eps=NORM_EPS)
         self.feed_forward = FeedForward(width, intermediate)
         self.feed_forward_norm = nn.LayerNorm(width, eps=NORM_EPS)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, step: str, *arguments: Any) -> Tensor:
         """Run `attend_self` or `attend_other`.
@@ -85,7 +89,8 @@ class CrossLayer(nn.Module):
 
     def attend_self(self, states: Tensor, mask: Tensor | None, context: PositionContext) -> Tensor:
         """First step: (B, T, width) -> (B, T, width)."""
-        return self.attention_norm(states + self.attention(states, mask=mask, context=context))
+        attended = self.attention(states, mask=mask, context=context)
+        return self.attention_norm(states + self.dropout(attended))
 
     def attend_other(
         self, states: Tensor, other: Tensor, mask: Tensor | None, context: PositionContext
@@ -97,5 +102,5 @@ class CrossLayer(nn.Module):
 
     def add_crossed(self, states: Tensor, crossed: Tensor) -> Tensor:
         """Add a cross-attention's output to states, both (B, T, width); then the third step."""
-        states = self.cross_norm(states + crossed)
-        return self.feed_forward_norm(states + self.feed_forward(states))
+        states = self.cross_norm(states + self.dropout(crossed))
+        return self.feed_forward_norm(states + self.dropout(self.feed_forward(states)))

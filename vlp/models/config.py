@@ -15,6 +15,7 @@ from vlp.positions.windows import patch_reach, text_reach
 
 Trainable = Literal["all"] | Annotated[int, Field(ge=0)]
 Role = Literal["query", "key", "value"]
+Dropout = Annotated[float, Field(ge=0, lt=1)]
 SHORTHANDS = ("ape", "rpe")
 
 
@@ -59,6 +60,17 @@ class TextConfig(Config):
         512, description="rows of the table of learned positions, at least max_tokens"
     )
     max_tokens: int = Field(30, ge=3, description="tokens of a padded caption, [CLS] and [SEP] in")
+    dropout: Dropout = Field(
+        0,
+        description="share of embeddings and of each sublayer's output that is set to 0 in "
+        "training; a tower of architecture has its own",
+    )
+    length_groups: int = Field(
+        1,
+        ge=1,
+        description="groups of similar length that a batch of texts is encoded in, each without "
+        "its padding: half the work of short captions on a CPU, a synchronisation each on a GPU",
+    )
     position_sines: float = Field(
         0,
         ge=0,
@@ -118,6 +130,11 @@ class ImageConfig(Config):
         ge=1,
         description="side of the squares of patches that are averaged before they leave the "
         "encoder, so that the cross-modal encoder sees fewer; a divisor of the grid's side",
+    )
+    average_hflip: bool = Field(
+        False,
+        description="in evaluation, average the encoder's states of an image and of its "
+        "horizontal flip, flipped back: twice the work; a student in training sees single images",
     )
     mean: RGB | None = Field(
         None,
@@ -286,6 +303,9 @@ class CrossConfig(Config):
         {}, description="of encodings by name, such as rope-axial: {theta: 10}"
     )
     anchor: AnchorConfig = Field(AnchorConfig(), description="ACE-RPE's settings")
+    dropout: Dropout = Field(
+        0, description="share of each sublayer's output that is set to 0 in training"
+    )
     weights: str | None = Field(
         None,
         description="folder, file or hub name of a public BERT whose last layers the cross-modal "
@@ -327,6 +347,11 @@ class ModelConfig(Config):
         256, description="channels of the contrastive space that text and image share"
     )
     temperature: float = Field(0.07, gt=0, description="start of the learned temperature")
+    feature_dropout: Dropout = Field(
+        0,
+        description="share of the channels of an image's contrastive feature that is set to 0 in "
+        "training; it keeps frozen towers' projections from overfitting few images",
+    )
     token_projection: bool = Field(
         True, description="separate bias-free 256-d projections of tokens; they also feed S (Eq. 3)"
     )

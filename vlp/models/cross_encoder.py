@@ -55,6 +55,7 @@ class CrossEncoder(nn.Module):
                 cross_output=config.layout == "albef",
                 positions=[_between(name, config, width) for name in names["cross_attention"]],
                 self_positions=[streams.make(name) for name in names["attention"]],
+                dropout=config.dropout,
             )
             for _ in range(config.layers)
         )

@@ -14,12 +14,13 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from vlp.config import ConfigError, validated
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.text.tokenizer import TextProcessor
+from vlp.io import may_be_on_hub, parse_json, write_tensors
 from vlp.models.config import ModelConfig
 from vlp.models.pretrained.load import (
     LoadReport,
@@ -87,9 +88,8 @@ def save_pretrained(
         json.dumps({"model_type": "vlp", **plain}, indent=2) + "\n", encoding="utf-8"
     )
     for file, tensors in ((WEIGHTS, state), (HEADS, heads)):
-        own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-        if own:
-            save_file(own, folder / file, metadata={"format": "pt"})
+        if own := {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}:
+            write_tensors(folder / file, own, {"format": "pt"})
 
 
 def from_pretrained(folder_or_name: str | Path) -> Loaded:
@@ -108,6 +108,7 @@ def from_pretrained(folder_or_name: str | Path) -> Loaded:
         if not file.is_file():
             raise FileNotFoundError(f"{folder} is not a model folder: {file.name} is missing")
     config = read_config(config_file)
+    _require_room(config, config_file, weights_file)
     model = VLPModel(config)
     state = _read_weights(weights_file)
     try:
@@ -203,13 +204,42 @@ def read_config(file: Path) -> ModelConfig:
         ConfigError: it is damaged, or no configuration of this version's model.
     """
     try:
-        plain = json.loads(file.read_text(encoding="utf-8"))
+        plain = parse_json(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: not valid JSON: {error}") from error
     if not isinstance(plain, dict):
         raise ConfigError(f"{file}: a configuration is a mapping of keys, not {plain!r}")
     plain.pop("model_type", None)
     return validated(plain, ModelConfig, file)
+
+
+def _require_room(config: ModelConfig, file: Path, weights: Path) -> None:
+    """Require that no matrix of a configuration is larger than all weights.
+
+    Raises:
+        ConfigError: one is; a model of such sizes may not fit this machine.
+    """
+    text, image, cross = config.text, config.image, config.cross
+    sizes = {
+        "text.width": text.width**2,
+        "text.layers": text.layers,
+        "text.intermediate": text.intermediate * text.width,
+        "text.vocab_size": text.vocab_size * text.width,
+        "text.max_positions": text.max_positions * text.width,
+        "image.width": image.width**2,
+        "image.layers": image.layers,
+        "image.intermediate": image.intermediate * image.width,
+        "image.image_size": (image.image_size // image.patch_size) ** 2 * image.width,
+        "image.patch_size": image.patch_size**2 * image.width,
+        "cross.layers": cross.layers,
+        "cross.intermediate": cross.intermediate * text.width,
+        "embed_dim": config.embed_dim * text.width,
+    }
+    unused = {"text": text.architecture, "image": image.architecture}
+    bytes_of_weights = weights.stat().st_size
+    for name, size in sizes.items():
+        if size > bytes_of_weights and not unused.get(name.partition(".")[0]):
+            raise ConfigError(f"{file}: {name} is more than the weights of {weights.name} hold")
 
 
 def _read_weights(file: Path) -> dict[str, Tensor]:
@@ -257,4 +287,4 @@ def local_folder(folder_or_name: str | Path) -> Path:
 
 def _may_be_on_hub(folder_or_name: str | Path) -> bool:
     name = str(folder_or_name)
-    return name.count("/") == 1 and not name.startswith((".", "/"))
+    return "/" in name and may_be_on_hub(name)

@@ -62,6 +62,8 @@ class ImageEncoder(TrainableTower):
             if edit_patches is not None:
                 raise ValueError("stored tower outputs have no patch embeddings that can be edited")
             return self.after_tower(pixels.to(self.projection.weight.dtype))
+        if self.config.average_hflip and not self.training and edit_patches is None:
+            return self.after_tower(self.hflip_averaged_tower(pixels))
         return self.after_tower(self.tower(pixels, edit_patches))
 
     def tower(self, pixels: Tensor, edit_patches: PatchEdit | None = None) -> Tensor:
@@ -98,6 +100,12 @@ class ImageEncoder(TrainableTower):
         if getattr(vit, "cls_token", None) is None:
             return torch.cat([patches.mean(1, keepdim=True), patches], dim=1)
         return states if prefix == 1 else torch.cat([states[:, :1], patches], dim=1)
+
+    def hflip_averaged_tower(self, pixels: Tensor) -> Tensor:
+        """Average `tower` of images and of their flips, whose patches are flipped back."""
+        states, flipped = self.tower(pixels), self.tower(pixels.flip(-1))
+        patches = flipped[:, 1:].unflatten(1, self.config.tower_grid).flip(2).flatten(1, 2)
+        return (states + torch.cat([flipped[:, :1], patches], dim=1)) / 2
 
     def after_tower(self, states: Tensor) -> Tensor:
         """Pool patches, and adapt the width: (B, 1 + tower's M, tower's) -> (B, 1 + M, width)."""

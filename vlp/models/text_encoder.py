@@ -34,7 +34,7 @@ class TextEncoder(TrainableTower):
                 config.vocab_size, config.width, config.max_positions, config.position_sines
             )
             self.layers = nn.ModuleList(
-                PostNormLayer(config.width, config.heads, config.intermediate)
+                PostNormLayer(config.width, config.heads, config.intermediate, config.dropout)
                 for _ in range(config.layers)
             )
         else:
@@ -43,6 +43,8 @@ class TextEncoder(TrainableTower):
             width = self.tower.config.hidden_size  # type: ignore[union-attr, assignment]
         self.projection = nn.Linear(pooled_width(config.pooling, config.width), embed_dim)
         self.adapter = nn.Identity() if width == config.width else nn.Linear(width, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+        self.length_groups = config.length_groups
         self.restrict(config.trainable, "text.trainable")
 
     @property
@@ -53,13 +55,37 @@ class TextEncoder(TrainableTower):
         return self.tower.get_input_embeddings().weight  # type: ignore[operator]
 
     def forward(self, text_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Ids (B, N) int64 and mask (B, N) bool -> states (B, N, width)."""
+        """Ids (B, N) int64 and mask (B, N) bool -> states (B, N, width).
+
+        With `text.length_groups` above 1 padding beyond a group's longest text has states of 0.
+        """
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
-            if self.tower is not None:
-                found = self.tower(input_ids=text_ids, attention_mask=attention_mask.long())
-                states = found.last_hidden_state
-            else:
-                states = self.embedding(text_ids)
-                for layer in self.layers:
-                    states = layer(states, attention_mask)
+            encode = self._in_groups if self.length_groups > 1 else self._states
+            states = encode(text_ids, attention_mask)
         return self.adapter(states)
+
+    def _in_groups(self, text_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Encode (B, N) texts in groups of similar length -> (B, N, width of the tower)."""
+        order = attention_mask.sum(1).argsort(stable=True)
+        parts = [
+            self._padded(text_ids[rows], attention_mask[rows])
+            for rows in order.chunk(self.length_groups)
+        ]
+        return torch.cat(parts)[order.argsort()]
+
+    def _padded(self, text_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Encode (B, N) texts without the padding that they share -> (B, N, width)."""
+        tokens = text_ids.shape[1]
+        longest = int(attention_mask.sum(1).amax())
+        states = self._states(text_ids[:, :longest], attention_mask[:, :longest])
+        return nn.functional.pad(states, (0, 0, 0, tokens - longest))
+
+    def _states(self, text_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """(B, N) -> (B, N, width of the tower)."""
+        if self.tower is not None:
+            found = self.tower(input_ids=text_ids, attention_mask=attention_mask.long())
+            return found.last_hidden_state
+        states = self.dropout(self.embedding(text_ids))
+        for layer in self.layers:
+            states = layer(states, attention_mask)
+        return states

@@ -13,8 +13,9 @@ from vlp.data.features.store import StoredFeatures
 from vlp.models.vlp import VLPModel
 
 # All else of the configuration is in the weights, or comes after the tower.
-_OF_A_TOWER = {"architecture", "architecture_options", "image_size", "patch_size"}
-_OF_OUR_VIT = {"image_size", "patch_size", "width", "layers", "heads", "intermediate"}
+_OF_ANY = {"image_size", "patch_size", "average_hflip"}
+_OF_A_TOWER = _OF_ANY | {"architecture", "architecture_options"}
+_OF_OUR_VIT = _OF_ANY | {"width", "layers", "heads", "intermediate"}
 
 
 def tower_key(model: VLPModel) -> TowerKey:

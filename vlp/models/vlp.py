@@ -50,6 +50,7 @@ class VLPModel(nn.Module):
         if config.token_projection:
             self.text_tokens = nn.Linear(width, config.embed_dim, bias=False)
             self.image_tokens = nn.Linear(width, config.embed_dim, bias=False)
+        self.feature_dropout = nn.Dropout(config.feature_dropout)
         self.match_head = nn.Linear(width, 2)
         self.temperature = Temperature(config.temperature)
         if config.text.architecture is None:
@@ -75,10 +76,10 @@ class VLPModel(nn.Module):
             edit_patches: as `ImageEncoder` takes it.
         """
         states = self.image_encoder(pixels, edit_patches)
-        projection = self.image_encoder.projection
+        feature = self.image_encoder.projection(pool_states(states, self.config.image.pooling))
         return ImageFeatures(
             states=states,
-            feature=_unit(projection(pool_states(states, self.config.image.pooling))),
+            feature=_unit(self.feature_dropout(feature)),
             tokens=_unit(self._token_projection("image")(states[:, 1:])),
         )
 

@@ -193,14 +193,22 @@ class FourierPosition(TokenEncoding):
         elif projection:
             self.modulator = nn.Linear(features, share)
 
+    def features(self, x: Tensor, context: PositionContext) -> Tensor:
+        """Fourier features before any MLP: (B or 1, T - prefix, groups, F).
+
+        Raises:
+            ValueError: see `token_coordinates`.
+        """
+        coords = token_coordinates(self.name, self.dimensions, x, context, self.grid, self.extent)
+        return fourier_features(coords.unflatten(-1, (self.groups, -1)), self.frequencies)
+
     def places(self, x: Tensor, context: PositionContext) -> Tensor:
         """Positions of the tokens after the prefix: (B or 1, T - prefix, width).
 
         Raises:
             ValueError: see `token_coordinates`.
         """
-        coords = token_coordinates(self.name, self.dimensions, x, context, self.grid, self.extent)
-        features = fourier_features(coords.unflatten(-1, (self.groups, -1)), self.frequencies)
+        features = self.features(x, context)
         if self.modulator is not None:
             features = self.modulator(features.to(self.frequencies.dtype))
         return features.flatten(-2)

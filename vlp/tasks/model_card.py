@@ -16,7 +16,8 @@ import torch
 import yaml
 from safetensors import SafetensorError, safe_open
 
-from vlp.io import write_text
+from vlp.config import parse_yaml
+from vlp.io import parse_json, redacted, write_text
 from vlp.models.config import ImageConfig, ModelConfig, TextConfig
 from vlp.models.folder import CONFIG, HEADS, RESULTS, WEIGHTS, read_config
 from vlp.models.vlp import VLPModel
@@ -215,8 +216,8 @@ def _training(folder: Path) -> str:
     if run is None:
         return "The folder does not lie in that of its run, so nothing is known here."
     try:
-        config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+        config = parse_yaml(redacted((run / "config.yaml").read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"{run / 'config.yaml'}: cannot be read ({error})") from error
     report, task = _json(run / "report.json"), config.get("task") or {}
     data = task.get("data") or config.get("data") or {}
@@ -302,7 +303,7 @@ def _json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{file}: damaged ({error})") from error
     return content if isinstance(content, dict) else {}

@@ -12,13 +12,25 @@ import json
 import logging
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+from safetensors import SafetensorError
+
 from vlp import distributed
 from vlp.distributed import broadcast_tensors
-from vlp.io import sha256_of, sync, sync_folder, write_tensors
+from vlp.io import (
+    parse_json,
+    replace_folder,
+    restore_folder,
+    sha256_of,
+    sync,
+    sync_folder,
+    write_tensors,
+)
 from vlp.tasks.task import Task
 from vlp.training.config import RunConfig
 from vlp.training.engines.base import Engine
@@ -28,6 +40,7 @@ from vlp.training.resume_check import compare
 logger = logging.getLogger(__name__)
 
 VERSION = 1
+_PROGRESS = TypeAdapter(Progress)
 STATE = "state.json"
 SUMS = "SHA256SUMS"
 EXTRA = "extra.safetensors"
@@ -38,10 +51,19 @@ class CheckpointError(RuntimeError):
 
 
 class Checkpoints:
-    """The `checkpoints/` folder of a run; its methods are collective, rank 0 alone touches it."""
+    """The `checkpoints/` folder of a run; its methods are collective, rank 0 alone touches it.
 
-    def __init__(self, folder: Path, config: RunConfig) -> None:
+    Args:
+        folder: where they lie.
+        config: of the run.
+        fingerprint: hashes of the data's parts by name.
+    """
+
+    def __init__(
+        self, folder: Path, config: RunConfig, fingerprint: Mapping[str, str] | None = None
+    ) -> None:
         self.folder = folder
+        self._fingerprint = dict(fingerprint or {})
         self._keep = config.training.keep_last
         self._config = config
         self._values = config.model_dump(mode="json")
@@ -69,7 +91,8 @@ class Checkpoints:
             if target is not None:
                 write_tensors(target / EXTRA, task.extra_state())
                 self._write_state(target, engine, progress)
-                _publish(partial, final)
+                sync_folder(partial)
+                replace_folder(partial, final)  # the same step, after a fall-back or a validation
         except OSError as error:
             failure = str(error)
         if engine.rank == 0 and failure is not None:
@@ -92,7 +115,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: on every rank when no checkpoint is whole, or the newest good one was
-                written with another configuration (the keys that differ are named).
+                written with another configuration or on other data (what differs is named).
         """
         found: tuple[str | None, dict[str, Any], str | None] = (None, {}, None)
         path: Path | None = None
@@ -110,11 +133,14 @@ class Checkpoints:
         try:
             engine.load(path)
             task.load_extra_state(dict(broadcast_tensors(path and path / EXTRA)))
-        except (KeyError, ValueError, RuntimeError) as error:
-            raise CheckpointError(f"{name} does not fit this model: {error}") from error
-        return Progress(**state["progress"])
+        except (KeyError, ValueError, RuntimeError, SafetensorError) as error:
+            reason = " ".join(str(error).split())
+            raise CheckpointError(f"{name} does not fit this model: {reason}") from error
+        return _PROGRESS.validate_python(state["progress"])
 
     def _newest(self) -> tuple[Path | None, dict[str, Any]]:
+        for aside in self.folder.glob(".step_*.replaced"):
+            restore_folder(self.folder / aside.name[1:].removesuffix(".replaced"))
         for leftover in self.folder.glob("step_*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
         steps = self._steps()
@@ -138,12 +164,21 @@ class Checkpoints:
         return None, {}
 
     def _read_state(self, path: Path) -> dict[str, Any]:
-        state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
-        if state["version"] != VERSION:
+        try:
+            state: dict[str, Any] = parse_json((path / STATE).read_text(encoding="utf-8"))
+            version, saved = state["version"], state["config"]
+            _PROGRESS.validate_python(state["progress"])
+            differences = compare(saved, self._values, self._config)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
             raise CheckpointError(
-                f"{path} has format version {state['version']}; this code reads {VERSION}"
+                f"{path / STATE}: not the state of a run ({reason}); move {path.name} away, and "
+                "the checkpoint before it is used"
+            ) from error
+        if version != VERSION:
+            raise CheckpointError(
+                f"{path} has format version {version!r}; this code reads {VERSION}"
             )
-        differences = compare(state["config"], self._values, self._config)
         if differences.fatal:
             listed = "\n".join(f"  {line}" for line in differences.fatal)
             raise CheckpointError(
@@ -152,7 +187,20 @@ class Checkpoints:
             )
         for line in differences.tolerated:
             logger.warning("resuming with a changed setting: %s", line)
+        self._require_data(path, state.get("data", self._fingerprint))
         return state
+
+    def _require_data(self, path: Path, saved: Mapping[str, str]) -> None:
+        parts = sorted(dict(saved.items() ^ self._fingerprint.items()))
+        if not parts:
+            return
+        changed = f"{path} was trained on other data: {', '.join(parts)} changed since"
+        if not self._config.training.accept_changed_data:
+            raise CheckpointError(
+                f"{changed}; restore what changed, choose another `output`, or go on with "
+                "training.accept_changed_data=true"
+            )
+        logger.warning("%s, which training.accept_changed_data accepts", changed)
 
     def _write_state(self, folder: Path, engine: Engine, progress: Progress) -> None:
         state = {
@@ -160,6 +208,7 @@ class Checkpoints:
             "progress": asdict(progress),
             "world_size": engine.world_size,
             "config": self._values,
+            "data": self._fingerprint,
             "versions": {
                 name: importlib.metadata.version(name) for name in ("torch", "deepspeed", "vlp")
             },
@@ -186,19 +235,13 @@ def verify(path: Path) -> str | None:
         if STATE not in (name for _, name in sums):
             return f"{SUMS} is incomplete"
         for expected, name in sums:
+            if Path(name).name != name or not (path / name).is_file():
+                return f"{SUMS} names {name!r}, which is no file of it"
             if sha256_of(path / name) != expected:
                 return f"{name} does not have its checksum"
     except (OSError, ValueError) as error:
         return str(error)
     return None
-
-
-def _publish(partial: Path, final: Path) -> None:
-    sync_folder(partial)
-    if final.exists():  # the same step, reached again after a fall-back
-        shutil.rmtree(final)
-    partial.rename(final)
-    sync_folder(final.parent)
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -1,7 +1,8 @@
 """A training command: from a configuration file to an exit code, on every rank.
 
-Exit codes: 0 the run finished, or was stopped by a signal and wrote its checkpoint; 2 the
-configuration or the run folder cannot be used; 1 everything else.
+Exit codes: 0 the run finished; 75 (`REQUEUE`) it was stopped by a signal, the end of its launcher
+or a store that does not answer, and goes on with --resume; 2 the configuration or the run folder
+cannot be used; 1 everything else.
 """
 
 from __future__ import annotations
@@ -13,14 +14,20 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from vlp import distributed
 from vlp.config import ConfigError, load_config
+from vlp.data.limits import put_in_force
+from vlp.data.shards.outages import PausedDataError
+from vlp.io import redacted
+from vlp.lock import FolderLock
 from vlp.training.best_checkpoint import BestCheckpoint
 from vlp.training.config import RunConfig
 from vlp.training.engines.base import Engine
+from vlp.training.stop.signals import REQUEUE, StopSignals, leave
 
 AnyRun = TypeVar("AnyRun", bound=RunConfig)
 EngineName = Literal["deepspeed", "accelerate"]
@@ -80,18 +87,21 @@ def run_training(
         config = load_config(path, kind, overrides)
     except ConfigError as error:
         return _refuse(str(error))
+    put_in_force(config.limits)
     try:
-        distributed.start(with_deepspeed=engine == "deepspeed")
-        code = _run(config, resume, build, engine, select)
-        distributed.end()
+        with StopSignals() as signals:
+            distributed.start(with_deepspeed=engine == "deepspeed")
+            code = _run(config, resume, build, engine, select, signals)
+            if code == REQUEUE:
+                leave(code)  # launchers repeat SIGTERM, which kills where nobody notes it
+            distributed.end()
         return code
     except BaseException as error:
-        _explain(error)
+        with suppress(BrokenPipeError):
+            _explain(error)
         # The other ranks wait in a collective call that never comes. Leaving at once, without
         # waiting for them in turn, lets the launcher see the failure and end them.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        leave(REQUEUE if isinstance(error, PausedDataError) else 1)
 
 
 def _run(
@@ -100,24 +110,29 @@ def _run(
     build: Build[AnyRun],
     name: EngineName,
     select: Select[AnyRun] | None,
+    signals: StopSignals,
 ) -> int:
     from vlp.training.loop import train
     from vlp.training.run_folder import RunFolder
 
     problem: str | None = None
-    try:
-        # Other ranks may come when rank 0 has already written to the folder.
-        folder = RunFolder(config.output, resume or distributed.rank() > 0)
-        make_engine = _engine(name, config)
-        task, data = build(config)
-        best = None if select is None else select(config, task, data)
-    except ConfigError as error:
-        problem = str(error)
-    problems = [found for found in distributed.gather_to_all(problem) if found is not None]
-    if problems:
-        return _refuse("\n".join(dict.fromkeys(problems)))
-    train(config, task, data, make_engine(task), folder, resume, best)
-    return 0
+    with ExitStack() as held:
+        try:
+            if distributed.rank() == 0:
+                held.enter_context(FolderLock(Path(config.output)))
+            # Other ranks may come when rank 0 has already written to the folder.
+            folder = RunFolder(config.output, resume or distributed.rank() > 0)
+            make_engine = _engine(name, config)
+            task, data = build(config)
+            best = None if select is None else select(config, task, data)
+        except ConfigError as error:
+            problem = str(error)
+        problems = [found for found in distributed.gather_to_all(problem) if found is not None]
+        if problems:
+            return _refuse("\n".join(dict.fromkeys(problems)))
+        report = train(config, task, data, make_engine(task), folder, resume, best, signals)
+    distributed.any_rank(False)  # no rank leaves before the report is written: launchers kill
+    return REQUEUE if report["ended"] == "stopped" else 0
 
 
 def _engine(name: EngineName, config: Any) -> Callable[[Any], Engine]:
@@ -163,4 +178,4 @@ def _explain(error: BaseException) -> None:
         print(f"rank {rank} lost another rank; that one's message says why", file=sys.stderr)
     else:
         print(f"error on rank {rank}:", file=sys.stderr)
-        traceback.print_exception(error)
+        print(redacted("".join(traceback.format_exception(error))), file=sys.stderr)

@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from vlp.config import Config, ConfigError
 from vlp.data.config import DataConfig
+from vlp.data.limits import Limits, limits
 from vlp.data.stream.input_spec import Inputs, PatchMasking
 from vlp.models.config import ImageConfig, ModelConfig
 from vlp.objectives.config import ObjectivesConfig
@@ -74,6 +75,12 @@ class LoopConfig(Config):
     keep_last: int = Field(
         2, ge=1, description="last checkpoints that stay", json_schema_extra={"resume": "free"}
     )
+    accept_changed_data: bool = Field(
+        False,
+        description="with --resume: go on although shards, their index or the vocabulary are not "
+        "those of the checkpoint, whose data then ends another way",
+        json_schema_extra={"resume": "free"},
+    )
     max_non_finite: int = Field(
         10, ge=0, description="skipped non-finite steps in a row before the run ends"
     )
@@ -111,6 +118,12 @@ class RunConfig(Config):
         "runs/run", description="folder of this run", json_schema_extra={"resume": "free"}
     )
     training: LoopConfig = Field(description="length, batch, optimiser, checkpoints and logs")
+    limits: Limits = Field(
+        default_factory=limits,
+        description="what a sample may cost before it is refused and counted as a bad one; of "
+        "commands without a configuration by the variable `VLP_LIMITS`, as `{pixels: 2e8}`",
+        json_schema_extra={"resume": "tolerated"},
+    )
 
 
 class DeepSpeedRunConfig(RunConfig):

@@ -3,14 +3,15 @@
 One optimiser step is `gradient_accumulation_steps` global batches. A step whose loss or gradient
 is not finite on any rank is skipped on all: weights, optimiser state and buffers stay as they were,
 the data moves on, the skip is counted; more than `max_non_finite` of them in a row end the run.
-SIGTERM (or Ctrl-C) on any rank ends the run after the current step, with a checkpoint.
+SIGTERM, Ctrl-C or the end of the launcher, on any rank, ends the run after the current step, with a
+checkpoint.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,13 +20,14 @@ from torch import Tensor, nn
 
 from vlp import distributed
 from vlp.config import save_config
+from vlp.data.shards.outages import PausedDataError
 from vlp.data.stream.batch import Slots
 from vlp.data.stream.rng import identity
-from vlp.io import atomic_folder
+from vlp.io import atomic_folder, restore_folder
 from vlp.objectives.monitors.collapse import CollapseWatch
 from vlp.tasks.task import StepOutput, Task
 from vlp.training.best_checkpoint import BestCheckpoint
-from vlp.training.checkpoint import Checkpoints
+from vlp.training.checkpoint import CheckpointError, Checkpoints
 from vlp.training.config import RunConfig
 from vlp.training.engines.base import Engine
 from vlp.training.logging.log import RunLog
@@ -34,14 +36,20 @@ from vlp.training.logging.progress import Progress
 from vlp.training.logging.run_report import write_report
 from vlp.training.run_folder import RunFolder
 from vlp.training.schedule import learning_rate
-from vlp.training.stop import StopSignals
+from vlp.training.stop.signals import StopSignals
 
 
 class StreamedData(Protocol):
     """Interface of the data that the loop needs (`vlp.data.pretrain.loader.PretrainData`)."""
 
+    fingerprint: dict[str, str]
+    """Hashes of the data's parts by name, which a checkpoint remembers."""
+
     def batches_left(self, samples_consumed: int, epochs: int) -> int:
         """Count global batches after so many samples, until `epochs` epochs are over."""
+
+    def floor(self, samples_consumed: int) -> int:
+        """Return the largest number of samples up to this one after which `batches` can go on."""
 
     def samples_in_epoch(self, epoch: int) -> int:
         """Count the samples of one epoch."""
@@ -64,27 +72,33 @@ def train(
     folder: RunFolder,
     resume: bool = False,
     best: BestCheckpoint | None = None,
+    signals: StopSignals | None = None,
 ) -> dict[str, Any]:
     """Train to the end, or to a stop signal; returns what `report.json` says.
 
     With `best` the run also ends when patience is at its end, and the model that did best on
-    the validation data is kept in `best/`.
+    the validation data is kept in `best/`. `signals` are those the caller listens to already.
 
     Raises:
         ConfigError: validation has no such metric.
-        CheckpointError: a checkpoint cannot be written, or none can be resumed.
+        CheckpointError: a checkpoint or model cannot be written, or none can be resumed (with this
+            data).
         NonFiniteError: more than `training.max_non_finite` steps in a row were not finite.
     """
     training = config.training
     main = engine.rank == 0
-    checkpoints = Checkpoints(folder.checkpoints, config)
+    checkpoints = Checkpoints(folder.checkpoints, config, data.fingerprint)
     found = checkpoints.load(engine, task) if resume else None
     progress = found or Progress()
+    if training.accept_changed_data:
+        progress.samples = data.floor(progress.samples)
     total = total_steps(config, data, progress)
     if found:
         progress.resumed.append(progress.step)
     if main:
         folder.path.mkdir(parents=True, exist_ok=True)
+        for model in (folder.best, folder.model):
+            restore_folder(model)
         save_config(config, folder.config)
     saved = (progress.step, progress.looked) if found else None
     record: dict[str, Any] = {}
@@ -92,7 +106,7 @@ def train(
 
     try:
         with (
-            StopSignals() as stop,
+            nullcontext(signals) if signals else StopSignals() as stop,
             RunLog(folder if main else None, progress.step, total) as log,
             closing(_stream(data, progress, engine)) as batches,
         ):
@@ -102,7 +116,8 @@ def train(
 
             def save() -> tuple[int, int]:
                 meter.settle()
-                checkpoints.save(engine, task, progress)
+                with stop.patient():
+                    checkpoints.save(engine, task, progress)
                 return progress.step, progress.looked
 
             def over() -> bool:
@@ -111,14 +126,15 @@ def train(
                     return progress.step >= total
                 if best.due(progress, total):
                     began = time.perf_counter()
-                    figures, better = best.validate(progress)
-                    log.validated(progress.step, figures)
-                    if better:
-                        _save_model(task, engine, folder.best)
+                    with stop.patient():
+                        figures, better = best.validate(progress)
+                        log.validated(progress.step, figures)
+                        if better:
+                            _save_model(task, engine, folder.best)
                     meter.exclude(time.perf_counter() - began)
                 return progress.step >= total or best.exhausted(progress)
 
-            while not (done := over()) and not distributed.any_rank(stop.received):
+            while not (done := over()) and not distributed.any_rank(stop.look()):
                 rate = _rate(config, progress.step, total)
                 buffers = {name: b.clone() for name, b in engine.module.named_buffers()}
                 outputs = []
@@ -150,11 +166,13 @@ def train(
                 # Checkpoint before validating, so that a failing validation loses no training.
                 if progress.step % training.checkpoint_every == 0 or progress.step == total:
                     saved = save()
+            stop.hold()
             if saved != (progress.step, progress.looked):
                 save()
             if not done:
                 ended = "stopped"
-                log.say(f"stopped by a signal after step {progress.step}; go on with --resume")
+                reason = stop.reason or "what another rank was told"
+                log.say(f"stopped by {reason} after step {progress.step}; go on with --resume")
             else:
                 _save_model(task, engine, folder.model)
                 ended = "finished"
@@ -163,6 +181,9 @@ def train(
                     log.say(
                         f"best on the validation data, step {progress.best_step}: {folder.best}"
                     )
+    except PausedDataError:
+        ended = "stopped"
+        raise
     finally:
         report = write_report(folder if main else None, ended, progress, record, engine, total)
     return report
@@ -271,6 +292,16 @@ def _representation(record: dict[str, Any]) -> dict[str, float]:
 
 def _save_model(task: Task, engine: Engine, folder: Path) -> None:
     state = engine.state_dict()
+    failure: str | None = None
     if engine.rank == 0:
-        with atomic_folder(folder) as partial:
-            task.save_model(partial, state)
+        try:
+            with atomic_folder(folder) as partial:
+                task.save_model(partial, state)
+        except OSError as error:
+            failure = str(error)
+    failure = distributed.from_rank_0(failure)
+    if failure is not None:
+        raise CheckpointError(
+            f"cannot write the model {folder}: {failure}; checkpoints are whole: make room and "
+            "start again with --resume"
+        )

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vlp.config import Config
+from vlp.io import redacted
 
 
 class Differences(NamedTuple):
@@ -43,7 +44,7 @@ def compare(saved: Mapping[str, Any], current: Mapping[str, Any], config: Config
         moved = isinstance(before.get(key), str) and isinstance(now.get(key), str)
         tolerated = rule == "tolerated" or (rule == "path" and moved)
         chosen = differences.tolerated if tolerated else differences.fatal
-        chosen.append(f"{key}: saved {old!r}, now {new!r}")
+        chosen.append(redacted(f"{key}: saved {old!r}, now {new!r}"))
     return differences
 
 

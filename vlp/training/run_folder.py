@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from vlp.config import ConfigError
+from vlp.lock import is_lock
 
 
 class RunFolder:
@@ -29,7 +30,7 @@ class RunFolder:
         self.best = self.path / "best"
         self.report = self.path / "report.json"
         try:
-            used = self.path.exists() and any(self.path.iterdir())
+            used = self.path.exists() and not all(map(is_lock, self.path.iterdir()))
         except OSError as error:
             raise ConfigError(f"output: {self.path} cannot be used ({error.strerror})") from error
         if used and not resume:

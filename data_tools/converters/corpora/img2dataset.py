@@ -19,7 +19,8 @@ from tqdm import tqdm
 from data_tools.parallel import in_order
 from data_tools.sources.image_sources import ImageLocation, Originals
 from vlp.config import ConfigError
-from vlp.data.shards.sample_files import IMAGES, MAX_ANNOTATION_BYTES, contents
+from vlp.data.limits import limits
+from vlp.data.shards.sample_files import IMAGES, contents
 
 _ENTRY = np.dtype([("url", "<u8"), ("tar", "<u4"), ("size", "<u4"), ("offset", "<u8")])
 
@@ -82,7 +83,7 @@ def survey(path: Path) -> tuple[NDArray[Any], int, str | None]:
             said = sample.files.get("json")
             if extension is None:
                 continue
-            if said is None or said.size > MAX_ANNOTATION_BYTES:
+            if said is None or said.size > limits().annotation_bytes:
                 without += 1
                 continue
             file.seek(said.offset)
@@ -92,7 +93,7 @@ def survey(path: Path) -> tuple[NDArray[Any], int, str | None]:
                 without += 1
                 continue
             image = sample.files[extension]
-            entries.append((_number(url), 0, image.size, image.offset))
+            entries.append((_number(url), 0, min(image.size, 2**32 - 1), image.offset))
     return np.array(entries, _ENTRY), without, found.problem
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from tqdm import tqdm
 
@@ -134,7 +134,7 @@ def read_tsv(path: Path, caption_first: bool) -> Iterator[WebRow | Refused]:
                 parts = line.rstrip("\r\n").split("\t")
                 if not caption_first:
                     parts.reverse()
-                if len(parts) == 2 and urlsplit(parts[1].strip()).scheme in ("http", "https"):
+                if len(parts) == 2 and _split(parts[1].strip()).scheme in ("http", "https"):
                     yield WebRow(number, parts[0], parts[1].strip())
                 elif number == 0:
                     raise ConfigError(f"{path}, line 1: this should be {layout}")
@@ -172,6 +172,13 @@ def _wanted(
     return SampleSpec(key, (name,), annotation)
 
 
+def _split(url: str) -> SplitResult:
+    try:
+        return urlsplit(url)
+    except ValueError:  # a host that is none
+        return SplitResult("", "", url, "", "")
+
+
 def _file_name(rule: str, item: WebRow) -> str:
     url = item.url.encode()
     fields = {
@@ -179,7 +186,7 @@ def _file_name(rule: str, item: WebRow) -> str:
         "md5": hashlib.md5(url, usedforsecurity=False).hexdigest(),
         "sha256": hashlib.sha256(url).hexdigest(),
         "crc32": zlib.crc32(url),
-        "file": unquote(urlsplit(item.url).path.rpartition("/")[2]),
+        "file": unquote(_split(item.url).path.rpartition("/")[2]),
     }
     try:
         return string.Formatter().vformat(rule, (), fields)

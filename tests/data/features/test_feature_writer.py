@@ -74,6 +74,25 @@ def test_features_are_the_towers_own_but_for_rounding(
     assert {0, 1} == set(np.concatenate([codes[:, 1] for _, codes in arrays(out)]))
 
 
+def test_the_first_view_is_averaged_with_its_flip(
+    make_shards, configuration, make_features, tower_of, tmp_path
+):
+    folder = make_shards(count=5)
+    config = configuration(folder)
+    options = ("--views", 2, "model.image.average_hflip=true")
+    [(averaged, _), *_] = arrays(make_features(config, tmp_path / "averaged", *options))
+    [(plain, _), *_] = arrays(make_features(config, tmp_path / "plain", *options[:2]))
+    assert np.allclose(averaged[:, 1], plain[:, 1], atol=1e-3)
+    tower, index = tower_of(config), ShardIndex.open(folder)
+    image = Preprocessing(16)(decode_image(index.read(0, 0).image, ""))
+    with torch.no_grad():
+        straight, flipped = tower(torch.stack([image, image.flip(-1)]))
+    back = flipped[1:].unflatten(0, (4, 4)).flip(1).flatten(0, 1)
+    wanted = (straight + torch.cat([flipped[:1], back])) / 2
+    assert np.allclose(averaged[0, 0], wanted.numpy(), atol=5e-3)
+    assert not np.allclose(averaged[0, 0], plain[0, 0], atol=5e-3)
+
+
 def test_workers_and_ranks_change_nothing(make_shards, configuration, make_features, tmp_path):
     config = configuration(make_shards(count=23))
     alone = contents(make_features(config, tmp_path / "alone", "--views", 2))
@@ -111,6 +130,28 @@ def test_a_killed_command_goes_on_with_the_shards_that_are_missing(
     make_features(config, out, "--views", 4)
     assert contents(out) == whole
     assert all(path.stat().st_mtime_ns == time for path, time in done.items())
+
+
+def test_a_second_command_is_refused_by_all_ranks(make_shards, configuration, tmp_path):
+    """The first one is stopped in its work; the second one is two ranks."""
+    config, out = configuration(make_shards(count=300, per_shard=10)), tmp_path / "out"
+    command = ["features", "--config", str(config), "--out", str(out), "--batch", "6"]
+    first = subprocess.Popen([sys.executable, "-m", "data_tools", *command], cwd=ROOT)
+    while first.poll() is None and not list(out.glob("0/*.npy")):
+        time.sleep(0.002)
+    first.send_signal(signal.SIGSTOP)
+    try:
+        before = contents(out)
+        second = launch(2, ["-m", "data_tools", *command])
+        after = contents(out)
+    finally:
+        first.send_signal(signal.SIGCONT)
+    refused = f"data_tools features: {out}: is being written by process {first.pid} on "
+    assert [rank.returncode for rank in second] == [2, 2]
+    assert all(refused in rank.stderr for rank in second)
+    assert after == before
+    assert first.wait() == 0
+    assert not list(out.glob(".lock*"))
 
 
 def test_another_command_does_not_go_on(

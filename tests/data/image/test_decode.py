@@ -13,7 +13,6 @@ import pytest
 from broken_images import bombs, chunk, packed_zeros, photo, png_of
 from PIL import Image, ImageOps
 
-from vlp.data.image import decode as images
 from vlp.data.image.decode import decode_image
 from vlp.data.image.jpeg import JpegImage
 from vlp.data.shards.sample_files import BadSample
@@ -176,11 +175,22 @@ def test_formats_that_no_corpus_holds_are_refused(kind: str) -> None:
 
 def test_the_limit_of_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
     data = photo(size=(20, 16))
-    monkeypatch.setattr(images, "MAX_PIXELS", 320)
+    monkeypatch.setenv("VLP_LIMITS", "{pixels: 320}")
     assert decode_image(data, "x").size == (20, 16)
-    monkeypatch.setattr(images, "MAX_PIXELS", 319)
-    with pytest.raises(BadSample, match=r"image too large: here \(20 x 16 pixels\)"):
+    monkeypatch.setenv("VLP_LIMITS", "{pixels: 319}")
+    with pytest.raises(BadSample, match=r"here \(20 x 16 pixels, .* limits\.pixels 319\)"):
         decode_image(data, "here")
+
+
+def test_a_webp_has_three_quarters_of_the_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    cmyk, webp = photo("jpeg", (20, 16), mode="CMYK"), photo("webp", (20, 16))
+    monkeypatch.setenv("VLP_LIMITS", "{pixels: 427}")
+    assert decode_image(webp, "x").size == (20, 16)
+    monkeypatch.setenv("VLP_LIMITS", "{pixels: 426}")
+    with pytest.raises(BadSample, match=r"here \(20 x 16 pixels, .* limits\.pixels 426 x 0\.75\)"):
+        decode_image(webp, "here")
+    monkeypatch.setenv("VLP_LIMITS", "{pixels: 320}")
+    assert decode_image(cmyk, "x").size == (20, 16)
 
 
 @pytest.mark.parametrize("name", bombs())

@@ -16,7 +16,7 @@ from vlp.config import ConfigError
 from vlp.data.config import DataConfig
 from vlp.data.pretrain.loader import DataError, PretrainData
 from vlp.data.pretrain.resampled import ListedShards
-from vlp.data.shards import remote as remote_module
+from vlp.data.shards import outages as outages_module
 from vlp.data.stream.batch import Batch
 from vlp.data.stream.input_spec import Inputs, PatchMasking
 from vlp.data.stream.rng import identity
@@ -156,6 +156,14 @@ def test_patterns_lists_and_urls(
         assert os.listdir(tmp_path / "cache") == []
         assert equal(expected[:2], stream(url, workers=1, stop_after=2))
         assert len(os.listdir("/proc/self/fd")) <= before + 8
+        server.wants = "user:secret", "token=secret"
+        whole = url.replace("://", "://user:secret@") + "?token=secret"
+        assert equal(expected[:2], stream(whole, stop_after=2))
+        missing = whole.replace("000003", "000005")
+        found = stream(missing, stop_after=9, outages={"policy": "skip"})
+        skips = [skip for batch, _ in found for skip in batch.skipped]
+        assert any("shard-000004.tar?***" in skip.where for skip in skips)
+        assert "secret" not in str(skips)
 
 
 def test_bad_samples_and_shards_are_counted(
@@ -163,7 +171,7 @@ def test_bad_samples_and_shards_are_counted(
     stream: Callable[..., Stream],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(remote_module, "_FIRST_WAIT", 0.001)
+    monkeypatch.setattr(outages_module, "_FIRST_WAIT", 0.001)
     folder = without_index(make_shards(count=25, per_shard=5))
     cut = folder / "shard-000001.tar"
     cut.write_bytes(cut.read_bytes()[:9000])
@@ -178,7 +186,11 @@ def test_bad_samples_and_shards_are_counted(
     with serve(folder) as server:
         server.fails["shard-000000.tar"] = 10_000
         url = f"{server.url}/shard-00000{{0,4,7}}.tar"
-        found = stream(url, stop_after=12, max_skipped_share=0.9)
+        outages = {"seconds": 0.05, "policy": "skip"}
+        found = stream(url, stop_after=12, max_skipped_share=0.9, outages=outages)
+        for workers in (0, 1):
+            with pytest.raises(DataError, match=r"^missing shard: .*policy=skip$"):
+                stream(url, stop_after=12, outages={"seconds": 0.05}, workers=workers)
     skipped = [skip for batch, _ in found for skip in batch.skipped]
     assert {skip.kind for skip in skipped} == {"missing shard"}
     assert {skip.where.split(" ")[0][-8:] for skip in skipped} == {"0000.tar", "0007.tar"}

@@ -12,33 +12,32 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
 import torch
-from shard_server import ShardServer, serve
+from shard_server import MB, ShardServer, batches, content, file_of, manifest, serve
 
 from vlp.config import ConfigError
 from vlp.data.config import DataConfig
-from vlp.data.pretrain.loader import DataError, PretrainData
+from vlp.data.pretrain.loader import DataError
 from vlp.data.shards import cache as cache_module
-from vlp.data.shards import remote as remote_module
+from vlp.data.shards import outages as outages_module
 from vlp.data.shards.cache import CachedFile, ShardCache
+from vlp.data.shards.outages import OutageConfig
 from vlp.data.shards.remote import RemoteFolder
 from vlp.data.shards.shard_index import BadSample, ShardIndex
-from vlp.data.stream.batch import Batch
-from vlp.data.stream.input_spec import Inputs, PatchMasking
 
 MakeShards = Callable[..., Path]
-MB = 10**6
+
+SHORT = OutageConfig(seconds=0.1, policy="skip")
 
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_module, "_FIRST_WAIT", 0.002)
+    monkeypatch.setattr(outages_module, "_FIRST_WAIT", 0.002)
 
 
 @pytest.fixture
@@ -46,12 +45,6 @@ def server(make_shards: MakeShards) -> Iterator[ShardServer]:
     """Five shards of five samples each."""
     with serve(make_shards(count=25, per_shard=5)) as told:
         yield told
-
-
-def file_of(server: ShardServer, number: int, sha: str | None = None) -> CachedFile:
-    name = f"shard-{number:06d}.tar"
-    size = (server.folder / name).stat().st_size
-    return CachedFile(RemoteFolder(server.url), name, size, sha)
 
 
 def room_for(server: ShardServer, *numbers: int) -> int:
@@ -67,12 +60,6 @@ def held(cache: ShardCache) -> list[int]:
 def on_disk(folder: Path) -> int:
     """Bytes of all files; what was only about to be fetched takes none."""
     return sum(path.stat().st_size for path in folder.glob("*/*"))
-
-
-def content(handle: int) -> bytes:
-    data = os.pread(handle, MB, 0)
-    os.close(handle)
-    return data
 
 
 def read_all(index: ShardIndex) -> list[Any]:
@@ -105,26 +92,6 @@ def test_a_url_gives_what_the_folder_gives(
         assert {server.asked[f"shard-{n:06d}.tar"] for n in range(5)} == {1}
     again = pickle.loads(pickle.dumps(index))
     assert again.read(3, 2) == local.read(3, 2)
-
-
-def batches(
-    path: str, vocabulary: Path, cache: dict[str, Any] | None, **options: Any
-) -> Iterator[tuple[Batch, int]]:
-    config = DataConfig(
-        **(
-            {
-                "sources": ({"path": path},),
-                "vocabulary": str(vocabulary),
-                "canonical_streams": 2,
-                "shuffle_window": 4,
-                "workers": 0,
-                "cache": cache,
-            }
-            | options
-        )
-    )
-    inputs = Inputs(16, (4, 4), 10, 90, word_masking=0.15, patch_masking=PatchMasking(0.5, 2))
-    return PretrainData(config, inputs, 4, 3).batches(stop_after=14)
 
 
 @pytest.mark.parametrize("options", [{}, {"workers": 2}, {"captions": "all", "workers": 1}])
@@ -171,6 +138,34 @@ def test_the_unused_for_longest_goes_first_and_none_in_use(
         content(cache.open(file_of(server, 3))) == (server.folder / "shard-000003.tar").read_bytes()
     )
     assert content(in_use) == (server.folder / "shard-000002.tar").read_bytes()
+
+
+def test_files_of_others_in_the_folder_stay(server: ShardServer, tmp_path: Path) -> None:
+    """Whatever they are called: the cache knows its own by a list."""
+    files = [file_of(server, number) for number in range(3)]
+    limit = max(file.bytes for file in files)
+    cache = ShardCache(tmp_path / "cache", limit)
+    os.close(cache.open(files[0]))
+    source = cache.folder / Path(files[0].path).parent
+    others = [
+        cache.folder / "thesis" / "results.2024",
+        cache.folder / "lock.5",
+        source / f"mine.0123456789abcdef.{limit}",
+        source / "mine.unknown.7.part",
+        tmp_path / "outside.unknown.1",
+    ]
+    for path in others:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"mine")
+        os.utime(path, (1, 1))  # unused for longer than anything
+    listed = json.loads((cache.folder / "fetched.json").read_text())
+    listed += ["../outside.unknown.1", f"{source.name}/../thesis/results.2024", 7]
+    (cache.folder / "fetched.json").write_text(json.dumps(listed))
+    for file in files[1:]:
+        os.close(cache.open(file))
+        assert cache.used() == file.bytes
+    assert [path.read_bytes() for path in others] == [b"mine"] * len(others)
+    assert not cache.holds(files[0])
 
 
 def test_an_index_makes_room_for_itself(server: ShardServer, tmp_path: Path) -> None:
@@ -250,6 +245,7 @@ def test_readers_of_a_file_fetched_meanwhile_keep_nobody_waiting(
 KILLED = """
 import os, sys
 from vlp.data.shards.cache import CachedFile, ShardCache
+from vlp.data.shards.outages import OutageConfig
 from vlp.data.shards.remote import RemoteFolder
 url, name, size, folder = sys.argv[1:]
 ShardCache(folder, 10**6).open(CachedFile(RemoteFolder(url), name, int(size)))
@@ -260,7 +256,7 @@ def test_a_killed_fetch_leaves_nothing_that_is_taken_for_good(
     server: ShardServer, tmp_path: Path
 ) -> None:
     file, folder = file_of(server, 1), tmp_path / "cache"
-    server.stalls.add(file.name)
+    server.stalls[file.name] = 1
     command = [sys.executable, "-c", KILLED, server.url, file.name, str(file.bytes), str(folder)]
     child = subprocess.Popen(command)
     deadline = time.monotonic() + 60
@@ -285,6 +281,7 @@ def test_what_a_killed_fetch_left_makes_room(server: ShardServer, tmp_path: Path
     left = cache.folder / (file_of(server, 2).path + ".part")
     left.parent.mkdir()
     left.write_bytes(b"half")
+    (cache.folder / "fetched.json").write_text(json.dumps([file_of(server, 2).path]))
     os.utime(left, (0, 0))
     for number in (0, 1):
         os.close(cache.open(file_of(server, number)))
@@ -298,91 +295,6 @@ def test_a_file_cut_off_on_the_disk_is_fetched_again(server: ShardServer, tmp_pa
     os.truncate(cache.folder / file.path, 100)
     assert content(cache.open(file)) == (server.folder / file.name).read_bytes()
     assert server.asked[file.name] == 2
-
-
-@pytest.mark.parametrize("trouble", ["fails", "halves"])
-def test_trouble_that_passes_is_sat_out(server: ShardServer, tmp_path: Path, trouble: str) -> None:
-    file = file_of(server, 0)
-    getattr(server, trouble)[file.name] = 3
-    handle = ShardCache(tmp_path / "cache", MB).open(file)
-    assert content(handle) == (server.folder / file.name).read_bytes()
-    assert server.asked[file.name] == 4
-
-
-@pytest.mark.parametrize(("status", "times"), [(404, 1), (403, 1), (500, 6), (503, 6), (429, 6)])
-def test_trouble_that_stays_is_a_missing_shard_and_not_tried_for_each_sample(
-    server: ShardServer, tmp_path: Path, status: int, times: int
-) -> None:
-    index = ShardIndex.open(server.url, ShardCache(tmp_path / "cache", MB))
-    server.status, server.fails["shard-000001.tar"] = status, 1000
-    for sample in range(3):
-        with pytest.raises(BadSample) as bad:
-            index.read(1, sample)
-        assert bad.value.kind == "missing shard"
-        assert f"{server.url}/shard-000001.tar" in bad.value.where
-    assert server.asked["shard-000001.tar"] == times
-    assert index.read(2, 0).key == "shards_0010"
-
-
-def test_a_store_that_has_gone_ends_the_run(
-    server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cache_module, "_MOST_FAILURES", 4)
-    index = ShardIndex.open(server.url, ShardCache(tmp_path / "cache", MB))
-    for number in range(5):
-        server.fails[f"shard-{number:06d}.tar"] = 1000
-    server.fails["shard-000002.tar"] = 0
-    for number in (0, 1, 2, 3, 4):  # one that comes in between starts the count anew
-        if number != 2:
-            with pytest.raises(BadSample):
-                index.read(number, 0)
-        else:
-            index.read(number, 0)
-    index = ShardIndex.open(server.url, ShardCache(tmp_path / "other", MB))
-    server.fails["shard-000002.tar"] = 1000
-    for number in range(3):
-        with pytest.raises(BadSample):
-            index.read(number, 0)
-    with pytest.raises(DataError, match=r"4 shards in a row cannot be fetched.*500"):
-        index.read(3, 0)
-
-
-def test_a_worker_says_why_it_cannot_go_on(
-    server: ShardServer, vocabulary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cache_module, "_MOST_FAILURES", 1)
-    cache = {"folder": str(tmp_path / "cache"), "limit": MB}
-    stream = batches(server.url, vocabulary, cache, workers=1)
-    for number in range(5):
-        server.fails[f"shard-{number:06d}.tar"] = 1000
-    with pytest.raises(DataError) as error:
-        list(stream)
-    assert str(error.value).startswith(f"{server.url}: 1 shards in a row cannot be fetched")
-    assert "Traceback" not in str(error.value)
-
-
-def manifest(server: ShardServer, *wrong: int) -> None:
-    rows = []
-    for number in range(5):
-        data = (server.folder / f"shard-{number:06d}.tar").read_bytes()
-        digest = sha256(data + b"x" * (number in wrong)).hexdigest()
-        rows.append({"name": f"shard-{number:06d}.tar", "sha256": digest, "samples": 5})
-    (server.folder / "manifest.json").write_text(json.dumps({"shards": rows}))
-
-
-def test_a_manifest_is_held_against_what_comes(server: ShardServer, tmp_path: Path) -> None:
-    manifest(server, 3)
-    index = ShardIndex.open(server.url, ShardCache(tmp_path / "cache", MB))
-    assert index.read(2, 0).key == "shards_0010"
-    with pytest.raises(BadSample, match=r"corrupt shard.*shard-000003\.tar.*SHA-256"):
-        index.read(3, 0)
-    manifest(server)
-    index = ShardIndex.open(server.url, ShardCache(tmp_path / "cache", MB))
-    assert index.read(3, 0).key == "shards_0015"
-    for content in ("", "[]", '{"shards": [{"sha256": "1"}]}', '{"shards": 3}'):
-        (server.folder / "manifest.json").write_text(content)
-        with pytest.raises(ConfigError, match=r"manifest\.json: not a manifest"):
-            ShardIndex.open(server.url, ShardCache(tmp_path / "cache", MB))
 
 
 def test_another_shard_of_that_name_is_another_file(server: ShardServer, tmp_path: Path) -> None:
@@ -399,12 +311,12 @@ def test_another_shard_of_that_name_is_another_file(server: ShardServer, tmp_pat
     path.write_bytes(data + bytes(10240))
     manifest(server)
     with pytest.raises(BadSample, match=r"corrupt shard.*bytes came, its index says"):
-        ShardIndex.open(server.url, cache).read(0, 0)
+        ShardIndex.open(server.url, cache, SHORT).read(0, 0)
 
 
 def test_prefetch_fetches_and_keeps_trouble_to_itself(server: ShardServer, tmp_path: Path) -> None:
     cache = ShardCache(tmp_path / "cache", MB)
-    index = ShardIndex.open(server.url, cache)
+    index = ShardIndex.open(server.url, cache, SHORT)
     server.fails["shard-000001.tar"] = 1000
     for number in (3, 1, 4):
         index.prefetch(number)
@@ -415,7 +327,11 @@ def test_prefetch_fetches_and_keeps_trouble_to_itself(server: ShardServer, tmp_p
     assert index.read(3, 0).key == "shards_0015"
     with pytest.raises(BadSample, match="missing shard"):
         index.read(1, 0)
-    assert server.asked["shard-000001.tar"] == 6  # the background's tries were enough
+    asked = server.asked["shard-000001.tar"]
+    assert asked > 2
+    with pytest.raises(BadSample, match="missing shard"):
+        index.read(1, 1)
+    assert server.asked["shard-000001.tar"] == asked  # the background's tries were enough
     assert server.asked["shard-000003.tar"] == 1
 
 
@@ -454,8 +370,8 @@ def test_what_cannot_start_says_so(server: ShardServer, vocabulary: Path, tmp_pa
         ShardIndex.open("gopher://host/shards", cache)
     with pytest.raises(ConfigError, match=r"s3://bucket: Install s3fs"):
         ShardIndex.open("s3://bucket", cache)
-    with pytest.raises(ConfigError, match=r"index\.json: cannot be fetched.*tried 6 times"):
-        ShardIndex.open("http://127.0.0.1:9/shards", cache)
+    with pytest.raises(ConfigError, match=r"index\.json: cannot be fetched.*tried \d+ times"):
+        ShardIndex.open("http://127.0.0.1:9/shards", cache, SHORT)
     small = {"folder": str(tmp_path / "cache"), "limit": room_for(server, 0)}
     with pytest.raises(ConfigError, match=r"cache\.limit [\d,]+ bytes is too small: one rank"):
         batches(server.url, vocabulary, small)

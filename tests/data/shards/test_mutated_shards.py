@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from broken_images import photo, png_of
-from broken_shards import BYTES, TARS, Damage, plain_tar, splice_json
+from broken_shards import BYTES, TARS, Damage, full_annotation, plain_tar, splice_json
 
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig, DataConfig, SourceConfig
@@ -50,18 +50,7 @@ def caption(number: int) -> str:
 
 def annotation(number: int) -> bytes:
     text = caption(number)
-    word = {"caption": 0, "index": 1, "word": "red", "kind": "colour", "box": [1, 2, 3, 4]}
-    return Annotation(
-        captions=[text, f"{text} again"],
-        source="here",
-        image_id=str(number),
-        boxes=[[0, 0, 5, 6]],
-        questions=[{"id": "1", "question": "what", "answers": [{"answer": "red", "count": 3}]}],
-        expressions=[{"id": "2", "text": "the dog", "box": [1, 1, 2, 2]}],
-        words=[word],
-        scene={"objects": [{"colour": "red"}]},
-        url="http://nowhere",
-    ).to_json()
+    return full_annotation(number, [text, f"{text} again"], url="http://nowhere")
 
 
 def sample(number: int) -> tuple[str, dict[str, bytes]]:

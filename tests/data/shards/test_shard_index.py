@@ -220,7 +220,7 @@ def test_without_its_rows_an_index_reads_headers(make_shards: MakeShards, tmp_pa
     assert [index.read(*place) for place in places] == expected
     with pytest.raises(ConfigError, match=r"samples-\w+\.npy is missing.*captions: all.*index"):
         index.caption_ends(0)
-    for damaged in (content[:-1], content[:40], b"", content + b"x"):
+    for damaged in (content[:-1], content[:40], b"", content + b"x", content[:-9] + bytes(9)):
         rows.write_bytes(damaged)
         with pytest.raises(ConfigError, match=r"samples-\w+\.npy.*index the folder again"):
             ShardIndex.open(folder).read(0, 0)

@@ -7,13 +7,13 @@ import os
 import resource
 import signal
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from raw_images import files_of, raw_image
 
-from data_tools.builder import journal
 from data_tools.builder import write_shard as shard_job
 from data_tools.builder.build_shards import (
     BuildOptions,
@@ -314,11 +314,70 @@ def test_a_changed_shard_is_indexed_again_though_it_has_its_size(
     assert keys_of(out) == [["k000", "k001"]]
 
 
-def test_a_shorter_list_drops_the_shards_behind(places: Path, tmp_path: Path) -> None:
-    build(places, tmp_path / "out")
-    build(places, tmp_path / "out", samples=[wanted(number) for number in range(5)])
-    build(places, tmp_path / "whole", samples=[wanted(number) for number in range(5)])
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+@pytest.mark.parametrize("length", [18, 14, 5, 1, 0])
+def test_a_shorter_list_is_refused_and_nothing_is_touched(
+    places: Path, tmp_path: Path, length: int
+) -> None:
+    out = tmp_path / "out"
+    build(places, out)
+    whole, shorter = files_of(out), [wanted(number) for number in range(length)]
+    with pytest.raises(ConfigError, match=r"shard-00000\d.tar: .*this (list|one) .*--replace"):
+        build(places, out, samples=shorter)
+    after = files_of(out)
+    # The journal is the same but for what it may have withdrawn.
+    assert {k: v for k, v in after.items() if k != "build.jsonl"} == {
+        k: v for k, v in whole.items() if k != "build.jsonl"
+    }
+    build(places, out)
+    assert files_of(out) == whole
+
+
+def test_other_samples_in_a_shards_place_are_refused(places: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    build(places, out)
+    whole = files_of(out)
+    others = [*map(wanted, range(5)), wanted(19), *map(wanted, range(6, 19))]
+    with pytest.raises(ConfigError, match=r"shard-000001.tar: holds k005, one of 1 samples that"):
+        build(places, out, samples=others)
+    assert files_of(out) == whole
+
+
+def test_replaced_shards_stay_aside_until_the_new_ones_are_whole(
+    places: Path, tmp_path: Path
+) -> None:
+    out, shorter = tmp_path / "out", [wanted(number) for number in range(10)]
+    build(places, out)
+    old = files_of(out)
+    (out / "notes.txt").write_text("kept")
+    (out / "samples-of-mine.npy").write_text("kept")
+    options = FOUR._replace(replace=True, max_side=20)
+
+    def interrupted() -> Iterator[SampleSpec]:
+        yield from shorter[:6]
+        raise KeyboardInterrupt
+
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            build(places, out, options, interrupted())
+        aside = files_of(out / ".replaced-000")
+        assert {name: data for name, data in aside.items() if name in old} == old
+        assert (out / "shard-000000.tar").exists()
+    # Another command has its own place for what it finds.
+    with pytest.raises(KeyboardInterrupt):
+        build(places, out, options._replace(max_side=10), interrupted())
+    assert files_of(out / ".replaced-000") == aside
+    assert (out / ".replaced-001" / "shard-000000.tar").exists()
+    build(places, out, options, shorter)
+    build(places, tmp_path / "new", options, shorter)
+    kept = {"notes.txt": b"kept", "samples-of-mine.npy": b"kept"}
+    assert files_of(out) == files_of(tmp_path / "new") | kept
+    # Where nothing can be written, what was there is not given up.
+    for path in places.iterdir():
+        path.unlink()
+    new = files_of(tmp_path / "new")
+    assert build(places, out, options._replace(quality=50), shorter)["samples"] == 0
+    aside = files_of(out / ".replaced-000")
+    assert {name: data for name, data in aside.items() if name in new} == new
 
 
 def test_a_damaged_or_lost_shard_is_made_again(places: Path, tmp_path: Path) -> None:
@@ -401,6 +460,12 @@ def test_other_settings_and_other_peoples_shards_are_refused(places: Path, tmp_p
     build(places, out)
     with pytest.raises(ConfigError, match="was begun with max_side None, this command says 8"):
         build(places, out, FOUR._replace(max_side=8))
+    with pytest.raises(ConfigError, match="was begun with data_set Toy, this command says Other: "):
+        build_shards([wanted(0)], Originals([places]), out, FOUR, title="Other")
+    named = partial(build_shards, [wanted(0)], Originals([places]), tmp_path / "words", FOUR)
+    named(title="Toy", arguments={"words": 5})
+    with pytest.raises(ConfigError, match="was begun with words 5, this command says 6: "):
+        named(title="Toy", arguments={"words": 6})
     (out / "theirs.tar").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"theirs.tar: a shard that this command did not write"):
         build(places, out)
@@ -414,15 +479,12 @@ def test_other_settings_and_other_peoples_shards_are_refused(places: Path, tmp_p
         build(places, places / "1.jpg" / "out")
 
 
-def test_two_builds_of_one_folder(
-    places: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(journal, "PATIENCE_SECONDS", 0)
+def test_two_builds_of_one_folder(places: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
 
     def samples() -> Iterator[SampleSpec]:
         yield wanted(0)
-        with pytest.raises(ConfigError, match="another process is building here"):
+        with pytest.raises(ConfigError, match=f"is being written by process {os.getpid()} on "):
             build(places, out)
         yield wanted(1)
 

@@ -263,5 +263,5 @@ def test_what_cannot_be_done_is_named(
     assert "no samples" in refused(tmp_path / "empty", "--out", tmp_path / "new")
     file = tmp_path / "file"
     file.write_text("in the way")
-    assert "file: is a file" in refused(folder, "--out", file)
+    assert "file: cannot be written (File exists)" in refused(folder, "--out", file)
     assert json.loads((tmp_path / "out" / "index.json").read_text())["version"] >= 1

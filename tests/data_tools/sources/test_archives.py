@@ -22,7 +22,7 @@ def test_compressed_tars_become_places(tmp_path: Path, kind: str) -> None:
         found = Originals(places)
         assert {name: found.read(name) for name in FILES} == FILES
         assert sorted(path.name for path in tmp_path.iterdir()) == ["deep", "images.bin"]
-    assert list(room.iterdir()) == []
+    assert not room.exists()
 
 
 def test_other_places_stay_and_folders_bring_their_archives(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_damaged_archives(tmp_path: Path, kind: str, harm: str) -> None:
         unpacked([archive], tmp_path / "room"),
     ):
         raise AssertionError("a damaged archive was taken for a whole one")
-    assert list((tmp_path / "room").iterdir()) == []
+    assert not (tmp_path / "room").exists()
 
 
 def test_the_plain_tar_is_the_compressed_one(tmp_path: Path) -> None:

@@ -145,7 +145,8 @@ def test_photographs_are_planned_and_every_variant_is_a_pretraining(tmp_path, ca
     assert main([*map(str, command), f"output={tmp_path / 'out'}"]) == 0
     said = capsys.readouterr().out
     assert "14 variants with 5 seeds, 27 variants with 3 seeds" in said
-    assert "45 runs to do in 900 minutes" in said
+    assert "14 variants with 5 seeds, 27 variants with 3 seeds" in said
+    assert "92 runs to do in 893 minutes, 2 side by side" in said
     assert "encoder-features" in said.rpartition("leave out")[2]
     assert not (tmp_path / "out").exists()
     config = load_config(PHOTOGRAPHS, AblationConfig, [f"output={tmp_path}"])

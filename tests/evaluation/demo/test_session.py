@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from broken_images import png_of
 from pair_shards import tiny_folder
 from PIL import Image
 from question_shards import AUGMENT, coloured, toy_parts, write_shards
@@ -147,6 +148,21 @@ def test_mistakes_are_told_to_the_person(tried, folders, red):
             act()
 
 
+def test_an_upload_is_decoded_within_the_limits(tried, tmp_path, red, monkeypatch):
+    file = tmp_path / "upload.png"
+    red.save(file)
+    assert tried.match(file, TEXT) == tried.match(red, TEXT) == tried.match(str(file), TEXT)
+    for limit in ("{image_bytes: 20}", "{pixels: 479}", "{side: 23}"):
+        monkeypatch.setenv("VLP_LIMITS", limit)
+        with pytest.raises(EvaluationError, match=r"cannot be used: image too large: upload\.png"):
+            tried.match(file, TEXT)
+    file.write_bytes(b"<html>")
+    with pytest.raises(EvaluationError, match=r"unreadable image: upload\.png"):
+        tried.ground(file, "a red circle")
+    with pytest.raises(EvaluationError, match="cannot be used"):
+        tried.match(tmp_path / "absent.png", TEXT)
+
+
 def test_without_gradio_the_command_says_what_to_install(model_folder, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "gradio", None)
     assert main(["demo", "--model", str(model_folder)]) == 2
@@ -219,6 +235,13 @@ def test_the_page_answers_a_call(tried, tmp_path, red):
         assert {one["label"] for one in said["confidences"]} == {"matches", "does not"}
         with pytest.raises(Exception, match="type a text first"):
             asked.predict(file, "", api_name="/ground")
+        (tmp_path / "flood.png").write_bytes(png_of(9000, 9000))
+        with pytest.raises(Exception, match="image too large"):
+            asked.predict(client.handle_file(str(tmp_path / "flood.png")), TEXT, api_name="/match")
+        (tmp_path / "long.png").write_bytes(bytes(2**25 + 1))
+        with pytest.raises(Exception, match=r"413|exceed|size"):
+            asked.predict(client.handle_file(str(tmp_path / "long.png")), TEXT, api_name="/match")
+        assert blocks.server_name == "127.0.0.1"
         with pytest.raises(EvaluationError, match="--port"):
             serve(tried, port=port, block=False)
     finally:

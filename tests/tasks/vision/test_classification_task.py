@@ -12,7 +12,7 @@ from evaluation.vision import evaluate_folder
 from vlp.config import ConfigError
 from vlp.data.vision.classification import LabelledBatch
 from vlp.data.vision.classification import _collate as labelled_collate
-from vlp.tasks.vision import build_task, load_task
+from vlp.tasks.vision import build_task, load_task, untrained_task
 from vlp.tasks.vision.classification import Classification, ClassificationConfig
 
 SMALL = {"patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
@@ -110,6 +110,17 @@ def test_it_learns_what_only_positions_tell_and_is_evaluated_from_its_folder(cor
     assert figures["top1"] > 90
     assert figures["loss"] < 0.4
     assert evaluate_folder(folder, limit=2)["top1"] in (0, 50, 100)
+
+
+def test_the_start_of_a_training_is_known_from_its_folder_and_seed(corners, tmp_path):
+    torch.manual_seed(7)
+    task, _ = build_task(config(corners, [{"name": "fourier"}]), 16, 7, "float32")
+    started = {name: value.clone() for name, value in task.state_dict().items()}
+    task.save_model(tmp_path / "model", {name: value + 1 for name, value in started.items()})
+    again = untrained_task(tmp_path / "model", 7).state_dict()
+    assert all(torch.equal(again[name], value) for name, value in started.items())
+    other = untrained_task(tmp_path / "model", 8).state_dict()
+    assert not torch.equal(other["model.head.weight"], started["model.head.weight"])
 
 
 def test_without_positions_it_cannot(corners):

@@ -11,6 +11,7 @@ from vlp.config import ConfigError
 from vlp.data.schema import Question
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.shard_index import ShardIndex
+from vlp.io import parse_json
 
 
 def answers_of(question: Question) -> dict[str, int]:
@@ -58,7 +59,7 @@ def read_answers(file: str | Path) -> tuple[str, ...]:
     path = Path(file)
     try:
         text = path.read_text(encoding="utf-8")
-        listed = json.loads(text) if path.suffix == ".json" else text.splitlines()
+        listed = parse_json(text) if path.suffix == ".json" else text.splitlines()
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ConfigError(f"{path}: this list of answers cannot be read ({error})") from error
     if not isinstance(listed, list) or not all(isinstance(answer, str) for answer in listed):

@@ -10,6 +10,7 @@ from torch import Tensor
 from vlp.data.downstream.config import DownstreamDataConfig
 from vlp.data.downstream.images import ImagePreparation
 from vlp.data.downstream.items import Item, Items
+from vlp.data.features.header import shards_sha256
 from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.stream.batch import Slots
 from vlp.data.stream.loader import OrderedData
@@ -81,4 +82,8 @@ class DownstreamDataset(Generic[Example, Slotted]):
         Raises:
             ConfigError: the streams do not divide the batch.
         """
-        return indexed_data(len(self.items), self.train, self.collate, config, batch, seed)
+        data = indexed_data(len(self.items), self.train, self.collate, config, batch, seed)
+        for number, index in enumerate(self.items.indices):
+            data.fingerprint[f"source {number}"] = shards_sha256(index.shards)
+        data.fingerprint["vocabulary"] = self.text.sha256()
+        return data

@@ -47,9 +47,9 @@ class Items:
         if limit is not None and limit < 1:
             raise ConfigError(f"limit {limit}: at least one item is needed")
         self.folders = tuple(str(folder) for folder in folders)
-        self._indices = [ShardIndex.open(folder) for folder in folders]
+        self.indices = [ShardIndex.open(folder) for folder in folders]
         self._shards = [
-            (index, number) for index in self._indices for number in range(len(index.shards))
+            (index, number) for index in self.indices for number in range(len(index.shards))
         ]
         samples = [index.shards[number].samples for index, number in self._shards]
         self._first = np.concatenate([[0], np.cumsum(samples, dtype=np.int64)])

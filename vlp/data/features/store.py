@@ -129,7 +129,8 @@ class SourceFeatures:
         """
         codes = self._open(shard)[1][sample].tolist()
         if codes[0] >= BAD:
-            raise BadSample(self.header.kinds[codes[0] - BAD], where)
+            kinds = self.header.kinds[codes[0] - BAD :] or ("unreadable image",)  # a damaged code
+            raise BadSample(kinds[0], where)
         return [view for view, code in enumerate(codes) if flipped or code == PLAIN]
 
     def read(self, shard: int, sample: int, view: int) -> Tensor:
@@ -174,11 +175,15 @@ def is_whole(header: FeatureHeader, paths: tuple[Path, Path], samples: int) -> b
     """Return whether both files of a shard of so many samples are there, in full length."""
     codes = samples, header.views
     features = *codes, header.tokens, header.width
-    sizes = [
-        len(array_start(dtype, shape)) + dtype.itemsize * prod(shape)
-        for dtype, shape in ((FILE_DTYPES[header.dtype], features), (CODE_DTYPE, codes))
-    ]
-    try:
-        return [path.stat().st_size for path in paths] == sizes
-    except FileNotFoundError:
-        return False
+    arrays = (FILE_DTYPES[header.dtype], features), (CODE_DTYPE, codes)
+    for path, (dtype, shape) in zip(paths, arrays):
+        start = array_start(dtype, shape)
+        try:
+            if path.stat().st_size != len(start) + dtype.itemsize * prod(shape):
+                return False
+            with path.open("rb") as file:
+                if file.read(len(start)) != start:
+                    return False
+        except FileNotFoundError:
+            return False
+    return True

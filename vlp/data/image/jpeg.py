@@ -8,22 +8,11 @@ from PIL import Image
 from simplejpeg import decode_jpeg, decode_jpeg_header
 from torch import Tensor
 
-from vlp.data.image.decode import (
-    MAX_PIXELS,
-    TURNS,
-    decode_image,
-    open_image,
-    orientation,
-    reading,
-)
+from vlp.data.image.decode import TURNS, decode_image, open_image, orientation, reading
+from vlp.data.image.header import JPEG, MANY_SCAN_PIXELS, check_size, jpeg_parts
 
 # Those that swap width and height.
 _SIDEWAYS = (5, 6, 7, 8)
-
-# Of a JPEG: its first bytes, the marker before the pixels, and the one of EXIF and XMP, which may
-# hold an orientation.
-_JPEG, _SCAN, _APP1 = b"\xff\xd8\xff", 0xDA, 0xE1
-_ORIENTED = (b"Exif\0\0", b"tiff:Orientation")
 
 
 class JpegImage:
@@ -39,16 +28,15 @@ class JpegImage:
 
     def __init__(self, data: bytes, where: str) -> None:
         self._data, self._where = data, where
-        size = _upright_jpeg(data)
+        size = _plain_size(data, where)
         if size is not None:
             self._plain, self.size = True, size
             return
         with reading(where), open_image(data, where) as image:
             turn = orientation(image)
             # Nothing is left for Pillow to do.
-            self._plain = (
-                image.format == "JPEG" and image.mode in ("L", "RGB") and turn not in TURNS
-            )
+            plain = image.format == "JPEG" and image.mode in ("L", "RGB") and turn not in TURNS
+            self._plain = plain and jpeg_parts(data, where).scan_pixels <= MANY_SCAN_PIXELS
             width, height = image.size
         self.size = (height, width) if turn in _SIDEWAYS else (width, height)
         """(width, height) in pixels, upright."""
@@ -86,30 +74,22 @@ class JpegImage:
         return levels_of(self.image())
 
 
-def _upright_jpeg(data: bytes) -> tuple[int, int] | None:
+def _plain_size(data: bytes, where: str) -> tuple[int, int] | None:
     """Return a plain JPEG's (width, height); None leaves any other image to Pillow."""
     # A tenth of the time that Pillow takes for it, which also builds tables for its own decoder.
-    if not data.startswith(_JPEG) or _may_be_turned(data):
+    if not data.startswith(JPEG):
+        return None
+    parts = jpeg_parts(data, where)
+    # Many are Pillow's from the start, which would have to begin again where the quicker decoder
+    # finds damage at the end.
+    if parts.may_be_turned or parts.scan_pixels > MANY_SCAN_PIXELS:
         return None
     try:
         height, width, colours, _ = decode_jpeg_header(data)
     except ValueError:
         return None
-    plain = colours in ("YCbCr", "RGB", "Gray") and 0 < width * height <= MAX_PIXELS
-    return (width, height) if plain else None
-
-
-def _may_be_turned(data: bytes) -> bool:
-    """Return whether a segment before the pixels says, or the segments cannot be followed."""
-    start = 2
-    while start + 4 <= len(data) and data[start] == 0xFF:
-        marker, end = data[start + 1], start + 2 + int.from_bytes(data[start + 2 : start + 4])
-        if marker == _SCAN:
-            return False
-        if marker == _APP1 and any(data.find(mark, start, end) >= 0 for mark in _ORIENTED):
-            return True
-        start = end
-    return True
+    check_size(width, height, where)
+    return (width, height) if colours in ("YCbCr", "RGB", "Gray") and width and height else None
 
 
 def levels_of(image: Image.Image) -> Tensor:

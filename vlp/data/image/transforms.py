@@ -18,6 +18,7 @@ from vlp.data.config import AugmentConfig
 from vlp.data.image.decode import upright_rgb
 from vlp.data.image.jpeg import JpegImage, levels_of
 from vlp.data.image.randaugment import randaugment
+from vlp.io import parse_json
 
 FILE_NAME = "preprocessing.json"
 
@@ -90,7 +91,7 @@ class Preprocessing:
         """
         path = Path(folder) / FILE_NAME
         try:
-            settings = json.loads(path.read_text(encoding="utf-8"))
+            settings = parse_json(path.read_text(encoding="utf-8"))
             red, green, blue = settings["mean"]
             red_std, green_std, blue_std = settings["std"]
             return cls(

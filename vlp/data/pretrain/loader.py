@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from vlp.config import ConfigError
 from vlp.data.config import DataConfig, SourceConfig
+from vlp.data.features.header import HEADER_NAME, shards_sha256
 from vlp.data.features.store import StoredFeatures
 from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.pretrain.dataset import CaptionedSamples
@@ -22,6 +23,7 @@ from vlp.data.stream.input_spec import Inputs
 from vlp.data.stream.loader import OrderedData
 from vlp.data.stream.sampler import EndlessSampler, Pool, TrainingSampler
 from vlp.data.text.tokenizer import TextProcessor
+from vlp.io import sha256_of
 
 __all__ = ["DataError", "PretrainData"]
 
@@ -59,11 +61,14 @@ class PretrainData(OrderedData):
         self.listed: list[ListedShards] = []
         sampler: TrainingSampler | EndlessSampler
         if config.sampler == "resampled":
-            self.listed = [ListedShards(source.path) for source in config.sources]
+            self.listed = [ListedShards(one.path, config.outages) for one in config.sources]
             assert config.epoch_samples is not None  # the configuration sees to it
             sampler = EndlessSampler(config.epoch_samples, batch)
         else:
-            self.sources = [ShardIndex.open(source.path, self.cache) for source in config.sources]
+            self.sources = [
+                ShardIndex.open(source.path, self.cache, config.outages)
+                for source in config.sources
+            ]
             sampler = TrainingSampler(
                 [_pool(config, *both) for both in zip(config.sources, self.sources)],
                 config.canonical_streams,
@@ -94,6 +99,12 @@ class PretrainData(OrderedData):
             config.max_skipped_share,
             partial(_prefetch, self.sources) if remote else None,
         )
+        parts = {f"source {n}": shards_sha256(one.shards) for n, one in enumerate(self.sources)}
+        parts |= {f"source {n}": one.sha256() for n, one in enumerate(self.listed)}
+        parts["vocabulary"] = self.text.sha256()
+        if self.features is not None:
+            parts["features"] = sha256_of(self.features.folder / HEADER_NAME)
+        self.fingerprint = parts
 
     def _loader(
         self, consumed: int, rank: int, world_size: int, stop_after: int | None

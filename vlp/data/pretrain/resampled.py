@@ -11,10 +11,13 @@ come through fsspec with retries.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -26,11 +29,13 @@ from vlp.config import ConfigError
 from vlp.data.pretrain.dataset import CaptionedSamples, Slot
 from vlp.data.shards.bad_samples import DataError
 from vlp.data.shards.file_section import section
-from vlp.data.shards.remote import RemoteFolder, Unreachable, is_url, patiently
+from vlp.data.shards.outages import DEFAULT_OUTAGES, OutageConfig, Unreachable, given_up, patiently
+from vlp.data.shards.remote import RemoteFolder, file_of, is_url
 from vlp.data.shards.sample_files import BadSample, RawSample, grouped, parse
 from vlp.data.shards.tar import Member, members_in
 from vlp.data.stream.rng import make_rng
 from vlp.data.stream.sampler import Element
+from vlp.io import redacted
 
 # So many different shards in a row without one good sample are not the shards' fault.
 _MOST_BAD_SHARDS = 16
@@ -44,16 +49,22 @@ class ListedShards:
     Args:
         path: a folder of *.tar files; one tar, or several as in `cc/{00000..00331}.tar`; or a
             `.txt` file with one of these in each line. Tars may be URLs.
+        outages: what to do when the store of a URL fails.
 
     Raises:
         ConfigError: it names nothing.
     """
 
-    def __init__(self, path: str) -> None:
-        self.folder = _Anywhere()
+    def __init__(self, path: str, outages: OutageConfig = DEFAULT_OUTAGES) -> None:
+        self.folder, self.outages = _Anywhere(), outages
         self.shards = [_Named(name) for name in _names(path)]
         if not self.shards:
             raise ConfigError(f"{path}: names no shards (*.tar)")
+
+    def sha256(self) -> str:
+        """Return a hash of the shards' names, wherever they lie."""
+        names = [file_of(shard.name)[1] for shard in self.shards]
+        return hashlib.sha256("\n".join(names).encode()).hexdigest()
 
 
 class ResampledSamples(IterableDataset[Slot]):
@@ -126,7 +137,8 @@ class ResampledSamples(IterableDataset[Slot]):
         source = int(rng.choice(len(self.sources), p=self._chances))
         shard = int(rng.integers(len(self.sources[source].shards)))
         name = self.sources[source].shards[shard].name
-        return source, shard, _in_background(lambda: _open(name, self.folder))
+        outages = self.sources[source].outages
+        return source, shard, _in_background(lambda: _open(name, self.folder, outages))
 
 
 class _Named(NamedTuple):
@@ -137,7 +149,7 @@ class _Anywhere:
     """The folder of shards whose names say all."""
 
     def __truediv__(self, name: str) -> str:
-        return name
+        return redacted(name)
 
 
 def _names(path: str) -> list[str]:
@@ -153,10 +165,10 @@ def _names(path: str) -> list[str]:
         names = list(braceexpand(path))
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error
-    for place in {name.rpartition("/")[0] for name in names if is_url(name)}:
+    for place in {file_of(name)[0] for name in names if is_url(name)}:
         RemoteFolder(place)  # complains now when nothing can read it
     for name in names:
-        if not name.endswith(".tar"):
+        if not (file_of(name)[1] if is_url(name) else name).endswith(".tar"):
             raise ConfigError(
                 f"{name}: with data.sampler resampled, name tars, as in cc/{{00000..00331}}.tar, a "
                 "folder of them, or a .txt file that lists them"
@@ -166,22 +178,30 @@ def _names(path: str) -> list[str]:
     return names
 
 
-def _open(name: str, folder: str | None) -> int | BadSample:
-    """Open a shard; of a URL, a fetched copy that lies there as long as it is open."""
+def _open(name: str, folder: str | None, outages: OutageConfig) -> int | BadSample:
+    """Open a shard; of a URL, a fetched copy that lies there as long as it is open.
+
+    Raises:
+        DataError: the store does not give it, and its samples are not to be dropped.
+    """
     if not is_url(name):
         try:
             return os.open(name, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             return BadSample("missing shard", f"{name} ({error.strerror})")
-    place, _, file = name.rpartition("/")
+    place, file = file_of(name)
     try:
         # Without a name from the start: whatever ends this process, nothing of it stays behind.
         with tempfile.TemporaryFile(dir=folder) as copy:
             target = f"/proc/self/fd/{copy.fileno()}"
-            patiently(lambda: RemoteFolder(place).fetch(file, target))
+            fetch = partial(RemoteFolder(place, outages).fetch, file, target)
+            patiently(fetch, outages.seconds, redacted(name))
             return os.dup(copy.fileno())
     except (OSError, Unreachable) as error:
-        return BadSample("missing shard", f"{name} ({error})")
+        bad = BadSample("missing shard", f"{name} ({error})")
+        if outages.policy == "skip":
+            return bad
+        raise given_up(bad, outages.policy, isinstance(error, Unreachable)) from error
 
 
 def _in_background(work: Callable[[], Value]) -> Callable[[], Value]:
@@ -189,15 +209,16 @@ def _in_background(work: Callable[[], Value]) -> Callable[[], Value]:
 
     The thread ends with the process, which an executor's would hold up until a download is done.
     """
-    done: list[Value] = []
-    thread = threading.Thread(target=lambda: done.append(work()), daemon=True)
-    thread.start()
+    done: Future[Value] = Future()
 
-    def result() -> Value:
-        thread.join()
-        return done[0]
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
 
-    return result
+    threading.Thread(target=run, daemon=True).start()
+    return done.result
 
 
 def _samples(name: str, opened: int | BadSample) -> Iterator[RawSample | BadSample]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from vlp.io import Redacted
+
 if TYPE_CHECKING:  # the tools for shards come this way and have no use for PyTorch
     from vlp.data.stream.batch import Slots
 
@@ -19,7 +21,7 @@ class SkippedSample(NamedTuple):
     where: str
 
 
-class DataError(RuntimeError):
+class DataError(Redacted, RuntimeError):
     """The data cannot carry the run any further; the message is meant for the person."""
 
 

@@ -57,7 +57,7 @@ def index_folder(
     processes: int = 1,
     progress: Callable[[Iterable[Path]], Iterable[Path]] | None = None,
 ) -> list[str]:
-    """Write the index of a folder of shards, whoever wrote them.
+    """Write the index of a folder of shards, whoever wrote them; the caller holds its lock.
 
     Args:
         folder: holds the *.tar files.

@@ -3,15 +3,18 @@
 Any number of processes share one folder without a server. A file appears under its name only when
 it is whole and checked, so none ever sees a half-written one. All locks are the kernel's own
 (`flock`): they end with the process that holds them, whatever ends it. Who reads a file holds a
-shared lock on it, and only a file without one is ever removed.
+shared lock on it, and only a file without one is ever removed. A list of what was fetched tells the
+cache's files from others that lie in its folder: those are neither counted nor removed.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,27 +22,27 @@ from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, flock
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from vlp.config import ConfigError
 from vlp.data.shards.bad_samples import DataError
-from vlp.data.shards.remote import RemoteFolder, Unreachable, patiently
+from vlp.data.shards.outages import Unreachable, given_up, patiently
+from vlp.data.shards.remote import RemoteFolder
 from vlp.data.shards.sample_files import BadSample
-from vlp.io import sha256_of, sync_path
+from vlp.io import parse_json, sha256_of, sync_path, unfollowed, write_text
 
 _PART = ".part"
-_FLAGS = os.O_CLOEXEC
+_FETCHED = "fetched.json"
+_PATH = re.compile(r"[0-9a-f]{16}/[^/]+\.(?:[0-9a-f]{16}|unknown)\.(\d+)")
+_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
 
 # A shard that could not be had is not tried again for so long: it holds a thousand samples.
 _FAILURE_SECONDS = 600
 
-# So many different shards in a row that could not be fetched are not the shards' fault.
-_MOST_FAILURES = 8
-
 # How long a full cache is waited for: other processes may be done with a shard.
 _FULL_SECONDS = 30.0
 
-_DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 class CachedFile(NamedTuple):
@@ -60,6 +63,7 @@ class CachedFile(NamedTuple):
 class _Failure(NamedTuple):
     until: float
     bad: BadSample
+    may_pass: bool
 
 
 class _Full(Exception):
@@ -83,7 +87,6 @@ class ShardCache:
         self.folder, self.limit = Path(folder), limit
         self._release: list[Callable[[], object]] = []
         self._failures: dict[str, _Failure] = {}
-        self._failed_in_a_row: set[str] = set()
         self._background: tuple[int, SimpleQueue[CachedFile]] | None = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -96,9 +99,9 @@ class ShardCache:
         The file stays in the cache as long as the handle is open.
 
         Raises:
-            BadSample: it is gone, comes damaged or cannot be fetched.
-            DataError: the cache is too small or cannot be written, or one fetch after the other
-                fails.
+            BadSample, DataError: it is gone, comes damaged or cannot be fetched; which of the two,
+                the policy of outages says.
+            DataError: the cache is too small or cannot be written.
         """
         self._check(file)
         path = self.folder / file.path
@@ -161,7 +164,7 @@ class ShardCache:
             )
         failure = self._failures.get(file.path)
         if failure is not None and time.monotonic() < failure.until:
-            raise BadSample(failure.bad.kind, failure.bad.where)
+            raise given_up(failure.bad, file.folder.outages.policy, failure.may_pass)
 
     def _fill(self, file: CachedFile, path: Path) -> None:
         """Fetch a file, unless another process does or did."""
@@ -170,11 +173,11 @@ class ShardCache:
         with _own(part, path) as wanted:
             if not wanted:
                 return
-            self._make_room()
+            self._check(file)  # a thread of this process may have tried meanwhile
+            self._make_room(file)
             self._fetch(file, part)
             part.rename(path)
         self._failures.pop(file.path, None)
-        self._failed_in_a_row.clear()
 
     def _fetch(self, file: CachedFile, part: Path) -> None:
         where = file.folder / file.name
@@ -192,29 +195,28 @@ class ShardCache:
             _require_whole(file, part)
 
         try:
-            patiently(attempt)
+            patiently(attempt, file.folder.outages.seconds, where)
             sync_path(part)
         except (FileNotFoundError, PermissionError) as error:
-            self._fail(file, BadSample("missing shard", f"{where} ({error})"))
+            self._fail(file, BadSample("missing shard", f"{where} ({error})"), error)
         except Unreachable as error:
             kind = "corrupt shard" if isinstance(error.__cause__, _NotWhole) else "missing shard"
             self._fail(file, BadSample(kind, f"{where} ({error})"), error)
 
-    def _fail(self, file: CachedFile, bad: BadSample, cause: Unreachable | None = None) -> None:
-        self._failures[file.path] = _Failure(time.monotonic() + _FAILURE_SECONDS, bad)
-        if cause is not None:
-            self._failed_in_a_row.add(file.path)
-            if len(self._failed_in_a_row) >= _MOST_FAILURES:
-                raise DataError(
-                    f"{file.folder}: {_MOST_FAILURES} shards in a row cannot be fetched, the last "
-                    f"one: {bad}"
-                ) from cause
-        raise bad from cause
+    def _fail(self, file: CachedFile, bad: BadSample, cause: Exception) -> NoReturn:
+        may_pass = isinstance(cause, Unreachable)
+        self._failures[file.path] = _Failure(time.monotonic() + _FAILURE_SECONDS, bad, may_pass)
+        raise given_up(bad, file.folder.outages.policy, may_pass) from cause
 
-    def _make_room(self) -> None:
-        """Remove files until what is there and what is being fetched fits the limit."""
-        with open(self.folder / "lock", "w") as lock:
+    def _make_room(self, file: CachedFile) -> None:
+        """List a file that is being fetched, and remove others until all that is there fits."""
+        with open(self.folder / "lock", "a", opener=unfollowed) as lock:
             flock(lock, LOCK_EX)
+            listed = self._listed()
+            if file.path not in listed:
+                kept = [path for path in listed if any(map(os.path.exists, self._places(path)))]
+                content = json.dumps([*kept, file.path], indent=0)
+                write_text(self.folder / _FETCHED, content, durable=True)
             files = sorted(self._files())
             used = sum(size for _, size, _ in files)
             for _, size, path in files:
@@ -227,13 +229,23 @@ class ShardCache:
 
     def _files(self) -> Iterator[tuple[float, int, str]]:
         """Yield last use, full length and path of every file of the cache."""
-        for folder in os.scandir(self.folder):
-            if not folder.is_dir():
-                continue
-            for file in os.scandir(folder):
-                size = file.name.removesuffix(_PART).rpartition(".")[2]
-                with suppress(FileNotFoundError, ValueError):
-                    yield file.stat().st_mtime, int(size), file.path
+        for name in self._listed():
+            if found := _PATH.fullmatch(name):
+                for path in self._places(name):
+                    with suppress(FileNotFoundError):
+                        yield os.stat(path).st_mtime, int(found[1]), path
+
+    def _listed(self) -> list[str]:
+        """Return the paths of all files that any process has begun to fetch."""
+        try:
+            return [*map(str, parse_json((self.folder / _FETCHED).read_bytes()))]
+        except (FileNotFoundError, ValueError, TypeError):
+            return []
+
+    def _places(self, path: str) -> tuple[str, str]:
+        """Return where a file is when it is whole, and while it is fetched."""
+        place = str(self.folder / path)
+        return place, place + _PART
 
     def __getstate__(self) -> dict[str, Any]:
         return {"folder": self.folder, "limit": self.limit}

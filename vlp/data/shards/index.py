@@ -12,12 +12,13 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from io import BytesIO
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from typing_extensions import TypedDict
 
 from vlp.config import ConfigError
@@ -26,7 +27,11 @@ from vlp.io import atomic_write, write_text
 
 INDEX_NAME = "index.json"
 INDEX_VERSION = 2
+TABLE_GLOB = f"samples-{16 * '[0-9a-f]'}.npy"
 BLOCK = 512
+
+# Bytes of a table that is read whole to check it: 27 million samples, a fraction of a second.
+_MOST_CHECKED = 2**28
 
 ROW = np.dtype([("start", "<u4"), ("blocks", "<u4"), ("captions", "<u2")])
 """One sample: its first block in the tar, its length in blocks of 512 bytes, its captions.
@@ -46,12 +51,16 @@ class ShardEntry(NamedTuple):
     uncaptioned: int
 
 
+# Sums of a million shards are 64-bit integers too.
+_Count = Annotated[int, Field(ge=0, lt=2**43)]
+
+
 class _Row(TypedDict):
-    name: Annotated[str, Field(min_length=1, pattern=r"^[^/\x00]+$")]
-    samples: NonNegativeInt
-    bytes: NonNegativeInt
-    captions: NonNegativeInt
-    uncaptioned: NonNegativeInt
+    name: Annotated[str, Field(min_length=1, pattern=r"^[^/\x00-\x1f]+\.tar$")]
+    samples: _Count
+    bytes: _Count
+    captions: _Count
+    uncaptioned: _Count
 
 
 class _Version(BaseModel):
@@ -131,8 +140,10 @@ def read_table(content: bytes, where: str, remedy: str) -> ShardTable:
     return ShardTable(columns, found.table)
 
 
-def map_samples(path: Path | str, table: ShardTable) -> np.ndarray | None:
+def map_samples(path: Path | str, table: ShardTable, check: bool = True) -> np.ndarray | None:
     """Return the rows of all samples, mapped into memory; None when there is no such file.
+
+    With `check` its content must be that of its name, unless it is too long to be read for that.
 
     Raises:
         ConfigError: it is damaged.
@@ -145,6 +156,10 @@ def map_samples(path: Path | str, table: ShardTable) -> np.ndarray | None:
         rows = np.load(path, mmap_mode="r") if table.total else np.empty(0, ROW)
         if rows.dtype != ROW or rows.shape != (table.total,):
             raise ValueError(f"{rows.shape} rows of {rows.dtype}")
+        if check and size <= _MOST_CHECKED and fnmatchcase(table.file, TABLE_GLOB):
+            name = _table_name([rows])
+            if name != table.file:
+                raise ValueError(f"its content is that of {name}")
     except FileNotFoundError:
         return None
     except Exception as error:  # numpy reads a header as Python, which fails in many ways
@@ -198,7 +213,7 @@ def write_index(folder: Path, shards: Sequence[SurveyedShard]) -> None:
     """Write both files; who opens the folder meanwhile finds the old ones or the new ones."""
     table = _write_samples(folder, shards)
     write_table(folder, (shard.entry for shard in shards), table)
-    for old in folder.glob("samples-*.npy"):
+    for old in (*folder.glob(TABLE_GLOB), *folder.glob(f"{TABLE_GLOB}.tmp")):  # killed at it
         if old.name != table:
             old.unlink(missing_ok=True)
 
@@ -211,15 +226,19 @@ def write_table(folder: Path, entries: Iterable[ShardEntry], table: str) -> None
 
 
 def _write_samples(folder: Path, shards: Sequence[SurveyedShard]) -> str:
-    digest = hashlib.sha256()
-    for shard in shards:
-        digest.update(shard.rows.tobytes())
-    name = f"samples-{digest.hexdigest()[:16]}.npy"
+    name = _table_name(shard.rows for shard in shards)
     with atomic_write(folder / name, durable=True) as file:
         file.write(_rows_header(sum(len(shard.rows) for shard in shards)))
         for shard in shards:
             file.write(shard.rows.tobytes())
     return name
+
+
+def _table_name(parts: Iterable[np.ndarray]) -> str:
+    digest = hashlib.sha256()
+    for rows in parts:
+        digest.update(np.ascontiguousarray(rows).view(np.uint8).data)
+    return f"samples-{digest.hexdigest()[:16]}.npy"
 
 
 def table_bytes(samples: int) -> int:

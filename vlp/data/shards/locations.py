@@ -42,7 +42,10 @@ class ShardLocation:
         raise NotImplementedError
 
     def rows(self, shards: ShardTable, wait: bool) -> np.ndarray | None:
-        """Return the rows of all samples; None if there are none, or without `wait` none yet."""
+        """Return the rows of all samples; None if there are none, or without `wait` none yet.
+
+        With `wait` they are checked, too.
+        """
         raise NotImplementedError
 
     def prefetch(self, entry: ShardEntry) -> None:
@@ -80,7 +83,7 @@ class LocalFolder(ShardLocation):
 
     def rows(self, shards: ShardTable, wait: bool) -> np.ndarray | None:
         """Return the rows of all samples, mapped into memory."""
-        return map_samples(self.folder / shards.file, shards)
+        return map_samples(self.folder / shards.file, shards, check=wait)
 
 
 class CachedFolder(ShardLocation):
@@ -129,7 +132,7 @@ class CachedFolder(ShardLocation):
         except (BadSample, DataError) as error:
             raise ConfigError(f"{self.folder / shards.file}: {error}") from error
         # The handle stays open: as long as it is, the file stays in the cache.
-        return map_samples(f"/proc/self/fd/{handle}", shards)
+        return map_samples(f"/proc/self/fd/{handle}", shards, check=wait)
 
     def prefetch(self, entry: ShardEntry) -> None:
         """Fetch a shard in the background."""

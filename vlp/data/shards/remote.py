@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
-import random
-import time
+import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
+from urllib.parse import parse_qsl, quote, unquote, urlsplit, urlunsplit
 
 import numpy as np
 
 from vlp.config import ConfigError
-from vlp.data.shards.bad_samples import DataError
+from vlp.data.shards.outages import DEFAULT_OUTAGES, OutageConfig, Unreachable, patiently
+from vlp.io import HIDDEN, REFERENCE, parse_json, redacted
 
 MANIFEST_NAME = "manifest.json"
+# User info and query, where the value of a variable is quoted.
+_QUOTED = re.compile(r"https?://[^/?#]*@|\?.*")
+_SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
-# Seconds before the second try, doubled before each later one: half a minute of trying in all.
-_TRIES = 6
-_FIRST_WAIT = 1.0
-
-# Without these a dead connection would be waited for, and a large shard cut off after 5 minutes.
+# Without limits a dead connection would be waited for, and a large shard cut off after 5 minutes.
 _CONNECT_SECONDS = 30
-_SILENT_SECONDS = 60
-
-# HTTP: the request took too long, too many requests.
-_WORTH_ANOTHER_TRY = (408, 429)
-
-Value = TypeVar("Value")
-
-
-class Unreachable(Exception):
-    """A file that was tried for long enough; the message says the last reason."""
 
 
 def is_url(place: object) -> bool:
@@ -43,22 +32,24 @@ class RemoteFolder:
     """A folder behind a URL. Connections are made where they are used, in any process.
 
     Args:
-        url: of the folder, with its protocol.
+        url: of the folder, with its protocol; see `connected`.
+        outages: what to do when the store fails.
 
     Raises:
-        ConfigError: no such protocol is known, or its package is not installed.
+        ConfigError: see `connected`.
     """
 
-    def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
+    def __init__(self, url: str, outages: OutageConfig = DEFAULT_OUTAGES) -> None:
+        self.url, self.outages = url.rstrip("/"), outages
         self._connection: tuple[int, tuple[Any, str]] | None = None
         self._connect()
 
     def __str__(self) -> str:
-        return self.url
+        return redacted(self.url)
 
     def __truediv__(self, name: str) -> str:
-        return f"{self.url}/{name}"
+        """Return what messages call a file."""
+        return f"{redacted(self.url.partition('?')[0])}/{name}"
 
     def read(self, name: str, optional: bool = False) -> bytes | None:
         """Return a small file, or None where there is none.
@@ -77,7 +68,7 @@ class RemoteFolder:
             return files.cat_file(f"{path}/{name}")
 
         try:
-            return patiently(attempt)
+            return patiently(attempt, self.outages.seconds, self / name)
         except FileNotFoundError:
             return None
         except PermissionError as error:
@@ -108,10 +99,13 @@ class RemoteFolder:
             return {}
         known = {name.decode() for name in names.tolist()}
         try:
-            shards = json.loads(content)["shards"]
-            found = {shard["name"]: shard["sha256"] for shard in shards if "sha256" in shard}
-            return {name: str(digest) for name, digest in found.items() if name in known}
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            shards = parse_json(content)["shards"]
+            found = {shard["name"]: shard["sha256"] for shard in shards if shard.get("sha256")}
+            # They become parts of paths.
+            if not all(map(_SHA256.fullmatch, found.values())):
+                raise ValueError("a sha256 of other than 64 hexadecimal digits")
+            return {name: digest for name, digest in found.items() if name in known}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f'{self / MANIFEST_NAME}: not a manifest {{"shards": [{{"name", "sha256"}}]}}'
             ) from error
@@ -119,36 +113,50 @@ class RemoteFolder:
     def _connect(self) -> tuple[Any, str]:
         # A connection is of one process: a forked one must not use its parent's.
         if self._connection is None or self._connection[0] != os.getpid():
-            self._connection = os.getpid(), connected(self.url)
+            self._connection = os.getpid(), connected(self.url, self.outages.silence)
         return self._connection[1]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"url": self.url}
+        return {"url": self.url, "outages": self.outages}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.url = state["url"]
+        self.url, self.outages = state["url"], state["outages"]
         self._connection = None
 
 
-def connected(url: str) -> tuple[Any, str]:
+def connected(url: str, silence: float) -> tuple[Any, str]:
     """Return the file system of a URL, and the path in it.
 
+    `${NAME}` in a URL is a variable of the environment; its value is percent-encoded in user info
+    and query of an HTTP URL and inserted as it is elsewhere. These two go with every request
+    instead of standing in the path, which libraries show in their errors. `silence` is the seconds
+    without a byte after which an HTTP request fails.
+
     Raises:
-        ConfigError: its protocol is not known, or the package it needs is not installed.
+        ConfigError: its protocol is not known, the package it needs is not installed, a variable
+            is not set, or the URL was written without its secrets.
     """
     import fsspec
 
-    protocol = url.split("://")[0]
+    protocol, place = url.split("://")[0], _revealed(url)
     options: dict[str, Any] = {}
     try:
         if protocol in ("http", "https"):
             import aiohttp
 
             patience = aiohttp.ClientTimeout(
-                total=None, sock_connect=_CONNECT_SECONDS, sock_read=_SILENT_SECONDS
+                total=None, sock_connect=min(_CONNECT_SECONDS, silence), sock_read=silence
             )
             options["client_kwargs"] = {"timeout": patience}
-        files, path = fsspec.core.url_to_fs(url, **options)
+            parts = urlsplit(place)
+            if parts.username is not None:
+                user = unquote(parts.username), unquote(parts.password or "")
+                options["client_kwargs"]["auth"] = aiohttp.BasicAuth(*user)
+            if parts.query:
+                options["params"] = parse_qsl(parts.query, keep_blank_values=True)
+            host = parts.netloc.rpartition("@")[2]
+            place = urlunsplit((parts.scheme, host, parts.path, "", ""))
+        files, path = fsspec.core.url_to_fs(place, **options)
     except ImportError as error:
         raise ConfigError(f"{url}: {error}") from error
     except ValueError as error:
@@ -156,26 +164,33 @@ def connected(url: str) -> tuple[Any, str]:
     return files, path
 
 
-def patiently(attempt: Callable[[], Value]) -> Value:
-    """Return the value of `attempt`, which is tried again after growing pauses.
+def _revealed(url: str) -> str:
+    """Return a URL with the values of the variables that it names.
 
     Raises:
-        FileNotFoundError, PermissionError, ConfigError, DataError: at once; another try would end
-            as this one.
-        Unreachable: the last of several tries failed.
+        ConfigError: see `connected`.
     """
-    for number in range(_TRIES):
-        try:
-            return attempt()
-        except (FileNotFoundError, PermissionError, ConfigError, DataError):
-            raise
-        except Exception as error:  # every store has its own
-            status = getattr(error, "status", 0)
-            reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            if 400 <= status < 500 and status not in _WORTH_ANOTHER_TRY:
-                raise PermissionError(reason) from error
-            if number == _TRIES - 1:
-                raise Unreachable(f"{reason}; tried {_TRIES} times") from error
-        # A thousand ranks that failed together must not come back together.
-        time.sleep(_FIRST_WAIT * 2**number * random.uniform(0.75, 1.25))
-    raise AssertionError
+    if HIDDEN in url:
+        raise ConfigError(
+            f"{url}: {HIDDEN} stands for what was left out when this was written; name the URL as "
+            "it was, or with ${NAME} for a variable of the environment in its place"
+        )
+    missing = [name for name in REFERENCE.findall(url) if name not in os.environ]
+    if missing:
+        raise ConfigError(f"{url}: the environment has no variable {missing[0]}; set it")
+    if re.search("https?://", url):
+        url = _QUOTED.sub(
+            lambda part: _with_values(part[0], lambda text: quote(text, safe="")), url
+        )
+    return _with_values(url, str)
+
+
+def _with_values(text: str, written: Callable[[str], str]) -> str:
+    return REFERENCE.sub(lambda found: written(os.environ[found[1]]), text)
+
+
+def file_of(url: str) -> tuple[str, str]:
+    """Return the URL of a file's folder, with the file's query, and the file's name."""
+    path, mark, query = url.partition("?")
+    folder, _, name = path.rpartition("/")
+    return f"{folder}{mark}{query}", name

@@ -9,8 +9,10 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
+from vlp.data.limits import beyond, limits
 from vlp.data.schema import Annotation, captions_of
 from vlp.data.shards.tar import Member, read_members
+from vlp.io import redacted
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
 
@@ -20,15 +22,11 @@ KINDS = (
     "corrupt shard",  # the shard is damaged before the sample ends
     "duplicate key",  # the key came before in the shard
     "missing image",  # there is no KEY.jpg|jpeg|png|webp; links are not followed
-    "image too large",  # of more bytes than MAX_IMAGE_BYTES, or more pixels than MAX_PIXELS
+    "image too large",  # in bytes, pixels, sides or scans, beyond `vlp.data.limits`
     "unreadable image",  # no image, or damaged
     "bad annotation",  # KEY.json or KEY.txt is damaged, too large, or means something else
     "no text",  # there is nothing to read beside the image
 )
-
-# Of one image as stored, and of one KEY.json or KEY.txt: more is damage, or no sample.
-MAX_IMAGE_BYTES = 2**27
-MAX_ANNOTATION_BYTES = 2**22
 
 # The files of a sample lie side by side and are read at once, unless more than this lies between.
 _GAP = 2**20
@@ -40,6 +38,7 @@ class BadSample(Exception):
     """A sample that cannot be used: what is wrong (`kind`, see KINDS) and where it lies."""
 
     def __init__(self, kind: str, where: str) -> None:
+        where = redacted(where)
         super().__init__(kind, where)
         self.kind = kind
         self.where = where
@@ -122,9 +121,10 @@ def parse(sample: SampleFiles, read: Callable[[Member], bytes], where: str) -> R
         raise BadSample("missing image", where)
     images = [extension, *(f"1.{name}" for name in IMAGES if f"1.{name}" in sample.files)][:2]
     for name in images:
-        if sample.files[name].size > MAX_IMAGE_BYTES:
-            size = sample.files[name].size
-            raise BadSample("image too large", f"{where}.{name}: {size} bytes")
+        if (size := sample.files[name].size) > limits().image_bytes:
+            raise BadSample(
+                "image too large", f"{where}.{name}: {size} bytes, {beyond('image_bytes')}"
+            )
     _require_small_texts(sample, where)
     wanted = [sample.files[name] for name in (*images, *_TEXTS) if name in sample.files]
     read = _at_once(wanted, read)
@@ -170,8 +170,10 @@ def _repeated(where: str) -> BadSample:
 
 def _require_small_texts(sample: SampleFiles, where: str) -> None:
     for name in _TEXTS:
-        if name in sample.files and sample.files[name].size > MAX_ANNOTATION_BYTES:
-            raise BadSample("bad annotation", f"{where}.{name}: {sample.files[name].size} bytes")
+        if name in sample.files and (size := sample.files[name].size) > limits().annotation_bytes:
+            raise BadSample(
+                "bad annotation", f"{where}.{name}: {size} bytes, {beyond('annotation_bytes')}"
+            )
 
 
 def _at_once(

@@ -31,6 +31,7 @@ from vlp.data.shards.index import (
 )
 from vlp.data.shards.locations import CachedFolder, LocalFolder, OpenShard, ShardLocation
 from vlp.data.shards.lru import LRUCache
+from vlp.data.shards.outages import DEFAULT_OUTAGES, OutageConfig
 from vlp.data.shards.remote import RemoteFolder, is_url
 from vlp.data.shards.sample_files import (
     IMAGES,
@@ -98,8 +99,15 @@ class ShardIndex:
         place.when_full(self._files.clear)
 
     @classmethod
-    def open(cls, folder: str | Path, cache: ShardCache | None = None) -> ShardIndex:
+    def open(
+        cls,
+        folder: str | Path,
+        cache: ShardCache | None = None,
+        outages: OutageConfig = DEFAULT_OUTAGES,
+    ) -> ShardIndex:
         """Read the index of a folder, or of a URL whose shards are then kept in `cache`.
+
+        `outages` says what to do when the store of the URL fails.
 
         Raises:
             ConfigError: there is no such folder, no shard in it, no index, an index that cannot be
@@ -107,7 +115,7 @@ class ShardIndex:
                 or a URL comes without a cache or cannot be read.
         """
         if is_url(folder):
-            return cls._open_remote(str(folder), cache)
+            return cls._open_remote(str(folder), cache, outages)
         folder = Path(folder)
         if not folder.is_dir():
             raise ConfigError(f"{folder}: there is no such folder of shards")
@@ -133,13 +141,13 @@ class ShardIndex:
         return index
 
     @classmethod
-    def _open_remote(cls, url: str, cache: ShardCache | None) -> ShardIndex:
+    def _open_remote(cls, url: str, cache: ShardCache | None, outages: OutageConfig) -> ShardIndex:
         if cache is None:
             raise ConfigError(
                 f"{url}: shards of a URL are kept on a local disk; say where and how many: "
                 "data.cache={folder: /scratch/shards, limit: 200GB}"
             )
-        folder = RemoteFolder(url)
+        folder = RemoteFolder(url, outages)
         content = folder.read(INDEX_NAME)
         remedy = "make one where the shards lie with: python -m data_tools index FOLDER"
         if content is None:

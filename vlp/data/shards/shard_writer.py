@@ -14,6 +14,7 @@ from vlp.data.shards.index import BLOCK, INDEX_NAME, SurveyedShard, rows_of, wri
 from vlp.data.shards.sample_files import IMAGES
 from vlp.data.shards.tar import append_member, close_tar
 from vlp.io import AtomicFile
+from vlp.lock import FolderLock
 
 
 class ShardWriter:
@@ -26,7 +27,7 @@ class ShardWriter:
 
     Raises:
         ValueError: `samples_per_shard` is below 1.
-        ConfigError: a shard of an earlier run is damaged.
+        ConfigError: a shard of an earlier run is damaged, or another process writes the folder.
     """
 
     def __init__(
@@ -44,9 +45,18 @@ class ShardWriter:
         self._number = 0
         self._output: AtomicFile | None = None
         self.folder.mkdir(parents=True, exist_ok=True)
-        for leftover in self.folder.glob(f"{prefix}-*.tar.tmp"):
+        self._lock = FolderLock(self.folder)
+        try:
+            self._take_up()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _take_up(self) -> None:
+        """Go on from what an earlier run wrote."""
+        for leftover in self.folder.glob(f"{self.prefix}-*.tar.tmp"):
             leftover.unlink()
-        for path in sorted(self.folder.glob(f"{prefix}-*.tar")):
+        for path in sorted(self.folder.glob(f"{self.prefix}-*.tar")):
             found = survey(path)
             if found.problem:
                 raise ConfigError(f"{path}: {found.problem}; delete this shard and run again")
@@ -103,12 +113,14 @@ class ShardWriter:
             self._finish_shard(self._output)
         with _disk(self.folder / INDEX_NAME):
             write_index(self.folder, sorted(self._shards, key=lambda shard: shard.name))
+        self._lock.release()
 
     def abandon(self) -> None:
         """Drop the unfinished shard; finished ones stay, and the next run goes on from them."""
         if self._output is not None:
             self._output.abandon()
             self._output = None
+        self._lock.release()
 
     def __enter__(self) -> ShardWriter:
         return self

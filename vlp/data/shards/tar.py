@@ -10,6 +10,7 @@ from stat import S_ISREG
 from typing import IO, NamedTuple
 
 from vlp.config import ConfigError
+from vlp.data.limits import beyond, limits
 
 _BLOCK = tarfile.BLOCKSIZE
 
@@ -17,8 +18,9 @@ _BLOCK = tarfile.BLOCKSIZE
 # Damaged or hostile sizes are refused here, before memory is spent on them.
 _MAX_HEADERS = 2**15
 
-# A file that is held in memory whole.
+# A file that is held in memory whole, and the least that may come out of a compressed tar.
 _MAX_HELD = 2**28
+_LEAST_UNPACKED = 2**28
 
 _AT_ONCE = 2**20
 
@@ -61,17 +63,22 @@ def stored_files(
         ConfigError: it is no tar file, or damaged, or a wanted file is larger than 256 MiB.
     """
     try:
+        most = max(_LEAST_UNPACKED, limits().unpacked_ratio * file.stat().st_size)
         with tarfile.open(file) as archive:
-            for info in _headers(archive):
+            for number, info in enumerate(_headers(archive)):
                 name = PurePosixPath(_readable(info.name))
-                if info.isreg() and wanted(name):
-                    if info.size > _MAX_HELD:
-                        raise tarfile.ReadError(f"{name} is said to hold {info.size} bytes")
+                read = info.isreg() and wanted(name)
+                if read and info.size > _MAX_HELD:
+                    raise tarfile.ReadError(f"{name} is said to hold {info.size} bytes")
+                if number == limits().members or archive.offset > most:
+                    raise tarfile.ReadError(f"{beyond('members')}, or {beyond('unpacked_ratio')}")
+                if read:
                     content = archive.extractfile(info)
                     assert content is not None  # it is a file
                     yield name, content.read()
     except Exception as error:  # decompressors and header fields fail in a dozen ways
-        raise ConfigError(f"{file}: not a tar file that can be read ({error})") from error
+        reason = str(error).partition(":\n")[0]  # or a line for each way to compress
+        raise ConfigError(f"{file}: not a tar file that can be read ({reason})") from error
 
 
 def close_tar(file: IO[bytes]) -> None:
@@ -80,11 +87,15 @@ def close_tar(file: IO[bytes]) -> None:
     file.write(bytes(-file.tell() % tarfile.RECORDSIZE))
 
 
-def read_members(path: Path) -> tuple[list[Member], str | None]:
+def read_members(path: Path, limit: str = "members") -> tuple[list[Member], str | None]:
     """List the regular files of a tar up to its end, or up to where it is damaged.
 
     Links, devices, folders and sparse files (whose bytes do not lie there as they are) are left
     out. Bytes of a name that are no UTF-8, and control characters, are written as \\xNN.
+
+    Args:
+        path: the tar.
+        limit: the key of the limit, beyond which a tar is not read further.
 
     Returns:
         The members whose content is wholly there, and what is wrong behind them (None: nothing).
@@ -98,10 +109,12 @@ def read_members(path: Path) -> tuple[list[Member], str | None]:
     if status.st_size == 0:
         return [], None
     with open(path, "rb") as file:
-        return members_in(file, status.st_size)
+        return members_in(file, status.st_size, limit)
 
 
-def members_in(file: IO[bytes], size: int) -> tuple[list[Member], str | None]:
+def members_in(
+    file: IO[bytes], size: int, limit: str = "members"
+) -> tuple[list[Member], str | None]:
     """List the members of an open file, or of `size` bytes of it, as `read_members` does.
 
     `tarfile` itself takes a damaged header for the end of the file, hence the check of what it
@@ -111,6 +124,7 @@ def members_in(file: IO[bytes], size: int) -> tuple[list[Member], str | None]:
         OSError: the file cannot be read.
     """
     members: list[Member] = []
+    most = getattr(limits(), limit)
     headers = _HeaderReader(file, size)
     try:
         with tarfile.open(
@@ -119,7 +133,9 @@ def members_in(file: IO[bytes], size: int) -> tuple[list[Member], str | None]:
             encoding="utf-8",
             errors="surrogateescape",
         ) as archive:
-            for info in _headers(archive, headers):
+            for number, info in enumerate(_headers(archive, headers)):
+                if number == most:
+                    return members, beyond(limit)
                 if not info.isreg() or info.issparse():
                     continue
                 name = _readable(info.name)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import atexit
+import os
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice, takewhile
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from vlp.config import ConfigError
 from vlp.data.shards.bad_samples import DataError, SkippedShareWatch
 from vlp.data.stream.batch import Slots
 from vlp.data.stream.batch_sampler import Answers, Prefetch, ShardAwareBatchSampler
 from vlp.data.stream.sampler import EndlessSampler, TrainingSampler
+from vlp.lock import end_with_parent
 
 
 class OrderedData:
@@ -28,6 +32,9 @@ class OrderedData:
         workers: loader processes of each rank.
         max_skipped_share: more bad samples than this share of an epoch end the run.
         prefetch: has a shard fetched that is needed soon; None where every shard is at hand.
+
+    `fingerprint` holds a hash of each part of the data by its name, equal for equal data wherever
+    it lies; whoever knows more of the data than its samples' number puts it there.
 
     Raises:
         ConfigError: the batch does not fit the order.
@@ -47,6 +54,7 @@ class OrderedData:
         self.prefetch = prefetch
         self.batch, self.workers, self.max_skipped_share = batch, workers, max_skipped_share
         sampler.batches_in_epoch(0, batch)  # complains now when the batch does not fit
+        self.fingerprint = {"samples of an epoch": f"{sampler.samples_in_epoch(0)}"}
 
     def samples_in_epoch(self, epoch: int) -> int:
         """Return the number of samples of one epoch over all ranks (pairs with `captions: all`)."""
@@ -68,6 +76,16 @@ class OrderedData:
         steps = self.sampler.steps(samples_consumed, self.batch)
         left = sum(1 for _ in takewhile(lambda step: step.epoch == now, steps))
         return left + sum(map(self.batches_in_epoch, range(now + 1, epochs)))
+
+    def floor(self, samples_consumed: int) -> int:
+        """Return the largest number of samples up to this one after which `batches` can go on."""
+        while True:
+            try:
+                self.sampler.locate(samples_consumed)
+            except ConfigError:  # less than `canonical_streams` times
+                samples_consumed -= 1
+            else:
+                return samples_consumed
 
     def batches(
         self,
@@ -116,7 +134,7 @@ class OrderedData:
             "collate_fn": self.collate,
             "num_workers": self.workers,
             "prefetch_factor": 4 if self.workers else None,
-            "worker_init_fn": _prepare_worker if self.workers else None,
+            "worker_init_fn": partial(_prepare_worker, os.getpid()) if self.workers else None,
             "pin_memory": torch.cuda.is_available(),
         }
 
@@ -133,6 +151,9 @@ class OrderedData:
         stop = getattr(batches, "_shutdown_workers", None)
         if stop is not None:
             atexit.register(stop)
+        for worker in getattr(batches, "_workers", ()):
+            # PyTorch terminates one that does not end, as in an outage; it ignores SIGTERM.
+            worker.terminate = worker.kill
         try:
             watch = SkippedShareWatch(self.sampler, self.max_skipped_share, rank, world_size)
             steps = islice(self.sampler.steps(samples_consumed, self.batch), stop_after)
@@ -141,15 +162,18 @@ class OrderedData:
                 yield batch, step.consumed
         except DataError as error:
             # PyTorch puts a worker's traceback into the message, before what the worker said.
-            raise DataError(str(error).rpartition("DataError: ")[2].strip()) from error
+            raise type(error)(str(error).rpartition("DataError: ")[2].strip()) from error
         finally:
             if stop is not None:
                 atexit.unregister(stop)
                 stop()
 
 
-def _prepare_worker(number: int) -> None:
+def _prepare_worker(parent: int, number: int) -> None:
     # Ctrl-C and a scheduler's SIGTERM reach every process of the job. The main process answers them
-    # (it writes a checkpoint); workers end when it stops or closes them.
+    # (it writes a checkpoint); workers end when it stops or closes them, and with it: they inherit
+    # the lock of the run's folder, which must not outlive it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if os.getppid() == parent:  # one of a fork server has another, and no lock
+        end_with_parent(signal.SIGKILL, parent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from torch import Tensor
 
 from vlp.config import ConfigError
+from vlp.io import may_be_on_hub
 
 # Ids 0-4, in this order, in every vocabulary trained here.
 PAD, UNK, CLS, SEP, MASK = SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -72,6 +74,10 @@ class TextProcessor:
             length=max_tokens, pad_id=self.pad_id, pad_token=self._names[PAD]
         )
 
+    def sha256(self) -> str:
+        """Return a hash of the vocabulary and of all else that makes ids of a text."""
+        return hashlib.sha256(self._plain.to_str().encode()).hexdigest()
+
     @property
     def tokenizer(self) -> Tokenizer:
         """A copy, which neither cuts nor pads."""
@@ -108,7 +114,7 @@ class TextProcessor:
         """Write the files that `load` and transformers' `AutoTokenizer` read."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        self._plain.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer.json").write_text(self._plain.to_str(pretty=True), encoding="utf-8")
         settings: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         if tuple(self._names.values()) == SPECIALS:
             vocabulary = self._plain.get_vocab(with_added_tokens=True)
@@ -138,13 +144,17 @@ class TextProcessor:
         folder = Path(name)
         try:
             if (folder / "tokenizer.json").is_file():
-                return cls(Tokenizer.from_file(str(folder / "tokenizer.json")), max_tokens)
+                found = cls(Tokenizer.from_file(str(folder / "tokenizer.json")), max_tokens)
+                found([""])  # some damage shows only now
+                return found
             if (folder / "vocab.txt").is_file():
                 vocabulary = models.WordPiece.read_file(str(folder / "vocab.txt"))
                 return cls(bert_tokenizer(vocabulary), max_tokens)
         except ConfigError:
             raise
-        except Exception as error:  # the library raises bare Exception for every bad file
+        except BaseException as error:  # the library raises bare Exception, and what Rust panics
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise ConfigError(f"{folder}: its tokenizer cannot be read ({error})") from error
         if folder.is_dir():
             raise ConfigError(f"{folder}: holds neither tokenizer.json nor vocab.txt")
@@ -219,6 +229,8 @@ def _from_hub(name: str) -> str:
     from huggingface_hub import hf_hub_download
 
     try:
+        if not may_be_on_hub(name):
+            raise FileNotFoundError(name)
         return hf_hub_download(name, "tokenizer.json")
     except Exception as error:  # no network, no such name, not a name: one answer to all
         raise ConfigError(

@@ -5,7 +5,6 @@ No code of a file is run, and nothing is filled in: what a file lacks is missing
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +16,7 @@ from safetensors.torch import load_file
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from vlp.io import may_be_on_hub, parse_json
 from vlp.models.pretrained.pth import read_pth
 from vlp.models.pretrained.transformers_vit import timm_names, timm_settings
 
@@ -121,7 +121,7 @@ def _find(name: str) -> tuple[Path, Path]:
         if missing:
             raise FileNotFoundError(f"cannot load {folder}: it has no {' and no '.join(missing)}")
         return folder / CONFIG, weights[0]
-    if name.startswith((_LOCAL, "/", ".", "~")):
+    if name.startswith(_LOCAL) or not (name.startswith(_HUB) or may_be_on_hub(name)):
         raise FileNotFoundError(f"cannot load {folder}: there is no such folder")
     for prefix in _HUB:
         name = name.removeprefix(prefix)
@@ -179,7 +179,7 @@ def _settings_of_folder(folder: Path) -> dict[str, Any]:
 
 def _read_config(file: Path) -> Mapping[str, Any]:
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = parse_json(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{file}: not valid JSON ({error})") from error
     if not isinstance(config, dict):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from vlp.config import ConfigError
+from vlp.io import may_be_on_hub, parse_json
 from vlp.models.config import ModelConfig, TextConfig
 
 # They say where a configuration comes from, or in which type its weights are stored.
@@ -29,7 +29,7 @@ def with_architecture(config: ModelConfig) -> ModelConfig:
     if not isinstance(name, str):
         return config
     try:
-        settings = json.loads(_config_file(name).read_text(encoding="utf-8"))
+        settings = parse_json(_config_file(name).read_text(encoding="utf-8"))
     except Exception as error:  # of the name, the network, the service, the disk or the file
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ConfigError(
@@ -119,6 +119,8 @@ def blocks_of(tower: nn.Module) -> str:
 def _config_file(name: str) -> Path:
     if Path(name).is_dir():
         return Path(name) / _CONFIG
+    if not may_be_on_hub(name):
+        raise FileNotFoundError("there is no such folder")
     from huggingface_hub import hf_hub_download
 
     return Path(hf_hub_download(name, _CONFIG))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vlp.config import Config, validated
 from vlp.data.pretrain.loader import PretrainData
+from vlp.io import parse_json
 from vlp.models.folder import Loaded
 from vlp.tasks.downstream.registry import DownstreamTask, TaskCard, register_task
 from vlp.tasks.downstream.retrieval import PairsConfig, PairsDataConfig, PairsTask, pairs
@@ -77,7 +78,7 @@ def map_of(folder: Path | None) -> MapConfig:
     path = (folder or Path()) / FILE_NAME
     if folder is None or not path.is_file():
         return MapConfig()
-    return validated(json.loads(path.read_text(encoding="utf-8")), MapConfig, path)
+    return validated(parse_json(path.read_text(encoding="utf-8")), MapConfig, path)
 
 
 def build(

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from vlp.config import ConfigError, merged
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.text.tokenizer import TextProcessor
+from vlp.io import parse_json
 from vlp.models.config import ModelConfig
 from vlp.models.folder import CONFIG, Loaded, local_folder, read_heads, start_from
 from vlp.models.pretrained.load import LoadReport
@@ -31,7 +32,7 @@ def start_parts(start: str, changes: Mapping[str, Any]) -> tuple[Loaded, LoadRep
     """
     try:
         folder = local_folder(start)
-        plain = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        plain = parse_json((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
         raise ConfigError(f"start: {start} is no model folder ({error})") from error
     plain.pop("model_type", None)

@@ -20,6 +20,7 @@ from vlp.data.downstream.dataset import DownstreamDataset
 from vlp.data.downstream.images import ImagePreparation
 from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.text.tokenizer import TextProcessor
+from vlp.io import parse_json
 from vlp.models.folder import Loaded, from_pretrained, local_folder, save_pretrained
 from vlp.models.vlp import VLPModel
 from vlp.tasks.downstream.registry import get_task
@@ -155,7 +156,7 @@ def read_task(folder: str | Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
             f"{folder}: no {TASK}; this model was pretrained, not fine-tuned for a task"
         )
     try:
-        said = json.loads(file.read_text(encoding="utf-8"))
+        said = parse_json(file.read_text(encoding="utf-8"))
         config: dict[str, Any] = said["task"]
         get_task(config["kind"])
         return config, said["known"]

@@ -10,6 +10,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from vlp.tasks.plain import PlainTask, Precision
 from vlp.tasks.vision.folder import read_task
 
@@ -39,6 +41,21 @@ def load_task(folder: str | Path) -> PlainTask:
         task.load_state_dict(state)
     except RuntimeError as error:
         raise ValueError(f"{folder}: the weights do not fit the configuration: {error}") from error
+    return task.eval()
+
+
+def untrained_task(folder: str | Path, seed: int) -> PlainTask:
+    """The task of a folder as a training with this seed began, but for public weights.
+
+    It is in evaluation mode, on the CPU.
+
+    Raises:
+        FileNotFoundError: a file of the folder is missing.
+        ValueError: it is no vision task's folder.
+    """
+    config, known, _ = read_task(folder)
+    torch.manual_seed(seed)
+    task: PlainTask = _module(config["kind"]).load(config, known)
     return task.eval()
 
 

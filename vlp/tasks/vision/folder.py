@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from vlp.config import Config
+from vlp.io import parse_json, write_tensors
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 MODEL_TYPE = "vlp-vision"
@@ -30,8 +31,8 @@ def save_task(
     folder.mkdir(parents=True, exist_ok=True)
     plain = {"model_type": MODEL_TYPE, "task": config.model_dump(mode="json"), "known": known or {}}
     (folder / CONFIG).write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
-    weights = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
-    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    weights = {name: value.detach().cpu().clone() for name, value in state.items()}
+    write_tensors(folder / WEIGHTS, weights, {"format": "pt"})
 
 
 def read_task(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
@@ -46,7 +47,7 @@ def read_task(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any], dict[
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} is not a model folder: {name} is missing")
     try:
-        plain = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        plain = parse_json((folder / CONFIG).read_text(encoding="utf-8"))
         if plain.get("model_type") != MODEL_TYPE:
             raise ValueError(f"{folder} holds no vision task but {plain.get('model_type')!r}")
         return plain["task"], plain["known"], load_file(folder / WEIGHTS)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vlp.config import ConfigError
+from vlp.io import parse_json
 from vlp.training.config import TrainingConfig
 
 # Where the YAML says what DeepSpeed's JSON could say, too.
@@ -57,7 +58,7 @@ def deepspeed_config(config: TrainingConfig, world_size: int) -> dict[str, Any]:
     """
     path = deepspeed_file(config.deepspeed)
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}: not valid JSON: {error}") from error
     for key in values:

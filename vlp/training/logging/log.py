@@ -6,14 +6,30 @@ import json
 import math
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from tqdm import tqdm
 
-from vlp.io import write_text
+from vlp.io import parse_json, unfollowed, write_text
 from vlp.training.run_folder import RunFolder
+
+
+class _StandardError:
+    """The stream of that name, which may lose its reader (`| tee`) while the run goes on."""
+
+    def write(self, text: str) -> None:
+        with suppress(BrokenPipeError):
+            sys.stderr.write(text)
+
+    def flush(self) -> None:
+        with suppress(BrokenPipeError):
+            sys.stderr.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr, name)
 
 
 class RunLog:
@@ -37,11 +53,14 @@ class RunLog:
 
         earlier = _drop_later(folder.log, step)
         self.last = next((line for line in reversed(earlier) if "samples" in line), {})
-        self._file = folder.log.open("a", encoding="utf-8")
+        self._file = open(folder.log, "a", encoding="utf-8", opener=unfollowed)  # noqa: SIM115
         self._board = SummaryWriter(str(folder.tensorboard), purge_step=step + 1 if step else None)
         # A bar that is redrawn in a file or in CI output is noise.
         interval = 0.1 if sys.stderr.isatty() else 10.0
-        self._bar = tqdm(total=total, initial=step, unit="step", mininterval=interval)
+        self._screen = _StandardError()
+        self._bar = tqdm(
+            total=total, initial=step, unit="step", mininterval=interval, file=self._screen
+        )
 
     def advance(self) -> None:
         """Count a step."""
@@ -84,7 +103,7 @@ class RunLog:
     def say(self, message: str) -> None:
         """Print a line above the bar."""
         if self._folder is not None:
-            self._bar.write(message, file=sys.stderr)
+            self._bar.write(message, file=self._screen)
 
     def __enter__(self) -> RunLog:
         return self
@@ -121,7 +140,7 @@ def _drop_later(path: Path, step: int) -> list[dict[str, Any]]:
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError:
             continue  # a line cut off by a kill
         if record["step"] <= step:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ import numpy as np
 
 from vlp.config import ConfigError
 from vlp.data.shards.tar import stored_files
+from vlp.io import parse_json
 
 Grid = np.ndarray
 """(rows, columns) int64, colours 0 to 9; at most 30 of either."""
@@ -70,7 +70,7 @@ def _files(path: str) -> Iterator[tuple[str, str, bytes]]:
 
 def _parse(name: str, where: str, content: bytes) -> ArcTask:
     try:
-        plain = json.loads(content)
+        plain = parse_json(content)
         train, test = (
             tuple(_pair(pair, f"{part} {number}") for number, pair in enumerate(plain[part]))
             for part in ("train", "test")

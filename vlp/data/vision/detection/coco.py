@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -17,6 +16,7 @@ from vlp.data.image.decode import decode_image
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.tar import Member, read_members
 from vlp.data.vision.detection.objects import CocoSource, ObjectImage, checked_boxes
+from vlp.io import parse_json
 
 _SHAPE_ROUNDING = 2.0
 """Pixels by which a resized image may miss the shape that the annotation tells."""
@@ -25,6 +25,13 @@ _KEYS = {
     "images": ("id", "file_name", "width", "height"),
     "annotations": ("id", "image_id", "category_id", "bbox"),
     "categories": ("id", "name"),
+}
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "id": (int, str),
+    "image_id": (int, str),
+    "category_id": (int, str),
+    "area": (int, float),
 }
 
 
@@ -47,8 +54,8 @@ class CocoImages:
         file = Path(source.annotations)
         content = _read(file)
         self._file = file
-        self._images = sorted(content["images"], key=lambda image: image["id"])
-        categories = sorted(content["categories"], key=lambda category: category["id"])
+        self._images = sorted(content["images"], key=_id_order)
+        categories = sorted(content["categories"], key=_id_order)
         _require_unique(file, "images", [image["id"] for image in self._images])
         _require_unique(file, "categories", [category["id"] for category in categories])
         names = [str(category["name"]) for category in categories]
@@ -99,7 +106,7 @@ class _ImageFiles:
         self._place = place
         self._members: dict[str, Member] | None = None
         if place.is_file():
-            members, problem = read_members(place)
+            members, problem = read_members(place, "archive_members")
             if problem is not None:
                 raise ConfigError(f"{place}: {problem}; images come in a plain tar file")
             self._members = {PurePosixPath(member.name).name: member for member in members}
@@ -114,20 +121,35 @@ class _ImageFiles:
         """
         try:
             if self._members is None:
-                content = (self._place / name).read_bytes()
+                content = _inside(self._place, name).read_bytes()
             else:
                 member = self._members[PurePosixPath(name).name]
                 with self._place.open("rb") as file:
                     file.seek(member.offset)
                     content = file.read(member.size)
-        except (KeyError, OSError) as error:
+        except (KeyError, OSError, ValueError) as error:  # or the name cannot be one
             raise BadSample("missing image", f"{where}: not in {self._place}") from error
         return decode_image(content, where)
 
 
+def _id_order(entry: dict[str, Any]) -> tuple[bool, Any]:
+    return isinstance(entry["id"], str), entry["id"]
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """Return the path of a file in a folder.
+
+    Raises:
+        FileNotFoundError: the name leads out of it.
+    """
+    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        raise FileNotFoundError(name)
+    return folder / name
+
+
 def _read(file: Path) -> dict[str, list[dict[str, Any]]]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read ({error.strerror})") from error
     except ValueError as error:
@@ -140,6 +162,9 @@ def _read(file: Path) -> dict[str, list[dict[str, Any]]]:
             missing = [key for key in keys if not isinstance(entry, dict) or key not in entry]
             if missing:
                 raise ConfigError(f"{file}: {part}[{number}] lacks {', '.join(missing)}")
+            for key, kinds in _KINDS.items():
+                if not isinstance(entry.get(key, 0), kinds):
+                    raise ConfigError(f"{file}: {part}[{number}] has the {key} {entry[key]!r}")
     for image in content["images"]:
         sides = image["width"], image["height"]
         if not all(isinstance(side, int) and side > 0 for side in sides):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Literal, Protocol
@@ -17,6 +16,7 @@ from vlp.data.shards.tar import stored_files
 from vlp.data.stream.rng import make_rng
 from vlp.data.vision.widgets.screens import generate_screen
 from vlp.data.vision.widgets.view_hierarchy import Nodes, Screen, read_screen
+from vlp.io import parse_json
 
 Part = Literal["train", "test"]
 
@@ -135,7 +135,7 @@ class _Rico:
         except (OSError, KeyError) as error:
             raise BadSample("missing view hierarchy", where) from error
         try:
-            hierarchy = json.loads(raw)
+            hierarchy = parse_json(raw)
         except (ValueError, RecursionError) as error:
             raise BadSample("damaged view hierarchy", f"{where} ({error})") from error
         return read_screen(hierarchy, where, self._captions[name], self._nodes)

@@ -1,4 +1,4 @@
-"""Two launchers play two nodes: `pytest -m multinode tests/launch/test_pretrain_multinode.py`.
+"""Two launchers play two nodes: `pytest -m multinode tests/launch/cluster`.
 
 Each is started by hand, as on machines without ssh between them; they share nothing but a port.
 """

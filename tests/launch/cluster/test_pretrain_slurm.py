@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -23,21 +22,22 @@ wait %1 && wait %2
 """
 
 
-def submit(folder: Path, srun: str, arguments: list[str]) -> str | None:
-    """Run the script; returns what it asked of `scontrol` at its end."""
+def submit(folder: Path, srun: str, arguments: list[str]) -> tuple[int, str | None]:
+    """Run the script; returns its exit code and what it asked of `scontrol` at its end."""
     programs, called = folder / "bin", folder / "called"
-    programs.mkdir()
+    programs.mkdir(exist_ok=True)
+    called.unlink(missing_ok=True)
     for name, text in (("scontrol", SCONTROL), ("srun", srun)):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
-    subprocess.run(
+    done = subprocess.run(
         ["bash", SCRIPT, *arguments],
-        cwd=ranks.ROOT,
-        check=True,
+        cwd=folder,
         env=os.environ
         | {
             "PATH": f"{programs}:{os.environ['PATH']}",
             "PYTHON": sys.executable,
+            "CRASHES": "2",
             "CALLED": str(called),
             "SLURM_JOB_ID": str(os.getpid()),
             "SLURM_JOB_NODELIST": "node",
@@ -48,21 +48,30 @@ def submit(folder: Path, srun: str, arguments: list[str]) -> str | None:
         },
         timeout=240,
     )
-    return called.read_text().strip() if called.exists() else None
+    return done.returncode, called.read_text().strip() if called.exists() else None
 
 
 @pytest.mark.distributed
 def test_tasks_become_ranks_of_one_run(lab: Lab, tmp_path: Path) -> None:
+    (tmp_path / "launch").symlink_to(ranks.ROOT / "launch")
     _, config, *overrides = lab.arguments("slurm", "training.steps=2")
-    assert submit(tmp_path, SRUN, [config, *overrides]) is None
+    assert submit(tmp_path, SRUN, [config, *overrides]) == (0, None)
     assert lab.report("slurm")["ended"] == "finished"
     assert lab.report("slurm")["ranks"] == 2
 
 
-def test_a_stopped_run_goes_back_into_the_queue(lab: Lab, tmp_path: Path) -> None:
-    _, config, *overrides = lab.arguments("requeued")
-    lab.output("requeued").mkdir()
-    report = lab.output("requeued") / "report.json"
-    written = json.dumps({"ended": "stopped"}, indent=1)  # as `write_report` writes it
-    stopped = f"#!/bin/bash\ncat > {report} <<'END'\n{written}\nEND\n"
-    assert submit(tmp_path, stopped, [config, *overrides]) == f"requeue {os.getpid()}"
+def test_what_was_stopped_or_crashed_goes_back_into_the_queue(tmp_path: Path) -> None:
+    """Two crashes in a row are allowed, and a stop begins the count anew."""
+    requeued = f"requeue {os.getpid()}"
+
+    def ends(code: int) -> tuple[int, str | None]:
+        return submit(tmp_path, f"#!/bin/bash\nexit {code}\n", ["any.yaml"])
+
+    for code in (1, 139, 75, 137, 1):
+        assert ends(code) == (0, requeued)
+    assert ends(1) == (1, None)
+    assert ends(75) == (0, requeued)
+    assert ends(1) == (0, requeued)
+    assert ends(2) == (2, None)
+    assert ends(0) == (0, None)
+    assert not list(tmp_path.glob("*.crashes"))

@@ -1,0 +1,338 @@
+"""What the product reads, as small good files and the code that reads them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import data_sets
+import numpy as np
+import torch
+from broken_images import photo
+from broken_shards import full_annotation, plain_tar
+from tests_support import CAPTIONS, TINY_MODEL, tiny_text
+from training_toy import PlainEngine, ToyTask, toy_config
+
+import vlp
+from data_tools.builder.journal import Journal
+from data_tools.inspect.index_check import against_index, against_manifest, read_manifest
+from evaluation.core.json_lines import read_lines
+from evaluation.core.samples import EvaluationError
+from evaluation.html_report.sources import read_sources
+from vlp.config import ConfigError, load_config
+from vlp.data.config import AugmentConfig, DataConfig, SourceConfig
+from vlp.data.features.header import FeatureHeader, FeatureSource, shards_sha256
+from vlp.data.features.store import SourceFeatures, StoredFeatures, file_paths
+from vlp.data.image.transforms import Preprocessing
+from vlp.data.pretrain.loader import PretrainData
+from vlp.data.shards.build_index import survey
+from vlp.data.shards.remote import RemoteFolder
+from vlp.data.shards.sample_files import KINDS, BadSample
+from vlp.data.shards.shard_index import ShardIndex, index_folder
+from vlp.data.stream.input_spec import Inputs, PatchMasking
+from vlp.data.stream.sampler import Element, Request
+from vlp.models.config import ModelConfig
+from vlp.models.folder import save_pretrained
+from vlp.models.pretrained.published import read_tensors
+from vlp.models.vlp import VLPModel
+from vlp.tasks.model_card import model_card
+from vlp.training.checkpoint import SUMS, CheckpointError, Checkpoints
+from vlp.training.config import PretrainConfig
+from vlp.training.logging.progress import Progress
+
+Files = dict[str, bytes]
+
+
+class Reader(NamedTuple):
+    """Good files, which of them are mutated, and what reads them all.
+
+    make(folder) is given a folder called by a number, of which it may make other files.
+    read(folder, before, target): `before` are the files as they were; raises one of `errors`, or
+    AssertionError where a good sample was lost.
+    """
+
+    make: Callable[[Path], None]
+    targets: str
+    read: Callable[[Path, Files, str], object]
+    errors: tuple[type[Exception], ...] = (ConfigError,)
+    weight: int = 1
+
+
+# --- Shards --------------------------------------------------------------------------------------
+
+INPUTS = Inputs(16, (4, 4), 12, 64, word_masking=0.15, patch_masking=PatchMasking(0.5, 2))
+IMAGES = {
+    "jpg": photo("jpeg"),
+    "progressive": photo("jpeg", progressive=True),
+    "cmyk": photo("jpeg", mode="CMYK"),
+    "turned": photo("jpeg", exif=b"Exif\0\0II*\0\x08\0\0\0\1\0\x12\1\3\0\1\0\0\0\6\0\0\0\0\0\0\0"),
+    "png": photo("png"),
+    "palette": photo("png", mode="P"),
+    "webp": photo("webp"),
+    "gif": photo("gif", mode="P"),
+    "bmp": photo("bmp"),
+}
+
+
+def annotation(number: int) -> bytes:
+    return full_annotation(number, [f"a red circle {number}", "a blue square"])
+
+
+def samples_of(files: Files) -> list[tuple[str, Files]]:
+    """Five samples; the third one's files are those that may be mutated."""
+    good = [(f"k{n}", {"png": IMAGES["png"], "json": annotation(n)}) for n in range(5)]
+    good[2] = ("k2", {name.partition(".")[2]: content for name, content in files.items()})
+    return good
+
+
+def make_sample(folder: Path) -> None:
+    name = list(IMAGES)[int(folder.name) % len(IMAGES)]
+    (folder / "sample.jpg").write_bytes(IMAGES[name])
+    (folder / "sample.json").write_bytes(annotation(2))
+
+
+def read_sample(folder: Path, before: Files, target: str) -> None:
+    """A mutated image or annotation among good samples, which all stay."""
+    files = {name: (folder / name).read_bytes() for name in before}
+    shards = folder / "shards"
+    shards.mkdir()
+    (shards / "0.tar").write_bytes(plain_tar(samples_of(files)))
+    index_folder(shards)
+    valid = [slot for _, slot in slots(shards)]
+    assert all(valid[place] for place in (0, 1, 3, 4)), valid
+
+
+def make_shards(folder: Path) -> None:
+    for number in range(2):
+        files = {"s.jpg": IMAGES["jpg"], "s.txt": b"a red circle"}
+        (folder / f"{number}.tar").write_bytes(plain_tar(samples_of(files)))
+    index_folder(folder)
+
+
+def read_indexed(folder: Path, before: Files, target: str) -> None:
+    """A mutated shard behind its index: samples before the first changed byte stay."""
+    data = (folder / target).read_bytes()
+    same = next((n for n, (a, b) in enumerate(zip(before[target], data)) if a != b), len(data))
+    ends = ShardIndex.open(folder)._all_rows(wait=True)
+    for number, (place, good) in enumerate(slots(folder)):
+        end = 512 * (int(ends[number]["start"]) + int(ends[number]["blocks"]))
+        assert good or (place == target and end > same), (place, number, end, same)
+
+
+def read_tar(folder: Path, before: Files, target: str) -> None:
+    """A mutated shard that is then indexed: the other shard stays."""
+    index_folder(folder)
+    for place, good in slots(folder):
+        assert good or place == target
+    with contextlib.suppress(ConfigError):
+        survey(folder / target)
+
+
+def read_index(folder: Path, before: Files, target: str) -> None:
+    index = ShardIndex.open(folder)
+    against_index(folder, {})
+    if len(index) < 1000:  # a digit more can make any number of samples
+        list(slots(folder))
+
+
+def slots(folder: Path) -> list[tuple[str, bool]]:
+    """Every place of the index: the shard's name, and whether training gets a sample of it."""
+    config = DataConfig(
+        sources=(SourceConfig(path=str(folder)),),
+        canonical_streams=1,
+        workers=0,
+        augment=AugmentConfig(randaugment=False, crop_scale=(1.0, 1.0), hflip=False),
+    )
+    data = PretrainData(config, INPUTS, 1, seed=1, text=TEXT)
+    [index] = data.sources
+    found = []
+    for shard, entry in enumerate(index.shards):
+        for position in range(entry.samples):
+            slot = data.samples[Request(0, Element(0, shard, position, 0))]
+            if slot.skip is not None:
+                assert slot.skip.kind in KINDS
+                assert "\n" not in slot.skip.where.strip(), slot.skip
+            found.append((entry.name, slot.valid))
+    return found
+
+
+TEXT = tiny_text()
+
+
+def make_manifest(folder: Path) -> None:
+    shards = [{"name": f"{n}.tar", "samples": 5, "bytes": 9, "sha256": "ab" * 32} for n in range(3)]
+    (folder / "manifest.json").write_text(json.dumps({"shards": shards, "title": "x"}))
+    (folder / "take_down.txt").write_text("# taken down\nk1\nhttp://x.org/a.jpg # why\n")
+    (folder / "built").mkdir()
+    with Journal(folder / "built", {"a": 1}) as journal:
+        assert journal.records == {}
+    record = {"number": 0, "wanted": 1, "inputs": "x", "samples": 0}
+    with (folder / "built" / "build.jsonl").open("a") as file:
+        file.write(json.dumps(record) + "\n" + json.dumps({"withdrawn": 0}) + "\n")
+
+
+def read_manifests(folder: Path, before: Files, target: str) -> None:
+    from data_tools.builder.take_down import TakeDown
+
+    names = np.array([f"{number}.tar".encode() for number in range(3)])
+    digests = RemoteFolder(f"file://{folder}").digests(names)
+    assert all(len(digest) == 64 and digest.isalnum() for digest in digests.values())
+    entries, _ = read_manifest(folder)
+    against_manifest(folder, entries or [], {})
+    TakeDown.read(folder / "take_down.txt")
+    with Journal(folder / "built", {"a": 1}):
+        pass
+
+
+# --- Models and runs -----------------------------------------------------------------------------
+
+
+def make_checkpoints(folder: Path) -> None:
+    config, task = toy_config(), ToyTask()
+    task.average = {"a": torch.ones(3)}
+    checkpoints = Checkpoints(folder, config)
+    for step in (1, 2):
+        checkpoints.save(PlainEngine(task, config.training), task, Progress(step=step, samples=8))
+
+
+def read_checkpoints(folder: Path, before: Files, target: str) -> None:
+    from vlp.io import sha256_of
+
+    sums = folder / "step_2" / SUMS
+    if len(before[target]) % 2 and target != f"step_2/{SUMS}":  # whoever changes files knows sums
+        files = sorted(path for path in sums.parent.iterdir() if path.name != SUMS)
+        sums.write_text("".join(f"{sha256_of(path)}  {path.name}\n" for path in files))
+    config, task = toy_config(), ToyTask()
+    progress = Checkpoints(folder, config).load(PlainEngine(task, config.training), task)
+    assert progress is not None
+    assert progress.step in (1, 2)
+
+
+def make_model(folder: Path) -> None:
+    config = ModelConfig.model_validate(TINY_MODEL)
+    model = VLPModel(config)
+    heads = {"mlm_head.bias": torch.zeros(4)}
+    save_pretrained(folder, config, model.state_dict(), TEXT, Preprocessing(16), heads)
+
+
+def read_model(folder: Path, before: Files, target: str) -> None:
+    loaded = vlp.load(folder)
+    loaded.text(CAPTIONS)
+
+
+def read_card(folder: Path, before: Files, target: str) -> None:
+    model_card(folder / "model")
+
+
+def make_tensors(folder: Path) -> None:
+    torch.save({"model": {"a": torch.ones(3), "b": torch.zeros(2, 2)}}, folder / "weights.pth")
+    torch.save({"a": torch.ones(3)}, folder / "old.pth", _use_new_zipfile_serialization=False)
+
+
+def read_weights(folder: Path, before: Files, target: str) -> None:
+    read_tensors(folder / target)
+
+
+def make_config(folder: Path) -> None:
+    (folder / "base.yaml").write_text(
+        "model: &model\n  text: {vocab_size: 64, width: 768}\n  embed_dim: 8\n"
+        "data:\n  sources: [{path: shards, weight: 2.5}]\n  canonical_streams: 4\n"
+    )
+    (folder / "run.yaml").write_text(
+        "inherit: base.yaml\noutput: runs/x  # here\ntraining:\n  batch: 64\n  optimiser:\n"
+        "    learning_rate: 1e-3\n    betas: [0.9, 0.95]\nlimits: {pixels: 2000000}\n"
+    )
+
+
+def read_config(folder: Path, before: Files, target: str) -> None:
+    load_config(folder / "run.yaml", PretrainConfig)
+
+
+def make_run(folder: Path) -> None:
+    make_config(folder)
+    (folder / "run.yaml").rename(folder / "config.yaml")
+    steps = [{"step": n, "loss": 1.5 / n, "samples": 64 * n} for n in range(1, 5)]
+    (folder / "log.jsonl").write_text("".join(json.dumps(one) + "\n" for one in steps))
+    report = {"steps": 4, "skipped_samples": {"no text": 3}, "seconds": 2.5}
+    (folder / "report.json").write_text(json.dumps(report))
+    figure = {"value": 0.5, "low": 0.4, "high": 0.6, "chance": 0.1}
+    result = {
+        "task": "vqa",
+        "figures": {"accuracy": figure},
+        "samples": 9,
+        "skipped": {"no text": 1},
+    }
+    (folder / "evaluation").mkdir()
+    (folder / "evaluation" / "vqa.json").write_text(json.dumps(result))
+    (folder / "rows.jsonl").write_text('{"key": "a", "score": 1.5}\n{"key": "b", "score": 2}\n')
+
+
+def read_run(folder: Path, before: Files, target: str) -> None:
+    [source] = read_sources([folder])
+    assert isinstance(source.skipped, dict)
+    read_lines(folder / "rows.jsonl")
+
+
+def make_features(folder: Path) -> None:
+    (folder / "shards").mkdir()
+    make_shards(folder / "shards")
+    index = ShardIndex.open(folder / "shards")
+    FeatureHeader(
+        tower={"width": 4},
+        weights="ab" * 32,
+        image_size=16,
+        mean=(0.5, 0.5, 0.5),
+        std=(0.5, 0.5, 0.5),
+        augment=None,
+        views=2,
+        seed=0,
+        precision="float32",
+        dtype="float16",
+        tokens=3,
+        width=4,
+        kinds=KINDS,
+        sources=(FeatureSource(name="s", shards=2, samples=10, index=shards_sha256(index.shards)),),
+    ).write(folder)
+    for shard in index.shards:
+        features, codes = file_paths(folder, 0, shard.name)
+        features.parent.mkdir(exist_ok=True)
+        np.save(features, np.zeros((5, 2, 3, 4), "<f2"))
+        np.save(codes, np.zeros((5, 2), "u1"))
+
+
+def read_features(folder: Path, before: Files, target: str) -> None:
+    stored = StoredFeatures(folder)
+    index = ShardIndex.open(folder / "shards")
+    sources: list[SourceFeatures] = stored.require(Preprocessing(16), [index])
+    for shard in range(2):
+        for sample in range(5):
+            with contextlib.suppress(BadSample):
+                for view in sources[0].views(shard, sample, True, "x"):
+                    sources[0].read(shard, sample, view)
+
+
+_MODEL_ERRORS = (ConfigError, ValueError, FileNotFoundError)
+
+READERS: dict[str, Reader] = {
+    "samples": Reader(make_sample, "sample.*", read_sample, weight=6),
+    "shards": Reader(make_shards, "*.tar", read_indexed, weight=4),
+    "new shards": Reader(make_shards, "*.tar", read_tar, weight=2),
+    "index": Reader(make_shards, "*[yn]", read_index, weight=3),
+    "manifest": Reader(make_manifest, "**/*.*", read_manifests, weight=2),
+    "checkpoint": Reader(make_checkpoints, "step_2/*", read_checkpoints, (CheckpointError,), 2),
+    "model": Reader(make_model, "*.*", read_model, _MODEL_ERRORS, 2),
+    "weights": Reader(make_tensors, "*", read_weights, (ValueError, FileNotFoundError)),
+    "configuration": Reader(make_config, "*", read_config, weight=2),
+    "run": Reader(make_run, "**/*.*", read_run, (EvaluationError,), 2),
+    "features": Reader(make_features, "**/*.[jn][sp]*", read_features),
+    "screens": Reader(data_sets.make_screens, "*", data_sets.read_screens, weight=2),
+    "arc": Reader(data_sets.make_arc, "*", data_sets.read_arc),
+    "labelled": Reader(data_sets.make_labelled, "*", data_sets.read_labelled),
+    "coco": Reader(data_sets.make_coco, "*.*", data_sets.read_coco, weight=2),
+    "originals": Reader(data_sets.make_originals, "a.*", data_sets.read_originals, weight=2),
+    "lists": Reader(data_sets.make_lists, "**/*.*", data_sets.read_lists),
+    "annotations": Reader(data_sets.make_annotations, "*", data_sets.read_annotations, weight=2),
+}

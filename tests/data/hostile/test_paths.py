@@ -1,0 +1,204 @@
+"""Names in files that others wrote lead nowhere, and links are not written through."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from broken_images import photo
+from broken_shards import END, member, plain_tar
+from guard import guarded
+
+from data_tools.builder.journal import Journal
+from data_tools.sources.archives import unpacked
+from data_tools.sources.image_sources import Originals
+from vlp.config import ConfigError
+from vlp.data.shards.cache import CachedFile, ShardCache
+from vlp.data.shards.index import read_table
+from vlp.data.shards.remote import RemoteFolder
+from vlp.data.shards.sample_files import BadSample
+from vlp.data.shards.shard_index import ShardIndex, index_folder
+from vlp.data.vision.detection.coco import CocoImages
+from vlp.data.vision.detection.objects import CocoSource
+from vlp.io import atomic_write, may_be_on_hub, parse_json, write_text
+from vlp.models.folder import local_folder
+from vlp.models.pretrained.published import read_vit
+from vlp.training.checkpoint import SUMS, verify
+
+PNG = photo("png")
+OUTSIDE = ("../../x", "/tmp/x", "a/../../../x", "..", "x\\0y")
+
+
+@pytest.mark.parametrize("digest", [*OUTSIDE, "", "AB" * 32, "ab" * 33, 7, None, ["ab" * 32]])
+def test_a_sha256_of_a_manifest_is_one_or_nothing(tmp_path: Path, digest: object) -> None:
+    """It becomes a part of the name under which the cache keeps the shard."""
+    remote, names = tmp_path / "remote", np.array([b"0.tar"])
+    remote.mkdir()
+    shards = [{"name": "0.tar", "sha256": digest}]
+    (remote / "manifest.json").write_text(json.dumps({"shards": shards}))
+    folder = RemoteFolder(f"file://{remote}")
+    if not digest:
+        assert folder.digests(names) == {}
+        return
+    with pytest.raises(ConfigError, match=r"manifest\.json: not a manifest"):
+        folder.digests(names)
+
+
+def test_the_cache_writes_into_its_folder_and_not_through_links(tmp_path: Path) -> None:
+    remote, kept, precious = tmp_path / "remote", tmp_path / "kept", tmp_path / "precious"
+    remote.mkdir()
+    (remote / "0.tar").write_bytes(b"x" * 700)
+    precious.write_text("mine")
+    cache = ShardCache(kept, 10**6)
+    file = CachedFile(RemoteFolder(f"file://{remote}"), "0.tar", 700)
+    (kept / "lock").symlink_to(precious)
+    place = kept / file.path
+    place.parent.mkdir(parents=True)
+    place.with_name(place.name + ".part").symlink_to(precious)
+    with pytest.raises(Exception, match="symbolic links"):
+        cache.open(file)
+    assert precious.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", [*OUTSIDE, "a/0.tar", "", "0.zip", "0.tar\\n"])
+def test_shards_of_an_index_lie_in_its_folder(name: str) -> None:
+    row = {"name": name, "samples": 1, "bytes": 1, "captions": 1, "uncaptioned": 0}
+    text = json.dumps({"version": 2, "table": "samples-ab.npy", "shards": [row]})
+    with pytest.raises(ConfigError, match="here: not an index of shards"):
+        read_table(text.encode(), "here", "make one")
+    text = json.dumps({"version": 2, "table": name, "shards": []})
+    with pytest.raises(ConfigError, match="here: not an index of shards"):
+        read_table(text.encode(), "here", "make one")
+
+
+@pytest.mark.parametrize("field", ["samples", "bytes", "captions", "uncaptioned", "version"])
+@pytest.mark.parametrize(
+    "number",
+    [2**43, 2**63 - 1, 2**63, 2**64, 10**30, "1" + "0" * 5000, -1],
+    ids=lambda number: str(number)[:30],
+)
+def test_numbers_of_an_index_fit_64_bits(tmp_path: Path, field: str, number: int | str) -> None:
+    (tmp_path / "0.tar").write_bytes(plain_tar([("k", {"png": PNG, "txt": b"a dog"})]))
+    index_folder(tmp_path)
+    plain = json.loads((tmp_path / "index.json").read_text())
+    (plain if field == "version" else plain["shards"][0])[field] = "@"
+    text = json.dumps(plain).replace('"@"', str(number))
+    (tmp_path / "index.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"index\.json: (not an index|an index of)") as error:
+        ShardIndex.open(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["[" * 10**6, '{"a":' * 10**5 + "1" + "}" * 10**5, "9" * 10**5])
+def test_deep_json_and_long_numbers_are_no_json(tmp_path: Path, text: str) -> None:
+    for content in (text, text.encode()):
+        with pytest.raises(json.JSONDecodeError):
+            parse_json(content)
+    (tmp_path / "0.tar").write_bytes(plain_tar([("k", {"png": PNG, "json": text.encode()})]))
+    index_folder(tmp_path)
+    with pytest.raises(BadSample, match=r"bad annotation: .*0\.tar, k\.json: ") as bad:
+        ShardIndex.open(tmp_path).read(0, 0)
+    assert "\n" not in str(bad.value)
+
+
+def test_integers_up_to_64_bits_are_kept() -> None:
+    numbers = [0, -(2**63), 2**64 - 1, 12345678901234567890]
+    assert parse_json(json.dumps(numbers)) == numbers
+    assert parse_json(b'{"id": "99999999999999999999999", "x": 0.1234567890123456789}') == {
+        "id": "99999999999999999999999",
+        "x": 0.1234567890123456789,
+    }
+    assert parse_json('"\\ud83d\\ude00"') == "\U0001f600"
+    with pytest.raises(json.JSONDecodeError, match="surrogates"):
+        parse_json('{"a": ["\\uD800"]}')
+    for number in (2**64, -(2**63) - 1):
+        with pytest.raises(json.JSONDecodeError, match="digits"):
+            parse_json(str(number))
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_images_of_an_annotation_file_lie_in_their_folder(tmp_path: Path, name: str) -> None:
+    images = tmp_path / "a" / "b"
+    images.mkdir(parents=True)
+    (tmp_path / "x").write_bytes(PNG)
+    content = {
+        "images": [{"id": 1, "file_name": name, "width": 20, "height": 16}],
+        "annotations": [],
+        "categories": [{"id": 1, "name": "dog"}],
+    }
+    (tmp_path / "instances.json").write_text(json.dumps(content))
+    source = CocoSource(
+        format="coco", annotations=str(tmp_path / "instances.json"), images=str(images)
+    )
+    with pytest.raises(BadSample, match="missing image"):
+        CocoImages(source).read(0)
+
+
+def test_archives_write_nothing_by_the_names_in_them(tmp_path: Path) -> None:
+    import gzip
+
+    names = ("../../up.png", "/tmp/absolute.png", "plain.png")
+    link = member("linked.png", b"", b"2", b"/etc/passwd")
+    packed = link + b"".join(member(name, PNG) for name in names) + END
+    (tmp_path / "a.tar.gz").write_bytes(gzip.compress(packed))
+    with zipfile.ZipFile(tmp_path / "b.zip", "w") as archive:
+        for name in names:
+            archive.writestr(name, PNG)
+    room = tmp_path / "room"
+    room.mkdir()
+    for archive_name in ("a.tar.gz", "b.zip"):
+        with guarded(room) as seen, unpacked([tmp_path / archive_name], room) as places:
+            found = Originals(places)
+            assert [found.read(name) for name in names] == [PNG] * 3
+            assert found.read("linked.png") is None
+        assert not seen
+
+
+def test_sums_of_a_checkpoint_name_its_own_files(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text("{}")
+    for name in ("/dev/zero", "../x", "absent", ""):
+        (tmp_path / SUMS).write_text(f"ab  state.json\n{'ab' * 32}  {name}\n")
+        problem = verify(tmp_path)
+        assert problem is not None
+    (tmp_path / SUMS).write_text(f"{'ab' * 32}  /dev/zero\nab  state.json\n")
+    assert "/dev/zero" in str(verify(tmp_path))
+
+
+def test_links_in_the_place_of_a_file_are_not_written_through(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "file.tmp").symlink_to(precious)
+    with (
+        pytest.raises(ConfigError, match=r"file: cannot be written \(.*symbolic links\)"),
+        atomic_write(out / "file", error=ConfigError) as file,
+    ):
+        file.write(b"theirs")
+    (out / "other").symlink_to(precious)
+    write_text(out / "other", "theirs")  # the link itself is replaced
+    assert not (out / "other").is_symlink()
+    (out / "build.jsonl").symlink_to(precious)
+    with pytest.raises(OSError, match="symbolic links"):
+        Journal(out, {})
+    assert precious.read_text() == "mine"
+
+
+def test_a_mistyped_path_is_not_looked_up_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "one").mkdir(parents=True)
+    for name in ("runs/bsae", "models/noe", "./a/b", "/a/b", "~/a", "runs/a/model", "a/b/c"):
+        assert not may_be_on_hub(name), name
+    assert all(map(may_be_on_hub, ("google/vit", "bert-base-uncased", "runsx/a")))
+    with guarded(tmp_path) as seen:
+        for name in ("runs/bsae", "models/noe"):
+            with pytest.raises(FileNotFoundError, match=name):
+                local_folder(name)
+            with pytest.raises(FileNotFoundError, match=name):
+                read_vit(name)
+    assert not seen

@@ -1,0 +1,77 @@
+"""Loader processes that do not end by themselves, as in an outage of the store."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from multiprocessing import active_children
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.utils.data import Dataset, _utils
+
+from vlp import lock
+from vlp.data.stream.loader import OrderedData
+from vlp.data.stream.sampler import Pool, TrainingSampler
+from vlp.lock import FolderLock
+
+
+class Batch(NamedTuple):
+    valid: torch.Tensor
+    skipped: tuple[Any, ...] = ()
+
+
+class Stuck(Dataset[Any]):
+    """Gives one batch of two, and waits for ever at the next."""
+
+    given = 0
+
+    def __getitem__(self, request: Any) -> int:
+        if self.given == 2:
+            time.sleep(600)
+        self.given += 1
+        return 1
+
+
+def collate(slots: list[Any]) -> Any:
+    return Batch(torch.ones(len(slots), dtype=torch.bool))
+
+
+def started() -> Any:
+    sampler = TrainingSampler([Pool([100], 1.0)], 2, 10, 0)
+    batches = OrderedData(sampler, Stuck(), collate, 2, workers=1).batches()
+    next(batches)
+    return batches
+
+
+def test_one_that_is_stuck_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.5)
+    batches = started()
+    assert len(active_children()) == 1
+    batches.close()
+    assert active_children() == []
+
+
+def test_a_lock_does_not_outlive_the_process_that_took_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "PATIENCE_SECONDS", 2.0)
+    process = subprocess.Popen(
+        [sys.executable, __file__, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "started\n"
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    FolderLock(tmp_path).release()
+
+
+if __name__ == "__main__":
+    held = FolderLock(Path(sys.argv[1]))
+    running = started()
+    print("started", flush=True)
+    time.sleep(60)

@@ -1,0 +1,8 @@
+"""Helpers beside this file, and those of data tools, can be imported."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,170 @@
+"""Random faults, one after another, and results that are bit for bit those of a quiet run.
+
+`make chaos` runs for fifteen minutes, `make chaos SECONDS=60 SEED=7` shorter and otherwise. The
+tests at large run half a minute of it, and the same seed meets the same faults in the same order.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import ranks
+from chaos_jobs import FOREIGN, Job, convert, evaluate, originals, pretrain, reshard, small_shards
+from faults import BEFORE, DURING, Scene, kill_all
+from launch_lab import Lab
+from shard_server import ShardServer, manifest, serve
+
+pytestmark = pytest.mark.distributed
+
+SECONDS = float(os.environ.get("VLP_CHAOS", "30"))
+SEED = int(os.environ.get("VLP_CHAOS_SEED", "30"))
+ORDERLY = {0, 1, 2, 75, 130, -2, -9, -15}
+"""Exit codes under faults: an end, an error in a sentence, a stop, a signal."""
+
+
+@pytest.fixture
+def server(lab: Lab, tmp_path: Path) -> Iterator[ShardServer]:
+    """A store of eight shards with their checksums."""
+    with serve(small_shards(lab.folder / "scenes" / "train", tmp_path / "shards")) as told:
+        manifest(told)
+        yield told
+
+
+@pytest.mark.timeout(SECONDS * 2 + 600)
+def test_faults_change_nothing(
+    lab: Lab, server: ShardServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng, survived, quiet = random.Random(SEED), Counter[tuple[str, str]](), {}
+    shards = sorted(path.name for path in server.folder.glob("*.tar"))
+    outs = {name: tmp_path / name for name in ("pretrain", "convert", "reshard", "evaluate")}
+    jobs = [
+        pretrain(lab, outs["pretrain"], server.url, shards),
+        convert(*originals(tmp_path / "raw"), outs["convert"]),
+        reshard(server.folder, outs["reshard"]),
+    ]
+    lasts: dict[str, float] = {}
+    decks: dict[str, list[str]] = {name: [] for name in outs}
+    for job in jobs:
+        quiet[job.name], lasts[job.name] = undisturbed(job, outs[job.name])
+    shutil.copytree(outs["pretrain"] / "model", tmp_path / "model")
+    jobs.append(evaluate(tmp_path / "model", server.folder, outs["evaluate"]))
+    quiet["evaluate"], lasts["evaluate"] = undisturbed(jobs[-1], outs["evaluate"])
+    end, turn = time.monotonic() + SECONDS, 0
+    try:
+        while time.monotonic() < end or turn < len(jobs):
+            job = jobs[turn % len(jobs)]
+            turn += 1
+            out = fresh(outs[job.name])
+            for _ in range(rng.randint(1, 4)):
+                if not decks[job.name]:
+                    kinds = sorted((BEFORE | DURING).keys() - job.without)
+                    decks[job.name] = rng.sample(kinds, len(kinds))
+                kind = decks[job.name].pop()
+                moment = rng.uniform(0, 0.8 * lasts[job.name])
+                codes = disturb(Scene(rng, job, out, server, []), kind, moment)
+                survived[kind, job.name] += 1
+                with capsys.disabled():
+                    now = SECONDS - end + time.monotonic()
+                    print(f"\n{now:6.1f} s {job.name}, {kind} at {moment:.1f} s: {codes}", end="")
+                if not any(codes):
+                    break  # it has ended, and the next fault would meet nothing
+            ranks.run(job.command, job.ranks)
+            found = job.results(out)
+            foreign = [found.pop(name) for name in list(found) if FOREIGN in name]
+            assert found == quiet[job.name], differing(found, quiet[job.name])
+            assert (out / f"{FOREIGN}.txt").read_text() == "mine"
+            assert all(content == b"mine" for content in foreign)
+    finally:
+        with capsys.disabled():
+            print(table(survived, [job.name for job in jobs]))
+
+
+def undisturbed(job: Job, out: Path) -> tuple[dict[str, bytes], float]:
+    """Results of a quiet run and the seconds that it takes."""
+    started = time.monotonic()
+    ranks.run(job.command, job.ranks)
+    last = time.monotonic() - started
+    print(f"{job.name} takes {last:.1f} s")
+    return job.results(out), last
+
+
+def fresh(out: Path) -> Path:
+    """The folder of a job, empty but for a file of somebody else."""
+    shutil.rmtree(out, ignore_errors=True)
+    shutil.rmtree(out.parent / "cache", ignore_errors=True)
+    out.mkdir()
+    (out / f"{FOREIGN}.txt").write_text("mine")
+    return out
+
+
+def disturb(scene: Scene, kind: str, moment: float) -> list[int]:
+    """Start a job that meets a fault; it ends in order, and nothing of it stays behind.
+
+    Returns its exit codes.
+    """
+    if kind in BEFORE:
+        scene.started = ranks.start(scene.job.command, scene.job.ranks)
+        time.sleep(moment)
+        kill_all(scene)
+        ranks.finish(scene.started)
+        BEFORE[kind](scene)
+    scene.started = ranks.start(scene.job.command, scene.job.ranks)
+    if kind in DURING:
+        time.sleep(moment)
+        family = scene.family()
+        DURING[kind](scene)
+    else:
+        family = scene.family()
+    end_others(scene.started)
+    results = ranks.finish(scene.started, timeout=60)
+    for code, said in results:
+        assert code in ORDERLY, (kind, code, said)
+        if kind == "SIGINT" and said.rstrip().endswith("KeyboardInterrupt"):
+            continue  # Python's own traceback: Ctrl-C came before the command looked for it
+        assert "Traceback" not in said, f"{scene.job.name}, {kind}: {said}"
+        assert code != 1 or "error" in said or "lost another rank" in said, (kind, said)
+    _, orphans = psutil.wait_procs(family, timeout=40)
+    assert not orphans, (kind, orphans)
+    for troubles in (scene.server.fails, scene.server.halves, scene.server.stalls):
+        troubles.clear()
+    scene.server.others.clear()
+    return [code for code, _ in results]
+
+
+def end_others(started: list[ranks.Rank], seconds: float = 120) -> None:
+    """Do what launchers do: where one rank has failed, tell the others to end, here a bit later.
+
+    One may wait for a rank that was killed before they met.
+    """
+    end = time.monotonic() + seconds
+    while any(rank.process.is_alive() for rank in started) and time.monotonic() < end:
+        if any(rank.process.exitcode for rank in started):
+            end = min(end, time.monotonic() + 5)
+        time.sleep(0.05)
+    for rank in started:
+        if rank.process.is_alive():
+            rank.process.terminate()
+
+
+def differing(found: dict[str, bytes], expected: dict[str, bytes]) -> list[str]:
+    """Names of the files that are not alike."""
+    names = sorted(found.keys() | expected.keys())
+    return [name for name in names if found.get(name) != expected.get(name)]
+
+
+def table(survived: Counter[tuple[str, str]], jobs: list[str]) -> str:
+    """Faults survived, by kind and job."""
+    lines = [f"\nseed {SEED}: {survived.total()} faults survived"]
+    lines.append("".join(f"{word:>14}" for word in ("", *jobs)))
+    for kind in BEFORE | DURING:
+        counts = [survived[kind, job] for job in jobs]
+        lines.append("".join(f"{word:>14}" for word in (kind, *counts)))
+    return "\n".join(lines)

@@ -1,0 +1,174 @@
+"""Signals to launchers, and launchers that die: every rank ends, with a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import ranks
+from launch_lab import Lab
+
+from vlp.training.checkpoint import verify
+from vlp.training.stop.signals import REQUEUE
+
+pytestmark = pytest.mark.distributed
+
+COMMAND = ranks.ROOT / "launch" / "pretrain.py"
+PROGRAMS = Path(sys.executable).parent
+LAUNCHERS: dict[str, list[str | Path]] = {
+    "deepspeed": [PROGRAMS / "deepspeed", "--num_accelerators", "2", "--no_python"],
+    "accelerate": [
+        *(PROGRAMS / "accelerate", "launch", "--multi_gpu", "--num_processes", "2"),
+        *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"),
+        *("--no_python", "--main_process_port", "0"),
+    ],
+    "vlp": [sys.executable, "-m", "launch.cli.main", "train", "--ranks", "2"],
+    "torchrun": [PROGRAMS / "torchrun", "--standalone", "--nproc_per_node", "2", "--no_python"],
+}
+# A shell between launcher and rank, which tells how the rank ended.
+RANK = """#!/bin/bash
+"{python}" "{command}" "$@"
+echo $? > "{folder}/code.$RANK"
+"""
+
+
+class Started:
+    """A training without an end, under a launcher."""
+
+    def __init__(self, lab: Lab, launcher: str, name: str) -> None:
+        self.lab, self.name = lab, name
+        self.folder = lab.folder / f"{name}_codes"
+        self.folder.mkdir()
+        rank = self.folder / "rank.sh"
+        rank.write_text(RANK.format(python=sys.executable, command=COMMAND, folder=self.folder))
+        rank.chmod(0o755)
+        more = ("training.steps=100000", "training.checkpoint_every=100000", "training.keep_last=2")
+        port = ["--master_port", str(ranks.free_port())] if launcher == "deepspeed" else []
+        ran = [] if launcher == "vlp" else [rank]
+        self.said = self.folder / "said.txt"
+        with self.said.open("wb") as file:
+            self.process = subprocess.Popen(
+                [*LAUNCHERS[launcher], *port, *ran, *lab.arguments(name, *more)],
+                env={key: v for key, v in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+                | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+                cwd=ranks.ROOT,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        log = lab.output(name) / "log.jsonl"
+        until(lambda: log.exists() and len(log.read_text().splitlines()) >= 3, 120, self.said)
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        self.node = next((p for p in family if "deepspeed.launcher.launch" in p.cmdline()), None)
+        running = [p for p in family if "bash" not in p.cmdline()[0] and "RANK" in p.environ()]
+        self.ranks = sorted(running, key=lambda process: int(process.environ()["RANK"]))
+        assert len(self.ranks) == 2
+        self.family = family
+
+    def code(self, rank: int) -> int:
+        file = self.folder / f"code.{rank}"
+        until(lambda: file.exists() and bool(file.read_text()), 5, self.said)
+        return int(file.read_text())
+
+    def end(self) -> float:
+        """Wait for both ranks, at most 30 s; returns how long it took."""
+        began = time.monotonic()
+        until(lambda: not any(map(psutil.Process.is_running, self.ranks)), 30, self.said)
+        return time.monotonic() - began
+
+
+@contextmanager
+def started(lab: Lab, launcher: str, name: str) -> Iterator[Started]:
+    run = Started(lab, launcher, name)
+    try:
+        yield run
+    finally:
+        for process in run.family:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        run.process.kill()
+        run.process.wait()
+
+
+def until(true: Callable[[], bool], seconds: float, said: Path) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, said.read_text()
+        time.sleep(0.1)
+
+
+def require_stopped(run: Started) -> None:
+    """The run ended after a whole step, and its checkpoint is good."""
+    report = run.lab.report(run.name)
+    assert report["ended"] == "stopped"
+    assert report["samples"] == 8 * report["step"]
+    assert verify(run.lab.output(run.name) / "checkpoints" / f"step_{report['step']}") is None
+    assert f"after step {report['step']}; go on with --resume" in run.said.read_text()
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number"),
+    [
+        pytest.param("deepspeed", signal.SIGTERM, marks=SLOW),
+        pytest.param("deepspeed", signal.SIGINT, marks=SLOW),
+        pytest.param("deepspeed", signal.SIGKILL, marks=SLOW),
+        ("accelerate", signal.SIGTERM),
+        pytest.param("accelerate", signal.SIGINT, marks=SLOW),
+        pytest.param("accelerate", signal.SIGKILL, marks=SLOW),
+        pytest.param("torchrun", signal.SIGTERM, marks=SLOW),
+        pytest.param("torchrun", signal.SIGINT, marks=SLOW),
+        pytest.param("torchrun", signal.SIGKILL, marks=SLOW),
+    ],
+)
+def test_what_ends_a_launcher_ends_its_ranks_with_a_checkpoint(
+    launcher: str, number: signal.Signals, lab: Lab
+) -> None:
+    with started(lab, launcher, f"{launcher}_{number.name}") as run:
+        run.process.send_signal(number)
+        run.end()
+        assert run.process.wait(30) != 0
+        require_stopped(run)
+
+
+def test_ranks_outlive_the_process_that_started_them_by_one_step(lab: Lab) -> None:
+    """Nobody is left to signal them, and a shell stands between."""
+    with started(lab, "deepspeed", "node") as run:
+        assert run.node is not None
+        run.node.kill()
+        run.end()
+        require_stopped(run)
+        assert [run.code(0), run.code(1)] == [REQUEUE, REQUEUE]
+
+
+@SLOW
+def test_a_rank_that_waits_for_another_ends_without_a_step(lab: Lab) -> None:
+    with started(lab, "torchrun", "blocked") as run:
+        run.ranks[1].suspend()
+        time.sleep(3)  # rank 0 is now in a collective
+        run.process.kill()
+        until(lambda: not run.ranks[0].is_running(), 30, run.said)
+        assert run.code(0) == REQUEUE
+        run.ranks[1].resume()
+        run.end()
+        assert "in the midst of a step" in run.said.read_text()
+        assert not list((lab.output("blocked") / "checkpoints").glob("*"))
+
+
+@SLOW
+def test_vlp_says_what_its_ranks_said(lab: Lab) -> None:
+    with started(lab, "vlp", "vlp") as run:
+        run.process.send_signal(signal.SIGTERM)
+        run.end()
+        assert run.process.wait(30) == REQUEUE
+        require_stopped(run)

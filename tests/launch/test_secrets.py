@@ -1,0 +1,104 @@
+"""Secrets of a store: a run reads through them, and nothing that it writes or says holds one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ranks
+import yaml
+from launch_lab import Lab
+from shard_server import ShardServer, serve
+
+COMMAND = ranks.ROOT / "launch" / "pretrain.py"
+VLP = ranks.ROOT / "launch" / "cli" / "main.py"
+FAILING = Path(__file__).with_name("failing_pretrain.py")
+USER, WORD, TOKEN = "planteduser", "planted/word", "planted-token"
+NAMED = "${STORE_USER}:${STORE_WORD}@", "token=${STORE_TOKEN}"
+
+
+@pytest.fixture
+def store(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Iterator[ShardServer]:
+    for name, value in (("USER", USER), ("WORD", WORD), ("TOKEN", TOKEN)):
+        monkeypatch.setenv(f"STORE_{name}", value)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", f"{TOKEN}-of-aws")
+    with serve(lab.folder / "scenes" / "train") as told:
+        told.wants = f"{USER}:{WORD}", f"token={TOKEN}"
+        yield told
+
+
+def configured(lab: Lab, store: ShardServer, folder: Path, user: str, query: str) -> list[str]:
+    """A configuration outside of what is searched."""
+    values = yaml.safe_load(lab.config.read_text())
+    url = store.url.replace("://", f"://{user}") + f"?{query}"
+    values["data"] |= {
+        "sources": [{"path": url}],
+        "cache": {"folder": str(folder / "out" / "cache"), "limit": "1GB"},
+    }
+    values["training"] |= {"steps": 4, "checkpoint_every": 2}
+    values["output"] = str(folder / "out" / "run")
+    config = folder / "config.yaml"
+    config.write_text(yaml.safe_dump(values))
+    return ["--config", str(config)]
+
+
+def require_none(folder: Path, *said: str) -> None:
+    files = [path for path in (folder / "out").rglob("*") if path.is_file()]
+    assert {"config.yaml", "state.json", "report.json", "README.md", "report.html"} <= {
+        path.name for path in files
+    }
+    for secret in (USER, WORD, WORD.replace("/", "%2F"), TOKEN):
+        for path in files:
+            assert secret.encode() not in path.read_bytes(), (secret, path)
+            assert secret not in str(path)
+        for text in said:
+            assert secret not in text
+
+
+def said(*command: object) -> str:
+    ((_, text),) = ranks.finish(ranks.start([str(part) for part in command], 1))
+    return text
+
+
+def test_secrets_reach_no_output(lab: Lab, store: ShardServer, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    literal = f"{USER}:planted%2Fword@", f"token={TOKEN}"
+    arguments = configured(lab, store, tmp_path, *literal)
+    secret = yaml.safe_load((tmp_path / "config.yaml").read_text())["data"]["sources"][0]["path"]
+
+    texts = [said(FAILING, "raise", "0", "2", *arguments)]
+    assert "the disaster of this test" in texts[-1]
+    texts.append(said(COMMAND, *arguments, "--resume"))
+    assert Lab(out, tmp_path).report("run")["ended"] == "finished"
+    assert "changed setting" not in texts[-1]
+
+    texts.append(said(COMMAND, "--config", str(out / "run" / "config.yaml"), "--resume"))
+    assert "stands for what was left out" in texts[-1]
+    texts.append(said(COMMAND, *arguments, f"data.sources={secret}"))
+    assert "***@" in texts[-1]
+    store.wants = "other", "other"
+    texts.append(said(COMMAND, *arguments, f"output={out / 'refused'}"))
+    assert "401" in texts[-1]
+
+    model = out / "run" / "model"
+    shards = lab.folder / "scenes" / "train"
+    texts.append(
+        said(VLP, "evaluate", "retrieval", "--model", model, "--shards", shards, "--limit", 8)
+    )
+    texts.append(said(VLP, "evaluate", "retrieval", "--model", model, "--shards", secret))
+    texts.append(said(VLP, "card", "--model", model))
+    texts.append(said(VLP, "report", out / "run", "--out", out / "report.html"))
+    assert "***@127.0.0.1" in (out / "report.html").read_text()
+    assert "***@127.0.0.1" in (model / "README.md").read_text()
+    require_none(tmp_path, *texts)
+
+
+def test_secrets_of_the_environment_are_read_again_from_a_run_s_own_configuration(
+    lab: Lab, store: ShardServer, tmp_path: Path
+) -> None:
+    arguments = configured(lab, store, tmp_path, *NAMED)
+    ranks.run([COMMAND, *arguments, "training.steps=2"])
+    own = ["--config", str(tmp_path / "out" / "run" / "config.yaml"), "--resume"]
+    ranks.run([COMMAND, *own, "training.steps=4"])
+    assert "${STORE_TOKEN}" in (tmp_path / "out" / "run" / "config.yaml").read_text()

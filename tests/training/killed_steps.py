@@ -1,0 +1,45 @@
+"""Work that is killed before any of its steps on the disk."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# What changes a file or a folder, and when it is done.
+STEPS = ("write", "flush", "fsync", "rename", "replace", "close", "unlink", "rmdir", "open")
+
+
+def in_child(work: Callable[..., None], *arguments: object) -> int:
+    """The exit code of a forked process; the signal that ended it, below zero."""
+    child = multiprocessing.get_context("fork").Process(target=work, args=arguments)
+    child.start()
+    child.join()
+    assert child.exitcode is not None
+    return child.exitcode
+
+
+def killed_at(step: int | None, work: Callable[[Path], object], folder: Path) -> None:
+    """SIGKILL before step number `step` of some work, or count its steps into a file beside."""
+    seen = 0
+
+    def watch(frame: Any, event: str, called: Any) -> None:
+        nonlocal seen
+        if event == "c_call" and called.__name__ in STEPS:
+            if seen == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            seen += 1
+
+    sys.setprofile(watch)
+    work(folder)
+    sys.setprofile(None)
+    folder.with_suffix(".steps").write_text(str(seen))
+
+
+def steps_of(work: Callable[[Path], object], folder: Path) -> int:
+    assert in_child(killed_at, None, work, folder) == 0
+    return int(folder.with_suffix(".steps").read_text())
