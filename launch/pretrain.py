@@ -19,6 +19,7 @@ import torch
 
 from vlp import distributed
 from vlp.objectives.contrastive.sample_groups import require_whole_groups
+from vlp.training.best_checkpoint import BestCheckpoint
 from vlp.training.command import training_command
 from vlp.training.config import PretrainConfig
 
@@ -49,9 +50,18 @@ def build(config: PretrainConfig) -> tuple[Any, Any]:
     return task, data
 
 
+def select(config: PretrainConfig, task: Any, data: Any) -> BestCheckpoint | None:
+    """What validates the run; None where it has no validation data."""
+    if config.validation is None:
+        return None
+    from evaluation.retrieval import validation
+
+    return validation.select(config, task, data)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run one rank; returns the exit code."""
-    return training_command(__doc__, PretrainConfig, build, arguments)
+    return training_command(__doc__, PretrainConfig, build, arguments, select)
 
 
 if __name__ == "__main__":

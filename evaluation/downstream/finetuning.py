@@ -82,7 +82,7 @@ def select(
     if not folders:
         return None
 
-    def validate(limit: int | None = limit) -> Mapping[str, float]:
+    def validate(_: object = None, limit: int | None = limit) -> Mapping[str, float]:
         device = next(task.parameters()).device
         result = evaluate_task(
             task, folders, limit=limit, device=device, precision=training.precision, resamples=1
@@ -94,7 +94,7 @@ def select(
         every = _epoch_steps(config, data)
     selection = BestCheckpoint(validate, training.metric or task.metric, every, training.patience)
     try:
-        selection.require(validate(_TRIED if limit is None else min(limit, _TRIED)))
+        selection.require(validate(limit=_TRIED if limit is None else min(limit, _TRIED)))
     except (EvaluationError, CaptionToolError) as error:
         raise ConfigError(f"the model cannot be validated while it is trained: {error}") from error
     return selection

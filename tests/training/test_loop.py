@@ -320,7 +320,7 @@ def judged_run(
     config, task = toy_config(folder), ToyTask()
     found = iter(figures)
     selection = BestCheckpoint(
-        lambda: {"accuracy": next(found), "other": 0.5}, "accuracy", 2, patience
+        lambda _: {"accuracy": next(found), "other": 0.5}, "accuracy", 2, patience
     )
     engine = PlainEngine(task, config.training)
     data, place = ToyData(), RunFolder(folder, resume)
@@ -384,6 +384,6 @@ def test_dropout_is_the_same_after_a_resume(
 
 
 def test_an_unknown_figure_is_named(tmp_path: Path) -> None:
-    selection = BestCheckpoint(lambda: {"accuracy": 1.0}, "recall", 1)
+    selection = BestCheckpoint(lambda _: {"accuracy": 1.0}, "recall", 1)
     with pytest.raises(ConfigError, match="no figure 'recall'; there are accuracy"):
-        selection.validate(Progress())
+        selection.validate(Progress(), dict)

@@ -5,11 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 
+from torch import Tensor
+
 from vlp.config import ConfigError
 from vlp.training.logging.progress import Progress
 
-Validate = Callable[[], Mapping[str, float]]
-"""Computes metrics on the validation data: higher is better, equal on all ranks; collective."""
+Parameters = Callable[[], dict[str, Tensor]]
+"""Gives full float32 parameters by name; collective."""
+
+Validate = Callable[[Parameters], Mapping[str, float]]
+"""Computes metrics on the validation data, equal on all ranks; collective.
+
+Of those called `loss/...` lower is better, of all others higher.
+"""
 
 
 class BestCheckpoint:
@@ -27,14 +35,19 @@ class BestCheckpoint:
     ) -> None:
         self._validate, self._metric, self._every = validate, metric, every
         self._patience = patience
+        self._sign = -1 if metric.startswith("loss/") else 1
 
     def due(self, progress: Progress, total: int) -> bool:
         """Return whether a validation is due; `total` are the steps of the run."""
         step = progress.step
         return step > progress.looked and (step % self._every == 0 or step >= total)
 
-    def validate(self, progress: Progress) -> tuple[Mapping[str, float], bool]:
+    def validate(
+        self, progress: Progress, parameters: Parameters
+    ) -> tuple[Mapping[str, float], bool]:
         """Validate the model and record the result in `progress`.
+
+        `parameters` gives those of a model that ranks hold in parts.
 
         Returns:
             All metrics, and whether the model is better than every one before.
@@ -42,11 +55,13 @@ class BestCheckpoint:
         Raises:
             ConfigError: the metric is unknown; the message lists the known ones.
         """
-        figures = self._validate()
+        figures = self._validate(parameters)
         self.require(figures)
         value = figures[self._metric]
         progress.looked = progress.step
-        better = math.isfinite(value) and (progress.best is None or value > progress.best)
+        better = math.isfinite(value) and (
+            progress.best is None or self._sign * value > self._sign * progress.best
+        )
         if better:
             progress.best, progress.best_step = value, progress.step
             progress.best_figures, progress.looks_since = dict(figures), 0

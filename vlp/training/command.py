@@ -40,6 +40,7 @@ def training_command(
     kind: type[AnyRun],
     build: Build[AnyRun],
     arguments: Sequence[str] | None = None,
+    select: Select[AnyRun] | None = None,
 ) -> int:
     """Parse the command line of a launch script and run one rank; returns the exit code.
 
@@ -48,6 +49,7 @@ def training_command(
         kind: type of its configuration.
         build: see `run_training`.
         arguments: the command line; None is the process's own.
+        select: see `run_training`.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -57,7 +59,7 @@ def training_command(
     parser.add_argument("--local_rank", type=int, help="set by the launcher")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
     chosen = parser.parse_intermixed_args(arguments)
-    return run_training(chosen.config, kind, chosen.overrides, chosen.resume, build)
+    return run_training(chosen.config, kind, chosen.overrides, chosen.resume, build, select=select)
 
 
 def run_training(

@@ -111,6 +111,26 @@ class TrainingConfig(LoopConfig):
     )
 
 
+class ValidatedConfig(LoopConfig):
+    """A training whose figures on validation data choose the model that is kept in `best/`."""
+
+    evaluate_every: int | None = Field(
+        None, ge=1, description="steps between validations; null: every epoch"
+    )
+    metric: str | None = Field(
+        None,
+        description="metric that decides which model is the best, of `loss/...` the lowest value, "
+        "of others the highest; null: the task's own",
+    )
+    patience: int | None = Field(
+        None, ge=1, description="validations without a better result after which the run ends"
+    )
+
+
+class PretrainTrainingConfig(ValidatedConfig, TrainingConfig):
+    """Training on DeepSpeed, validated at intervals where the run has validation data."""
+
+
 class RunConfig(Config):
     """Settings of every run; saved resolved as `config.yaml` in `output`."""
 
@@ -134,6 +154,26 @@ class DeepSpeedRunConfig(RunConfig):
     )
 
 
+class ValidationConfig(Config):
+    """Held-out pairs that a pretraining is validated on; it never changes what is trained."""
+
+    model_config = ConfigDict(json_schema_extra={"resume": "free"})
+
+    shards: tuple[str, ...] = Field(min_length=1, description="folders of shards, as one set")
+    features: str | None = Field(
+        None, description="folder of `vlp data features` with their images, as data.features"
+    )
+    limit: int | None = Field(
+        1000, ge=1, description="first samples that recall is computed of; null: all"
+    )
+    rerank: int = Field(
+        0, ge=0, description="candidates re-ranked by the cross-modal encoder; 0 is none"
+    )
+    batches: int = Field(
+        4, ge=0, description="global batches that losses are computed of, without augmentation"
+    )
+
+
 class PretrainConfig(DeepSpeedRunConfig):
     """Everything `launch/pretrain.py` needs."""
 
@@ -150,6 +190,13 @@ class PretrainConfig(DeepSpeedRunConfig):
     data: DataConfig = Field(description="shards, their order and preparation")
     objectives: ObjectivesConfig = Field(
         ObjectivesConfig(), description="objectives and their weights"
+    )
+    validation: ValidationConfig | None = Field(
+        None, description="held-out pairs; null: the run is not validated, and has no `best/`"
+    )
+    training: PretrainTrainingConfig = Field(
+        PretrainTrainingConfig(),
+        description="length, batch, optimiser, validation, checkpoints and logs",
     )
 
     @property

@@ -10,21 +10,7 @@ from pydantic import Field
 from vlp.config import Choice
 from vlp.tasks.downstream.registry import get_task, task_kinds
 from vlp.tasks.downstream.task import TaskConfig
-from vlp.training.config import LoopConfig, RunConfig
-
-
-class FinetuningConfig(LoopConfig):
-    """Training on Accelerate; figures of the validation data choose the model that is kept."""
-
-    evaluate_every: int | None = Field(
-        None, ge=1, description="steps between validations; null: every epoch"
-    )
-    metric: str | None = Field(
-        None, description="metric that decides which model is the best; null: the task's own"
-    )
-    patience: int | None = Field(
-        None, ge=1, description="validations without a better result after which the run ends"
-    )
+from vlp.training.config import RunConfig, ValidatedConfig
 
 
 class FinetuneConfig(RunConfig):
@@ -44,6 +30,6 @@ class FinetuneConfig(RunConfig):
     task: Annotated[TaskConfig, Choice("kind", task_kinds, lambda kind: get_task(kind).config)] = (
         Field(description="of one of the kinds that `vlp.tasks.downstream.registry` knows")
     )
-    training: FinetuningConfig = Field(
-        FinetuningConfig(), description="length, batch, optimiser, validation, checkpoints and logs"
+    training: ValidatedConfig = Field(
+        ValidatedConfig(), description="length, batch, optimiser, validation, checkpoints and logs"
     )

@@ -127,7 +127,7 @@ def train(
                 if best.due(progress, total):
                     began = time.perf_counter()
                     with stop.patient():
-                        figures, better = best.validate(progress)
+                        figures, better = best.validate(progress, engine.gather)
                         log.validated(progress.step, figures)
                         if better:
                             _save_model(task, engine, folder.best)

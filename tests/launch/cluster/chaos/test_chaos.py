@@ -138,7 +138,7 @@ def disturb(scene: Scene, kind: str, moment: float) -> list[int]:
         assert "Traceback" not in said, f"{scene.job.name}, {kind}: {said}"
         assert code != 1 or "error" in said or "lost another rank" in said, (kind, said)
     _, orphans = psutil.wait_procs(family, timeout=40)
-    assert not orphans, (kind, orphans)
+    assert not orphans, (kind, [(orphan, orphan.cmdline()) for orphan in orphans])
     for troubles in (scene.server.fails, scene.server.halves, scene.server.stalls):
         troubles.clear()
     scene.server.others.clear()

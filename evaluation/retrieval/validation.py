@@ -1,0 +1,139 @@
+"""Validation of a pretraining: recall and losses on held-out pairs, shared by all ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from itertools import islice
+
+import torch
+
+from evaluation.core.eval_mode import evaluating
+from evaluation.core.samples import EvaluationError
+from evaluation.retrieval.retrieval import DIRECTIONS, evaluate_retrieval
+from vlp import distributed
+from vlp.config import ConfigError
+from vlp.data.config import AugmentConfig, SourceConfig
+from vlp.data.pretrain.loader import PretrainData
+from vlp.metrics.recall import RECALL_AT
+from vlp.models.folder import Loaded
+from vlp.tasks.pretraining import Pretraining
+from vlp.tasks.pretraining.teacher import strip_prefix
+from vlp.training.best_checkpoint import BestCheckpoint, Parameters
+from vlp.training.config import PretrainConfig, ValidationConfig
+from vlp.training.engines.deepspeed_config import deepspeed_config
+
+_TRIED = 16
+"""Samples that are evaluated before the training."""
+
+
+def select(config: PretrainConfig, task: Pretraining, data: PretrainData) -> BestCheckpoint | None:
+    """Return what validates a pretraining; None where it has no validation data.
+
+    Its figures are `mean` (of all recalls, after re-ranking where that is asked for), each recall,
+    and `loss/total` with its parts. A few samples are evaluated at once, so that what fails does so
+    before the training.
+
+    Raises:
+        ConfigError: the validation data or the metric cannot be used.
+    """
+    chosen, training = config.validation, config.training
+    if chosen is None:
+        return None
+    losses = HeldOutLosses(config, chosen, task)
+    # ZeRO-3 leaves a rank parts of the parameters, of which the match score needs all.
+    stage = deepspeed_config(training, distributed.world_size())["zero_optimization"]["stage"]
+    whole = copy.deepcopy(task.model) if stage == 3 else None
+    loaded = Loaded(whole or task.model, data.text, data.preprocessing)
+
+    def validate(
+        parameters: Parameters, limit: int | None = chosen.limit, batches: int = chosen.batches
+    ) -> Figures:
+        if whole is not None:
+            whole.load_state_dict(strip_prefix(task.state_dict() | parameters(), "model."))
+        return recalls(loaded, chosen, limit, training.precision) | losses(batches)
+
+    every = training.evaluate_every
+    if every is None:
+        every = max(1, data.batches_in_epoch(0) // training.gradient_accumulation_steps)
+    selection = BestCheckpoint(validate, training.metric or "mean", every, training.patience)
+    tried = _TRIED if chosen.limit is None else min(chosen.limit, _TRIED)
+    try:
+        selection.require(validate(task.state_dict, tried, min(chosen.batches, 1)))
+    except EvaluationError as error:
+        raise ConfigError(f"validation: {error}") from error
+    return selection
+
+
+Figures = dict[str, float]
+
+
+def recalls(loaded: Loaded, chosen: ValidationConfig, limit: int | None, precision: str) -> Figures:
+    """Compute the mean of all recalls and each recall, of the last stage.
+
+    Raises:
+        EvaluationError: there is nothing to evaluate.
+        ConfigError: a shard folder or the features cannot be read.
+    """
+    found = evaluate_retrieval(
+        loaded,
+        chosen.shards,
+        rerank=chosen.rerank,
+        limit=limit,
+        device=next(loaded.model.parameters()).device,
+        precision="bf16" if precision == "bf16" else "float32",
+        resamples=1,
+        features=chosen.features,
+    )
+    stage = found.stages[-1]
+    figures = {"mean": found.mean(stage).value}
+    for direction in DIRECTIONS:
+        for k in RECALL_AT:
+            figures[f"{direction} R@{k}"] = found.recall(stage, direction, k).value
+    return figures
+
+
+class HeldOutLosses:
+    """Mean losses over the first batches of held-out shards, the same ones at each call.
+
+    Images are not augmented, hard negatives and masks are those of step 0, and soft targets of a
+    teacher do not enter; its queue of training keys does.
+
+    Raises:
+        ConfigError: the shards cannot be read, or hold fewer pairs than one global batch.
+    """
+
+    def __init__(self, config: PretrainConfig, chosen: ValidationConfig, task: Pretraining) -> None:
+        self._task, training = task, config.training
+        held_out = config.data.model_copy(
+            update={
+                "sources": tuple(SourceConfig(path=path) for path in chosen.shards),
+                "features": chosen.features,
+                "sampler": "indexed",
+                "epoch_samples": None,
+                "workers": 0,
+                "augment": AugmentConfig(randaugment=False, crop_scale=(1.0, 1.0), hflip=False),
+            }
+        )
+        self._data = PretrainData(held_out, config.inputs, training.batch, training.seed)
+        if chosen.batches and not self._data.batches_in_epoch(0):
+            raise ConfigError(
+                f"validation.shards: {', '.join(chosen.shards)} hold fewer pairs than "
+                f"training.batch {training.batch}; set validation.batches=0 for recall alone"
+            )
+
+    @torch.no_grad()
+    def __call__(self, batches: int) -> Figures:
+        """Compute `loss/total` and `loss/NAME` of so many batches; collective."""
+        count = min(batches, self._data.batches_in_epoch(0))
+        sums: Mapping[str, torch.Tensor] = {}
+        stream = self._data.batches(0, distributed.rank(), distributed.world_size())
+        with evaluating(self._task, next(self._task.parameters()).device) as device:
+            for batch, _ in islice(stream, count):
+                output = self._task(batch.to(device), 0)
+                named = {"total": output.loss, **output.losses}
+                sums = {name: value + sums.get(name, 0.0) for name, value in named.items()}
+        if not sums:
+            return {}
+        means = distributed.mean_over_ranks(torch.stack(list(sums.values())).float().cpu() / count)
+        return {f"loss/{name}": value for name, value in zip(sums, means.tolist())}

@@ -1,0 +1,75 @@
+"""Validation of a pretraining by the real command: it watches, chooses, and changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import ranks
+from launch_lab import STEPS, Lab
+
+import vlp
+from evaluation.retrieval.retrieval import evaluate_retrieval
+
+COMMAND = ranks.ROOT / "launch" / "pretrain.py"
+
+
+def validated(lab: Lab, *more: str) -> list[str]:
+    shards = lab.folder / "scenes" / "train"
+    chosen = f"{{shards: [{shards}], limit: 48, batches: 2, rerank: 4}}"
+    return [f"validation={chosen}", "training.evaluate_every=5", *more]
+
+
+def looks(lab: Lab, name: str) -> dict[int, dict[str, float]]:
+    """Figures of the validations by step."""
+    lines = [line for line in lab.log(name) if "validation/mean" in line]
+    return {line["step"]: {k: v for k, v in line.items() if k != "step"} for line in lines}
+
+
+@pytest.mark.distributed
+def test_it_changes_nothing_and_ranks_do_not_change_it(lab: Lab) -> None:
+    ranks.run([COMMAND, *lab.arguments("plain")])
+    ranks.run([COMMAND, *lab.arguments("watched", *validated(lab))])
+    ranks.run([COMMAND, *lab.arguments("shared", *validated(lab, lab.zero(3)))], 2)
+    weights = [lab.output(name) / "model" / "model.safetensors" for name in ("plain", "watched")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    alone, shared = looks(lab, "watched"), looks(lab, "shared")
+    assert list(alone) == list(shared) == [5, 10, STEPS]
+    for step, figures in alone.items():
+        assert figures.keys() >= {"validation/loss/total", "validation/loss/itm"}
+        assert figures == pytest.approx(shared[step], rel=1e-4)
+    report = lab.report("watched")
+    best = max(alone, key=lambda step: alone[step]["validation/mean"])
+    assert report["best"]["mean"] == alone[best]["validation/mean"]
+    loaded = vlp.load(lab.output("watched") / "best")
+    found = evaluate_retrieval(
+        loaded, [lab.folder / "scenes" / "train"], limit=48, rerank=4, resamples=1
+    )
+    assert found.mean("rerank").value == pytest.approx(report["best"]["mean"])
+
+
+def test_a_loss_may_choose_and_its_rise_ends_the_run(lab: Lab) -> None:
+    chosen = ["training.metric=loss/total", "training.patience=2", "training.evaluate_every=1"]
+    rate = ["training.optimiser.learning_rate=1", "training.optimiser.clip=null"]
+    ranks.run([COMMAND, *lab.arguments("rising", *validated(lab), *chosen, *rate)])
+    found = {
+        step: figures["validation/loss/total"] for step, figures in looks(lab, "rising").items()
+    }
+    best = min(found, key=lambda step: found[step])
+    assert lab.report("rising")["best"]["step"] == best
+    assert lab.report("rising")["step"] == best + 2 < STEPS
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("validation.shards=[nowhere]", "nowhere"),
+        ("training.metric=accuracy", "there is no figure 'accuracy'; there are mean,"),
+        ("validation.features=nowhere", "nowhere/features.json"),
+    ],
+)
+def test_what_fails_does_so_before_the_training(lab: Lab, change: str, said: str) -> None:
+    arguments = lab.arguments("refused", *validated(lab), change)
+    [(code, output)] = ranks.finish(ranks.start([COMMAND, *arguments], 1), timeout=120)
+    assert code == 2, output
+    assert "Traceback" not in output
+    assert said in output
+    assert not lab.output("refused").exists()
