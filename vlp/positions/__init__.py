@@ -19,7 +19,7 @@ from vlp.positions.registry import (
 )
 
 if TYPE_CHECKING:
-    from vlp.layers.timm.attach import attach, drop_absolute
+    from vlp.layers.backbones.attach import attach, drop_absolute
 
 __all__ = [
     "CROSS_MODAL",
@@ -41,5 +41,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import `attach` and `drop_absolute` on first use: their module builds on this package."""
     if name in ("attach", "drop_absolute"):
-        return getattr(importlib.import_module("vlp.layers.timm.attach"), name)
+        return getattr(importlib.import_module("vlp.layers.backbones.attach"), name)
     raise AttributeError(f"module 'vlp.positions' has no attribute {name!r}")

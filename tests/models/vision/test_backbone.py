@@ -47,7 +47,7 @@ def test_without_any_position_patches_are_a_bag():
 
 
 def test_what_has_nothing_to_drop_is_refused():
-    message = "model resnet18: ResNet is no timm VisionTransformer"
+    message = "model resnet18: ResNet has no layer of attention"
     with pytest.raises(ConfigError, match=message):
         dropped("resnet18")
 

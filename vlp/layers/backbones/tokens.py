@@ -10,55 +10,39 @@ from typing import Any
 
 import torch
 from timm.layers import PatchEmbed, register_notrace_module
+from timm.models.beit import Beit
 from timm.models.deit import VisionTransformerDistilled
+from timm.models.eva import Eva
+from timm.models.hiera import Hiera
+from timm.models.hieradet_sam2 import HieraDet
+from timm.models.naflexvit import NaFlexVit
 from timm.models.swin_transformer import SwinTransformer
+from timm.models.swin_transformer_v2 import SwinTransformerV2
 from timm.models.vision_transformer import VisionTransformer
+from timm.models.vision_transformer_relpos import VisionTransformerRelPos
+from timm.models.vision_transformer_sam import VisionTransformerSAM
 from torch import Tensor, nn
 
+from vlp.layers.backbones.places import Places
 from vlp.layers.weight_decay import no_weight_decay
-from vlp.positions.base import PositionContext, PositionEncoding
-
-register_notrace_module(PositionEncoding)  # what they check of shapes has no graph
+from vlp.positions.base import PositionContext
 
 
-class Places:
-    """Places of a model's tokens; the model writes them, its attention layers read them.
+class WithEncodings(nn.Module):
+    """A timm model some of whose modules have encodings: names of parameters for optimisers."""
 
-    A plain object that they share, so that copies and pickles of the model share their own. Grids
-    are kept by their number of tokens: activation checkpointing runs layers again in the backward
-    pass, when images of another size may have passed since. Two grids of equally many patches
-    (2 x 8 and 4 x 4) must not be in flight together under activation checkpointing.
+    def no_weight_decay(self) -> set[str]:
+        """Return names of parameters exempt from weight decay: timm's own and the encodings'."""
+        own = super().no_weight_decay()  # type: ignore[misc]
+        return {*own, *no_weight_decay(self, with_own=False)}
 
-    Args:
-        prefix_tokens: tokens without a place in front of the patches.
-    """
-
-    def __init__(self, prefix_tokens: int) -> None:
-        self.prefix_tokens = prefix_tokens
-        self._contexts: dict[int, PositionContext] = {}
-
-    def write(self, rows: int, columns: int) -> PositionContext:
-        """The patches of the images at hand are a grid of this size."""
-        context = PositionContext((rows, columns), self.prefix_tokens)
-        self._contexts[self.prefix_tokens + rows * columns] = context
-        return context
-
-    def read(self, tokens: int) -> PositionContext:
-        """Return the context of so many tokens, prefix included.
-
-        Raises:
-            ValueError: no image had so many.
-        """
-        if tokens not in self._contexts:
-            known = ", ".join(map(str, self._contexts)) or "none so far"
-            raise ValueError(
-                f"no image of this model has {tokens} tokens ({known}), so that nothing says "
-                "where they lie: patches were dropped, or attention was called without its model"
-            )
-        return self._contexts[tokens]
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Layers for layer-wise learning rates; the encodings belong to the stem."""
+        groups = super().group_matcher(coarse)  # type: ignore[misc]
+        return {**groups, "stem": groups["stem"] + r"|positions"}
 
 
-class PositionedVisionTransformer(VisionTransformer):
+class PositionedVisionTransformer(WithEncodings, VisionTransformer):
     """A timm ViT whose tokens also get the encodings in `positions`, after its own `pos_embed`.
 
     They act once, before patches are dropped. timm's `pos_drop` acts on what it acted on before;
@@ -87,26 +71,45 @@ class PositionedVisionTransformer(VisionTransformer):
         patches = x.reshape(batch, -1, x.shape[-1])
         return torch.cat([*(token.expand(batch, -1, -1) for token in prefix), patches], 1)
 
-    def no_weight_decay(self) -> set[str]:
-        """Return names of parameters exempt from weight decay: timm's own and the encodings'."""
-        return {*super().no_weight_decay(), *no_weight_decay(self, with_own=False)}
-
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Layers for layer-wise learning rates; the encodings belong to the stem."""
-        groups = super().group_matcher(coarse)
-        return {**groups, "stem": groups["stem"] + r"|positions"}
-
 
 class PositionedVisionTransformerDistilled(PositionedVisionTransformer, VisionTransformerDistilled):
     """The same for DeiT with a distillation token."""
 
 
-class PositionedSwinTransformer(SwinTransformer):
+class PositionedSwinTransformer(WithEncodings, SwinTransformer):
     """A timm Swin, of whose layers or patch embedding some have encodings."""
 
-    def no_weight_decay(self) -> set[str]:
-        """Return names of parameters exempt from weight decay: timm's own and the encodings'."""
-        return {*super().no_weight_decay(), *no_weight_decay(self, with_own=False)}
+
+class PositionedSwinTransformerV2(WithEncodings, SwinTransformerV2):
+    """The same for the second version of Swin."""
+
+
+class PositionedEva(WithEncodings, Eva):
+    """A timm Eva: EVA, EVA-02, DINOv3, the Perception Encoder, ViTs with RoPE."""
+
+
+class PositionedBeit(WithEncodings, Beit):
+    """A timm BEiT."""
+
+
+class PositionedRelPos(WithEncodings, VisionTransformerRelPos):
+    """A timm ViT with relative positions of its own."""
+
+
+class PositionedNaFlexVit(WithEncodings, NaFlexVit):
+    """A timm NaFlexViT."""
+
+
+class PositionedSAM(WithEncodings, VisionTransformerSAM):
+    """The image encoder of SAM in timm."""
+
+
+class PositionedHiera(WithEncodings, Hiera):
+    """A timm Hiera."""
+
+
+class PositionedHieraDet(WithEncodings, HieraDet):
+    """The image encoder of SAM 2 in timm."""
 
 
 @register_notrace_module

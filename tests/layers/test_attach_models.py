@@ -1,0 +1,372 @@
+"""`attach` on 31 models of timm and transformers, small and without weights."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import timm
+import torch
+import transformers
+from torch import nn
+
+from vlp.layers.weight_decay import no_weight_decay
+from vlp.positions import PositionEncoding, attach, drop_absolute
+
+VIT = {"embed_dim": 32, "depth": 2, "num_heads": 2}
+PRETRAINED = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+    "image_size": 64,
+    "patch_size": 16,
+}
+SWIN = {"embed_dim": 16, "depths": (2, 2), "num_heads": (2, 4), "window_size": 4}
+HIERA = {"embed_dim": 16, "num_heads": 1, "stages": (1, 2, 2, 1)}
+MODELS = {
+    "vit_small_patch16_224": VIT,
+    "deit_small_patch16_224": VIT,
+    "deit_small_distilled_patch16_224": VIT,
+    "deit3_small_patch16_224": VIT,
+    "vit_small_patch14_dinov2": VIT | {"patch_size": 16},
+    "vit_small_patch14_reg4_dinov2": VIT | {"patch_size": 16},
+    "vit_base_patch16_clip_224": VIT,
+    "vit_base_patch16_siglip_224": VIT,
+    "flexivit_small": VIT,
+    "swin_tiny_patch4_window7_224": SWIN,
+    "swinv2_tiny_window8_256": SWIN,
+    "eva02_tiny_patch14_224": VIT | {"patch_size": 16},
+    "eva_giant_patch14_224": VIT | {"patch_size": 16},
+    "vit_small_patch16_dinov3": VIT,
+    "vit_pe_core_tiny_patch16_384": VIT,
+    "vit_small_patch16_rope_mixed_224": VIT,
+    "beit_base_patch16_224": VIT,
+    "beitv2_base_patch16_224": VIT,
+    "vit_relpos_small_patch16_224": VIT,
+    "naflexvit_base_patch16_gap": VIT,
+    "samvit_base_patch16": VIT | {"window_size": 3, "global_attn_indexes": (1,)},
+    "sam2_hiera_tiny": HIERA | {"window_spec": (8, 4, 4, 2), "global_att_blocks": (4,)},
+    "hiera_tiny_224": HIERA,
+    "ViTModel": transformers.ViTConfig(**PRETRAINED),
+    "Dinov2Model": transformers.Dinov2Config(**PRETRAINED),
+    "Dinov2WithRegistersModel": transformers.Dinov2WithRegistersConfig(**PRETRAINED),
+    "SiglipVisionModel": transformers.SiglipVisionConfig(**PRETRAINED),
+    "Siglip2VisionModel": transformers.Siglip2VisionConfig(**PRETRAINED, num_patches=16),
+    "CLIPVisionModel": transformers.CLIPVisionConfig(**PRETRAINED),
+    "xcit_nano_12_p16_224": {"depth": 2},
+    "cait_xxs24_224": {"depth": 2},
+}
+IMPOSSIBLE = {
+    "xcit_nano_12_p16_224": "attends between channels, not between places",
+    "cait_xxs24_224": "mixes the logits of its heads",
+}
+POSSIBLE = [name for name in MODELS if name not in IMPOSSIBLE]
+BEYOND = {
+    "DINOv3ViTModel": transformers.DINOv3ViTConfig(**PRETRAINED),
+    "BeitModel": transformers.BeitConfig(**PRETRAINED, use_relative_position_bias=True),
+    "DeiTModel": transformers.DeiTConfig(**PRETRAINED),
+}
+
+
+def make(name):
+    torch.manual_seed(0)
+    options = (MODELS | BEYOND)[name]
+    if not isinstance(options, dict):
+        return fill(getattr(transformers, name)(options).eval())
+    size = {} if name == "sam2_hiera_tiny" else {"img_size": 64}
+    model = timm.create_model(name, num_classes=5, **size, **options).eval()
+    return fill(model)
+
+
+def fill(model):
+    """Weights that are small, or zero, would hide what is behind them."""
+    for key, parameter in model.named_parameters():
+        if "gamma" in key or "lambda" in key or ("norm" in key and key.endswith("weight")):
+            nn.init.ones_(parameter)
+        elif "norm" not in key:
+            nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def inputs(name, height=64, width=64, batch=2):
+    torch.manual_seed(1)
+    images = torch.randn(batch, 3, height, width)
+    if name != "Siglip2VisionModel":
+        return {"pixel_values": images} if name[0].isupper() else {"x": images}
+    rows, columns = height // 16, width // 16
+    patches = nn.functional.unfold(images, 16, stride=16).transpose(1, 2)
+    return {
+        "pixel_values": patches,
+        "pixel_attention_mask": torch.ones(batch, rows * columns, dtype=torch.long),
+        "spatial_shapes": torch.tensor([[rows, columns]] * batch),
+    }
+
+
+def output(model, name, **sizes):
+    given = inputs(name, **sizes)
+    if name[0].isupper():
+        return model(**given).last_hidden_state
+    return model(given["x"])
+
+
+def encodings(model):
+    return [part for part in model.modules() if isinstance(part, PositionEncoding)]
+
+
+class Recorder(PositionEncoding):
+    """A bias of zero that remembers its contexts."""
+
+    def __init__(self):
+        super().__init__()
+        self.contexts = []
+
+    def bias(self, query, key, context):
+        assert query.shape == key.shape
+        self.contexts.append((context, query.shape[-2]))
+
+
+class Shift(PositionEncoding):
+    """Adds a learned vector to the patches."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.vector = nn.Parameter(torch.zeros(width))
+
+    def tokens(self, x, context):
+        prefix = x[:, : context.prefix_tokens]
+        return torch.cat([prefix, x[:, context.prefix_tokens :] + self.vector], 1)
+
+
+@pytest.mark.parametrize("name", [*POSSIBLE, *BEYOND])
+def test_a_table_of_zeros_changes_nothing_and_gets_gradients(name):
+    model = make(name)
+    before = output(model, name)
+    names = {key: value.clone() for key, value in model.state_dict().items()}
+    assert attach(model, "irpe-product", on="qkv") is model
+    torch.testing.assert_close(output(model, name), before, atol=1e-5, rtol=0)
+    after = model.state_dict()
+    assert all(torch.equal(after[key], value) for key, value in names.items())
+    output(model, name).square().mean().backward()
+    found = encodings(model)
+    assert len(found) >= 2
+    moved = [table.grad.abs().max() > 0 for one in found for table in one.tables.values()]
+    assert sum(moved) > len(moved) / 2  # behind the last layer's [CLS] some stay without
+    for one in found:
+        for table in one.tables.values():
+            nn.init.normal_(table)
+    assert not torch.allclose(output(model, name), before, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", [*POSSIBLE, *BEYOND])
+def test_every_layer_knows_its_grid(name):
+    model = attach(make(name), Recorder)
+    output(model, name)
+    for one in encodings(model):
+        ((context, tokens),) = one.contexts
+        assert tokens == context.prefix_tokens + context.grid[0] * context.grid[1]
+    if not any(each in name for each in ("swin", "sam", "hiera")):
+        prefix = {"distilled": 2, "DeiT": 2, "reg4": 5, "dinov3": 5, "WithRegisters": 5}
+        prefix |= {"siglip": 0, "Siglip": 0, "relpos": 0, "gap": 4}
+        expected = next((count for part, count in prefix.items() if part in name), 1)
+        assert context.grid == (4, 4)
+        assert context.prefix_tokens == expected
+
+
+@pytest.mark.parametrize("name", [*POSSIBLE, *BEYOND])
+def test_tokens_get_their_encoding_once(name):
+    model = make(name)
+    before = output(model, name)
+    attach(model, Shift)
+    torch.testing.assert_close(output(model, name), before, atol=1e-5, rtol=0)
+    (one,) = encodings(model)
+    nn.init.normal_(one.vector)
+    assert not torch.allclose(output(model, name), before, atol=1e-3)
+    output(model, name).square().mean().backward()
+    assert one.vector.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("name", [*POSSIBLE, *BEYOND])
+def test_own_positions_dropped_leave_patches_without_places(name):
+    """Patches that change places: without any position the states change places with them."""
+    if any(each in name for each in ("swin", "sam", "hiera")):
+        model = drop_absolute(make(name))
+        assert output(model, name).isfinite().all()
+        return
+    model = drop_absolute(make(name))
+    given = inputs(name)
+    key = next(iter(given))
+    images = given[key]
+    if name == "Siglip2VisionModel":
+        given[key] = images.flip(1)
+    else:
+        given[key] = images.unflatten(-1, (4, 16)).flip(-2).flatten(-2)
+    plain, turned = model(**inputs(name)) if name[0].isupper() else model(images), None
+    turned = model(**given) if name[0].isupper() else model(given[key])
+    if name[0].isupper():
+        plain, turned = (each.last_hidden_state.mean(1) for each in (plain, turned))
+    torch.testing.assert_close(plain, turned, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name", ["ViTModel", "Dinov2Model", "Dinov2WithRegistersModel", "CLIPVisionModel",
+             "SiglipVisionModel", "Siglip2VisionModel", "DINOv3ViTModel",
+             "naflexvit_base_patch16_gap", "eva02_tiny_patch14_224"],
+)  # fmt: skip
+def test_other_grids(name):
+    model = make(name)
+    if name.startswith("eva"):
+        model = timm.create_model(
+            name, num_classes=5, img_size=64, dynamic_img_size=True, **MODELS[name]
+        ).eval()
+    given = inputs(name, 96, 48)
+    if name in ("ViTModel", "CLIPVisionModel", "SiglipVisionModel"):
+        given["interpolate_pos_encoding"] = True
+
+    def run():
+        return model(**given).last_hidden_state if name[0].isupper() else model(given["x"])
+
+    before = run()
+    attach(model, "irpe-product")
+    torch.testing.assert_close(run(), before, atol=1e-5, rtol=0)
+    attach(model, Recorder)
+    run()
+    recorder = next(one for one in encodings(model) if isinstance(one, Recorder))
+    assert recorder.contexts[-1][0].grid == (6, 3)
+
+
+def test_images_of_different_grids_have_coordinates():
+    name = "Siglip2VisionModel"
+    model = attach(make(name), "rope-axial")
+    attach(model, Recorder)
+    given = inputs(name, 48, 96)
+    given["spatial_shapes"] = torch.tensor([[3, 6], [4, 2]])
+    given["pixel_attention_mask"] = (torch.arange(18) < torch.tensor([[18], [8]])).long()
+    out = model(**given).last_hidden_state
+    context = next(one for one in encodings(model) if isinstance(one, Recorder)).contexts[0][0]
+    assert context.grid is None
+    x, y = context.coordinates[1, 5]  # third row of two columns
+    assert (x, y) == (0.75, 2.5 / 4)
+    alone = {
+        "pixel_values": given["pixel_values"][1:, :8],
+        "spatial_shapes": torch.tensor([[4, 2]]),
+    }
+    alone["pixel_attention_mask"] = torch.ones(1, 8, dtype=torch.long)
+    # A grid counts patches, coordinates are shares: their unit is the option `grid`.
+    assert model(**alone).last_hidden_state.isfinite().all()
+    assert out.isfinite().all()
+
+
+def test_naflex_patches_with_coordinates():
+    name = "naflexvit_base_patch16_gap"
+    model = make(name)
+    attach(model, Recorder)
+    images = torch.randn(1, 3, 48, 32)
+    patches = images.unflatten(2, (3, 16)).unflatten(4, (2, 16)).permute(0, 2, 4, 3, 5, 1)
+    patches = patches.reshape(1, 6, -1)
+    places = torch.stack(torch.meshgrid(torch.arange(3), torch.arange(2), indexing="ij"), -1)
+    whole = {
+        "patches": patches,
+        "patch_coord": places.reshape(1, 6, 2),
+        "patch_valid": torch.ones(1, 6, dtype=torch.bool),
+    }
+    model(whole)
+    recorder = encodings(model)[0]
+    assert recorder.contexts[-1][0].grid == (3, 2)
+
+
+@pytest.mark.parametrize("name", ["hiera_tiny_224", "sam2_hiera_tiny"])
+def test_layers_that_pool_queries_have_none(name):
+    model = attach(make(name), "irpe-product")
+    for block in model.blocks:
+        pools = getattr(block.attn, "q_stride", 1) > 1 or getattr(block.attn, "q_pool", None)
+        assert hasattr(block.attn, "positions") == (not pools)
+
+
+def test_hieras_units_are_in_raster_order():
+    """A bias between neighbours of a row is found by the tokens' real places."""
+
+    class Near(PositionEncoding):
+        def bias(self, query, key, context):
+            seen.append((query, context.grid))
+
+    seen = []
+    model = make("hiera_tiny_224")
+    with torch.no_grad():  # queries of the first block tell the column of their patch
+        model.patch_embed.proj.weight.zero_()
+        model.patch_embed.proj.bias.zero_()
+        columns = torch.arange(16.0).repeat(16)
+        rows = torch.arange(16.0).repeat_interleave(16)
+        model.pos_embed.zero_()
+        model.pos_embed[0, :, 0], model.pos_embed[0, :, 1] = columns, rows
+        model.blocks[0].norm1 = nn.Identity()
+        model.blocks[0].attn.qkv.weight.zero_()
+        model.blocks[0].attn.qkv.weight[:2, :2] = torch.eye(2)
+        model.blocks[0].attn.qkv.bias.zero_()
+    attach(model, Near)
+    model(torch.zeros(1, 3, 64, 64))
+    query, (height, width) = seen[0]
+    assert (height, width) == (8, 8)
+    places = query[:, 0, :, :2].unflatten(1, (8, 8))
+    assert torch.equal(places[..., 0] - places[:, :1, :1, 0], torch.arange(8.0).expand(4, 8, 8))
+    assert torch.equal(
+        places[..., 1] - places[:, :1, :1, 1], torch.arange(8.0)[:, None].expand(4, 8, 8)
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["eva02_tiny_patch14_224", "beit_base_patch16_224", "swinv2_tiny_window8_256",
+             "hiera_tiny_224", "naflexvit_base_patch16_gap", "Dinov2Model"],
+)  # fmt: skip
+def test_copies_pickles_and_compilation_keep_the_encoding(name):
+    model = make(name)
+    attach(attach(model, "irpe-product", on="qk"), Shift)
+    for one in encodings(model):
+        for parameter in one.parameters():
+            nn.init.normal_(parameter, std=0.3)
+    expected = output(model, name)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(output(other, name), expected)
+        nn.init.zeros_(next(iter(encodings(other)[0].parameters())))
+    torch.testing.assert_close(output(model, name), expected)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(output(compiled, name), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", ["eva02_tiny_patch14_224", "beit_base_patch16_224", "hiera_tiny_224"]
+)
+def test_timm_exempts_the_tables_from_weight_decay(name):
+    model = attach(make(name), "irpe-product")
+    tables = {key for key, _ in model.named_parameters() if ".positions." in key}
+    assert tables
+    assert tables <= set(model.no_weight_decay())
+    assert tables <= no_weight_decay(model)
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_the_impossible_says_why(name):
+    with pytest.raises(ValueError, match=IMPOSSIBLE[name]):
+        attach(make(name), "irpe-product")
+
+
+def test_other_models_say_why():
+    with pytest.raises(ValueError, match="ResNet has no layer of attention"):
+        attach(timm.create_model("resnet18"), "irpe-product")
+    config = transformers.CLIPConfig(
+        text_config={**PRETRAINED, "vocab_size": 50}, vision_config=PRETRAINED
+    )
+    model = transformers.CLIPModel(config)
+    with pytest.raises(ValueError, match="CLIPModel has a text encoder, too; attach to its vision"):
+        attach(model, "irpe-product")
+    attach(model.vision_model, "irpe-product")
+    text = transformers.BertModel(
+        transformers.BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    )
+    with pytest.raises(ValueError, match="BertModel of transformers has not one embedding"):
+        attach(text, "irpe-product")
+
+
+def test_most_models_are_taken():
+    assert (len(MODELS), len(POSSIBLE)) == (31, 29)

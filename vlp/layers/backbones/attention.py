@@ -1,0 +1,290 @@
+"""timm's attention layers with the hooks of position encodings.
+
+The classes stand in for timm's own: `vlp.positions.attach` changes the class of layers that exist,
+so that their weights, the names of those, hooks and methods stay. Layers that end in
+`scaled_dot_product_attention` run their own `forward`, in which that call is the place of the
+hooks; the others have a `forward` here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from timm.layers import register_notrace_module, to_2tuple
+from timm.layers.attention import Attention, AttentionRope
+from timm.models.beit import Attention as BeitAttention
+from timm.models.eva import EvaAttention
+from timm.models.hieradet_sam2 import MultiScaleAttention
+from timm.models.swin_transformer import WindowAttention
+from timm.models.swin_transformer_v2 import WindowAttention as WindowAttentionV2
+from timm.models.vision_transformer_relpos import RelPosAttention
+from timm.models.vision_transformer_sam import Attention as SAMAttention
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from vlp.layers.attention import Fused, attend, mask_bias
+from vlp.layers.backbones.places import Places
+from vlp.positions.base import PositionContext
+
+
+class _Replaced(TorchFunctionMode):
+    """Within it, a function takes the place of PyTorch's attention, in this thread alone."""
+
+    def __init__(self, attention: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self._attention = attention
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.scaled_dot_product_attention:
+            return self._attention(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+class Positioned(nn.Module):
+    """Mixin of timm's layers that call `scaled_dot_product_attention`.
+
+    `fused` is that of `attend`; None also heeds timm's own `fused_attn` where that is off. On the
+    explicit path the probabilities pass through `attn_drop`, as they do in timm.
+    """
+
+    positions: nn.ModuleList
+    places: Places
+    fused: Fused = None
+
+    if not TYPE_CHECKING:  # timm declares it final
+
+        @property
+        def fused_attn(self) -> bool:
+            """True for timm's `forward`, so that it calls what the hooks take the place of."""
+            return True
+
+        @fused_attn.setter
+        def fused_attn(self, fused: bool) -> None:
+            self.__dict__["fused_attn"] = fused
+
+    def forward(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        """As in timm, plus the encodings.
+
+        Raises:
+            ValueError: the tokens are not those of an image that the model has embedded.
+        """
+        context = self.context(x)
+
+        def attention(
+            query: Tensor, key: Tensor, value: Tensor, *more: Any, **named: Any
+        ) -> Tensor:
+            return self.attend(context, query, key, value, *more, **named)
+
+        with _Replaced(attention):
+            out: Tensor = super().forward(x, *arguments, **options)
+        return out
+
+    def context(self, x: Tensor) -> PositionContext:
+        """Return where the tokens (B, T, width) lie."""
+        return self.places.read(int(x.shape[1]))  # a tensor in torch.jit.trace
+
+    def attend(
+        self,
+        context: PositionContext,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Attention of (B, heads, T, head width) with the hooks, as PyTorch's is called."""
+        drop: nn.Module | None = getattr(self, "attn_drop", None)
+        return attend(
+            query,
+            key,
+            value,
+            self.positions,
+            context,
+            _bias(attn_mask, is_causal, query),
+            False if self.fused is None and not self.__dict__["fused_attn"] else self.fused,
+            0.0 if drop is None else _rate(drop),
+            drop,
+            scale,
+        )
+
+
+@register_notrace_module
+class PositionedAttention(Positioned, Attention):
+    """A ViT's self-attention over prefix and patches."""
+
+
+@register_notrace_module
+class PositionedAttentionRope(Positioned, AttentionRope):
+    """Self-attention with RoPE of its own, which turns queries and keys before encodings do."""
+
+
+@register_notrace_module
+class PositionedEvaAttention(Positioned, EvaAttention):
+    """Self-attention of EVA and its kin, whose RoPE turns queries and keys before encodings do."""
+
+
+@register_notrace_module
+class PositionedBeitAttention(Positioned, BeitAttention):
+    """BEiT's self-attention, whose relative position bias stays."""
+
+
+@register_notrace_module
+class PositionedRelPosAttention(Positioned, RelPosAttention):
+    """Self-attention of ViTs with a relative position bias, which stays."""
+
+
+@register_notrace_module
+class PositionedMultiScaleAttention(Positioned, MultiScaleAttention):
+    """Self-attention of SAM 2's encoder, within windows or over the image."""
+
+    def context(self, x: Tensor) -> PositionContext:
+        """Return the grid of (B, rows, columns, width)."""
+        return PositionContext((int(x.shape[1]), int(x.shape[2])))
+
+
+@register_notrace_module
+class PositionedSAMAttention(Positioned, SAMAttention):
+    """Self-attention of SAM's encoder, within windows or over the image."""
+
+    def context(self, x: Tensor) -> PositionContext:
+        """Return the grid of (B, rows, columns, width)."""
+        return PositionContext((int(x.shape[1]), int(x.shape[2])))
+
+    def attend(
+        self,
+        context: PositionContext,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        *more: Any,
+        **named: Any,
+    ) -> Tensor:
+        """Attention of (B * heads, T, head width), as SAM calls PyTorch's."""
+        each = (-1, self.num_heads)
+        query, key, value = (states.unflatten(0, each) for states in (query, key, value))
+        mask = None if attn_mask is None else attn_mask.unflatten(0, each)
+        return super().attend(context, query, key, value, mask, *more, **named).flatten(0, 1)
+
+
+@register_notrace_module
+class PositionedWindowAttention(WindowAttention):
+    """Swin's self-attention within windows, each a grid of its own without prefix.
+
+    Swin's mask of shifted windows stays, and its relative position bias, unless the table of that
+    is None. `fused` is that of `attend`.
+    """
+
+    positions: nn.ModuleList
+    fused: Fused = None
+    relative_position_bias_table: nn.Parameter | None  # type: ignore[assignment]
+
+    def set_window_size(self, window_size: tuple[int, int]) -> None:
+        """As in timm, also without a table."""
+        if self.relative_position_bias_table is not None:
+            super().set_window_size(window_size)
+        else:
+            self.window_size = rows, columns = to_2tuple(window_size)
+            self.window_area = rows * columns
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """As in timm, plus the encodings.
+
+        Args:
+            x: (images * windows, T, width), an image's windows one after the other.
+            mask: (windows, T, T), added to the logits.
+
+        Returns:
+            (images * windows, T, width).
+        """
+        query, key, value = _heads(self.qkv(x), self.num_heads)
+        has_bias = self.relative_position_bias_table is not None
+        bias = self._get_rel_pos_bias() if has_bias else None
+        return _within_windows(self, query, key, value, bias, mask)
+
+
+@register_notrace_module
+class PositionedWindowAttentionV2(WindowAttentionV2):
+    """The same of Swin V2: logits are cosines times a learned scale, which encodings are added to.
+
+    `rotate` turns unit vectors; `bias` is made of unit keys, and of unit queries times the scale.
+    Without `cpb_mlp` Swin's own bias is left out.
+    """
+
+    positions: nn.ModuleList
+    fused: Fused = None
+    cpb_mlp: nn.Module | None  # type: ignore[assignment]
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """As in timm, plus the encodings; shapes as in `PositionedWindowAttention`."""
+        projected = self.qkv(x)
+        if self.q_bias is not None:
+            biases: Any = (self.q_bias, self.k_bias, self.v_bias)
+            projected = projected + torch.cat(biases)
+        query, key, value = _heads(projected, self.num_heads)
+        scale = self.logit_scale.clamp(max=math.log(1.0 / 0.01)).exp()
+        query, key = functional.normalize(query, dim=-1) * scale, functional.normalize(key, dim=-1)
+        bias = None if self.cpb_mlp is None else self._own_bias()
+        return _within_windows(self, query, key, value, bias, mask, scale=1.0)
+
+    def _own_bias(self) -> Tensor:
+        """16 sigmoid(MLP(log distances)): (1, heads, T, T)."""
+        own: Any = self
+        table = own.cpb_mlp(own.relative_coords_table).view(-1, self.num_heads)
+        ids = own.relative_position_index
+        bias: Tensor = table[ids.flatten()].unflatten(0, tuple(ids.shape)).permute(2, 0, 1)
+        return 16 * bias[None].sigmoid()
+
+
+def _within_windows(
+    layer: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    scale: float | None = None,
+) -> Tensor:
+    if mask is not None:
+        bias = mask[:, None] if bias is None else bias + mask[:, None]
+        bias = bias.repeat(query.shape[0] // mask.shape[0], 1, 1, 1)
+    rows, columns = layer.window_size
+    out = attend(
+        query,
+        key,
+        value,
+        layer.positions,
+        PositionContext((rows, columns)),
+        bias,
+        layer.fused,
+        _rate(layer.attn_drop),
+        layer.attn_drop,
+        scale,
+    )
+    projected: Tensor = layer.proj_drop(layer.proj(out.transpose(1, 2).flatten(-2)))
+    return projected
+
+
+def _heads(projected: Tensor, heads: int) -> tuple[Tensor, ...]:
+    """(B, T, 3 * width) -> queries, keys, values, each (B, heads, T, head width)."""
+    return projected.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind()
+
+
+def _bias(mask: Tensor | None, is_causal: bool, query: Tensor) -> Tensor | None:
+    if is_causal:
+        tokens = query.shape[-2]
+        mask = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril()
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return mask_bias(mask, query.dtype)
+
+
+def _rate(dropout: nn.Module) -> float:
+    """Rate of a dropout layer as it stands; what was put in its place may have none."""
+    return float(getattr(dropout, "p", 0.0)) if dropout.training else 0.0

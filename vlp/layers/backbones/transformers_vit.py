@@ -1,0 +1,181 @@
+"""How encodings reach into vision transformers of `transformers`: by its attention interface.
+
+Every layer of attention there asks its configuration for the function that attends. A layer with
+encodings has a copy of the configuration that names the function of this module; its class,
+weights and names stay.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from vlp.layers.attention import attend, mask_bias
+from vlp.layers.backbones.adapters import Adapter, Grid
+from vlp.layers.backbones.places import Places
+from vlp.positions.base import PositionEncoding
+
+INTERFACE = "vlp_positions"
+PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"))
+
+
+class TransformersAdapter(Adapter):
+    """A ViT, DeiT, BEiT, DINOv2, DINOv3, CLIP, SigLIP or SigLIP 2 of transformers."""
+
+    positioned: ClassVar[dict[type, type]] = {}
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Find the embeddings and the layers.
+
+        Raises:
+            ValueError: a model with a text encoder, or without embedded patches and attention.
+        """
+        super().__init__(model)
+        name = type(model).__name__
+        found = [
+            (where, module)
+            for where, module in model.named_modules()
+            if type(module).__name__.endswith("Embeddings") and _patches(module) is not None
+        ]
+        if hasattr(model.config, "text_config"):
+            raise ValueError(f"{name} has a text encoder, too; attach to its vision_model alone")
+        inner = [each for each in found if not any(each[0].startswith(f"{o}.") for o, _ in found)]
+        self._layers = [part for part in model.modules() if _attends(part)]
+        if len(inner) != 1 or not self._layers:
+            what = "layers of attention" if len(inner) == 1 else "one embedding of patches"
+            raise ValueError(f"{name} of transformers has not {what} that encodings could enter")
+        self._where, self._embeddings = inner[0]
+        self._projection = _patches(self._embeddings)
+
+    @property
+    def embedded(self) -> str:  # type: ignore[override]
+        """Module whose output are the embedded tokens."""
+        return self._where
+
+    @property
+    def width(self) -> int:
+        """Channels of the embedded tokens."""
+        return int(self._projection.weight.shape[0])  # type: ignore[union-attr]
+
+    @property
+    def grid(self) -> Grid:
+        """Patches of an image of the model's size."""
+        config = self._embeddings.config if hasattr(self._embeddings, "config") else None
+        config = self.model.config if config is None else config
+        if not isinstance(self._projection, nn.Conv2d):
+            side = int(config.num_patches**0.5)
+            return side, side
+        sizes = (config.image_size, config.patch_size)
+        images, patches = (one if isinstance(one, list | tuple) else (one, one) for one in sizes)
+        return int(images[0] // patches[0]), int(images[1] // patches[1])
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Tokens in front of the patches: [CLS], that of distillation, registers."""
+        named = {
+            name.rpartition(".")[2]: each for name, each in self._embeddings.named_parameters()
+        }
+        single = {"cls_token", "class_embedding", "distillation_token"} & named.keys()
+        registers = named.get("register_tokens")
+        return len(single) + (0 if registers is None else int(registers.shape[1]))
+
+    @property
+    def dropped(self) -> float:
+        """None of these models leaves patches out."""
+        return 0.0
+
+    def layers(self) -> list[Any]:
+        """Return the layers of attention in order."""
+        return self._layers
+
+    def prepare(self) -> None:
+        """Make the model say where its tokens lie."""
+        if not hasattr(self.model, "places"):
+            places = self.model.places = Places(self.prefix_tokens)
+            if isinstance(self._projection, nn.Conv2d):
+                self._projection.register_forward_hook(places.see_convolution)
+            else:
+                self._embeddings.register_forward_pre_hook(places.see_sizes)
+
+    def add(self, layer: Any, encoding: PositionEncoding) -> None:
+        """Add an encoding of attention to a layer."""
+        if not hasattr(layer, "positions"):
+            layer.config = copy.copy(layer.config)
+            layer.config._attn_implementation = INTERFACE
+            layer.positions = nn.ModuleList().train(layer.training)
+            layer.places, layer.fused = self.model.places, None
+        layer.positions.append(encoding)
+
+    def drop(self) -> None:
+        """Take the model's own positions away; angles of its RoPE become 0."""
+        super().drop()
+        for name, buffer in self.model.named_buffers():
+            if name.endswith("rope_embeddings.inv_freq"):
+                buffer.zero_()
+
+
+def attend_with_positions(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attend as a function of transformers' AttentionInterface, with the layer's encodings.
+
+    Args:
+        module: the layer.
+        query: (B, heads, T, head width).
+        key: as the queries.
+        value: as the queries.
+        attention_mask: True = may be attended to, or added to the logits; broadcasts to
+            (B, heads, T, T).
+        scaling: of the products; None: 1 / sqrt(head width).
+        dropout: of the probabilities.
+        options: what other functions heed.
+
+    Returns:
+        (B, T, heads, head width), and no probabilities.
+    """
+    bias = attention_mask
+    if bias is not None and bias.dtype == torch.bool:
+        bias = mask_bias(bias, query.dtype)
+    out = attend(
+        query,
+        key,
+        value,
+        module.positions,
+        module.places.read(int(query.shape[-2])),
+        bias,
+        module.fused,
+        dropout,
+        scale=scaling,
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(INTERFACE, attend_with_positions)
+
+
+def _patches(module: nn.Module) -> nn.Conv2d | nn.Linear | None:
+    """Return what projects the patches, or None where a module embeds none."""
+    for name, part in module.named_modules():
+        last = name.rpartition(".")[2]
+        if last in ("projection", "patch_embedding", "patch_embeddings") and isinstance(
+            part, nn.Conv2d | nn.Linear
+        ):
+            return part
+    return None
+
+
+def _attends(module: nn.Module) -> bool:
+    """Return whether a module projects states and asks its configuration how to attend."""
+    has = module._modules.keys()
+    return hasattr(module, "config") and any(has >= set(names) for names in PROJECTIONS)
