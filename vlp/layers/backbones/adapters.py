@@ -175,7 +175,11 @@ class SwinAdapter(Adapter):
         return int(rows), int(columns)
 
     def require_tokens(self, name: str) -> None:
-        """Check that the patch embedding is timm's."""
+        """Check that the patch embedding is timm's.
+
+        Raises:
+            ValueError: it is not.
+        """
         embed = self.model.patch_embed
         if type(embed) not in (PatchEmbed, tokens.PositionedPatchEmbed):
             raise ValueError(

@@ -69,6 +69,14 @@ class Positioned(nn.Module):
     def forward(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
         """As in timm, plus the encodings.
 
+        Args:
+            x: (B, T, width), or as the layer takes it.
+            arguments: further ones of timm's `forward`.
+            options: likewise, by name.
+
+        Returns:
+            As `x`.
+
         Raises:
             ValueError: the tokens are not those of an image that the model has embedded.
         """

@@ -25,7 +25,7 @@ class PositionedMaskUnitAttention(Positioned, MaskUnitAttention):
     reverse: Tensor
 
     def context(self, x: Tensor) -> PositionContext:
-        """Return the grid of a mask unit, or of the image."""
+        """Return the grid of a mask unit, or of the image; x: (B, T, width)."""
         return PositionContext(self.grid)
 
     def attend(
