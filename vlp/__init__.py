@@ -1,26 +1,62 @@
-"""vlp: vision-language pretraining with the anchor-based relative position embedding ACE-RPE."""
+"""vlp: vision-language pretraining with the anchor-based relative position embedding ACE-RPE.
+
+`load` reads a model folder. `VlpModel`, `VlpProcessor`, `VlpImageProcessor`, `VlpConfig` and
+`VlpForQuestionAnswering` are the same as classes of transformers, whose Auto classes know them once
+this package is imported. `create_position` and `list_positions` open the position encodings.
+"""
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
+
+from vlp.tasks.serving.auto import register_when_imported
 
 if TYPE_CHECKING:
     from vlp.models.folder import Loaded as Loaded
     from vlp.models.folder import from_pretrained as load
     from vlp.positions import create_position, list_positions
+    from vlp.tasks.serving.config import VlpConfig
+    from vlp.tasks.serving.image_processor import VlpImageProcessor
+    from vlp.tasks.serving.model import VlpModel
+    from vlp.tasks.serving.processor import VlpProcessor
+    from vlp.tasks.serving.question_answering import VlpForQuestionAnswering
 
 __version__ = "0.1.0"
-__all__ = ["create_position", "list_positions", "load"]
+__all__ = [
+    "VlpConfig",
+    "VlpForQuestionAnswering",
+    "VlpImageProcessor",
+    "VlpModel",
+    "VlpProcessor",
+    "create_position",
+    "list_positions",
+    "load",
+]
+
+_PLACES = {
+    "VlpConfig": "vlp.tasks.serving.config",
+    "VlpForQuestionAnswering": "vlp.tasks.serving.question_answering",
+    "VlpImageProcessor": "vlp.tasks.serving.image_processor",
+    "VlpModel": "vlp.tasks.serving.model",
+    "VlpProcessor": "vlp.tasks.serving.processor",
+    "create_position": "vlp.positions",
+    "list_positions": "vlp.positions",
+    "load": "vlp.models.folder",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Import on first use: `import vlp` itself stays as quick as Python's own start."""
-    if name == "load":
-        from vlp.models.folder import from_pretrained
+    if name not in _PLACES:
+        raise AttributeError(f"module 'vlp' has no attribute {name!r}; there are {__all__}")
+    module = importlib.import_module(_PLACES[name])
+    return getattr(module, "from_pretrained" if name == "load" else name)
 
-        return from_pretrained
-    if name in ("create_position", "list_positions"):
-        import vlp.positions
 
-        return getattr(vlp.positions, name)
-    raise AttributeError(f"module 'vlp' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    """Return what there is, imported or not."""
+    return sorted({name for name in globals() if name.startswith("__")} | {*__all__})
+
+
+register_when_imported()

@@ -230,7 +230,7 @@ def sha256_of(path: Path) -> str:
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
 ) -> None:
-    """Write tensors to a safetensors file and bring it to the disk.
+    """Write tensors to a safetensors file and bring it to the disk, with the user's umask.
 
     Raises:
         OSError: the disk is full or the folder cannot be written.
@@ -241,7 +241,11 @@ def write_tensors(
 
     try:
         plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-        save_file(plain, path, metadata)
+        with atomic_write(path) as file:
+            mode = os.fstat(file.fileno()).st_mode
+            save_file(plain, file.name, metadata)
+            # The library replaces the file by one that its owner alone may read.
+            os.chmod(file.name, mode)
     except SafetensorError as error:
         raise OSError(f"{path}: {error}") from error
     sync_path(path)

@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 from data_tools.__main__ import data_commands
 from evaluation.commands import measure, predictions, reports, reproduction
 from launch.cli import convert, train
+from launch.cli.export import export
 from launch.cli.info import info
 from vlp.command_line import Command, new_app, run_app
 
@@ -33,6 +34,7 @@ def demo(
 
 app.add_typer(train.app)
 app.add_typer(convert.app)
+app.command(cls=Command)(export)
 app.add_typer(measure.app, name="evaluate")
 app.add_typer(predictions.app)
 app.add_typer(reports.app)

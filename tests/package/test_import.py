@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests_support import TINY_MODEL, tiny_text
+
+from vlp.data.image.transforms import Preprocessing
+from vlp.io import write_text
+from vlp.models.config import ModelConfig
+from vlp.models.folder import save_pretrained
+from vlp.models.vlp import VLPModel
 
 PROBE = """
 import socket, subprocess, sys, time
@@ -33,3 +45,28 @@ def test_public_names_are_there():
     assert callable(vlp.load)
     assert "anchor" in vlp.list_positions()
     assert not hasattr(vlp, "nothing")
+
+
+def test_dir_shows_what_there_is():
+    import vlp
+
+    assert {"load", "VlpModel", "VlpProcessor", "VlpConfig", "list_positions"} <= set(dir(vlp))
+    assert all(getattr(vlp, name) is not None for name in vlp.__all__)
+    assert (Path(vlp.__file__).parent / "py.typed").is_file()
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_files_have_the_users_umask(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        text = tiny_text()
+        config = ModelConfig.model_validate(TINY_MODEL)
+        state = VLPModel(config).state_dict()
+        heads = {"head": torch.zeros(2)}
+        save_pretrained(tmp_path / "model", config, state, text, Preprocessing(16), heads)
+        write_text(tmp_path / "model" / "text", "x", durable=True)
+    finally:
+        os.umask(before)
+    modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "model").iterdir()}
+    assert len(modes) == 8
+    assert set(modes.values()) == {0o666 & ~umask}

@@ -1,7 +1,8 @@
 """The public model folder: weights, configuration, tokenizer and preprocessing.
 
-A folder holds `model.safetensors`, `config.json`, the tokenizer's files and `preprocessing.json`;
-one that pretraining wrote also `heads.safetensors`, the prediction heads of its objectives.
+A folder holds `model.safetensors`, `config.json`, the tokenizer's files and
+`processor_config.json`; one that pretraining wrote also `heads.safetensors`, the prediction heads
+of its objectives. `vlp.tasks.serving` reads and writes it by transformers' classes.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from vlp.config import ConfigError, validated
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.text.tokenizer import TextProcessor
-from vlp.io import may_be_on_hub, parse_json, write_tensors
+from vlp.io import may_be_on_hub, parse_json, write_tensors, write_text
 from vlp.models.config import ModelConfig
 from vlp.models.pretrained.load import (
     LoadReport,
@@ -38,6 +40,9 @@ _OPTIONAL = r"(text|image)_tokens\.|cross_encoder\.(layers\.\d+\.(cross_)?attent
 
 WEIGHTS, HEADS, CONFIG = "model.safetensors", "heads.safetensors", "config.json"
 _TOWER = "image_encoder.vit."
+_HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
+Placed = TypeVar("Placed", bound=nn.Module)
+
 RESULTS = "evaluation"
 """The folder beside them that results are written to."""
 
@@ -79,35 +84,107 @@ def save_pretrained(
     folder.mkdir(parents=True, exist_ok=True)
     text.save(folder)
     preprocess.save(folder)
-    state, config = merged_lora(state, config)
+    save_model(folder, config, state)
+    if heads:
+        _write_weights(folder / HEADS, heads)
+
+
+def save_model(folder: Path, config: ModelConfig, state: Mapping[str, Tensor]) -> None:
+    """Write the model of a folder alone: `config.json` and the weights; low-rank ones are merged.
+
+    Args:
+        folder: made if missing.
+        config: sizes of the model.
+        state: full weights and buffers of a `VLPModel`, by name.
+    """
+    state, config = merged_lora(dict(state), config)
+    save_sizes(folder, config)
+    _write_weights(folder / WEIGHTS, state)
+
+
+def save_sizes(folder: Path, config: ModelConfig) -> None:
+    """Write a folder's `config.json`."""
     # A loaded folder needs no public weights: they are part of its own.
     plain = config.model_dump(mode="json")
     for part in ("text", "image", "cross"):
         plain[part]["weights"] = None
-    (folder / CONFIG).write_text(
-        json.dumps({"model_type": "vlp", **plain}, indent=2) + "\n", encoding="utf-8"
-    )
-    for file, tensors in ((WEIGHTS, state), (HEADS, heads)):
-        if own := {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}:
-            write_tensors(folder / file, own, {"format": "pt"})
+    text = json.dumps({"model_type": "vlp", **plain}, indent=2) + "\n"
+    write_text(folder / CONFIG, text)
 
 
-def from_pretrained(folder_or_name: str | Path) -> Loaded:
-    """Load a model folder, in evaluation mode on the CPU.
+def from_pretrained(
+    folder_or_name: str | Path,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    revision: str | None = None,
+) -> Loaded:
+    """Load a model folder, in evaluation mode.
 
     A name that is no local folder is looked up on the hub (`huggingface_hub.snapshot_download`).
+
+    Args:
+        folder_or_name: model folder, or a name on the hub.
+        device: where the model goes, such as "cuda"; None: the CPU. Inputs go there, too.
+        dtype: of its weights, such as "bfloat16"; None: as they are stored.
+        revision: branch, tag or commit of a name on the hub.
 
     Raises:
         FileNotFoundError: neither a folder nor a hub name, or a file is missing in it.
         ConfigError: `config.json` is no configuration of this version's model.
-        ValueError: the weights do not fit the configuration, or a file is damaged.
+        ValueError: the weights do not fit the configuration, a file is damaged, or there is no such
+            device or type.
     """
-    folder = local_folder(folder_or_name)
+    folder = local_folder(folder_or_name, revision)
+    model = placed(read_model(folder), device, dtype)
+    text = TextProcessor.load(folder, model.config.text.max_tokens)
+    return Loaded(model, text, Preprocessing.load(folder), read_heads(folder), folder)
+
+
+def placed(
+    module: Placed,
+    device: torch.device | str | int | None = None,
+    dtype: torch.dtype | str | None = None,
+) -> Placed:
+    """Move a model, or a task with one, to a device and a type, as `from_pretrained` takes them.
+
+    Raises:
+        ValueError: there is no such device or type here.
+    """
+    wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is not None and not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):
+        raise ValueError(f"dtype {dtype!r} is none of float32, bfloat16, float16, float64")
+    models = [part for part in module.modules() if isinstance(part, VLPModel)]
+    thresholds = [model.anchor_threshold for model in models]
+    try:
+        module = module.to(device=device, dtype=wanted)
+    except (RuntimeError, AssertionError) as error:
+        here = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
+        raise ValueError(
+            f"device {str(device)!r} cannot be used here; there are {', '.join(here)}"
+        ) from error
+    for model, threshold in zip(models, thresholds):
+        # Similarities, which it is compared with, stay in float32.
+        model.anchor_threshold = threshold.to(model.anchor_threshold.device)
+    return module
+
+
+def read_model(folder: Path, config: ModelConfig | None = None) -> VLPModel:
+    """Read a folder's model, in evaluation mode on the CPU.
+
+    Args:
+        folder: of this machine.
+        config: sizes in place of those in its `config.json`.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ConfigError: `config.json` is no configuration of this version's model.
+        ValueError: the weights do not fit the configuration, or are damaged.
+    """
     config_file, weights_file = folder / CONFIG, folder / WEIGHTS
     for file in (config_file, weights_file):
         if not file.is_file():
             raise FileNotFoundError(f"{folder} is not a model folder: {file.name} is missing")
-    config = read_config(config_file)
+    config = config or read_config(config_file)
     _require_room(config, config_file, weights_file)
     model = VLPModel(config)
     state = _read_weights(weights_file)
@@ -115,8 +192,7 @@ def from_pretrained(folder_or_name: str | Path) -> Loaded:
         model.load_state_dict(state)
     except RuntimeError as error:
         raise ValueError(f"{weights_file} does not fit {config_file}: {error}") from error
-    text = TextProcessor.load(folder, config.text.max_tokens)
-    return Loaded(model.eval(), text, Preprocessing.load(folder), read_heads(folder), folder)
+    return model.eval()
 
 
 def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
@@ -242,6 +318,11 @@ def _require_room(config: ModelConfig, file: Path, weights: Path) -> None:
             raise ConfigError(f"{file}: {name} is more than the weights of {weights.name} hold")
 
 
+def _write_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    own = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+    write_tensors(file, own, {"format": "pt"})
+
+
 def _read_weights(file: Path) -> dict[str, Tensor]:
     try:
         return load_file(file)
@@ -264,8 +345,13 @@ def is_local(folder_or_name: str | Path) -> bool:
     )
 
 
-def local_folder(folder_or_name: str | Path) -> Path:
+def local_folder(folder_or_name: str | Path, revision: str | None = None, **options: Any) -> Path:
     """A folder itself (see `is_local`), or a name on the hub as its local copy.
+
+    Args:
+        folder_or_name: what is asked for.
+        revision: branch, tag or commit on the hub.
+        options: further ones of `huggingface_hub.snapshot_download`, such as `token`.
 
     Raises:
         FileNotFoundError: neither.
@@ -280,9 +366,27 @@ def local_folder(folder_or_name: str | Path) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name))
+        return Path(snapshot_download(name, revision=revision, **options))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise FileNotFoundError(f"{name} is neither a model folder nor found on the hub") from error
+        at = f" at revision {revision}" if revision else ""
+        raise FileNotFoundError(
+            f"{name} is neither a model folder nor found on the hub{at}"
+        ) from error
+
+
+def hub_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Take those of the hub, and what Auto classes add, out of transformers' options.
+
+    Args:
+        options: of `from_pretrained`; keeps the rest.
+
+    Returns:
+        Options of `local_folder`.
+    """
+    taken = {name: options.pop(name) for name in _HUB_OPTIONS if name in options}
+    for name in [name for name in options if name.startswith("_")]:
+        del options[name]
+    return {name: value for name, value in taken.items() if value is not None}
 
 
 def _may_be_on_hub(folder_or_name: str | Path) -> bool:

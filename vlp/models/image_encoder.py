@@ -58,10 +58,11 @@ class ImageEncoder(TrainableTower):
         Raises:
             ValueError: patches of a tower's stored output are to be edited.
         """
+        pixels = pixels.to(self.projection.weight.dtype)
         if pixels.ndim == 3:
             if edit_patches is not None:
                 raise ValueError("stored tower outputs have no patch embeddings that can be edited")
-            return self.after_tower(pixels.to(self.projection.weight.dtype))
+            return self.after_tower(pixels)
         if self.config.average_hflip and not self.training and edit_patches is None:
             return self.after_tower(self.hflip_averaged_tower(pixels))
         return self.after_tower(self.tower(pixels, edit_patches))

@@ -76,10 +76,9 @@ class VLPModel(nn.Module):
             edit_patches: as `ImageEncoder` takes it.
         """
         states = self.image_encoder(pixels, edit_patches)
-        feature = self.image_encoder.projection(pool_states(states, self.config.image.pooling))
         return ImageFeatures(
             states=states,
-            feature=_unit(self.feature_dropout(feature)),
+            feature=_unit(self.feature_dropout(self.project_image(states))),
             tokens=_unit(self._token_projection("image")(states[:, 1:])),
         )
 
@@ -94,14 +93,22 @@ class VLPModel(nn.Module):
             word_mask: (B, N) bool, True = a real word piece (no [CLS], [SEP], padding).
         """
         states = self.text_encoder(text_ids, attention_mask)
-        pooled = pool_states(states, self.config.text.pooling, attention_mask)
         return TextFeatures(
             states=states,
-            feature=_unit(self.text_encoder.projection(pooled)),
+            feature=_unit(self.project_text(states, attention_mask)),
             tokens=_unit(self._token_projection("text")(states)),
             attention_mask=attention_mask,
             word_mask=word_mask,
         )
+
+    def project_image(self, states: Tensor) -> Tensor:
+        """Pool and project an image's states (B, 1 + M, width) -> (B, d), of any length."""
+        return self.image_encoder.projection(pool_states(states, self.config.image.pooling))
+
+    def project_text(self, states: Tensor, attention_mask: Tensor) -> Tensor:
+        """Pool and project a text's states (B, N, width), mask (B, N) -> (B, d), of any length."""
+        pooled = pool_states(states, self.config.text.pooling, attention_mask)
+        return self.text_encoder.projection(pooled)
 
     def anchor_features(self, image: ImageFeatures, text: TextFeatures) -> tuple[Tensor, Tensor]:
         """Return the inputs of Eq. 3: (B, M, D) of the patches and (B, N, D) of the tokens."""
@@ -179,8 +186,15 @@ class VLPModel(nn.Module):
         return CrossFeatures(text=text_states, image=None, anchors=anchors)
 
     def match(self, image: ImageFeatures, text: TextFeatures) -> Tensor:
-        """Log-odds that row i's text describes row i's image: (B,) float32."""
-        logits = self.match_logits(self.cross(image, text, need_image=False)).float()
+        """Log-odds that row i's text describes row i's image: (B,) float32.
+
+        One image is matched with every text, and one text with every image.
+
+        Raises:
+            ValueError: there are several of both, and not as many of one as of the other.
+        """
+        pairs = pairs_of(len(image.states), len(text.states), text.states.device)
+        logits = self.match_logits(self.cross(image, text, pairs, need_image=False)).float()
         return logits[:, 1] - logits[:, 0]
 
     def match_logits(self, crossed: CrossFeatures) -> Tensor:
@@ -197,6 +211,24 @@ class VLPModel(nn.Module):
         shared = [self.text_encoder.projection, self.image_encoder.projection]
         own = [self.text_tokens, self.image_tokens] if self.config.token_projection else []
         return shared + own
+
+
+def pairs_of(images: int, texts: int, device: torch.device | None = None) -> PairIndices | None:
+    """Return which rows pair when one image, or one text, stands for all; None: row by row.
+
+    Raises:
+        ValueError: there are several of both, and not as many of one as of the other.
+    """
+    if images == texts:
+        return None
+    if 1 not in (images, texts):
+        raise ValueError(
+            f"{images} images and {texts} texts make no pairs: give as many of both, or one of "
+            "either"
+        )
+    several = torch.arange(max(images, texts), device=device)
+    one = torch.zeros_like(several)
+    return PairIndices(several, one) if images == 1 else PairIndices(one, several)
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -18,9 +18,11 @@ from vlp.data.config import AugmentConfig
 from vlp.data.image.decode import upright_rgb
 from vlp.data.image.jpeg import JpegImage, levels_of
 from vlp.data.image.randaugment import randaugment
-from vlp.io import parse_json
+from vlp.io import parse_json, write_text
 
-FILE_NAME = "preprocessing.json"
+FILE_NAME = "processor_config.json"
+"""transformers' name of the file, and its form."""
+FORMER_NAME = "preprocessing.json"
 
 RGB = tuple[float, float, float]
 
@@ -76,27 +78,34 @@ class Preprocessing:
         return normalise(levels, self.mean, self.std)
 
     def save(self, folder: str | Path) -> None:
-        """Write `preprocessing.json`."""
-        settings = {"image_size": self.image_size, "mean": self.mean, "std": self.std}
-        path = Path(folder) / FILE_NAME
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        """Write `processor_config.json`, from which transformers' `AutoProcessor` is made, too."""
+        side = self.image_size
+        image_processor = {
+            "image_processor_type": "VlpImageProcessor",
+            "size": {"height": side, "width": side},
+            "image_mean": self.mean,
+            "image_std": self.std,
+        }
+        said = {"processor_class": "VlpProcessor", "image_processor": image_processor}
+        write_text(Path(folder) / FILE_NAME, json.dumps(said, indent=2) + "\n")
 
     @classmethod
     def load(cls, folder: str | Path) -> Preprocessing:
-        """Read `preprocessing.json`.
+        """Read `processor_config.json`, or the `preprocessing.json` that stood in its place.
 
         Raises:
             ConfigError: it is not there, or not what `save` writes.
         """
-        path = Path(folder) / FILE_NAME
+        path, former = Path(folder) / FILE_NAME, Path(folder) / FORMER_NAME
+        old = former.is_file() and not path.exists()
+        path = former if old else path
         try:
             settings = parse_json(path.read_text(encoding="utf-8"))
-            red, green, blue = settings["mean"]
-            red_std, green_std, blue_std = settings["std"]
-            return cls(
-                int(settings["image_size"]), (red, green, blue), (red_std, green_std, blue_std)
-            )
+            settings = settings if old else settings["image_processor"]
+            red, green, blue = settings["mean" if old else "image_mean"]
+            red_std, green_std, blue_std = settings["std" if old else "image_std"]
+            side = settings["image_size"] if old else settings["size"]["height"]
+            return cls(int(side), (red, green, blue), (red_std, green_std, blue_std))
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
         except (KeyError, TypeError, ValueError) as error:

@@ -125,6 +125,7 @@ class TextProcessor:
             settings = {"tokenizer_class": "BertTokenizer", "do_lower_case": True}
         settings |= {
             "model_max_length": self.max_tokens,
+            "model_input_names": ["input_ids", "attention_mask"],
             "pad_token": self._names[PAD],
             "unk_token": self._names[UNK],
             "cls_token": self._names[CLS],

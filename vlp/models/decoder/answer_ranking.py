@@ -97,6 +97,17 @@ class AnswerRanking:
             best[undecided] = tried.masked_fill(behind, len(self._answers)).amin(1)
         return Ranked(best, odds)
 
+    @torch.no_grad()
+    def likelihoods(self, memory: Memory) -> Tensor:
+        """Compute the log-probability of every answer for B rows, (B, A); -inf: no candidate."""
+        rows = torch.arange(len(memory.layers[0][0]), device=self._answers.device)
+        first_odds = self._first_tokens(memory, len(rows))
+        tried = first_odds.argsort(dim=1, descending=True, stable=True)
+        if not self._exact:
+            tried = tried[:, : self._wide]
+        found = self._likelihoods(memory, rows, tried)
+        return torch.full_like(first_odds, -torch.inf).scatter(1, tried, found)
+
     def _first_tokens(self, memory: Memory, rows: int) -> Tensor:
         """log p of each answer's first token, (B, A)."""
         start = self._answers[:1, :1].expand(rows, 1)

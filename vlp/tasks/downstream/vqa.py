@@ -152,11 +152,7 @@ class Vqa(Distilled):
         config, words = self.config, self.model.text_encoder.embedding
         memory = self.remember(batch)
         if (how or config.predict) == "rank":
-            listed = torch.tensor(list(self._by_ids), device=batch.pixels.device)
-            ranking = AnswerRanking(
-                self.decoder, listed, words, self.text.pad_id, config.candidates
-            )
-            return [self.answers[number] for number in ranking(memory).best.tolist()]
+            return [self.answers[number] for number in self.ranking()(memory).best.tolist()]
         ids = generate(
             self.decoder,
             memory,
@@ -166,6 +162,12 @@ class Vqa(Distilled):
             config.beams,
         )
         return [self._as_listed(said) for said in self._sentences(ids)]
+
+    def ranking(self) -> AnswerRanking:
+        """Return what ranks the listed answers, on the device of the model."""
+        words = self.model.text_encoder.embedding
+        listed = torch.tensor(list(self._by_ids), device=words.word.weight.device)
+        return AnswerRanking(self.decoder, listed, words, self.text.pad_id, self.config.candidates)
 
     def _as_listed(self, said: str) -> str:
         """Spell an answer as the list does, where it is listed ("10:30", not "10 : 30")."""

@@ -1,0 +1,76 @@
+"""Exported programs give what the model gives, for other batches than they were traced with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import vlp
+from launch.cli.main import main
+from vlp.tasks.serving import export as module
+from vlp.tasks.serving.export import export_parts
+
+
+@pytest.fixture(scope="module")
+def examples(folder):
+    """Inputs and outputs of every part for a batch of two, by the part's name."""
+    parts = export_parts(vlp.load(folder))
+    found = {}
+    for part in parts:
+        inputs = {name: tensor[:2] for name, tensor in part.inputs.items()}
+        with torch.no_grad():
+            out = part.module(**inputs)
+        found[part.name] = inputs, out if isinstance(out, tuple) else (out,), part.outputs
+    return found
+
+
+def test_the_parts_are_the_model(folder, examples):
+    model, text, *_ = vlp.load(folder)
+    pixels = examples["image"][0]["pixel_values"]
+    ids = examples["text"][0]["input_ids"]
+    tokens = [tokens[:2] for tokens in text(["a", "a b c d e", ""])]
+    assert torch.equal(tokens[0], ids)
+    with torch.no_grad():
+        image, words = model.encode_image(pixels), model.encode_text(*tokens)
+        assert torch.equal(examples["image"][1][0], image.feature)
+        assert torch.equal(examples["text"][1][0], words.feature)
+        assert torch.equal(examples["match"][1][0], model.match(image, words))
+
+
+def test_onnx(folder, tmp_path, examples, capsys):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    assert main(["export", "--model", str(folder), "--out", str(tmp_path)]) == 0
+    assert "match.onnx" in capsys.readouterr().out
+    for name, (inputs, expected, outputs) in examples.items():
+        session = onnxruntime.InferenceSession(
+            tmp_path / f"{name}.onnx", providers=["CPUExecutionProvider"]
+        )
+        assert [one.name for one in session.get_inputs()] == list(inputs)
+        assert [one.name for one in session.get_outputs()] == list(outputs)
+        for rows in (1, 2):
+            given = {key: tensor[:rows].numpy() for key, tensor in inputs.items()}
+            for ours, theirs in zip(expected, session.run(None, given)):
+                np.testing.assert_allclose(theirs, ours[:rows].numpy(), atol=1e-4, rtol=0)
+    assert {"tokenizer.json", "processor_config.json"} <= {f.name for f in tmp_path.iterdir()}
+
+
+def test_torch_export(folder, tmp_path, examples):
+    arguments = ["--model", str(folder), "--out", str(tmp_path), "--format", "torch"]
+    assert main(["export", *arguments]) == 0
+    for name, (inputs, expected, _) in examples.items():
+        program = torch.export.load(tmp_path / f"{name}.pt2").module()
+        out = program(**inputs)
+        for ours, theirs in zip(expected, out if isinstance(out, tuple) else (out,)):
+            torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=0)
+
+
+def test_a_missing_package_is_named(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(module, "_NEEDED", ("no_such_package",))
+    assert main(["export", "--model", str(folder), "--out", str(tmp_path)]) == 2
+    assert "pip install 'vlp[export]'" in capsys.readouterr().err
+    assert main(["export", "--model", "./nowhere", "--out", str(tmp_path)]) == 2
+    assert "there is no model folder ./nowhere" in capsys.readouterr().err
+    assert list(Path(tmp_path).iterdir()) == []

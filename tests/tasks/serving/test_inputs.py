@@ -1,0 +1,83 @@
+"""Images and texts in every form that people have are prepared alike, and others are named."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import vlp
+from vlp.tasks.serving.inputs import as_images, as_texts
+
+
+@pytest.fixture(scope="module")
+def processor(folder):
+    return vlp.VlpProcessor.from_pretrained(folder)
+
+
+def test_forms_of_one_image_are_prepared_alike(processor, photo, folder):
+    image = Image.open(photo)
+    levels = np.asarray(image)
+    expected = vlp.load(folder).preprocess(image)[None]
+    tensor = torch.from_numpy(levels.copy()).permute(2, 0, 1)
+    for given in (
+        photo, str(photo), image, levels, levels / 255, tensor, tensor / 255, tensor[None],
+        levels.transpose(2, 0, 1), [photo], (levels,), levels.astype(np.int64),
+    ):  # fmt: skip
+        found = processor(images=given)["pixel_values"]
+        assert torch.equal(found, expected), type(given)
+    several = processor(images=[photo, image, tensor])["pixel_values"]
+    assert torch.equal(several, expected.expand(3, -1, -1, -1))
+    grey = levels[..., 0]
+    assert processor(images=grey)["pixel_values"].shape == (1, 3, 16, 16)
+    assert processor(images=grey[..., None] > 100)["pixel_values"].shape == (1, 3, 16, 16)
+
+
+def test_texts(processor, folder):
+    one, several = processor(text="a star"), processor(text=["a star", "a red circle"])
+    assert torch.equal(one["input_ids"][0], several["input_ids"][0])
+    ids, attention, words = vlp.load(folder).text(["a star", "a red circle"])
+    assert torch.equal(several["input_ids"], ids)
+    assert torch.equal(several["attention_mask"].bool(), attention)
+    assert torch.equal(several["word_mask"], words)
+    arrays = processor(text="a star", images=np.zeros((4, 4), np.uint8), return_tensors="np")
+    assert all(isinstance(array, np.ndarray) for array in arrays.values())
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        (3, TypeError, "an image is of type int; give a path, a PIL image"),
+        (b"bytes", TypeError, "an image is of type bytes"),
+        ([], ValueError, "images is empty"),
+        (np.zeros((4, 4, 7)), ValueError, r"shape \(4, 4, 7\); give \(height, width, 3\)"),
+        (np.zeros((0, 4, 3)), ValueError, "shape"),
+        (torch.randn(3, 8, 8) * 9, ValueError, "not normalised"),
+        (np.full((4, 4, 3), 300), ValueError, "from 300 to 300; give whole numbers in 0..255"),
+        ("nowhere.jpg", FileNotFoundError, "there is no image file nowhere.jpg"),
+        (__file__, OSError, "this image cannot be used: .*test_inputs.py"),
+    ],
+)
+def test_other_images_are_one_sentence(given, kind, message):
+    with pytest.raises(kind, match=message) as raised:
+        as_images(given)
+    assert len(str(raised.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        (3, TypeError, "a text is of type int; give a string or a list of strings"),
+        (["a", None], TypeError, "a text is of type NoneType"),
+        ([], ValueError, "text is empty"),
+    ],
+)
+def test_other_texts_are_one_sentence(given, kind, message):
+    with pytest.raises(kind, match=message):
+        as_texts(given)
+
+
+def test_nothing_is_an_error(processor):
+    with pytest.raises(ValueError, match="give images, text or both"):
+        processor()

@@ -1,0 +1,77 @@
+"""Question answering through transformers' class is the task's own ranking."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from question_shards import AUGMENT, coloured, toy_parts, write_shards
+
+import vlp
+from vlp.tasks.downstream.vqa import VqaConfig, build
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory):
+    """A folder as `vlp finetune vqa` leaves it, with a decoder far from its start."""
+    shards = write_shards(tmp_path_factory.mktemp("vqa"), coloured(12))
+    data = {"train": [str(shards)], "canonical_streams": 1, "augment": AUGMENT, "max_answer": 6}
+    config = VqaConfig.model_validate({"data": data, "decoder": {"layers": 2}})
+    task, _ = build(config, toy_parts(), 4, 0, "float32")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weights in task.decoder.parameters():
+            weights.add_(torch.randn_like(weights) * 0.2)
+    place = tmp_path_factory.mktemp("tuned") / "model"
+    task.save_model(place, task.state_dict())
+    return place, task.eval(), shards
+
+
+def test_answers_are_the_tasks(tuned, tmp_path):
+    folder, task, shards = tuned
+    data = task.dataset([shards])
+    batch = data.collate([data.make(data.items.read(number), number) for number in range(5)])
+    model = vlp.VlpForQuestionAnswering.from_pretrained(folder)
+    inputs = {
+        "pixel_values": batch.pixels,
+        "input_ids": batch.text_ids,
+        "attention_mask": batch.attention_mask.long(),
+        "word_mask": batch.word_mask,
+    }
+    with torch.no_grad():
+        expected = task.predict(batch)
+    best = [rows[0].answer for rows in model.answer(**inputs)]
+    assert best == expected
+    assert list(model.config.id2label.values()) == list(task.answers)
+    logits = model(**inputs).logits
+    assert logits.shape == (5, len(task.answers))
+    assert (logits.sigmoid() <= 1).all()
+    (two,) = model.answer(**{name: one[:1] for name, one in inputs.items()}, top_k=2)
+    assert two[0].score >= two[1].score > 0
+    model.save_pretrained(tmp_path)
+    again = vlp.VlpForQuestionAnswering.from_pretrained(tmp_path)
+    assert torch.equal(again(**inputs).logits, logits)
+
+
+def test_auto_classes_find_both_models(tuned):
+    from transformers import AutoModel, AutoModelForVisualQuestionAnswering
+
+    folder, _, _ = tuned
+    assert isinstance(AutoModel.from_pretrained(folder), vlp.VlpModel)
+    answering = AutoModelForVisualQuestionAnswering.from_pretrained(folder)
+    assert isinstance(answering, vlp.VlpForQuestionAnswering)
+
+
+def test_one_image_and_several_questions(tuned, photo):
+    folder, task, _ = tuned
+    model = vlp.VlpForQuestionAnswering.from_pretrained(folder)
+    processor = vlp.VlpProcessor.from_pretrained(folder)
+    found = model.answer(**processor(images=photo, text=["what colour ?", "how many ?"]))
+    assert len(found) == 2
+    assert found[0][0].answer in task.answers
+
+
+def test_other_folders_are_named(folder):
+    with pytest.raises(FileNotFoundError, match="pretrained, not fine-tuned"):
+        vlp.VlpForQuestionAnswering.from_pretrained(folder)
+    with pytest.raises(ValueError, match="use from_pretrained"):
+        vlp.VlpForQuestionAnswering(vlp.VlpConfig())

@@ -1,0 +1,1 @@
+"""A trained model in other programs: transformers' classes, and exports to torch and ONNX."""

@@ -1,0 +1,220 @@
+"""The image tower, the text tower and the ITM head as torch.export programs or ONNX files.
+
+Every input and output has the batch as its first axis, of any size; texts have the folder's
+`max_tokens`, images its size.
+
+| file | inputs | outputs |
+|---|---|---|
+| `image` | pixel_values | image_embeds, image_states, image_tokens |
+| `text` | input_ids, attention_mask | text_embeds, text_states, text_tokens |
+| `match` | states and tokens of both, attention_mask, word_mask | log_odds |
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from vlp.config import ConfigError
+from vlp.models.features import ImageFeatures, TextFeatures
+from vlp.models.folder import Loaded
+from vlp.models.vlp import VLPModel
+
+Form = Literal["onnx", "torch"]
+
+SUFFIXES: dict[Form, str] = {"onnx": ".onnx", "torch": ".pt2"}
+_NEEDED = ("onnx", "onnxscript")
+_ONE_FILE = 3 * 2**29
+"""Bytes of weights in one ONNX file, which may not exceed 2 GiB; more go into FILE.data."""
+_EXAMPLE_ROWS = 3
+"""Rows of the batch that a program is traced with; 1 would be taken for a constant."""
+
+
+class ExportPart(NamedTuple):
+    """One program: its file's name, the module, example inputs by name, and names of outputs."""
+
+    name: str
+    module: nn.Module
+    inputs: dict[str, Tensor]
+    outputs: tuple[str, ...]
+
+
+class ExportImage(nn.Module):
+    """Image tower of a model."""
+
+    def __init__(self, model: VLPModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Encode (B, 3, height, width) to (B, d), (B, 1 + M, width) and (B, M, d)."""
+        image = self.model.encode_image(pixel_values)
+        return image.feature, image.states, image.tokens
+
+
+class ExportText(nn.Module):
+    """Text tower of a model."""
+
+    def __init__(self, model: VLPModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Encode ids and mask (B, N) int64 to (B, d), (B, N, width) and (B, N, d)."""
+        mask = attention_mask.bool()
+        text = self.model.encode_text(input_ids, mask, mask)
+        return text.feature, text.states, text.tokens
+
+
+class ExportMatch(nn.Module):
+    """Cross-modal encoder and ITM head of a model."""
+
+    def __init__(self, model: VLPModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        image_states: Tensor,
+        image_tokens: Tensor,
+        text_states: Tensor,
+        text_tokens: Tensor,
+        attention_mask: Tensor,
+        word_mask: Tensor,
+    ) -> Tensor:
+        """Return log-odds (B,) of B pairs; all inputs (B, ...) as the towers and the processor
+        give them.
+        """
+        image = ImageFeatures(image_states, image_states[:, 0], image_tokens)
+        text = TextFeatures(
+            text_states, text_states[:, 0], text_tokens, attention_mask.bool(), word_mask
+        )
+        logits = self.model.match_logits(self.model.cross(image, text, need_image=False))
+        return logits[:, 1] - logits[:, 0]
+
+
+@torch.no_grad()
+def export_parts(loaded: Loaded) -> list[ExportPart]:
+    """Return what is exported, with examples of its inputs.
+
+    Args:
+        loaded: on the CPU in float32; its text encoder leaves its groups of similar length.
+    """
+    model, size = loaded.model.eval(), loaded.model.config.image.image_size
+    model.text_encoder.length_groups = 1  # groups depend on the data; the outputs do not on them
+    pixels = torch.rand(_EXAMPLE_ROWS, 3, size, size) * 2 - 1
+    ids, attention, words = loaded.text(["a", "a b c d e", ""][:_EXAMPLE_ROWS])
+    image, text = ExportImage(model), ExportText(model)
+    _, image_states, image_tokens = image(pixels)
+    _, text_states, text_tokens = text(ids, attention)
+    return [
+        ExportPart(
+            "image",
+            image,
+            {"pixel_values": pixels},
+            ("image_embeds", "image_states", "image_tokens"),
+        ),
+        ExportPart(
+            "text",
+            text,
+            {"input_ids": ids, "attention_mask": attention.long()},
+            ("text_embeds", "text_states", "text_tokens"),
+        ),
+        ExportPart(
+            "match",
+            ExportMatch(model),
+            {
+                "image_states": image_states,
+                "image_tokens": image_tokens,
+                "text_states": text_states,
+                "text_tokens": text_tokens,
+                "attention_mask": attention.long(),
+                "word_mask": words,
+            },
+            ("log_odds",),
+        ),
+    ]
+
+
+@torch.no_grad()
+def exported_program(part: ExportPart) -> ExportedProgram:
+    """Trace a part for batches of any size."""
+    batch = Dim("batch", min=1)
+    return torch.export.export(
+        part.module,
+        (),
+        part.inputs,
+        dynamic_shapes={name: {0: batch} for name in part.inputs},
+    )
+
+
+def export_model(loaded: Loaded, out: Path, form: Form = "onnx") -> list[Path]:
+    """Write every part of a model, and the tokenizer and preparation beside them.
+
+    Args:
+        loaded: from `vlp.load`, on the CPU.
+        out: folder, made if missing; files of the same name are replaced.
+        form: "onnx" (opset of the installed torch) or "torch", which `torch.export.load` reads.
+
+    Returns:
+        The files of the parts.
+
+    Raises:
+        ConfigError: a package that ONNX needs is not installed.
+    """
+    if form == "onnx":
+        for package in _NEEDED:
+            if importlib.util.find_spec(package) is None:
+                raise ConfigError(
+                    f"ONNX needs the package {package}: pip install 'vlp[export]', or give "
+                    "--format torch"
+                )
+    out.mkdir(parents=True, exist_ok=True)
+    files = []
+    with _quiet():
+        for part in export_parts(loaded):
+            program, file = exported_program(part), out / f"{part.name}{SUFFIXES[form]}"
+            if form == "torch":
+                torch.export.save(program, file)
+            else:
+                _write_onnx(program, part, file)
+            files.append(file)
+    loaded.text.save(out)
+    loaded.preprocess.save(out)
+    return files
+
+
+def _write_onnx(program: ExportedProgram, part: ExportPart, file: Path) -> None:
+    made = torch.onnx.export(
+        program,
+        input_names=list(part.inputs),
+        output_names=list(part.outputs),
+        dynamo=True,
+        verbose=False,
+    )
+    assert made is not None
+    large = sum(tensor.nbytes for tensor in program.state_dict.values()) > _ONE_FILE
+    made.save(str(file), external_data=large)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the exporter's warnings about its own internals off the terminal."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,318 @@
+"""The VLP model as a class of transformers, with the calls of CLIP and of open_clip."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModel, AutoModelForZeroShotImageClassification, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from vlp.data.text.tokenizer import TextTokens
+from vlp.models.config import ModelConfig
+from vlp.models.features import ImageFeatures, TextFeatures
+from vlp.models.folder import hub_options, local_folder, placed, read_model, save_model
+from vlp.models.vlp import VLPModel, pairs_of
+from vlp.tasks.serving.config import VlpConfig
+from vlp.tasks.serving.outputs import VlpOutput
+
+_PREFIX = "model."
+_IGNORED = {
+    *("adapter_kwargs", "attn_implementation", "low_cpu_mem_usage", "output_loading_info"),
+    *("trust_remote_code", "use_safetensors", "weights_only", "state_dict", "tp_plan"),
+}
+"""Arguments of transformers' `from_pretrained` that change nothing here."""
+
+
+class VlpModel(PreTrainedModel):
+    """A `VLPModel` (in `model`) with named inputs and outputs.
+
+    Its folder is that of training: `from_pretrained` reads what training wrote, and `vlp.load` what
+    `save_pretrained` of the model and of its processor wrote.
+
+    Args:
+        config: sizes.
+        model: that is taken over; None makes one with fresh weights.
+    """
+
+    config_class = VlpConfig
+    base_model_prefix = "vlp"
+    main_input_name = "pixel_values"
+
+    def __init__(self, config: VlpConfig, model: VLPModel | None = None) -> None:
+        super().__init__(config)
+        self.model = VLPModel(config.sizes) if model is None else model
+        self.post_init()
+
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        """Leave the weights: `VLPModel` has its own start."""
+
+    def forward(
+        self,
+        pixel_values: Tensor | None = None,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        word_mask: Tensor | None = None,
+        match: bool = False,
+        output_anchors: bool = False,
+        return_loss: bool = False,
+        return_dict: bool | None = None,
+        token_type_ids: Tensor | None = None,
+    ) -> VlpOutput | tuple[Tensor, ...]:
+        """Encode images, texts or both, and compare all with all.
+
+        Args:
+            pixel_values: (I, 3, height, width), from the processor.
+            input_ids: (T, N) int64; padding at the end.
+            attention_mask: (T, N), 1 = not padding; None: all.
+            word_mask: (T, N) bool, from the processor; None: all but each text's first and last
+                token. Anchors and matching read it.
+            match: give `itm_logits` of the pairs: row by row, or one image or one text with all.
+            output_anchors: give similarities, anchors and paths of the same pairs.
+            return_loss: give the contrastive loss of images and texts that pair row by row.
+            return_dict: False gives a tuple of what is not None.
+            token_type_ids: ignored, (T, N).
+
+        Raises:
+            ValueError: there is neither image nor text, or what is asked for needs both, or pairs.
+        """
+        image = None if pixel_values is None else self.image_features(pixel_values)
+        text = None
+        if input_ids is not None:
+            text = self.text_features(input_ids, attention_mask, word_mask)
+        found: dict[str, Tensor] = {}
+        if image is not None:
+            found["image_embeds"] = image.feature
+        if text is not None:
+            found["text_embeds"] = text.feature
+        if image is None or text is None:
+            if image is text or match or output_anchors or return_loss:
+                raise ValueError("give pixel_values and input_ids, as the processor makes them")
+        else:
+            per_image = image.feature @ text.feature.T / self.model.temperature()
+            found |= {"logits_per_image": per_image, "logits_per_text": per_image.T}
+            if return_loss:
+                found["loss"] = _contrastive(per_image)
+            if match or output_anchors:
+                found |= self._of_pairs(image, text, match, output_anchors)
+        out = VlpOutput(**found)
+        wanted = return_dict if return_dict is not None else self.config.return_dict
+        return out if wanted is not False else out.to_tuple()
+
+    def encode_image(self, pixels: Tensor, normalize: bool = False) -> Tensor:
+        """Embed images, as open_clip does.
+
+        Args:
+            pixels: (B, 3, height, width), from the processor or `preprocess`.
+            normalize: to unit length.
+
+        Returns:
+            (B, d).
+        """
+        feature = self.model.project_image(self.model.image_encoder(pixels))
+        return functional.normalize(feature, dim=-1) if normalize else feature
+
+    def encode_text(
+        self, tokens: TextTokens | Mapping[str, Tensor] | Tensor, normalize: bool = False
+    ) -> Tensor:
+        """Embed texts, as open_clip does.
+
+        Args:
+            tokens: of the processor, of `vlp.load`'s tokenizer, or ids (B, N), in which 0 is
+                padding, as in BERT's vocabularies.
+            normalize: to unit length.
+
+        Returns:
+            (B, d).
+        """
+        if isinstance(tokens, Tensor):
+            ids, mask = tokens, tokens != 0
+        elif isinstance(tokens, Mapping):
+            ids, mask = tokens["input_ids"], tokens["attention_mask"].bool()
+        else:
+            ids, mask = tokens.text_ids, tokens.attention_mask
+        ids, mask = self._cut(ids, mask)
+        feature = self.model.project_text(self.model.text_encoder(ids, mask), mask)
+        return functional.normalize(feature, dim=-1) if normalize else feature
+
+    def get_image_features(
+        self, pixel_values: Tensor, **options: Any
+    ) -> BaseModelOutputWithPooling:
+        """Embed images (B, 3, height, width), as CLIPModel does; `pooler_output` is (B, d)."""
+        states = self.model.image_encoder(pixel_values)
+        return BaseModelOutputWithPooling(states, self.model.project_image(states))
+
+    def get_text_features(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any
+    ) -> BaseModelOutputWithPooling:
+        """Embed texts, ids and mask (B, N), as CLIPModel does; `pooler_output` is (B, d)."""
+        input_ids, mask = self._cut(input_ids, _mask(input_ids, attention_mask))
+        states = self.model.text_encoder(input_ids, mask)
+        return BaseModelOutputWithPooling(states, self.model.project_text(states, mask))
+
+    def match(
+        self,
+        pixel_values: Tensor,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        word_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Return the log-odds that texts describe images, (B,), by the cross-modal encoder.
+
+        Arguments (B rows or one) as those of `forward`.
+
+        Raises:
+            ValueError: there are several images and another number of texts.
+        """
+        text = self.text_features(input_ids, attention_mask, word_mask)
+        return self.model.match(self.image_features(pixel_values), text)
+
+    def image_features(self, pixel_values: Tensor) -> ImageFeatures:
+        """Encode images (B, 3, height, width) for `self.model`'s own calls."""
+        return self.model.encode_image(pixel_values)
+
+    def text_features(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        word_mask: Tensor | None = None,
+    ) -> TextFeatures:
+        """Encode texts (B, N) for `self.model`'s own calls; arguments as of `forward`."""
+        input_ids, mask = self._cut(input_ids, _mask(input_ids, attention_mask))
+        if word_mask is None:
+            word_mask = words_between(mask)
+        return self.model.encode_text(input_ids, mask, word_mask.bool())
+
+    def _cut(self, input_ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Cut texts (B, N) as the folder's tokenizer does, which keeps their last token."""
+        most = self.model.config.text.max_tokens
+        if input_ids.shape[1] <= most:
+            return input_ids, mask
+        last = input_ids.gather(1, mask.sum(1, keepdim=True) - 1)
+        kept = input_ids[:, :most].clone()
+        kept[:, -1:] = torch.where(mask[:, most - 1 : most], last, kept[:, -1:])
+        return kept, mask[:, :most]
+
+    def _of_pairs(
+        self, image: ImageFeatures, text: TextFeatures, match: bool, output_anchors: bool
+    ) -> dict[str, Tensor]:
+        """Return the outputs of pairs that were asked for, by name."""
+        pairs = pairs_of(len(image.states), len(text.states), text.states.device)
+        crossed = self.model.cross(image, text, pairs, need_image=False)
+        found = {"itm_logits": self.model.match_logits(crossed).float()} if match else {}
+        field = crossed.anchors if output_anchors else None
+        if field is not None:
+            words = text.word_mask if pairs is None else text.word_mask[pairs.texts]
+            above = field.similarity >= self.model.anchor_threshold.clamp(min=1e-3)
+            anchors = above & words[:, None, :, None]
+            found |= {"similarity": field.similarity, "anchors": anchors, "path": field.path[:, 1:]}
+        return found
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str],
+        *model_args: Any,
+        config: VlpConfig | None = None,
+        dtype: torch.dtype | str | None = None,
+        device_map: Any = None,
+        **options: Any,
+    ) -> Self:
+        """Read a model folder that training, `save_pretrained` or the hub has.
+
+        Args:
+            pretrained_model_name_or_path: folder, or a name on the hub.
+            model_args: none.
+            config: in place of the folder's.
+            dtype: such as "bfloat16"; None and "auto": as the weights are stored.
+            device_map: device of the whole model, such as "cuda"; "auto": a GPU if there is one.
+            options: of the hub (`revision`, `token`, `cache_dir`, `local_files_only`,
+                `force_download`), or keys of the configuration.
+
+        Raises:
+            FileNotFoundError: there is no such folder, or a file is missing in it.
+            ConfigError: `config.json` is no configuration of this version's model.
+            ValueError: weights, device or type do not fit.
+            TypeError: an option is unknown.
+        """
+        folder = local_folder(os.fspath(pretrained_model_name_or_path), **hub_options(options))
+        changes = {name: value for name, value in options.items() if name not in _IGNORED}
+        for name in changes:
+            if name not in ModelConfig.model_fields:
+                raise TypeError(f"from_pretrained() has no argument {name!r}")
+        if config is None or changes:
+            config = VlpConfig.from_pretrained(folder, **changes)
+        model = read_model(folder, config.sizes)
+        model = placed(model, _device(device_map), None if dtype == "auto" else dtype)
+        config.name_or_path = str(pretrained_model_name_or_path)
+        return cls(config, model).eval()
+
+    def save_pretrained(  # type: ignore[override]
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: Mapping[str, Tensor] | None = None,
+        push_to_hub: bool = False,
+        **options: Any,
+    ) -> None:
+        """Write `config.json` and `model.safetensors`; the processor writes the rest of the folder.
+
+        Args:
+            save_directory: made if missing.
+            is_main_process: False writes nothing.
+            state_dict: in place of the model's own.
+            push_to_hub: upload the files, too.
+            options: of `push_to_hub`, such as `repo_id`; those of other models are ignored.
+        """
+        if not is_main_process:
+            return
+        state = self.state_dict() if state_dict is None else state_dict
+        own = {name.removeprefix(_PREFIX): tensor for name, tensor in state.items()}
+        save_model(Path(save_directory), self.model.config, own)
+        if push_to_hub:
+            self.push_to_hub(options.pop("repo_id", Path(save_directory).name), **options)
+
+
+def words_between(mask: Tensor) -> Tensor:
+    """Return all real tokens of a mask (B, N) bool but the first and the last of each row."""
+    words = mask & mask.roll(-1, 1)
+    words[:, 0] = words[:, -1] = False
+    return words
+
+
+def _mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Return a mask (B, N) bool."""
+    if attention_mask is None:
+        return torch.ones_like(input_ids, dtype=torch.bool)
+    return attention_mask.bool()
+
+
+def _contrastive(logits: Tensor) -> Tensor:
+    """Compute the loss of logits (B, B) whose diagonal pairs."""
+    rows, columns = logits.shape
+    if rows != columns:
+        raise ValueError(f"the loss needs as many images as texts, not {rows} and {columns}")
+    target = torch.arange(rows, device=logits.device)
+    both = functional.cross_entropy(logits, target), functional.cross_entropy(logits.T, target)
+    return (both[0] + both[1]) / 2
+
+
+def _device(device_map: Any) -> Any:
+    """Return the one device that a map of transformers names."""
+    if isinstance(device_map, Mapping):
+        devices = set(device_map.values())
+        if len(devices) > 1:
+            raise ValueError("device_map spreads the model over devices; name one device")
+        return next(iter(devices), None)
+    if device_map in ("auto", "balanced", "sequential"):
+        return "cuda" if torch.cuda.is_available() else None
+    return device_map
+
+
+AutoModel.register(VlpConfig, VlpModel, exist_ok=True)
+AutoModelForZeroShotImageClassification.register(VlpConfig, VlpModel, exist_ok=True)

@@ -1,0 +1,98 @@
+"""Preparation of images and texts as a processor of transformers, from a model folder's files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+from transformers import AutoProcessor, AutoTokenizer
+from transformers.feature_extraction_utils import BatchFeature
+from transformers.processing_utils import ProcessorMixin
+
+from vlp.data.text.tokenizer import TextProcessor
+from vlp.models.folder import hub_options, local_folder
+from vlp.tasks.serving.config import VlpConfig
+from vlp.tasks.serving.image_processor import VlpImageProcessor
+from vlp.tasks.serving.inputs import as_texts
+
+
+class VlpProcessor(ProcessorMixin):
+    """Image processor and tokenizer of a model folder.
+
+    Args:
+        image_processor: see `VlpImageProcessor`.
+        tokenizer: a fast tokenizer, whose `model_max_length` every text is padded or cut to.
+    """
+
+    attributes = ("image_processor", "tokenizer")
+    image_processor_class = "VlpImageProcessor"
+    tokenizer_class = "AutoTokenizer"
+    model_input_names = ["pixel_values", "input_ids", "attention_mask", "word_mask"]  # noqa: RUF012
+
+    def __init__(self, image_processor: VlpImageProcessor, tokenizer: Any) -> None:
+        super().__init__(image_processor, tokenizer)
+
+    @cached_property
+    def text(self) -> TextProcessor:
+        """Return the tokenizer as `vlp.load` has it."""
+        return TextProcessor(self.tokenizer.backend_tokenizer, self.tokenizer.model_max_length)
+
+    def __call__(
+        self,
+        images: Any = None,
+        text: str | Sequence[str] | None = None,
+        return_tensors: str | None = None,
+        **options: Any,
+    ) -> BatchFeature:
+        """Prepare images, texts or both for `VlpModel`.
+
+        Args:
+            images: one or several, as `vlp.tasks.serving.inputs.as_images` takes them.
+            text: one or several.
+            return_tensors: "pt", "np" or None, which gives "pt".
+            options: ignored, such as `padding`: texts always have the length they had in training.
+
+        Returns:
+            pixel_values (I, 3, height, width); input_ids, attention_mask and word_mask (T, N), the
+            last True for word pieces that are no special token.
+
+        Raises:
+            TypeError, ValueError, OSError: images or texts cannot be used, or there is neither.
+        """
+        if images is None and text is None:
+            raise ValueError("there is nothing to prepare: give images, text or both")
+        data: dict[str, Any] = {}
+        if images is not None:
+            data |= self.image_processor(images)
+        if text is not None:
+            ids, attention, words = self.text(as_texts(text))
+            data |= {"input_ids": ids, "attention_mask": attention.long(), "word_mask": words}
+        return BatchFeature(data, tensor_type=return_tensors or "pt")
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls, pretrained_model_name_or_path: str | os.PathLike[str], **options: Any
+    ) -> Self:
+        """Read a model folder's preparation and tokenizer.
+
+        Raises:
+            FileNotFoundError: there is no such folder.
+            ConfigError: a file is missing or damaged.
+        """
+        found = local_folder(os.fspath(pretrained_model_name_or_path), **hub_options(options))
+        return cls(VlpImageProcessor.from_pretrained(found), AutoTokenizer.from_pretrained(found))
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **options: Any
+    ) -> None:
+        """Write the files of a model folder but the model's; with `push_to_hub` upload them."""
+        self.image_processor.preprocessing.save(Path(save_directory))
+        self.text.save(Path(save_directory))
+        if push_to_hub:
+            self.push_to_hub(options.pop("repo_id", Path(save_directory).name), **options)
+
+
+AutoProcessor.register(VlpConfig, VlpProcessor, exist_ok=True)
