@@ -19,6 +19,7 @@ COMMANDS = {
     "features": ("features", "store a frozen image tower's features of shards"),
     "flickr30k": ("converters.corpora", "Flickr30k to shards"),
     "flickr8k": ("converters.corpora", "Karpathy-style JSON and images to shards"),
+    "import": ("converters.own", "own images and captions, in any usual form, to shards"),
     "index": ("inspect", "write index.json for shards somebody else made"),
     "nlvr2": ("converters.benchmarks", "NLVR2 to shards"),
     "nlvr_v1": ("converters.benchmarks", "NLVR v1, with its permutations, to shards"),
@@ -35,6 +36,8 @@ COMMANDS = {
     "vocabulary": ("generate", "train a WordPiece vocabulary on the texts of shards"),
     "vqa": ("converters.benchmarks", "VQA v2 and Visual Genome's questions to shards"),
 }
+# Commands whose module cannot have their name.
+MODULES = {"import": "import_data"}
 
 
 class DataCommand(ModuleCommand):
@@ -61,7 +64,7 @@ class DataCommand(ModuleCommand):
 def data_commands() -> Group:
     """Return all data tools as one group of commands."""
     commands = [
-        DataCommand(name, f"data_tools.{package}.{name}", summary)
+        DataCommand(name, f"data_tools.{package}.{MODULES.get(name, name)}", summary)
         for name, (package, summary) in COMMANDS.items()
     ]
     return Group(

@@ -53,6 +53,32 @@ def make_corpus(
     Raises:
         ConfigError: a place cannot be read, or OUT not written.
     """
+    build_options(arguments)  # a wrong number is told before archives are unpacked
+    try:
+        with unpacked(arguments.images, arguments.out) as places:
+            found = originals(places)
+            return build_parts(
+                arguments, parts, found, title=title, licence=licence, settings=settings
+            )
+    except OSError as error:
+        raise ConfigError(f"{error.filename or arguments.out}: {error.strerror}") from error
+
+
+def build_parts(
+    arguments: argparse.Namespace,
+    parts: Sequence[CorpusPart],
+    found: Originals,
+    *,
+    title: str,
+    licence: str,
+    settings: Mapping[str, Any] | None = None,
+) -> int:
+    """Build every part from images that are found already; otherwise as `make_corpus`.
+
+    Raises:
+        ConfigError: a number is out of range, or OUT cannot be written.
+        OSError: an image cannot be read.
+    """
     # Here, so that help needs neither NumPy nor Pillow.
     from data_tools.builder.build_shards import build_shards
     from data_tools.builder.manifest import print_manifest
@@ -62,24 +88,19 @@ def make_corpus(
     if settings is None:
         settings = {"max_words": arguments.max_words}
     written = 0
-    try:
-        with unpacked(arguments.images, arguments.out) as places:
-            found = originals(places)
-            for part in parts:
-                out = arguments.out / part.name
-                manifest = build_shards(
-                    part.wanted(found) if callable(part.wanted) else part.wanted,
-                    found,
-                    out,
-                    options,
-                    title=f"{title}, {part.name}" if part.name else title,
-                    total=part.total,
-                    arguments=settings,
-                )
-                print_manifest(out, manifest)
-                written += manifest["samples"]
-    except OSError as error:
-        raise ConfigError(f"{error.filename or arguments.out}: {error.strerror}") from error
+    for part in parts:
+        out = arguments.out / part.name
+        manifest = build_shards(
+            part.wanted(found) if callable(part.wanted) else part.wanted,
+            found,
+            out,
+            options,
+            title=f"{title}, {part.name}" if part.name else title,
+            total=part.total,
+            arguments=settings,
+        )
+        print_manifest(out, manifest)
+        written += manifest["samples"]
     if not written:
         print(f"{arguments.out}: no sample was written; are --images the images of this corpus?")
     return 0 if written else 1

@@ -69,7 +69,9 @@ def add_build_arguments(parser: argparse.ArgumentParser, *, images: bool = True)
         default=90,
         help="of JPEG that must be written anew: turned, reduced or of another kind (default 90)",
     )
-    group.add_argument("--licence", help="said in manifest.json (default: the data set's own)")
+    group.add_argument(
+        "--licence", "--license", help="said in manifest.json (default: the data set's own)"
+    )
     group.add_argument(
         "--take-down",
         type=Path,

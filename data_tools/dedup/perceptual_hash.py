@@ -92,6 +92,24 @@ def hash_image(data: bytes, where: str = "the image") -> tuple[int, Hashes] | No
     return int(_signs(low[:8, :8])[0]), _signs(low)
 
 
+def image_record(
+    data: bytes, where: str, key: int = 0, name: int = 0, sample: int = 0, second: bool = False
+) -> tuple[object, ...]:
+    """Return the fields of a RECORD for an encoded image, which may be unreadable."""
+    state, coarse, fine = READABLE, 0, np.zeros(4, np.uint64)
+    try:
+        found = hash_image(data, where)
+    except BadSample:
+        state = UNREADABLE
+    else:
+        if found is None:
+            state = FLAT_IMAGE
+        else:
+            coarse, fine = found
+    exact = int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
+    return key, name, exact, coarse, fine, sample, second, state
+
+
 def hash_shards(
     shards: Sequence[Shard], folder: Path, processes: int, title: str
 ) -> Iterator[NDArray[np.void]]:
@@ -146,24 +164,13 @@ def _rows(shard: ShardReader, number: int) -> list[tuple[object, ...]]:
     source, image_id = sample.annotation.source, sample.annotation.image_id
     # The same id means another image in another source, and nothing without one.
     name = number_of(f"{source}\0{image_id}") if source and image_id else 0
-    rows: list[tuple[object, ...]] = []
-    for second, data in enumerate((sample.image, sample.second_image)):
-        if data is None:
-            continue
-        state, coarse, fine = READABLE, 0, np.zeros(4, np.uint64)
-        try:
-            found = hash_image(data, shard.where(number))
-        except BadSample:
-            state = UNREADABLE
-        else:
-            if found is None:
-                state = FLAT_IMAGE
-            else:
-                coarse, fine = found
-        exact = int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
-        key = number_of(sample.key)
-        rows.append((key, name, exact, coarse, fine, number, bool(second), state))
-    return rows
+    key = number_of(sample.key)
+    images = enumerate((sample.image, sample.second_image))
+    return [
+        image_record(data, shard.where(number), key, name, number, bool(second))
+        for second, data in images
+        if data is not None
+    ]
 
 
 def _reduced(image: Image.Image) -> Image.Image:

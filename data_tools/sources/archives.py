@@ -25,7 +25,7 @@ TOO_MUCH = (
     "unpacks to more than limits allow for its size; where it is sound, raise unpacked_ratio of "
     "VLP_LIMITS"
 )
-_SUFFIXES = (".tar.xz", ".tar.gz", ".tar.bz2", ".txz", ".tgz", ".tbz2")
+SUFFIXES = (".tar.xz", ".tar.gz", ".tar.bz2", ".txz", ".tgz", ".tbz2")
 _PREFIX, _LOCK = ".unpacked-", ".unpacking-"
 _STARTS = {b"\xfd7zXZ\x00": lzma.open, b"\x1f\x8b": gzip.open, b"BZh": bz2.open}
 
@@ -44,11 +44,22 @@ def unpacked(places: Sequence[Path], room: Path) -> Iterator[list[Path]]:
         ConfigError: an archive is damaged, or does not fit into `room`; or another process unpacks
             there.
     """
+    with unpacking_room(room) as folder:
+        yield list(_plain(places, folder))
+
+
+@contextmanager
+def unpacking_room(room: Path) -> Iterator[Path]:
+    """Yield a temporary folder in `room`, as `unpacked` uses it.
+
+    Raises:
+        ConfigError: another process unpacks there.
+    """
     with FolderLock(room, _LOCK):
         for leftover in room.glob(f"{_PREFIX}*"):
             shutil.rmtree(leftover, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=room) as folder:
-            yield list(_plain(places, Path(folder)))
+            yield Path(folder)
 
 
 def _plain(places: Sequence[Path], folder: Path) -> Iterator[Path]:
@@ -56,16 +67,24 @@ def _plain(places: Sequence[Path], folder: Path) -> Iterator[Path]:
         archives = [place]
         if place.is_dir():
             yield place
-            archives = sorted(path for path in place.iterdir() if path.name.endswith(_SUFFIXES))
+            archives = sorted(path for path in place.iterdir() if path.name.endswith(SUFFIXES))
         for archive in archives:
-            opener = _opener(archive)
-            if opener is None:
-                yield archive
-                continue
-            # Two archives may have one name; a folder of its own keeps each apart.
-            target = Path(tempfile.mkdtemp(dir=folder), f"{archive.name}.tar")
-            _unpack(archive, opener, target)
-            yield target
+            yield plain_file(archive, folder, f"{archive.name}.tar")
+
+
+def plain_file(path: Path, folder: Path, name: str) -> Path:
+    """Return a file itself, or what a compressed one holds as a file of that name in `folder`.
+
+    Raises:
+        ConfigError: it is damaged, or does not fit there.
+    """
+    opener = _opener(path)
+    if opener is None:
+        return path
+    # Two files may have one name; a folder of its own keeps each apart.
+    target = Path(tempfile.mkdtemp(dir=folder), name)
+    _unpack(path, opener, target)
+    return target
 
 
 def most_unpacked(archive: Path) -> int:

@@ -60,7 +60,9 @@ class ImageLocation(NamedTuple):
             raise BadSample("image too large", f"{self.path} ({beyond('image_bytes')})")
 
 
-class _Found(NamedTuple):
+class FoundFile(NamedTuple):
+    """Place of a file in a container: its folder in there, and its bytes in a tar."""
+
     container: int
     folder: str
     offset: int
@@ -80,8 +82,8 @@ class Originals:
     def __init__(self, places: Sequence[Path]) -> None:
         self.problems: list[str] = []
         self._containers: list[Path] = []
-        self._found: dict[str, _Found] = {}
-        self._more: dict[str, list[_Found]] = {}
+        self._found: dict[str, FoundFile] = {}
+        self._more: dict[str, list[FoundFile]] = {}
         for place in places:
             if place.is_dir():
                 self._add_folder(place)
@@ -99,13 +101,7 @@ class Originals:
         if folder and not _agree(found.folder, folder):
             others = self._more.get(base, ())
             found = next((other for other in others if _agree(other.folder, folder)), found)
-        path = self._containers[found.container]
-        full = f"{found.folder}/{base}" if found.folder else base
-        if found.offset == _IN_FOLDER:
-            return ImageLocation(path / full)
-        if found.offset == _IN_ZIP:
-            return ImageLocation(path, member=full)
-        return ImageLocation(path, found.offset, found.size)
+        return self._location(base, found)
 
     def read(self, name: str) -> bytes | None:
         """Return the bytes of an image, or None where there is none.
@@ -119,6 +115,15 @@ class Originals:
     def __len__(self) -> int:
         return len(self._found) + sum(map(len, self._more.values()))
 
+    def _location(self, name: str, found: FoundFile) -> ImageLocation:
+        path = self._containers[found.container]
+        full = f"{found.folder}/{name}" if found.folder else name
+        if found.offset == IN_FOLDER:
+            return ImageLocation(path / full)
+        if found.offset == _IN_ZIP:
+            return ImageLocation(path, member=full)
+        return ImageLocation(path, found.offset, found.size)
+
     def _add_folder(self, folder: Path) -> None:
         archives = []
         self._containers.append(folder)
@@ -127,7 +132,7 @@ class Originals:
             if name.lower().endswith(_ARCHIVES):
                 archives.append(folder / inside / name)
             else:
-                self._add(name, _Found(number, inside, _IN_FOLDER, 0))
+                self._add(name, FoundFile(number, inside, IN_FOLDER, 0))
         for archive in archives:
             self._add_archive(archive)
 
@@ -138,7 +143,7 @@ class Originals:
             for info in self._infos(path):
                 if info.filename and not info.is_dir():
                     folder, _, name = info.filename.rpartition("/")
-                    self._add(name, _Found(number, sys.intern(folder), _IN_ZIP, 0))
+                    self._add(name, FoundFile(number, sys.intern(folder), _IN_ZIP, 0))
             return
         members, problem = read_members(path, "archive_members")
         if problem and not members:
@@ -147,7 +152,7 @@ class Originals:
             self.problems.append(f"{path}: {problem}")
         for member in members:
             folder, _, name = member.name.removeprefix("./").rpartition("/")
-            self._add(name, _Found(number, sys.intern(folder), member.offset, member.size))
+            self._add(name, FoundFile(number, sys.intern(folder), member.offset, member.size))
 
     def _infos(self, path: Path) -> list[zipfile.ZipInfo]:
         try:
@@ -160,7 +165,7 @@ class Originals:
             )
         return infos
 
-    def _add(self, name: str, found: _Found) -> None:
+    def _add(self, name: str, found: FoundFile) -> None:
         if name.lower().endswith(_BESIDE):
             return
         if name in self._found:
@@ -170,7 +175,7 @@ class Originals:
 
 
 # In place of an offset.
-_IN_FOLDER, _IN_ZIP = -1, -2
+IN_FOLDER, _IN_ZIP = -1, -2
 
 _ARCHIVES = (".tar", ".zip")
 # What lies beside images and is none: to remember it would take memory.

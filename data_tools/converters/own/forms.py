@@ -1,0 +1,319 @@
+"""Recognition of the form that own images and captions come in, and the images with captions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from data_tools.builder.sample_spec import Refused
+from data_tools.converters.corpora.karpathy import read_karpathy
+from data_tools.converters.own.columns import (
+    Columns,
+    Named,
+    find_columns,
+    no_columns,
+    split_of,
+    texts_in,
+)
+from data_tools.converters.own.file_tree import FileTree, without_gz
+from data_tools.converters.own.tables import SUFFIXES, OwnTable, open_table
+from data_tools.sources.annotation_rows import Faults, Located, read_json
+from vlp.config import ConfigError
+from vlp.data.shards.sample_files import BadSample
+from vlp.io import parse_json
+
+FORMS = (
+    "images with NAME.txt or NAME.json beside them, an imagefolder with metadata.jsonl or .csv, a "
+    "CSV, TSV, JSON Lines, JSON or Parquet table, a data set saved by `datasets`, img2dataset's "
+    "output, or a tar or zip of one of these"
+)
+
+_SIDES = (".txt", ".caption", ".json")
+_KINDS = {
+    ".csv": "a CSV table",
+    ".tsv": "a TSV table",
+    ".txt": "a text table",
+    ".token": "a text table",
+    ".jsonl": "a JSON Lines table",
+    ".ndjson": "a JSON Lines table",
+    ".json": "a JSON table",
+    ".parquet": "a Parquet table",
+    ".arrow": "a data set that `datasets` saved to disk",
+}
+_STARTS = {b"\x89PNG": "png", b"RIFF": "webp", b"GIF8": "gif", b"BM": "bmp"}
+_MOST_TABLES = 10_000
+
+
+class OwnImage(NamedTuple):
+    """An image with what its data says of it.
+
+    Args:
+        image: its path in the tree; the name that the data gives where it is nowhere.
+        captions: as they are, uncleaned.
+        split: as the data names it.
+        url: that it comes from.
+    """
+
+    image: str
+    captions: list[str]
+    split: str | None = None
+    url: str | None = None
+
+
+class Form(NamedTuple):
+    """A form that was recognised.
+
+    Args:
+        title: what it is.
+        took: what was taken for what, one line each.
+        images: read once.
+        every_image: every image of the place should have a caption.
+    """
+
+    title: str
+    took: list[str]
+    images: Iterable[OwnImage]
+    every_image: bool = True
+
+
+class _Found(NamedTuple):
+    table: OwnTable
+    columns: Columns
+    path: str
+    split: str | None
+
+
+def recognise(
+    tree: FileTree, named: Named, faults: Faults, place: Path, beside: Path | None
+) -> Form:
+    """Recognise the form of a place by its files' names, and the columns of tables.
+
+    Args:
+        tree: the files.
+        named: columns on the command line.
+        faults: what cannot be used is added while images are read.
+        place: that the command line names, for messages.
+        beside: folder whose files a table of a single file names; None: those of the tree.
+
+    Raises:
+        ConfigError: it is none of `FORMS`.
+    """
+    files, images = tree.files, tree.images
+    stems = {path.rpartition(".")[0] for path in images}
+    tables = [path for path in files if _may_be_table(path, stems)][:_MOST_TABLES]
+    described = [path for path in tables if _stem(path) == "metadata"]
+    saved = [path for path in tables if path.endswith(".arrow")]
+    sides = [path for path in files if _is_side(path, stems)]
+    if described or saved:
+        tables = described or saved
+    elif 2 * len(sides) >= len(images) > 0:
+        return _side_files(tree, images, set(sides), faults, place)
+    found, refused = [], None
+    for path in tables:
+        on_disk = tree.on_disk(path)
+        karpathy = _karpathy(on_disk, path, tree, beside)
+        if karpathy is not None:
+            return karpathy
+        table = open_table(on_disk, path, named, faults)
+        if table is None:
+            continue
+        columns = find_columns(table.columns, named, table.bytes_columns)
+        if columns is not None:
+            found.append(_Found(table, columns, path, _split_in_name(path)))
+        elif refused is None:
+            refused = no_columns(path, table.columns)
+    if found:
+        title = _KINDS[_suffix(found[0].path)]
+        if described:
+            title = "an imagefolder of Hugging Face"
+        elif len(found) > 1:
+            title = f"{len(found)} tables, the first of them {title}"
+        took = [f"{one.path}: {one.columns}" for one in found[:3]]
+        rows = _table_images(found, tree, faults, beside)
+        is_whole = beside is None and not any(one.table.bytes_columns for one in found)
+        return Form(title, took, rows, every_image=is_whole)
+    if sides:
+        return _side_files(tree, images, set(sides), faults, place)
+    if refused is not None:
+        raise refused
+    if images:
+        raise ConfigError(
+            f"{place}: {len(images)} images and not one caption; put a NAME.txt beside each "
+            "NAME.jpg, or a table with columns for images and captions"
+        )
+    held = Counter(PurePosixPath(path).suffix or "files without an extension" for path in files)
+    shown = ", ".join(f"{count} {suffix}" for suffix, count in held.most_common(4)) or "nothing"
+    hint = "; save a spreadsheet as CSV" if ".xlsx" in (*held, place.suffix) else ""
+    raise ConfigError(f"{place}: holds {shown}{hint}; it should be {FORMS}")
+
+
+def value_image(value: Any, name: str, tree: FileTree) -> str | None:
+    """Return the path of an image that a table's value holds as bytes; None where it has none.
+
+    Args:
+        value: bytes, or the struct of `datasets` with `bytes` and `path`.
+        name: of the image where the value has none, without extension.
+        tree: that takes the image.
+
+    Raises:
+        BadSample: it is larger than limits allow.
+    """
+    data = value.get("bytes") if isinstance(value, dict) else value
+    if not isinstance(data, bytes | bytearray | memoryview):
+        return None
+    data = bytes(data)
+    said = value.get("path") if isinstance(value, dict) else None
+    if said:
+        name = PurePosixPath(str(said).replace("\\", "/")).stem
+    suffix = next((kind for start, kind in _STARTS.items() if data.startswith(start)), "jpg")
+    return tree.add_bytes(f"{name}.{suffix}", data)
+
+
+def _table_images(
+    found: Sequence[_Found], tree: FileTree, faults: Faults, beside: Path | None
+) -> Iterator[OwnImage]:
+    for one in found:
+        folder = one.path.rpartition("/")[0]
+        stem = "-".join(PurePosixPath(one.path).with_suffix("").parts[-2:])
+        rows: Iterator[Located] = one.table.rows(one.columns.wanted)
+        for number, (where, row) in enumerate(rows):
+            value = row.get(one.columns.image)
+            if isinstance(value, list) and len(value) == 1:
+                value = value[0]
+            captions = [text for name in one.columns.captions for text in texts_in(row.get(name))]
+            try:
+                image = value_image(value, f"{stem}-{number:06d}", tree)
+            except BadSample as bad:
+                faults.append(Refused(bad.kind, where))
+                continue
+            if image is None:
+                said = value.get("path") if isinstance(value, dict) else value
+                if said in (None, "") or isinstance(said, list | dict):
+                    faults.append(Refused("row without one image", where))
+                    continue
+                image = _resolved(str(said), folder, tree, beside)
+            split = row.get(one.columns.split) if one.columns.split else one.split
+            yield OwnImage(image, captions, None if split in (None, "") else str(split))
+
+
+def _resolved(name: str, folder: str, tree: FileTree, beside: Path | None) -> str:
+    """Return the path of an image that a table names; the name itself where it is nowhere."""
+    for said in (name, name.partition("#")[0]):
+        if beside is None:
+            path = tree.path_of(said, folder)
+            if path is not None:
+                return path
+        elif (beside / said).is_file():
+            return tree.add_file(beside / said, said)
+    return name
+
+
+def _side_files(
+    tree: FileTree, images: Sequence[str], sides: set[str], faults: Faults, place: Path
+) -> Form:
+    counts = Counter(_suffix(path) for path in sides)
+    shown = ", ".join(f"{count} {suffix}" for suffix, count in counts.most_common())
+    # Of img2dataset; its `.json` says how the download went.
+    downloaded = any(path.endswith("_stats.json") for path in tree.files)
+    title = "images with their captions beside them"
+    if downloaded:
+        title = "img2dataset's output"
+    elif place.is_file() or any(".tar/" in path for path in images):
+        title = "an archive of images with their captions beside them"
+
+    def read() -> Iterator[OwnImage]:
+        splits = _folder_splits(images)
+        for image in images:
+            stem = image.rpartition(".")[0]
+            captions: list[str] = []
+            url = None
+            for path in (f"{stem}{suffix}" for suffix in _SIDES):
+                if path not in sides:
+                    continue
+                try:
+                    text = tree.read_text(path)
+                    if path.endswith(".json"):
+                        content = parse_json(text)
+                        captions = captions or texts_in(content)
+                        url = content.get("url") if isinstance(content, dict) else None
+                    else:
+                        captions += [line for line in text.splitlines() if line.strip()]
+                except (BadSample, ValueError):
+                    faults.append(Refused("bad annotation", path))
+            yield OwnImage(image, captions, splits.get(image), url if url else None)
+
+    return Form(title, [f"captions from {shown} beside the images"], read())
+
+
+def _karpathy(on_disk: Path, path: str, tree: FileTree, beside: Path | None) -> Form | None:
+    if _suffix(path) != ".json" or b'"sentences"' not in _start_of(on_disk):
+        return None
+    content = read_json(on_disk)
+    if not isinstance(content, dict) or not isinstance(content.get("images"), list):
+        return None
+    entries = read_karpathy(on_disk)
+    folder = path.rpartition("/")[0]
+
+    def read() -> Iterator[OwnImage]:
+        for entry in entries:
+            image = _resolved(entry.filename, folder, tree, beside)
+            yield OwnImage(image, entry.captions, entry.split)
+
+    took = [f"{path}: filename, sentences and split"]
+    return Form("Karpathy's JSON", took, read(), every_image=False)
+
+
+def _start_of(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(1 << 20)
+
+
+def _folder_splits(images: Sequence[str]) -> dict[str, str]:
+    """Return the split of each image where folders have the names of splits: `train/a.jpg`."""
+    folders = [path.split("/")[:-1] for path in images]
+    depth = 0
+    while folders and all(len(parts) > depth for parts in folders):
+        names = {parts[depth] for parts in folders}
+        if len(names) > 1:
+            known = {name: split_of(name.removesuffix(".tar")) for name in names}
+            if None in known.values():
+                return {}
+            return {path: known[parts[depth]] or "" for path, parts in zip(images, folders)}
+        depth += 1
+    return {}
+
+
+def _split_in_name(path: str) -> str | None:
+    """Return the split that a table's name, or its folder's, starts with."""
+    parts = PurePosixPath(path).with_suffix("").parts
+    for part in reversed(parts[-2:]):
+        split = split_of(part.split("-")[0].split("_")[0])
+        if split is not None:
+            return split
+    return None
+
+
+def _may_be_table(path: str, stems: set[str]) -> bool:
+    name = PurePosixPath(path).name
+    if _suffix(path) not in SUFFIXES or _is_side(path, stems):
+        return False
+    if name.startswith(("cache-", "tmp")) and name.endswith(".arrow"):
+        return False  # of `datasets`, beside what it saved
+    # Of img2dataset, `datasets` and the hub.
+    about = ("dataset_info.json", "state.json", "dataset_dict.json", "dataset_infos.json")
+    return name not in about and not name.endswith("_stats.json")
+
+
+def _is_side(path: str, stems: set[str]) -> bool:
+    base, _, extension = path.rpartition(".")
+    return f".{extension}" in _SIDES and base in stems
+
+
+def _suffix(path: str) -> str:
+    return PurePosixPath(without_gz(path)).suffix.lower()
+
+
+def _stem(path: str) -> str:
+    return PurePosixPath(without_gz(path)).stem.lower()

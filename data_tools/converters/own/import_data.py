@@ -1,0 +1,310 @@
+"""Turn own images and captions, in whatever form they come, into shards of train, val and test.
+
+    vlp data import photos/ --out shards/mine
+    vlp data import captions.csv --images photos/ --image file --caption text --out shards/mine
+    vlp data import hub:OWNER/NAME --out shards/mine
+
+PLACE is a folder, a file, an archive, or a data set of the hub. These forms are recognised:
+  NAME.jpg (png, webp, gif, bmp) with NAME.txt, one caption a line, or NAME.json beside it
+  an imagefolder of Hugging Face, with metadata.jsonl, .csv or .parquet
+  CSV, TSV, JSON, JSON Lines and Parquet with a column of images (names or bytes) and of captions
+  a data set that `datasets` saved to disk (save_to_disk), or streams from the hub
+  img2dataset's output, as tars, files or Parquet; other tars, sorted or not
+  Karpathy's JSON
+  a tar, .tar.gz, .tar.xz, .tar.bz2 or zip of one of these
+
+Several rows of one image, lists of captions and several lines of a .txt are several captions. An
+image is named by its bytes: equal ones become one sample. Splits of the data's own are kept, in a
+column (--split-column) or as names of folders or files; else the bytes decide, and images that look
+alike stay on one side. The command may be interrupted and run again: finished shards stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from data_tools.builder.build_corpus import CorpusPart, build_parts
+from data_tools.builder.caption_cleaning import add_caption_arguments, clean_captions
+from data_tools.builder.options import add_build_arguments, build_options
+from data_tools.builder.sample_spec import Refused, SampleSpec
+from data_tools.converters.own.columns import Named
+from data_tools.converters.own.file_tree import FileTree
+from data_tools.converters.own.forms import Form, OwnImage, recognise
+from data_tools.converters.own.hub import PREFIX, hub_form
+from data_tools.converters.own.next_steps import next_steps
+from data_tools.sources.annotation_rows import Faults
+from data_tools.sources.archives import unpacking_room
+from vlp.config import ConfigError
+from vlp.data.schema import Annotation
+from vlp.data.shards.sample_files import BadSample
+
+if TYPE_CHECKING:
+    from data_tools.converters.own.content import Dealt, OwnSample
+
+SHARES = (0.9, 0.05, 0.05)
+_SHOWN = 3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("place", metavar="PLACE", help="folder, file, archive or hub:OWNER/NAME")
+    parser.add_argument(
+        "--images",
+        type=Path,
+        nargs="+",
+        metavar="PLACE",
+        help="folders or archives of the images that a table names (default: beside the table)",
+    )
+    parser.add_argument("--image", metavar="COLUMN", help="of the images (default: found by name)")
+    parser.add_argument(
+        "--caption", nargs="+", metavar="COLUMN", help="of the captions (default: found by name)"
+    )
+    parser.add_argument(
+        "--split-column", metavar="COLUMN", help="of train, val or test (default: found by name)"
+    )
+    parser.add_argument(
+        "--split",
+        type=float,
+        nargs=3,
+        default=SHARES,
+        metavar=("TRAIN", "VAL", "TEST"),
+        help="shares of the splits where the data has none (default 0.9 0.05 0.05)",
+    )
+    parser.add_argument(
+        "--exact",
+        action="store_true",
+        help="keep images of equal bytes alone on one side, not those that look alike",
+    )
+    parser.add_argument("--name", help="of the data set (default: the folder's or file's)")
+    parser.add_argument(
+        "--allow-missing-captions",
+        action="store_true",
+        help="leave out images without a caption (default: they are an error)",
+    )
+    add_caption_arguments(parser)
+    add_build_arguments(parser, images=False)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Recognise, show, split and convert; the next commands are printed at the end."""
+    _check(arguments)
+    faults: Faults = []
+    with unpacking_room(arguments.out) as room:
+        try:
+            tree, form = _opened(arguments, room, faults)
+            name = arguments.name or _name_of(arguments.place)
+            print(f"{arguments.place}: {form.title}")
+            for line in form.took:
+                print(f"  {line}")
+            images, dropped = _cleaned(form, faults, arguments)
+            tree.flush()
+            _require_captions(images, form, tree, arguments)
+            _show(images, tree)
+            return _build(images, [*faults, *dropped], tree, name, arguments)
+        except OSError as error:
+            where = error.filename or arguments.place
+            raise ConfigError(f"{where}: {error.strerror or error}") from error
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    build_options(arguments)
+    shares = arguments.split
+    sound = all(math.isfinite(share) and share >= 0 for share in shares) and shares[0] > 0
+    if not sound or abs(sum(shares) - 1) > 1e-6:
+        shown = " ".join(f"{share:g}" for share in shares)
+        raise ConfigError(
+            f"--split {shown}: shares of train, val and test that add up to 1, as in 0.9 0.05 0.05"
+        )
+    place, out = arguments.place, arguments.out
+    if not place.startswith(PREFIX):
+        if not Path(place).exists():
+            raise ConfigError(f"{place}: there is no such file or folder")
+        if Path(place).resolve() == out.resolve():
+            raise ConfigError(f"--out {out} is the folder of the images; choose another")
+
+
+def _opened(arguments: argparse.Namespace, room: Path, faults: Faults) -> tuple[FileTree, Form]:
+    captions = tuple(arguments.caption) if arguments.caption else None
+    named = Named(arguments.image, captions, arguments.split_column)
+    images = arguments.images or []
+    if arguments.place.startswith(PREFIX):
+        tree = FileTree(images, room, arguments.out)
+        return tree, hub_form(arguments.place, tree, named, faults)
+    place = Path(arguments.place)
+    tree = FileTree([place, *images], room, arguments.out)
+    single = place.is_file() and len(tree) == 1 and not images
+    return tree, recognise(tree, named, faults, place, place.parent if single else None)
+
+
+def _name_of(place: str) -> str:
+    if place.startswith(PREFIX):
+        return place.removeprefix(PREFIX).rpartition("/")[2]
+    path = Path(place).resolve()
+    return path.name.partition(".")[0] if path.is_file() else path.name
+
+
+def _cleaned(
+    form: Form, faults: Faults, arguments: argparse.Namespace
+) -> tuple[list[OwnImage], list[Refused]]:
+    """Return each image once with its cleaned captions, and the captions that were dropped."""
+    from data_tools.converters.own.content import joined
+
+    dropped: list[Refused] = []
+    images = []
+    for image in form.images:
+        captions, lost = clean_captions(image.captions, image.image, arguments.max_words)
+        dropped += lost
+        images.append(image._replace(captions=captions))
+    if not images:
+        first = f"; the first is of kind {faults[0].kind!r}: {faults[0].id}" if faults else ""
+        raise ConfigError(f"{arguments.place}: no row can be used{first}")
+    return joined(images), dropped
+
+
+def _require_captions(
+    images: Sequence[OwnImage], form: Form, tree: FileTree, arguments: argparse.Namespace
+) -> None:
+    """Refuse images without captions, and a table of which no image is there.
+
+    Raises:
+        ConfigError: there are such, and the command line does not allow them.
+    """
+    there = [image for image in images if tree.find(image.image) is not None]
+    if not there:
+        first = images[0].image
+        url = first.startswith(("http://", "https://"))
+        raise ConfigError(
+            f"{arguments.place}: none of its {len(images)} images is there (first: {first}); "
+            + (
+                "download the URLs with img2dataset, and import its output"
+                if url
+                else "name their folder with --images"
+            )
+        )
+    without = [image.image for image in images if not image.captions]
+    if form.every_image:
+        said = {image.image for image in images}
+        without += [path for path in tree.images if path not in said]
+    captions = sum(len(image.captions) for image in images)
+    print(f"  {len(there)} images, {captions} captions")
+    if len(there) < len(images):
+        missing = next(image.image for image in images if tree.find(image.image) is None)
+        print(f"  {len(images) - len(there)} images are nowhere (first: {missing})")
+    if not without:
+        return
+    total = len(images) + len(without) - sum(not image.captions for image in images)
+    counts = f"{total} images, and {len(without)} of them have no caption (first: {without[0]})"
+    if len(without) == total or not arguments.allow_missing_captions:
+        raise ConfigError(
+            f"{arguments.place}: {counts}; write them, or leave these images out with "
+            "--allow-missing-captions"
+        )
+    print(f"  {counts}: left out")
+
+
+def _show(images: Sequence[OwnImage], tree: FileTree) -> None:
+    """Print samples from the start, the middle and the end."""
+    from vlp.data.image.decode import open_image, reading
+
+    shown = [image for image in images if image.captions and tree.find(image.image)]
+    for place in sorted({0, len(shown) // 2, len(shown) - 1})[:_SHOWN] if shown else ():
+        image = shown[place]
+        try:
+            location = tree.find(image.image)
+            assert location is not None
+            with reading(image.image), open_image(location.read(), image.image) as opened:
+                size = f"{opened.width} x {opened.height}"
+        except BadSample as bad:
+            size = bad.kind
+        more = f" (and {len(image.captions) - 1} more)" if len(image.captions) > 1 else ""
+        print(f"    {image.image}, {size}: {image.captions[0]!r}{more}")
+
+
+def _build(
+    images: Sequence[OwnImage],
+    faults: Sequence[Refused],
+    tree: FileTree,
+    name: str,
+    arguments: argparse.Namespace,
+) -> int:
+    from data_tools.converters.own.content import SPLITS, deal
+
+    captioned = [image for image in images if image.captions]
+    dealt = deal(
+        captioned,
+        tree,
+        arguments.split,
+        arguments.processes,
+        arguments.split_column is not None,
+        arguments.exact,
+    )
+    _say_split(dealt, arguments)
+    keys = _keys([sample.image.image for sample in dealt.samples])
+    lost = [*faults, *(Refused("no text", image.image) for image in images if not image.captions)]
+    parts = []
+    for split in SPLITS:
+        chosen = [place for place, one in enumerate(dealt.samples) if one.split == split]
+        if not chosen and not (arguments.out / split).exists():
+            continue
+        specs = (_spec(dealt.samples[place], keys[place], name) for place in chosen)
+        parts.append(CorpusPart(split, [*specs, *(lost if split == SPLITS[0] else ())]))
+    settings = {
+        "max_words": arguments.max_words,
+        "name": name,
+        "split": None if dealt.given else list(arguments.split),
+    }
+    code = build_parts(arguments, parts, tree, title=name, licence="unknown", settings=settings)
+    if code == 0:
+        print(next_steps(arguments.out, [part.name for part in parts]))
+    return code
+
+
+def _spec(sample: OwnSample, key: str, source: str) -> SampleSpec:
+    image = sample.image
+    more = {"url": image.url} if image.url else {}
+    annotation = Annotation(
+        captions=image.captions,
+        source=source,
+        image_id=sample.digest or None,
+        file=image.image,
+        **more,
+    )
+    return SampleSpec(key, (image.image,), annotation)
+
+
+def _keys(paths: Sequence[str]) -> list[str]:
+    """Return a key for each path: without the folders that all share; of equal ones a number."""
+    parts = [PurePosixPath(path).parts for path in paths]
+    shared = 0
+    while all(len(one) > shared + 1 and one[shared] == parts[0][shared] for one in parts):
+        shared += 1
+    stems = ["/".join(one[shared:]).rpartition(".")[0] or one[-1] for one in parts]
+    keys = ["_".join(stem.replace("/", "_").replace(".", "_").split()) for stem in stems]
+    counts = Counter(keys)
+    seen: Counter[str] = Counter()
+    for place, key in enumerate(keys):
+        if counts[key] > 1:
+            seen[key] += 1
+            keys[place] = f"{key}-{seen[key]}"
+    return keys
+
+
+def _say_split(dealt: Dealt, arguments: argparse.Namespace) -> None:
+    counts = Counter(sample.split for sample in dealt.samples)
+    how = "as the data has it" if dealt.given else "by the images' bytes"
+    shown = ", ".join(f"{split} {count}" for split, count in sorted(counts.items(), reverse=True))
+    print(f"  split {how}: {shown}")
+    if dealt.same:
+        print(f"  {dealt.same} images have the bytes of another one, which got their captions")
+    if dealt.torn:
+        print(
+            f"  careful: {dealt.torn} groups of images that look alike are on two sides of the "
+            "data's own split; vlp data overlap lists them"
+        )
+    elif dealt.alike and not arguments.exact:
+        print(f"  {dealt.alike} groups of images that look alike, each on one side")

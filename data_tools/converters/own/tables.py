@@ -1,0 +1,215 @@
+"""Tables of images and captions: CSV, TSV, JSON, JSON Lines, Parquet, and Arrow of `datasets`."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from data_tools.builder.sample_spec import Refused
+from data_tools.converters.own.columns import IMAGES, Named, find_columns, plain
+from data_tools.converters.own.file_tree import IMAGE_SUFFIXES
+from data_tools.sources.annotation_rows import Faults, Located, json_lines, read_json
+from data_tools.sources.archives import TOO_MUCH, most_unpacked
+from data_tools.sources.json_stream import streamed_list
+from vlp.config import ConfigError
+
+SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".txt", ".token")
+
+_IMAGE_NAME = re.compile(rf"[^\t;|]+({'|'.join(map(re.escape, IMAGE_SUFFIXES))})(#\d+)?")
+_SAMPLED = 50
+"""Rows of JSON whose keys are the columns."""
+_BATCH = 32
+"""Rows of images that are held at once."""
+
+
+class OwnTable(NamedTuple):
+    """One table that can be read.
+
+    Args:
+        columns: names of all columns.
+        rows: reads some columns; yields where a row is, and the row.
+        bytes_columns: columns that hold encoded images.
+    """
+
+    columns: list[str]
+    rows: Callable[[Sequence[str]], Iterator[Located]]
+    bytes_columns: tuple[str, ...] = ()
+
+
+def open_table(path: Path, where: str, named: Named, faults: Faults) -> OwnTable | None:
+    """Open a table by its suffix; None where it holds no rows.
+
+    Args:
+        path: the file.
+        where: its name, for messages.
+        named: columns on the command line, which decide on the delimiter of a CSV.
+        faults: rows that cannot be read are added.
+
+    Raises:
+        ConfigError: it is damaged or not of its suffix's format.
+    """
+    suffix = path.suffix.lower()
+    if suffix in (".parquet", ".arrow"):
+        return _columnar(path, where)
+    if suffix in (".jsonl", ".ndjson"):
+        return _of_objects(json_lines(path, faults))
+    if suffix == ".json":
+        return _of_objects(_json_rows(path, faults))
+    return _delimited(path, where, named, faults)
+
+
+def _of_objects(rows: Iterator[Located]) -> OwnTable | None:
+    rows = (row for row in rows if isinstance(row[1], dict))
+    first = list(islice(rows, _SAMPLED))
+    if not first:
+        return None
+    columns = list(dict.fromkeys(key for _, row in first for key in row))
+    return OwnTable(columns, lambda wanted: chain(first, rows))
+
+
+def _json_rows(path: Path, faults: Faults) -> Iterator[Located]:
+    """Yield the objects of a list, of lines, or of `{"a.jpg": "a caption"}`."""
+    with open(path, "rb") as file:
+        start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if start.startswith(b"["):
+        yield from streamed_list(path)
+        return
+    try:
+        content = read_json(path)
+    except ConfigError as error:
+        if "one object a line" not in str(error):
+            raise
+        yield from json_lines(path, faults)
+        return
+    if not isinstance(content, dict):
+        return
+    if {"images", "annotations"} <= content.keys():
+        raise ConfigError(
+            f"{path.name}: COCO's own layout; take it with: vlp data coco --annotations {path.name}"
+        )
+    for name, value in content.items():
+        if str(name).lower().endswith(IMAGE_SUFFIXES) and isinstance(value, str | list):
+            yield f"{path}, {name}", {"image": name, "caption": value}
+
+
+def _delimited(path: Path, where: str, named: Named, faults: Faults) -> OwnTable | None:
+    """Open comma, tab, semicolon or bar separated text, with or without a header."""
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            line = file.readline(1 << 16)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where}: not UTF-8 ({error}); save it as UTF-8") from error
+    if not line.strip():
+        return None
+    delimiters = "\t" if path.suffix.lower() == ".tsv" else ",\t;|"
+
+    def known(cells: list[str]) -> tuple[int, int, int]:
+        stripped = [cell.strip() for cell in cells]
+        found = find_columns(stripped, named) is not None
+        images = sum(plain(cell) in IMAGES or is_image_name(cell) for cell in stripped)
+        return found, images, len(cells)
+
+    cut = {mark: next(csv.reader([line], delimiter=mark)) for mark in delimiters}
+    delimiter = max(delimiters, key=lambda mark: known(cut[mark]))
+    names = [cell.strip() for cell in cut[delimiter]]
+    headless = find_columns(names, named) is None and len(names) > 1
+    place = next((at for at, cell in enumerate(names) if is_image_name(cell)), None)
+    headless = headless and place is not None
+    if headless:
+        names = ["image" if at == place else f"column {at + 1}" for at in range(len(names))]
+        if len(names) == 2:
+            names[1 - (place or 0)] = "caption"
+
+    def rows(wanted: Sequence[str]) -> Iterator[Located]:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, delimiter=delimiter)
+            try:
+                for number, cells in enumerate(reader):
+                    if (not number and not headless) or not cells:
+                        continue
+                    place = f"{where}, line {reader.line_num}"
+                    if len(cells) < len(names) or any(cells[len(names) :]):
+                        faults.append(Refused("row of another layout", place))
+                    else:
+                        yield place, dict(zip(names, cells))
+            except (csv.Error, UnicodeDecodeError) as error:
+                raise ConfigError(
+                    f"{where}, line {reader.line_num + 1}: cannot be read ({error}); is a quote "
+                    "left open, or is it not UTF-8?"
+                ) from error
+
+    return OwnTable(names, rows)
+
+
+def is_image_name(cell: str) -> bool:
+    """Return whether a value is an image's file name, perhaps with Flickr's `#0` behind it."""
+    return bool(_IMAGE_NAME.fullmatch(cell.strip().lower()))
+
+
+def _columnar(path: Path, where: str) -> OwnTable:
+    """Open Parquet or Arrow; images are read a few rows at a time."""
+    try:
+        import pyarrow as pa
+        from pyarrow import ipc, parquet
+    except ImportError:
+        raise ConfigError(
+            f"{where}: {path.suffix[1:].capitalize()} needs pyarrow: pip install 'vlp[data]'"
+        ) from None
+
+    def batches(wanted: Sequence[str]) -> Iterator[Any]:
+        if path.suffix.lower() == ".parquet":
+            file = parquet.ParquetFile(path)
+            groups = (file.metadata.row_group(n) for n in range(file.metadata.num_row_groups))
+            if sum(group.total_byte_size for group in groups) > most_unpacked(path):
+                raise ConfigError(f"{where}: {TOO_MUCH}")
+            yield from file.iter_batches(batch_size=_BATCH, columns=list(wanted))
+            return
+        with _arrow(path, pa, ipc) as reader:
+            for batch in reader:
+                chosen = batch.select(list(wanted))
+                for start in range(0, len(chosen), _BATCH):
+                    yield chosen.slice(start, _BATCH)
+
+    def rows(wanted: Sequence[str]) -> Iterator[Located]:
+        number = 0
+        try:
+            for batch in batches(wanted):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{where}, row {number}", row
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"{where}: damaged behind row {number} ({reason})") from error
+
+    try:
+        if path.suffix.lower() == ".parquet":
+            schema = parquet.read_schema(path)
+        else:
+            with _arrow(path, pa, ipc) as reader:
+                schema = reader.schema
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{where}: not a readable {path.suffix[1:]} file ({reason})") from error
+    with_bytes = tuple(field.name for field in schema if _holds_bytes(field.type, pa))
+    return OwnTable(list(schema.names), rows, with_bytes)
+
+
+def _arrow(path: Path, pa: Any, ipc: Any) -> Any:
+    """Open the stream that `datasets` writes, or an Arrow file."""
+    try:
+        return ipc.open_stream(pa.memory_map(str(path)))
+    except pa.ArrowInvalid:
+        file = ipc.open_file(pa.memory_map(str(path)))
+        return pa.RecordBatchReader.from_batches(
+            file.schema, (file.get_batch(number) for number in range(file.num_record_batches))
+        )
+
+
+def _holds_bytes(kind: Any, pa: Any) -> bool:
+    if pa.types.is_struct(kind):
+        return "bytes" in {kind.field(number).name for number in range(kind.num_fields)}
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))

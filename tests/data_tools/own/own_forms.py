@@ -1,0 +1,290 @@
+"""The same images and captions in every form that people have them in."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import tarfile
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from made_shards import encoded, photo
+
+COUNT = 16
+
+Files = dict[str, bytes]
+
+
+def images() -> Files:
+    """Images by file name: JPEG, PNG and WebP."""
+    kinds = {"jpg": "jpeg", "png": "png", "webp": "webp"}
+    suffixes = ["jpg"] * (COUNT - 2) + ["png", "webp"]
+    return {
+        f"photo {seed:02}.{suffix}": encoded(photo(seed, (48, 32)), kinds[suffix])
+        for seed, suffix in enumerate(suffixes)
+    }
+
+
+def captions_of(name: str) -> list[str]:
+    """Two captions of every third image, else one; one of them has a comma and quotes."""
+    number = name.split()[1].split(".")[0]
+    said = [f'a "big" dog, number {number}']
+    return [*said, f"number {number} runs"] if int(number) % 3 == 0 else said
+
+
+def write(folder: Path, files: Files) -> Path:
+    for name, data in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    return folder
+
+
+def as_tar(path: Path, files: Files, mode: str = "w") -> Path:
+    with tarfile.open(path, mode) as archive:
+        for name, data in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return path
+
+
+def as_zip(path: Path, files: Files) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    return path
+
+
+def pairs(json_too: bool = False) -> Files:
+    """Files of `NAME.jpg` with `NAME.txt`."""
+    files = {}
+    for name, data in images().items():
+        stem = name.rpartition(".")[0]
+        files[name] = data
+        files[f"{stem}.txt"] = "\n".join(captions_of(name)).encode()
+        if json_too:
+            about = {"url": f"http://x.org/{name}", "key": stem, "status": "success", "width": 48}
+            files[f"{stem}.json"] = json.dumps(about | {"caption": captions_of(name)[0]}).encode()
+    return files
+
+
+def rows(image: str = "image", caption: str = "caption") -> list[dict[str, Any]]:
+    """One row a caption."""
+    return [
+        {image: name, "number": number, caption: text}
+        for number, name in enumerate(images())
+        for text in captions_of(name)
+    ]
+
+
+def as_csv(table: Sequence[dict[str, Any]], delimiter: str = ",", bom: bool = False) -> bytes:
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(table[0]), delimiter=delimiter)
+    writer.writeheader()
+    writer.writerows(table)
+    return text.getvalue().encode("utf-8-sig" if bom else "utf-8")
+
+
+def as_lines(table: Sequence[dict[str, Any]]) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in table)
+
+
+def listed() -> list[dict[str, Any]]:
+    """One row an image, its captions in a list."""
+    return [{"file_name": name, "captions": captions_of(name)} for name in images()]
+
+
+def structs() -> list[dict[str, Any]]:
+    """Rows with the image as `datasets` stores it."""
+    return [
+        {"image": {"bytes": data, "path": name}, "caption": captions_of(name)}
+        for name, data in images().items()
+    ]
+
+
+def folder(root: Path) -> list[str]:
+    return [str(write(root / "photos", pairs()))]
+
+
+def imagefolder_jsonl(root: Path) -> list[str]:
+    return [str(write(root / "set", {**images(), "metadata.jsonl": as_lines(listed())}))]
+
+
+def imagefolder_csv(root: Path) -> list[str]:
+    table = as_csv(rows("file_name", "text"))
+    return [str(write(root / "set", {**images(), "metadata.csv": table}))]
+
+
+def csv_file(root: Path) -> list[str]:
+    write(root, {f"images/{name}": data for name, data in images().items()})
+    table = [{**row, "image": f"images/{row['image']}"} for row in rows()]
+    write(root, {"captions.csv": as_csv(table, bom=True)})
+    return [str(root / "captions.csv")]
+
+
+def csv_in_folder(root: Path) -> list[str]:
+    files = {f"Images/{name}": data for name, data in images().items()}
+    return [str(write(root / "kaggle", {**files, "captions.txt": as_csv(rows())}))]
+
+
+def csv_of_lists(root: Path) -> list[str]:
+    table = [{"img": name, "raw": json.dumps(captions_of(name))} for name in images()]
+    write(root / "photos", images())
+    write(root, {"lists.csv": as_csv(table, ";")})
+    return [str(root / "lists.csv"), "--images", str(root / "photos")]
+
+
+def tsv_named(root: Path) -> list[str]:
+    write(root / "photos", images())
+    write(root, {"table.tsv": as_csv(rows("which", "what"), "\t")})
+    named = ["--image", "which", "--caption", "what"]
+    return [str(root / "table.tsv"), "--images", str(root / "photos"), *named]
+
+
+def tokens(root: Path) -> list[str]:
+    lines = [f"{row['image']}#0\t{row['caption']}" for row in rows()]
+    write(root / "photos", images())
+    write(root, {"all.token": "\n".join(lines).encode()})
+    return [str(root / "all.token"), "--images", str(root / "photos")]
+
+
+def jsonl(root: Path) -> list[str]:
+    write(root, {**images(), "table.jsonl": as_lines(listed())})
+    return [str(root / "table.jsonl")]
+
+
+def json_list(root: Path) -> list[str]:
+    table = [{"image": name, "caption": captions_of(name)} for name in images()]
+    write(root, {**images(), "table.json": json.dumps(table).encode()})
+    return [str(root / "table.json")]
+
+
+def json_mapping(root: Path) -> list[str]:
+    table = {name: captions_of(name) for name in images()}
+    write(root, {**images(), "table.json": json.dumps(table).encode()})
+    return [str(root / "table.json")]
+
+
+def parquet_paths(root: Path) -> list[str]:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    write(root / "photos", images())
+    parquet.write_table(pa.Table.from_pylist(rows("path", "text")), root / "table.parquet")
+    return [str(root / "table.parquet"), "--images", str(root / "photos")]
+
+
+def parquet_bytes(root: Path) -> list[str]:
+    """One row a caption, the bytes again and again."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    table = [{"jpg": images()[row["image"]], "txt": row["caption"]} for row in rows()]
+    (root / "set").mkdir()
+    parquet.write_table(pa.Table.from_pylist(table), root / "set" / "table.parquet")
+    return [str(root / "set")]
+
+
+def parquet_structs(root: Path) -> list[str]:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    (root / "set" / "data").mkdir(parents=True)
+    path = root / "set" / "data" / "train-00000-of-00001.parquet"
+    parquet.write_table(pa.Table.from_pylist(structs()), path, row_group_size=5)
+    return [str(root / "set")]
+
+
+def saved(root: Path) -> list[str]:
+    """A data set that `datasets` saved to disk."""
+    datasets_of(structs()).save_to_disk(root / "saved")
+    return [str(root / "saved")]
+
+
+def datasets_of(table: list[dict[str, Any]]) -> Any:
+    import datasets
+
+    made = datasets.Dataset.from_list(table)
+    return made.cast_column("image", datasets.Image(decode=False))
+
+
+def streamed(root: Path) -> list[str]:
+    """The streaming of a data set that lies in a folder."""
+    parquet_structs(root)
+    return [f"hub:{root / 'set'}"]
+
+
+def img2dataset_tars(root: Path) -> list[str]:
+    files = sorted(pairs(json_too=True).items())
+    (root / "out").mkdir()
+    for number in range(2):
+        as_tar(root / "out" / f"0000{number}.tar", dict(files[number * 24 : number * 24 + 24]))
+        stats = json.dumps({"count": 8, "successes": 8}).encode()
+        write(root / "out", {f"0000{number}_stats.json": stats})
+    return [str(root / "out")]
+
+
+def img2dataset_files(root: Path) -> list[str]:
+    files = {f"00000/{name}": data for name, data in pairs(json_too=True).items()}
+    return [str(write(root / "out", {**files, "00000_stats.json": b"{}"}))]
+
+
+def tar_gz(root: Path) -> list[str]:
+    files = {f"./photos/{name}": data for name, data in pairs().items()}
+    return [str(as_tar(root / "photos.tar.gz", files, "w:gz"))]
+
+
+def zip_of_imagefolder(root: Path) -> list[str]:
+    files = {**images(), "metadata.jsonl": as_lines(listed()), "__MACOSX/._photo 00.jpg": b"x"}
+    return [str(as_zip(root / "set.zip", {f"set/{name}": data for name, data in files.items()}))]
+
+
+def unsorted_tar(root: Path) -> list[str]:
+    """All captions behind all images."""
+    files = sorted(pairs().items(), key=lambda item: item[0].endswith(".txt"))
+    return [str(as_tar(root / "unsorted.tar", dict(files)))]
+
+
+def karpathy(root: Path) -> list[str]:
+    entries = [
+        {
+            "filename": name,
+            "split": "val" if place == 3 else "restval",
+            "sentences": [{"raw": text} for text in captions_of(name)],
+        }
+        for place, name in enumerate(images())
+    ]
+    write(root / "photos", images())
+    content = json.dumps({"dataset": "coco", "images": entries}).encode()
+    write(root, {"dataset_own.json": content})
+    return [str(root / "dataset_own.json"), "--images", str(root / "photos")]
+
+
+FORMS: list[Callable[[Path], list[str]]] = [
+    folder,
+    imagefolder_jsonl,
+    imagefolder_csv,
+    csv_file,
+    csv_in_folder,
+    csv_of_lists,
+    tsv_named,
+    tokens,
+    jsonl,
+    json_list,
+    json_mapping,
+    parquet_paths,
+    parquet_bytes,
+    parquet_structs,
+    saved,
+    streamed,
+    img2dataset_tars,
+    img2dataset_files,
+    tar_gz,
+    zip_of_imagefolder,
+    unsorted_tar,
+    karpathy,
+]

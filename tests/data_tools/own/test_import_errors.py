@@ -1,0 +1,211 @@
+"""What `vlp data import` says of data that it cannot or should not take."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from made_shards import encoded, photo
+from own_forms import Files, as_csv, as_tar, as_zip, images, pairs, rows, write
+
+from data_tools.__main__ import main
+
+
+@pytest.fixture
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> Callable[..., str]:
+    """What the command says, which must be one line, for input that it refuses."""
+
+    def say(*arguments: object) -> str:
+        out = tmp_path / "out"
+        command = ["import", *map(str, arguments), "--out", str(out), "--processes", "1"]
+        assert main(command) == 2
+        said = capsys.readouterr().err.strip().splitlines()[-1]
+        assert said.startswith("data_tools import: ")
+        assert not out.exists()
+        return said
+
+    return say
+
+
+def test_598_images_and_139_captions(tmp_path: Path, refused: Callable[..., str]) -> None:
+    files: Files = {}
+    for number in range(598):
+        files[f"{number:03}.jpg"] = b"\xff\xd8 never read"
+        if number < 139:
+            files[f"{number:03}.txt"] = b"a dog"
+    said = refused(write(tmp_path / "mine", files))
+    assert "598 images, and 459 of them have no caption (first: 139.jpg)" in said
+    assert "--allow-missing-captions" in said
+
+
+def test_missing_captions_are_left_out_where_allowed(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    files = pairs()
+    files["photo 01.txt"] = b" \n"
+    del files["photo 02.txt"]
+    place = write(tmp_path / "mine", files)
+    command = ["import", str(place), "--out", str(tmp_path / "out")]
+    assert main(command) == 2
+    assert "16 images, and 2 of them have no caption" in capsys.readouterr().err
+    assert main([*command, "--allow-missing-captions"]) == 0
+    manifest = json.loads((tmp_path / "out/train/manifest.json").read_text())
+    assert manifest["failures"]["no text"]["ids"] == ["photo 01.jpg", "photo 02.jpg"]
+
+
+def test_images_without_any_caption(tmp_path: Path, refused: Callable[..., str]) -> None:
+    place = write(tmp_path / "cats", images())
+    assert "16 images and not one caption; put a NAME.txt beside each" in refused(place)
+    place = write(tmp_path / "dogs", {**images(), **{f"{n[:-4]}.txt": b"" for n in images()}})
+    assert "have no caption" in refused(place, "--allow-missing-captions")
+
+
+def test_images_that_a_folders_table_leaves_out(
+    tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    table = as_csv([row for row in rows() if row["number"] > 4])
+    place = write(tmp_path / "mine", {**images(), "table.csv": table})
+    assert "16 images, and 5 of them have no caption (first: photo 00.jpg)" in refused(place)
+
+
+def test_nothing_that_is_known(tmp_path: Path, refused: Callable[..., str]) -> None:
+    assert "there is no such file or folder" in refused(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    assert "holds nothing; it should be images with NAME.txt" in refused(tmp_path / "empty")
+    place = write(tmp_path / "films", {"a.mp4": b"x", "b.mp4": b"x", "c.pdf": b"x"})
+    assert "holds 2 .mp4, 1 .pdf; it should be" in refused(place)
+    place = write(tmp_path / "sheets", {"a.xlsx": b"x"})
+    assert "save a spreadsheet as CSV" in refused(place)
+
+
+def test_wrong_shares(tmp_path: Path, refused: Callable[..., str]) -> None:
+    place = write(tmp_path / "mine", pairs())
+    for shares in (("0.9", "0.2", "0.1"), ("0", "0.5", "0.5"), ("nan", "0.5", "0.5")):
+        said = refused(place, "--split", *shares)
+        assert f"--split {' '.join(shares)}: shares of train, val and test that add up to 1" in said
+
+
+def test_out_is_the_place(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    place = write(tmp_path / "mine", pairs())
+    assert main(["import", str(place), "--out", str(place)]) == 2
+    assert "is the folder of the images; choose another" in capsys.readouterr().err
+    assert main(["import", str(place), "--out", str(place / "shards")]) == 0
+    assert main(["import", str(place), "--out", str(place / "shards")]) == 0
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv", "jsonl", "json", "parquet"])
+def test_columns_that_are_not_known(
+    suffix: str, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    table = [{"which": name, "what": "a dog"} for name in images()]
+    path = tmp_path / f"table.{suffix}"
+    if suffix == "parquet":
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        parquet.write_table(pa.Table.from_pylist(table), path)
+    elif suffix == "jsonl":
+        path.write_text("\n".join(map(json.dumps, table)))
+    elif suffix == "json":
+        path.write_text(json.dumps(table))
+    else:
+        path.write_bytes(as_csv(table, "\t" if suffix == "tsv" else ","))
+    expected = "no columns for images and captions among which, what; name them with --image COLUMN"
+    assert expected in refused(path)
+    assert expected in refused(path, "--image", "which")
+    assert expected in refused(path, "--image", "which", "--caption", "waht")
+
+
+def test_images_that_are_elsewhere(tmp_path: Path, refused: Callable[..., str]) -> None:
+    table = write(tmp_path, {"table.csv": as_csv(rows())}) / "table.csv"
+    said = refused(table)
+    assert "none of its 16 images is there (first: photo 00.jpg); name their folder with" in said
+    links = [{**row, "image": f"https://x.org/{row['image']}"} for row in rows()]
+    write(tmp_path, {"table.csv": as_csv(links)})
+    assert "download the URLs with img2dataset" in refused(table)
+
+
+def test_split_column_of_something_else(tmp_path: Path, refused: Callable[..., str]) -> None:
+    table = as_csv([{**row, "part": "one"} for row in rows()])
+    place = write(tmp_path / "mine", {**images(), "table.csv": table})
+    said = refused(place, "--split-column", "part")
+    assert "--split-column: 'one' is no split; it should hold train, val or test" in said
+
+
+def test_damaged_files(tmp_path: Path, refused: Callable[..., str]) -> None:
+    packed = gzip.compress(as_tar(tmp_path / "a.tar", pairs()).read_bytes())
+    cut = {"cut.tar.gz": packed[: len(packed) // 2], "no.zip": b"PK\x03\x04 no zip"}
+    write(tmp_path, cut | {"no.parquet": b"PAR1 no", "no.arrow": b"no", "no.csv": b"a\xff\xfe,b\n"})
+    assert "a damaged archive" in refused(tmp_path / "cut.tar.gz")
+    assert "no.zip: " in refused(tmp_path / "no.zip")
+    assert "not a readable parquet file" in refused(tmp_path / "no.parquet")
+    assert "not a readable arrow file" in refused(tmp_path / "no.arrow")
+    assert "not UTF-8" in refused(tmp_path / "no.csv")
+    write(tmp_path, {"open.csv": b'image,caption\na.jpg,"never closed' + b"x" * 200_000})
+    assert "is a quote left open" in refused(tmp_path / "open.csv")
+    write(tmp_path, {"coco.json": b'{"images": [], "annotations": []}'})
+    assert "take it with: vlp data coco --annotations coco.json" in refused(tmp_path / "coco.json")
+
+
+def test_hostile_archives(tmp_path: Path, refused: Callable[..., str]) -> None:
+    """Bombs are refused, and no name in an archive is a path on the disk."""
+    bomb = gzip.compress(bytes(2**27))
+    write(tmp_path, {"bomb.tar.gz": bomb})
+    assert "unpacks to more than limits allow" in refused(tmp_path / "bomb.tar.gz")
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a.jpg", images()["photo 00.jpg"])
+        archive.writestr("table.csv", bytes(2**27))
+    write(tmp_path, {"bomb.zip": stream.getvalue()})
+    assert "more than limits.unpacked_ratio" in refused(tmp_path / "bomb.zip")
+
+
+def test_names_that_lead_out_of_an_archive(tmp_path: Path) -> None:
+    write(tmp_path, {"secret.jpg": encoded(photo(99))})
+    led = [{**rows()[0], "image": name} for name in ("../secret.jpg", f"{tmp_path}/secret.jpg")]
+    files = {f"../../{name}": data for name, data in images().items()}
+    place = as_zip(tmp_path / "set.zip", {**files, "../table.csv": as_csv([*rows(), *led])})
+    assert main(["import", str(place), "--out", str(tmp_path / "deep/out")]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"secret.jpg", "set.zip", "deep"}
+    counted = [json.loads(path.read_text()) for path in tmp_path.rglob("manifest.json")]
+    assert sum(manifest["samples"] for manifest in counted) == 16
+    missing = [one["failures"].get("missing image", {"count": 0}) for one in counted]
+    assert sum(one["count"] for one in missing) == 2
+
+
+def test_broken_images_are_counted_and_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    files = {**pairs(), "cut.jpg": encoded(photo(50))[:400], "cut.txt": b"cut",
+             "text.png": b"no image", "text.txt": b"text", "a.tif": b"II*\0", "a.txt": b"a",
+             "wide.png": encoded(photo(51).resize((3000, 2)), "png"), "wide.txt": b"w"}  # fmt: skip
+    place = write(tmp_path / "mine", files)
+    assert main(["import", str(place), "--out", str(tmp_path / "out")]) == 0
+    counted = [json.loads(path.read_text()) for path in tmp_path.rglob("manifest.json")]
+    failed = {kind: ids["ids"] for one in counted for kind, ids in one["failures"].items()}
+    assert {kind: set(ids) for kind, ids in failed.items()} == {
+        "unreadable image": {"cut", "text", "a"},
+        "image too large": {"wide"},
+    }
+    assert "unreadable image: 3 (first: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("module", ["pyarrow", "datasets"])
+def test_without_an_extra(
+    module: str, tmp_path: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    if module == "datasets":
+        said = refused("hub:owner/name")
+        assert "needs the package datasets: pip install 'vlp[data]'" in said
+    else:
+        write(tmp_path, {"a.parquet": b"PAR1"})
+        assert "Parquet needs pyarrow: pip install 'vlp[data]'" in refused(tmp_path / "a.parquet")
+
+
+def test_a_data_set_that_is_not_on_the_hub(tmp_path: Path, refused: Callable[..., str]) -> None:
+    assert "`datasets` cannot open it (" in refused(f"hub:{tmp_path}/nowhere")

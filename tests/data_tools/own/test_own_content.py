@@ -1,0 +1,174 @@
+"""Splits by content, captions joined, stamps, and what a second run does."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from made_shards import encoded, photo
+from own_forms import as_csv, captions_of, images, pairs, rows, structs, write
+from raw_images import files_of
+from test_import_forms import stored
+
+from data_tools.__main__ import main
+from data_tools.converters.own.content import SPLITS, given_or_dealt, given_splits
+
+HALVES = ["--split", "0.4", "0.3", "0.3"]
+
+
+def test_the_bytes_decide_and_other_names_change_nothing(tmp_path: Path) -> None:
+    first = write(tmp_path / "one", pairs())
+    renamed = {f"sub/x{name}": data for name, data in pairs().items()}
+    more = {f"more{seed}.jpg": encoded(photo(seed)) for seed in range(40, 60)}
+    texts = {name.replace("jpg", "txt"): b"more" for name in more}
+    second = write(tmp_path / "two", {**renamed, **more, **texts})
+    found = []
+    for place in (first, second):
+        out = tmp_path / f"out-{place.name}"
+        assert main(["import", str(place), "--out", str(out), *HALVES]) == 0
+        found.append({data: split for data, (split, _) in stored(out).items()})
+    assert {data: found[1][data] for data in found[0]} == found[0]
+    assert set(found[0].values()) == set(SPLITS)
+
+
+def test_copies_stay_on_one_side_and_equal_bytes_are_one_sample(tmp_path: Path) -> None:
+    files = {}
+    for seed in range(12):
+        image = photo(seed, (96, 72))
+        for quality in (50, 70, 95):
+            files[f"{seed}-{quality}.jpg"] = encoded(image, quality=quality)
+            files[f"{seed}-{quality}.txt"] = f"saved {quality}".encode()
+        files[f"again{seed}.jpg"] = files[f"{seed}-50.jpg"]
+        files[f"again{seed}.txt"] = b"again"
+    place = write(tmp_path / "mine", files)
+    assert main(["import", str(place), "--out", str(tmp_path / "out"), *HALVES]) == 0
+    found = stored(tmp_path / "out")
+    assert len(found) == 36
+    for seed in range(12):
+        sides = {found[files[f"{seed}-{quality}.jpg"]][0] for quality in (50, 70, 95)}
+        assert len(sides) == 1
+        assert found[files[f"{seed}-50.jpg"]][1].captions == ["saved 50", "again"]
+    assert len({split for split, _ in found.values()}) == 3
+
+
+def test_given_splits_are_kept_and_no_image_is_on_two_sides(tmp_path: Path) -> None:
+    names = ["training", "dev", "TEST"]
+    table = [{**row, "Split": names[row["number"] % 3]} for row in rows()]
+    table += [{**table[0], "Split": "TEST", "caption": "seen twice"}]
+    place = write(tmp_path / "mine", {**images(), "table.csv": as_csv(table)})
+    assert main(["import", str(place), "--out", str(tmp_path / "out")]) == 0
+    found = stored(tmp_path / "out")
+    for number, (name, data) in enumerate(images().items()):
+        split, annotation = found[data]
+        assert split == ("test" if number == 0 else SPLITS[number % 3])
+        extra = ["seen twice"] if number == 0 else []
+        assert annotation.captions == [*captions_of(name), *extra]
+
+
+@pytest.mark.parametrize("by", ["folders", "files"])
+def test_splits_by_name(by: str, tmp_path: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    place = tmp_path / "set"
+    if by == "folders":
+        write(place, {f"{'train' if n < 'photo 06' else 'valid'}/{n}": d for n, d in
+                      pairs().items()})  # fmt: skip
+    else:
+        place.mkdir()
+        for name, part in (("train-00000-of-00001", structs()[:6]), ("validation", structs()[6:])):
+            parquet.write_table(pa.Table.from_pylist(part), place / f"{name}.parquet")
+    assert main(["import", str(place), "--out", str(tmp_path / "out")]) == 0
+    found = stored(tmp_path / "out")
+    assert {data: split for data, (split, _) in found.items()} == {
+        data: "train" if name < "photo 06" else "val" for name, data in images().items()
+    }
+
+
+@given(
+    groups=st.lists(st.integers(0, 30), min_size=1, max_size=60),
+    shares=st.sampled_from([(0.9, 0.05, 0.05), (0.5, 0.25, 0.25), (0.8, 0.2, 0.0), (1.0, 0, 0)]),
+    seed=st.integers(0, 2**32),
+    said=st.lists(st.sampled_from([None, None, None, *SPLITS]), min_size=60, max_size=60),
+)
+def test_no_group_is_torn(
+    groups: list[int], shares: tuple[float, ...], seed: int, said: list[str | None]
+) -> None:
+    rng = np.random.default_rng(seed)
+    numbers = np.unique(groups, return_inverse=True)[1].astype(np.int64)
+    digests = rng.integers(0, 2**64, len(groups), dtype=np.uint64)
+    splits = given_or_dealt(numbers, digests, [None] * len(groups), shares)
+    by_group = dict(zip(numbers.tolist(), splits))
+    assert splits == [by_group[group] for group in numbers.tolist()]
+    wanted = {name for name, share in zip(SPLITS, shares) if share}
+    assert set(splits) <= wanted
+    assert len(set(splits)) == min(len(wanted), len(by_group))
+    kept = given_or_dealt(numbers, digests, said[: len(groups)], shares)
+    for split, wish in zip(kept, said):
+        assert wish in (None, split)
+
+
+def test_shares_are_met_and_images_stay_when_others_come() -> None:
+    digests = np.random.default_rng(0).integers(0, 2**64, 20_000, dtype=np.uint64)
+    groups = np.arange(20_000)
+    splits = given_or_dealt(groups, digests, [None] * 20_000, (0.9, 0.05, 0.05))
+    counts = Counter(splits)
+    assert abs(counts["val"] / 20_000 - 0.05) < 0.005
+    assert abs(counts["test"] / 20_000 - 0.05) < 0.005
+    fewer = given_or_dealt(groups[:5000], digests[:5000], [None] * 5000, (0.9, 0.05, 0.05))
+    assert fewer == splits[:5000]
+
+
+def test_names_that_divide_nothing_are_no_splits() -> None:
+    assert given_splits(["train", "train", None], False) == [None] * 3
+    assert given_splits(["en", "de", "train"], False) == [None] * 3
+    assert given_splits(["train", "Validation", None], False) == ["train", "val", None]
+
+
+def test_a_second_run_goes_on_and_refuses_other_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    place = write(tmp_path / "mine", pairs())
+    command = ["import", str(place), "--out", str(tmp_path / "out"), "--samples-per-shard", "4"]
+    assert main(command) == 0
+    before = files_of(tmp_path / "out")
+    (tmp_path / "out/train/shard-000001.tar").unlink()
+    (tmp_path / "out/train/index.json").unlink()
+    assert main(command) == 0
+    assert files_of(tmp_path / "out") == before
+    capsys.readouterr()
+    assert main([*command, "--name", "other"]) == 2
+    assert "was begun with data_set mine, train, this command says other" in capsys.readouterr().err
+    (place / "photo 03.txt").unlink()
+    (place / "photo 03.jpg").unlink()
+    assert main(command) == 2
+    assert "--replace what is there" in capsys.readouterr().err
+    assert main([*command, "--replace"]) == 0
+    assert len(stored(tmp_path / "out")) == 15
+
+
+def test_the_stamp_and_no_false_overlap(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Two data sets whose images have equal names show different images."""
+    texts = {name: data for name, data in pairs().items() if name.endswith("txt")}
+    others = {name: encoded(photo(200 + place)) for place, name in enumerate(images())} | texts
+    for root, files in (("one", pairs()), ("two", others)):
+        place = write(tmp_path / root / "photos", files)
+        assert main(["import", str(place), "--out", str(tmp_path / f"out-{root}")]) == 0
+    for _, annotation in stored(tmp_path / "out-one").values():
+        assert annotation.source == "photos"
+        assert annotation.model_extra is not None
+        assert annotation.model_extra["file"] in images()
+    manifest = json.loads((tmp_path / "out-one/train/manifest.json").read_text())
+    assert (manifest["title"], manifest["licence"]) == ("photos, train", "unknown")
+    sides = [str(tmp_path / f"out-{root}" / split) for root, split in
+             (("one", "train"), ("one", "val"), ("two", "val"))]  # fmt: skip
+    capsys.readouterr()
+    found = tmp_path / "found.txt"
+    command = ["overlap", "--pretraining", sides[0], "--evaluation", *sides[1:]]
+    assert main([*command, "--out", str(found), "--processes", "1"]) == 0
+    assert "0 of " in capsys.readouterr().out
