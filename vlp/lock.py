@@ -155,6 +155,18 @@ def end_with_parent(number: signal.Signals, parent: int) -> None:
             os.kill(os.getpid(), number)
 
 
+def owner_of(folder: Path) -> str | None:
+    """Say which process writes a folder, as far as its lock tells; None where none does."""
+    for path in folder.glob(f"{PREFIX}*"):
+        owner = _owner(path)
+        with suppress(OSError):
+            is_here = path.name == f"{PREFIX}{_machine()}"
+            beats = time.time() - path.stat().st_mtime < STALE_SECONDS
+            if owner and (_runs(owner) if is_here else beats):
+                return f"process {owner.get('process')} on {owner.get('host')}"
+    return None
+
+
 def is_lock(path: Path) -> bool:
     """Return whether a file is the lock of its folder."""
     return path.name.startswith(PREFIX)

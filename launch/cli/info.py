@@ -1,20 +1,105 @@
-"""`vlp info`: what is installed, where, and what it computes on."""
+"""`vlp info`: what is installed, where, and what it computes on; `vlp info RUN`: how a run goes."""
 
 from __future__ import annotations
 
 import importlib.util
 import platform
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
 
 PACKAGES = (
     *("torch", "torchvision", "timm", "transformers", "tokenizers", "deepspeed", "accelerate"),
-    *("webdataset", "pycocoevalcap", "pycocotools", "gradio"),
+    *("webdataset", "pycocoevalcap", "pycocotools", "gradio", "wandb", "mlflow-skinny"),
 )
 OWN = ("vlp", "data_tools", "evaluation", "launch", "configs")
 
 
-def info() -> None:
-    """Print versions, devices and the locations of packages."""
+def info(
+    run: Annotated[Path | None, typer.Argument(metavar="RUN", help="run folder")] = None,
+) -> int:
+    """Print how a run goes, or without one versions, devices and the locations of packages.
+
+    \b
+      vlp info runs/base
+    """
+    if run is None:
+        _installed()
+        return 0
+    from evaluation.core.samples import EvaluationError
+
+    try:
+        for title, rows in _run(run):
+            print(title)
+            for name, value in rows:
+                print(f"  {name:22} {value}")
+    except EvaluationError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _run(folder: Path) -> Iterator[tuple[str, Sequence[tuple[str, str]]]]:
+    """Yield tables of a run: course, last figures, starts, settings."""
+    from evaluation.html_report.run import course, settings
+    from evaluation.html_report.sources import read_sources
+    from vlp.lock import owner_of
+    from vlp.training.logging.run_record import read_record
+
+    [source] = read_sources([folder])
+    starts: list[dict[str, Any]] = read_record(folder).get("starts", [])
+    steps = [line for line in source.log if "samples" in line]
+    owner = owner_of(folder)
+    if owner is None:
+        yield str(folder), course(source)
+    else:
+        total = starts[-1].get("total_steps") if starts else None
+        yield f"{folder}, written by {owner}", list(_under_way(steps, total))
+    for title, lines in (
+        ("last figures", steps[-1:]),
+        ("last validation", [line for line in source.log if "validation/mean" in line][-1:]),
+    ):
+        if lines:
+            yield (
+                title,
+                [(k, f"{v:.4g}") for k, v in lines[0].items() if isinstance(v, int | float)],
+            )
+    for start in starts:
+        yield f"started {start.get('started')} at step {start.get('step')}", list(_start(start))
+    yield "settings", settings(source)
+
+
+def _under_way(steps: Sequence[Mapping[str, Any]], total: int | None) -> Iterator[tuple[str, str]]:
+    """Yield the place of a run that goes on, and the time it needs by its last two log lines."""
+    if not steps:
+        yield "step", f"0 of {total}, none logged yet"
+        return
+    last = steps[-1]
+    yield "step", f"{last['step']} of {total}"
+    if len(steps) > 1 and total:
+        before = steps[-2]
+        pace = (last["seconds"] - before["seconds"]) / max(last["step"] - before["step"], 1)
+        yield "time left", f"{(total - last['step']) * pace / 3600:.2f} h, {pace:.3g} s a step"
+
+
+def _start(start: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "command", shlex.join(start.get("command", []))
+    for one in start.get("devices", []):
+        yield "ranks", f"{one['ranks']} on {one['host']}, {one['device']}"
+    for one in start.get("git", []):
+        yield "commit", f"{one['repository']} {one['commit']}{' + changes' * one['changed']}"
+    versions = start.get("versions", {})
+    yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items())
+    data = start.get("data", {})
+    yield "data", ", ".join(f"{name} {value[:12]}" for name, value in data.items())
+
+
+def _installed() -> None:
     import torch
 
     import vlp

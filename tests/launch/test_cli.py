@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -15,6 +16,9 @@ from typer.core import TyperGroup
 from data_tools.__main__ import COMMANDS
 from launch import demo
 from launch.cli.main import commands, main
+from vlp.lock import FolderLock
+from vlp.training.logging.run_record import record_start
+from vlp.training.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_SECONDS = 5.0
@@ -142,6 +146,26 @@ def test_info_names_versions_and_places(capsys):
     said = capsys.readouterr().out
     assert "torch " in said
     assert str(ROOT / "vlp") in said
+
+
+def test_info_of_a_run_under_way(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.orig_argv", ["vlp", "train", "--config", "own.yaml"])
+    folder = RunFolder(tmp_path / "run", resume=False)
+    with FolderLock(folder.path):
+        record_start(folder, 0, 60, 0, [("node", "CPU")] * 2, {"source 0": "abcdef"})
+        figures = [
+            {"step": n, "samples": 8 * n, "seconds": 3.0 * n, "loss/total": 2.0} for n in (10, 20)
+        ]
+        folder.log.write_text("".join(json.dumps(line) + "\n" for line in figures))
+        assert main(["info", str(folder.path)]) == 0
+    said = capsys.readouterr().out
+    assert f"written by process {os.getpid()}" in said
+    assert "20 of 60" in said
+    assert "0.03 h, 3 s a step" in said
+    assert "vlp train --config own.yaml" in said
+    assert "2 on node, CPU" in said
+    assert main(["info", str(tmp_path / "nothing")]) == 2
+    assert "there is no such folder" in capsys.readouterr().err
 
 
 def test_the_demo_keeps_a_finished_run(tmp_path, monkeypatch, capsys):

@@ -87,6 +87,8 @@ def _become(command: list[str], environment: dict[str, str], output: Path) -> No
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     assert all(module in sys.modules for module in _PRELOADED)
+    # As in a process of its own on Linux; else its loader workers come from another server.
+    multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)
     sys.argv = command
     sys.path.insert(0, str(Path(command[0]).parent))

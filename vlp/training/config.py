@@ -12,6 +12,7 @@ from vlp.data.limits import Limits, limits
 from vlp.data.stream.input_spec import Inputs, PatchMasking
 from vlp.models.config import ImageConfig, ModelConfig
 from vlp.objectives.config import ObjectivesConfig
+from vlp.training.logging.trackers import TrackerName, require_trackers
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -81,6 +82,16 @@ class LoopConfig(Config):
         "those of the checkpoint, whose data then ends another way",
         json_schema_extra={"resume": "free"},
     )
+    trackers: tuple[TrackerName, ...] = Field(
+        ("tensorboard",),
+        description="where figures go beside `log.jsonl`; wandb and mlflow are of vlp[track]",
+        json_schema_extra={"resume": "free"},
+    )
+    project: str = Field(
+        "vlp",
+        description="group of runs at wandb and mlflow; the run's name is that of its folder",
+        json_schema_extra={"resume": "free"},
+    )
     max_non_finite: int = Field(
         10, ge=0, description="skipped non-finite steps in a row before the run ends"
     )
@@ -89,6 +100,7 @@ class LoopConfig(Config):
     def _ends(self) -> LoopConfig:
         if self.epochs is None and self.steps is None:
             raise ValueError("one of epochs and steps must be a number")
+        require_trackers(self.trackers)
         return self
 
     def require_equal_shares(self, world_size: int) -> None:

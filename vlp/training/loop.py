@@ -33,7 +33,9 @@ from vlp.training.engines.base import Engine
 from vlp.training.logging.log import RunLog
 from vlp.training.logging.meter import Meter
 from vlp.training.logging.progress import Progress
-from vlp.training.logging.run_report import write_report
+from vlp.training.logging.run_record import record_start, this_host
+from vlp.training.logging.run_report import device_name, write_report
+from vlp.training.logging.trackers import open_trackers
 from vlp.training.run_folder import RunFolder
 from vlp.training.schedule import learning_rate
 from vlp.training.stop.signals import StopSignals
@@ -100,6 +102,9 @@ def train(
         for model in (folder.best, folder.model):
             restore_folder(model)
         save_config(config, folder.config)
+    devices = distributed.gather_to_all((this_host(), device_name(engine.device)))
+    if main:
+        record_start(folder, progress.step, total, training.seed, devices, data.fingerprint)
     saved = (progress.step, progress.looked) if found else None
     record: dict[str, Any] = {}
     ended = "failed"
@@ -107,7 +112,7 @@ def train(
     try:
         with (
             nullcontext(signals) if signals else StopSignals() as stop,
-            RunLog(folder if main else None, progress.step, total) as log,
+            _run_log(config, folder if main else None, progress.step, total) as log,
             closing(_stream(data, progress, engine)) as batches,
         ):
             if resume and not found:
@@ -187,6 +192,15 @@ def train(
     finally:
         report = write_report(folder if main else None, ended, progress, record, engine, total)
     return report
+
+
+def _run_log(config: RunConfig, folder: RunFolder | None, step: int, total: int) -> RunLog:
+    """Open the log and, on rank 0, its trackers."""
+    if folder is None:
+        return RunLog(None, step, total)
+    training = config.training
+    trackers = open_trackers(training.trackers, folder, training.project, step)
+    return RunLog(folder, step, total, trackers)
 
 
 def total_steps(config: RunConfig, data: StreamedData, progress: Progress) -> int:

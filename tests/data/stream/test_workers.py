@@ -5,10 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from multiprocessing import active_children
+from multiprocessing import active_children, set_start_method
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import pytest
 import torch
 from torch.utils.data import Dataset, _utils
@@ -70,8 +71,26 @@ def test_a_lock_does_not_outlive_the_process_that_took_it(
     FolderLock(tmp_path).release()
 
 
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_workers_end_with_their_process(tmp_path: Path, method: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, __file__, str(tmp_path), method], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "started\n"
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert family
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    _, orphans = psutil.wait_procs(family, timeout=10)
+    assert orphans == []
+
+
 if __name__ == "__main__":
     held = FolderLock(Path(sys.argv[1]))
+    if len(sys.argv) > 2:
+        set_start_method(sys.argv[2])
     running = started()
     print("started", flush=True)
     time.sleep(60)

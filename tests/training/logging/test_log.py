@@ -4,6 +4,7 @@ from pathlib import Path
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from vlp.training.logging.log import RunLog, flatten
+from vlp.training.logging.trackers import open_trackers
 from vlp.training.run_folder import RunFolder
 
 
@@ -26,7 +27,7 @@ def test_lines_after_the_resumed_step_and_a_torn_line_are_removed(tmp_path: Path
 
 def test_tensorboard_has_every_number(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, resume=False)
-    with RunLog(folder, step=0, total=2) as log:
+    with RunLog(folder, 0, 2, open_trackers(["tensorboard"], folder, "vlp", 0)) as log:
         log.write({"step": 1, "loss/total": 3.0, "skipped": {"total": 0}, "norm": float("nan")})
         log.write({"step": 2, "loss/total": 2.0, "skipped": {"total": 1}, "norm": 1.0})
     events = EventAccumulator(str(folder.tensorboard))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice, takewhile
@@ -175,5 +177,14 @@ def _prepare_worker(parent: int, number: int) -> None:
     # the lock of the run's folder, which must not outlive it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if os.getppid() == parent:  # one of a fork server has another, and no lock
+    if os.getppid() == parent:
         end_with_parent(signal.SIGKILL, parent)
+    else:  # a fork server's, which itself stays as long as it has workers
+        threading.Thread(target=_end_with_main_process, daemon=True).start()
+
+
+def _end_with_main_process() -> None:
+    main_process = multiprocessing.parent_process()
+    if main_process is not None:
+        main_process.join()
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,11 +1,11 @@
-"""Logs of a run: JSON lines, TensorBoard, and a progress bar."""
+"""Logs of a run: JSON lines, trackers, and a progress bar."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from vlp.io import parse_json, unfollowed, write_text
+from vlp.training.logging.trackers import Tracker, TrackerName
 from vlp.training.run_folder import RunFolder
 
 
@@ -40,21 +41,26 @@ class RunLog:
         step: steps already done; lines of later steps, left by a run that was killed after its
             last checkpoint, are removed.
         total: steps of the whole run.
+        trackers: where figures go beside; they are closed with the log. One that fails is left out
+            from then on, but for TensorBoard, whose files lie beside the log.
 
     `last` is the last record of training that an earlier start wrote, on rank 0.
     """
 
-    def __init__(self, folder: RunFolder | None, step: int, total: int) -> None:
-        self._folder = folder
+    def __init__(
+        self,
+        folder: RunFolder | None,
+        step: int,
+        total: int,
+        trackers: Mapping[TrackerName, Tracker] | None = None,
+    ) -> None:
+        self._folder, self._trackers = folder, dict(trackers or {})
         self.last: dict[str, Any] = {}
         if folder is None:
             return
-        from torch.utils.tensorboard import SummaryWriter
-
         earlier = _drop_later(folder.log, step)
         self.last = next((line for line in reversed(earlier) if "samples" in line), {})
         self._file = open(folder.log, "a", encoding="utf-8", opener=unfollowed)  # noqa: SIM115
-        self._board = SummaryWriter(str(folder.tensorboard), purge_step=step + 1 if step else None)
         # A bar that is redrawn in a file or in CI output is noise.
         interval = 0.1 if sys.stderr.isatty() else 10.0
         self._screen = _StandardError()
@@ -75,9 +81,7 @@ class RunLog:
         self._file.write(json.dumps(flat) + "\n")
         self._file.flush()
         step = flat.pop("step")
-        for name, value in flat.items():
-            if isinstance(value, int | float):
-                self._board.add_scalar(name, value, step)
+        self._track(flat, step)
         shown = {"loss": "loss/total", "samples/s": "samples_per_second", "lr": "learning_rate"}
         self._bar.set_postfix(
             {
@@ -95,10 +99,23 @@ class RunLog:
         named = {f"validation/{name}": value for name, value in figures.items()}
         self._file.write(json.dumps(flatten({"step": step, **named})) + "\n")
         self._file.flush()
-        for name, value in named.items():
-            self._board.add_scalar(name, value, step)
+        self._track(named, step)
         shown = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
         self.say(f"step {step}, validation: {shown}")
+
+    def _track(self, figures: Mapping[str, Any], step: int) -> None:
+        numbers = {name: value for name, value in figures.items() if isinstance(value, int | float)}
+        self._each(lambda tracker: tracker.log(numbers, step))
+
+    def _each(self, act: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            try:
+                act(tracker)
+            except Exception as error:
+                if name == "tensorboard":
+                    raise
+                del self._trackers[name]
+                self.say(f"{name} gets no more figures: {error}")
 
     def say(self, message: str) -> None:
         """Print a line above the bar."""
@@ -115,8 +132,8 @@ class RunLog:
         traceback: TracebackType | None,
     ) -> None:
         if self._folder is not None:
+            self._each(lambda tracker: tracker.close())
             self._bar.close()
-            self._board.close()
             self._file.close()
 
 

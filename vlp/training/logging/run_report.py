@@ -56,7 +56,7 @@ def write_report(
         else {"step": progress.best_step, **progress.best_figures},
         "last_log": flatten(record),
         "ranks": engine.world_size,
-        "device": _device(engine.device),
+        "device": device_name(engine.device),
         "peak_memory_bytes": _peak_memory(engine.device),
     }
     if folder is not None and folder.path.is_dir():
@@ -67,7 +67,8 @@ def write_report(
     return report
 
 
-def _device(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """Return what a rank computes on."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads a rank"

@@ -131,12 +131,13 @@ def disturb(scene: Scene, kind: str, moment: float) -> list[int]:
         family = scene.family()
     end_others(scene.started)
     results = ranks.finish(scene.started, timeout=60)
+    every = "".join(said for _, said in results)  # what all ranks would say, rank 0 says
     for code, said in results:
         assert code in ORDERLY, (kind, code, said)
-        if kind == "SIGINT":
-            said = INTERRUPTED.sub("", said)
-        assert "Traceback" not in said, f"{scene.job.name}, {kind}: {said}"
-        assert code != 1 or "error" in said or "lost another rank" in said, (kind, said)
+        own = INTERRUPTED.sub("", said) if kind == "SIGINT" else said
+        assert "Traceback" not in own, f"{scene.job.name}, {kind}: {said}"
+        named = "error" in every or "lost another rank" in said or own != said
+        assert code != 1 or named, (kind, every)
     _, orphans = psutil.wait_procs(family, timeout=40)
     assert not orphans, (kind, [(orphan, orphan.cmdline()) for orphan in orphans])
     for troubles in (scene.server.fails, scene.server.halves, scene.server.stalls):

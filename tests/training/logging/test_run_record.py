@@ -1,0 +1,68 @@
+"""What `run.json` remembers of the starts of a run."""
+
+from __future__ import annotations
+
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from vlp.training.logging.run_record import read_record, record_start
+from vlp.training.run_folder import RunFolder
+
+
+def git(folder: Path, *arguments: str) -> str:
+    names = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+    command = ["git", "-C", str(folder), *names, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_starts_with_commit_changes_and_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    git(own, "init", "-q")
+    (own / "data.txt").write_text("nothing\n")
+    git(own, "add", ".")
+    git(own, "commit", "-qm", "first")
+    monkeypatch.chdir(own)
+    monkeypatch.setattr("sys.orig_argv", ["vlp", "train", "path=https://user:secret@host/x"])
+    folder = RunFolder(tmp_path / "run", resume=False)
+    folder.path.mkdir()
+    devices = [("node", "GPU"), ("node", "GPU"), ("other", "GPU")]
+    record_start(folder, 0, 9, 7, devices, {"source 0": "ab"})
+    (own / "data.txt").write_text("https://host/shards?token=secret\n")
+    record_start(folder, 5, 9, 7, devices, {})
+    first, second = read_record(folder.path)["starts"]
+    commits = {one["repository"]: one for one in second["git"]}
+    assert commits["own"] == {
+        "repository": "own",
+        "commit": git(own, "rev-parse", "HEAD"),
+        "changed": True,
+    }
+    assert {one["repository"]: one["changed"] for one in first["git"]}["own"] is False
+    assert first["devices"] == [
+        {"host": "node", "device": "GPU", "ranks": 2},
+        {"host": "other", "device": "GPU", "ranks": 1},
+    ]
+    assert (first["step"], second["step"], first["seed"]) == (0, 5, 7)
+    assert first["data"] == {"source 0": "ab"}
+    assert first["versions"]["torch"] == metadata.version("torch")
+    assert "+https://host/shards?***" in (folder.path / "git" / "step_5.diff").read_text()
+    assert not any("secret" in file.read_text() for file in folder.path.rglob("*.*"))
+
+
+def test_a_folder_without_git_and_a_damaged_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "")
+    folder = RunFolder(tmp_path / "run", resume=False)
+    folder.path.mkdir()
+    (folder.path / "run.json").write_text("{")
+    record_start(folder, 0, 1, 0, [], {})
+    [start] = read_record(folder.path)["starts"]
+    assert start["git"] == []
+    assert not (folder.path / "git").exists()

@@ -1,0 +1,137 @@
+"""`run.json`: each start of a run, with what and where, so that its figures can be had again."""
+
+from __future__ import annotations
+
+import json
+import platform
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import vlp
+from vlp.io import parse_json, redacted, redacted_values, write_text
+from vlp.training.run_folder import RunFolder
+
+PACKAGES = (
+    *("torch", "torchvision", "timm", "transformers", "tokenizers", "deepspeed", "accelerate"),
+    *("webdataset", "numpy", "pillow", "simplejpeg"),
+)
+_LONGEST_DIFF = 1 << 20
+_GIT_SECONDS = 10
+
+
+def record_start(
+    folder: RunFolder,
+    step: int,
+    total: int,
+    seed: int,
+    devices: list[tuple[str, str]],
+    data: Mapping[str, str],
+) -> None:
+    """Add a start to `run.json`, and write uncommitted changes to `git/step_N.diff`.
+
+    Args:
+        folder: of the run.
+        step: steps done before.
+        total: steps of the whole run.
+        seed: of weights, order, augmentation and masks.
+        devices: host and device of each rank.
+        data: hashes of the data's parts.
+    """
+    repositories, changes = _repositories()
+    start = {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "step": step,
+        "total_steps": total,
+        "command": redacted_values(list(sys.orig_argv)),
+        "directory": str(Path.cwd()),
+        "devices": [
+            {"host": host, "device": device, "ranks": ranks}
+            for (host, device), ranks in Counter(devices).items()
+        ],
+        "git": repositories,
+        "versions": versions(),
+        "seed": seed,
+        "data": dict(data),
+    }
+    record = read_record(folder.path)
+    record["starts"] = [*record.get("starts", []), start]
+    _write(folder, record)
+    if changes:
+        (folder.path / "git").mkdir(exist_ok=True)
+        write_text(folder.path / "git" / f"step_{step}.diff", redacted(changes))
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """Return what `run.json` holds; empty without one that can be read."""
+    try:
+        found = parse_json((folder / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def tracker_id(folder: RunFolder, tracker: str, make: Callable[[], str]) -> str:
+    """Return the run's id at a tracker, which all its starts share; `make` gives the first."""
+    record = read_record(folder.path)
+    known = record.setdefault("trackers", {})
+    if tracker not in known:
+        known[tracker] = make()
+        _write(folder, record)
+    return str(known[tracker])
+
+
+def this_host() -> str:
+    """Return the name of this machine."""
+    return socket.gethostname()
+
+
+def versions() -> dict[str, str]:
+    """Return versions of Python, of this package and of those that it computes with."""
+    found = {"python": platform.python_version(), "vlp": vlp.__version__}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _write(folder: RunFolder, record: Mapping[str, Any]) -> None:
+    write_text(folder.path / "run.json", json.dumps(record, indent=1) + "\n")
+
+
+def _repositories() -> tuple[list[dict[str, Any]], str]:
+    """Return commits of the package's and the user's own repository, and their changes."""
+    found, changes = [], ""
+    places = (Path(vlp.__file__).parent, Path.cwd())
+    roots = dict.fromkeys(_git(place, "rev-parse", "--show-toplevel") for place in places)
+    for root in filter(None, roots):
+        commit, diff = _git(Path(root), "rev-parse", "HEAD"), _git(Path(root), "diff", "HEAD")
+        found.append({"repository": Path(root).name, "commit": commit, "changed": bool(diff)})
+        if diff and len(diff) > _LONGEST_DIFF:
+            diff = f"# {Path(root).name}: more than {_LONGEST_DIFF} characters have changed"
+        changes += f"{diff}\n" if diff else ""
+    return found, changes
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """Return what git says; None where there is no git, no repository, or no answer in time."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_GIT_SECONDS,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
