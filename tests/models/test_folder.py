@@ -48,10 +48,13 @@ def test_round_trip_is_exact(saved):
 def test_the_readmes_lines_run(saved):
     folder, _ = saved
     readme = (Path(__file__).parents[2] / "README.md").read_text()
-    (lines,) = [part for part in readme.split("```python\n") if "vlp.load(" in part]
-    code = lines.partition("```")[0].replace("runs/demo/run/model", str(folder))
     names = {"image": Image.new("L", (20, 10))}
-    exec(code, names)
+    names["image"].save(folder / "photo.jpg")
+    for part in readme.split("```python\n"):
+        if "runs/demo/run/model" in (code := part.partition("```")[0]):
+            code = code.replace("runs/demo/run/model", str(folder))
+            exec(code.replace("photo.jpg", str(folder / "photo.jpg")), names)
+    assert names["out"].itm_logits.shape == (2, 2)
     assert names["similarity"].shape == (1, 1)
     assert names["log_odds"].shape == (1,)
 
