@@ -104,6 +104,15 @@ def results(config: AblationConfig, source: Path) -> Results:
     return found
 
 
+def run_folders(config: AblationConfig, source: Path) -> dict[str, list[Path]]:
+    """Return the folders of the finished runs of each variant."""
+    folders: dict[str, list[Path]] = {}
+    for run in plan(config, source)[1]:
+        if finished(run) is not None:
+            folders.setdefault(_pair(run)[0], []).append(run.folder)
+    return folders
+
+
 def _pair(run: Run) -> tuple[str, int]:
     name, _, seed = run.name.rpartition("/")
     return name.removeprefix("variant/"), int(seed)

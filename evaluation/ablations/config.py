@@ -115,6 +115,9 @@ class AblationConfig(Config):
     """
 
     output: str
+    plugins: tuple[str, ...] = Field(
+        (), description="Python files or modules that register encodings, objectives or tasks"
+    )
     corpus: CorpusConfig | None = None
     measured: MeasuredConfig | None = Field(
         None, description="what pretraining without a corpus is evaluated on"

@@ -6,12 +6,14 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from evaluation.ablations.config import AblationConfig, RowConfig, TableConfig
 from evaluation.ablations.layouts import SCORERS, SPREAD, SWAPS, Layout, layout_of
+from evaluation.ablations.plots import draw_curves, draw_means
 from evaluation.ablations.runs import Results, write_csv
 from evaluation.ablations.seed_tests import (
     Difference,
@@ -20,14 +22,24 @@ from evaluation.ablations.seed_tests import (
     holm,
     mean_and_deviation,
 )
+from evaluation.core.latex import latex
 from evaluation.core.results import Table
 
 
-def report(config: AblationConfig, results: Results) -> str:
-    """Return gates and tables as text; write `report.md`, `report.json`, `figures.csv`.
+def report(
+    config: AblationConfig,
+    results: Results,
+    runs: Mapping[str, Sequence[Path]] = MappingProxyType({}),
+) -> str:
+    """Return gates and tables as text, and write them and their drawings into `output`.
 
-    They lie in `output`. Without a corpus the first column of the first table is also drawn,
-    as `figures.png`.
+    `report.md`, `report.tex` (booktabs) and `report.json` hold the tables, `figures.csv` every
+    figure of every run, `figures.png` means with intervals, `curves.png` the trainings.
+
+    Args:
+        config: the ablation.
+        results: of the finished runs.
+        runs: their folders by variant, for the curves.
     """
     passed, compared = gates(config, results), compare_rows(config, results)
     drawn = [_table(each) for each in compared]
@@ -35,11 +47,13 @@ def report(config: AblationConfig, results: Results) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     markdown = "\n\n".join([*passed, *(table.markdown() for table in drawn)])
     (folder / "report.md").write_text(markdown, encoding="utf-8")
+    (folder / "report.tex").write_text(latex(drawn), encoding="utf-8")
     stored = [each.to_json() for each in compared]
     (folder / "report.json").write_text(json.dumps(stored, indent=1, allow_nan=False) + "\n")
     write_csv(folder / "figures.csv", results)
-    if results and config.corpus is None:
-        _plot(folder / "figures.png", config.tables[0], results)
+    if results:
+        draw_means(folder / "figures.png", [(each.table, each.values) for each in compared])
+        draw_curves(folder / "curves.png", runs)
     return "\n\n".join([*passed, *(table.text() for table in drawn)])
 
 
@@ -276,23 +290,3 @@ def _row(compared: Compared, number: int, costly: bool) -> list[str]:
         cells += ["–", "–"] if cost is None else [f"{cost[0]:.0f}", f"{cost[1] / 60:.1f}"]
     paper = [f"{figure:g}" for figure in row.paper] or [""] * len(compared.table.paper)
     return [*cells, *paper]
-
-
-def _plot(file: Path, table: TableConfig, results: Results) -> None:
-    """Draw a dot for each seed and a bar at the mean, one line for each row of the table."""
-    from matplotlib.figure import Figure
-
-    title, figure = next(iter(table.figures.items()))
-    drawing = Figure(figsize=(7, 0.4 * len(table.rows) + 1.2), layout="constrained")
-    axes = drawing.add_subplot()
-    for height, row in enumerate(table.rows):
-        values = list(_values(results, row.variant, [figure]).values())
-        axes.plot(values, [height] * len(values), "o", color="tab:blue", alpha=0.6)
-        if values:
-            axes.plot(np.mean(values), height, "|", color="black", markersize=16)
-    axes.set_yticks(range(len(table.rows)), [row.label for row in table.rows])
-    axes.invert_yaxis()
-    axes.set_xlabel(title)
-    drawing.suptitle(table.title, fontsize="medium", wrap=True)
-    axes.grid(axis="x", alpha=0.3)
-    drawing.savefig(file, dpi=120)

@@ -295,7 +295,7 @@ def ablate(
     names neither `corpus` nor `measured`, vision models with other position encodings. The plan is
     printed first: the time of each variant, and what --budget leaves out.
     """
-    from evaluation.ablations.ablation import results, run_ablation
+    from evaluation.ablations.ablation import results, run_ablation, run_folders
     from evaluation.ablations.budget import make_budget
     from evaluation.ablations.config import AblationConfig
     from evaluation.ablations.tables import report as report_tables
@@ -314,4 +314,6 @@ def ablate(
         run_ablation(ablation, config, names, kept=runs.kept)
         if budget is None or runs.known:
             break  # else the first run has told how long they take
-    print(report_tables(ablation, results(ablation, config)))
+    found, folders = results(ablation, config), run_folders(ablation, config)
+    print(report_tables(ablation, found, folders))
+    print(f"\nwritten to {ablation.output}: tables, figures, drawings")

@@ -11,12 +11,12 @@ from typing import TypeVar
 import torch
 
 import vlp
+from evaluation.core.latex import latex
 from evaluation.core.results import Table
 from evaluation.core.samples import EvaluationError
 from evaluation.downstream.registry import get_evaluation
 from evaluation.html_report.cases import Case, CaseGroup, retrieval_cases, task_cases
 from evaluation.html_report.curves import Chart, compared_charts, training_charts
-from evaluation.html_report.latex import latex
 from evaluation.html_report.maps import AnchorRow, anchor_rows, expression_maps
 from evaluation.html_report.page import page
 from evaluation.html_report.run import course, settings, whole_config

@@ -54,6 +54,8 @@ def position_map(
     grid: tuple[int, int] = GRID,
     query: tuple[int, int] = QUERY,
     seed: int = 0,
+    width: int = WIDTH,
+    heads: int = HEADS,
     **options: Any,
 ) -> PositionMap:
     """The map of one encoding.
@@ -63,6 +65,8 @@ def position_map(
         grid: (rows, columns).
         query: (row, column) of the patch that asks.
         seed: of tables and contents.
+        width: channels.
+        heads: attention heads.
         options: of the encoding.
 
     Raises:
@@ -71,7 +75,7 @@ def position_map(
     if name in CROSS_MODAL:
         raise ValueError(f"{name} lies between an image and a text; see `evaluation anchors`")
     torch.manual_seed(seed)
-    sizes = {"width": WIDTH, "heads": HEADS, "grid": grid}
+    sizes = {"width": width, "heads": heads, "grid": grid}
     encoding = create_fitting_position(name, sizes, **options).double().eval()
     if "bias" in encoding.hooks:
         for parameter in encoding.parameters():
@@ -79,37 +83,45 @@ def position_map(
     context = PositionContext(grid)
     place = query[0] * grid[1] + query[1]
     if "tokens" in encoding.hooks:
-        vectors = encoding("tokens", torch.zeros(1, grid[0] * grid[1], WIDTH).double(), context)[0]
+        vectors = encoding("tokens", torch.zeros(1, grid[0] * grid[1], width).double(), context)[0]
         values, kind = torch.cosine_similarity(vectors[place], vectors, dim=-1), "cosine"
     elif "rotate" in encoding.hooks:
-        values, kind = _rotated(encoding, context, place), "logit"
+        values, kind = _rotated(encoding, context, place, (heads, width // heads)), "logit"
     else:
-        values, kind = _biased(encoding, context, place, name in ON_CONTENTS), "bias"
+        sizes_of_heads = heads, width // heads
+        seen = name in ON_CONTENTS
+        values, kind = _biased(encoding, context, place, seen, sizes_of_heads), "bias"
     return PositionMap(name, kind, values.view(grid).numpy())
 
 
-def _rotated(encoding: PositionEncoding, context: PositionContext, place: int) -> Tensor:
+def _rotated(
+    encoding: PositionEncoding, context: PositionContext, place: int, heads: tuple[int, int]
+) -> Tensor:
     """q_i . k_j where all contents are equal, averaged over contents: (T,)."""
     assert context.grid is not None
     tokens = context.grid[0] * context.grid[1]
-    contents = torch.randn(CONTENTS, HEADS, 1, WIDTH // HEADS).double().expand(-1, -1, tokens, -1)
+    contents = torch.randn(CONTENTS, heads[0], 1, heads[1]).double().expand(-1, -1, tokens, -1)
     query, key = encoding("rotate", contents, contents, context)
-    logits = (query[:, :, place, None] * key).sum(-1) / (WIDTH // HEADS)
+    logits = (query[:, :, place, None] * key).sum(-1) / heads[1]
     return logits.mean((0, 1))
 
 
 def _biased(
-    encoding: PositionEncoding, context: PositionContext, place: int, on_contents: bool
+    encoding: PositionEncoding,
+    context: PositionContext,
+    place: int,
+    on_contents: bool,
+    heads: tuple[int, int],
 ) -> Tensor:
     """The bias of one query's row, of the first head: (T,)."""
     assert context.grid is not None
     tokens = context.grid[0] * context.grid[1]
-    contents = torch.randn(1, HEADS, 1, WIDTH // HEADS).double().expand(-1, -1, tokens, -1)
+    contents = torch.randn(1, heads[0], 1, heads[1]).double().expand(-1, -1, tokens, -1)
     if on_contents:
-        other = torch.randn(1, HEADS, 1, WIDTH // HEADS).double()
+        other = torch.randn(1, heads[0], 1, heads[1]).double()
         contents = torch.where(disc(context.grid).flatten()[:, None], other, contents)
     bias = encoding("bias", contents, contents, context)
-    return bias.expand(1, HEADS, tokens, tokens)[0, 0, place]
+    return bias.expand(1, heads[0], tokens, tokens)[0, 0, place]
 
 
 def disc(grid: tuple[int, int]) -> Tensor:

@@ -11,7 +11,7 @@ from typer import Option
 from typer.core import TyperGroup
 
 from data_tools.__main__ import data_commands
-from evaluation.commands import measure, predictions, reports, reproduction
+from evaluation.commands import measure, positions, predictions, reports, reproduction
 from launch.cli import convert, train
 from launch.cli.export import export
 from launch.cli.info import info
@@ -38,6 +38,7 @@ app.command(cls=Command)(export)
 app.add_typer(measure.app, name="evaluate")
 app.add_typer(predictions.app)
 app.add_typer(reports.app)
+app.add_typer(positions.app)
 app.add_typer(reproduction.app)
 app.command(cls=Command)(info)
 

@@ -694,7 +694,7 @@ class OnBoth(PositionEncoding):
 @pytest.mark.parametrize(
     ("make", "arguments", "options", "message"),
     [
-        (vit, ("irpe",), {}, "unknown position encoding 'irpe'; known: .*irpe-product"),
+        (vit, ("irpe",), {}, "unknown position encoding 'irpe' .*; known: .*irpe-product"),
         (vit, ("anchor",), {}, "anchor lies between an image and a text"),
         (swin, ("uniform",), {}, "uniform lies between an image and a text"),
         (vit, (OnInputs,), {}, "OnInputs acts on inputs; timm models"),

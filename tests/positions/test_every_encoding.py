@@ -58,7 +58,7 @@ def train(model, loss, steps=STEPS):
 
 def test_the_names_are_those_of_the_design():
     assert sorted(NAMES) == sorted(DESIGN)
-    with pytest.raises(ValueError, match=r"unknown position encoding 'rope'; known: alibi-2d"):
+    with pytest.raises(ValueError, match=r"unknown position encoding 'rope' .*; known: alibi-2d"):
         create_position("rope")
     with pytest.raises(ValueError, match="options: "):
         create_position("rope-axial", width=8, heads=2, wrong=1)

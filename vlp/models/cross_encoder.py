@@ -126,8 +126,9 @@ def encodings_by_place(config: CrossConfig) -> dict[str, tuple[str, ...]]:
 
 def _between(name: str, config: CrossConfig, width: int) -> PositionEncoding:
     """ACE-RPE, the same module fed with constant paths, or the similarities themselves."""
-    if name == "alignment":
-        return create_position(name, heads=config.heads, **config.options.get(name, {}))
+    if name not in ("anchor", "uniform"):
+        sizes = {"width": width, "heads": config.heads}
+        return create_fitting_position(name, sizes, **config.options.get(name, {}))
     anchor = config.anchor
     return create_position(
         name,

@@ -13,9 +13,12 @@ from vlp.positions.registry import (
     causal_positions,
     create_fitting_position,
     create_position,
+    describe_options,
     list_positions,
     place_roles,
+    position_class,
     position_options,
+    register_position,
 )
 
 if TYPE_CHECKING:
@@ -31,10 +34,13 @@ __all__ = [
     "causal_positions",
     "create_fitting_position",
     "create_position",
+    "describe_options",
     "drop_absolute",
     "list_positions",
     "place_roles",
+    "position_class",
     "position_options",
+    "register_position",
 ]
 
 

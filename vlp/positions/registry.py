@@ -1,12 +1,20 @@
-"""Every encoding by name, and what each of them can be told."""
+"""Every encoding by name, and what each of them can be told.
+
+An own encoding gets a name by the decorator `register_position`, in a module that is imported
+first: a plugin (`vlp.config.load_plugins`), or the module that an entry point of the group
+`vlp.positions` of an installed package names.
+"""
 
 from __future__ import annotations
 
-import inspect
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any, TypeVar
 
+from vlp.config import load_plugins
 from vlp.positions.alibi2d import DirectionalDistance
 from vlp.positions.alignment import AlignmentBias
 from vlp.positions.anchor_encoding import AnchorPosition
@@ -17,6 +25,14 @@ from vlp.positions.huang import HuangPosition
 from vlp.positions.irpe import RelativePosition
 from vlp.positions.learned import LearnedBoxPosition, LearnedGridPosition, LearnedPosition
 from vlp.positions.object import ObjectPosition
+from vlp.positions.options import (
+    EncodingOption,
+    checked_options,
+    nearest,
+    options_of,
+    parameters_of,
+    untyped,
+)
 from vlp.positions.rotary_encoding import RotaryAxial, RotaryMixed, RotarySequence
 from vlp.positions.sasa import SasaPosition
 from vlp.positions.semantic import SemanticPosition
@@ -25,8 +41,11 @@ from vlp.positions.sine import MDSinePosition, SinePosition
 from vlp.positions.transformer_xl import TransformerXLPosition
 
 ROLES = {"q": "query", "k": "key", "v": "value"}
-CROSS_MODAL = ("alignment", "anchor", "uniform")
-"""Encodings between an image and a text, of no use within either."""
+CROSS_MODAL = ["alignment", "anchor", "uniform"]
+"""Encodings between an image and a text, of no use within either; those of one's own, too."""
+ENTRY_POINTS = "vlp.positions"
+
+Encoding = TypeVar("Encoding", bound=type[PositionEncoding])
 
 _ENCODINGS: dict[str, Callable[..., PositionEncoding]] = {
     "alibi-2d": DirectionalDistance,
@@ -61,8 +80,56 @@ _ENCODINGS: dict[str, Callable[..., PositionEncoding]] = {
 }
 
 
+def register_position(name: str, cross_modal: bool = False) -> Callable[[Encoding], Encoding]:
+    """Give an encoding of one's own a name, as a decorator of its class.
+
+    Every parameter of the constructor has a type: it is an option, and values are checked. Those
+    called `width`, `heads` and `grid` are filled in by the model.
+
+    Args:
+        name: lower-case words with hyphens, such as "my-bias".
+        cross_modal: it acts between an image and a text, in the cross-attention of the cross-modal
+            encoder, where its context has `anchors`.
+
+    Returns:
+        The decorator, which leaves the class as it is.
+
+    Raises:
+        ValueError: the name is taken or has other characters, the class is no PositionEncoding,
+            has no hook, or has an option without a type.
+    """
+    if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9.]+)*", name):
+        raise ValueError(f"{name!r} is no name of an encoding; write it as 'my-bias'")
+
+    def register(encoding: Encoding) -> Encoding:
+        if not issubclass(encoding, PositionEncoding):
+            raise ValueError(f"{name}: {encoding.__name__} is no PositionEncoding")
+        if not any(
+            getattr(encoding, hook) is not getattr(PositionEncoding, hook)
+            for hook in PositionEncoding.HOOKS
+        ):
+            hooks = ", ".join(PositionEncoding.HOOKS)
+            raise ValueError(f"{name}: {encoding.__name__} has none of the hooks {hooks}")
+        if missing := untyped(encoding):
+            raise ValueError(
+                f"{name}: {encoding.__name__}'s option {missing[0]!r} has no type; write it as in "
+                f"`def __init__(self, {missing[0]}: int = 1)`"
+            )
+        before = _ENCODINGS.get(name)
+        # A cell of a notebook runs again.
+        if before is not None and _source(before) != _source(encoding):
+            raise ValueError(f"a position encoding {name!r} is registered already")
+        _ENCODINGS[name] = encoding
+        if cross_modal and name not in CROSS_MODAL:
+            CROSS_MODAL.append(name)
+        return encoding
+
+    return register
+
+
 def list_positions() -> Sequence[str]:
     """Return the names that `create_position` knows."""
+    _load_others()
     return tuple(sorted(_ENCODINGS))
 
 
@@ -70,17 +137,20 @@ def create_position(name: str, **options: Any) -> PositionEncoding:
     """Make a position encoding by name.
 
     Raises:
-        ValueError: unknown name, or options that this encoding lacks or misses; the message lists
-            the known ones.
+        ValueError: unknown name, or options that this encoding lacks or misses, or of another type;
+            the message names the nearest and the known ones.
     """
     make = _named(name)
-    signature = inspect.signature(make)
-    try:
-        signature.bind(**options)
-    except TypeError as problem:
-        known = ", ".join(signature.parameters)
-        raise ValueError(f"position encoding {name!r}: {problem}; options: {known}") from None
-    return make(**options)
+    return make(**checked_options(f"position encoding {name!r}", make, options))
+
+
+def describe_options(name: str) -> list[EncodingOption]:
+    """Return the options of a name with types and defaults.
+
+    Raises:
+        ValueError: unknown name.
+    """
+    return options_of(_named(name))
 
 
 def position_options(name: str) -> frozenset[str]:
@@ -89,7 +159,7 @@ def position_options(name: str) -> frozenset[str]:
     Raises:
         ValueError: unknown name.
     """
-    return frozenset(inspect.signature(_named(name)).parameters)
+    return frozenset(parameters_of(_named(name)))
 
 
 def create_fitting_position(
@@ -147,23 +217,49 @@ def acts_on_tokens(name: str) -> bool:
     Raises:
         ValueError: unknown name.
     """
-    return _class(name).tokens is not PositionEncoding.tokens
+    return position_class(name).tokens is not PositionEncoding.tokens
 
 
 def causal_positions() -> Sequence[str]:
     """Return names of encodings that can act in attention which sees no later tokens."""
-    return tuple(name for name in list_positions() if _class(name).causal)
+    return tuple(name for name in list_positions() if position_class(name).causal)
 
 
-def _class(name: str) -> type[PositionEncoding]:
+def position_class(name: str) -> type[PositionEncoding]:
+    """Return the class behind a name.
+
+    Raises:
+        ValueError: unknown name.
+    """
     make = _named(name)
     made: Any = make.func if isinstance(make, partial) else make
     return made
 
 
+def _source(make: Callable[..., PositionEncoding]) -> tuple[str, str]:
+    made: Any = make.func if isinstance(make, partial) else make
+    return made.__module__, made.__qualname__
+
+
 def _named(name: str) -> Callable[..., PositionEncoding]:
     if name not in _ENCODINGS:
+        _load_others()
+    if name not in _ENCODINGS:
         raise ValueError(
-            f"unknown position encoding {name!r}; known: {', '.join(list_positions())}"
+            f"unknown position encoding {name!r}{nearest(name, _ENCODINGS)}; known: "
+            f"{', '.join(sorted(_ENCODINGS))}; the module of one of your own is named by --plugin, "
+            "the key `plugins` or the variable VLP_PLUGINS"
         )
     return _ENCODINGS[name]
+
+
+def _load_others() -> None:
+    """Import what registers encodings outside of this package."""
+    load_plugins()
+    _load_installed()
+
+
+@cache
+def _load_installed() -> None:
+    for point in entry_points(group=ENTRY_POINTS):
+        import_module(point.module)

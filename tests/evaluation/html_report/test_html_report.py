@@ -18,6 +18,7 @@ from PIL import Image
 import vlp
 from evaluation.__main__ import main
 from evaluation.ablations.paper_results import RECALLS, TABLES, paper_tables, split_of
+from evaluation.core.latex import latex_table
 from evaluation.core.results import Figure, Table
 from evaluation.core.samples import EvaluationError
 from evaluation.downstream import evaluate_task
@@ -27,7 +28,6 @@ from evaluation.grounding.phrase_map import phrase_heat
 from evaluation.html_report.cases import retrieval_cases, task_cases
 from evaluation.html_report.curves import Chart, svg, ticks, training_charts
 from evaluation.html_report.html_report import make_report
-from evaluation.html_report.latex import latex_table
 from evaluation.html_report.sources import Source, read_result, read_sources, short_names
 from evaluation.html_report.tables import result_tables
 from evaluation.retrieval.gallery import Gallery

@@ -1,0 +1,220 @@
+"""Encodings from outside the package: the decorator, plugins, and how options are checked."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Literal
+
+import pytest
+import timm
+import torch
+from tests_support import TINY_MODEL
+from torch import nn
+
+from vlp.config import PLUGINS, ConfigError, load_plugins
+from vlp.models.config import ModelConfig
+from vlp.models.vlp import VLPModel
+from vlp.positions import (
+    CROSS_MODAL,
+    PositionEncoding,
+    attach,
+    create_position,
+    describe_options,
+    list_positions,
+    register_position,
+    registry,
+)
+
+SOURCE = """
+import torch
+from torch import nn
+from vlp.positions import PositionEncoding, register_position
+
+
+@register_position("{name}"{more})
+class {kind}(PositionEncoding):
+    def __init__(self, heads: int, start: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((heads,), start))
+
+    def bias(self, query, key, context):
+        return self.weight[:, None, None] * torch.ones(query.shape[-2], key.shape[-2]).triu()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _as_before(monkeypatch):
+    """Registrations and plugins of a test end with it."""
+    monkeypatch.setattr(registry, "_ENCODINGS", dict(registry._ENCODINGS))
+    monkeypatch.setenv(PLUGINS, "")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    kept, modules = list(CROSS_MODAL), set(sys.modules)
+    yield
+    CROSS_MODAL[:] = kept
+    for name in set(sys.modules) - modules:
+        if name.startswith("own_"):
+            del sys.modules[name]
+
+
+def plugin(folder, name="own_bias", kind="OwnBias", more=""):
+    file = folder / f"{name}.py"
+    file.write_text(SOURCE.format(name=name.replace("_", "-"), kind=kind, more=more))
+    return str(file)
+
+
+def vit():
+    sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
+    return timm.create_model("vit_tiny_patch16_224", num_classes=3, **sizes)
+
+
+def test_a_decorated_class_has_a_name_everywhere():
+    @register_position("test-shift")
+    class Shift(PositionEncoding):
+        def __init__(self, width: int, size: float = 1.0) -> None:
+            super().__init__()
+            self.vector = nn.Parameter(torch.full((width,), size))
+
+        def tokens(self, x, context):
+            return x + self.vector
+
+    assert "test-shift" in list_positions()
+    assert isinstance(create_position("test-shift", width=4), Shift)
+    assert create_position("test-shift", width=4, size=2).vector.tolist() == [2.0] * 4
+    assert [tuple(option) for option in describe_options("test-shift")] == [
+        ("width", "int", ...),
+        ("size", "float", 1.0),
+    ]
+    model = attach(vit(), "test-shift", size=0)
+    assert isinstance(model.positions[0], Shift)
+    assert model(torch.randn(1, 3, 16, 16)).isfinite().all()
+
+
+def test_an_own_encoding_in_the_cross_modal_encoder(tmp_path):
+    """Within each stream, or between them where it says so."""
+    load_plugins(
+        [plugin(tmp_path), plugin(tmp_path, "own_cross", "OwnCross", ", cross_modal=True")]
+    )
+    assert "own-cross" in CROSS_MODAL
+    with pytest.raises(ValueError, match="own-cross lies between an image and a text"):
+        attach(vit(), "own-cross")
+    cross = TINY_MODEL["cross"] | {
+        "position": ["own-bias", "own-cross"],
+        "options": {"own-cross": {"start": 1}, "own-bias": {"start": 2.0}},
+    }
+    model = VLPModel(ModelConfig.model_validate(TINY_MODEL | {"cross": cross}))
+    model.anchor_threshold.fill_(0.2)
+    found = {type(part).__name__: part for part in model.modules() if hasattr(part, "weight")}
+    assert found["OwnCross"].weight[0] == 1
+    assert found["OwnBias"].weight[0] == 2
+    ids = torch.randint(5, 40, (2, 6))
+    mask = torch.ones(2, 6, dtype=torch.bool)
+    crossed = model.cross(
+        model.encode_image(torch.randn(2, 3, 16, 16)), model.encode_text(ids, mask, mask)
+    )
+    model.match_logits(crossed).sum().backward()
+    assert found["OwnCross"].weight.grad.abs().max() > 0
+    assert found["OwnBias"].weight.grad.abs().max() > 0
+
+
+def test_the_environment_names_plugins_for_processes_that_start_later(tmp_path, monkeypatch):
+    file = plugin(tmp_path)
+    monkeypatch.setenv(PLUGINS, file)
+    assert "own-bias" in list_positions()
+    load_plugins([plugin(tmp_path, "own_other", "OwnOther")])
+    assert os.environ[PLUGINS].split(os.pathsep) == [file, str(tmp_path / "own_other.py")]
+    monkeypatch.chdir(tmp_path)
+    plugin(tmp_path, "own_module", "OwnModule")
+    load_plugins(["own_module"])
+    assert create_position("own-module", heads=2).weight.shape == (2,)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (None, "plugin .*own_wrong.py: there is no such file"),
+        ("raise ValueError('no')", "plugin .*own_wrong.py: ValueError: no"),
+        ("import own_missing", "plugin .*own_wrong.py: ModuleNotFoundError"),
+    ],
+)
+def test_plugins_that_fail_are_named(tmp_path, source, message):
+    file = tmp_path / "own_wrong.py"
+    if source is not None:
+        file.write_text(source)
+    with pytest.raises(ConfigError, match=message):
+        load_plugins([str(file)])
+    assert os.environ[PLUGINS] == ""
+    with pytest.raises(ConfigError, match="plugin own_nowhere: ModuleNotFoundError"):
+        load_plugins(["own_nowhere"])
+
+
+def test_a_file_that_another_module_hides_is_named(tmp_path):
+    (tmp_path / "json.py").write_text("")
+    with pytest.raises(ConfigError, match="a module 'json' is there already; rename the file"):
+        load_plugins([str(tmp_path / "json.py")])
+
+
+def test_what_cannot_be_registered_says_why():
+    def make(name, base=PositionEncoding, **methods):
+        return register_position(name)(type("Own", (base,), methods))
+
+    def hook(self, query, key, context):
+        return None
+
+    def untyped(self, heads: int, start=0.0):
+        pass
+
+    for name, base, methods, message in (
+        ("My Bias", PositionEncoding, {"bias": hook}, "'My Bias' is no name of an encoding"),
+        ("own-a", nn.Module, {"bias": hook}, "own-a: Own is no PositionEncoding"),
+        ("own-a", PositionEncoding, {}, "own-a: Own has none of the hooks tokens, inputs"),
+        ("sape", PositionEncoding, {"bias": hook}, "a position encoding 'sape' is registered"),
+        (
+            "own-a",
+            PositionEncoding,
+            {"bias": hook, "__init__": untyped},
+            "own-a: Own's option 'start' has no type; write it as",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(name, base, **methods)
+    assert make("own-a", bias=hook) is not make("own-a", bias=hook)  # a notebook's cell again
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (
+            "rope",
+            {},
+            r"unknown position encoding 'rope' \(did you mean 'rope-1d'\?\); known: alibi",
+        ),
+        ("rope-axial", {"thta": 1}, r"no option 'thta' \(did you mean 'theta'\?\); options: width"),
+        ("rope-axial", {"theta": "ten"}, "the option 'theta' takes float, not 'ten'"),
+        ("rope-axial", {"theta": True}, "the option 'theta' takes float, not True"),
+        ("rope-axial", {"layout": "whole"}, "takes 'interleaved' | 'half', not 'whole'"),
+        ("irpe-product", {"roles": "key"}, r"the option 'roles' takes Sequence\[str\], not 'key'"),
+        ("irpe-product", {"grid": [4]}, r"takes tuple\[int, int\] \| None, not \[4\]"),
+        ("test-choice", {"side": "up"}, "the option 'side' takes 'left' | 'right', not 'up'"),
+    ],
+)
+def test_options_are_checked(name, options, message):
+    @register_position("test-choice")
+    class Chosen(PositionEncoding):
+        def __init__(
+            self, width: int = 1, heads: int = 1, side: Literal["left", "right"] = "left"
+        ) -> None:
+            super().__init__()
+
+        def bias(self, query, key, context):
+            return None
+
+    with pytest.raises(ValueError, match=message):
+        create_position(name, width=8, heads=2, **options)
+
+
+def test_lists_are_tuples_and_whole_numbers_floats():
+    made = create_position("rope-axial", width=8, heads=2, grid=[4, 4], theta=10)
+    assert (made.grid, made.theta) == ((4, 4), 10.0)
+    with pytest.raises(ValueError, match="the option 'heads' is missing; options: width, heads"):
+        create_position("rope-axial", width=8)

@@ -1,0 +1,146 @@
+"""Options of encodings, checked against the types of their constructors."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+
+SIZES = ("width", "heads", "grid", "length", "causal")
+"""Options that a model knows by itself."""
+
+
+class EncodingOption(NamedTuple):
+    """One option: `kind` is its type as the code writes it, `default` `...` where there is none."""
+
+    name: str
+    kind: str
+    default: Any
+
+
+def options_of(make: Callable[..., Any]) -> list[EncodingOption]:
+    """Return the options of what makes an encoding, in order."""
+    return [
+        EncodingOption(
+            name,
+            _kind(make, name),
+            ... if parameter.default is parameter.empty else parameter.default,
+        )
+        for name, parameter in parameters_of(make).items()
+    ]
+
+
+def parameters_of(make: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Return the parameters that have names of their own."""
+    found = inspect.signature(make).parameters
+    return {
+        name: each
+        for name, each in found.items()
+        if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+    }
+
+
+def checked_options(
+    what: str, make: Callable[..., Any], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Check that options are known, complete and of their types, and return them.
+
+    Args:
+        what: the encoding, for the message.
+        make: its class, or a partial call of it.
+        options: by name.
+
+    Returns:
+        The options; a whole number is a float where the type is.
+
+    Raises:
+        ValueError: an option that there is not (the nearest is named), that is missing, or whose
+            value is of another type.
+    """
+    parameters = parameters_of(make)
+    known, checked = ", ".join(parameters), dict(options)
+    for name, value in options.items():
+        if name not in parameters:
+            near = nearest(name, parameters)
+            raise ValueError(f"{what}: no option {name!r}{near}; options: {known}")
+        try:
+            checked[name] = _typed(make, name, value)
+        except ValidationError:
+            kind = _kind(make, name)
+            raise ValueError(f"{what}: the option {name!r} takes {kind}, not {value!r}") from None
+    for name, parameter in parameters.items():
+        if parameter.default is parameter.empty and name not in options:
+            raise ValueError(f"{what}: the option {name!r} is missing; options: {known}")
+    return checked
+
+
+def untyped(make: type) -> list[str]:
+    """Return the parameters of a constructor that have no type."""
+    hints = _hints(make)
+    return [name for name, parameter in parameters_of(make).items() if name not in hints]
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return a hint at the most similar name, or nothing."""
+    names = list(known)
+    longer = [each for each in names if each.startswith(name)]
+    near = longer[:1] or difflib.get_close_matches(name, names, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def _typed(make: Callable[..., Any], name: str, value: Any) -> Any:
+    """Return a value as its option's type has it; a list may stand for a tuple, and 1 for 1.0.
+
+    Raises:
+        ValidationError: it is of another type.
+    """
+    made = make.func if isinstance(make, partial) else make
+    adapter = _adapter(made, name)
+    default = parameters_of(make)[name].default
+    if adapter is None or (value is None and default is None):
+        return value
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        adapter.validate_python(value)
+        return value
+    # As if read from a file: strict, but that JSON knows no tuples.
+    typed = adapter.validate_json(text, strict=True)
+    return typed if isinstance(typed, float) else value
+
+
+def _kind(make: Callable[..., Any], name: str) -> str:
+    """Return an option's type as the code writes it; of a choice its values."""
+    annotation = _hints(make).get(name)
+    if typing.get_origin(annotation) is typing.Literal:
+        return " | ".join(map(repr, typing.get_args(annotation)))
+    written = parameters_of(make)[name].annotation
+    return written if isinstance(written, str) else inspect.formatannotation(written)
+
+
+def _hints(make: Callable[..., Any]) -> dict[str, Any]:
+    """Return the types of a constructor's parameters; none where a type cannot be found."""
+    made: Any = make.func if isinstance(make, partial) else make
+    try:
+        constructor: Any = getattr(made, "__init__") if isinstance(made, type) else made  # noqa: B009
+        return typing.get_type_hints(constructor)
+    except (NameError, TypeError):  # a type that is imported for type checkers alone
+        return {}
+
+
+@cache
+def _adapter(made: Callable[..., Any], name: str) -> TypeAdapter[Any] | None:
+    """Return what checks an option's type; None where it has no type that can be checked."""
+    kind = _hints(made).get(name)
+    if kind is None:
+        return None
+    try:
+        return TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True))
+    except PydanticUserError:  # a pydantic model, which brings its own configuration
+        return TypeAdapter(kind)
