@@ -12,7 +12,7 @@ import torch
 from tests_support import TINY_MODEL
 from torch import nn
 
-from vlp.config import PLUGINS, ConfigError, load_plugins
+from vlp.config import PLUGINS, ConfigError, load_config, load_plugins
 from vlp.models.config import ModelConfig
 from vlp.models.vlp import VLPModel
 from vlp.positions import (
@@ -25,6 +25,7 @@ from vlp.positions import (
     register_position,
     registry,
 )
+from vlp.training.vision_config import VisionConfig
 
 SOURCE = """
 import torch
@@ -127,6 +128,19 @@ def test_the_environment_names_plugins_for_processes_that_start_later(tmp_path, 
     plugin(tmp_path, "own_module", "OwnModule")
     load_plugins(["own_module"])
     assert create_position("own-module", heads=2).weight.shape == (2,)
+
+
+def test_a_configuration_names_plugins(tmp_path):
+    file = tmp_path / "run.yaml"
+    plugin(tmp_path)
+    file.write_text(
+        f"plugins: [{tmp_path}/own_bias.py]\n"
+        "task: {kind: classification, model: {name: vit_tiny_patch16_224, positions: "
+        "[{name: own-bias}]}, data: {train: a, test: b}}\n"
+    )
+    config = load_config(file, VisionConfig)
+    assert config.plugins == (f"{tmp_path}/own_bias.py",)
+    assert "own-bias" in list_positions()
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,12 @@ class RunConfig(Config):
         "commands without a configuration by the variable `VLP_LIMITS`, as `{pixels: 2e8}`",
         json_schema_extra={"resume": "tolerated"},
     )
+    plugins: tuple[str, ...] = Field(
+        (),
+        description="Python files or modules that register encodings, objectives or tasks of "
+        "one's own, imported before the other keys are read",
+        json_schema_extra={"resume": "free"},
+    )
 
 
 class DeepSpeedRunConfig(RunConfig):
