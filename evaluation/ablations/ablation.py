@@ -3,8 +3,9 @@
 With a corpus, as in configs/ablation/cross_position.yaml, the scenes are generated, the backbones
 pretrained if there are any, and each variant pretrained, from nothing or from its backbone. With
 `measured`, as in configs/ablation/flickr8k_towers.yaml, each variant is pretrained on images of
-one's own. With neither, as in configs/ablation/sape_cifar10.yaml, `launch/train_vision.py` trains
-each variant. A run that is finished is never done again, one that was cut off goes on.
+one's own; with `fine_tuned`, it is fine-tuned for a task. With none of them, as in
+configs/ablation/sape_cifar10.yaml, `launch/train_vision.py` trains each variant. A run that is
+finished is never done again, one that was cut off goes on.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ from pathlib import Path
 
 from data_tools.generate.scenes import CORPUS_VERSION
 from evaluation.ablations.config import AblationConfig, CorpusConfig, StageConfig, VariantConfig
-from evaluation.ablations.measures import evaluate_cross_modal, evaluate_images, evaluate_vision
+from evaluation.ablations.measures import (
+    evaluate_cross_modal,
+    evaluate_fine_tuned,
+    evaluate_images,
+    evaluate_vision,
+)
 from evaluation.ablations.runs import Results, Run, do_runs, finished, plain, portable
 from vlp.config import ConfigError
 from vlp.data.scenes.sample import Variety
@@ -80,6 +86,8 @@ def run_ablation(
         evaluate = partial(evaluate_cross_modal, corpus=Path(config.corpus.folder))
     elif config.measured is not None:
         evaluate = partial(evaluate_images, measured=config.measured)
+    elif config.fine_tuned is not None:
+        evaluate = partial(evaluate_fine_tuned, fine_tuned=config.fine_tuned)
     wanted = [pair for pair in pairs if kept is None or pair in kept]
     backbones, variants = plan(config, source, only)
     if backbones:
@@ -153,6 +161,10 @@ def _run(
         if config.measured is not None:
             settings["measured"] = config.measured.model_dump()
             return Run(f"{name}/{seed}", folder, plain(settings))
+        if config.fine_tuned is not None:
+            settings["fine_tuned"] = config.fine_tuned.model_dump()
+            words = ("finetune", config.fine_tuned.task, "--ranks", "1")
+            return Run(f"{name}/{seed}", folder, plain(settings), "cli/main.py", words)
         settings["limit"] = config.limit
         return Run(f"{name}/{seed}", folder, plain(settings), "train_vision.py")
     corpus = Path(config.corpus.folder)

@@ -8,9 +8,11 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from evaluation.ablations.runs import Overrides
+from vlp.command_line import nearest
 from vlp.config import Config, ConfigError
 from vlp.data.scenes.negatives import SwapKind
 from vlp.data.scenes.sample import FULL
+from vlp.tasks.downstream.registry import task_kinds
 
 
 class CorpusConfig(Config):
@@ -59,6 +61,20 @@ class MeasuredConfig(Config):
     )
     limit: int | None = Field(None, ge=1, description="samples in retrieval; null: all")
     foils: int = Field(1000, ge=0, description="images whose captions get foils; 0: no foils")
+
+
+class FineTunedConfig(Config):
+    """Figures of models fine-tuned for a downstream task: those of its evaluation, in percent."""
+
+    task: str = Field(description="kind of downstream task, as in `vlp finetune TASK`")
+    shards: tuple[str, ...] = Field(min_length=1, description="folders to evaluate on")
+    limit: int | None = Field(None, ge=1, description="items; null: all")
+
+    @model_validator(mode="after")
+    def _known(self) -> FineTunedConfig:
+        if self.task not in task_kinds():
+            raise ValueError(f"task {self.task!r} is unknown; {nearest(self.task, task_kinds())}")
+        return self
 
 
 class StageConfig(Config):
@@ -111,7 +127,8 @@ class AblationConfig(Config):
     """Backbones, variants and tables of one ablation.
 
     With a `corpus`, cross-modal encoders are pretrained on generated scenes; with `measured`, on
-    the data that their own configuration names; with neither, vision models are.
+    the data that their own configuration names; with `fine_tuned`, models are fine-tuned for a
+    task; with none of them, vision models are trained.
     """
 
     output: str
@@ -121,6 +138,10 @@ class AblationConfig(Config):
     corpus: CorpusConfig | None = None
     measured: MeasuredConfig | None = Field(
         None, description="what pretraining without a corpus is evaluated on"
+    )
+    fine_tuned: FineTunedConfig | None = Field(
+        None,
+        description="the task that variants are fine-tuned for, and what they are evaluated on",
     )
     seeds: tuple[int, ...] = Field((0, 1, 2), min_length=2)
     jobs: int = Field(2, ge=1, description="runs side by side; they share the cores")
@@ -150,14 +171,16 @@ class AblationConfig(Config):
             raise ValueError("backbones need `pretraining`")
         if self.corpus is None and (self.backbones or self.gates):
             raise ValueError("backbones and gates need a `corpus`")
-        if self.corpus and self.measured:
-            raise ValueError("`corpus` has its own evaluation: leave out `measured`")
+        if self.corpus and (self.measured or self.fine_tuned):
+            raise ValueError("`corpus` has its own evaluation: leave out the others")
+        if self.measured and self.fine_tuned:
+            raise ValueError("`measured` is of pretraining and `fine_tuned` of a task: give one")
         named = [gate.variant for gate in self.gates] + [gate.reference for gate in self.gates]
         for table in self.tables:
             named += [table.reference, *(row.variant for row in table.rows)]
             if bool(table.figures) == bool(self.corpus):
                 raise ValueError(
-                    f"{table.title}: `figures` are of vision models alone"
+                    f"{table.title}: `figures` are for ablations without a corpus"
                     if self.corpus
                     else f"{table.title}: no figures"
                 )

@@ -1,11 +1,11 @@
-"""Figures that a finished run is compared by: of vision models, of scenes, of one's own images."""
+"""Figures that a finished run is compared by: of vision models, scenes, own images, tasks."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Literal
 
-from evaluation.ablations.config import MeasuredConfig
+from evaluation.ablations.config import FineTunedConfig, MeasuredConfig
 
 
 def evaluate_vision(model: Path, threads: int, limit: int | None) -> dict[str, float]:
@@ -74,3 +74,20 @@ def evaluate_images(model: Path, threads: int, measured: MeasuredConfig) -> dict
         for name, figure in foils.figures.items():
             figures[f"foils/{name.replace(', ', '/')}"] = 100 * figure.value
     return figures
+
+
+def evaluate_fine_tuned(model: Path, threads: int, fine_tuned: FineTunedConfig) -> dict[str, float]:
+    """Evaluate a fine-tuned model by its task's own figures, in percent."""
+    import torch
+
+    from evaluation.downstream.registry import get_evaluation
+
+    torch.set_num_threads(threads)
+    evaluation = get_evaluation(fine_tuned.task)
+    result = evaluation.evaluate_folder(
+        model, fine_tuned.shards, limit=fine_tuned.limit, resamples=1
+    )
+    return {
+        name if isinstance(name, str) else "/".join(name): 100 * figure.value
+        for name, figure in result.figures.items()
+    }

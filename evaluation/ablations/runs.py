@@ -55,13 +55,15 @@ class Run(NamedTuple):
     """One training: where it lies, what it is made of, and the script that does it.
 
     `settings` has `config`, a file as `portable` names it, and `overrides` by dotted key; whatever
-    else is in it makes the run another one.
+    else is in it makes the run another one. `words` come before `--config` on the script's command
+    line.
     """
 
     name: str
     folder: Path
     settings: dict[str, Any]
     script: str = "pretrain.py"
+    words: tuple[str, ...] = ()
 
 
 def portable(file: Path) -> str:
@@ -173,7 +175,7 @@ def _train(run: Run, threads: int) -> None:
     overrides = [f"{key}={json.dumps(value)}" for key, value in run.settings["overrides"].items()]
     script = str(LAUNCH / run.script)
     config = str(LAUNCH.parent / run.settings["config"])
-    command = [sys.executable, script, "--config", config, "--resume"]
+    command = [sys.executable, script, *run.words, "--config", config, "--resume"]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(threads),

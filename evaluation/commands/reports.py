@@ -291,9 +291,9 @@ def ablate(
 ) -> None:
     """Train variants with several seeds; print tables.
 
-    A configuration of configs/ablation compares variants of the cross-modal encoder or, where it
-    names neither `corpus` nor `measured`, vision models with other position encodings. The plan is
-    printed first: the time of each variant, and what --budget leaves out.
+    A configuration of configs/ablation compares variants of the cross-modal encoder, of models
+    fine-tuned for a task (`fine_tuned`), or else vision models with other position encodings. The
+    plan is printed first: the time of each variant, and what --budget leaves out.
     """
     from evaluation.ablations.ablation import results, run_ablation, run_folders
     from evaluation.ablations.budget import make_budget
