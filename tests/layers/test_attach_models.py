@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 import transformers
+from timm.models import create_feature_extractor
 from torch import nn
 
 from vlp.layers.weight_decay import no_weight_decay
@@ -332,6 +333,23 @@ def test_copies_pickles_and_compilation_keep_the_encoding(name):
     torch.testing.assert_close(output(model, name), expected)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(output(compiled, name), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", ["eva02_tiny_patch14_224", "beit_base_patch16_224", "vit_relpos_small_patch16_224"]
+)
+def test_feature_extraction_and_export_go_on(name):
+    model = attach(attach(make(name), "irpe-product", on="qk"), Shift)
+    for one in encodings(model):
+        for parameter in one.parameters():
+            nn.init.normal_(parameter, std=0.3)
+    x, taken = inputs(name)["x"], []
+    with model.blocks[0].register_forward_hook(lambda _, __, out: taken.append(out)):
+        expected = model(x)
+    found = create_feature_extractor(model, {"blocks.0": "out"})(x)["out"]
+    torch.testing.assert_close(found, taken[0])
+    exported = torch.export.export(model, (x,)).module()
+    torch.testing.assert_close(exported(x), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -229,7 +229,7 @@ class RelPosAdapter(Adapter):
     """ViTs with relative positions: no position is added to the patches."""
 
     positioned: ClassVar[dict[type, type]] = {VisionTransformerRelPos: tokens.PositionedRelPos}
-    embedded, with_prefix = "patch_embed", False
+    embedded, with_prefix = "patch_embed.norm", False
 
 
 class NaFlexAdapter(Adapter):
