@@ -8,7 +8,8 @@ import torch
 from PIL import Image
 
 import vlp
-from vlp.tasks.serving.inputs import as_images, as_texts
+from vlp.data.image.any_image import as_images
+from vlp.data.text.tokenizer import as_texts
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +27,8 @@ def test_forms_of_one_image_are_prepared_alike(processor, photo, folder):
         levels.transpose(2, 0, 1), [photo], (levels,), levels.astype(np.int64),
     ):  # fmt: skip
         found = processor(images=given)["pixel_values"]
+        if not isinstance(given, list | tuple) and getattr(given, "ndim", 3) == 3:
+            assert torch.equal(vlp.load(folder).preprocess(given), expected[0])
         assert torch.equal(found, expected), type(given)
     several = processor(images=[photo, image, tensor])["pixel_values"]
     assert torch.equal(several, expected.expand(3, -1, -1, -1))
@@ -37,6 +40,7 @@ def test_forms_of_one_image_are_prepared_alike(processor, photo, folder):
 def test_texts(processor, folder):
     one, several = processor(text="a star"), processor(text=["a star", "a red circle"])
     assert torch.equal(one["input_ids"][0], several["input_ids"][0])
+    assert torch.equal(vlp.load(folder).text("a star").text_ids, one["input_ids"])
     ids, attention, words = vlp.load(folder).text(["a star", "a red circle"])
     assert torch.equal(several["input_ids"], ids)
     assert torch.equal(several["attention_mask"].bool(), attention)
@@ -55,6 +59,11 @@ def test_texts(processor, folder):
         (np.zeros((0, 4, 3)), ValueError, "shape"),
         (torch.randn(3, 8, 8) * 9, ValueError, "not normalised"),
         (np.full((4, 4, 3), 300), ValueError, "from 300 to 300; give whole numbers in 0..255"),
+        (
+            "https://me:secret@host/a.jpg",
+            ValueError,
+            r"the URL https://\*\*\*@host/a.jpg; download",
+        ),
         ("nowhere.jpg", FileNotFoundError, "there is no image file nowhere.jpg"),
         (__file__, OSError, "this image cannot be used: .*test_inputs.py"),
     ],
@@ -70,7 +79,6 @@ def test_other_images_are_one_sentence(given, kind, message):
     [
         (3, TypeError, "a text is of type int; give a string or a list of strings"),
         (["a", None], TypeError, "a text is of type NoneType"),
-        ([], ValueError, "text is empty"),
     ],
 )
 def test_other_texts_are_one_sentence(given, kind, message):
@@ -81,3 +89,5 @@ def test_other_texts_are_one_sentence(given, kind, message):
 def test_nothing_is_an_error(processor):
     with pytest.raises(ValueError, match="give images, text or both"):
         processor()
+    with pytest.raises(ValueError, match="text is empty"):
+        processor(text=[])

@@ -233,10 +233,12 @@ def test_push_to_hub_uploads_the_folders_files(model, processor, monkeypatch):
         uploaded.append((repo_id, sorted(file.name for file in Path(working_dir).iterdir())))
 
     monkeypatch.setattr("transformers.utils.hub.PushToHubMixin._upload_modified_files", upload)
-    monkeypatch.setattr(
-        "huggingface_hub.HfApi.create_repo",
-        lambda self, repo_id, **options: type("Made", (), {"repo_id": repo_id}),
-    )
+
+    def create(*arguments, **options):
+        return type("Made", (), {"repo_id": "owner/name"})
+
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", create)
+    monkeypatch.setattr("transformers.utils.hub.create_repo", create, raising=False)
     monkeypatch.setattr(
         "transformers.utils.hub.create_and_tag_model_card", lambda *a, **o: type(
             "Card", (), {"save": lambda self, path: None})(), raising=False

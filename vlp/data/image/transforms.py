@@ -6,6 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from torch.nn.functional import interpolate
 
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig
+from vlp.data.image.any_image import as_image
 from vlp.data.image.decode import upright_rgb
 from vlp.data.image.jpeg import JpegImage, levels_of
 from vlp.data.image.randaugment import randaugment
@@ -58,9 +60,13 @@ class Preprocessing:
         self.mean = mean
         self.std = std
 
-    def __call__(self, image: Image.Image) -> Tensor:
-        """Return an image as `squash` takes it, to (3, image_size, image_size) float32."""
-        return self.normalise(self.squash(image))
+    def __call__(self, image: Any) -> Tensor:
+        """Prepare an image, a path, an array or a tensor -> (3, image_size, image_size) float32.
+
+        Raises:
+            TypeError, ValueError, OSError: as `vlp.data.image.any_image.as_images` raises them.
+        """
+        return self.normalise(self.squash(as_image(image)))
 
     def squash(self, image: Image.Image) -> Image.Image:
         """Return an image of any mode and size as RGB of image_size x image_size.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -88,8 +88,13 @@ class TextProcessor:
         """Ids of [PAD], [UNK], [CLS], [SEP], [MASK]: never a random word of masking."""
         return self.pad_id, self.unk_id, self.cls_id, self.sep_id, self.mask_id
 
-    def __call__(self, texts: list[str]) -> TextTokens:
-        """Tokenise captions into (captions, max_tokens) tensors."""
+    def __call__(self, texts: str | Sequence[str]) -> TextTokens:
+        """Tokenise one caption or several into (captions, max_tokens) tensors.
+
+        Raises:
+            TypeError: one is no string.
+        """
+        texts = as_texts(texts)
         # One caption at a time in loader workers: encode_batch starts threads, which a forked
         # process must not.
         encodings = (
@@ -160,6 +165,21 @@ class TextProcessor:
         if folder.is_dir():
             raise ConfigError(f"{folder}: holds neither tokenizer.json nor vocab.txt")
         return cls(Tokenizer.from_file(_from_hub(str(name))), max_tokens)
+
+
+def as_texts(given: Any) -> list[str]:
+    """Return one text or several as a list.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    texts = list(given) if isinstance(given, list | tuple) else [given]
+    for one in texts:
+        if not isinstance(one, str):
+            raise TypeError(
+                f"a text is of type {type(one).__name__}; give a string or a list of strings"
+            )
+    return texts
 
 
 def bert_tokenizer(vocabulary: dict[str, int]) -> Tokenizer:

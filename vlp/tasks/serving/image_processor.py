@@ -12,10 +12,10 @@ from transformers import AutoImageProcessor
 from transformers.feature_extraction_utils import BatchFeature
 from transformers.image_processing_utils import BaseImageProcessor
 
+from vlp.data.image.any_image import as_images
 from vlp.data.image.transforms import MEAN, STD, Preprocessing
 from vlp.models.folder import hub_options, local_folder
 from vlp.tasks.serving.config import VlpConfig
-from vlp.tasks.serving.inputs import as_images
 
 
 class VlpImageProcessor(BaseImageProcessor):

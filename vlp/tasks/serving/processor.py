@@ -16,7 +16,6 @@ from vlp.data.text.tokenizer import TextProcessor
 from vlp.models.folder import hub_options, local_folder
 from vlp.tasks.serving.config import VlpConfig
 from vlp.tasks.serving.image_processor import VlpImageProcessor
-from vlp.tasks.serving.inputs import as_texts
 
 
 class VlpProcessor(ProcessorMixin):
@@ -50,7 +49,7 @@ class VlpProcessor(ProcessorMixin):
         """Prepare images, texts or both for `VlpModel`.
 
         Args:
-            images: one or several, as `vlp.tasks.serving.inputs.as_images` takes them.
+            images: one or several, as `vlp.data.image.any_image.as_images` takes them.
             text: one or several.
             return_tensors: "pt", "np" or None, which gives "pt".
             options: ignored, such as `padding`: texts always have the length they had in training.
@@ -68,7 +67,9 @@ class VlpProcessor(ProcessorMixin):
         if images is not None:
             data |= self.image_processor(images)
         if text is not None:
-            ids, attention, words = self.text(as_texts(text))
+            if isinstance(text, Sequence) and not text:
+                raise ValueError("text is empty; give a string or a list of strings")
+            ids, attention, words = self.text(text)
             data |= {"input_ids": ids, "attention_mask": attention.long(), "word_mask": words}
         return BatchFeature(data, tensor_type=return_tensors or "pt")
 

@@ -1,4 +1,4 @@
-"""Images and texts as people have them, to those that a model folder's preparation takes."""
+"""Images in the forms that people have them in, as PIL images."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from vlp.data.image.decode import decode_image
 from vlp.data.limits import limits
 from vlp.data.shards.sample_files import BadSample
+from vlp.io import redacted
 
 ACCEPTED = "give a path, a PIL image, an array or a tensor, or a list of these"
 
@@ -32,34 +33,23 @@ def as_images(given: Any) -> list[Image.Image]:
         OSError: a file is no image that can be decoded.
     """
     many = isinstance(given, list | tuple) or getattr(given, "ndim", 0) == 4
-    images = [_as_image(one) for one in (given if many else [given])]
+    images = [as_image(one) for one in (given if many else [given])]
     if not images:
         raise ValueError(f"images is empty; {ACCEPTED}")
     return images
 
 
-def as_texts(given: Any) -> list[str]:
-    """Return one text or several as a list.
+def as_image(given: Any) -> Image.Image:
+    """Return one image, given as `as_images` takes it, as a PIL image.
 
     Raises:
-        TypeError: it is something else.
-        ValueError: there is none.
+        TypeError, ValueError, OSError: as `as_images` raises them.
     """
-    texts = list(given) if isinstance(given, list | tuple) else [given]
-    if not texts:
-        raise ValueError("text is empty; give a string or a list of strings")
-    for one in texts:
-        if not isinstance(one, str):
-            raise TypeError(
-                f"a text is of type {type(one).__name__}; give a string or a list of strings"
-            )
-    return texts
-
-
-def _as_image(given: Any) -> Image.Image:
     if isinstance(given, Image.Image):
         return given
     if isinstance(given, str | os.PathLike):
+        if "://" in (text := os.fspath(given)):
+            raise ValueError(f"an image is the URL {redacted(text)}; download it and give its path")
         return _opened(Path(given))
     if isinstance(given, Tensor):
         given = given.detach().cpu()
