@@ -86,6 +86,22 @@ class Choice:
 _FLOAT = "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)[eE][-+]?\d+$", re.ASCII)
 _FLOAT_STARTS = [*"-+.0123456789"]
 
+_ELSEWHERE = {
+    **dict.fromkeys(("lr", "base_lr", "max_lr"), "learning_rate"),
+    "wd": "weight_decay",
+    **dict.fromkeys(("batch_size", "bs", "per_device_train_batch_size"), "batch"),
+    "num_workers": "workers",
+    "num_train_epochs": "epochs",
+    "max_steps": "steps",
+    "warmup": "warmup_steps",
+    **dict.fromkeys(("amp", "dtype", "bf16", "fp16", "mixed_precision"), "precision"),
+    **dict.fromkeys(("output_dir", "save_dir", "name"), "output"),
+    **dict.fromkeys(("pretrained", "checkpoint"), "init_from"),
+    **dict.fromkeys(("train_data", "dataset", "shards"), "sources"),
+    "img_size": "image_size",
+}
+"""Keys of this package by their names in others."""
+
 
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 safe loader with the numbers of 1.2, which refuses a key given twice.
@@ -231,6 +247,14 @@ def parse_yaml(text: str) -> Any:
         raise yaml.YAMLError(str(error) or type(error).__name__) from error
 
 
+def _place(error: yaml.YAMLError) -> str:
+    """Say in a line what is wrong, and where."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is None or problem is None:
+        return " ".join(str(error).split())
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
+
+
 def dump_yaml(values: Any) -> str:
     """Write values as YAML that `parse_yaml` reads back unchanged."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
@@ -247,7 +271,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str,
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 ({error})") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+        raise ConfigError(f"{path}: not valid YAML: {_place(error)}") from error
     values = {} if values is None else values
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: a configuration is a mapping of keys, not {values!r}")
@@ -299,8 +323,18 @@ def _explain(
         elif problem["type"] == "missing":
             lines.append(f"{named}: the key '{key}' is required")
         else:
-            lines.append(f"{named}: '{key}': {problem['msg']} (given: {problem['input']!r})")
+            lines.append(": ".join(filter(None, [named, key and f"'{key}'", _said(key, problem)])))
     return "\n".join(lines)
+
+
+def _said(key: str, problem: Mapping[str, Any]) -> str:
+    """Say what is wrong with a value, with the value where it is short."""
+    given, said = problem["input"], problem["msg"].removeprefix("Value error, ")
+    if problem["type"] in ("tuple_type", "list_type") and isinstance(given, str | int | float):
+        return f"should be a list, as in {key}='[{given}]'"
+    if problem["type"] == "value_error" or isinstance(given, Mapping | list | tuple):
+        return said
+    return f"{said} (given: {given!r})"
 
 
 def _location(parts: Sequence[str | int], schema: type[Config]) -> tuple[list[str], list[str]]:
@@ -336,6 +370,7 @@ def _nearest(key: str, schema: type[Config]) -> str:
     near = difflib.get_close_matches(leaf, [path.rpartition(".")[2] for path in siblings], n=1)
     if near:
         return f"did you mean '{parent + '.' if parent else ''}{near[0]}'?"
+    leaf = _ELSEWHERE.get(leaf, leaf)
     same_leaf = [path for path in known if path.rpartition(".")[2] == leaf]
     if same_leaf:
         return f"did you mean '{same_leaf[0]}'?"

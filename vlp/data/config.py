@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ByteSize, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, model_validator
 
 from vlp.config import Config
 from vlp.data.schema import TextKind
@@ -12,7 +12,7 @@ from vlp.data.shards.outages import OutageConfig
 
 
 class SourceConfig(Config):
-    """One folder of shards; `weight` is how often its samples come in one epoch."""
+    """One folder of shards, or its path alone; `weight`: how often its samples come in an epoch."""
 
     path: str = Field(
         description="a folder or a URL (https://, s3://, gs://, ...); with sampler: resampled also "
@@ -22,6 +22,15 @@ class SourceConfig(Config):
     weight: float = Field(
         1.0, gt=0, description="share of its samples taken in one epoch; 2 takes each twice"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _path_alone(cls, given: Any) -> Any:
+        return {"path": given} if isinstance(given, str) else given
+
+
+def _one_or_several(given: Any) -> Any:
+    return [given] if isinstance(given, str | dict) else given
 
 
 class CacheConfig(Config):
@@ -70,8 +79,8 @@ class AugmentConfig(Config):
 class DataConfig(Config):
     """Streaming order, text and image preparation of pretraining."""
 
-    sources: tuple[SourceConfig, ...] = Field(
-        min_length=1, description="folders of shards and their weights"
+    sources: Annotated[tuple[SourceConfig, ...], BeforeValidator(_one_or_several)] = Field(
+        min_length=1, description="folders of shards, and their weights where these are not 1"
     )
     vocabulary: str = Field(
         "bert-base-uncased",

@@ -11,6 +11,7 @@ from vlp.config import Config, ConfigError
 from vlp.data.image.transforms import MEAN, RGB, STD
 from vlp.layers.pooling import Pooling
 from vlp.positions import CROSS_MODAL, acts_on_tokens, list_positions
+from vlp.positions.options import nearest
 from vlp.positions.windows import patch_reach, text_reach
 
 Trainable = Literal["all"] | Annotated[int, Field(ge=0)]
@@ -322,7 +323,8 @@ class CrossConfig(Config):
                 raise ValueError(f"position: `{name}` and `uniform` exclude each other")
         known = (*SHORTHANDS, *list_positions())
         if unknown := [name for name in self.position if name not in known]:
-            raise ValueError(f"position {unknown[0]!r} is unknown; there are {', '.join(known)}")
+            near = nearest(unknown[0], known) or f"; there are {', '.join(known)}"
+            raise ValueError(f"position {unknown[0]!r} is unknown{near}")
         own = [name for name in self.position if name not in (*SHORTHANDS, *CROSS_MODAL)]
         takes = set(self.position) - {*SHORTHANDS, "anchor", "uniform"}
         if unused := sorted(set(self.options) - takes):

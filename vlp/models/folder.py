@@ -354,10 +354,13 @@ def local_folder(folder_or_name: str | Path, revision: str | None = None, **opti
         options: further ones of `huggingface_hub.snapshot_download`, such as `token`.
 
     Raises:
-        FileNotFoundError: neither.
+        FileNotFoundError: neither, or a run folder.
     """
     folder = Path(folder_or_name)
     if is_local(folder):
+        inner = folder / "model"
+        if (inner / CONFIG).is_file() and not (folder / CONFIG).is_file():
+            raise FileNotFoundError(f"{folder} is a run folder; its model is in {inner}")
         return folder
     name = str(folder_or_name)
     if not _may_be_on_hub(name):

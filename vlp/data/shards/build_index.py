@@ -10,7 +10,13 @@ from typing import NamedTuple
 
 from vlp.config import ConfigError
 from vlp.data.schema import captions_of
-from vlp.data.shards.index import INDEX_NAME, SurveyedShard, sample_rows, write_index
+from vlp.data.shards.index import (
+    INDEX_NAME,
+    SurveyedShard,
+    no_shards_in,
+    sample_rows,
+    write_index,
+)
 from vlp.data.shards.sample_files import BadSample, contents, parse_annotation
 from vlp.data.shards.tar import Member
 
@@ -76,7 +82,7 @@ def index_folder(
         raise ConfigError(f"{folder}: there is no such folder of shards")
     paths = sorted(folder.glob("*.tar"))
     if not paths:
-        raise ConfigError(f"{folder}: holds no shards (*.tar)")
+        raise ConfigError(no_shards_in(folder))
     shown = paths if progress is None else progress(paths)
     processes = min(processes, len(paths) // _SHARDS_WORTH_A_PROCESS)
     try:

@@ -253,3 +253,10 @@ def _rows_header(samples: int) -> bytes:
         header, {"descr": descr, "fortran_order": False, "shape": (samples,)}
     )
     return header.getvalue()
+
+
+def no_shards_in(folder: Path) -> str:
+    """Say that a folder holds no shards, and which of its subfolders do."""
+    inner = sorted({shard.parent.name for shard in folder.glob("*/*.tar")})
+    hint = f"; name one of its subfolders that do: {', '.join(inner[:6])}" if inner else ""
+    return f"{folder}: holds no shards (*.tar){hint}"

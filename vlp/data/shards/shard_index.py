@@ -26,6 +26,7 @@ from vlp.data.shards.index import (
     INDEX_NAME,
     ShardEntry,
     ShardTable,
+    no_shards_in,
     read_table,
     sample_rows,
 )
@@ -124,7 +125,7 @@ class ShardIndex:
         names = [name for name in os.listdir(folder) if name.endswith(".tar")]
         if not path.exists():
             if not names:
-                raise ConfigError(f"{folder}: holds no shards (*.tar)")
+                raise ConfigError(no_shards_in(folder))
             raise ConfigError(f"{folder}: the shards have no {INDEX_NAME}; {remedy}")
         try:
             content = path.read_bytes()
