@@ -1,0 +1,157 @@
+"""Run commands of documents one after the other in one process, in a folder of small data each.
+
+usage: run_commands.py FOLDER < {"PAGE": [["vlp", ...], ...]}   (JSON; a line of JSON per command comes out)
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+import tarfile
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+from made_shards import jpeg
+
+# All that commands import, once for all of them.
+import vlp.training.engines.deepspeed
+import vlp.training.loop  # noqa: F401
+from launch.cli.main import main
+
+COUNT = 40
+LAYER = "layers=1 heads=2 intermediate=64 width=24"
+TOWER = "{embed_dim: 24, depth: 2, num_heads: 2}"
+
+# What makes a command small: by a part of it, what is added.
+SMALLER = {
+    "from_towers.yaml": (
+        *("model.image.weights=null", f"model.image.architecture_options={TOWER}"),
+        *("model.image.image_size=56", "model.image.width=24", "data.vocabulary=words"),
+        *("model.text.weights=null", "model.text.vocab_size=200"),
+        *(f"model.text.{pair}" for pair in LAYER.split()),
+        "model.text.trainable=all",
+        *("model.cross.weights=null", "model.cross.layers=1", "model.cross.heads=2"),
+        *("training.batch=8", "data.workers=0"),
+    ),
+    "flickr8k_small.yaml": (
+        *("model.image.image_size=32", "model.image.layers=1", "model.text.layers=1"),
+        *("model.cross.layers=1", "training.batch=16", "objectives.itm.group=8", "data.workers=0"),
+    ),
+    "scenes_tiny.yaml": (
+        "model.image.layers=1",
+        "model.cross.layers=1",
+        "training.batch=16",
+        "objectives.itm.group=8",
+        "data.workers=0",
+    ),
+    "scenes_vqa.yaml": ("training.batch=8", "task.data.workers=0"),
+    "vlp train": ("training.steps=2", "training.optimiser.warmup_steps=1"),
+    "vlp finetune": ("training.steps=2", "training.optimiser.warmup_steps=1"),
+}
+
+
+def small_data() -> None:
+    """Write what the pages take as given, into the current folder."""
+    for folder in ("photos", "images"):
+        Path(folder).mkdir()
+    table, entries, urls = ["file,text"], [], []
+    with contextlib.ExitStack() as stack:
+        Path("FOLDER").mkdir()
+        archive = stack.enter_context(tarfile.open("FOLDER/00000.tar", "w"))
+        for number in range(COUNT):
+            data, name = jpeg(number), f"{number:03}.jpg"
+            said = [f"a dog, number {number}", f"number {number} runs"]
+            Path("photos", name).write_bytes(data)
+            Path("photos", f"{number:03}.txt").write_text("\n".join(said))
+            table.append(f'{name},"{said[0]}"')
+            Path("images", name).write_bytes(data)
+            split = ("train", "val", "test")[number % 3]
+            sentences = [{"raw": text} for text in said]
+            entries.append({"filename": name, "split": split, "sentences": sentences})
+            url = f"http://x.org/{name}"
+            urls.append(f"{said[0]}\t{url}")
+            about = json.dumps({"url": url}).encode()
+            for suffix, content in (("jpg", data), ("json", about)):
+                info = tarfile.TarInfo(f"{number:09}.{suffix}")
+                info.size = len(content)
+                archive.addfile(info, io.BytesIO(content))
+    Path("captions.csv").write_text("\n".join(table))
+    Path("dataset_flickr8k.json").write_text(json.dumps({"dataset": "f8k", "images": entries}))
+    Path("Train_GCC-training.tsv").write_text("\n".join(urls))
+    Path("photo.jpg").write_bytes(jpeg(0))
+
+
+def demo_model() -> None:
+    """Make the demo's folders, small: runs/demo with its shards and model."""
+    made = "runs/demo/shards"
+    words = f"vlp data vocabulary --shards {made}/train --size 200"
+    train = "vlp train --config configs/pretrain/scenes_tiny.yaml output=runs/demo/run"
+    require(f"vlp data scenes --out {made} --train 64 --val 16 --image-size 64".split())
+    require(f"{words} --out words".split())
+    require([*train.split(), f"data.sources=[{{path: {made}/train}}]", "data.vocabulary=words"])
+
+
+def require(command: list[str]) -> None:
+    """Run a command that the pages take as done."""
+    code, said = in_child(command)
+    assert code == 0, f"{command}: {said}"
+
+
+def in_child(command: list[str]) -> tuple[int, str]:
+    """Run a command in a process of its own, which has all modules already; its code and output."""
+    with tempfile.TemporaryFile("w+b") as said:
+        child = os.fork()
+        if child == 0:
+            os.dup2(said.fileno(), 1)
+            os.dup2(said.fileno(), 2)
+            code = 1
+            try:
+                code = main([*command[1:], *added(" ".join(command))])
+            except SystemExit as end:
+                code = int(end.code or 0)
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            os._exit(code)
+        status = os.waitpid(child, 0)[1]
+        said.seek(0)
+        return os.waitstatus_to_exitcode(status), said.read().decode(errors="replace")
+
+
+def added(command: str) -> list[str]:
+    """Return the options that make a command small."""
+    return [more for part, options in SMALLER.items() if part in command for more in options]
+
+
+def run(folder: Path, pages: dict[str, list[list[str]]]) -> None:
+    """Run the commands of each page and print what became of each."""
+    made = folder / "made"
+    made.mkdir()
+    os.chdir(made)
+    small_data()
+    demo_model()
+    for number, (page, commands) in enumerate(pages.items()):
+        place = folder / str(number)
+        place.mkdir()
+        for path in made.iterdir():
+            (place / path.name).symlink_to(path)
+        # New runs are the page's own.
+        (place / "runs").unlink()
+        (place / "runs").mkdir()
+        (place / "runs" / "demo").symlink_to(made / "runs" / "demo")
+        os.chdir(place)
+        for command in commands:
+            start = time.monotonic()
+            code, said = in_child(command)
+            seconds = round(time.monotonic() - start, 1)
+            found = {"page": page, "command": command, "code": code, "seconds": seconds}
+            print(json.dumps(found | {"said": said[-4000:]}), flush=True)
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]), json.load(sys.stdin))
