@@ -25,7 +25,7 @@ test-multinode: $(READY)
 test-lowest:
 	$(PYTHON) -m venv .venv-lowest
 	.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check uv
-	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest/bin/python --resolution lowest-direct -e '.[train,evaluation,data,test]'
+	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest/bin/python --resolution lowest-direct -e '.[train,evaluation,test]'
 	OMP_NUM_THREADS=1 .venv-lowest/bin/python -m pytest -n $(JOBS)
 
 # 10,000 mutated files of every kind that is read, in about ten minutes; `make fuzz SEED=7` mutates otherwise.
@@ -59,7 +59,7 @@ resume-check: $(READY)
 $(READY): pyproject.toml
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "vlp needs Python 3.11 or newer; set PYTHON=..."'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,evaluation,data,test,docs]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,evaluation,test,docs]'
 	touch $(READY)
 
 clean:
