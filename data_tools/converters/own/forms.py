@@ -132,7 +132,9 @@ def recognise(
             title = f"{len(found)} tables, the first of them {title}"
         took = [f"{one.path}: {one.columns}" for one in found[:3]]
         rows = _table_images(found, tree, faults, beside)
-        is_whole = beside is None and not any(one.table.bytes_columns for one in found)
+        # A table that is named itself may speak of some of the images only.
+        is_whole = not place.is_file() or _suffix(place.name) not in SUFFIXES
+        is_whole &= not any(one.table.bytes_columns for one in found)
         return Form(title, took, rows, every_image=is_whole)
     if sides:
         return _side_files(tree, images, set(sides), faults, place)

@@ -86,6 +86,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="leave out images without a caption (default: they are an error)",
     )
+    parser.add_argument(
+        "--allow-missing-images",
+        action="store_true",
+        help="go on where more than half of the images that a table names are nowhere",
+    )
     add_caption_arguments(parser)
     add_build_arguments(parser, images=False)
 
@@ -169,32 +174,32 @@ def _cleaned(
 def _require_captions(
     images: Sequence[OwnImage], form: Form, tree: FileTree, arguments: argparse.Namespace
 ) -> None:
-    """Refuse images without captions, and a table of which no image is there.
+    """Refuse images without captions, and a table most of whose images are nowhere.
 
     Raises:
         ConfigError: there are such, and the command line does not allow them.
     """
-    there = [image for image in images if tree.find(image.image) is not None]
-    if not there:
-        first = images[0].image
-        url = first.startswith(("http://", "https://"))
+    missing = [image.image for image in images if tree.find(image.image) is None]
+    there, first = len(images) - len(missing), next(iter(missing), "")
+    allowed = arguments.allow_missing_images and there
+    if len(missing) > there and not allowed:
+        help = "name their folder with --images"
+        if first.startswith(("http://", "https://")):
+            help = "download the URLs with img2dataset, and import its output"
+        elif there:
+            help += ", or take the others with --allow-missing-images"
         raise ConfigError(
-            f"{arguments.place}: none of its {len(images)} images is there (first: {first}); "
-            + (
-                "download the URLs with img2dataset, and import its output"
-                if url
-                else "name their folder with --images"
-            )
+            f"{arguments.place}: {there or 'none'} of its {len(images)} images "
+            f"{'is' if there < 2 else 'are'} there (the first that is not: {first}); {help}"
         )
     without = [image.image for image in images if not image.captions]
     if form.every_image:
         said = {image.image for image in images}
         without += [path for path in tree.images if path not in said]
     captions = sum(len(image.captions) for image in images)
-    print(f"  {len(there)} images, {captions} captions")
-    if len(there) < len(images):
-        missing = next(image.image for image in images if tree.find(image.image) is None)
-        print(f"  {len(images) - len(there)} images are nowhere (first: {missing})")
+    print(f"  {there} images, {captions} captions")
+    if missing:
+        print(f"  {len(missing)} images are nowhere (first: {first})")
     if not without:
         return
     total = len(images) + len(without) - sum(not image.captions for image in images)

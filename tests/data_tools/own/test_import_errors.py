@@ -125,10 +125,27 @@ def test_columns_that_are_not_known(
 def test_images_that_are_elsewhere(tmp_path: Path, refused: Callable[..., str]) -> None:
     table = write(tmp_path, {"table.csv": as_csv(rows())}) / "table.csv"
     said = refused(table)
-    assert "none of its 16 images is there (first: photo 00.jpg); name their folder with" in said
+    expected = "none of its 16 images is there (the first that is not: photo 00.jpg); name their"
+    assert expected in said
     links = [{**row, "image": f"https://x.org/{row['image']}"} for row in rows()]
     write(tmp_path, {"table.csv": as_csv(links)})
     assert "download the URLs with img2dataset" in refused(table)
+    some = write(tmp_path / "some", dict(list(images().items())[:6]))
+    table = write(tmp_path, {"table.csv": as_csv(rows())}) / "table.csv"
+    said = refused(table, "--images", some)
+    assert "6 of its 16 images are there (the first that is not: photo 06.jpg); name their" in said
+    command = ["import", str(table), "--images", str(some), "--out", str(tmp_path / "out")]
+    assert main([*command, "--allow-missing-images"]) == 0
+    counted = [json.loads(path.read_text()) for path in tmp_path.rglob("manifest.json")]
+    assert sum(manifest["samples"] for manifest in counted) == 6
+
+
+def test_a_table_may_speak_of_some_images(tmp_path: Path) -> None:
+    table = as_csv([row for row in rows() if row["number"] < 4])
+    write(tmp_path / "photos", images())
+    path = write(tmp_path, {"table.csv": table}) / "table.csv"
+    command = ["import", str(path), "--images", str(tmp_path / "photos")]
+    assert main([*command, "--out", str(tmp_path / "out")]) == 0
 
 
 def test_split_column_of_something_else(tmp_path: Path, refused: Callable[..., str]) -> None:
