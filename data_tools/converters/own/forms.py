@@ -128,7 +128,7 @@ def recognise(
         title = _KINDS[_suffix(found[0].path)]
         if described:
             title = "an imagefolder of Hugging Face"
-        elif len(found) > 1:
+        elif len(found) > 1 and not saved:
             title = f"{len(found)} tables, the first of them {title}"
         took = [f"{one.path}: {one.columns}" for one in found[:3]]
         rows = _table_images(found, tree, faults, beside)

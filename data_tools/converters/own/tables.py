@@ -178,6 +178,7 @@ def _columnar(path: Path, where: str) -> OwnTable:
         number = 0
         try:
             for batch in batches(wanted):
+                batch.validate(full=True)  # Arrow reads where damaged offsets point
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{where}, row {number}", row
