@@ -14,7 +14,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, get_args
@@ -146,7 +145,7 @@ def load_config(
         ConfigError: the file is missing or not YAML, inheritance loops, a key is unknown (the
             nearest valid key is named), or a value has the wrong type.
     """
-    values, origins = _read(config_path(path), ())
+    values, origins = _read(Path(path), ())
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not key:
@@ -204,15 +203,6 @@ def _import_plugin(place: str) -> None:
         raise ConfigError(f"plugin {place}: {type(error).__name__}: {error}") from error
     if is_file and Path(module.__file__ or "").resolve() != Path(place):
         raise ConfigError(f"plugin {place}: a module {name!r} is there already; rename the file")
-
-
-def config_path(path: str | Path) -> Path:
-    """Return a configuration's path; one of `configs/` that is not here is the installed one."""
-    path = Path(path)
-    if path.parts[:1] == ("configs",) and not path.exists():
-        installed = Path(str(resources.files("configs")), *path.parts[1:])
-        return installed if installed.is_file() else path
-    return path
 
 
 def validated(

@@ -133,6 +133,7 @@ def run(folder: Path, pages: dict[str, list[list[str]]]) -> None:
     made = folder / "made"
     made.mkdir()
     os.chdir(made)
+    Path("configs").symlink_to(Path(launch.__file__).parents[1] / "configs")
     small_data()
     demo_model()
     for number, (page, commands) in enumerate(pages.items()):

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field
 
-from vlp.config import Config, ConfigError, config_path, load_config, save_config
+from vlp.config import Config, ConfigError, load_config, save_config
 from vlp.training.config import PretrainConfig
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "pretrain"
@@ -195,15 +195,3 @@ def test_a_choice_by_kind_is_named_as_it_is_written(tmp_path):
         load_config(file, Drawing, ["named.a.radios=3"])
     with pytest.raises(ConfigError, match="expected tags: 'circle', 'square'"):
         load_config(file, Drawing, ["shape.kind=triangle"])
-
-
-def test_an_installed_configuration_is_found_from_any_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    found = config_path("configs/pretrain/base.yaml")
-    assert found.is_absolute()
-    assert found.is_file()
-    assert config_path("configs/pretrain/nothing.yaml") == Path("configs/pretrain/nothing.yaml")
-    own = tmp_path / "configs" / "pretrain" / "base.yaml"
-    own.parent.mkdir(parents=True)
-    own.write_text("seed: 1")
-    assert config_path("configs/pretrain/base.yaml").resolve() == own
