@@ -6,6 +6,7 @@ usage: run_commands.py FOLDER < {"PAGE": [["vlp", ...], ...]}   (JSON; a line of
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -14,15 +15,19 @@ import tarfile
 import tempfile
 import time
 import traceback
+from importlib import resources
 from pathlib import Path
 
 from made_shards import jpeg
 
-# All that commands import, once for all of them.
-import vlp.training.engines.deepspeed
-import vlp.training.loop  # noqa: F401
 from launch.cli.main import main
 
+# All that commands import, once for all of them.
+MODULES = (
+    *("launch.cli.align", "launch.finetune_vqa", "launch.pretrain", "vlp.training.loop"),
+    *("vlp.training.engines.deepspeed", "vlp.training.engines.accelerate"),
+    *("vlp.data.pretrain.loader", "vlp.tasks.pretraining", "vlp.models.folder"),
+)
 COUNT = 40
 LAYER = "layers=1 heads=2 intermediate=64 width=24"
 TOWER = "{embed_dim: 24, depth: 2, num_heads: 2}"
@@ -130,10 +135,12 @@ def added(command: str) -> list[str]:
 
 def run(folder: Path, pages: dict[str, list[list[str]]]) -> None:
     """Run the commands of each page and print what became of each."""
+    for module in MODULES:
+        importlib.import_module(module)
     made = folder / "made"
     made.mkdir()
     os.chdir(made)
-    Path("configs").symlink_to(Path(launch.__file__).parents[1] / "configs")
+    Path("configs").symlink_to(Path(str(resources.files("configs"))))
     small_data()
     demo_model()
     for number, (page, commands) in enumerate(pages.items()):
