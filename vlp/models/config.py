@@ -12,6 +12,7 @@ from vlp.data.image.transforms import MEAN, RGB, STD
 from vlp.layers.pooling import Pooling
 from vlp.positions import CROSS_MODAL, acts_on_tokens, list_positions
 from vlp.positions.options import nearest
+from vlp.positions.position_config import PositionConfig
 from vlp.positions.windows import patch_reach, text_reach
 
 Trainable = Literal["all"] | Annotated[int, Field(ge=0)]
@@ -154,6 +155,9 @@ class ImageConfig(Config):
     position: Literal["learned", "none"] = Field(
         "learned",
         description="with none, what is where is left to the cross-modal encoder",
+    )
+    positions: tuple[PositionConfig, ...] = Field(
+        (), description="encodings attached to the tower; trained where their blocks are"
     )
     position_sines: float = Field(
         0,

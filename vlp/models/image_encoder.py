@@ -10,11 +10,14 @@ from timm.layers.pos_embed_sincos import build_sincos2d_pos_embed
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from vlp.config import ConfigError
 from vlp.layers.fused import fuse_by_device
 from vlp.layers.pooling import pooled_width
 from vlp.models.config import ImageConfig
 from vlp.models.towers.image import create_image_tower
 from vlp.models.towers.trainable import TrainableTower
+from vlp.positions import attach
+from vlp.positions.position_config import PositionConfig
 
 PatchEdit = Callable[[Tensor], Tensor]
 
@@ -28,8 +31,9 @@ class ImageEncoder(TrainableTower):
     `vit` is the tower, `adapter` a linear layer to the model's width where the tower has another.
 
     Raises:
-        ConfigError: `image.architecture` names no tower of timm, or one of other patches; or
-            `image.trainable` more blocks than there are.
+        ConfigError: `image.architecture` names no tower of timm, or one of other patches;
+            `image.positions` an encoding that does not fit; or `image.trainable` more blocks than
+            there are.
         ValueError: images of another size than the configured one (from timm).
     """
 
@@ -39,6 +43,8 @@ class ImageEncoder(TrainableTower):
         super().__init__()
         self.config = config
         self.vit = create_image_tower(config) if config.architecture else _own_vit(config)
+        for position in config.positions:
+            _attach(self.vit, position)
         self.projection = nn.Linear(pooled_width(config.pooling, config.width), embed_dim)
         width: int = self.vit.num_features  # type: ignore[assignment]
         self.adapter = nn.Identity() if width == config.width else nn.Linear(width, config.width)
@@ -139,6 +145,13 @@ def _own_vit(config: ImageConfig) -> VisionTransformer:
     if vit.pos_embed is not None and config.position_sines:
         _start_positions(vit.pos_embed, config)
     return vit
+
+
+def _attach(vit: nn.Module, position: PositionConfig) -> None:
+    try:
+        attach(vit, position.name, position.roles, **position.options)
+    except ValueError as error:
+        raise ConfigError(f"image.positions: {error}") from error
 
 
 def _edited(vit: nn.Module, edit: PatchEdit | None) -> AbstractContextManager[object]:

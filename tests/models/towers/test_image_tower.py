@@ -86,6 +86,42 @@ def test_weights_and_outputs_are_timms(name, patch, tmp_path):
     assert expected.shape == (2, 17, 32)
 
 
+@pytest.mark.parametrize(("name", "patch"), TOWERS.values(), ids=TOWERS)
+@torch.no_grad()
+def test_a_tower_with_encodings_starts_as_it_was_and_keeps_its_folder(name, patch, tmp_path):
+    """Tables of zeros, beside weights that know nothing of them."""
+    vit = made(name, 4 * patch, tmp_path)
+    position = {"name": "irpe-product", "roles": "qk"}
+    config = sizes(name, patch, weights=str(tmp_path), positions=[position])
+    model = VLPModel(config).eval()
+    (report,) = load_public_weights(model)
+    assert "vit.blocks.*.attn.positions" in report.missing
+    pixels = torch.randn(2, 3, 4 * patch, 4 * patch)
+    before = model.image_encoder(pixels)
+    assert torch.allclose(before, tokens(vit, pixels), atol=1e-5)
+    for key, table in model.image_encoder.named_parameters():
+        if ".positions." in key:
+            table.normal_()
+    after = model.image_encoder(pixels)
+    assert not torch.allclose(after, before, atol=1e-3)
+    again = VLPModel(ModelConfig.model_validate(config.model_dump(mode="json"))).eval()
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again.image_encoder(pixels), after)
+
+
+def test_encodings_that_do_not_fit_a_tower_are_named():
+    for position, message in (
+        (
+            {"name": "sap"},
+            r"image.positions: unknown position encoding 'sap' \(did you mean 'sape'",
+        ),
+        ({"name": "sape", "options": {"depth": 1}}, "image.positions: .*no option 'depth'"),
+        ({"name": "anchor"}, "image.positions: anchor lies between an image and a text"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            ImageEncoder(ImageConfig(width=32, heads=2, layers=1, positions=[position]), 8)
+
+
 @pytest.mark.parametrize("name", ["vit_small_patch14_reg4_dinov2", "eva02_tiny_patch14_224"])
 @torch.no_grad()
 def test_positions_are_resampled_as_timm_does(name, tmp_path):

@@ -7,7 +7,6 @@ import torch
 
 from vlp.config import ConfigError
 from vlp.layers.causal import CausalAttention
-from vlp.models.vision.config import PositionConfig
 from vlp.models.vision.encodings import (
     attention_encodings,
     create_encoding,
@@ -15,6 +14,7 @@ from vlp.models.vision.encodings import (
 )
 from vlp.positions import CROSS_MODAL, causal_positions, list_positions
 from vlp.positions.base import PositionContext
+from vlp.positions.position_config import PositionConfig
 
 WIDTH, HEADS, GRID = 8, 2, (3, 4)
 

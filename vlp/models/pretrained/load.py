@@ -17,7 +17,12 @@ import torch
 from torch import Tensor
 
 from vlp.config import ConfigError
-from vlp.models.pretrained.load_towers import load_image_tower, load_text_tower, todays_names
+from vlp.models.pretrained.load_towers import (
+    IMAGE_OWN,
+    load_image_tower,
+    load_text_tower,
+    todays_names,
+)
 from vlp.models.pretrained.published import Published, read_bert, read_vit, vit_settings
 from vlp.models.pretrained.source_checks import check_bert, check_vit
 from vlp.models.pretrained.weight_copy import LoadReport, copy_weights, listed
@@ -268,7 +273,7 @@ def load_vit(
         raise ValueError(f"{source}: no rule maps these keys of a ViT: {listed(unknown)}")
     notes += check_vit(settings, vit_settings(model.image_encoder.vit, "image encoder"), source)
     report = copy_weights(
-        model.image_encoder, found, f"{source} -> image encoder", unused, (r"projection\.",)
+        model.image_encoder, found, f"{source} -> image encoder", unused, IMAGE_OWN
     )
     matched = [name for name in report.matched if name not in resized]
     return report._replace(resized=resized, matched=matched, notes=(*report.notes, *notes))

@@ -14,6 +14,8 @@ from vlp.models.vlp import VLPModel
 
 _OLD_KINDS = {"gamma": "weight", "beta": "bias"}
 """Of a norm, in checkpoints that were converted from TensorFlow."""
+IMAGE_OWN = (r"projection\.", r"adapter\.", r"vit\.(\S+\.)?positions\.")
+"""Parts of an image encoder that public weights know nothing of."""
 _IMAGE_UNUSED = ("head", "pre_logits.", "fc_norm.", "attn_pool.", "mask_token")
 
 
@@ -39,7 +41,7 @@ def load_image_tower(model: VLPModel, name: str) -> LoadReport:
         for key, tensor in there.items()
         if fitted.get(key, tensor).shape != tensor.shape
     ]
-    report = copy_weights(encoder, found, source, unused, (r"projection\.", r"adapter\."))
+    report = copy_weights(encoder, found, source, unused, IMAGE_OWN)
     matched = [name for name in report.matched if name not in resized]
     return report._replace(matched=matched, resized=resized)
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from vlp.config import Config, ConfigError
 from vlp.layers.attention import Attention
 from vlp.layers.query_key import Place, QueryKeyContext, QueryKeyPlaces, unplaced
-from vlp.models.vision.config import PositionConfig
 from vlp.models.vision.encodings import attention_encodings, create_encoding, on_tokens
 from vlp.models.vision.resnet import ResNet, ResNetConfig
 from vlp.positions.base import PositionContext, PositionEncoding
+from vlp.positions.position_config import PositionConfig
 
 
 class DetrConfig(Config):

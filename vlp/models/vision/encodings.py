@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from vlp.config import ConfigError
-from vlp.models.vision.config import PositionConfig
 from vlp.positions import (
     CROSS_MODAL,
     PositionEncoding,
@@ -15,6 +14,7 @@ from vlp.positions import (
     create_fitting_position,
     place_roles,
 )
+from vlp.positions.position_config import PositionConfig
 
 
 def on_tokens(position: PositionConfig) -> bool:

@@ -19,9 +19,9 @@ from vlp.config import Config, ConfigError
 from vlp.layers.attention import Attention
 from vlp.layers.causal import CausalAttention
 from vlp.layers.post_norm import FeedForward
-from vlp.models.vision.config import PositionConfig
 from vlp.models.vision.encodings import attention_encodings, create_encoding, on_tokens
 from vlp.positions.base import PositionContext
+from vlp.positions.position_config import PositionConfig
 
 
 class GridModelConfig(Config):

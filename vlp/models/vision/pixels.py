@@ -19,10 +19,10 @@ from torch.nn import functional
 from vlp.config import Config, ConfigError
 from vlp.layers.causal import CausalAttention, Past
 from vlp.layers.post_norm import FeedForward
-from vlp.models.vision.config import PositionConfig
 from vlp.models.vision.encodings import attention_encodings, create_encoding, on_tokens
 from vlp.models.vision.reformer import ReformerLayer
 from vlp.positions.base import PositionContext
+from vlp.positions.position_config import PositionConfig
 
 CHANNELS = 3
 LEVELS = 256

@@ -18,9 +18,9 @@ from vlp.data.vision.widgets.view_hierarchy import KINDS
 from vlp.layers.attention import Attention
 from vlp.layers.post_norm import FeedForward
 from vlp.models.decoder.beam_search import beam_search
-from vlp.models.vision.config import PositionConfig
 from vlp.models.vision.encodings import create_encoding
 from vlp.positions import PositionContext, PositionEncoding
+from vlp.positions.position_config import PositionConfig
 from vlp.positions.sine import sinusoid
 
 
