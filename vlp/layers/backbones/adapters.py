@@ -43,7 +43,7 @@ ATTENTION: dict[type, type] = {
 
 OWN_POSITIONS = re.compile(
     r"(^|\.)(pos_embed(_\w+)?|position_embeddings?(\.weight)?|rel_pos_[hw]"
-    r"|relative_position_bias_table|(rel_pos|mlp|cpb_mlp)\.\S*(2|fc2)\.(weight|bias))$"
+    r"|relative_position_bias_table|(shared_)?rel_pos\.mlp\.fc2\.(weight|bias))$"
 )
 """Names of parameters that are 0 where a model's own positions are dropped."""
 
@@ -314,6 +314,11 @@ class HieraAdapter(Adapter):
         """Patches of an image of the model's size."""
         rows, columns = self.model.tokens_spatial_shape
         return int(rows), int(columns)
+
+    @property
+    def dropped(self) -> float:
+        """Share of the mask units that are left out in training."""
+        return float(self.model.patch_drop_rate)
 
     def layers(self) -> list[Any]:
         """Leave out layers that pool queries, whose grids are two."""
