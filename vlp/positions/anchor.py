@@ -96,7 +96,7 @@ def anchor_distance(
     if hard:
         return distance.masked_fill(~anchor, math.inf).to(dtype)
     largest = math.log(torch.finfo(dtype).max) / 2
-    exponent = (tau * (threshold - similarity)).clamp(0, largest)
+    exponent = (tau * (threshold - similarity)).clamp(0.0, largest)
     return torch.where(anchor, distance, exponent.exp() / threshold).to(dtype)
 
 

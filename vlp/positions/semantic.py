@@ -232,7 +232,8 @@ class _PairDistance(torch.autograd.Function):
 
     @staticmethod
     def forward(vectors: Tensor) -> Tensor:
-        if vectors.device.type == "cpu":
+        # ONNX has no cdist.
+        if vectors.device.type == "cpu" and not torch.compiler.is_exporting():
             return torch.cdist(vectors, vectors, compute_mode="donot_use_mm_for_euclid_dist")
         return _distance_by_entry(vectors)
 

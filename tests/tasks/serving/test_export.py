@@ -7,11 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests_support import TINY_MODEL, tiny_text
 
 import vlp
 from launch.cli.main import main
+from vlp.data.image.transforms import Preprocessing
+from vlp.models.config import ModelConfig
+from vlp.models.folder import Loaded
+from vlp.models.vlp import VLPModel
+from vlp.positions import list_positions
 from vlp.tasks.serving import export as module
-from vlp.tasks.serving.export import export_parts
+from vlp.tasks.serving.export import export_parts, exported_program
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +80,35 @@ def test_a_missing_package_is_named(folder, tmp_path, monkeypatch, capsys):
     assert main(["export", "--model", "./nowhere", "--out", str(tmp_path)]) == 2
     assert "there is no model folder ./nowhere" in capsys.readouterr().err
     assert list(Path(tmp_path).iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cross",
+    [
+        *({"position": [name]} for name in (*list_positions(), "ape", "rpe")),
+        *({"position": position, "layout": layout}
+          for position in (["anchor"], []) for layout in ("text", "albef")),
+        {"anchor": {"groups": 2, "mode": "bias"}},
+        {"anchor": {"groups": 2, "hard": False, "tau": 10}},
+        {"anchor": {"groups": 2, "text_window": None, "patch_window": None}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_every_cross_modal_encoder_exports_to_onnx(cross, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    torch.manual_seed(0)
+    values = TINY_MODEL | {"cross": TINY_MODEL["cross"] | {"layers": 1} | cross}
+    model = VLPModel(ModelConfig.model_validate(values)).eval()
+    for weights in model.cross_encoder.parameters():
+        torch.nn.init.normal_(weights, std=0.3)
+    loaded = Loaded(model, tiny_text(), Preprocessing(16))
+    match = export_parts(loaded)[2]
+    module.write_onnx(exported_program(match), match, tmp_path / "match.onnx")
+    session = onnxruntime.InferenceSession(
+        tmp_path / "match.onnx", providers=["CPUExecutionProvider"]
+    )
+    given = {name: tensor[:2] for name, tensor in match.inputs.items()}
+    (found,) = session.run(None, {name: tensor.numpy() for name, tensor in given.items()})
+    with torch.no_grad():
+        np.testing.assert_allclose(found, match.module(**given), atol=1e-4, rtol=0)

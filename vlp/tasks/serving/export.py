@@ -186,14 +186,15 @@ def export_model(loaded: Loaded, out: Path, form: Form = "onnx") -> list[Path]:
             if form == "torch":
                 torch.export.save(program, file)
             else:
-                _write_onnx(program, part, file)
+                write_onnx(program, part, file)
             files.append(file)
     loaded.text.save(out)
     loaded.preprocess.save(out)
     return files
 
 
-def _write_onnx(program: ExportedProgram, part: ExportPart, file: Path) -> None:
+def write_onnx(program: ExportedProgram, part: ExportPart, file: Path) -> None:
+    """Write a traced part as an ONNX file, with more than 1.5 GiB of weights beside it."""
     made = torch.onnx.export(
         program,
         input_names=list(part.inputs),
