@@ -12,7 +12,6 @@ from tqdm import tqdm
 from data_tools.parallel import go_on, in_order
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation
-from vlp.data.shards.index import no_shards_in
 from vlp.data.shards.sample_files import (
     BadSample,
     RawSample,
@@ -107,6 +106,8 @@ def shards_of(folders: Sequence[Path]) -> list[Shard]:
         seen.add(folder.resolve())
         names = sorted(path.name for path in folder.glob("*.tar"))
         if not names:
+            from vlp.data.shards.index import no_shards_in  # here, so that help needs no NumPy
+
             raise ConfigError(no_shards_in(folder))
         shards.extend(Shard(folder, name) for name in names)
     return shards
