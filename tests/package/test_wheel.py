@@ -1,0 +1,78 @@
+"""The wheel holds all that training needs: it is built, installed and used without the checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = [
+    "model.text.layers=1",
+    "model.image.layers=1",
+    "model.cross.layers=1",
+    "model.text.vocab_size=512",
+    "training.steps=2",
+    "training.batch=32",
+    "data.workers=0",
+]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of a copy of the product, in a folder of its own, without what it depends on."""
+    copy, wheels, site = (tmp_path_factory.mktemp(name) for name in ("copy", "wheels", "site"))
+    for name in ("vlp", "data_tools", "evaluation", "launch", "configs"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "--no-deps", "-w", wheels, copy], check=True)
+    [wheel] = wheels.glob("*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--target", site, wheel], check=True)
+    return site
+
+
+def run(site: Path, folder: Path, *arguments: str) -> str:
+    environment = os.environ | {
+        "PYTHONPATH": str(site),
+        "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "launch.cli.main", *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_data_training_evaluation_and_report_in_an_empty_folder(
+    installed: Path, tmp_path: Path
+) -> None:
+    assert str(installed / "vlp") in run(installed, tmp_path, "info")
+    shards = "shards/scenes"
+    run(installed, tmp_path, "data", "scenes", "--out", shards, "--train", "64", "--val", "32",
+        "--image-size", "64")  # fmt: skip
+    run(installed, tmp_path, "data", "vocabulary", "--shards", f"{shards}/train",
+        "--size", "250", "--out", f"{shards}/vocabulary")  # fmt: skip
+    run(installed, tmp_path, "train", "--config", "configs/pretrain/scenes_tiny.yaml", *TINY)
+    model = "runs/scenes_tiny/model"
+    said = run(installed, tmp_path, "evaluate", "retrieval", "--model", model,
+               "--shards", f"{shards}/val", "--rerank", "4",
+               "--out", f"{model}/evaluation")  # fmt: skip
+    assert "re-ranked top 4" in said
+    run(installed, tmp_path, "report", "runs/scenes_tiny", "--out", "report.html")
+    assert "re-ranked top 4" in (tmp_path / "report.html").read_text()
+    start = json.loads((tmp_path / "runs" / "scenes_tiny" / "run.json").read_text())["starts"][0]
+    assert not any(one["repository"] == ROOT.name for one in start["git"])

@@ -1,0 +1,27 @@
+"""Typed configuration: YAML files with inheritance, dotted overrides and clear errors.
+
+Every package owns the part it reads (`vlp/models/config.py`, `vlp/data/config.py`, ...); each part
+is a subclass of `Config`. `load_config` reads a file, follows `inherit:`, applies `key.sub=value`
+overrides and validates; every failure is a `ConfigError` that names the key, the file it stands in
+and the nearest valid key.
+"""
+
+from vlp.config.files import load_config, merged, save_config, validated
+from vlp.config.plugins import PLUGINS, load_plugins
+from vlp.config.schema import AnyConfig, Choice, Config, ConfigError
+from vlp.config.yaml_text import dump_yaml, parse_yaml
+
+__all__ = [
+    "PLUGINS",
+    "AnyConfig",
+    "Choice",
+    "Config",
+    "ConfigError",
+    "dump_yaml",
+    "load_config",
+    "load_plugins",
+    "merged",
+    "parse_yaml",
+    "save_config",
+    "validated",
+]
