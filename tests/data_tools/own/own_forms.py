@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
 import tarfile
@@ -129,6 +130,17 @@ def csv_file(root: Path) -> list[str]:
 def csv_in_folder(root: Path) -> list[str]:
     files = {f"Images/{name}": data for name, data in images().items()}
     return [str(write(root / "kaggle", {**files, "captions.txt": as_csv(rows())}))]
+
+
+def csv_gz_with_windows_paths(root: Path) -> list[str]:
+    table = [{**row, "image": f"C:\\data\\img\\{row['image']}"} for row in rows()]
+    files = {f"img/{name}": data for name, data in images().items()}
+    return [str(write(root / "set", {**files, "captions.csv.gz": gzip.compress(as_csv(table))}))]
+
+
+def tar_of_a_table(root: Path) -> list[str]:
+    files = {f"set/img/{name}": data for name, data in images().items()}
+    return [str(as_tar(root / "set.tar.xz", {**files, "set/all.csv": as_csv(rows())}, "w:xz"))]
 
 
 def csv_of_lists(root: Path) -> list[str]:
@@ -270,6 +282,8 @@ FORMS: list[Callable[[Path], list[str]]] = [
     imagefolder_csv,
     csv_file,
     csv_in_folder,
+    csv_gz_with_windows_paths,
+    tar_of_a_table,
     csv_of_lists,
     tsv_named,
     tokens,

@@ -172,3 +172,21 @@ def test_the_stamp_and_no_false_overlap(tmp_path: Path, capsys: pytest.CaptureFi
     command = ["overlap", "--pretraining", sides[0], "--evaluation", *sides[1:]]
     assert main([*command, "--out", str(found), "--processes", "1"]) == 0
     assert "0 of " in capsys.readouterr().out
+
+
+def test_equal_names_in_several_folders(tmp_path: Path) -> None:
+    """Each keeps its own caption, and a table's folder decides."""
+    files, table = {}, []
+    for seed in range(8):
+        for suffix in ("jpg", "png"):
+            name = f"{seed % 4}/deep/er.v1/{seed // 4}.{suffix}"
+            files[name] = encoded(
+                photo(seed + 100 * (suffix == "png")), suffix.replace("jpg", "jpeg")
+            )
+            table.append({"file_name": name, "text": f"{name} is here"})
+    place = write(tmp_path / "mine", {**files, "metadata.csv": as_csv(table)})
+    assert main(["import", str(place), "--out", str(tmp_path / "out")]) == 0
+    found = stored(tmp_path / "out")
+    assert {data: annotation.captions for data, (_, annotation) in found.items()} == {
+        data: [f"{name} is here"] for name, data in files.items()
+    }
