@@ -89,7 +89,7 @@ def test_each_is_judged_by_its_own_evaluation(shards, tmp_path):
     direct = evaluate_grounding(task.loaded, [shards], by="similarity", head=2, resamples=1)
     assert found.metrics == direct.metrics
     assert found.predictions == direct.predictions
-    select(config, task, data).validate(progress := Progress())
+    select(config, task, data).validate(progress := Progress(), dict)
     assert progress.best == found.metrics["pointing"]
 
     config = settings(folder, shards, "retrieval", rerank=3)
@@ -97,7 +97,7 @@ def test_each_is_judged_by_its_own_evaluation(shards, tmp_path):
     found = evaluate_task(task, [shards], resamples=1)
     direct = evaluate_retrieval(task.loaded, [shards], rerank=3, resamples=1)
     assert found.metrics["mean"] == direct.mean("rerank").value
-    select(config, task, data).validate(progress := Progress())
+    select(config, task, data).validate(progress := Progress(), dict)
     assert progress.best == found.metrics["mean"]
 
 
