@@ -15,7 +15,6 @@ import tarfile
 import tempfile
 import time
 import traceback
-from importlib import resources
 from pathlib import Path
 
 from made_shards import jpeg
@@ -140,7 +139,6 @@ def run(folder: Path, pages: dict[str, list[list[str]]]) -> None:
     made = folder / "made"
     made.mkdir()
     os.chdir(made)
-    Path("configs").symlink_to(Path(str(resources.files("configs"))))
     small_data()
     demo_model()
     for number, (page, commands) in enumerate(pages.items()):
