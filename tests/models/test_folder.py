@@ -231,7 +231,7 @@ def test_options_that_bind_an_encoding_to_its_grid_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"cross": {"position": "anchor"}}, "'cross.position': Input should be a valid tuple"),
+        ({"cross": {"position": "anchor"}}, "'cross.position': should be a list"),
         ({"cross": {"positions": ["anchor"]}}, "did you mean 'cross.position'"),
         ({"cross": {"position": ["anchors"]}}, "'anchors' is unknown"),
         ({"text": {"vocab_size": "many"}}, "'text.vocab_size': Input should be a valid integer"),
