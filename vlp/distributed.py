@@ -57,7 +57,9 @@ def prepare_environment() -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         if "OMP_NUM_THREADS" not in os.environ:
             local = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
+            there = getattr(os, "sched_getaffinity", None)  # not on macOS
+            cores = len(there(0)) if there else os.cpu_count() or 1
+            torch.set_num_threads(max(1, cores // local))
 
 
 def keep_freed_memory() -> bool:
@@ -248,6 +250,28 @@ def gather_to_all(value: Any) -> list[Any]:
     values: list[Any] = [None] * world_size()
     dist.all_gather_object(values, value, group=_control)
     return values
+
+
+@contextmanager
+def agreed(kind: type[ValueError]) -> Iterator[None]:
+    """Run a block on all ranks; where it fails on one, it fails on all with all messages.
+
+    The block itself has no collective call, so that no rank waits there for one that has failed.
+
+    Args:
+        kind: what the block may raise.
+
+    Raises:
+        ValueError: of that kind, on every rank.
+    """
+    problem: str | None = None
+    try:
+        yield
+    except kind as error:
+        problem = str(error)
+    problems = [found for found in gather_to_all(problem) if found is not None]
+    if problems:
+        raise kind("\n".join(dict.fromkeys(problems)))
 
 
 def tensor_from_rank_0(tensor: Tensor) -> Tensor:

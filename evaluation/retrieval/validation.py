@@ -14,7 +14,9 @@ from evaluation.retrieval.retrieval import DIRECTIONS, evaluate_retrieval
 from vlp import distributed
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig, SourceConfig
+from vlp.data.features.store import StoredFeatures
 from vlp.data.pretrain.loader import PretrainData
+from vlp.data.shards.shard_index import ShardIndex
 from vlp.metrics.recall import RECALL_AT
 from vlp.models.folder import Loaded
 from vlp.tasks.pretraining import Pretraining
@@ -40,7 +42,13 @@ def select(config: PretrainConfig, task: Pretraining, data: PretrainData) -> Bes
     chosen, training = config.validation, config.training
     if chosen is None:
         return None
-    losses = HeldOutLosses(config, chosen, task)
+    with distributed.agreed(ConfigError):
+        losses = HeldOutLosses(config, chosen, task)
+        for folder in chosen.shards:
+            ShardIndex.open(folder)
+        if chosen.features is not None:
+            StoredFeatures(chosen.features)
+    task.to(distributed.default_device())
     # ZeRO-3 leaves a rank parts of the parameters, of which the match score needs all.
     stage = deepspeed_config(training, distributed.world_size())["zero_optimization"]["stage"]
     whole = copy.deepcopy(task.model) if stage == 3 else None

@@ -66,7 +66,7 @@ def test_a_hub_model_is_evaluated_again_from_the_same_folder(
     model_folder, scene_shards, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name: str(model_folder))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(model_folder))
     command = ["--shards", str(scene_shards), "--limit", "3"]
     for name in ("tiny", "tiny"):
         assert main(["retrieval", "--model", f"me/{name}", *command]) == 0

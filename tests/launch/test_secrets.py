@@ -75,7 +75,7 @@ def test_secrets_reach_no_output(lab: Lab, store: ShardServer, tmp_path: Path) -
 
     texts.append(said(COMMAND, "--config", str(out / "run" / "config.yaml"), "--resume"))
     assert "stands for what was left out" in texts[-1]
-    texts.append(said(COMMAND, *arguments, f"data.sources={secret}"))
+    texts.append(said(COMMAND, *arguments, f"training.batch={secret}"))
     assert "***@" in texts[-1]
     store.wants = "other", "other"
     texts.append(said(COMMAND, *arguments, f"output={out / 'refused'}"))

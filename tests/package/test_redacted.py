@@ -75,5 +75,7 @@ def test_errors_of_a_configuration_show_none(tmp_path) -> None:
     )
     with pytest.raises(ConfigError) as caught:
         load_config(tmp_path / "config.yaml", Place)
-    assert "***@host" in str(caught.value)
+    assert "secret" not in repr(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "config.yaml", Place, ["https://user:secret@host/a?token=secret"])
     assert "secret" not in repr(caught.value)

@@ -130,7 +130,7 @@ def test_cross_modal_encodings_are_refused_within_a_image(name):
 @pytest.mark.parametrize(
     ("cross", "message"),
     [
-        ({"position": ["rope"]}, "position 'rope' is unknown; there are ape, rpe, alibi-2d"),
+        ({"position": ["rope"]}, "did you mean 'rope-1d'"),
         ({"position": ["sape"], "layout": "text"}, "position `sape` needs layout `ace`"),
         ({"position": ["anchor"], "options": {"sape": {}}}, "options of sape, which position does"),
         ({"position": ["anchor"], "options": {"anchor": {}}}, "options of anchor"),

@@ -356,7 +356,7 @@ def test_quantization_is_bound_to_its_grid():
         ({"mode": "bias", "roles": ("key", "value")}, "bias mode has no encoding on values"),
         ({"bias_inside_scale": False}, "bias_inside_scale is a choice of bias mode"),
         ({"heads": 3}, "3 heads do not divide width 8"),
-        ({"function": "linear"}, "function 'linear'"),
+        ({"function": "linear"}, "takes 'piecewise' | 'clip', not 'linear'"),
         ({"ratio": -1.0}, "ratio must be positive, not -1.0"),
     ],
 )

@@ -58,6 +58,9 @@ class BestCheckpoint:
         figures = self._validate(parameters)
         self.require(figures)
         value = figures[self._metric]
+        if progress.best is not None and progress.metric != self._metric:  # since a resume
+            progress.best, progress.looks_since = progress.best_figures.get(self._metric), 0
+        progress.metric = self._metric
         progress.looked = progress.step
         better = math.isfinite(value) and (
             progress.best is None or self._sign * value > self._sign * progress.best

@@ -117,21 +117,20 @@ def _run(
     from vlp.training.loop import train
     from vlp.training.run_folder import RunFolder
 
-    problem: str | None = None
+    best: BestCheckpoint | None = None
     with ExitStack() as held:
         try:
-            if distributed.rank() == 0:
-                held.enter_context(FolderLock(Path(config.output)))
-            # Other ranks may come when rank 0 has already written to the folder.
-            folder = RunFolder(config.output, resume or distributed.rank() > 0)
-            make_engine = _engine(name, config)
-            task, data = build(config)
-            best = None if select is None else select(config, task, data)
+            with distributed.agreed(ConfigError):
+                if distributed.rank() == 0:
+                    held.enter_context(FolderLock(Path(config.output)))
+                # Other ranks may come when rank 0 has already written to the folder.
+                folder = RunFolder(config.output, resume or distributed.rank() > 0)
+                make_engine = _engine(name, config)
+                task, data = build(config)
+            if select is not None:
+                best = select(config, task, data)
         except ConfigError as error:
-            problem = str(error)
-        problems = [found for found in distributed.gather_to_all(problem) if found is not None]
-        if problems:
-            return _refuse("\n".join(dict.fromkeys(problems)))
+            return _refuse(str(error))
         report = train(config, task, data, make_engine(task), folder, resume, best, signals)
     distributed.any_rank(False)  # no rank leaves before the report is written: launchers kill
     return REQUEUE if report["ended"] == "stopped" else 0

@@ -210,7 +210,9 @@ class PretrainConfig(DeepSpeedRunConfig):
         ObjectivesConfig(), description="objectives and their weights"
     )
     validation: ValidationConfig | None = Field(
-        None, description="held-out pairs; null: the run is not validated, and has no `best/`"
+        None,
+        description="held-out pairs; null: the run is not validated, and has no `best/`",
+        json_schema_extra={"resume": "free"},
     )
     training: PretrainTrainingConfig = Field(
         PretrainTrainingConfig(),

@@ -50,8 +50,11 @@ def test_starts_with_commit_changes_and_no_secret(
     assert (first["step"], second["step"], first["seed"]) == (0, 5, 7)
     assert first["data"] == {"source 0": "ab"}
     assert first["versions"]["torch"] == metadata.version("torch")
-    assert "+https://host/shards?***" in (folder.path / "git" / "step_5.diff").read_text()
-    assert not any("secret" in file.read_text() for file in folder.path.rglob("*.*"))
+    changes = (folder.path / "git" / "step_5.diff").read_text()
+    changes = changes[changes.rindex("diff --git a/data.txt") :]  # after those of this package
+    assert "+https://host/shards?***" in changes
+    assert "token=secret" not in changes
+    assert "user:secret" not in (folder.path / "run.json").read_text()
 
 
 def test_a_folder_without_git_and_a_damaged_record(

@@ -13,7 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from vlp.io import parse_json, unfollowed, write_text
+from vlp.io import parse_json, redacted, unfollowed, write_text
 from vlp.training.logging.trackers import Tracker, TrackerName
 from vlp.training.run_folder import RunFolder
 
@@ -115,7 +115,7 @@ class RunLog:
                 if name == "tensorboard":
                     raise
                 del self._trackers[name]
-                self.say(f"{name} gets no more figures: {error}")
+                self.say(redacted(f"{name} gets no more figures: {error}"))
 
     def say(self, message: str) -> None:
         """Print a line above the bar."""

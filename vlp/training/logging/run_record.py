@@ -24,6 +24,8 @@ PACKAGES = (
 )
 _LONGEST_DIFF = 1 << 20
 _GIT_SECONDS = 10
+_DIFF = ("diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD")
+_STATUS = ("status", "--porcelain", "--untracked-files=normal")
 
 
 def record_start(
@@ -112,12 +114,19 @@ def _repositories() -> tuple[list[dict[str, Any]], str]:
     found, changes = [], ""
     places = (Path(vlp.__file__).parent, Path.cwd())
     roots = dict.fromkeys(_git(place, "rev-parse", "--show-toplevel") for place in places)
-    for root in filter(None, roots):
-        commit, diff = _git(Path(root), "rev-parse", "HEAD"), _git(Path(root), "diff", "HEAD")
-        found.append({"repository": Path(root).name, "commit": commit, "changed": bool(diff)})
+    for root in (root.strip() for root in roots if root):
+        commit, state = _git(Path(root), "rev-parse", "HEAD"), _git(Path(root), *_STATUS)
+        diff = _git(Path(root), *_DIFF)
+        found.append(
+            {
+                "repository": Path(root).name,
+                "commit": (commit or "").strip(),
+                "changed": state != "",  # also where git does not answer in time
+            }
+        )
         if diff and len(diff) > _LONGEST_DIFF:
-            diff = f"# {Path(root).name}: more than {_LONGEST_DIFF} characters have changed"
-        changes += f"{diff}\n" if diff else ""
+            diff = f"# {Path(root).name}: more than {_LONGEST_DIFF} characters have changed\n"
+        changes += diff or ""
     return found, changes
 
 
@@ -134,4 +143,4 @@ def _git(folder: Path, *arguments: str) -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return done.stdout if done.returncode == 0 else None

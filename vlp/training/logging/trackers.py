@@ -58,7 +58,9 @@ class WandbTracker:
             dir=str(folder.path),
             config=_settings(folder),
             # `run.json` says these without what a URL hides.
-            settings=wandb.Settings(console="off", x_disable_meta=True, save_code=False),
+            settings=wandb.Settings(
+                console="off", x_disable_meta=True, save_code=False, disable_git=True
+            ),
         )
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
@@ -76,6 +78,9 @@ class MlflowTracker:
     def __init__(self, folder: RunFolder, project: str, step: int) -> None:
         from mlflow import MlflowClient
 
+        # A server that is lost must not stop the training for minutes.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         place = f"sqlite:///{folder.path.resolve() / 'mlflow.db'}"
         self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or place)
 
@@ -119,7 +124,8 @@ def require_trackers(names: Sequence[TrackerName]) -> None:
         ValueError: one is not; the message says how to install it.
     """
     for name in names:
-        if importlib.util.find_spec(name) is None:
+        found = importlib.util.find_spec(name)
+        if found is None or found.origin is None:  # a folder of that name is no package
             raise ValueError(f"{name} is not installed: pip install 'vlp[track]'")
 
 

@@ -77,6 +77,11 @@ def full_disk(scene: Scene) -> None:
 
 def second_owner(scene: Scene) -> None:
     """It may come when the first one has ended, and then finds everything done."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end and any(rank.process.is_alive() for rank in scene.started):
+        if any(scene.out.rglob(".lock-*")):
+            break
+        time.sleep(0.05)
     here = any(rank.process.is_alive() for rank in scene.started)
     again = ranks.start(scene.job.command, 1)
     [(code, said)] = ranks.finish(again, timeout=120)
