@@ -28,12 +28,14 @@ def looks(lab: Lab, name: str) -> dict[int, dict[str, float]]:
 
 @pytest.mark.distributed
 def test_it_changes_nothing_and_ranks_do_not_change_it(lab: Lab) -> None:
-    ranks.run([COMMAND, *lab.arguments("plain")])
-    ranks.run([COMMAND, *lab.arguments("watched", *validated(lab))])
-    ranks.run([COMMAND, *lab.arguments("shared", *validated(lab, lab.zero(3)))], 2)
-    weights = [lab.output(name) / "model" / "model.safetensors" for name in ("plain", "watched")]
+    ranks.run([COMMAND, *lab.arguments("not_validated")])
+    ranks.run([COMMAND, *lab.arguments("validated", *validated(lab))])
+    ranks.run([COMMAND, *lab.arguments("validated_by_two", *validated(lab, lab.zero(3)))], 2)
+    weights = [
+        lab.output(name) / "model" / "model.safetensors" for name in ("not_validated", "validated")
+    ]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-    alone, shared = looks(lab, "watched"), looks(lab, "shared")
+    alone, shared = looks(lab, "validated"), looks(lab, "validated_by_two")
     assert list(alone) == list(shared) == [5, 10, STEPS]
     for step, figures in alone.items():
         assert figures.keys() >= {"validation/loss/total", "validation/loss/itm"}
@@ -45,10 +47,10 @@ def test_it_changes_nothing_and_ranks_do_not_change_it(lab: Lab) -> None:
         assert {name: shared[step][name] for name in losses} == pytest.approx(
             {name: figures[name] for name in losses}, rel=1e-4
         )
-    report = lab.report("watched")
+    report = lab.report("validated")
     best = max(alone, key=lambda step: alone[step]["validation/mean"])
     assert report["best"]["mean"] == alone[best]["validation/mean"]
-    loaded = vlp.load(lab.output("watched") / "best")
+    loaded = vlp.load(lab.output("validated") / "best")
     found = evaluate_retrieval(
         loaded, [lab.folder / "scenes" / "train"], limit=48, rerank=4, resamples=1
     )
@@ -58,14 +60,14 @@ def test_it_changes_nothing_and_ranks_do_not_change_it(lab: Lab) -> None:
 def test_a_loss_may_choose_and_its_rise_ends_the_run(lab: Lab) -> None:
     chosen = ["training.metric=loss/total", "training.patience=2", "training.evaluate_every=1"]
     rate = ["training.optimiser.learning_rate=1", "training.optimiser.clip=null"]
-    ranks.run([COMMAND, *lab.arguments("rising", *validated(lab), *chosen, *rate)])
+    ranks.run([COMMAND, *lab.arguments("rising_loss", *validated(lab), *chosen, *rate)])
     found = {
         step: figures["validation/loss/total"] or math.inf
-        for step, figures in looks(lab, "rising").items()
+        for step, figures in looks(lab, "rising_loss").items()
     }
     best = min(found, key=lambda step: found[step])
-    assert lab.report("rising")["best"]["step"] == best
-    assert lab.report("rising")["step"] == best + 2 < STEPS
+    assert lab.report("rising_loss")["best"]["step"] == best
+    assert lab.report("rising_loss")["step"] == best + 2 < STEPS
 
 
 @pytest.mark.parametrize(
@@ -99,10 +101,12 @@ def test_two_ranks_refuse_a_used_folder_in_a_sentence(lab: Lab) -> None:
 
 def test_validation_ends_and_its_metric_changes_at_resume(lab: Lab) -> None:
     first = [*validated(lab), "training.patience=2", "training.evaluate_every=2"]
-    ranks.run([COMMAND, *lab.arguments("changed", *first)])
+    ranks.run([COMMAND, *lab.arguments("switched_metric", *first)])
     more = ["training.steps=16", "--resume"]
-    ranks.run([COMMAND, *lab.arguments("changed", *first, "training.metric=loss/total", *more)])
-    figures = looks(lab, "changed")
-    assert lab.report("changed")["step"] > STEPS or len(figures) > 3
-    ranks.run([COMMAND, *lab.arguments("changed", "training.steps=20", "--resume")])
-    assert lab.report("changed")["step"] == 20
+    ranks.run(
+        [COMMAND, *lab.arguments("switched_metric", *first, "training.metric=loss/total", *more)]
+    )
+    figures = looks(lab, "switched_metric")
+    assert lab.report("switched_metric")["step"] > STEPS or len(figures) > 3
+    ranks.run([COMMAND, *lab.arguments("switched_metric", "training.steps=20", "--resume")])
+    assert lab.report("switched_metric")["step"] == 20
