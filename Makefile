@@ -33,9 +33,10 @@ fuzz: $(READY)
 	VLP_FUZZ=10000 VLP_FUZZ_SEED=$(or $(SEED),30) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/data/hostile
 
 # Kills, signals, full disks, failing stores and more for fifteen minutes over training and data tools on two ranks; results stay equal
-# bit for bit. `make chaos SEED=7 SECONDS=60` has other faults, and fewer; `make test` runs half a minute.
+# bit for bit. `make chaos SEED=7 SECONDS=60` has other faults, and fewer; `SECONDS=9000 FAULTS=300` ends
+# when 300 have come, 20 of each kind; `make test` runs half a minute.
 chaos: $(READY)
-	VLP_CHAOS=$(or $(SECONDS),900) VLP_CHAOS_SEED=$(or $(SEED),30) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/launch/cluster/chaos
+	VLP_CHAOS=$(or $(SECONDS),900) VLP_CHAOS_SEED=$(or $(SEED),30) VLP_CHAOS_FAULTS=$(or $(FAULTS),0) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/launch/cluster/chaos
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,7 +1,8 @@
 """Random faults, one after another, and results that are bit for bit those of a quiet run.
 
-`make chaos` runs for fifteen minutes, `make chaos SECONDS=60 SEED=7` shorter and otherwise. The
-tests at large run half a minute of it, and the same seed meets the same faults in the same order.
+`make chaos` runs for fifteen minutes, `make chaos SECONDS=60 SEED=7` shorter and otherwise, and
+`make chaos SECONDS=9000 FAULTS=300` until 300 faults have come, a fifteenth of them of each kind.
+The tests at large run half a minute, and the same seed meets the same faults in the same order.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ pytestmark = pytest.mark.distributed
 
 SECONDS = float(os.environ.get("VLP_CHAOS", "30"))
 SEED = int(os.environ.get("VLP_CHAOS_SEED", "30"))
+FAULTS = int(os.environ.get("VLP_CHAOS_FAULTS", "0"))
+"""The run ends at this many, where at least a fifteenth of them were of each kind; 0: by time."""
 ORDERLY = {0, 1, 2, 75, 130, -2, -9, -15}
 """Exit codes under faults: an end, an error in a sentence, a stop, a signal."""
 INTERRUPTED = re.compile(
@@ -63,15 +66,17 @@ def test_faults_change_nothing(
     shutil.copytree(outs["pretrain"] / "model", tmp_path / "model")
     jobs.append(evaluate(tmp_path / "model", server.folder, outs["evaluate"]))
     quiet["evaluate"], lasts["evaluate"] = undisturbed(jobs[-1], outs["evaluate"])
+    scarce = (BEFORE | DURING).keys() & frozenset.intersection(*(job.without for job in jobs[1:]))
     end, turn = time.monotonic() + SECONDS, 0
     try:
-        while time.monotonic() < end or turn < len(jobs):
+        while turn < len(jobs) or (time.monotonic() < end and not enough(survived)):
             job = jobs[turn % len(jobs)]
             turn += 1
             out = fresh(outs[job.name])
             for _ in range(rng.randint(1, 4)):
                 if not decks[job.name]:
                     kinds = sorted((BEFORE | DURING).keys() - job.without)
+                    kinds += 3 * sorted(scarce - job.without)
                     decks[job.name] = rng.sample(kinds, len(kinds))
                 kind = decks[job.name].pop()
                 moment = rng.uniform(0, 0.8 * lasts[job.name])
@@ -159,6 +164,15 @@ def end_others(started: list[ranks.Rank], seconds: float = 120) -> None:
     for rank in started:
         if rank.process.is_alive():
             rank.process.terminate()
+
+
+def enough(survived: Counter[tuple[str, str]]) -> bool:
+    """Tell whether as many faults have come as were asked for, of each kind."""
+    kinds = Counter[str]()
+    for (kind, _), count in survived.items():
+        kinds[kind] += count
+    each = min(kinds[kind] for kind in BEFORE | DURING)
+    return bool(FAULTS) and survived.total() >= FAULTS and each >= FAULTS / 15
 
 
 def differing(found: dict[str, bytes], expected: dict[str, bytes]) -> list[str]:
