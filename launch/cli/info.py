@@ -7,16 +7,12 @@ import platform
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-PACKAGES = (
-    *("torch", "torchvision", "timm", "transformers", "tokenizers", "deepspeed", "accelerate"),
-    *("webdataset", "pycocoevalcap", "pycocotools", "gradio", "wandb", "mlflow-skinny"),
-)
+OPTIONAL = ("pycocoevalcap", "pycocotools", "gradio", "wandb", "mlflow-skinny")
 OWN = ("vlp", "data_tools", "evaluation", "launch", "configs")
 
 
@@ -103,15 +99,13 @@ def _installed() -> None:
     import torch
 
     import vlp
+    from vlp.training.logging.run_record import PACKAGES, versions
 
     print(f"vlp {vlp.__version__}, Python {platform.python_version()}, {platform.platform()}")
     print("\nversions")
-    for name in PACKAGES:
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            version = "not installed"
-        print(f"  {name:14} {version}")
+    found = versions((*PACKAGES, *OPTIONAL))
+    for name in (*PACKAGES, *OPTIONAL):
+        print(f"  {name:14} {found.get(name, 'not installed')}")
     print("\ndevices")
     print(f"  {'cpu':14} {torch.get_num_threads()} threads")
     for index in range(torch.cuda.device_count()):

@@ -7,7 +7,6 @@ complete. It holds the engine's rank-free weights and optimiser state, the task'
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import logging
 import re
@@ -35,6 +34,7 @@ from vlp.tasks.task import Task
 from vlp.training.config import RunConfig
 from vlp.training.engines.base import Engine
 from vlp.training.logging.progress import Progress
+from vlp.training.logging.run_record import versions
 from vlp.training.resume_check import compare
 
 logger = logging.getLogger(__name__)
@@ -209,9 +209,7 @@ class Checkpoints:
             "world_size": engine.world_size,
             "config": self._values,
             "data": self._fingerprint,
-            "versions": {
-                name: importlib.metadata.version(name) for name in ("torch", "deepspeed", "vlp")
-            },
+            "versions": versions(),
         }
         _write_text(folder / STATE, json.dumps(state, indent=1))
         sums = [f"{sha256_of(path)}  {path.name}\n" for path in sorted(folder.iterdir())]

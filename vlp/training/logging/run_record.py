@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -94,10 +94,10 @@ def this_host() -> str:
     return socket.gethostname()
 
 
-def versions() -> dict[str, str]:
-    """Return versions of Python, of this package and of those that it computes with."""
+def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
+    """Return versions of Python, of this package and of those packages that are installed."""
     found = {"python": platform.python_version(), "vlp": vlp.__version__}
-    for name in PACKAGES:
+    for name in packages:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
