@@ -67,6 +67,7 @@ def start(command: Sequence[str | Path], world_size: int) -> list[Rank]:
             "DS_ACCELERATOR": "cpu",
         }
         output = folder / f"rank_{rank}.txt"
+        output.touch()  # it may be killed before it says a word
         process = _server.Process(
             target=_become, args=([str(part) for part in command], environment, output)
         )
