@@ -28,6 +28,8 @@ RUN_CONFIGS = {
     "Pretraining": "vlp.training.config:PretrainConfig",
     "Fine-tuning": "vlp.training.finetune_config:FinetuneConfig",
     "Vision-only training": "vlp.training.vision_config:VisionConfig",
+    "Ablations": "evaluation.ablations.config:AblationConfig",
+    "Evaluation of several models": "evaluation.suite.suite_config:SuiteConfig",
 }
 
 ABLATIONS = ROOT / "configs" / "ablation" / "results"

@@ -18,18 +18,18 @@ from vlp.tasks.downstream.registry import task_kinds
 class CorpusConfig(Config):
     """Sizes of the generated corpus; `twins` are scenes with their swaps, to train on."""
 
-    folder: str = "shards/ablation"
-    train: int = Field(20_000, ge=0)
-    val: int = Field(256, ge=1)
-    twins: int = Field(16_000, ge=0)
-    swaps: int = Field(900, ge=1)
-    image_size: int = 64
-    colours: int = FULL.colours
-    shapes: int = FULL.shapes
-    objects: int = FULL.objects
+    folder: str = Field("shards/ablation", description="where its shards are written")
+    train: int = Field(20_000, ge=0, description="scenes to train on")
+    val: int = Field(256, ge=1, description="scenes held out")
+    twins: int = Field(16_000, ge=0, description="scenes with their swaps, to train on")
+    swaps: int = Field(900, ge=1, description="scenes with their swaps, to evaluate on")
+    image_size: int = Field(64, description="pixels of a side")
+    colours: int = Field(FULL.colours, description="the first so many colours")
+    shapes: int = Field(FULL.shapes, description="the first so many shapes")
+    objects: int = Field(FULL.objects, description="most objects in a scene")
     kinds: tuple[SwapKind, ...] | None = Field(None, description="of swaps and twins")
     vocabulary: int = Field(256, ge=64, description="word pieces")
-    seed: int = 0
+    seed: int = Field(0, description="of the scenes")
 
 
 class VariantConfig(Config):
@@ -88,16 +88,18 @@ class StageConfig(Config):
 class RowConfig(Config):
     """A row of a table: a variant, or another view of one, and the paper's figures beside it."""
 
-    label: str
-    variant: str
-    view: Literal["image", "shuffled", "blank"] = "image"
-    paper: tuple[float, ...] = ()
+    label: str = Field(description="first cell")
+    variant: str = Field(description="whose figures it has")
+    view: Literal["image", "shuffled", "blank"] = Field(
+        "image", description="what the models are shown: images, shuffled ones, or grey"
+    )
+    paper: tuple[float, ...] = Field((), description="the paper's figures, one for each column")
 
 
 class TableConfig(Config):
     """A table in the paper's layout; `paper` heads the columns of its figures."""
 
-    title: str
+    title: str = Field(description="heading")
     about: Literal["swaps", "anchors"] = Field(
         "swaps", description="columns and tests, where a corpus is trained on"
     )
@@ -109,18 +111,18 @@ class TableConfig(Config):
         description="heads of differences to figures whose mean is tested, beside `figures`; "
         "none: the first of `figures`",
     )
-    paper: tuple[str, ...] = ()
+    paper: tuple[str, ...] = Field((), description="column heads of the paper's figures")
     reference: str = Field(description="variant that the others are compared with, seed by seed")
     decimals: int = Field(1, ge=0, le=6, description="of our figures")
-    rows: tuple[RowConfig, ...]
+    rows: tuple[RowConfig, ...] = Field(description="from top to bottom")
 
 
 class GateConfig(Config):
     """A condition under which the split counts as a test: `variant` beats `reference`."""
 
-    variant: str
-    reference: str
-    p: float = Field(0.05, gt=0, lt=1)
+    variant: str = Field(description="that must be better")
+    reference: str = Field(description="than this variant, seed by seed")
+    p: float = Field(0.05, gt=0, lt=1, description="largest p value of the paired test")
 
 
 class AblationConfig(Config):
@@ -131,11 +133,11 @@ class AblationConfig(Config):
     task; with none of them, vision models are trained.
     """
 
-    output: str
+    output: str = Field(description="folder of runs, figures and report")
     plugins: tuple[str, ...] = Field(
         (), description="Python files or modules that register encodings, objectives or tasks"
     )
-    corpus: CorpusConfig | None = None
+    corpus: CorpusConfig | None = Field(None, description="generated scenes to train on")
     measured: MeasuredConfig | None = Field(
         None, description="what pretraining without a corpus is evaluated on"
     )
@@ -143,7 +145,7 @@ class AblationConfig(Config):
         None,
         description="the task that variants are fine-tuned for, and what they are evaluated on",
     )
-    seeds: tuple[int, ...] = Field((0, 1, 2), min_length=2)
+    seeds: tuple[int, ...] = Field((0, 1, 2), min_length=2, description="of each variant's runs")
     jobs: int = Field(2, ge=1, description="runs side by side; they share the cores")
     expected_deviation: float = Field(
         3.0, gt=0, description="points between seeds, of a difference; before anything is run"
@@ -151,15 +153,17 @@ class AblationConfig(Config):
     limit: int | None = Field(None, ge=1, description="test samples of vision models")
     pretraining: StageConfig | None = Field(None, description="of backbones")
     backbones: dict[str, VariantConfig] = Field({}, description="models that variants start from")
-    training: StageConfig
+    training: StageConfig = Field(description="of variants")
     scorer: Literal["match", "words"] = Field(
         "match",
         description="of the swaps: the head of image-text matching, or that of masked words, "
         "which learns places much earlier",
     )
-    variants: dict[str, VariantConfig]
-    gates: tuple[GateConfig, ...] = ()
-    tables: tuple[TableConfig, ...]
+    variants: dict[str, VariantConfig] = Field(description="what is compared, by name")
+    gates: tuple[GateConfig, ...] = Field(
+        (), description="without which the figures of swaps say nothing"
+    )
+    tables: tuple[TableConfig, ...] = Field(description="of the report")
 
     @model_validator(mode="after")
     def _known(self) -> AblationConfig:

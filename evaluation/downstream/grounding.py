@@ -25,13 +25,16 @@ from vlp.tasks.downstream.grounding import Grounding
 class GroundingJob(Job):
     """Pointing accuracy, and the choice among proposals."""
 
-    task: Literal["grounding"] = "grounding"
+    task: Literal["grounding"] = Field("grounding", description="what is evaluated")
     by: By | None = Field(None, description="null: what the model was chosen by, else gradcam")
-    layer: int | None = None
+    layer: int | None = Field(
+        None,
+        description="cross-modal layer of Grad-CAM, from 0; null: the one it was chosen by",
+    )
     head: int | None = Field(
         None, ge=1, description="first word pieces that make the map; null: all"
     )
-    view: View = "image"
+    view: View = Field("image", description="what the model is shown")
 
     @model_validator(mode="after")
     def _used(self) -> GroundingJob:

@@ -15,8 +15,8 @@ NAME = r"^[\w][\w.+@-]*$"
 class Job(Config):
     """One model on one set."""
 
-    task: str
-    shards: tuple[str, ...] = Field(min_length=1)
+    task: str = Field(description="what is evaluated")
+    shards: tuple[str, ...] = Field(min_length=1, description="folders to evaluate on")
     name: str | None = Field(
         None, pattern=NAME, description="of its table; null: the task's. Needed for a second set"
     )
@@ -24,8 +24,8 @@ class Job(Config):
         None, description="folder, where the task has one of its own; null: the entry's"
     )
     limit: int | None = Field(None, ge=1, description="only the first so many items")
-    batch: int = Field(64, ge=1)
-    precision: Literal["float32", "bf16"] = "float32"
+    batch: int = Field(64, ge=1, description="samples computed at once")
+    precision: Literal["float32", "bf16"] = Field("float32", description="of computation")
 
     @model_validator(mode="before")
     @classmethod

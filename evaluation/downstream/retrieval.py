@@ -21,10 +21,14 @@ from vlp.tasks.downstream.retrieval import Retrieval
 class RetrievalJob(Job):
     """Recall in both directions."""
 
-    task: Literal["retrieval"] = "retrieval"
-    rerank: int = Field(0, ge=0)
-    rerank_by: Literal["sum", "match"] = "sum"
-    temperature: float | None = Field(None, gt=0)
+    task: Literal["retrieval"] = Field("retrieval", description="what is evaluated")
+    rerank: int = Field(0, ge=0, description="candidates of a query that are re-ranked")
+    rerank_by: Literal["sum", "match"] = Field(
+        "sum", description="the match score is added to the similarity, or replaces it"
+    )
+    temperature: float | None = Field(
+        None, gt=0, description="of the similarity in the sum; null: the model's own"
+    )
 
     @model_validator(mode="after")
     def _used(self) -> RetrievalJob:

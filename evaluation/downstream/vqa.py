@@ -29,7 +29,7 @@ from vlp.tasks.downstream.vqa import Predict, Vqa
 class VqaJob(Job):
     """VQA accuracy of a fine-tuned model."""
 
-    task: Literal["vqa"] = "vqa"
+    task: Literal["vqa"] = Field("vqa", description="what is evaluated")
     predict: Predict | None = Field(None, description="null: as the model is configured")
     version: Version | None = Field(None, description="of the evaluator; null: likewise")
 

@@ -17,21 +17,21 @@ from vlp.tasks.downstream.registry import task_kinds
 class PointingJob(Job):
     """Pointing accuracy of words (generated corpus, COCO)."""
 
-    task: Literal["pointing"] = "pointing"
+    task: Literal["pointing"] = Field("pointing", description="what is evaluated")
     controls: bool = Field(False, description="beside other pointers, and controls without text")
 
 
 class SwapsJob(Job):
     """Accuracy on swapped arrangements (generated corpus)."""
 
-    task: Literal["swaps"] = "swaps"
-    view: View = "image"
+    task: Literal["swaps"] = Field("swaps", description="what is evaluated")
+    view: View = Field("image", description="what the model is shown")
 
 
 class FoilsJob(Job):
     """Accuracy on captions with one thing exchanged."""
 
-    task: Literal["foils"] = "foils"
+    task: Literal["foils"] = Field("foils", description="what is evaluated")
     seed: int = Field(0, description="of the choice of foils")
     view: View = Field("image", description="what the model is shown")
 
@@ -39,12 +39,14 @@ class FoilsJob(Job):
 class ZeroShotJob(Job):
     """Zero-shot classification of images by prompts."""
 
-    task: Literal["zeroshot"] = "zeroshot"
-    classes: str
-    templates: str | None = None
-    label_field: str = LABEL
-    match: int = Field(0, ge=0)
-    match_by: Literal["sum", "match"] = "sum"
+    task: Literal["zeroshot"] = Field("zeroshot", description="what is evaluated")
+    classes: str = Field(description="file of class names, one a line")
+    templates: str | None = Field(None, description="file of prompts; null: a photo of a {}.")
+    label_field: str = Field(LABEL, description="key of a sample's class in its JSON")
+    match: int = Field(0, ge=0, description="best classes of an image that are scored again by ITM")
+    match_by: Literal["sum", "match"] = Field(
+        "sum", description="the match score is added to the similarity, or replaces it"
+    )
 
     @model_validator(mode="after")
     def _used(self) -> ZeroShotJob:
@@ -86,9 +88,9 @@ AnyJob = Annotated[Job, Choice("task", job_names, job_class)]
 class EvaluatedModel(Config):
     """A model, or the models of one method, under one name."""
 
-    name: str = Field(pattern=NAME)
+    name: str = Field(pattern=NAME, description="its row in every table")
     model: str | None = Field(None, description="folder or hub name of all tasks that name none")
-    tasks: tuple[AnyJob, ...] = Field(min_length=1)
+    tasks: tuple[AnyJob, ...] = Field(min_length=1, description="what it is evaluated on")
 
     @model_validator(mode="after")
     def _told_apart(self) -> EvaluatedModel:
@@ -106,7 +108,7 @@ class SuiteConfig(Config):
     """Everything that one call evaluates."""
 
     output: str = Field("runs/evaluation", description="folder of the results; --out replaces it")
-    models: tuple[EvaluatedModel, ...] = Field(min_length=1)
+    models: tuple[EvaluatedModel, ...] = Field(min_length=1, description="that are compared")
 
     @model_validator(mode="after")
     def _comparable(self) -> SuiteConfig:

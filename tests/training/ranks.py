@@ -77,13 +77,13 @@ def start(command: Sequence[str | Path], world_size: int) -> list[Rank]:
 
 
 def _become(command: list[str], environment: dict[str, str], output: Path) -> None:
+    with output.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     import torch
 
     os.environ.update(environment)
     os.chdir(ROOT)
-    with output.open("wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
     # The server's streams are block-buffered, and a rank that fails leaves without flushing.
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
