@@ -6,7 +6,7 @@ READY := .venv/.ready
 JOBS ?= 2
 SHELL := /bin/bash
 
-.PHONY: demo test test-slow test-multinode test-lowest fuzz chaos lint types contracts docs resume-check clean
+.PHONY: demo test test-slow test-multinode test-lowest fuzz chaos page-check lint types contracts docs resume-check clean
 
 # `make demo FRESH=1` deletes a finished run first.
 demo: $(READY)
@@ -37,6 +37,10 @@ fuzz: $(READY)
 # when 300 have come, 20 of each kind; `make test` runs half a minute.
 chaos: $(READY)
 	VLP_CHAOS=$(or $(SECONDS),900) VLP_CHAOS_SEED=$(or $(SEED),30) VLP_CHAOS_FAULTS=$(or $(FAULTS),0) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/launch/cluster/chaos
+
+# From an encoding in twenty lines to a table of its comparison with seeds, by the commands of its page.
+page-check: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/evaluation/ablations/test_comparison.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
