@@ -154,6 +154,12 @@ def process_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def lost_peer(error: BaseException) -> bool:
+    """Return whether an error says that another rank has gone, in a collective call or at start."""
+    said = str(error)
+    return isinstance(error, RuntimeError) and ("by peer" in said or "Broken pipe" in said)
+
+
 def default_device() -> torch.device:
     """Return this rank's GPU when there is one, else the CPU."""
     if torch.cuda.is_available():

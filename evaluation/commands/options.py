@@ -62,6 +62,7 @@ class EvaluationCommand(Command):
     def invoke(self, ctx: Any) -> int:
         """Run the command; returns the exit code (2: wrong input, 1: a disk or a rank failed)."""
         import logging
+        import os
         import sys
 
         from evaluation.core.samples import EvaluationError
@@ -70,21 +71,22 @@ class EvaluationCommand(Command):
         from vlp.io import redacted
 
         logging.basicConfig(level=logging.WARNING)
-        with distributed.process_group():
-            try:
+        rank = os.environ.get("RANK", "0")
+        try:
+            with distributed.process_group():
                 return super().invoke(ctx) or 0
-            except (ConfigError, EvaluationError, FileNotFoundError, typer.BadParameter) as error:
-                if distributed.rank() == 0:
-                    print(f"error: {redacted(str(error))}", file=sys.stderr)
-                return 2
-            except (OSError, RuntimeError) as error:
-                said = redacted(str(error))
-                if isinstance(error, RuntimeError):
-                    if "by peer" not in said:
-                        raise
-                    said = "lost another rank; that one's message says why"
-                print(f"error on rank {distributed.rank()}: {said}", file=sys.stderr)
-                return 1
+        except (ConfigError, EvaluationError, FileNotFoundError, typer.BadParameter) as error:
+            if rank == "0":
+                print(f"error: {redacted(str(error))}", file=sys.stderr)
+            return 2
+        except (OSError, RuntimeError) as error:
+            said = redacted(str(error))
+            if distributed.lost_peer(error):
+                said = "lost another rank; that one's message says why"
+            elif isinstance(error, RuntimeError):
+                raise
+            print(f"error on rank {rank}: {said}", file=sys.stderr)
+            return 1
 
 
 class CommandResult(Protocol):

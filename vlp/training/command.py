@@ -175,7 +175,7 @@ def _explain(error: BaseException) -> None:
         print(f"error on rank {rank}: {error}; make room, then --resume", file=sys.stderr)
     elif isinstance(error, KeyboardInterrupt):
         print(f"rank {rank} was interrupted", file=sys.stderr)
-    elif isinstance(error, RuntimeError) and "by peer" in str(error):
+    elif distributed.lost_peer(error):
         print(f"rank {rank} lost another rank; that one's message says why", file=sys.stderr)
     else:
         print(f"error on rank {rank}:", file=sys.stderr)
