@@ -13,7 +13,7 @@ demo: $(READY)
 	$(BIN)/python launch/demo.py $(if $(FRESH),--fresh)
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --durations=25
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
