@@ -6,7 +6,7 @@ READY := .venv/.ready
 JOBS ?= 2
 SHELL := /bin/bash
 
-.PHONY: demo test test-slow test-multinode test-lowest fuzz chaos page-check lint types contracts docs resume-check clean
+.PHONY: demo test test-gpu test-slow test-multinode test-lowest fuzz chaos page-check lint types contracts docs resume-check clean
 
 # `make demo FRESH=1` deletes a finished run first.
 demo: $(READY)
@@ -14,6 +14,10 @@ demo: $(READY)
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --durations=25
+
+# Tests of kernels, which need a GPU; all others run on the CPU wherever they run.
+test-gpu: $(READY)
+	$(BIN)/python -m pytest -m gpu
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow

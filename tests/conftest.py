@@ -22,6 +22,19 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs from tests and from what they start; `pytest -m gpu` alone sees them."""
+    if config.option.markexpr != "gpu":
+        # The second variable lets PyTorch count devices by the first one, without the driver.
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
+
+@pytest.fixture(autouse=True)
+def _has_its_device(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """The folder of small real data sets; missing is an error in CI and a skip elsewhere."""

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from vlp.layers import attention as attention_module
+from vlp.layers import flex
 from vlp.layers.attention import attend
 from vlp.layers.flex import flex_attend
 from vlp.positions import PositionContext, attach, create_position
@@ -126,6 +127,31 @@ def test_in_a_timm_model():
         attach(model, "irpe-product", fused="flax")
 
 
+def test_each_form_is_compiled_by_itself():
+    """Else the compiler would run the ninth form of a function unfused, without a word."""
+    position, (query, key, value) = encoding(*LOOKUPS["qk"]), projected()
+    forms = set()
+    for rows in range(1, 21):
+        states = [state[:1].expand(rows, -1, -1, -1) for state in (query, key, value)]
+        forms.add(flex._form(*states, position.lookups(*states[:2], CONTEXT), None))
+    assert len(forms) == 20
+    codes = {id(flex._compiled(form)._torchdynamo_orig_callable.__code__) for form in forms}
+    assert len(codes) == 20
+    again = flex._form(
+        query[:1], key[:1], value[:1], position.lookups(query[:1], key[:1], CONTEXT), None
+    )
+    assert flex._compiled(again) in map(flex._compiled, forms)
+
+
+def test_unfused_on_a_cpu_is_logged_once(caplog):
+    flex._unfused.cache_clear()
+    position, states = encoding(*LOOKUPS["k"]), projected()
+    for _ in range(2):
+        with torch.no_grad():
+            attend(*states, [position], CONTEXT, fused="flex")
+    assert [record.message for record in caplog.records] == ["FlexAttention runs unfused on a CPU"]
+
+
 @pytest.mark.slow
 def test_compiled_on_a_cpu():
     """The compiler refuses what the unfused form takes; without gradients it knows CPUs, too."""
@@ -137,7 +163,7 @@ def test_compiled_on_a_cpu():
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_on_a_gpu(name):
     position = encoding(*LOOKUPS[name]).cuda()

@@ -231,7 +231,7 @@ def test_windows_that_are_too_large_are_left_to_pytorch():
     assert not anchor_triton.fits(1000, 4)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize(("grid", "tokens", "groups", "text_window", "patch_window"), CASES)
 @pytest.mark.parametrize("metric", METRICS)
 def test_on_a_gpu(grid, tokens, groups, text_window, patch_window, metric):

@@ -8,14 +8,18 @@ logits, and only (batch, heads, T, rows) lies in memory.
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vlp.positions.lookup import Lookup
+
+logger = logging.getLogger(__name__)
 
 
 def flex_attend(
@@ -25,9 +29,10 @@ def flex_attend(
     lookups: Sequence[Lookup],
     scale: float | None = None,
 ) -> Tensor:
-    """softmax(scale q k^T + lookups) v; compiled on a GPU, where it is fused.
+    """softmax(scale q k^T + lookups) v; compiled on a GPU for each form of inputs, and fused.
 
-    On a CPU it runs unfused, and FlexAttention differentiates there by the lookups alone.
+    On a CPU it runs unfused, which is logged, and FlexAttention differentiates there by the lookups
+    alone.
 
     Args:
         query: (B, heads, T, head width), scaled here.
@@ -38,6 +43,9 @@ def flex_attend(
 
     Returns:
         (B, heads, T, head width).
+
+    Raises:
+        RuntimeError: on a GPU it cannot be compiled into one kernel (from PyTorch).
     """
     whole = (*query.shape[:3], -1)
     terms = [lookup._replace(per_row=lookup.per_row.expand(whole)) for lookup in lookups]
@@ -52,20 +60,55 @@ def flex_attend(
                 logit = logit + per_row[batch, head, token, pairs[asks, answers]]
         return logit
 
-    out: Tensor = _kernel(query.device.type)(query, key, value, score_mod=add, scale=scale)
+    if torch.compiler.is_compiling():  # part of the graph around it
+        from torch.nn.attention.flex_attention import flex_attention as kernel
+    elif query.device.type == "cpu":
+        kernel = _unfused()
+    else:
+        kernel = _compiled(_form(query, key, value, terms, scale))
+    out: Tensor = kernel(query, key, value, score_mod=add, scale=scale)
     return out
 
 
 @functools.cache
-def _kernel(device: str) -> Callable[..., Any]:
+def _compiled(form: Hashable) -> Callable[..., Any]:
+    """Return FlexAttention compiled for one form of its inputs.
+
+    The compiler counts forms by code object, and beyond its limit of them runs a function
+    unfused without a word. So every form compiles a code object of its own; one that recompiles
+    beyond the limit all the same is an error, because of `fullgraph`.
+    """
     from torch.nn.attention.flex_attention import flex_attention  # takes half a second
 
-    if device != "cpu":
-        return torch.compile(flex_attention, dynamic=False)
+    own = FunctionType(flex_attention.__code__.replace(), flex_attention.__globals__)
+    own.__kwdefaults__, own.__defaults__ = (
+        flex_attention.__kwdefaults__,
+        flex_attention.__defaults__,
+    )
+    return torch.compile(own, dynamic=False, fullgraph=True)
 
-    def unfused(*arguments: Any, **options: Any) -> Any:
+
+@functools.cache
+def _unfused() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    logger.warning("FlexAttention runs unfused on a CPU")
+
+    def attend(*arguments: Any, **options: Any) -> Any:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
             return flex_attention(*arguments, **options)
 
-    return unfused
+    return attend
+
+
+def _form(
+    query: Tensor, key: Tensor, value: Tensor, terms: Sequence[Lookup], scale: float | None
+) -> Hashable:
+    """Return what a compiled form depends on."""
+
+    def of(x: Tensor | None) -> Hashable:
+        return x is not None and (x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
+
+    tables = tuple((of(per_row), of(ids), of_keys) for per_row, ids, of_keys in terms)
+    return of(query), of(key), of(value), tables, scale, torch.is_grad_enabled()

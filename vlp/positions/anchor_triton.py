@@ -94,7 +94,7 @@ class _WindowedPath(torch.autograd.Function):
             "BLOCK": _BLOCK,
         }
         if path.numel():
-            with torch.cuda.device_of(path):
+            with torch.cuda.device(path.get_device()):
                 _forward_kernel[_programs(path)](
                     distance,
                     seen if words is None else words.contiguous().view(torch.uint8),
@@ -118,7 +118,7 @@ class _WindowedPath(torch.autograd.Function):
         (winner,) = ctx.saved_tensors
         gradient = torch.empty_like(winner, dtype=path_gradient.dtype)
         if gradient.numel():
-            with torch.cuda.device_of(gradient):
+            with torch.cuda.device(gradient.get_device()):
                 _backward_kernel[_programs(gradient)](
                     path_gradient,
                     winner,
