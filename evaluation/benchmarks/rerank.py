@@ -34,7 +34,7 @@ from torch import Tensor
 from evaluation.benchmarks import harness
 from evaluation.benchmarks.harness import Measurement
 from evaluation.benchmarks.stand_ins import StandIns, random_model
-from evaluation.core.feature_cache import GIBIBYTE, precision_context
+from evaluation.core.feature_cache import GIBIBYTE
 from evaluation.core.work_sharding import Ranks
 from evaluation.retrieval.pair_scoring import PairScorer
 from evaluation.retrieval.rerank import CandidatePairs, match_pairs, nearest_pairs, reranked_ranks
@@ -42,6 +42,7 @@ from evaluation.retrieval.search import Search, search
 from evaluation.retrieval.two_stages import DIRECTIONS, Direction
 from vlp.models.config import ModelConfig
 from vlp.models.features import ImageFeatures, TextFeatures
+from vlp.tasks.plain import autocast
 
 LAYOUTS = ("text", "albef", "ace")
 PADDED, CUT, OURS = "plain loop", "plain loop, texts cut", "ours"
@@ -139,7 +140,7 @@ class _Set:
         row = torch.arange(self.sizes.nearest, device=device)
         images = images.select(row % len(images.states))
         texts = texts.select(row % len(texts.states))
-        with precision_context(device, self.stand_ins.precision):
+        with autocast(device, self.stand_ins.precision):
             return self.model.match(images, texts).float().cpu().numpy()
 
     def ours(self, pairs: CandidatePairs) -> NDArray[np.float32]:

@@ -11,6 +11,7 @@ import typer
 from typer import Option
 
 from vlp.command_line import Command, positive
+from vlp.config import Precision as Precision
 
 if TYPE_CHECKING:
     from evaluation.core.results import Table
@@ -46,7 +47,6 @@ Device = Annotated[
 Shards = Annotated[list[str] | None, Option(metavar="DIR...", help="shard folders")]
 Limit = Annotated[int | None, Option(parser=positive, metavar="N", help="only the first N samples")]
 Batch = Annotated[int, Option(parser=positive, metavar="N", help="items of one encoder call")]
-Precision = Literal["float32", "bf16"]
 View = Annotated[
     Literal["image", "shuffled", "blank"],
     Option(help="the images, their patches in random order, or blank images"),

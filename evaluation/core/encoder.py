@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evaluation.core.feature_cache import Block, BlockCache, precision_context
+from evaluation.core.feature_cache import Block, BlockCache
 from evaluation.core.samples import (
     CaptionedSample,
     EvaluationError,
@@ -24,6 +24,7 @@ from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.text.tokenizer import TextTokens
 from vlp.models.folder import Loaded
 from vlp.models.itm_scorer import ITMScorer
+from vlp.tasks.plain import autocast
 
 
 class Collection(NamedTuple):
@@ -168,13 +169,13 @@ class Encoder:
         if not pixels:
             return Block(None, extra)
         batch = torch.stack(pixels).to(self.device)
-        with torch.no_grad(), precision_context(self.device, self.precision):
+        with torch.no_grad(), autocast(self.device, self.precision):
             return Block(self.loaded.model.encode_image(batch), extra)
 
     def _encode_texts(self, block: int) -> Block:
         tokens = TextTokens(*(part[self._rows(block)] for part in self._tokens))
         cut = (part[:, : self.text_widths[block]].to(self.device) for part in tokens)
-        with torch.no_grad(), precision_context(self.device, self.precision):
+        with torch.no_grad(), autocast(self.device, self.precision):
             return Block(self.loaded.model.encode_text(*cut))
 
 

@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
 GIBIBYTE = 2**30
@@ -52,8 +51,3 @@ class BlockCache(Generic[Key]):
 def _size(block: Block) -> int:
     tensors = [field for field in block.features or () if isinstance(field, Tensor)]
     return sum(tensor.element_size() * tensor.nelement() for tensor in tensors)
-
-
-def precision_context(device: torch.device, precision: str) -> torch.autocast:
-    """Autocast for the encoders: off for float32, also inside a caller's autocast."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")

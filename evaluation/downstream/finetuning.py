@@ -1,4 +1,4 @@
-"""Fine-tuning: training on Accelerate, validated by the same benchmark's evaluation."""
+"""Fine-tuning: training on DDP, validated by the same benchmark's evaluation."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def finetune(config: Path, task: str, overrides: Sequence[str] = (), resume: boo
             )
         return build_task(chosen)
 
-    return run_training(config, FinetuneConfig, overrides, resume, build, "accelerate", select)
+    return run_training(config, FinetuneConfig, overrides, resume, build, select)
 
 
 def build_task(config: FinetuneConfig) -> tuple[Downstream | PairsTask, Any]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, model_validator
 
-from vlp.config import Config
+from vlp.config import Config, Precision
 
 NAME = r"^[\w][\w.+@-]*$"
 
@@ -25,7 +25,7 @@ class Job(Config):
     )
     limit: int | None = Field(None, ge=1, description="only the first so many items")
     batch: int = Field(64, ge=1, description="samples computed at once")
-    precision: Literal["float32", "bf16"] = Field("float32", description="of computation")
+    precision: Precision = Field("float32", description="of computation")
 
     @model_validator(mode="before")
     @classmethod

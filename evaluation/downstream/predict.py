@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,7 +18,7 @@ from evaluation.core.samples import EvaluationError
 from evaluation.downstream.blocks import EvaluatedItems
 from evaluation.downstream.registry import WITHOUT_HEAD, get_evaluation
 from evaluation.downstream.task_evaluation import Row, load_for_evaluation, without
-from vlp.config import ConfigError
+from vlp.config import ConfigError, Precision
 from vlp.models.folder import local_folder
 from vlp.tasks.downstream.task import TASK
 
@@ -38,7 +38,7 @@ def predict(
     limit: int | None = None,
     batch: int = 64,
     device: torch.device | str | None = None,
-    precision: Literal["float32", "bf16"] = "float32",
+    precision: Precision = "float32",
     progress: bool = False,
 ) -> Predictions:
     """Predict every item of some shards; the same for any number of ranks.

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from PIL import Image
 
 import vlp
 from evaluation.core.eval_mode import evaluating
-from evaluation.core.feature_cache import precision_context
 from evaluation.core.samples import EvaluationError
 from evaluation.downstream.predict import has_task
 from evaluation.downstream.registry import get_evaluation
 from evaluation.probes.anchor_maps import read_pair
+from vlp.config import Precision
 from vlp.models.folder import Loaded
 from vlp.tasks.downstream.registry import get_task
 from vlp.tasks.downstream.task import Downstream, load_task
+from vlp.tasks.plain import autocast
 
 MATCH = "match"
 """Kind of what a model folder without a task predicts."""
@@ -41,7 +42,7 @@ def predict_one(
     images: Sequence[str | Path],
     text: str | None = None,
     device: torch.device | str | None = None,
-    precision: Literal["float32", "bf16"] = "float32",
+    precision: Precision = "float32",
 ) -> Said:
     """Predict what the folder's task does; without a task, whether text and image match.
 
@@ -68,7 +69,7 @@ def predict_one(
     with (
         torch.no_grad(),
         evaluating(model, device) as own_device,
-        precision_context(own_device, precision),
+        autocast(own_device, precision),
     ):
         if isinstance(source, Loaded):
             return Said(MATCH, match_of(source, opened[0], text or "", own_device))

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from PIL import Image
 
 from evaluation.core.eval_mode import evaluating
-from evaluation.core.feature_cache import precision_context
 from evaluation.core.results import Figure
 from evaluation.core.samples import EvaluationError
 from evaluation.downstream.blocks import EvaluatedItems, evaluate_blocks
 from evaluation.downstream.job import Job
 from evaluation.downstream.result import TaskResult, with_truth
 from evaluation.downstream.submissions import Submission
+from vlp.config import Precision
 from vlp.data.downstream.items import Item
 from vlp.data.schema import Annotation, captions_of
 from vlp.models.folder import Loaded
 from vlp.tasks.downstream.task import Downstream, load_task
+from vlp.tasks.plain import autocast
 
 Row = dict[str, Any]
-Precision = Literal["float32", "bf16"]
 
 
 class Scored(NamedTuple):
@@ -160,7 +160,7 @@ class TaskEvaluation:
 
         def evaluate(made: Sequence[tuple[Item, Any]]) -> list[Row]:
             inputs = dataset.collate([example for _, example in made]).to(own_device)
-            with torch.no_grad(), precision_context(own_device, precision):
+            with torch.no_grad(), autocast(own_device, precision):
                 predicted = self.predict(task, inputs, **options)
             return [self.row(task, *one, said) for one, said in zip(made, predicted)]
 

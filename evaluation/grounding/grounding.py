@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 
 from evaluation.core.eval_mode import evaluating
-from evaluation.core.feature_cache import precision_context
 from evaluation.core.samples import EvaluationError
 from evaluation.downstream.blocks import evaluate_blocks, image_name
 from evaluation.downstream.result import TaskResult, clustered_figures, keep_scores
 from evaluation.grounding.gradcam import grad_cam, layer_number
+from vlp.config import Precision
 from vlp.data.downstream.items import Item, Items
 from vlp.data.image.ablated_views import View, viewed
 from vlp.data.image.decode import decode_image
@@ -29,6 +29,7 @@ from vlp.data.text.tokenizer import TextTokens
 from vlp.metrics.grounding import RIGHT_IOU, box_scores, intersection_over_union
 from vlp.models.folder import Loaded
 from vlp.tasks.downstream.grounding import map_of
+from vlp.tasks.plain import autocast
 
 SAID = ("key", "id", "ref_id", "text", "point", "box", "image", "scores")
 By = Literal["gradcam", "similarity"]
@@ -53,7 +54,7 @@ def evaluate_grounding(
     limit: int | None = None,
     batch: int = 32,
     device: torch.device | str | None = None,
-    precision: Literal["float32", "bf16"] = "float32",
+    precision: Precision = "float32",
     resamples: int = 1000,
     progress: bool = False,
 ) -> TaskResult:
@@ -172,13 +173,13 @@ def _maps(
     model = loaded.model
     pixels = torch.stack([one.pixels for one in examples]).to(device)
     tokens = [torch.cat(parts).to(device) for parts in zip(*(one.tokens for one in examples))]
-    with torch.no_grad(), precision_context(device, precision):
+    with torch.no_grad(), autocast(device, precision):
         image, text = model.encode_image(pixels), model.encode_text(*tokens)
     words, real = text.word_mask, text.attention_mask
     if head is not None:
         words = real = words & (words.cumsum(-1) <= head)
     if by == "gradcam":
-        with precision_context(device, precision):
+        with autocast(device, precision):
             maps = grad_cam(model, image, text, layer)  # (B, N, rows, columns)
         # ALBEF's: the mean over all tokens of the text, [CLS] among them.
         counted = real[..., None, None]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from evaluation.core.eval_mode import evaluating
-from evaluation.core.feature_cache import precision_context
 from evaluation.core.samples import EvaluationError
 from evaluation.downstream.blocks import evaluate_blocks, image_name
 from evaluation.downstream.result import TaskResult, clustered_figures, keep_scores
+from vlp.config import Precision
 from vlp.data.downstream.items import Item, Items
 from vlp.data.image.ablated_views import View, viewed
 from vlp.data.image.decode import decode_image
@@ -21,6 +21,7 @@ from vlp.data.schema import captions_of
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.text.foils import FOIL_KINDS, make_foils
 from vlp.models.folder import Loaded
+from vlp.tasks.plain import autocast
 
 SCORERS = ("match", "dual")
 PAIRS = 128
@@ -43,7 +44,7 @@ def evaluate_foils(
     limit: int | None = None,
     batch: int = 64,
     device: torch.device | str | None = None,
-    precision: Literal["float32", "bf16"] = "float32",
+    precision: Precision = "float32",
     resamples: int = 1000,
     progress: bool = False,
 ) -> TaskResult:
@@ -84,7 +85,7 @@ def evaluate_foils(
         )
 
     def score_block(made: Sequence[tuple[Item, FoiledImage]]) -> list[dict[str, Any]]:
-        with torch.no_grad(), precision_context(torch_device, precision):
+        with torch.no_grad(), autocast(torch_device, precision):
             return list(_rows(loaded, made, torch_device))
 
     with evaluating(loaded.model, device) as torch_device:

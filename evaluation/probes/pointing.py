@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from evaluation.core.eval_mode import evaluating
-from evaluation.core.feature_cache import precision_context
 from evaluation.core.results import Figure
 from evaluation.core.samples import CaptionedSample, EvaluationError, Samples, count_kinds
 from evaluation.core.work_sharding import Ranks
@@ -35,6 +34,7 @@ from evaluation.probes.pointers import (
     word_maps,
 )
 from evaluation.probes.pointing_result import KINDS, KindFigures, PathFigures, PointingResult
+from vlp.config import Precision
 from vlp.data.image.patches import patches_in_box
 from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.text.word_boxes import WordBox, named_words, word_positions
@@ -46,6 +46,7 @@ from vlp.models.vlp import VLPModel
 from vlp.objectives.monitors.anchor_statistics import anchor_sums, from_sums
 from vlp.positions.anchor import group_similarity
 from vlp.positions.anchor_field import AnchorField
+from vlp.tasks.plain import autocast
 
 SMALL = 0.1
 """An object in a box of less than so much of its image is small: few of them lie in the centre."""
@@ -78,7 +79,7 @@ def evaluate_pointing(
     limit: int | None = None,
     batch: int = 64,
     device: torch.device | str | None = None,
-    precision: Literal["float32", "bf16"] = "float32",
+    precision: Precision = "float32",
     resamples: int = 1000,
     progress: bool = False,
 ) -> PointingResult:
@@ -107,7 +108,7 @@ def evaluate_pointing(
         numbers = range(len(samples))[block * batch : (block + 1) * batch]
         read = [(number, samples.read(number)) for number in numbers]
         good = [(number, sample) for number, sample in read if isinstance(sample, CaptionedSample)]
-        with torch.no_grad(), precision_context(torch_device, precision):
+        with torch.no_grad(), autocast(torch_device, precision):
             scored, sums = _score_scenes(loaded, good, torch_device, controls)
         bar.update(len(numbers))
         return scored, sums, [sample for _, sample in read if isinstance(sample, SkippedSample)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from evaluation.core.eval_mode import evaluating
-from evaluation.core.feature_cache import precision_context
 from evaluation.core.results import Figure, Table, write_report
 from evaluation.core.samples import EvaluationError, count_kinds
 from evaluation.core.work_sharding import Ranks
+from vlp.config import Precision
 from vlp.data.image.ablated_views import View, viewed
 from vlp.data.image.decode import decode_image
 from vlp.data.scenes.negatives import SWAP_KINDS
@@ -32,6 +32,7 @@ from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
 from vlp.models.features import ImageFeatures
 from vlp.models.folder import Loaded
 from vlp.objectives.mlm import MLMHead
+from vlp.tasks.plain import autocast
 
 CHANCE = {"text": 1 / 4, "image": 1 / 4, "group": 1 / 6, "pair": 1 / 2}
 SCORES = tuple(CHANCE)
@@ -104,7 +105,7 @@ def evaluate_swaps(
     limit: int | None = None,
     batch: int = 64,
     device: torch.device | str | None = None,
-    precision: Literal["float32", "bf16"] = "float32",
+    precision: Precision = "float32",
     view: View = "image",
     resamples: int = 1000,
     progress: bool = False,
@@ -139,7 +140,7 @@ def evaluate_swaps(
             swap._replace(pixels=viewed(swap.pixels, view, patch_size, number * batch + row))
             for row, swap in enumerate(swaps)
         ]
-        with torch.no_grad(), precision_context(torch_device, precision):
+        with torch.no_grad(), autocast(torch_device, precision):
             scores = _score(loaded, seen, torch_device, head)
         return (
             scores,

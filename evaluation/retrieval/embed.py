@@ -12,17 +12,18 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from evaluation.core.eval_mode import evaluating
-from evaluation.core.feature_cache import precision_context
 from evaluation.core.feature_files import FeatureFiles
 from evaluation.core.samples import EvaluationError, count_kinds
 from evaluation.core.work_sharding import Ranks
 from evaluation.probes.anchor_maps import read_pair
+from vlp.config import Precision
 from vlp.data.downstream.items import Items
 from vlp.data.image.decode import decode_image
 from vlp.data.schema import captions_of
 from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.shards.sample_files import BadSample
 from vlp.models.folder import Loaded
+from vlp.tasks.plain import autocast
 
 IMAGES, CAPTIONS = "images", "captions"
 Dtype = Literal["float32", "float16"]
@@ -45,7 +46,7 @@ def embed(
     limit: int | None = None,
     batch: int = 64,
     device: torch.device | str | None = None,
-    precision: Literal["float32", "bf16"] = "float32",
+    precision: Precision = "float32",
     progress: bool = False,
 ) -> Embedded:
     """Write `images.npy`, `captions.npy` (rows, d) of unit length, and a line of JSON a row.
@@ -126,7 +127,7 @@ def embed_inputs(
     images: Sequence[str | Path],
     texts: Sequence[str],
     device: torch.device | str | None = None,
-    precision: Literal["float32", "bf16"] = "float32",
+    precision: Precision = "float32",
 ) -> list[tuple[dict[str, Any], NDArray[np.float32]]]:
     """Return a description ({image} or {text}) and the (d,) feature of each image file and text.
 
@@ -166,7 +167,7 @@ def write_inputs(
 def _images(
     loaded: Loaded, pixels: Sequence[torch.Tensor], device: torch.device, precision: str
 ) -> NDArray[np.float32]:
-    with torch.no_grad(), precision_context(device, precision):
+    with torch.no_grad(), autocast(device, precision):
         feature = loaded.model.encode_image(torch.stack(list(pixels)).to(device)).feature
     found: NDArray[np.float32] = feature.float().cpu().numpy()
     return found
@@ -176,7 +177,7 @@ def _texts(
     loaded: Loaded, texts: list[str], device: torch.device, precision: str
 ) -> NDArray[np.float32]:
     tokens = (part.to(device) for part in loaded.text(texts))
-    with torch.no_grad(), precision_context(device, precision):
+    with torch.no_grad(), autocast(device, precision):
         feature = loaded.model.encode_text(*tokens).feature
     found: NDArray[np.float32] = feature.float().cpu().numpy()
     return found

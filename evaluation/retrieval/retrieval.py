@@ -21,6 +21,7 @@ from evaluation.core.samples import EvaluationError, kinds_in_words
 from evaluation.core.work_sharding import Ranks
 from evaluation.retrieval.retrieval_rows import KeyedSamples, query_rows
 from evaluation.retrieval.two_stages import DIRECTIONS, Direction, ranks_of_right
+from vlp.config import Precision
 from vlp.data.features.store import StoredFeatures
 from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
 from vlp.metrics.recall import RECALL_AT, chance_recall
@@ -119,7 +120,7 @@ def evaluate_retrieval(
     batch: int = 64,
     match_batch: int = 64,
     device: torch.device | str | None = None,
-    precision: Literal["float32", "bf16"] = "float32",
+    precision: Precision = "float32",
     memory: int = 2 * GIBIBYTE,
     resamples: int = 1000,
     progress: bool = False,

@@ -12,7 +12,7 @@ from evaluation.core.eval_mode import evaluating
 from evaluation.core.samples import EvaluationError
 from evaluation.retrieval.retrieval import DIRECTIONS, evaluate_retrieval
 from vlp import distributed
-from vlp.config import ConfigError
+from vlp.config import ConfigError, Precision
 from vlp.data.config import AugmentConfig, SourceConfig
 from vlp.data.features.store import StoredFeatures
 from vlp.data.pretrain.loader import PretrainData
@@ -76,7 +76,9 @@ def select(config: PretrainConfig, task: Pretraining, data: PretrainData) -> Bes
 Figures = dict[str, float]
 
 
-def recalls(loaded: Loaded, chosen: ValidationConfig, limit: int | None, precision: str) -> Figures:
+def recalls(
+    loaded: Loaded, chosen: ValidationConfig, limit: int | None, precision: Precision
+) -> Figures:
     """Compute the mean of all recalls and each recall, of the last stage.
 
     Raises:
@@ -89,7 +91,7 @@ def recalls(loaded: Loaded, chosen: ValidationConfig, limit: int | None, precisi
         rerank=chosen.rerank,
         limit=limit,
         device=next(loaded.model.parameters()).device,
-        precision="bf16" if precision == "bf16" else "float32",
+        precision=precision,
         resamples=1,
         features=chosen.features,
     )

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evaluation.core.eval_mode import evaluating
-from evaluation.core.feature_cache import GIBIBYTE, Block, BlockCache, precision_context
+from evaluation.core.feature_cache import GIBIBYTE, Block, BlockCache
 from evaluation.core.results import Figure, Table
 from evaluation.core.samples import EvaluationError
 from evaluation.core.work_sharding import Ranks
@@ -21,9 +21,11 @@ from evaluation.downstream.blocks import evaluate_blocks
 from evaluation.downstream.result import TaskResult, clustered_figures, keep_scores
 from evaluation.zeroshot.labelled_images import LABEL, Classed, ClassedImages
 from evaluation.zeroshot.prompts import Prompts, class_features
+from vlp.config import Precision
 from vlp.models.features import ImageFeatures, TextFeatures
 from vlp.models.folder import Loaded
 from vlp.models.vlp import VLPModel
+from vlp.tasks.plain import autocast
 
 MANY, SHOWN = 20, 10
 _PAIRS = 256
@@ -64,7 +66,7 @@ def evaluate_zeroshot(
     limit: int | None = None,
     batch: int = 64,
     device: torch.device | str | None = None,
-    precision: Literal["float32", "bf16"] = "float32",
+    precision: Precision = "float32",
     resamples: int = 1000,
     progress: bool = False,
 ) -> ZeroShotResult:
@@ -98,18 +100,18 @@ def evaluate_zeroshot(
 
     def encode(texts: Sequence[str]) -> TextFeatures:
         tokens = (part.to(torch_device) for part in loaded.text(list(texts)))
-        with torch.no_grad(), precision_context(torch_device, precision):
+        with torch.no_grad(), autocast(torch_device, precision):
             return model.encode_text(*tokens)
 
     def score_block(made: Sequence[tuple[Classed, Tensor]]) -> list[dict[str, Any]]:
         pixels = torch.stack([one for _, one in made]).to(torch_device)
-        with torch.no_grad(), precision_context(torch_device, precision):
+        with torch.no_grad(), autocast(torch_device, precision):
             image = model.encode_image(pixels)
         similarity = image.feature.double().cpu().numpy() @ features.T
         stages = {"dual": similarity}
         if top:
             near = np.argsort(-similarity, axis=1, kind="stable")[:, :top]
-            with torch.no_grad(), precision_context(torch_device, precision):
+            with torch.no_grad(), autocast(torch_device, precision):
                 odds = _log_odds(model, image, near, states)
             if match_by == "sum":
                 odds += np.take_along_axis(similarity, near, 1) / temperature

@@ -24,7 +24,7 @@ from launch.cli.main import main
 # All that commands import, once for all of them.
 MODULES = (
     *("launch.cli.align", "launch.finetune_vqa", "launch.pretrain", "vlp.training.loop"),
-    *("vlp.training.engines.deepspeed", "vlp.training.engines.accelerate"),
+    *("vlp.training.engines.deepspeed", "vlp.training.engines.ddp"),
     *("vlp.data.pretrain.loader", "vlp.tasks.pretraining", "vlp.models.folder"),
 )
 COUNT = 40

@@ -8,6 +8,7 @@ import torch
 
 from vlp import distributed
 from vlp.tasks.task import StepOutput
+from vlp.training.engines.base import Update
 from vlp.training.logging.meter import Meter
 from vlp.training.logging.progress import Progress
 
@@ -15,7 +16,8 @@ distributed.start(with_deepspeed=False)
 empty = distributed.rank() == distributed.world_size() - 1
 meter = Meter(Progress())
 loss, shown = torch.tensor(2.0), {} if empty else {"bits": torch.tensor(3.0)}
-meter.applied([StepOutput(loss, {"words": loss * (1 + distributed.rank())}, shown)], 1.0)
+output = StepOutput(loss, {"words": loss * (1 + distributed.rank())}, shown)
+meter.applied([output], Update(True, 1.0))
 record = meter.close()
 if distributed.rank() == 0:
     print(json.dumps({name: record[name] for name in record if "/" in name}))

@@ -14,6 +14,7 @@ from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.stream.batch import Batch
 from vlp.distributed import broadcast_tensors
 from vlp.io import write_tensors
+from vlp.tasks.plain import autocast
 from vlp.tasks.task import StepOutput
 from vlp.training.config import OptimiserConfig, PretrainConfig, TrainingConfig
 from vlp.training.engines.base import Update
@@ -64,7 +65,7 @@ class ToyTask(nn.Module):
 
     def forward(self, batch: Batch, step: int) -> StepOutput:
         ids = batch.text_ids
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "bf16"):
+        with autocast(ids.device, self.precision):
             first = self.encoder(self.embedding(ids))
             states = self.out(self.encoder.encode(first))
             logits = F.linear(states, self.embedding.weight, self.bias)

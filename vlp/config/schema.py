@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 from pydantic_core import CoreSchema, core_schema
 
 from vlp.io import Redacted, redacted_values
+
+Precision = Literal["float32", "bf16", "fp16"]
+"""Number format of forward passes; parameters are float32 in any case."""
 
 
 class ConfigError(Redacted, ValueError):

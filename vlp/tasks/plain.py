@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from vlp.config import Precision
 from vlp.objectives.loss import Loss, normalise
 from vlp.tasks.task import StepOutput
 
-Precision = Literal["bf16", "float32"]
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Type of matrix products by precision."""
+
+
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """Return the context of a forward pass: off for float32, also inside a caller's autocast."""
+    return torch.autocast(device.type, AUTOCAST.get(precision), enabled=precision in AUTOCAST)
 
 
 class PlainTask(nn.Module):
@@ -21,7 +28,7 @@ class PlainTask(nn.Module):
     A subclass has `forward(batch, step)` and `save_model(folder, state)`.
 
     Args:
-        precision: "bf16" runs `autocast()` in bfloat16, "float32" does not.
+        precision: "bf16" and "fp16" run `autocast()` in half precision, "float32" does not.
     """
 
     config: Any
@@ -32,7 +39,7 @@ class PlainTask(nn.Module):
 
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
         """Return the context that the forward pass runs in."""
-        return torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "bf16")
+        return autocast(device, self.precision)
 
     def step_output(
         self,

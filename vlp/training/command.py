@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from vlp import distributed
 from vlp.config import ConfigError, load_config
@@ -25,12 +25,11 @@ from vlp.data.shards.outages import PausedDataError
 from vlp.io import redacted
 from vlp.lock import FolderLock
 from vlp.training.best_checkpoint import BestCheckpoint
-from vlp.training.config import RunConfig
+from vlp.training.config import LoopConfig, RunConfig
 from vlp.training.engines.base import Engine
 from vlp.training.stop.signals import REQUEUE, StopSignals, leave
 
 AnyRun = TypeVar("AnyRun", bound=RunConfig)
-EngineName = Literal["deepspeed", "accelerate"]
 Build = Callable[[AnyRun], tuple[Any, Any]]
 Select = Callable[[AnyRun, Any, Any], BestCheckpoint | None]
 
@@ -68,7 +67,6 @@ def run_training(
     overrides: Sequence[str],
     resume: bool,
     build: Build[AnyRun],
-    engine: EngineName = "deepspeed",
     select: Select[AnyRun] | None = None,
 ) -> int:
     """Run one rank of a training; returns its exit code.
@@ -80,7 +78,6 @@ def run_training(
         resume: go on from the newest good checkpoint in `output`, or start if there is none.
         build: makes the task (an `nn.Module`) and its data; raises ConfigError where they do not
             fit.
-        engine: what holds the parameters.
         select: makes the validation that chooses the best checkpoint, from configuration, task and
             data.
     """
@@ -92,8 +89,8 @@ def run_training(
     put_in_force(config.limits)
     try:
         with StopSignals() as signals:
-            distributed.start(with_deepspeed=engine == "deepspeed")
-            code = _run(config, resume, build, engine, select, signals)
+            distributed.start(with_deepspeed=config.training.engine == "deepspeed")
+            code = _run(config, resume, build, select, signals)
             if code == REQUEUE:
                 leave(code)  # launchers repeat SIGTERM, which kills where nobody notes it
             distributed.end()
@@ -110,7 +107,6 @@ def _run(
     config: AnyRun,
     resume: bool,
     build: Build[AnyRun],
-    name: EngineName,
     select: Select[AnyRun] | None,
     signals: StopSignals,
 ) -> int:
@@ -125,7 +121,7 @@ def _run(
                     held.enter_context(FolderLock(Path(config.output)))
                 # Other ranks may come when rank 0 has already written to the folder.
                 folder = RunFolder(config.output, resume or distributed.rank() > 0)
-                make_engine = _engine(name, config)
+                make_engine = _engine(config.training)
                 task, data = build(config)
             if select is not None:
                 best = select(config, task, data)
@@ -136,18 +132,18 @@ def _run(
     return REQUEUE if report["ended"] == "stopped" else 0
 
 
-def _engine(name: EngineName, config: Any) -> Callable[[Any], Engine]:
-    """Check that the configuration fits an engine; return what makes it."""
-    if name == "accelerate":
-        from vlp.training.engines.accelerate import AccelerateEngine
+def _engine(training: LoopConfig) -> Callable[[Any], Engine]:
+    """Check that the configuration fits its engine; return what makes it."""
+    if training.engine == "ddp":
+        from vlp.training.engines.ddp import DdpEngine
 
-        config.training.require_equal_shares(distributed.world_size())
-        return lambda task: AccelerateEngine(task, config.training)
+        training.require_equal_shares(distributed.world_size())
+        return lambda task: DdpEngine(task, training)
     from vlp.training.engines.deepspeed import DeepSpeedEngine
     from vlp.training.engines.deepspeed_config import deepspeed_config
 
-    deepspeed_config(config.training, distributed.world_size())
-    return lambda task: DeepSpeedEngine(task, config.training)
+    deepspeed_config(training, distributed.world_size())
+    return lambda task: DeepSpeedEngine(task, training)
 
 
 def _refuse(message: str) -> int:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from vlp.config import Config, ConfigError
+from vlp.config import Config, ConfigError, Precision
 from vlp.data.config import DataConfig
 from vlp.data.limits import Limits, limits
 from vlp.data.stream.input_spec import Inputs, PatchMasking
@@ -60,8 +60,28 @@ class LoopConfig(Config):
         30, ge=1, description="passes over the data; may be null where `steps` is given"
     )
     steps: int | None = Field(None, ge=1, description="optimiser steps; wins over epochs")
-    precision: Literal["bf16", "float32"] = Field(
-        "bf16", description="number format of forward and backward pass"
+    precision: Precision = Field(
+        "bf16",
+        description="number format of forward and backward pass; parameters, gradients and "
+        "optimiser state are float32, and fp16 scales the loss",
+    )
+    engine: Literal["ddp", "deepspeed"] = Field(
+        "ddp",
+        description="what holds parameters and optimiser state: ddp a whole copy on every rank, "
+        "deepspeed as `training.deepspeed` says",
+    )
+    deepspeed: str = Field(
+        "zero1",
+        description="of engine deepspeed: a file of configs/deepspeed, without suffix, or a path",
+    )
+    gradient_reduction: Literal["float32", "bf16"] = Field(
+        "float32",
+        description="number format of gradients on their way between ranks; of engine ddp",
+    )
+    static_graph: bool = Field(
+        False,
+        description="every step uses the same parameters on all ranks, so that unused ones are "
+        "looked for in the first step only; of engine ddp",
     )
     optimiser: OptimiserConfig = Field(
         OptimiserConfig(), description="AdamW and its learning-rate schedule"
@@ -116,10 +136,10 @@ class LoopConfig(Config):
 
 
 class TrainingConfig(LoopConfig):
-    """Training on DeepSpeed."""
+    """Training on DeepSpeed unless `engine` says otherwise."""
 
-    deepspeed: str = Field(
-        "zero1", description="a file of configs/deepspeed without its suffix, or a path"
+    engine: Literal["ddp", "deepspeed"] = Field(
+        "deepspeed", description=LoopConfig.model_fields["engine"].description
     )
 
 

@@ -156,11 +156,12 @@ def train(
                 if update.applied:
                     progress.non_finite_row = 0
                     task.after_step(engine.gather)
-                    meter.applied(outputs, update.gradient_norm)
+                    meter.applied(outputs, update)
                 else:
                     _undo(engine.module, buffers)
                     task.after_skip()
-                    _count_non_finite(progress, outputs, training.max_non_finite, log)
+                    scale = update.loss_scale
+                    _count_non_finite(progress, outputs, training.max_non_finite, log, scale)
                 log.advance()
 
                 if progress.step % training.log_every == 0 or progress.step == total:
@@ -259,7 +260,11 @@ def _undo(module: nn.Module, buffers: dict[str, Tensor]) -> None:
 
 
 def _count_non_finite(
-    progress: Progress, outputs: list[StepOutput], most: int, log: RunLog
+    progress: Progress,
+    outputs: list[StepOutput],
+    most: int,
+    log: RunLog,
+    scale: float | None,
 ) -> None:
     progress.non_finite += 1
     progress.non_finite_row += 1
@@ -271,6 +276,8 @@ def _count_non_finite(
     }
     names = sorted(set().union(*distributed.gather_to_all(local)))
     reason = f"loss {', '.join(names)} not finite" if names else "a gradient is not finite"
+    if scale is not None:
+        reason += f", the loss scale was {scale:g}"
     log.say(f"step {progress.step} skipped: {reason}")
     if progress.non_finite_row > most:
         raise NonFiniteError(

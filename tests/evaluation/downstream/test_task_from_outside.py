@@ -36,7 +36,7 @@ import sys, colour_task
 from evaluation.downstream.finetuning import build_task, select
 from vlp.training.command import run_training
 from vlp.training.finetune_config import FinetuneConfig
-code = run_training(sys.argv[1], FinetuneConfig, [], False, build_task, "accelerate", select)
+code = run_training(sys.argv[1], FinetuneConfig, [], False, build_task, select)
 sys.exit(code)
 """
 

@@ -1,4 +1,4 @@
-"""One rank of test_engines.py: every ZeRO stage, and Accelerate, against plain PyTorch.
+"""One rank of test_engines.py: every ZeRO stage, and DDP, against plain PyTorch.
 
 usage: engine_ranks.py FOLDER (train | load). The folder keeps checkpoints from one number of ranks
 to the next.
@@ -8,43 +8,35 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from training_toy import TOKENS, PlainEngine, ToyTask, toy_batch, toy_config
 
 from vlp import distributed
-from vlp.training.config import TrainingConfig
-from vlp.training.engines.accelerate import AccelerateEngine
 from vlp.training.engines.base import Engine, Update
+from vlp.training.engines.ddp import DdpEngine
 from vlp.training.engines.deepspeed import DeepSpeedEngine
 
 FOLDER = Path(sys.argv[1])
 SAVED_AFTER, POISONED, STEPS = 3, 4, 8
 # Stage 3 twice: with every parameter cut up between uses, and with small ones kept whole.
 KINDS = {"0": 0, "1": 1, "2": 2, "3": 3, "3-whole": 3}
-ACCELERATE = "accelerate"
+DDP = "ddp"
 
 
-def training(kind: str, gradient_accumulation_steps: int = 1) -> TrainingConfig:
+def make(task: ToyTask, kind: str, **settings: Any) -> Engine:
+    if kind == DDP:
+        return DdpEngine(task, toy_config(**settings).training)
     zero = {"stage": KINDS[kind]}
     if KINDS[kind] == 3:
         zero["stage3_param_persistence_threshold"] = 0 if kind == "3" else 100_000
     path = FOLDER / f"{kind}_{distributed.world_size()}_{distributed.rank()}.json"
     path.write_text(json.dumps({"zero_optimization": zero}))
-    return toy_config(
-        deepspeed=str(path), batch=8, gradient_accumulation_steps=gradient_accumulation_steps
-    ).training
-
-
-def make(task: ToyTask, kind: str, gradient_accumulation_steps: int = 1) -> Engine:
-    if kind == ACCELERATE:
-        return AccelerateEngine(
-            task,
-            toy_config(batch=8, gradient_accumulation_steps=gradient_accumulation_steps).training,
-        )
-    return DeepSpeedEngine(task, training(kind, gradient_accumulation_steps))
+    return DeepSpeedEngine(task, toy_config(deepspeed=str(path), **settings).training)
 
 
 def steps(engine: Engine, first: int, last: int) -> list[Update]:
@@ -77,7 +69,7 @@ def copied(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def distance(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
-    """Of what is trained: ZeRO lets weight decay shrink what no loss uses, Accelerate does not."""
+    """Of what is trained: ZeRO lets weight decay shrink what no loss uses, DDP does not."""
     assert first.keys() == second.keys()
     used = [name for name in first if not name.startswith("unused.")]
     return max(float((first[name] - second[name]).abs().max()) for name in used)
@@ -127,6 +119,29 @@ def check(kind: str) -> None:
     assert {parameter.dtype for parameter in mixed.parameters()} == {torch.float32}
 
 
+def check_float16(kind: str) -> None:
+    """The poisoned step halves the scale; a run resumed after it goes on with that, bit for bit."""
+    torch.manual_seed(0)
+    engine = make(ToyTask(precision="fp16"), kind, precision="fp16")
+    updates = steps(engine, 0, POISONED + 2)
+    home = FOLDER / f"half_{kind}_{engine.world_size}"
+    home.mkdir(exist_ok=True)
+    engine.save(home if engine.rank == 0 else None)
+    updates += steps(engine, POISONED + 2, STEPS)
+    assert [update.applied for update in updates[POISONED:]] == [False, True, True, True]
+    for before, after in pairwise(updates):  # the first gradients may overflow
+        assert after.loss_scale == before.loss_scale / (1 if before.applied else 2)
+    assert max(u.gradient_norm for u in updates if u.applied) < 100, "the norm is unscaled"
+    assert engine.module.dtypes == {torch.float16}
+    assert {parameter.dtype for parameter in engine.module.parameters()} == {torch.float32}
+
+    torch.manual_seed(7)
+    again = make(ToyTask(precision="fp16"), kind, precision="fp16")
+    again.load(home if engine.rank == 0 else None)
+    assert steps(again, POISONED + 2, STEPS) == updates[POISONED + 2 :]
+    assert distance(again.gather(), engine.gather()) == 0, "resuming is not exact"
+
+
 def resumed(kind: str, home: Path) -> dict[str, Tensor]:
     """Final weights of a run that another engine began."""
     torch.manual_seed(7)
@@ -141,7 +156,7 @@ def resumed(kind: str, home: Path) -> dict[str, Tensor]:
 def check_loading(kind: str) -> None:
     """From the other number of ranks, of the same and of other stages."""
     expected, _ = plain()
-    for source in sorted({kind, "0", "3", ACCELERATE}):
+    for source in sorted({kind, "0", "3", DDP}):
         home = FOLDER / f"state_{source}_{3 - distributed.world_size()}"
         assert distance(resumed(kind, home), expected) < 2e-6, home
 
@@ -160,10 +175,11 @@ def check_accumulation(kind: str) -> None:
 
 distributed.prepare_environment()
 distributed.start()
-for each in (*KINDS, ACCELERATE):
+for each in (*KINDS, DDP):
     if sys.argv[2] == "train":
         check(each)
         check_accumulation(each)
+        check_float16(each)
     else:
         check_loading(each)
     if distributed.rank() == 0:

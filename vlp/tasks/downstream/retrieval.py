@@ -78,7 +78,7 @@ class PairsTask(Pretraining):
     Args:
         settings: of the task.
         parts: model, tokenizer and preparation of images; the model is taken over.
-        precision: "bf16" runs the passes under autocast, "float32" does not.
+        precision: "bf16" and "fp16" run the passes under autocast, "float32" does not.
     """
 
     metric: ClassVar[str]

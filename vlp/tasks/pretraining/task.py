@@ -34,7 +34,7 @@ class Pretraining(PlainTask):
         config: sizes; public weights that it names are loaded.
         objectives: what is trained.
         vocabulary: tokenizer that goes into the model folder.
-        precision: "bf16" runs the passes under autocast, "float32" does not.
+        precision: "bf16" and "fp16" run the passes under autocast, "float32" does not.
         log_every: steps between the statistics that cost time.
         init_from: model folder whose weights come last, over public ones.
         model: of this configuration, taken as it is in place of a new one.

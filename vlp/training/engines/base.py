@@ -1,7 +1,7 @@
 """Interface between the training loop and the machinery that holds the parameters.
 
-The loop (`vlp/training/loop.py`) sees only this; `deepspeed.py` fulfils it whatever the ZeRO
-stage, `accelerate.py` with a whole copy on every rank.
+The loop (`vlp/training/loop.py`) sees only this; `ddp.py` fulfils it with a whole copy on every
+rank, `deepspeed.py` whatever the ZeRO stage.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ class Update(NamedTuple):
 
     `gradient_norm` is the global norm before clipping (inf where a gradient was not finite; then
     `applied` is False: weights and optimiser state are as before and the gradients are gone).
+    `loss_scale` is the one that the step had, None without loss scaling.
     """
 
     applied: bool
     gradient_norm: float
+    loss_scale: float | None = None
 
 
 class Engine(Protocol):

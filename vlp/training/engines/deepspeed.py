@@ -21,9 +21,10 @@ from vlp.data.stream.batch import Slots
 from vlp.distributed import broadcast_tensors
 from vlp.io import write_tensors
 from vlp.tasks.task import StepOutput
-from vlp.training.config import TrainingConfig
+from vlp.training.config import LoopConfig
 from vlp.training.engines.base import MOMENTS, OPTIMISER, STEP, WEIGHTS, Update, saved_buffers
 from vlp.training.engines.deepspeed_config import deepspeed_config
+from vlp.training.engines.loss_scale import LOSS_SCALE, LossScale
 from vlp.training.optimiser import build_adamw, create_moments, set_learning_rate
 
 
@@ -61,7 +62,7 @@ class DeepSpeedEngine:
             fits no parameter.
     """
 
-    def __init__(self, task: nn.Module, config: TrainingConfig) -> None:
+    def __init__(self, task: nn.Module, config: LoopConfig) -> None:
         import deepspeed
         from deepspeed.accelerator import get_accelerator
 
@@ -81,6 +82,7 @@ class DeepSpeedEngine:
                 model=task, optimizer=self._adamw, config=settings, dist_init_required=False
             )
         self._zero: Any = self._deepspeed.optimizer
+        self._scale = LossScale(config.precision)
         self._create_moments()
 
     def forward(self, batch: Slots, step: int) -> StepOutput:
@@ -89,6 +91,10 @@ class DeepSpeedEngine:
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss`; averaged over ranks and micro-steps."""
+        if self.stage == 0:
+            loss = loss * self._scale.value
+        else:
+            self._zero.loss_scale = self._scale.value
         self._deepspeed.backward(loss)
         if not self._deepspeed.is_gradient_accumulation_boundary():
             self._deepspeed.step()  # only counts the micro-step
@@ -99,11 +105,12 @@ class DeepSpeedEngine:
         if self.stage == 0:
             norm = self._clip_gradients()
             self._deepspeed.step()
-            return Update(norm != float("inf"), norm)
-        self._deepspeed.step()
-        if not self._deepspeed.was_step_applied():
-            return Update(False, float("inf"))
-        return Update(True, float(self._deepspeed.get_global_grad_norm()))
+            applied = norm != float("inf")
+        else:
+            self._deepspeed.step()
+            applied = self._deepspeed.was_step_applied()
+            norm = float(self._deepspeed.get_global_grad_norm()) if applied else float("inf")
+        return Update(applied, norm, self._scale.update(applied))
 
     def gather(self) -> dict[str, Tensor]:
         """Return full float32 parameters by name, on each rank's device; valid until `step`."""
@@ -135,7 +142,7 @@ class DeepSpeedEngine:
             OSError: on rank 0 alone, after all ranks have given what they hold.
         """
         weights = self.state_dict()
-        moments: dict[str, Tensor] = {STEP: self._applied_steps()}
+        moments: dict[str, Tensor] = {STEP: self._applied_steps(), **self._scale.state()}
         for moment in MOMENTS:
             for name, parameter in self._named.items():
                 value = self._read_moment(parameter, moment)  # collective
@@ -162,6 +169,9 @@ class DeepSpeedEngine:
                 self._write_parameter(parameters[name], value.to(self.device))
         missing |= {f"{moment}.{name}" for moment in MOMENTS for name in self._named} | {STEP}
         for name, value in broadcast_tensors(None if folder is None else folder / OPTIMISER):
+            if name == LOSS_SCALE:
+                self._scale.load(value)
+                continue
             missing.remove(name)
             if name == STEP:
                 for state in self._adamw.state.values():
@@ -244,6 +254,8 @@ class DeepSpeedEngine:
     def _clip_gradients(self) -> float:
         """Clip at stage 0, which leaves non-finite gradients to the caller; return the norm."""
         gradients = [p.grad for p in self._named.values() if p.grad is not None]
+        if self._scale.enabled:
+            torch._foreach_mul_(gradients, 1 / self._scale.value)
         norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
         norm = torch.linalg.vector_norm(torch.stack(norms))
         value = float(norm)

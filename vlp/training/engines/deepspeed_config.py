@@ -9,7 +9,7 @@ from typing import Any
 
 from vlp.config import ConfigError
 from vlp.io import parse_json
-from vlp.training.config import TrainingConfig
+from vlp.training.config import LoopConfig
 
 # Where the YAML says what DeepSpeed's JSON could say, too.
 _OWNED_BY_YAML = {
@@ -47,7 +47,7 @@ def deepspeed_file(name: str) -> Path:
     return path
 
 
-def deepspeed_config(config: TrainingConfig, world_size: int) -> dict[str, Any]:
+def deepspeed_config(config: LoopConfig, world_size: int) -> dict[str, Any]:
     """Merge the YAML's batch, accumulation and clipping with the JSON's ZeRO settings.
 
     Parameters and optimiser state stay float32 at every precision: the task autocasts itself.

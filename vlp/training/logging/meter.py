@@ -12,6 +12,7 @@ from torch import Tensor
 from vlp import distributed
 from vlp.data.stream.batch import Slots
 from vlp.tasks.task import StepOutput
+from vlp.training.engines.base import Update
 from vlp.training.logging.progress import Progress
 
 _EXAMPLES = 20  # bad samples of one kind that the report names
@@ -36,6 +37,7 @@ class Meter:
         self._sums: dict[str, Tensor] = {}
         self._counts: Counter[str] = Counter()
         self._norms: list[float] = []
+        self._scale: float | None = None
 
     def batch(self, batch: Slots, waited: float) -> None:
         """Count a batch that took `waited` seconds to arrive."""
@@ -50,9 +52,10 @@ class Meter:
         self._start += seconds
         self._settled += seconds
 
-    def applied(self, outputs: list[StepOutput], gradient_norm: float) -> None:
+    def applied(self, outputs: list[StepOutput], update: Update) -> None:
         """Add the losses and statistics of an optimiser step that was applied."""
-        self._norms.append(gradient_norm)
+        self._norms.append(update.gradient_norm)
+        self._scale = update.loss_scale
         for output in outputs:
             named = {"loss/total": output.loss}
             named |= {f"loss/{name}": value for name, value in output.losses.items()}
@@ -98,6 +101,8 @@ class Meter:
         }
         if self._norms:
             record["gradient_norm"] = sum(self._norms) / len(self._norms)
+        if self._scale is not None:
+            record["loss_scale"] = self._scale
         record |= {"samples_per_second": trained / seconds, "data_wait_share": waiting}
         self._open()
         return record

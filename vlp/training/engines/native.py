@@ -1,13 +1,13 @@
-"""Accelerate behind the `Engine` protocol: one CPU or GPU, or several with whole copies.
+"""Engines of PyTorch alone: AdamW on parameters that are whole (DDP) or sharded (FSDP2).
 
 Checkpoints have the same form as the DeepSpeed engine's: full-size float32 tensors by name.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,86 +19,85 @@ from vlp.io import write_tensors
 from vlp.tasks.task import StepOutput
 from vlp.training.config import LoopConfig
 from vlp.training.engines.base import MOMENTS, OPTIMISER, STEP, WEIGHTS, Update, saved_buffers
+from vlp.training.engines.loss_scale import LOSS_SCALE, LossScale
 from vlp.training.optimiser import build_adamw, create_moments, set_learning_rate
 
 
-class AccelerateEngine:
-    """One task on Accelerate; the process group must be up (`distributed.start`).
+class NativeEngine(ABC):
+    """One task on PyTorch's data parallelism; the process group must be up (`distributed.start`).
 
     Raises:
         ConfigError: the ranks do not divide the batch, or a learning-rate scale fits no parameter.
     """
 
     def __init__(self, task: nn.Module, config: LoopConfig) -> None:
-        from accelerate import Accelerator, DistributedDataParallelKwargs
-
         self.rank = distributed.rank()
         self.world_size = distributed.world_size()
         config.require_equal_shares(self.world_size)
-        # Heads leave parts of a pretrained model unused (its projections, say), and every rank
-        # keeps buffers by itself: the loop puts them back after a skipped step.
-        options = DistributedDataParallelKwargs(
-            find_unused_parameters=True, broadcast_buffers=False
-        )
-        accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[options])
-        self._accelerator = accelerator
-        self.device = torch.device(accelerator.device)
+        self.device = distributed.default_device()
         self.module = task.to(self.device)
-        self._clip, self._gradient_accumulation_steps = (
-            config.optimiser.clip,
-            config.gradient_accumulation_steps,
-        )
+        self._config = config
+        self._clip = config.optimiser.clip
+        self._micro_steps = config.gradient_accumulation_steps
         self._micro_step = 0
-        self._adamw = build_adamw(task, config.optimiser)
+        self._scale = LossScale(config.precision)
+        self._forward = self._spread(task)
+        # Sharding puts other parameters in place of the task's, under the same names.
         self._named = {n: p for n, p in task.named_parameters() if p.requires_grad}
-        self._wrapped: Any = accelerator.prepare_model(task) if self.world_size > 1 else task
+        self._adamw = build_adamw(task, config.optimiser)
         create_moments(self._adamw, self._named.values())
+
+    @abstractmethod
+    def _spread(self, task: nn.Module) -> Callable[[Slots, int], StepOutput]:
+        """Give every rank rank 0's weights, whole or its shards; return the forward pass."""
 
     def forward(self, batch: Slots, step: int) -> StepOutput:
         """Run the task on this rank's share of a global batch."""
         self._micro_step += 1
-        last = self._micro_step == self._gradient_accumulation_steps
-        # Gradients travel once, with the last micro-step.
-        with nullcontext() if last else self._accelerator.no_sync(self._wrapped):
-            output: StepOutput = self._wrapped(batch, step)
-        return output
+        return self._forward(batch, step)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a scalar loss, averaged over ranks and micro-steps."""
-        self._accelerator.backward(loss / self._gradient_accumulation_steps)
+        (loss / self._micro_steps * self._scale.value).backward()
 
     def step(self, learning_rate: float) -> Update:
         """Clip and apply AdamW once; nothing changes when a gradient is not finite."""
         self._micro_step = 0
         set_learning_rate(self._adamw, learning_rate)
-        most = float("inf") if self._clip is None else self._clip
-        norm = torch.nn.utils.clip_grad_norm_(self._named.values(), most)
-        applied = bool(torch.isfinite(norm))
+        if self._scale.enabled:
+            gradients = [p.grad for p in self._named.values() if p.grad is not None]
+            torch._foreach_mul_(gradients, 1 / self._scale.value)
+        norm = self._clip_gradients(float("inf") if self._clip is None else self._clip)
+        applied = norm != float("inf")
         if applied:
             self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
-        return Update(applied, float(norm) if applied else float("inf"))
+        return Update(applied, norm, self._scale.update(applied))
+
+    def _clip_gradients(self, most: float) -> float:
+        """Clip; return the global norm, inf where a gradient is not finite."""
+        norm = nn.utils.clip_grad_norm_(self._named.values(), most)
+        return float(norm) if torch.isfinite(norm) else float("inf")
 
     def gather(self) -> dict[str, Tensor]:
         """Return full float32 parameters by name, on each rank's device; valid until `step`."""
-        return {name: parameter.detach() for name, parameter in self.module.named_parameters()}
+        return {name: self._whole(p.detach()) for name, p in self.module.named_parameters()}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the full float32 state, with buffers, on rank 0's CPU; empty elsewhere."""
-        if self.rank:
-            return {}
-        return {name: value.detach().cpu().clone() for name, value in self._state().items()}
+        return {name: value.clone() for name, value in self._on_rank_0(self._state()).items()}
 
     def save(self, folder: Path | None) -> None:
         """Write `weights.safetensors` and `optimiser.safetensors`.
 
         Raises:
-            OSError: on rank 0 alone.
+            OSError: on rank 0 alone, after all ranks have given what they hold.
         """
-        if folder is None:
-            return
-        write_tensors(folder / WEIGHTS, self._state())
-        write_tensors(folder / OPTIMISER, self._moments())
+        weights = self._on_rank_0(self._state())
+        moments = self._on_rank_0(self._moments()) | self._scale.state()
+        if folder is not None:
+            write_tensors(folder / WEIGHTS, weights)
+            write_tensors(folder / OPTIMISER, moments)
 
     @torch.no_grad()
     def load(self, folder: Path | None) -> None:
@@ -110,12 +109,32 @@ class AccelerateEngine:
         for file, here in ((WEIGHTS, self._state()), (OPTIMISER, self._moments())):
             missing = set(here)
             for name, value in broadcast_tensors(None if folder is None else folder / file):
+                if name == LOSS_SCALE:
+                    self._scale.load(value)
+                    continue
                 missing.remove(name)
-                here[name].copy_(value)
+                self._put(here[name], value)
             if missing:
                 raise KeyError(f"the checkpoint lacks {sorted(missing)}")
         for state in self._adamw.state.values():
             state[STEP].copy_(here[STEP])
+
+    def _on_rank_0(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Bring tensors to rank 0's CPU, each whole; collective."""
+        brought = {}
+        for name, tensor in tensors.items():
+            value = self._whole(tensor.detach())
+            if self.rank == 0:
+                brought[name] = value.cpu()
+        return brought
+
+    def _whole(self, held: Tensor) -> Tensor:
+        """Return the full-size tensor of which this rank holds a part; collective."""
+        return held
+
+    def _put(self, held: Tensor, value: Tensor) -> None:
+        """Write this rank's part of a full-size CPU tensor that all ranks have."""
+        held.copy_(value)
 
     def _state(self) -> dict[str, Tensor]:
         """Return parameters, each by one name, and saved buffers."""
