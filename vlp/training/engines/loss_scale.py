@@ -47,7 +47,7 @@ class LossScale:
         return {LOSS_SCALE: numbers} if self.enabled else {}
 
     def load(self, state: Tensor) -> None:
-        """Take back what `state` gave; another precision has no use for it."""
+        """Take back what `state` gave, (2,); another precision has no use for it."""
         if self.enabled:
             self.value, applied = state.tolist()
             self._applied = int(applied)
