@@ -9,18 +9,24 @@ import argparse
 import difflib
 import importlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from vlp.io import redacted
+from vlp.io import as_url, redacted
 
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY.SUB=VALUE", help="changes to the configuration"),
 ]
+
+
+# How the help calls an argument that names a place.
+_PLACES = ("DIR", "FILE", "FOLDER", "PLACE", "RUN")
 
 
 def new_app(help: str | None = None) -> typer.Typer:
@@ -92,6 +98,16 @@ class Command(TyperCommand):
             print(f"{ctx.get_usage()}\nerror: {_message(error)}", file=sys.stderr)
             raise SystemExit(2) from None
 
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command, on local copies of what it names by URLs."""
+        named = {param.name for param in self.params if _names_place(param.metavar)}
+
+        def run(values: dict[str, Any]) -> Any:
+            ctx.params = values
+            return super(Command, self).invoke(ctx)
+
+        return _run_staged(ctx.params, named, run)
+
     def _spread(self, args: Sequence[str]) -> list[str]:
         """Repeat a list option before each of its values, as typer reads it."""
         lists = {name for param in self.params if _repeats(param) for name in param.opts}
@@ -107,6 +123,51 @@ class Command(TyperCommand):
             if value in self.left_out and following.startswith("-"):
                 spread.append(self.left_out[value])
         return spread
+
+
+def _names_place(metavar: object) -> bool:
+    return isinstance(metavar, str) and metavar.startswith(_PLACES)
+
+
+def _run_staged(
+    values: dict[str, Any], named: Container[str | None], run: Callable[[dict[str, Any]], Any]
+) -> Any:
+    """Run a command on local copies of URLs; what it wrote is put where they say if it ends well.
+
+    Args:
+        values: of all arguments.
+        named: arguments that name places as texts; paths do so by their type.
+        run: the command; returns an exit code, of which 0, 1 and None are good ends.
+
+    Raises:
+        typer.BadParameter: what a URL names cannot be had or written.
+    """
+    if not any(as_url(each) for value in values.values() for each in _each(value)):
+        return run(values)
+    from vlp.config import ConfigError
+    from vlp.data.staging import staged
+
+    places = {
+        name: value
+        for name, value in values.items()
+        if name in named or any(isinstance(each, Path) for each in _each(value))
+    }
+    with ExitStack() as held:
+        try:
+            local, put = held.enter_context(staged(places))
+        except ConfigError as error:
+            raise typer.BadParameter(str(error)) from error
+        code = run(values | local)
+        if code in (None, 0, 1):
+            try:
+                put()
+            except ConfigError as error:
+                raise typer.BadParameter(str(error)) from error
+        return code
+
+
+def _each(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else [value]
 
 
 def _repeats(param: Any) -> bool:
@@ -138,7 +199,9 @@ class ModuleCommand(TyperCommand):
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(parser)
-        return module.run(parser.parse_args(ctx.args)) or 0
+        values = vars(parser.parse_args(ctx.args))
+        named = {action.dest for action in parser._actions if _names_place(action.metavar)}
+        return _run_staged(values, named, lambda own: module.run(argparse.Namespace(**own))) or 0
 
 
 class Group(TyperGroup):

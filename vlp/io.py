@@ -5,6 +5,7 @@ Secrets in URLs are left out wherever something is written, shown or raised (`re
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -31,6 +32,8 @@ _URL = re.compile(
     rf"((?:(?!{_SCHEME})[^\s?#\"<>]|(?(2)(?!)|[?#](?![^\s?#\"<>,:/]*=)))*)"
     r"([?#][^\s\"<>]+)?"
 )
+# One letter is a drive of Windows; `simplecache::s3` is a chain of fsspec.
+_PLACE = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]+):/+(.*)", re.DOTALL)
 _NAMED_USER = re.compile(r"(\$\{\w+\}:?)+@")
 _NAMED_QUERY = re.compile(r"\?([\w.~-]+=\$\{\w+\}(&|$))+")
 _LONG_TEXT, _LONG_BYTES = re.compile(r"\d{19}"), re.compile(rb"\d{19}")
@@ -67,6 +70,25 @@ def _int64(digits: str) -> int:
     if len(digits) > 20 or not -(2**63) <= int(digits) < 2**64:
         raise ValueError(f"an integer of {len(digits)} digits")
     return int(digits)
+
+
+def as_url(place: object) -> str | None:
+    """Return the URL that a path or a text is, None for a local one.
+
+    A `Path` has lost one of the URL's slashes, which is put back.
+    """
+    found = _PLACE.fullmatch(str(place)) if isinstance(place, str | Path) else None
+    return found and f"{found[1]}://{'/' if found[1] == 'file' else ''}{found[2]}"
+
+
+def require_local(path: Path) -> None:
+    """Refuse to write at a URL as if it were a path: that would make a folder called `s3:`.
+
+    Raises:
+        OSError: it is a URL.
+    """
+    if (url := as_url(path)) is not None:
+        raise OSError(errno.EINVAL, "it is a URL, and only a folder on a disk will do here", url)
 
 
 def may_be_on_hub(name: str) -> bool:
@@ -126,6 +148,7 @@ class AtomicFile:
         self.path = path
         self._partial = path.with_name(path.name + suffix)
         self._durable = durable
+        require_local(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         text = {} if "b" in mode else {"encoding": "utf-8", "newline": "\n"}
         self.file: IO[Any] = open(self._partial, mode, opener=unfollowed, **text)  # type: ignore[call-overload]  # noqa: SIM115
@@ -189,6 +212,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
     When the block fails, what it made is removed, and `folder` stays as it was.
     """
+    require_local(folder)
     partial = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(partial, ignore_errors=True)
     try:

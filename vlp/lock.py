@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from vlp.config import ConfigError
-from vlp.io import parse_json, unfollowed
+from vlp.io import parse_json, require_local, unfollowed
 
 PREFIX = ".lock-"
 BEAT_SECONDS = 10.0
@@ -56,6 +56,7 @@ class FolderLock:
         self._released = threading.Event()
         self._file: IO[bytes] | None = None
         try:
+            require_local(folder)
             folder.mkdir(parents=True, exist_ok=True)
             self._file = self._taken()
             self._write_owner(self._file)

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from evaluation.ablations.runs import Overrides
 from vlp.command_line import nearest
-from vlp.config import Config, ConfigError
+from vlp.config import Config, ConfigError, LocalPath
 from vlp.data.scenes.negatives import SwapKind
 from vlp.data.scenes.sample import FULL
 from vlp.tasks.downstream.registry import task_kinds
@@ -18,7 +18,7 @@ from vlp.tasks.downstream.registry import task_kinds
 class CorpusConfig(Config):
     """Sizes of the generated corpus; `twins` are scenes with their swaps, to train on."""
 
-    folder: str = Field("shards/ablation", description="where its shards are written")
+    folder: LocalPath = Field("shards/ablation", description="where its shards are written")
     train: int = Field(20_000, ge=0, description="scenes to train on")
     val: int = Field(256, ge=1, description="scenes held out")
     twins: int = Field(16_000, ge=0, description="scenes with their swaps, to train on")
@@ -133,7 +133,7 @@ class AblationConfig(Config):
     task; with none of them, vision models are trained.
     """
 
-    output: str = Field(description="folder of runs, figures and report")
+    output: LocalPath = Field(description="folder of runs, figures and report")
     plugins: tuple[str, ...] = Field(
         (), description="Python files or modules that register encodings, objectives or tasks"
     )

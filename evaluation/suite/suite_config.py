@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from evaluation.downstream.job import NAME, Job
 from evaluation.downstream.registry import get_evaluation
 from evaluation.zeroshot.labelled_images import LABEL
-from vlp.config import Choice, Config
+from vlp.config import Choice, Config, LocalPath
 from vlp.data.image.ablated_views import View
 from vlp.tasks.downstream.registry import task_kinds
 
@@ -107,7 +107,9 @@ class EvaluatedModel(Config):
 class SuiteConfig(Config):
     """Everything that one call evaluates."""
 
-    output: str = Field("runs/evaluation", description="folder of the results; --out replaces it")
+    output: LocalPath = Field(
+        "runs/evaluation", description="folder of the results; --out replaces it"
+    )
     models: tuple[EvaluatedModel, ...] = Field(min_length=1, description="that are compared")
 
     @model_validator(mode="after")

@@ -8,7 +8,7 @@ and the nearest valid key.
 
 from vlp.config.files import load_config, merged, save_config, validated
 from vlp.config.plugins import PLUGINS, load_plugins
-from vlp.config.schema import AnyConfig, Choice, Config, ConfigError, Precision
+from vlp.config.schema import AnyConfig, Choice, Config, ConfigError, LocalPath, Precision
 from vlp.config.yaml_text import dump_yaml, parse_yaml
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Choice",
     "Config",
     "ConfigError",
+    "LocalPath",
     "Precision",
     "dump_yaml",
     "load_config",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 from pydantic_core import CoreSchema, core_schema
 
-from vlp.io import Redacted, redacted_values
+from vlp.io import Redacted, as_url, redacted_values
 
 Precision = Literal["float32", "bf16", "fp16"]
 """Number format of forward passes; parameters are float32 in any case."""
@@ -16,6 +16,16 @@ Precision = Literal["float32", "bf16", "fp16"]
 
 class ConfigError(Redacted, ValueError):
     """A configuration that cannot be used; the message is meant for the person at the terminal."""
+
+
+def _local(path: str) -> str:
+    if as_url(path) is not None:
+        raise ValueError(f"{path} is a URL; name a folder on a disk here")
+    return path
+
+
+LocalPath = Annotated[str, AfterValidator(_local)]
+"""A path that is written to, where a URL will not do."""
 
 
 class Config(BaseModel):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, model_validator
 
-from vlp.config import Config
+from vlp.config import Config, LocalPath
 from vlp.data.schema import TextKind
 from vlp.data.shards.outages import OutageConfig
 
@@ -36,7 +36,7 @@ def _one_or_several(given: Any) -> Any:
 class CacheConfig(Config):
     """Location and size of each node's cache for shards behind URLs."""
 
-    folder: str = Field(description="on a local disk; shared by all processes of the node")
+    folder: LocalPath = Field(description="on a local disk; shared by all processes of the node")
     limit: ByteSize = Field(description='bytes, as in "200GB"; the unused for longest go first')
 
 

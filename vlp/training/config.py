@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from vlp.config import Config, ConfigError, Precision
+from vlp.config import Config, ConfigError, LocalPath, Precision
 from vlp.data.config import DataConfig
 from vlp.data.limits import Limits, limits
 from vlp.data.stream.input_spec import Inputs, PatchMasking
@@ -166,7 +166,7 @@ class PretrainTrainingConfig(ValidatedConfig, TrainingConfig):
 class RunConfig(Config):
     """Settings of every run; saved resolved as `config.yaml` in `output`."""
 
-    output: str = Field(
+    output: LocalPath = Field(
         "runs/run", description="folder of this run", json_schema_extra={"resume": "free"}
     )
     training: LoopConfig = Field(description="length, batch, optimiser, checkpoints and logs")
@@ -215,7 +215,7 @@ class ValidationConfig(Config):
 class PretrainConfig(DeepSpeedRunConfig):
     """Everything `launch/pretrain.py` needs."""
 
-    output: str = Field(
+    output: LocalPath = Field(
         "runs/pretrain", description="folder of this run", json_schema_extra={"resume": "free"}
     )
     init_from: str | None = Field(

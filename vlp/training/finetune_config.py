@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from vlp.config import Choice
+from vlp.config import Choice, LocalPath
 from vlp.tasks.downstream.registry import get_task, task_kinds
 from vlp.tasks.downstream.task import TaskConfig
 from vlp.training.config import RunConfig, ValidatedConfig
@@ -16,7 +16,7 @@ from vlp.training.config import RunConfig, ValidatedConfig
 class FinetuneConfig(RunConfig):
     """Everything a script `launch/finetune_*.py` needs."""
 
-    output: str = Field(
+    output: LocalPath = Field(
         "runs/finetune", description="folder of this run", json_schema_extra={"resume": "free"}
     )
     init_from: str = Field(

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from vlp.config import LocalPath
 from vlp.tasks.vision.classification import ClassificationConfig
 from vlp.tasks.vision.detection import DetectionConfig
 from vlp.tasks.vision.grids import GridsConfig
@@ -19,7 +20,7 @@ AnyTask = ClassificationConfig | DetectionConfig | GridsConfig | PixelsConfig | 
 class VisionConfig(DeepSpeedRunConfig):
     """Everything `launch/train_vision.py` needs; `task.kind` says what is trained."""
 
-    output: str = Field(
+    output: LocalPath = Field(
         "runs/vision", description="folder of this run", json_schema_extra={"resume": "free"}
     )
     task: Annotated[AnyTask, Field(discriminator="kind")] = Field(
