@@ -68,6 +68,8 @@ resume-check: $(READY)
 $(READY): pyproject.toml
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "vlp needs Python 3.11 or newer; set PYTHON=..."'
 	$(PYTHON) -m venv .venv
+	# The pip of Python 3.11's venv gives up where s3fs and moto ask for different botocores; newer ones find a pair.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,evaluation,test,docs]'
 	touch $(READY)
 
