@@ -106,7 +106,13 @@ class DataConfig(Config):
         description="streams that an epoch is cut into; a divisor of training.batch and a "
         "multiple of the ranks",
     )
-    shuffle_window: int = Field(4096, ge=1, description="samples")
+    shuffle: Literal["windows", "sliding"] = Field(
+        "windows",
+        description="windows: shards are dealt to streams anew each epoch, and one window of a "
+        "stream after another is shuffled; sliding: shards are dealt once a run, so that a node "
+        "finds them in its cache, and each is spread evenly over a window around its place",
+    )
+    shuffle_window: int = Field(4096, ge=1, description="samples of a stream")
     workers: int = Field(
         1,
         ge=0,

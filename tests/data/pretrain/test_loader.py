@@ -157,13 +157,14 @@ def test_any_number_of_workers_gives_the_same(
         assert consumed == consumed_too
 
 
+@pytest.mark.parametrize("shuffle", ["windows", "sliding"])
 def test_resume_at_any_batch_on_any_number_of_ranks(
-    make_shards: MakeShards, make_data: MakeData
+    make_shards: MakeShards, make_data: MakeData, shuffle: str
 ) -> None:
     folders = make_shards("a", 11), (make_shards("b", 5), 2.0)
-    whole = list(make_data(*folders).batches(stop_after=7))
+    whole = list(make_data(*folders, shuffle=shuffle).batches(stop_after=7))
     for stopped, (_, consumed) in enumerate(whole[:-1], start=1):
-        data = make_data(*folders)
+        data = make_data(*folders, shuffle=shuffle)
         ranks = [list(data.batches(consumed, rank, 2, stop_after=7 - stopped)) for rank in range(2)]
         for number, (batch, after) in enumerate(whole[stopped:]):
             assert_same(joined(rank[number][0] for rank in ranks), batch)

@@ -22,6 +22,7 @@ from vlp.data.stream.batch_sampler import read_at_once
 from vlp.data.stream.input_spec import Inputs
 from vlp.data.stream.loader import OrderedData
 from vlp.data.stream.sampler import EndlessSampler, Pool, TrainingSampler
+from vlp.data.stream.sliding import SlidingSampler
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.io import sha256_of
 
@@ -69,7 +70,8 @@ class PretrainData(OrderedData):
                 ShardIndex.open(source.path, self.cache, config.outages)
                 for source in config.sources
             ]
-            sampler = TrainingSampler(
+            order = SlidingSampler if config.shuffle == "sliding" else TrainingSampler
+            sampler = order(
                 [_pool(config, *both) for both in zip(config.sources, self.sources)],
                 config.canonical_streams,
                 config.shuffle_window,

@@ -72,9 +72,12 @@ class ShardAwareBatchSampler:
     def _windows(self, step: SampleStep) -> list[tuple[int, int]]:
         """Return (epoch, number) of the windows a batch takes from, and of the one after."""
         behind = step.start + self._batch // self._sampler.streams
-        end = min(-(-behind // self._sampler.window), self._sampler.windows_in_epoch(step.epoch))
+        end = min(
+            -(-behind // self._sampler.prefetch_window), self._sampler.windows_in_epoch(step.epoch)
+        )
         touched = [
-            (step.epoch, number) for number in range(step.start // self._sampler.window, end)
+            (step.epoch, number)
+            for number in range(step.start // self._sampler.prefetch_window, end)
         ]
         return [*touched, self._after(*touched[-1])]
 

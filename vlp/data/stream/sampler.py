@@ -74,10 +74,15 @@ class TrainingSampler:
         self._weights = [Fraction(pool.weight).limit_denominator(10**6) for pool in pools]
         if not any(total * weight for total, weight in zip(self._totals, self._weights)):
             raise ConfigError("the sources hold no samples")
-        self._epochs: LRUCache[_Epoch] = LRUCache(2)
+        self._epochs: LRUCache[EpochLayout] = LRUCache(2)
         # Each stream's window of the moment, by (epoch, number): streams go forward.
         self._windows: dict[int, tuple[tuple[int, int], np.ndarray]] = {}
         self._place_type = np.min_scalar_type(window)
+
+    @property
+    def prefetch_window(self) -> int:
+        """Elements of a stream whose shards are fetched while those before are read."""
+        return self.window
 
     def samples_before(self, epoch: int) -> int:
         """Return the number of elements of all epochs before `epoch`."""
@@ -175,7 +180,7 @@ class TrainingSampler:
     def windows_in_epoch(self, epoch: int) -> int:
         """Return the number of windows of the longest stream."""
         longest = -(-self.samples_in_epoch(epoch) // self.streams)
-        return -(-longest // self.window)
+        return -(-longest // self.prefetch_window)
 
     def _per_stream(self, size: int) -> int:
         if size % self.streams:
@@ -218,10 +223,21 @@ class TrainingSampler:
             self._windows[stream] = (epoch, number), permutation
         return permutation
 
-    def _epoch(self, epoch: int) -> _Epoch:
+    def _epoch(self, epoch: int) -> EpochLayout:
         return self._epochs.get(epoch, lambda: self._lay_out(epoch))
 
-    def _lay_out(self, epoch: int) -> _Epoch:
+    def _lay_out(self, epoch: int) -> EpochLayout:
+        chunks = self._chunks(epoch)
+        return EpochLayout(
+            chunks[:, make_rng(self.seed, epoch, "epoch", "chunks").permutation(chunks.shape[1])]
+        )
+
+    def _chunks(self, epoch: int) -> np.ndarray:
+        """Return what an epoch takes of each shard: source, shard, first position, visit, length.
+
+        Returns:
+            (5, chunks) integers, source by source.
+        """
         parts = []
         for source, (sizes, total, weight) in enumerate(
             zip(self._sizes, self._totals, self._weights)
@@ -244,10 +260,7 @@ class TrainingSampler:
                         ]
                     )
                 )
-        chunks = np.concatenate(parts, axis=1)
-        return _Epoch(
-            chunks[:, make_rng(self.seed, epoch, "epoch", "chunks").permutation(chunks.shape[1])]
-        )
+        return np.concatenate(parts, axis=1)
 
 
 class EndlessSampler:
@@ -292,7 +305,7 @@ class EndlessSampler:
             yield SampleStep(epoch, start, consumed)
 
 
-class _Epoch:
+class EpochLayout:
     """The chunks of one epoch in order: rows source, shard, first position, visit, length."""
 
     def __init__(self, chunks: np.ndarray) -> None:
@@ -305,6 +318,11 @@ class _Epoch:
             return []
         first, last = np.searchsorted(self._ends, [start, stop - 1], side="right")
         return list(zip(*self._chunks[:2, first : last + 1].tolist()))
+
+    def starts(self, start: int, stop: int) -> np.ndarray:
+        """Return where the chunks begin that lie between two places at which chunks end."""
+        first, last = np.searchsorted(self._ends, [start, stop], side="right")
+        return (self._ends - self._chunks[4])[first:last]
 
     def elements(self, places: np.ndarray) -> list[Element]:
         """Return the elements at places of the row that the chunks form one after another."""
