@@ -32,11 +32,11 @@ FAULTS = int(os.environ.get("VLP_CHAOS_FAULTS", "0"))
 """The run ends at this many, where at least a fifteenth of them were of each kind; 0: by time."""
 ORDERLY = {0, 1, 2, 75, 130, -2, -9, -15}
 """Exit codes under faults: an end, an error in a sentence, a stop, a signal."""
-INTERRUPTED = re.compile(
-    r"Traceback \(most recent call last\):\n(?:[ \t][^\n]*\n|\n)*KeyboardInterrupt:?[^\n]*"
-)
+_TRACEBACK = r"Traceback \(most recent call last\):\n(?:[ \t][^\n]*\n|\n)*"
+_CHAINED = r"\S[^\n]*\n\nDuring handling of the above exception, another exception occurred:\n\n"
+INTERRUPTED = re.compile(rf"(?:{_TRACEBACK}{_CHAINED})*{_TRACEBACK}KeyboardInterrupt:?[^\n]*")
 """What Python itself says of a Ctrl-C before a command looks for it, or in a callback of Python's
-own, where it is lost."""
+own, where it is lost; it may come while Python handles an exception that it expects."""
 
 
 @pytest.fixture
