@@ -32,8 +32,9 @@ _URL = re.compile(
     rf"((?:(?!{_SCHEME})[^\s?#\"<>]|(?(2)(?!)|[?#](?![^\s?#\"<>,:/]*=)))*)"
     r"([?#][^\s\"<>]+)?"
 )
-# One letter is a drive of Windows; `simplecache::s3` is a chain of fsspec.
-_PLACE = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]+):/+(.*)", re.DOTALL)
+# One letter is a drive of Windows; `simplecache::s3` is a chain of fsspec. The hub's data sets and
+# timm's models have prefixes that may be followed by a path here.
+_PLACE = re.compile(r"(?!(?:hub|local-dir|hf[-_]hub):)([A-Za-z][A-Za-z0-9+.:-]+):/+(.*)", re.DOTALL)
 _NAMED_USER = re.compile(r"(\$\{\w+\}:?)+@")
 _NAMED_QUERY = re.compile(r"\?([\w.~-]+=\$\{\w+\}(&|$))+")
 _LONG_TEXT, _LONG_BYTES = re.compile(r"\d{19}"), re.compile(rb"\d{19}")

@@ -46,7 +46,7 @@ MISTAKES = [
     (TRAIN + "learning_rate=1e-4", "did you mean 'training.optimiser.learning_rate'?"),
     (TRAIN + "training.batch=7", "batch 7 is not a multiple of data.canonical_streams 2"),
     (TRAIN + "training.batch=abc", "'training.batch': Input should be a valid integer"),
-    (TRAIN + "training.precision=fp32", "should be 'bf16' or 'float32' (given: 'fp32')"),
+    (TRAIN + "training.precision=fp32", "should be 'float32', 'bf16' or 'fp16' (given: 'fp32')"),
     (TRAIN + "training.optimiser.learning_rate=-1", "should be greater than 0 (given: -1)"),
     (TRAIN + "training.optimiser.betas=0.9", "should be a list, as in training.optimiser.betas="),
     (
@@ -116,7 +116,7 @@ MISTAKES = [
     (RECALL + "--limit 0", "--limit: '0' is no whole number of at least 1"),
     (RECALL + "--device cuda:9", "--device: 'cuda:9' cannot be used here"),
     (RECALL + "--device gpu", "--device: 'gpu' is no device; cpu or cuda is one"),
-    (RECALL + "--precision fp16", "--precision"),
+    (RECALL + "--precision fp8", "--precision"),
     (RECALL + "--features nowhere", "make the folder with: vlp data features"),
     (RECALL + "--rerank-by itm --rerank 4", "'itm' is not one of 'sum', 'match'"),
     (

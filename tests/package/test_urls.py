@@ -146,5 +146,16 @@ def test_a_path_that_was_a_url_is_known_again() -> None:
     assert as_url(Path("s3://a//b")) == "s3://a/b"
     assert as_url("https://u:p@host/x?y=1") == "https://u:p@host/x?y=1"
     assert as_url(Path("file:///a/b")) == "file:///a/b"
-    for local in ("a/b", "/a", "./s3:x", "C:/x", "hub:owner/name", "a=s3://b", 3, None):
+    for local in (
+        "hub:/tmp/set",
+        "local-dir:/tmp/model",
+        "a/b",
+        "/a",
+        "./s3:x",
+        "C:/x",
+        "hub:owner/name",
+        "a=s3://b",
+        3,
+        None,
+    ):
         assert as_url(local) is None, local

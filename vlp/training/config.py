@@ -159,7 +159,7 @@ class ValidatedConfig(LoopConfig):
     )
 
 
-class PretrainTrainingConfig(ValidatedConfig, TrainingConfig):
+class PretrainTrainingConfig(TrainingConfig, ValidatedConfig):
     """Training on DeepSpeed, validated at intervals where the run has validation data."""
 
 

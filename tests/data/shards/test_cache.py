@@ -368,7 +368,11 @@ def test_what_cannot_start_says_so(server: ShardServer, vocabulary: Path, tmp_pa
         ShardIndex.open(server.url, None)
     with pytest.raises(ConfigError, match=r"protocol 'gopher' is not known"):
         ShardIndex.open("gopher://host/shards", cache)
-    with pytest.raises(ConfigError, match=r"s3://bucket: Install s3fs"):
+    with pytest.raises(ConfigError, match=r"gs://bucket: Please install gcsfs"):
+        ShardIndex.open("gs://bucket", cache)
+    with pytest.raises(
+        ConfigError, match=r"s3://bucket/index\.json: .*Unable to locate credentials"
+    ):
         ShardIndex.open("s3://bucket", cache)
     with pytest.raises(ConfigError, match=r"index\.json: cannot be fetched.*tried \d+ times"):
         ShardIndex.open("http://127.0.0.1:9/shards", cache, SHORT)

@@ -22,6 +22,9 @@ _LONGEST_WAIT = 30.0
 # HTTP: the request took too long, too many requests.
 _WORTH_ANOTHER_TRY = (408, 429)
 
+# Of S3 and of Google's clouds, where none are set up.
+_NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")
+
 Value = TypeVar("Value")
 
 
@@ -80,7 +83,8 @@ def patiently(attempt: Callable[[], Value], seconds: float, place: object) -> Va
             said = redacted(str(error))
             reason = f"{type(error).__name__}: {said}" if said else type(error).__name__
             cause = error if said == str(error) else None
-            if 400 <= status < 500 and status not in _WORTH_ANOTHER_TRY:
+            refused = 400 <= status < 500 and status not in _WORTH_ANOTHER_TRY
+            if refused or type(error).__name__ in _NO_CREDENTIALS:
                 raise PermissionError(reason) from cause
             if tries == 1:
                 deadline = time.monotonic() + seconds
