@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -10,8 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vlp.layers.flex import flex_attend
+from vlp.positions.anchor import has_triton
+from vlp.positions.anchor_encoding import AnchorPosition
 from vlp.positions.base import PositionContext, PositionEncoding
 from vlp.positions.lookup import Lookup, LookupPosition
+
+logger = logging.getLogger(__name__)
 
 Fused = bool | Literal["flex"] | None
 
@@ -124,6 +130,9 @@ class Attention(nn.Module):
         fused: see `attend`.
         scale: see `attend`.
 
+    Where `fused` allows it, and on accelerators by default, a kernel of its own serves ACE-RPE that
+    stands alone (`vlp.positions.anchor_attention`).
+
     On the explicit path the probabilities (batch, heads, queries, keys) pass through the submodule
     `probabilities`, where a forward hook may read or replace them; the fused path never has them.
     """
@@ -165,6 +174,11 @@ class Attention(nn.Module):
             (B, Q, width).
         """
         source = states if context_states is None else context_states
+        if self._anchored(states):
+            projected = self.query(states), self.key(source), self.value(source)
+            (anchor,) = self.positions
+            out: Tensor = anchor("attend", *projected, self._weights(), mask, context, self.scale)
+            return out if self.output is None else self.output(out)
         query, key, value = states, source, source
         for encoding in self.positions:
             if isinstance(encoding, PositionEncoding) and "inputs" in encoding.hooks:
@@ -185,3 +199,40 @@ class Attention(nn.Module):
         )
         out = out.transpose(1, 2).flatten(-2)
         return out if self.output is None else self.output(out)
+
+    def anchor_terms(self, states: Tensor) -> Tensor | None:
+        """Return the terms that all calls with such states can share; None where there are none.
+
+        See `PositionContext`.
+        """
+        if not self._anchored(states):
+            return None
+        (anchor,) = self.positions
+        terms: Tensor | None = anchor("terms", self._weights())
+        return terms
+
+    def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query.weight, self.key.weight, self.value.weight
+
+    def _anchored(self, states: Tensor) -> bool:
+        """Return whether the kernel of ACE-RPE computes this attention as a whole."""
+        anchors = [each for each in self.positions if isinstance(each, AnchorPosition)]
+        if not anchors or not states.is_cuda or self.fused is False:
+            return False
+        if anchors[0].hooks == {"inputs"}:  # SDPA has no need of probabilities either
+            return False
+        alone = len(self.positions) == 1 and type(self.probabilities) is nn.Identity
+        width = states.shape[-1] // self.heads
+        fits = alone and width <= 256 and states.dtype != torch.float64 and has_triton()
+        if not fits and not torch.compiler.is_compiling():
+            _log_explicit(width, len(self.positions), states.dtype)
+        return fits
+
+
+@functools.cache
+def _log_explicit(width: int, encodings: int, dtype: torch.dtype) -> None:
+    logger.info(
+        "attention with ACE-RPE runs unfused: its kernel needs Triton, %s, and it alone in the "
+        "layer; here are heads of width %d, %s and %d encodings",
+        "heads of at most 256 channels, no float64", width, dtype, encodings,
+    )  # fmt: skip

@@ -80,10 +80,10 @@ class CrossLayer(nn.Module):
         self.feed_forward_norm = nn.LayerNorm(width, eps=NORM_EPS)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, step: str, *arguments: Any) -> Tensor:
-        """Run `attend_self` or `attend_other`.
+    def forward(self, step: str, *arguments: Any) -> Any:
+        """Run `attend_self`, `attend_other` or `anchor_terms`.
 
-        Both go through the module's call, where ZeRO-3 and other wrappers gather its weights.
+        They go through the module's call, where ZeRO-3 and other wrappers gather its weights.
         """
         return getattr(self, step)(*arguments)
 
@@ -99,6 +99,10 @@ class CrossLayer(nn.Module):
         return self.add_crossed(
             states, self.cross_attention(states, other, mask=mask, context=context)
         )
+
+    def anchor_terms(self, states: Tensor) -> Tensor | None:
+        """Return what the cross-attention of both directions shares; see `PositionContext`."""
+        return self.cross_attention.anchor_terms(states)
 
     def add_crossed(self, states: Tensor, crossed: Tensor) -> Tensor:
         """Add a cross-attention's output to states, both (B, T, width); then the third step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -104,6 +105,9 @@ class CrossEncoder(nn.Module):
             if number == 0 and pairs is not None:
                 text, text_mask = text[pairs.texts], text_mask[pairs.texts]
                 image = image[pairs.images]
+            terms = layer("anchor_terms", text)
+            text_asks = replace(text_asks, anchor_terms=terms)
+            image_asks = replace(image_asks, anchor_terms=terms)
             new_text = layer("attend_other", text, image, None, text_asks)
             if both and (need_image or not last):
                 image = layer("attend_other", image, text, text_mask, image_asks)

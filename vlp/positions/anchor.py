@@ -149,7 +149,7 @@ def anchor_path(
     shape, dtype = distance.shape, distance.dtype
     words = None if text_mask is None else _words(text_mask, distance)
     distance = distance.reshape(math.prod(shape[:-3]), *shape[-3:])
-    kernel = kernel and distance.is_cuda and _has_triton()
+    kernel = kernel and distance.is_cuda and has_triton()
     if kernel and text_side is not None and patch_side is not None:
         from vlp.positions import anchor_triton
 
@@ -261,7 +261,8 @@ def _barrier(words: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Return whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 

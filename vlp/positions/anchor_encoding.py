@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from vlp.positions.anchor_attention import anchored_attention, contextual_terms
 from vlp.positions.anchor_field import AnchorField
 from vlp.positions.base import PositionContext, PositionEncoding
 
@@ -82,10 +83,7 @@ class AnchorPosition(PositionEncoding):
         self, query: Tensor, key: Tensor, value: Tensor, context: PositionContext
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Add mean(P) W of each side to what is projected (Eq. 10)."""
-        field = _field(context)
-        asking, answering = field.text_mean, field.image_mean
-        if not context.text_queries:
-            asking, answering = answering, asking
+        asking, answering = _means(context)
         return (
             self._shifted("query", query, asking),
             self._shifted("key", key, answering),
@@ -94,9 +92,7 @@ class AnchorPosition(PositionEncoding):
 
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
         """P (W W_E) / sqrt(head width), (B, heads, queries, keys) (Eq. 9)."""
-        vectors = self.table.unflatten(-1, self.bias_table.shape)  # (G, heads or 1, head width)
-        slopes = torch.einsum("ghd,hd->gh", vectors, self.bias_table)
-        slopes = slopes * (self.scale / math.sqrt(vectors.shape[-1]))
+        slopes = self._slopes()
         bias = torch.einsum("bqkg,gh->bhqk", _oriented(context).to(slopes.dtype), slopes)
         return bias.expand(-1, self.heads, -1, -1)
 
@@ -109,6 +105,54 @@ class AnchorPosition(PositionEncoding):
         gathered = (attention.transpose(1, 2) @ path).transpose(1, 2)  # (B, heads, Q, G)
         table = self._table("value").unflatten(-1, (self.heads, -1)).transpose(0, 1)
         return gathered @ table  # (heads, G, head width)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        weights: tuple[Tensor, Tensor, Tensor],
+        mask: Tensor | None,
+        context: PositionContext,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Return the whole attention in one kernel; the states come without the terms of `inputs`.
+
+        Args:
+            query: (B, Q, width), projected.
+            key: (B, K, width), projected.
+            value: (B, K, width), projected.
+            weights: of the three projections.
+            mask: (B, K) bool, True = may be attended to.
+            context: holds the paths.
+            scale: see `anchored_attention`.
+        """
+        terms = context.anchor_terms
+        terms = self.terms(weights) if terms is None else terms
+        means = _means(context) if self.mode == "contextual" else None
+        path, heads = _oriented(context), self.heads
+        return anchored_attention(query, key, value, path, terms, heads, means, mask, scale)
+
+    def terms(self, weights: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """Compute the terms of `anchored_attention`, which both directions share.
+
+        Args:
+            weights: of the projections of query, key and value.
+        """
+        if self.mode == "bias":
+            return self._slopes().expand(-1, self.heads)
+        value = self._table("value")
+        query, key = (
+            self._table(role) if role in self.roles else torch.zeros_like(value)
+            for role in ("query", "key")
+        )
+        return contextual_terms(query, key, value, *weights, self.value_pooled)
+
+    def _slopes(self) -> Tensor:
+        """W W_E / sqrt(head width), (G, heads or 1)."""
+        vectors = self.table.unflatten(-1, self.bias_table.shape)  # (G, heads or 1, head width)
+        slopes = torch.einsum("ghd,hd->gh", vectors, self.bias_table)
+        return slopes * (self.scale / math.sqrt(vectors.shape[-1]))
 
     def _shifted(self, role: str, states: Tensor, mean: Tensor) -> Tensor:
         if role not in self.roles:
@@ -129,6 +173,13 @@ def _field(context: PositionContext) -> AnchorField:
     if context.anchors is None:
         raise ValueError("ACE-RPE needs anchor paths in its context; it is a cross-attention code")
     return context.anchors
+
+
+def _means(context: PositionContext) -> tuple[Tensor, Tensor]:
+    """Mean paths of queries (B, Q, G) and keys (B, K, G)."""
+    field = _field(context)
+    asking, answering = field.text_mean, field.image_mean
+    return (asking, answering) if context.text_queries else (answering, asking)
 
 
 def _oriented(context: PositionContext) -> Tensor:

@@ -24,11 +24,12 @@ class AnchorField(NamedTuple):
     """Paths of B pairs; the image side counts its prefix token ([CLS]), whose rows are 0.
 
     path (B, 1 + M, N, G) and text_path (B, N, 1 + M, G) hold the same numbers, 0 where not
-    reachable: each with the keys of its direction side by side in memory, as image-to-text and
-    text-to-image multiply them in every layer. image_mean (B, 1 + M, G) and text_mean (B, N, G)
-    are the averages of Eq. 10; alignment (B, 1 + M, N) is the mean over groups of S of Eq. 3, 0 for
-    what is no word; similarity (B, M, N, G), S itself, is kept for statistics. All but it are
-    computed in float32 and then kept in the autocast type, in which every layer multiplies them.
+    reachable. On a CPU each has the keys of its direction side by side in memory, as image-to-text
+    and text-to-image multiply them in every layer; on a GPU both are views of one tensor, as the
+    kernel takes any strides. image_mean (B, 1 + M, G) and text_mean (B, N, G) are the averages of
+    Eq. 10; alignment (B, 1 + M, N) is the mean over groups of S of Eq. 3, 0 for what is no word;
+    similarity (B, M, N, G), S itself, is kept for statistics. All but it are computed in float32
+    and then kept in the autocast type, in which every layer multiplies them.
     """
 
     path: Tensor
@@ -128,10 +129,15 @@ def with_prefix(path: Tensor, similarity: Tensor, word_mask: Tensor) -> AnchorFi
     pairs, patches, words, groups = path.shape
     dtype = _compute_dtype(path)
     short = path.to(dtype)
-    image_asks = short.new_zeros(pairs, 1 + patches, groups, words)
-    image_asks[:, 1:] = short.transpose(2, 3)
-    text_asks = short.new_zeros(pairs, words, groups, 1 + patches)
+    # A GPU's kernel reads both directions from one copy, and faster if its rows are aligned.
+    end = -(-(1 + patches) // 16) * 16 if path.is_cuda else 1 + patches
+    text_asks = short.new_zeros(pairs, words, groups, end)[..., : 1 + patches]
     text_asks[..., 1:] = short.permute(0, 2, 3, 1)
+    if path.is_cuda:
+        image_asks = text_asks.permute(0, 3, 2, 1)
+    else:
+        image_asks = short.new_zeros(pairs, 1 + patches, groups, words)
+        image_asks[:, 1:] = short.transpose(2, 3)
     alignment = similarity.mean(-1) * word_mask[:, None]
     return AnchorField(
         path=image_asks.transpose(2, 3),

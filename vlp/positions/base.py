@@ -19,7 +19,8 @@ class PositionContext:
     C) instead, shares of the image's width and height: x, y where C = 2, boxes x0, y0, x1, y1
     where C = 4. `boxes` (B, K, 4) are those of objects on the grid: x, y, width, height in cells;
     a row of width or height 0 is padding. In cross-attention `anchors` holds the paths of the
-    pairs, and `text_queries` says which side asks: True is text-to-image, False image-to-text.
+    pairs, and `text_queries` says which side asks: True is text-to-image, False image-to-text;
+    `anchor_terms` are those of the layer at hand, where both sides share them.
     """
 
     grid: tuple[int, int] | None = None
@@ -28,6 +29,7 @@ class PositionContext:
     boxes: Tensor | None = None
     anchors: AnchorField | None = None
     text_queries: bool = True
+    anchor_terms: Tensor | None = None
 
 
 class PositionEncoding(nn.Module):

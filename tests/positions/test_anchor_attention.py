@@ -1,0 +1,245 @@
+"""The kernels of ACE-RPE's attention against the explicit path: interpreted, or on a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vlp.layers.attention import Attention
+from vlp.positions import PositionContext, anchor_attention, create_position
+from vlp.positions.anchor_attention import anchored_attention, contextual_terms
+from vlp.positions.anchor_field import with_prefix
+
+triton = pytest.importorskip("triton")
+from vlp.positions import anchor_attention_triton, anchor_shift_triton  # noqa: E402
+
+MODULES = {"anchor_attention": anchor_attention_triton, "anchor_shift": anchor_shift_triton}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _interpreted():
+    """Second copies of the kernels: Triton reads TRITON_INTERPRET where one is decorated."""
+    if torch.cuda.is_available():
+        yield
+        return
+    copies, language, core = {}, triton.language, triton.language.core
+    owners = language, core, language.math, core.tensor, core.dtype, core.tensor_descriptor_base
+    before = [(owner, dict(vars(owner))) for owner in owners]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        for name, module in MODULES.items():
+            spec = importlib.util.spec_from_file_location(f"{name}_interpreted", module.__file__)
+            copies[name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(copies[name])
+        # Triton's own functions, such as `tl.sum`, were decorated when it was imported.
+        for name, function in vars(language).copy().items():
+            if isinstance(function, triton.JITFunction):
+                setattr(language, name, triton.jit(function.fn))
+        # The interpreter has no products of bfloat16; those of float32 add up the same.
+        language.dot = lambda a, b, **options: core.dot(
+            a.to(core.float32), b.to(core.float32), **options
+        )
+        patch.setattr(anchor_attention, "_kernels", copies.__getitem__)
+        yield
+    for owner, attributes in before:  # which the interpreter leaves as it needs them
+        for name, value in attributes.items():
+            if vars(owner)[name] is not value:
+                setattr(owner, name, value)
+        for name in set(vars(owner)) - set(attributes):
+            delattr(owner, name)
+
+
+def layer_and_field(grid=(2, 3), words=5, heads=2, channels=4, groups=3, rows=2, **options):
+    """An attention whose tables are not zero, and paths that need not be consistent."""
+    width = heads * channels
+    position = create_position("anchor", width=width, heads=heads, groups=groups, **options)
+    for parameter in position.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    layer = Attention(width, heads, output=False, positions=[position])
+    real = torch.rand(rows, words) < 0.7
+    path = torch.rand(rows, grid[0] * grid[1], words, groups)
+    path = torch.where((path < 0.6) & real[:, None, :, None], 1 + 5 * path, 0.0)
+    return layer, with_prefix(path, path, real)
+
+
+def run(
+    layer, field, kernel, text_queries=True, device="cpu", dtype=torch.float32, wrap=lambda f: f
+):
+    """Output and gradients of a layer, by the kernel or explicitly; the last row is all padding."""
+    layer.zero_grad()
+    generator = torch.Generator().manual_seed(7)
+    rows, patches, words, _ = field.path.shape
+    width = layer.query.in_features
+    text, image = (
+        torch.randn(rows, tokens, width, generator=generator).to(device, dtype).requires_grad_()
+        for tokens in (words, patches)
+    )
+    mask = torch.rand(rows, words, generator=generator) < 0.6
+    mask[-1] = False
+    states, other, mask = (text, image, None) if text_queries else (image, text, mask.to(device))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer, "fused", None if kernel else False)
+        if kernel and device == "cpu":
+            patch.setattr(layer, "_anchored", lambda states: True)
+        context = PositionContext(anchors=field, text_queries=text_queries)
+        out = wrap(layer)(states, other, mask, context)
+    weight = torch.randn(out.shape, generator=generator).to(out)
+    (out * weight).sum().backward()
+    leaves = {"text": text, "image": image} | dict(layer.named_parameters())
+    leaves |= {name: x for name, x in field._asdict().items() if x.is_leaf and x.requires_grad}
+    return {"out": out.detach()} | {name: x.grad.detach().clone() for name, x in leaves.items()}
+
+
+def assert_equal(explicit, kernel, tolerance=1e-5):
+    assert explicit.keys() == kernel.keys()
+    for name, expected in explicit.items():
+        bound = tolerance * max(1.0, expected.abs().max().item())
+        torch.testing.assert_close(kernel[name], expected, rtol=0, atol=bound, msg=name)
+
+
+ALL = ("query", "key", "value")
+OPTIONS = [
+    {"roles": ALL},
+    {"roles": ("value",), "scale": 0.5},
+    {"roles": ("query", "value"), "value_pooled": False},
+    {"roles": ("key", "value"), "shared_heads": True},
+    {"mode": "bias"},
+    {"mode": "bias", "shared_heads": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("text_queries", [True, False])
+def test_equals_the_explicit_path(options, text_queries):
+    layer, field = layer_and_field(**options)
+    results = [run(layer, field, kernel, text_queries) for kernel in (False, True)]
+    assert_equal(*results)
+    for name in layer.positions[0].state_dict():
+        assert results[0][f"positions.0.{name}"].any()
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "bias"}], ids=str)
+@pytest.mark.parametrize("text_queries", [True, False])
+def test_gradients_of_paths(options, text_queries):
+    layer, field = layer_and_field(**options)
+    side = "text_path" if text_queries else "path"
+    field = field._replace(
+        **{
+            name: getattr(field, name).clone().requires_grad_()
+            for name in ((side,) if options else (side, "image_mean", "text_mean"))
+        }
+    )
+    explicit = run(layer, field, False, text_queries)
+    assert explicit[side].any()
+    for name in (side, "image_mean", "text_mean"):
+        if (leaf := getattr(field, name)).requires_grad:
+            leaf.grad = None
+    assert_equal(explicit, run(layer, field, True, text_queries))
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "bias"}], ids=str)
+def test_more_tokens_than_a_block_holds(options):
+    layer, field = layer_and_field((4, 9), 35, heads=1, channels=3, groups=1, rows=1, **options)
+    for text_queries in (True, False):
+        assert_equal(*(run(layer, field, kernel, text_queries) for kernel in (False, True)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_within_rounding(dtype):
+    """Held against float32 it errs no more than the explicit path does."""
+    layer, field = layer_and_field()
+    exact = run(layer, field, False)
+    half = type(field)(*(x.to(dtype) for x in field))
+    explicit, kernel = (run(layer.to(dtype), half, k, dtype=dtype) for k in (False, True))
+    for name, expected in exact.items():
+        assert kernel[name].dtype == dtype
+        error, usual = ((x[name].float() - expected).abs().max() for x in (kernel, explicit))
+        rounding = torch.finfo(dtype).eps * max(1.0, expected.abs().max())
+        assert error <= 1.5 * usual + rounding, name
+
+
+@given(
+    grid=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    words=st.integers(1, 4),
+    heads=st.integers(1, 2),
+    channels=st.integers(1, 3),
+    groups=st.integers(1, 2),
+    text_queries=st.booleans(),
+    mode=st.sampled_from(["contextual", "bias"]),
+)
+@settings(max_examples=5, derandomize=True)
+def test_any_small_shape(grid, words, heads, channels, groups, text_queries, mode):
+    layer, field = layer_and_field(grid, words, heads, channels, groups, rows=1, mode=mode)
+    assert_equal(*(run(layer, field, kernel, text_queries) for kernel in (False, True)))
+
+
+def test_equal_inputs_give_equal_bits():
+    layer, field = layer_and_field()
+    first, second = (run(layer, field, True) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_batch_that_is_expanded_and_rows_that_are_not_contiguous():
+    query, key = torch.randn(1, 3, 8).expand(2, -1, -1), torch.randn(2, 8, 4).mT
+    path, table = torch.rand(2, 3, 4, 2), torch.randn(2, 2)
+    out = anchored_attention(query, key, key, path, table, 2)
+    plain = anchored_attention(query.contiguous(), key.contiguous(), key.clone(), path, table, 2)
+    assert torch.equal(out, plain)
+
+
+def test_operators_keep_the_rules_of_custom_operators():
+    layer, field = layer_and_field(heads=1, rows=1)
+    (position,) = layer.positions
+    tables = [position.tables[role].detach().requires_grad_() for role in ALL]
+    weights = [each.weight.detach().requires_grad_() for each in (layer.query,) * 3]
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(anchor_attention._terms, (*tables, *weights, True), test_utils=tests)
+    states = [torch.randn(1, tokens, 4, requires_grad=True) for tokens in (5, 7, 7)]
+    terms = contextual_terms(*tables, *weights).detach().requires_grad_()
+    means = field.text_mean, field.image_mean
+    arguments = (*states, field.text_path, None, *means, terms, 1, 0.5)
+    torch.library.opcheck(anchor_attention._attention, arguments, test_utils=tests)
+
+
+def test_compiles_as_one_graph():
+    layer, field = layer_and_field(heads=1, rows=1)
+    expected = run(layer, field, True)
+    compiled = run(
+        layer, field, True, wrap=lambda f: torch.compile(f, backend="aot_eager", fullgraph=True)
+    )
+    assert_equal(expected, compiled, 1e-6)
+
+
+def test_layers_that_the_kernel_does_not_take(caplog):
+    layer, _ = layer_and_field()
+    states = SimpleNamespace(is_cuda=True, shape=(2, 5, 8), dtype=torch.float32)
+    assert layer._anchored(states)
+    layer.fused = False
+    assert not layer._anchored(states)
+    layer.fused = None
+    assert not layer._anchored(SimpleNamespace(**vars(states) | {"is_cuda": False}))
+    with caplog.at_level(logging.INFO):
+        assert not layer._anchored(SimpleNamespace(**vars(states) | {"dtype": torch.float64}))
+    assert "ACE-RPE runs unfused" in caplog.text
+    layer.positions.append(create_position("alignment", heads=2))
+    assert not layer._anchored(states)
+    assert not layer_and_field(roles=("query", "key"))[0]._anchored(states)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("text_queries", [True, False])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
+def test_on_a_gpu(options, text_queries, dtype, tolerance):
+    layer, field = layer_and_field((16, 16), 30, 12, 64, 8, rows=4, **options)
+    exact = run(layer, field, False, text_queries)
+    layer, field = layer.to("cuda", dtype), type(field)(*(x.to("cuda", dtype) for x in field))
+    first, second = (run(layer, field, True, text_queries, "cuda", dtype) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert_equal(exact, {name: x.cpu().float() for name, x in first.items()}, tolerance)

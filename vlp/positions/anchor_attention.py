@@ -1,0 +1,361 @@
+"""Cross-attention with ACE-RPE in one kernel forward and one backward (Eqs 8-12), on a GPU.
+
+The explicit path writes the weights a_ij of every head to memory, reads them for sum_j a_ij V_j and
+again for sum_j a_ij P_ij, and writes the moved inputs of three projections. All of it is linear in
+the paths: with S = W_role W^T the projections of x + mean(P) W_role are those of x plus mean(P) S.
+So one pass over the keys adds G channels a token to queries, keys and values, sums a_ij P_ij by
+group beside a_ij V_j, and embeds the sums once (contextual mode); in bias mode it adds P slopes to
+the logits. The operators are opaque to `torch.compile` and do not break its graphs. They drop no
+weights, and are differentiable once.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def contextual_terms(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    of_query: Tensor,
+    of_key: Tensor,
+    of_value: Tensor,
+    pooled: bool = True,
+) -> Tensor:
+    """Return the terms of `anchored_attention` in contextual mode: (4, G, width), float32.
+
+    They are what a mean path of 1 in a group adds to the projections of query, key and value, and
+    W of the value itself.
+
+    Args:
+        query: W of the role, (G, width).
+        key: the same.
+        value: the same.
+        of_query: weight of the role's projection, (width, width), as `nn.Linear` has it.
+        of_key: the same.
+        of_value: the same.
+        pooled: False adds nothing to the values' projection (papers.md#ace-a22).
+    """
+    tables, weights = (query, key, value), (of_query, of_key, of_value)
+    terms: Tensor = torch.ops.vlp.anchor_terms(*tables, *weights, pooled)
+    return terms
+
+
+def anchored_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    path: Tensor,
+    terms: Tensor,
+    heads: int,
+    means: tuple[Tensor, Tensor] | None = None,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """softmax(scale q k^T + bias) v with the terms of ACE-RPE.
+
+    Args:
+        query: (B, Q, width), projected, heads side by side.
+        key: (B, K, width).
+        value: (B, K, width).
+        path: (B, Q, K, G), of any strides.
+        terms: `contextual_terms`, or slopes of the paths (G, heads) in bias mode.
+        heads: attention heads.
+        means: mean paths of queries (B, Q, G) and keys (B, K, G); None is bias mode.
+        mask: (B, K) bool, True = may be attended to; a row without keys gives a mean.
+        scale: of the products; None: 1 / sqrt(head width).
+
+    Returns:
+        (B, Q, width).
+    """
+    scale = (query.shape[-1] // heads) ** -0.5 if scale is None else scale
+    asking, answering = (None, None) if means is None else means
+    out: Tensor = torch.ops.vlp.anchor_attention(
+        query, key, value, path, mask, asking, answering, terms, heads, scale
+    )[0]
+    return out
+
+
+@functools.cache
+def _kernels(of: str) -> ModuleType:
+    """Triton, and what it compiles, are imported where a kernel runs first."""
+    return importlib.import_module(f"vlp.positions.{of}_triton")
+
+
+@torch.library.custom_op("vlp::anchor_attention", mutates_args=())
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    path: Tensor,
+    mask: Tensor | None,
+    query_mean: Tensor | None,
+    key_mean: Tensor | None,
+    terms: Tensor,
+    heads: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    inputs = _Inputs(query, key, value, path, mask, query_mean, key_mean, terms, heads, True)
+    out = query.new_empty(query.shape)
+    rows = query.new_empty(len(query), heads, 2, query.shape[1], dtype=torch.float32)
+    inputs.launch("forward", inputs.query_blocks * heads, scale, out, rows)
+    return out, rows
+
+
+@torch.library.custom_op("vlp::anchor_attention_backward", mutates_args=())
+def _attention_backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    path: Tensor,
+    mask: Tensor | None,
+    query_mean: Tensor | None,
+    key_mean: Tensor | None,
+    terms: Tensor,
+    out: Tensor,
+    rows: Tensor,
+    above: Tensor,
+    heads: int,
+    scale: float,
+) -> Gradients:
+    inputs = _Inputs(query, key, value, path, mask, query_mean, key_mean, terms, heads)
+    gradients = [x.new_empty(x.shape) for x in (query, key, value)]
+    single = inputs.key_blocks == 1
+    sums = out if single else torch.empty_like(gradients[0], dtype=torch.float32)
+    shares = query.new_empty(len(query), *terms.shape, dtype=torch.float32)
+    above = above.contiguous()
+    inputs.launch(
+        "backward", heads, scale, out, rows, above, *gradients, sums, shares, ONE_BLOCK=single
+    )
+    return (*gradients, shares.sum(0))  # type: ignore[return-value]
+
+
+@torch.library.custom_op("vlp::anchor_path_gradient", mutates_args=())
+def _path_gradient(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    path: Tensor,
+    mask: Tensor | None,
+    query_mean: Tensor | None,
+    key_mean: Tensor | None,
+    terms: Tensor,
+    out: Tensor,
+    rows: Tensor,
+    above: Tensor,
+    heads: int,
+    scale: float,
+) -> Tensor:
+    inputs = _Inputs(query, key, value, path, mask, query_mean, key_mean, terms, heads)
+    gradient = path.new_empty(path.shape)
+    programs = inputs.query_blocks * inputs.key_blocks * path.shape[3]
+    inputs.launch("path", programs, scale, out, rows, above.contiguous(), gradient)
+    return gradient
+
+
+@torch.library.custom_op("vlp::anchor_terms", mutates_args=())
+def _terms(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    of_query: Tensor,
+    of_key: Tensor,
+    of_value: Tensor,
+    pooled: bool,
+) -> Tensor:
+    terms = query.new_empty(4, *query.shape, dtype=torch.float32)
+    _launch_shifts("shift", [query, key, value, of_query, of_key, of_value], pooled, terms)
+    return terms
+
+
+@torch.library.custom_op("vlp::anchor_terms_backward", mutates_args=())
+def _terms_backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    of_query: Tensor,
+    of_key: Tensor,
+    of_value: Tensor,
+    above: Tensor,
+    pooled: bool,
+) -> list[Tensor]:
+    inputs = [query, key, value, of_query, of_key, of_value]
+    gradients = [x.new_empty(x.shape) for x in inputs]
+    _launch_shifts("shift_backward", inputs, pooled, above.contiguous(), *gradients)
+    return gradients
+
+
+def block_sizes(
+    queries: int, keys: int, channels: int, dtype: torch.dtype, forward: bool
+) -> dict[str, int]:
+    """Return tokens of a block and warps of a program, so that its numbers stay in registers.
+
+    Args:
+        queries: tokens that ask.
+        keys: tokens that answer.
+        channels: of a head.
+        dtype: of the states.
+        forward: False for all that computes gradients.
+    """
+    most = 64 if forward and dtype != torch.float32 and channels <= 64 else 32
+    found = {
+        name: min(most, max(16, _power_of_two(tokens)))
+        for name, tokens in (("QUERIES", queries), ("KEYS", keys))
+    }
+    return found | {"num_warps": 4 if forward else 8}
+
+
+class _Inputs:
+    """What all kernels of one attention are given, in the order and the form they take it."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        path: Tensor,
+        mask: Tensor | None,
+        query_mean: Tensor | None,
+        key_mean: Tensor | None,
+        terms: Tensor,
+        heads: int,
+        forward: bool = False,
+    ) -> None:
+        states = [_rows_contiguous(x) for x in (query, key, value)]
+        mask, *means = [None if x is None else x.contiguous() for x in (mask, query_mean, key_mean)]
+        spare = states[0]
+        (self.pairs, queries, width), keys, groups = query.shape, key.shape[1], path.shape[3]
+        self.tensors = [
+            *states,
+            path,
+            spare if mask is None else mask.view(torch.uint8),
+            *(spare if x is None else x for x in means),
+            terms.contiguous(),
+        ]
+        self.sizes = [*(x.stride(0) for x in states), *path.stride(), queries, keys, heads]
+        channels = width // heads
+        blocks = block_sizes(queries, keys, channels, query.dtype, forward)
+        self.query_blocks = -(-queries // blocks["QUERIES"])
+        self.key_blocks = -(-keys // blocks["KEYS"])
+        exact = torch.get_float32_matmul_precision() == "highest"
+        self.options = {
+            "GROUPS": groups,
+            "MANY": max(16, _power_of_two(groups)),
+            "CHANNELS": channels,
+            "WIDE": max(16, _power_of_two(channels)),
+            "CONTEXTUAL": query_mean is not None,
+            "MASKED": mask is not None,
+            "PRECISION": "ieee" if exact else "tf32",
+            **blocks,
+        }
+
+    def launch(
+        self, kernel: str, programs: int, scale: float, *results: Tensor, **options: bool
+    ) -> None:
+        """Run a kernel with `programs` programs a pair."""
+        if not self.pairs * programs:
+            return
+        with torch.cuda.device(results[0].get_device()):
+            getattr(_kernels("anchor_attention"), f"{kernel}_kernel")[(self.pairs * programs,)](
+                *self.tensors, *results, *self.sizes, scale, **self.options, **options
+            )
+
+
+def _launch_shifts(kernel: str, inputs: list[Tensor], pooled: bool, *results: Tensor) -> None:
+    groups, width = inputs[0].shape
+    inputs = [x.contiguous() for x in inputs]
+    with torch.cuda.device(results[0].get_device()):
+        getattr(_kernels("anchor_shift"), f"{kernel}_kernel")[(3 * -(-width // 32),)](
+            *inputs,
+            *results,
+            width,
+            GROUPS=groups,
+            MANY=max(16, _power_of_two(groups)),
+            BLOCK=32,
+            POOLED=pooled,
+        )
+
+
+def _rows_contiguous(x: Tensor) -> Tensor:
+    """States whose pairs may lie anywhere: an expanded batch is not copied."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, heads, scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.heads, ctx.scale = heads, scale
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx: Any, above: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    tensors = ctx.saved_tensors
+    query_mean, key_mean, terms = tensors[5:8]
+    arguments = (*tensors, above, ctx.heads, ctx.scale)
+    *states, shares = torch.ops.vlp.anchor_attention_backward(*arguments)
+    wanted = ctx.needs_input_grad
+    of_path = of_query_mean = of_key_mean = None
+    if wanted[3]:
+        of_path = torch.ops.vlp.anchor_path_gradient(*arguments)
+    if wanted[5]:
+        of_query_mean = (states[0].float() @ terms[0].mT).to(query_mean.dtype)
+    if wanted[6]:
+        of_keys = states[1].float() @ terms[1].mT
+        of_key_mean = (of_keys + states[2].float() @ terms[2].mT).to(key_mean.dtype)
+    of_terms = shares.to(terms.dtype)
+    return *states, of_path, None, of_query_mean, of_key_mean, of_terms, None, None
+
+
+def _keep_tables(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.pooled = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate_tables(ctx: Any, above: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = torch.ops.vlp.anchor_terms_backward(*ctx.saved_tensors, above, ctx.pooled)
+    return *gradients, None
+
+
+@_attention.register_fake
+def _(query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    heads = arguments[-2]
+    rows = query.new_empty(query.shape[0], heads, 2, query.shape[1], dtype=torch.float32)
+    return query.new_empty(query.shape), rows
+
+
+@_attention_backward.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> Gradients:
+    shares = query.new_empty(arguments[4].shape, dtype=torch.float32)
+    return *(x.new_empty(x.shape) for x in (query, key, value)), shares  # type: ignore[return-value]
+
+
+@_path_gradient.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, path: Tensor, *arguments: Any) -> Tensor:
+    return path.new_empty(path.shape)
+
+
+@_terms.register_fake
+def _(query: Tensor, *arguments: Any) -> Tensor:
+    return query.new_empty(4, *query.shape, dtype=torch.float32)
+
+
+@_terms_backward.register_fake
+def _(*arguments: Any) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in arguments[:6]]
+
+
+_attention.register_autograd(_differentiate, setup_context=_keep)
+_terms.register_autograd(_differentiate_tables, setup_context=_keep_tables)

@@ -1,0 +1,347 @@
+"""Cross-attention with ACE-RPE as Triton kernels in the flash style; see `anchor_attention`.
+
+A program owns one head of one pair (in the forward pass: of one block of queries), so that sums
+over tokens need no atomics and equal inputs give equal results. Neighbouring programs are the heads
+of one pair and find its paths in the cache. Products take the states' type and add up in float32.
+States are (B, T, width) with contiguous rows, paths (B, Q, K, G) of any strides, means (B, T, G),
+terms (4, G, width), the shifts of queries, keys and values and the table of the values, or in bias
+mode slopes (G, heads).
+`TRITON_INTERPRET=1`, set before this module is imported, runs all of it on a CPU, for tests.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+HIDDEN = tl.constexpr(-1e38)
+"""Added to the logits of masked keys: a row without keys gives a mean, not NaN."""
+
+
+@triton.jit
+def _tile(
+    states: tl.tensor, token: tl.tensor, tokens: tl.tensor, width: tl.tensor,
+    CHANNELS: tl.constexpr, WIDE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """One head's channels of some tokens, 0 outside: (BLOCK, WIDE)."""
+    channel = tl.arange(0, WIDE)
+    inside = (token[:, None] < tokens) & (channel[None, :] < CHANNELS)
+    return tl.load(states + token[:, None] * width + channel[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _store(
+    states: tl.tensor, x: tl.tensor, token: tl.tensor, tokens: tl.tensor, width: tl.tensor,
+    CHANNELS: tl.constexpr, WIDE: tl.constexpr,
+) -> None:  # fmt: skip
+    channel = tl.arange(0, WIDE)
+    inside = (token[:, None] < tokens) & (channel[None, :] < CHANNELS)
+    tl.store(states + token[:, None] * width + channel[None, :], x, mask=inside)
+
+
+@triton.jit
+def _logits(
+    query: tl.tensor, key: tl.tensor, path: tl.tensor, here: tl.tensor, inside: tl.tensor,
+    path_group: tl.tensor, slopes: tl.tensor, mask: tl.tensor, asking: tl.tensor,
+    keys: tl.tensor, heads: tl.tensor, scale: tl.tensor,
+    GROUPS: tl.constexpr, CONTEXTUAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Scaled logits of a block with the bias of Eq. 9 (`slopes` of this head) and the mask."""
+    logits = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+    if not CONTEXTUAL:
+        for group in tl.range(0, GROUPS, disable_licm=True):
+            steps = tl.load((path + group * path_group) + here, mask=inside, other=0.0).to(
+                tl.float32
+            )
+            logits += steps * tl.load(slopes + group * heads).to(tl.float32)
+    if MASKED:
+        real = tl.load(mask + asking, mask=asking < keys, other=0)
+        logits += tl.where(real != 0, 0.0, HIDDEN)[None, :]
+    return tl.where(asking[None, :] < keys, logits, float("-inf"))
+
+
+@triton.jit
+def forward_kernel(
+    query: tl.tensor, key: tl.tensor, value: tl.tensor, path: tl.tensor, mask: tl.tensor,
+    query_mean: tl.tensor, key_mean: tl.tensor, terms: tl.tensor,
+    out: tl.tensor, rows: tl.tensor,
+    query_pair: tl.tensor, key_pair: tl.tensor, value_pair: tl.tensor,
+    path_pair: tl.tensor, path_query: tl.tensor, path_key: tl.tensor, path_group: tl.tensor,
+    queries: tl.tensor, keys: tl.tensor, heads: tl.tensor, scale: tl.tensor,
+    GROUPS: tl.constexpr, MANY: tl.constexpr, CHANNELS: tl.constexpr, WIDE: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    CONTEXTUAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write the output (B, Q, width), and each row's largest logit and sum of exponentials."""
+    head = tl.program_id(0) % heads
+    block = (tl.program_id(0) // heads) % tl.cdiv(queries, QUERIES)
+    pair = (tl.program_id(0) // heads // tl.cdiv(queries, QUERIES)).to(tl.int64)
+    width = heads * CHANNELS
+    column = head * CHANNELS
+    asks = block * QUERIES + tl.arange(0, QUERIES)
+    groups = tl.arange(0, MANY)
+    key += pair * key_pair + column
+    value += pair * value_pair + column
+    path += pair * path_pair
+    asked = _tile(query + pair * query_pair + column, asks, queries, width, CHANNELS, WIDE)
+    kind = asked.dtype
+    if CONTEXTUAL:
+        query_mean += pair * queries * GROUPS
+        key_mean += pair * keys * GROUPS
+        terms += column
+        shift = _tile(terms, groups, GROUPS, width, CHANNELS, WIDE).to(kind)
+        query_means = _tile(query_mean, asks, queries, GROUPS, GROUPS, MANY).to(kind)
+        asked = (asked + tl.dot(query_means, shift, input_precision=PRECISION)).to(kind)
+        terms += GROUPS * width
+        of_keys = _tile(terms, groups, GROUPS, width, CHANNELS, WIDE).to(kind)
+        terms += GROUPS * width
+        of_values = _tile(terms, groups, GROUPS, width, CHANNELS, WIDE).to(kind)
+    largest = tl.full((QUERIES,), float("-inf"), tl.float32)
+    total = tl.zeros((QUERIES,), tl.float32)
+    gathered = tl.zeros((QUERIES, WIDE), tl.float32)
+    along = tl.zeros((QUERIES, MANY), tl.float32)  # sum_j a_ij P_ij
+    for start in range(0, keys, KEYS):
+        answers = start + tl.arange(0, KEYS)
+        inside = (asks[:, None] < queries) & (answers[None, :] < keys)
+        k = _tile(key, answers, keys, width, CHANNELS, WIDE)
+        v = _tile(value, answers, keys, width, CHANNELS, WIDE)
+        if CONTEXTUAL:
+            key_means = _tile(key_mean, answers, keys, GROUPS, GROUPS, MANY).to(kind)
+            k = (k + tl.dot(key_means, of_keys, input_precision=PRECISION)).to(kind)
+            v = (v + tl.dot(key_means, of_values, input_precision=PRECISION)).to(kind)
+        here = asks[:, None] * path_query + answers[None, :] * path_key
+        logits = _logits(
+            asked, k, path, here, inside, path_group, terms + head, mask + pair * keys, answers,
+            keys, heads, scale, GROUPS, CONTEXTUAL, MASKED, PRECISION,
+        )  # fmt: skip
+        above = tl.maximum(largest, tl.max(logits, 1))
+        shrink = tl.exp(largest - above)
+        weight = tl.exp(logits - above[:, None])
+        largest = above
+        total = total * shrink + tl.sum(weight, 1)
+        gathered *= shrink[:, None]
+        gathered += tl.dot(weight.to(kind), v, input_precision=PRECISION)
+        if CONTEXTUAL:
+            along *= shrink[:, None]
+            for group in tl.range(0, GROUPS, disable_licm=True):
+                steps = tl.load((path + group * path_group) + here, mask=inside, other=0.0).to(
+                    tl.float32
+                )
+                added = tl.sum(weight * steps, 1)[:, None]
+                along += tl.where(groups[None, :] == group, added, 0.0)
+    if CONTEXTUAL:
+        embed = _tile(terms + GROUPS * width, groups, GROUPS, width, CHANNELS, WIDE).to(kind)
+        along = (along / total[:, None]).to(kind)
+        gathered = gathered / total[:, None] + tl.dot(along, embed, input_precision=PRECISION)
+    else:
+        gathered /= total[:, None]
+    out += pair * queries * width + column
+    _store(out, gathered.to(kind), asks, queries, width, CHANNELS, WIDE)
+    rows += (pair * heads + head) * 2 * queries + asks
+    tl.store(rows, largest, mask=asks < queries)
+    tl.store(rows + queries, total, mask=asks < queries)
+
+
+@triton.jit
+def backward_kernel(
+    query: tl.tensor, key: tl.tensor, value: tl.tensor, path: tl.tensor, mask: tl.tensor,
+    query_mean: tl.tensor, key_mean: tl.tensor, terms: tl.tensor,
+    out: tl.tensor, rows: tl.tensor, above: tl.tensor,
+    query_gradient: tl.tensor, key_gradient: tl.tensor, value_gradient: tl.tensor,
+    query_sum: tl.tensor, shares: tl.tensor,
+    query_pair: tl.tensor, key_pair: tl.tensor, value_pair: tl.tensor,
+    path_pair: tl.tensor, path_query: tl.tensor, path_key: tl.tensor, path_group: tl.tensor,
+    queries: tl.tensor, keys: tl.tensor, heads: tl.tensor, scale: tl.tensor,
+    GROUPS: tl.constexpr, MANY: tl.constexpr, CHANNELS: tl.constexpr, WIDE: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, ONE_BLOCK: tl.constexpr,
+    CONTEXTUAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write the gradients of the states, and each pair's share in that of the terms.
+
+    `above` is the gradient of the output, `shares` is (B, 4, G, width) or (B, G, heads).
+    Where the keys fill several blocks, the gradient of the queries adds up in `query_sum`, float32,
+    which this program alone touches.
+    """
+    head = tl.program_id(0) % heads
+    pair = (tl.program_id(0) // heads).to(tl.int64)
+    width = heads * CHANNELS
+    column = head * CHANNELS
+    groups = tl.arange(0, MANY)
+    query += pair * query_pair + column
+    key += pair * key_pair + column
+    value += pair * value_pair + column
+    path += pair * path_pair
+    place = pair * queries * width + column
+    rows += (pair * heads + head) * 2 * queries
+    kind = query.dtype.element_ty
+    if CONTEXTUAL:
+        query_mean += pair * queries * GROUPS
+        key_mean += pair * keys * GROUPS
+        terms += column
+        query_share = tl.zeros((MANY, WIDE), tl.float32)
+        shares += pair * 4 * GROUPS * width + column
+        table_share = tl.zeros((MANY, WIDE), tl.float32)
+    else:
+        slope_share = tl.zeros((MANY,), tl.float32)
+    for key_start in tl.range(0, keys, KEYS, disable_licm=True):
+        answers = key_start + tl.arange(0, KEYS)
+        k = _tile(key, answers, keys, width, CHANNELS, WIDE)
+        v = _tile(value, answers, keys, width, CHANNELS, WIDE)
+        if CONTEXTUAL:
+            key_means = _tile(key_mean, answers, keys, GROUPS, GROUPS, MANY).to(kind)
+            own = terms + GROUPS * width  # read when needed: there are few registers to spare
+            shift = _tile(own, groups, GROUPS, width, CHANNELS, WIDE).to(kind)
+            k = (k + tl.dot(key_means, shift, input_precision=PRECISION)).to(kind)
+            shift = _tile(own + GROUPS * width, groups, GROUPS, width, CHANNELS, WIDE).to(kind)
+            v = (v + tl.dot(key_means, shift, input_precision=PRECISION)).to(kind)
+        of_k = tl.zeros((KEYS, WIDE), tl.float32)
+        of_v = tl.zeros((KEYS, WIDE), tl.float32)
+        for start in tl.range(0, queries, QUERIES, disable_licm=True):
+            asks = start + tl.arange(0, QUERIES)
+            inside = (asks[:, None] < queries) & (answers[None, :] < keys)
+            here = asks[:, None] * path_query + answers[None, :] * path_key
+            q = _tile(query, asks, queries, width, CHANNELS, WIDE)
+            if CONTEXTUAL:
+                query_means = _tile(query_mean, asks, queries, GROUPS, GROUPS, MANY).to(kind)
+                shift = _tile(terms, groups, GROUPS, width, CHANNELS, WIDE).to(kind)
+                q = (q + tl.dot(query_means, shift, input_precision=PRECISION)).to(kind)
+            largest = tl.load(rows + asks, mask=asks < queries, other=0.0)
+            total = tl.load(rows + queries + asks, mask=asks < queries, other=1.0)
+            logits = _logits(
+                q, k, path, here, inside, path_group, terms + head, mask + pair * keys, answers,
+                keys, heads, scale, GROUPS, CONTEXTUAL, MASKED, PRECISION,
+            )  # fmt: skip
+            weight = tl.exp(logits - largest[:, None]) / total[:, None]
+            # In this order few numbers wait in registers.
+            of_out = _tile(above + place, asks, queries, width, CHANNELS, WIDE)
+            of_v += tl.dot(tl.trans(weight.to(kind)), of_out, input_precision=PRECISION)
+            of_weight = tl.dot(of_out, tl.trans(v), input_precision=PRECISION)
+            if CONTEXTUAL:
+                embed = terms + 3 * GROUPS * width
+                embed = _tile(embed, groups, GROUPS, width, CHANNELS, WIDE).to(kind)
+                slopes = tl.dot(of_out, tl.trans(embed), input_precision=PRECISION)
+                along = tl.zeros((QUERIES, MANY), tl.float32)
+                for group in tl.range(0, GROUPS, disable_licm=True):
+                    steps = tl.load((path + group * path_group) + here, mask=inside, other=0.0)
+                    steps = steps.to(tl.float32)
+                    chosen = groups[None, :] == group
+                    of_weight += tl.sum(tl.where(chosen, slopes, 0.0), 1)[:, None] * steps
+                    along += tl.where(chosen, tl.sum(weight * steps, 1)[:, None], 0.0)
+                along = tl.trans(along.to(kind))
+                table_share += tl.dot(along, of_out, input_precision=PRECISION)
+            result = _tile(out + place, asks, queries, width, CHANNELS, WIDE)
+            level = tl.sum(of_out.to(tl.float32) * result.to(tl.float32), 1)
+            of_logits = weight * (of_weight - level[:, None])
+            if not CONTEXTUAL:
+                for group in tl.range(0, GROUPS, disable_licm=True):
+                    steps = tl.load((path + group * path_group) + here, mask=inside, other=0.0)
+                    added = tl.sum(of_logits * steps.to(tl.float32))
+                    slope_share += tl.where(groups == group, added, 0.0)
+            of_products = (of_logits * scale).to(kind)
+            of_k += tl.dot(tl.trans(of_products), q, input_precision=PRECISION)
+            of_q = tl.dot(of_products, k, input_precision=PRECISION)
+            if CONTEXTUAL:
+                query_means = _tile(query_mean, asks, queries, GROUPS, GROUPS, MANY).to(kind)
+                query_means = tl.trans(query_means)
+                query_share += tl.dot(query_means, of_q.to(kind), input_precision=PRECISION)
+            if not ONE_BLOCK:
+                if key_start > 0:
+                    of_q += _tile(query_sum + place, asks, queries, width, CHANNELS, WIDE)
+                _store(query_sum + place, of_q, asks, queries, width, CHANNELS, WIDE)
+            if ONE_BLOCK or key_start + KEYS >= keys:
+                into = query_gradient + place
+                _store(into, of_q.to(kind), asks, queries, width, CHANNELS, WIDE)
+        of_k, of_v = of_k.to(kind), of_v.to(kind)
+        into = pair * keys * width + column
+        _store(key_gradient + into, of_k, answers, keys, width, CHANNELS, WIDE)
+        _store(value_gradient + into, of_v, answers, keys, width, CHANNELS, WIDE)
+        if CONTEXTUAL:
+            key_means = tl.trans(key_means)
+            of_k = tl.dot(key_means, of_k, input_precision=PRECISION)
+            of_v = tl.dot(key_means, of_v, input_precision=PRECISION)
+            of_keys = shares + GROUPS * width
+            of_values = of_keys + GROUPS * width
+            if key_start > 0:
+                of_k += _tile(of_keys, groups, GROUPS, width, CHANNELS, WIDE)
+                of_v += _tile(of_values, groups, GROUPS, width, CHANNELS, WIDE)
+            _store(of_keys, of_k, groups, GROUPS, width, CHANNELS, WIDE)
+            _store(of_values, of_v, groups, GROUPS, width, CHANNELS, WIDE)
+        if not ONE_BLOCK:
+            tl.debug_barrier()  # what one thread has stored, another may add to
+    if CONTEXTUAL:
+        _store(shares, query_share, groups, GROUPS, width, CHANNELS, WIDE)
+        _store(shares + 3 * GROUPS * width, table_share, groups, GROUPS, width, CHANNELS, WIDE)
+    else:
+        shares += (pair * GROUPS + groups) * heads + head
+        tl.store(shares, slope_share, mask=groups < GROUPS)
+
+
+@triton.jit
+def path_kernel(
+    query: tl.tensor, key: tl.tensor, value: tl.tensor, path: tl.tensor, mask: tl.tensor,
+    query_mean: tl.tensor, key_mean: tl.tensor, terms: tl.tensor,
+    out: tl.tensor, rows: tl.tensor, above: tl.tensor, path_gradient: tl.tensor,
+    query_pair: tl.tensor, key_pair: tl.tensor, value_pair: tl.tensor,
+    path_pair: tl.tensor, path_query: tl.tensor, path_key: tl.tensor, path_group: tl.tensor,
+    queries: tl.tensor, keys: tl.tensor, heads: tl.tensor, scale: tl.tensor,
+    GROUPS: tl.constexpr, MANY: tl.constexpr, CHANNELS: tl.constexpr, WIDE: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    CONTEXTUAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write the gradient of one group's paths, (B, Q, K, G) contiguous: a sum over the heads.
+
+    A program owns a block of one pair's paths of one group and computes the weights anew for
+    each head; paths have a gradient only where the configuration asks for it.
+    """
+    program = tl.program_id(0)
+    group = program % GROUPS
+    key_block = (program // GROUPS) % tl.cdiv(keys, KEYS)
+    rest = program // GROUPS // tl.cdiv(keys, KEYS)
+    asks = (rest % tl.cdiv(queries, QUERIES)) * QUERIES + tl.arange(0, QUERIES)
+    pair = (rest // tl.cdiv(queries, QUERIES)).to(tl.int64)
+    answers = key_block * KEYS + tl.arange(0, KEYS)
+    inside = (asks[:, None] < queries) & (answers[None, :] < keys)
+    here = asks[:, None] * path_query + answers[None, :] * path_key
+    path += pair * path_pair
+    width = heads * CHANNELS
+    groups, channel = tl.arange(0, MANY), tl.arange(0, WIDE)
+    kind = query.dtype.element_ty
+    sum_of_heads = tl.zeros((QUERIES, KEYS), tl.float32)
+    for head in range(0, heads):
+        column = head * CHANNELS
+        q = _tile(query + pair * query_pair + column, asks, queries, width, CHANNELS, WIDE)
+        k = _tile(key + pair * key_pair + column, answers, keys, width, CHANNELS, WIDE)
+        if CONTEXTUAL:
+            own = terms + column
+            shift = _tile(own, groups, GROUPS, width, CHANNELS, WIDE).to(kind)
+            mean = query_mean + pair * queries * GROUPS
+            mean = _tile(mean, asks, queries, GROUPS, GROUPS, MANY).to(kind)
+            q = (q + tl.dot(mean, shift, input_precision=PRECISION)).to(kind)
+            shift = _tile(own + GROUPS * width, groups, GROUPS, width, CHANNELS, WIDE).to(kind)
+            mean = key_mean + pair * keys * GROUPS
+            mean = _tile(mean, answers, keys, GROUPS, GROUPS, MANY).to(kind)
+            k = (k + tl.dot(mean, shift, input_precision=PRECISION)).to(kind)
+        logits = _logits(
+            q, k, path, here, inside, path_group, terms + head, mask + pair * keys, answers, keys,
+            heads, scale, GROUPS, CONTEXTUAL, MASKED, PRECISION,
+        )  # fmt: skip
+        row = rows + (pair * heads + head) * 2 * queries + asks
+        largest = tl.load(row, mask=asks < queries, other=0.0)
+        total = tl.load(row + queries, mask=asks < queries, other=1.0)
+        weight = tl.exp(logits - largest[:, None]) / total[:, None]
+        place = pair * queries * width + column
+        of_out = _tile(above + place, asks, queries, width, CHANNELS, WIDE)
+        if CONTEXTUAL:
+            embed = terms + (3 * GROUPS + group) * width + column + channel
+            embed = tl.load(embed, mask=channel < CHANNELS, other=0.0).to(tl.float32)
+            slope = tl.sum(of_out.to(tl.float32) * embed[None, :], 1)
+            sum_of_heads += weight * slope[:, None]
+        else:
+            v = _tile(value + pair * value_pair + column, answers, keys, width, CHANNELS, WIDE)
+            result = _tile(out + place, asks, queries, width, CHANNELS, WIDE)
+            level = tl.sum(of_out.to(tl.float32) * result.to(tl.float32), 1)
+            of_weight = tl.dot(of_out, tl.trans(v), input_precision=PRECISION) - level[:, None]
+            slope = tl.load(terms + group * heads + head).to(tl.float32)
+            sum_of_heads += weight * of_weight * slope
+    into = path_gradient + (pair * queries + asks[:, None]) * keys * GROUPS
+    tl.store(into + answers[None, :] * GROUPS + group, sum_of_heads, mask=inside)
