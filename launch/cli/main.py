@@ -11,7 +11,7 @@ from typer import Option
 from typer.core import TyperGroup
 
 from data_tools.__main__ import data_commands
-from evaluation.commands import measure, positions, predictions, reports, reproduction
+from evaluation.commands import checks, measure, positions, predictions, reports, reproduction
 from launch.cli import convert, train
 from launch.cli.export import export
 from launch.cli.info import info
@@ -40,6 +40,7 @@ app.add_typer(predictions.app)
 app.add_typer(reports.app)
 app.add_typer(positions.app)
 app.add_typer(reproduction.app)
+app.add_typer(checks.app, name="check")
 app.command(cls=Command)(info)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from timm.layers.pos_embed_sincos import build_sincos2d_pos_embed
@@ -43,6 +43,10 @@ class ImageEncoder(TrainableTower):
         super().__init__()
         self.config = config
         self.vit = create_image_tower(config) if config.architecture else _own_vit(config)
+        self._edit: PatchEdit | None = None
+        if isinstance(embed := getattr(self.vit, "patch_embed", None), nn.Module):
+            # One hook for good: `torch.compile` cannot follow hooks that come and go.
+            embed.register_forward_hook(self._edited)
         for position in config.positions:
             _attach(self.vit, position)
         self.projection = nn.Linear(pooled_width(config.pooling, config.width), embed_dim)
@@ -93,8 +97,12 @@ class ImageEncoder(TrainableTower):
         vit, (rows, columns) = self.vit, self.config.tower_grid
         fuse_by_device(vit, pixels.device)
         gradient = torch.is_grad_enabled() and not self.frozen
-        with _edited(vit, edit_patches), torch.set_grad_enabled(gradient):
-            states: Tensor = vit.forward_features(pixels)  # type: ignore[operator]
+        self._edit = edit_patches
+        try:
+            with torch.set_grad_enabled(gradient):
+                states: Tensor = vit.forward_features(pixels)  # type: ignore[operator]
+        finally:
+            self._edit = None
         prefix: int = vit.num_prefix_tokens  # type: ignore[assignment]
         if states.ndim != 3 or states.shape[1] != prefix + rows * columns:
             raise ValueError(
@@ -107,6 +115,9 @@ class ImageEncoder(TrainableTower):
         if getattr(vit, "cls_token", None) is None:
             return torch.cat([patches.mean(1, keepdim=True), patches], dim=1)
         return states if prefix == 1 else torch.cat([states[:, :1], patches], dim=1)
+
+    def _edited(self, module: nn.Module, arguments: Any, patches: Tensor) -> Tensor:
+        return patches if self._edit is None else self._edit(patches)
 
     def hflip_averaged_tower(self, pixels: Tensor) -> Tensor:
         """Average `tower` of images and of their flips, whose patches are flipped back."""
@@ -152,14 +163,6 @@ def _attach(vit: nn.Module, position: PositionConfig) -> None:
         attach(vit, position.name, position.roles, **position.options)
     except ValueError as error:
         raise ConfigError(f"image.positions: {error}") from error
-
-
-def _edited(vit: nn.Module, edit: PatchEdit | None) -> AbstractContextManager[object]:
-    """Return a context in which a tower's patch embeddings are edited."""
-    if edit is None:
-        return nullcontext()
-    embed: nn.Module = vit.patch_embed  # type: ignore[assignment]
-    return embed.register_forward_hook(lambda module, args, patches: edit(patches))
 
 
 @torch.no_grad()

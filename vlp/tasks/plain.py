@@ -41,6 +41,15 @@ class PlainTask(nn.Module):
         """Return the context that the forward pass runs in."""
         return autocast(device, self.precision)
 
+    @property
+    def static_shapes(self) -> bool:
+        """Return whether every step of a training has tensors of the same sizes."""
+        return False
+
+    def networks(self) -> list[nn.Module]:
+        """Return what computes in a step: the task itself, and modules beside its parameters."""
+        return [self]
+
     def step_output(
         self,
         losses: Mapping[str, Loss],

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from torch import Tensor
 
 from vlp.config import ConfigError
+from vlp.training.compile import uncompiled
 from vlp.training.logging.progress import Progress
 
 Parameters = Callable[[], dict[str, Tensor]]
@@ -55,7 +56,8 @@ class BestCheckpoint:
         Raises:
             ConfigError: the metric is unknown; the message lists the known ones.
         """
-        figures = self._validate(parameters)
+        with uncompiled():
+            figures = self._validate(parameters)
         self.require(figures)
         value = figures[self._metric]
         if progress.best is not None and progress.metric != self._metric:  # since a resume

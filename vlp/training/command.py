@@ -138,12 +138,19 @@ def _engine(training: LoopConfig) -> Callable[[Any], Engine]:
         from vlp.training.engines.ddp import DdpEngine
 
         training.require_equal_shares(distributed.world_size())
-        return lambda task: DdpEngine(task, training)
+        return lambda task: DdpEngine(_compiled(task, training), training)
     from vlp.training.engines.deepspeed import DeepSpeedEngine
     from vlp.training.engines.deepspeed_config import deepspeed_config
 
     deepspeed_config(training, distributed.world_size())
-    return lambda task: DeepSpeedEngine(task, training)
+    return lambda task: DeepSpeedEngine(_compiled(task, training), training)
+
+
+def _compiled(task: Any, training: LoopConfig) -> Any:
+    from vlp.training.compile import compile_task
+
+    compile_task(task, training.compile, distributed.default_device())
+    return task
 
 
 def _refuse(message: str) -> int:

@@ -14,6 +14,7 @@ from vlp.models.config import ImageConfig, ModelConfig
 from vlp.objectives.config import ObjectivesConfig
 from vlp.training.logging.trackers import TrackerName, require_trackers
 
+Compile = Literal["auto", "none", "blocks", "step"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -77,6 +78,13 @@ class LoopConfig(Config):
     gradient_reduction: Literal["float32", "bf16"] = Field(
         "float32",
         description="number format of gradients on their way between ranks; of engine ddp",
+    )
+    compile: Compile = Field(
+        "auto",
+        description="torch.compile: blocks, each transformer block, of which those of a tower "
+        "share one graph; step, the image, text and cross-modal encoder as one graph each; auto, "
+        "blocks on a GPU and none elsewhere. Losses differ by rounding",
+        json_schema_extra={"resume": "free"},
     )
     static_graph: bool = Field(
         False,

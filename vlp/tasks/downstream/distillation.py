@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from vlp.objectives.config import MomentumConfig
 from vlp.objectives.contrastive.momentum_teacher import Teacher, soft_target_share
@@ -56,6 +56,10 @@ class Distilled(Downstream):
     config: DistilledConfig
     teacher: Teacher[Any] | None = None
     _warmup_steps = 0
+
+    def networks(self) -> list[nn.Module]:
+        """Return the task, and its teacher."""
+        return [self] if self.teacher is None else [self, self.teacher.module]
 
     def start_teacher(self, epoch_steps: int) -> None:
         """Copy the task as its teacher, where one is configured.

@@ -135,6 +135,15 @@ class Pretraining(PlainTask):
                     settings.quantile_momentum,
                 )
 
+    @property
+    def static_shapes(self) -> bool:
+        """Return True but for texts in groups, which are as long as the longest of each."""
+        return self.config.text.length_groups == 1
+
+    def networks(self) -> list[nn.Module]:
+        """Return the task, and its teacher."""
+        return [self] if self.teacher is None else [self, self.teacher.average.module]
+
     def after_step(self, parameters: Callable[[], dict[str, Tensor]]) -> None:
         """Move the teacher towards the new student and push its keys into the queue."""
         if self.teacher is not None:

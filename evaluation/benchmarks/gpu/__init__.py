@@ -1,0 +1,1 @@
+"""Checks of a machine with GPUs, `vlp check gpu`, and predictions for machines without one."""

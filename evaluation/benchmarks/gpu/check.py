@@ -1,0 +1,188 @@
+"""`vlp check gpu`: every part in a process of its own, a table of promised and measured figures."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from evaluation.benchmarks import harness
+from evaluation.benchmarks.gpu import correctness, device, engines, speed
+from evaluation.benchmarks.gpu.figures import Figure, Setting
+from vlp.config import load_config
+from vlp.io import write_text
+from vlp.training.config import PretrainConfig
+
+
+class Part(NamedTuple):
+    """One part: what measures, seconds that it may take, whether it is small on a GPU, too."""
+
+    measure: Callable[[Setting], Iterator[Figure]]
+    limit: int
+    tiny: bool = False
+
+
+PARTS = {
+    "A device": Part(device.measure, 20),
+    "B kernels": Part(correctness.kernels, 30),
+    "B losses": Part(correctness.losses, 60, tiny=True),
+    "B tasks": Part(correctness.tasks, 30, tiny=True),
+    "B waits": Part(correctness.waits, 20, tiny=True),
+    "B engines": Part(engines.resuming, 60, tiny=True),
+    "C pretraining": Part(speed.pretraining, 120),
+    "C ACE-RPE": Part(speed.anchors, 40),
+    "C encodings": Part(speed.encodings, 50),
+    "C re-ranking": Part(speed.reranking, 30),
+    "C loader": Part(speed.loading, 20),
+}
+"""By name, in order; the limits add up to eight minutes."""
+SEVERAL = {"D engines": Part(engines.several, 120, tiny=True)}
+"""Where there are several GPUs."""
+
+_TINY = (
+    "model.text.layers=1",
+    "model.image.layers=1",
+    "model.cross.layers=1",
+    "model.text.width=16",
+    "model.image.width=16",
+    "model.text.heads=2",
+    "model.image.heads=2",
+    "model.cross.heads=2",
+    "model.text.intermediate=16",
+    "model.image.intermediate=16",
+    "model.cross.intermediate=16",
+    "model.text.vocab_size=64",
+    "model.text.max_tokens=8",
+    "model.text.max_positions=8",
+    "model.image.image_size=16",
+    "model.image.patch_size=8",
+    "model.cross.anchor.groups=2",
+    "model.embed_dim=16",
+    "objectives.teacher={queue: 16}",
+    "objectives.itm.group=4",
+)
+
+
+def run_check(config: Path, out: Path, dry: bool = False, only: str = "") -> int:
+    """Run all parts, print and write the table; returns the exit code.
+
+    Args:
+        config: of the pretraining that is timed.
+        out: folder of `check.md`, `figures.jsonl`, a trace and a log of each part.
+        dry: go through all parts on the CPU at tiny sizes, without promises of speed.
+        only: a prefix of the names of parts.
+
+    Returns:
+        0; 1 where a part failed or a figure of correctness breaks its promise; 2 without a GPU.
+
+    Raises:
+        ConfigError: the configuration cannot be used.
+    """
+    if not dry and not torch.cuda.is_available():
+        print("error: PyTorch sees no GPU; --dry goes through all parts here", file=sys.stderr)
+        return 2
+    parts = PARTS | (SEVERAL if dry or torch.cuda.device_count() > 1 else {})
+    out.mkdir(parents=True, exist_ok=True)
+    place = torch.device("cpu" if dry else "cuda")
+    public = ("model.text.weights=null", "model.image.weights=null")
+    found: dict[str, list[Figure]] = {}
+    failures: dict[str, str] = {}
+    for name, part in parts.items():
+        if not name.startswith(only):
+            continue
+        changes = (*public, *(_TINY if dry or part.tiny else ()))
+        rows = (4,) if dry else (32, 64, 128)
+        setting = Setting(load_config(config, PretrainConfig, changes), rows, place, dry, out)
+        began = time.perf_counter()
+        found[name], failure = _in_process(name, part, setting)
+        if failure:
+            failures[name] = failure
+        print(f"{name}: {failure or 'done'}, {time.perf_counter() - began:.0f} s", flush=True)
+    _add_demand(found)
+    if not dry:
+        print(f"\n{_table(found)}")
+    write_text(out / "check.md", _page(found, failures, dry))
+    lines = (
+        json.dumps({"part": name} | figure._asdict() | {"holds": figure.holds})
+        for name, figures in found.items()
+        for figure in figures
+    )
+    write_text(out / "figures.jsonl", "\n".join(lines) + "\n")
+    wrong = [f for each in found.values() for f in each if f.correctness and not f.holds]
+    for figure in wrong:
+        print(f"wrong: {figure.name}: {figure.value:g}", file=sys.stderr)
+    print(f"\nwritten to {out}")
+    return 1 if wrong or failures else 0
+
+
+def _in_process(name: str, part: Part, setting: Setting) -> tuple[list[Figure], str | None]:
+    """Run a part; return its figures, those before a failure, too, and the failure."""
+    stem = setting.out / name.replace(" ", "_")
+    figures, log = stem.with_suffix(".jsonl"), stem.with_suffix(".log")
+    figures.write_text("", encoding="utf-8")
+    fork = multiprocessing.get_context("forkserver")
+    fork.set_forkserver_preload([__name__, "vlp.training.engines.deepspeed"])
+    process = fork.Process(target=_run, args=(name, setting, figures, log))
+    process.start()
+    process.join(part.limit if not setting.dry else None)
+    failure = None
+    if process.is_alive():
+        process.kill()
+        process.join()
+        failure = f"took more than {part.limit} s"
+    elif process.exitcode:
+        failure = f"failed, see {log}"
+    lines = figures.read_text(encoding="utf-8").splitlines()
+    return [Figure(**json.loads(line)) for line in lines], failure
+
+
+def _run(name: str, setting: Setting, figures: Path, log: Path) -> None:
+    """Run a part in this process, its output to a log."""
+    with log.open("w", encoding="utf-8") as output, figures.open("a", encoding="utf-8") as found:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+        try:
+            for figure in (PARTS | SEVERAL)[name].measure(setting):
+                found.write(json.dumps(figure._asdict()) + "\n")
+                found.flush()
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+        sys.stdout.flush()
+        with contextlib.suppress(OSError):
+            output.flush()
+
+
+def _add_demand(found: dict[str, list[Figure]]) -> None:
+    """Add how many loader workers the fastest pretraining needs."""
+    loaded = [f.value for f in found.get("C loader", []) if f.name == speed.LOADED]
+    steps = [f.value for f in found.get("C pretraining", []) if f.unit == "pairs/s"]
+    if loaded and steps:
+        needed = Figure("loader workers that feed the GPU", max(steps) / loaded[0], "cores")
+        found["C loader"].append(needed)
+
+
+def _table(found: dict[str, list[Figure]]) -> str:
+    rows = [[name, *f.cells()] for name, figures in found.items() for f in figures]
+    return harness.table(["part", "figure", "promised", "measured", "holds"], rows)
+
+
+def _page(found: dict[str, list[Figure]], failures: dict[str, str], dry: bool) -> str:
+    where = harness.device_name(torch.device("cpu" if dry else "cuda"))
+    head = "A dry run: figures of speed mean nothing." if dry else f"Device: {where}."
+    lines = [f"# vlp check gpu\n\n{head} {time.strftime('%Y-%m-%d')}\n"]
+    lines += ["| part | figure | promised | measured | holds |", "|---|---|---|---|---|"]
+    for name, figures in found.items():
+        lines += [f"| {' | '.join([name, *figure.cells()])} |" for figure in figures]
+    lines += [f"\n{name}: {failure}" for name, failure in failures.items()]
+    return "\n".join(lines) + "\n"

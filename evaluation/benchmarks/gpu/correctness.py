@@ -1,0 +1,174 @@
+"""Part B: kernels, losses and gradients, downstream tasks, and waits for the device."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from evaluation.benchmarks.gpu.figures import Figure, Setting
+from evaluation.benchmarks.pretrain_step import Trainee, random_batch
+from vlp.data.downstream.caption import CaptionBatch
+from vlp.data.downstream.pair_classification import PairBatch
+from vlp.data.downstream.vqa import VqaBatch
+from vlp.data.image.transforms import Preprocessing
+from vlp.data.text.tokenizer import TextProcessor, bert_tokenizer
+from vlp.models.folder import Loaded
+from vlp.models.vlp import VLPModel
+from vlp.positions.anchor import anchor_distance, anchor_path
+from vlp.tasks.downstream.caption import CaptionConfig, CaptionTask
+from vlp.tasks.downstream.grounding import Grounding, GroundingConfig
+from vlp.tasks.downstream.pair_classification import (
+    Nlvr2AssignmentConfig,
+    Nlvr2Config,
+    PairClassification,
+    SnliVeConfig,
+)
+from vlp.tasks.downstream.retrieval import Retrieval, RetrievalConfig
+from vlp.tasks.downstream.vqa import Vqa, VqaConfig
+from vlp.tasks.pretraining import Pretraining
+from vlp.training.compile import compile_task
+
+ROWS = 4
+_WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red", "circle", "yes", "no"]
+
+
+def kernels(setting: Setting) -> Iterator[Figure]:
+    """Compare the paths of ACE-RPE with PyTorch's, and a second run of them with the first."""
+    device, grid, words = setting.device, (4, 5), 7
+    generator = torch.Generator().manual_seed(0)
+    similarity = 2 * torch.rand(3, 20, words, 2, generator=generator) - 1
+    mask = torch.arange(words).expand(3, -1) < torch.tensor([[7], [4], [0]])
+
+    def paths(place: torch.device, kernel: bool) -> tuple[Tensor, Tensor]:
+        given = similarity.to(place).requires_grad_()
+        path, _ = anchor_path(anchor_distance(given, 0.5), grid, mask.to(place), kernel=kernel)
+        path.square().sum().backward()
+        assert given.grad is not None
+        return path.detach(), given.grad
+
+    ours, again, plain = paths(device, True), paths(device, True), paths(device, False)
+    host = paths(torch.device("cpu"), False)
+    same = all(torch.equal(one, other) for one, other in zip(ours, again))
+    yield Figure("paths: repeatable bit by bit", float(same), "", at_least=1, correctness=True)
+    for name, other in (("PyTorch's", plain), ("a CPU's", host)):
+        error = max(float((a.cpu() - b.cpu()).abs().max()) for a, b in zip(ours, other))
+        yield Figure(f"paths: from {name}", error, "", at_most=1e-5, correctness=True)
+
+
+def losses(setting: Setting) -> Iterator[Figure]:
+    """Compare losses and gradients of a float32 step on the device with a CPU's."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    batch = random_batch(setting.config.inputs, ROWS, 3)
+
+    def step(place: torch.device, how: Any) -> tuple[float, Tensor]:
+        torch.manual_seed(0)
+        settings = setting.config
+        task = Pretraining(settings.model, settings.objectives, "", "float32", log_every=10**6)
+        compile_task(task.to(place), how, place, backend="eager" if setting.dry else "inductor")
+        loss = task(batch.to(place), 1).loss
+        loss.backward()
+        gradients = [p.grad.flatten().cpu() for p in task.parameters() if p.grad is not None]
+        return float(loss.detach()), torch.cat(gradients)
+
+    loss, gradient = step(torch.device("cpu"), "none")
+    for how in ("none", "blocks"):
+        here, found = step(setting.device, how)
+        name = "a step as written" if how == "none" else "a step of compiled blocks"
+        error = abs(here - loss) / abs(loss)
+        yield Figure(f"{name}: loss from a CPU's", error, "", at_most=1e-4, correctness=True)
+        error = float((found - gradient).norm() / gradient.norm())
+        yield Figure(f"{name}: gradient from a CPU's", error, "", at_most=1e-3, correctness=True)
+
+
+def tasks(setting: Setting) -> Iterator[Figure]:
+    """Train each downstream task for one step; yield whether its loss and gradients are finite."""
+    for name, (task, batch) in _downstream(setting).items():
+        task.to(setting.device)
+        loss = task(batch.to(setting.device), 0).loss
+        loss.backward()
+        found = [loss.detach(), *(p.grad for p in task.parameters() if p.grad is not None)]
+        finite = len(found) > 1 and all(bool(torch.isfinite(x).all()) for x in found)
+        yield Figure(f"{name}: one step", float(finite), "", at_least=1, correctness=True)
+
+
+def _downstream(setting: Setting) -> dict[str, tuple[nn.Module, Any]]:
+    settings = setting.config
+    text = TextProcessor(
+        bert_tokenizer({word: number for number, word in enumerate(_WORDS)}),
+        settings.model.text.max_tokens,
+    )
+    image = settings.model.image
+    preparation = Preprocessing(image.image_size, *image.statistics)
+    pairs = random_batch(settings.inputs, ROWS, 3)
+    read = (pairs.text_ids, pairs.attention_mask, pairs.word_mask)
+    answer = text(["red circle"] * ROWS).text_ids[:, :4]
+    shares, owners = torch.ones(ROWS), torch.arange(ROWS)
+    shards = {"train": ["unused"]}
+
+    def parts() -> Loaded:
+        return Loaded(VLPModel(settings.model), text, preparation)
+
+    def classes(kind: Any, images: int) -> tuple[nn.Module, Any]:
+        pixels = pairs.pixels[:, None].expand(-1, images, -1, -1, -1)
+        labels = torch.zeros(ROWS, dtype=torch.int64)
+        config = kind.model_validate({"data": shards})
+        return PairClassification(config, parts()), PairBatch(pixels, *read, labels, pairs.valid)
+
+    def on_pairs(kind: Any, config: Any) -> tuple[nn.Module, Any]:
+        data = {"sources": [{"path": "unused"}]}
+        objectives = {"mlm": None, "mim": None, "itm": {"group": ROWS}, "teacher": None}
+        chosen = config.model_validate({"data": data, "objectives": objectives})
+        return kind(chosen, parts()), pairs
+
+    caption = CaptionConfig.model_validate({"data": shards | {"max_caption": 8}})
+    question = VqaConfig.model_validate({"data": shards | {"max_answer": 8}})
+    return {
+        "retrieval": on_pairs(Retrieval, RetrievalConfig),
+        "grounding": on_pairs(Grounding, GroundingConfig),
+        "snli_ve": classes(SnliVeConfig, 1),
+        "nlvr2": classes(Nlvr2Config, 2),
+        "nlvr2_assignment": classes(Nlvr2AssignmentConfig, 2),
+        "caption": (CaptionTask(caption, parts()), CaptionBatch(pairs.pixels, answer, pairs.valid)),
+        "vqa": (
+            Vqa(question, parts(), ["yes", "no"]),
+            VqaBatch(pairs.pixels, *read, answer, owners, shares, pairs.valid),
+        ),
+    }
+
+
+class _Reads(TorchDispatchMode):
+    """Counts operations that hand a number of the device to the CPU."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def waits(setting: Setting) -> Iterator[Figure]:
+    """Count the waits for the device in the forward and backward pass of a step."""
+    trainee = Trainee(setting.config, setting.device)
+    batch = random_batch(setting.config.inputs, ROWS, 3).to(setting.device)
+    trainee.step(batch)
+    on_gpu = setting.device.type == "cuda"
+    with warnings.catch_warnings(record=True) as caught, _Reads() as reads:
+        warnings.simplefilter("always")
+        if on_gpu:
+            torch.cuda.set_sync_debug_mode("warn")
+        trainee.task(batch, 2).loss.backward()
+        if on_gpu:
+            torch.cuda.set_sync_debug_mode("default")
+    found = sum("synchronizing" in str(one.message) for one in caught) if on_gpu else reads.count
+    for one in caught:
+        print(f"{one.filename}:{one.lineno}: {one.message}")
+    promise = 0 if on_gpu else None  # forms for a CPU read numbers, which costs nothing there
+    yield Figure("waits for the device in a step", found, "", at_most=promise, correctness=on_gpu)

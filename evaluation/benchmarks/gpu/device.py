@@ -1,0 +1,45 @@
+"""Part A: versions, and the rates that this GPU reaches by itself."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from evaluation.benchmarks import harness
+from evaluation.benchmarks.gpu.figures import Figure, Setting
+
+PACKAGES = ("torch", "triton", "deepspeed", "timm", "transformers", "vlp")
+ROUNDS = 10
+
+
+def product_rate(setting: Setting) -> float:
+    """Measure the FLOP/s of one large bf16 product, the best of some rounds."""
+    side = 256 if setting.dry else 8192
+    a, b = (torch.randn(side, side, device=setting.device).bfloat16() for _ in range(2))
+    return 2 * side**3 / _fastest(setting, partial(torch.matmul, a, b))
+
+
+def bandwidth(setting: Setting) -> float:
+    """Measure the bytes/s of memory that a copy reads and writes."""
+    source = torch.randn(1 << (16 if setting.dry else 28), device=setting.device)
+    return 2 * source.nbytes / _fastest(setting, partial(torch.empty_like(source).copy_, source))
+
+
+def _fastest(setting: Setting, work: partial[torch.Tensor]) -> float:
+    return min(harness.seconds(work, setting.device) for _ in range(ROUNDS))
+
+
+def measure(setting: Setting) -> Iterator[Figure]:
+    """Print versions; yield rates."""
+    print(f"{harness.device_name(setting.device)}; Python {platform.python_version()}")
+    for package in PACKAGES:
+        try:
+            print(package, version(package))
+        except PackageNotFoundError:
+            print(package, "is not installed")
+    yield Figure("bf16 product", product_rate(setting) / 1e12, "TFLOP/s")
+    yield Figure("memory", bandwidth(setting) / 1e9, "GB/s")

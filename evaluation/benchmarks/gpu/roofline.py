@@ -1,0 +1,199 @@
+"""Prediction of a pretraining step's time on a GPU, from counted bytes and FLOPs.
+
+    python -m evaluation.benchmarks.gpu.roofline --config configs/pretrain/base.yaml
+
+Two small steps run on this CPU, forward and backward, while every operation is counted: FLOPs of
+matrix products, bytes of tensors that it reads and writes. Both grow linearly with the pairs, so
+two sizes give any other. The optimiser and the teacher pass over all parameters once. An operation
+takes the longer of its FLOPs at the GPU's peak rate and its bytes at its bandwidth.
+
+Error bars are two readings of what a GPU reaches. *Fused*: products reach 75 % of the peak,
+element-wise operations cost nothing, and logits of attention never lie in memory. *As written*:
+products reach 55 % of the peak, every operation reads and writes its tensors, and costs at least
+the time that a CPU takes to launch it. A real step should lie between both. Data loading and
+communication are not in it. Prints a table and, last, one JSON line per figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from evaluation.benchmarks import harness
+from evaluation.benchmarks.harness import Measurement
+from evaluation.benchmarks.pretrain_step import random_batch
+from vlp.config import ConfigError
+from vlp.tasks.pretraining import Pretraining
+from vlp.training.config import PretrainConfig
+
+aten = torch.ops.aten
+
+BANDWIDTH_SHARE = 0.85
+LAUNCH = 6e-6
+"""Seconds that a CPU takes to launch an operation."""
+COUNTED_ROWS = (2, 4)
+_BATCHED = {aten.bmm.default, aten.baddbmm.default}
+# In the fused reading these read and write memory; what stands between them does not.
+_STREAMED = {
+    aten.native_layer_norm.default,
+    aten.native_layer_norm_backward.default,
+    aten.embedding.default,
+    aten.embedding_dense_backward.default,
+}
+
+
+class GPU(NamedTuple):
+    """Dense bf16 FLOP/s and bytes/s of memory, as the vendor states them."""
+
+    flops: float
+    bandwidth: float
+
+
+GPUS = {
+    "H100": GPU(989e12, 3.35e12),
+    "A100": GPU(312e12, 2.039e12),
+}
+
+
+class Reading(NamedTuple):
+    """One end of the error bars: share of the peak that products reach, and what is counted."""
+
+    name: str
+    product_share: float
+    fused: bool
+
+
+READINGS = (Reading("fused", 0.75, True), Reading("as written", 0.55, False))
+
+
+class Work(NamedTuple):
+    """Sums over operations, (FLOPs of products, bytes moved by them, other bytes, operations)."""
+
+    flops: float
+    product_bytes: float
+    other_bytes: float
+    operations: float
+
+    def seconds(self, gpu: GPU, reading: Reading) -> float:
+        """Return the time of all operations."""
+        bandwidth = gpu.bandwidth * BANDWIDTH_SHARE
+        products = max(
+            self.flops / (gpu.flops * reading.product_share), self.product_bytes / bandwidth
+        )
+        device = products + self.other_bytes / bandwidth
+        return device if reading.fused else max(device, self.operations * LAUNCH)
+
+
+class CountingMode(TorchDispatchMode):
+    """Sum of the work of all operations inside it, by reading."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work = {reading.name: Work(0, 0, 0, 0) for reading in READINGS}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run one operation and count it; views are free."""
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func.is_view or func in (aten.detach.default, aten.empty.memory_format):
+            return out
+        read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        sizes = [x.nbytes for x in read + [x for x in tree_leaves(out) if isinstance(x, Tensor)]]
+        counter = flop_registry.get(func.overloadpacket)
+        flops = counter(*args, **kwargs, out_val=out) if counter else 0
+        for reading in READINGS:
+            if flops:
+                # Of attention the largest is the logits, which fused kernels never write.
+                kept = sorted(sizes)[:-1] if reading.fused and func in _BATCHED else sizes
+                step = Work(flops, sum(kept), 0, 1)
+            elif reading.fused and func not in _STREAMED:
+                continue
+            else:
+                step = Work(0, 0, sum(sizes), 1)
+            self.work[reading.name] = Work(*map(sum, zip(self.work[reading.name], step)))
+        return out
+
+
+def count_step(config: PretrainConfig, rows: int, words: int = 15) -> dict[str, Work]:
+    """Count the forward and the backward pass of a step of some pairs, by reading."""
+    torch.manual_seed(0)
+    precision = config.training.precision
+    task = Pretraining(config.model, config.objectives, "", precision, log_every=10**6)
+    batch = random_batch(config.inputs, rows, words)
+    with CountingMode() as counting:
+        task(batch, 1).loss.backward()
+    return counting.work
+
+
+def parameter_passes(config: PretrainConfig) -> Work:
+    """Count what a step does to all parameters: clipping, AdamW, and the teacher's average."""
+    with torch.device("meta"):
+        task = Pretraining(config.model, config.objectives.model_copy(update={"teacher": None}), "")
+    floats = 3 + 7 + 3 * (config.objectives.teacher is not None)  # read or written a parameter
+    return Work(0, 0, 4 * floats * sum(p.numel() for p in task.parameters()), 30)
+
+
+def extrapolated(few: Work, more: Work, counted: tuple[int, int], rows: int) -> Work:
+    """Return the work of `rows` pairs, linear in what two numbers of pairs take."""
+    share = (rows - counted[0]) / (counted[1] - counted[0])
+    grown = [a + share * (b - a) for a, b in zip(few[:3], more[:3])]
+    return Work(*grown, more.operations)  # operations do not depend on the pairs
+
+
+def predictions(config: PretrainConfig, rows: list[int]) -> dict[int, dict[str, Work]]:
+    """Return the work of a whole step by pairs and reading."""
+    few, more = (count_step(config, each) for each in COUNTED_ROWS)
+    passes = parameter_passes(config)
+    found = {}
+    for each in rows:
+        steps = {name: extrapolated(few[name], more[name], COUNTED_ROWS, each) for name in few}
+        found[each] = {name: Work(*map(sum, zip(step, passes))) for name, step in steps.items()}
+    return found
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the configuration, the pairs and the GPU."""
+    parser.add_argument("--rows", default="32,64,128", metavar="N,…", help="pairs of a GPU's step")
+    parser.add_argument("--gpu", default="H100", help=f"of {', '.join(GPUS)}")
+    harness.add_config(parser)
+
+
+def run(options: argparse.Namespace, _: torch.device) -> Iterator[Measurement]:
+    """Print the table, yield both ends of each prediction."""
+    if options.gpu not in GPUS:
+        raise ConfigError(f"unknown GPU {options.gpu}; known are {', '.join(GPUS)}")
+    gpu = GPUS[options.gpu]
+    public = ("model.text.weights=null", "model.image.weights=null")
+    config = harness.load_pretraining(options, *public)
+    lines = []
+    for rows, works in predictions(config, [int(each) for each in options.rows.split(",")]).items():
+        for reading in READINGS:
+            work = works[reading.name]
+            seconds = work.seconds(gpu, reading)
+            share = 100 * work.flops / seconds / gpu.flops
+            moved = work.product_bytes + work.other_bytes
+            cells = [work.flops / 1e12, moved / 1e9, 1e3 * seconds, rows / seconds, share]
+            lines.append([str(rows), reading.name, *(f"{cell:.1f}" for cell in cells)])
+            name = f"roofline/{options.gpu}/{rows}/{reading.name.replace(' ', '_')}"
+            yield Measurement(f"{name}/pairs", rows / seconds, "pairs/s")
+            yield Measurement(f"{name}/share_of_peak", share, "%")
+    head = ["pairs", "reading", "TFLOP", "GB", "ms", "pairs/s", "% of peak"]
+    print(f"predicted for {options.gpu}, not measured\n{harness.table(head, lines)}\n")
+
+
+main = partial(harness.run_benchmark, __doc__, add_options, run, cpu_only=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

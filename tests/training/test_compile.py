@@ -1,0 +1,137 @@
+"""`training.compile`: few graphs, unbroken and shared, that change neither losses nor names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from compile_toy import ROWS, configuration, task_of
+from torch import Tensor, nn
+
+from evaluation.benchmarks.pretrain_step import random_batch
+from vlp.config import ConfigError
+from vlp.data.stream.batch import Batch
+from vlp.layers.post_norm import PostNormLayer
+from vlp.tasks.pretraining import Pretraining
+from vlp.training.compile import compile_task, transformer_blocks, uncompiled
+from vlp.training.config import PretrainConfig
+
+CPU = torch.device("cpu")
+SCRIPT = Path(__file__).with_name("engines") / "compile_ranks.py"
+
+
+@pytest.fixture(autouse=True)
+def counters() -> Iterator[Any]:
+    """Counts of this test alone; graphs of others are forgotten."""
+    import torch._dynamo as dynamo
+
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+    limit = dynamo.config.recompile_limit
+    yield dynamo.utils.counters
+    dynamo.config.recompile_limit = limit
+    dynamo.reset()
+
+
+def losses(task: Pretraining, config: PretrainConfig, steps: int) -> list[float]:
+    """Train by plain descent on captions of other lengths each step."""
+    found = []
+    descent = torch.optim.SGD(task.parameters(), 1e-2)
+    for step in range(1, 1 + steps):
+        batch: Batch = random_batch(config.inputs, ROWS, 1 + step, seed=step)
+        loss = task(batch, step).loss
+        loss.backward()
+        descent.step()
+        descent.zero_grad()
+        task.after_step(lambda: dict(task.named_parameters()))
+        found.append(float(loss.detach()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("how", "graphs"),
+    [
+        # One of a text block and one of an image block. Cross-modal blocks have two steps of two
+        # streams, each for the batch and for the pairs of ITM.
+        ("blocks", 2 + 8),
+        # Text once; images as they are and masked; pairs of ITM and of MLM.
+        ("step", 1 + 2 + 2),
+    ],
+)
+def test_graphs_are_few_whole_and_of_all_lengths(how: Any, graphs: int, counters: Any) -> None:
+    config = configuration(layers=2 if how == "blocks" else 1)
+    plain = task_of(config)
+    expected = losses(plain, config, 3)
+    task = task_of(config)
+    compile_task(task, how, CPU, backend="eager")
+    assert losses(task, config, 1) == pytest.approx(expected[:1], abs=1e-5)
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert losses(task_of(config), config, 3) == expected
+    assert not counters["graph_break"]
+    losses(task, config, 3)
+    assert counters["stats"]["unique_graphs"] == graphs  # whatever the length of the captions
+    assert list(task.state_dict()) == list(plain.state_dict())
+    with uncompiled():
+        task(random_batch(config.inputs, 3, 2), 1)  # batches of a validation have other sizes
+    assert counters["stats"]["unique_graphs"] == graphs
+
+
+def test_sizes_that_change_become_symbols(counters: Any) -> None:
+    """Of tasks whose texts are as long as the longest of a batch."""
+
+    class Texts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(PostNormLayer(8, 2, 16) for _ in range(2))
+
+        def forward(self, states: Tensor) -> Tensor:
+            for layer in self.layers:
+                states = layer(states, states.new_ones(states.shape[:2], dtype=torch.bool))
+            return states
+
+    texts = Texts()
+    sizes = [torch.randn(3, length, 8, requires_grad=True) for length in range(4, 8)]
+    expected = [texts(states) for states in sizes]
+    compile_task(texts, "blocks", CPU, backend="eager")
+    for states, before in zip(sizes, expected):
+        torch.testing.assert_close(texts(states), before)
+    assert counters["stats"]["unique_graphs"] == 2
+    assert not counters["graph_break"]
+
+
+def test_inductor_changes_losses_by_rounding_alone() -> None:
+    config = configuration(masked=False)
+    task = task_of(config)
+    compile_task(task, "blocks", CPU)
+    expected = losses(task_of(config), config, 3)
+    assert losses(task, config, 3) == pytest.approx(expected, abs=1e-5)
+
+
+def test_blocks_of_a_task_are_those_of_its_encoders() -> None:
+    task = task_of(configuration(layers=2))
+    kinds = [type(block).__name__ for block in transformer_blocks(task)]
+    assert kinds == ["PostNormLayer"] * 2 + ["Block"] * 2 + ["CrossLayer"] * 2
+
+
+def test_a_cpu_compiles_nothing_unless_told(counters: Any) -> None:
+    task = task_of(configuration(masked=False))
+    compile_task(task, "auto", CPU)
+    losses(task, configuration(masked=False), 1)
+    assert not counters["stats"]
+
+
+def test_one_graph_needs_texts_of_one_length() -> None:
+    task = task_of(configuration(masked=False, length_groups=2))
+    with pytest.raises(ConfigError, match="length_groups"):
+        compile_task(task, "step", CPU)
+
+
+@pytest.mark.distributed
+def test_engines_go_on_from_each_others_checkpoints(tmp_path: Path) -> None:
+    output = ranks.run([SCRIPT, tmp_path], 2)
+    for kind in ("ddp", "1", "3"):
+        assert f"{kind} holds" in output

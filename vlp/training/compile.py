@@ -1,0 +1,109 @@
+"""`torch.compile` of a task: each transformer block, or each encoder as one graph.
+
+Modules are compiled in place (`nn.Module.compile`): their names, and so checkpoints, stay as they
+are. Only training steps run compiled code: batches of a validation have other sizes, and each size
+would be compiled anew.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from vlp.config import ConfigError
+from vlp.tasks.plain import PlainTask
+from vlp.training.config import Compile
+
+Backend = str | Callable[..., Any]
+
+FORMS = 32
+"""Graphs of one block that the compiler may keep (its default is 8).
+
+A cross-modal layer of layout `ace` has 12: two steps of two streams, for pairs of the batch and for
+those of image-text matching, and for the teacher without gradients.
+"""
+
+
+def compile_task(
+    task: nn.Module, how: Compile, device: torch.device, backend: Backend = "inductor"
+) -> None:
+    """Compile a task, and a teacher beside it, before it is trained.
+
+    Shapes are static where the task says that its batches are (`PlainTask.static_shapes`);
+    elsewhere a size that changes becomes a symbol, so that a block is compiled at most twice for
+    it. A graph is compiled when its module first runs.
+
+    Args:
+        task: with or without its parameters on the device.
+        how: `blocks` compiles each transformer block, and the blocks of a tower share one graph;
+            `step` compiles the image, the text and the cross-modal encoder as one graph each, and
+            blocks outside of them; `auto` is `blocks` on a GPU and `none` elsewhere.
+        device: where the task runs.
+        backend: of `torch.compile`.
+
+    Raises:
+        ConfigError: `step` for encoders that cannot be one graph: texts in groups by length.
+    """
+    if how == "auto":
+        how = "blocks" if device.type == "cuda" else "none"
+    if how == "none":
+        return
+    import torch._dynamo  # a second or two: none of the runs that stay as they are
+
+    torch._dynamo.config.recompile_limit = max(FORMS, torch._dynamo.config.recompile_limit)
+    # Graphs are small enough for gradients to travel while the next one runs backwards.
+    torch._dynamo.config.optimize_ddp = False  # type: ignore[assignment]
+    networks = task.networks() if isinstance(task, PlainTask) else [task]
+    dynamic = False if isinstance(task, PlainTask) and task.static_shapes else None
+    for network in networks:
+        encoders = list(_encoders(network)) if how == "step" else []
+        for encoder in encoders:
+            encoder.compile(backend=backend, fullgraph=True, dynamic=dynamic)
+        within = {id(part) for encoder in encoders for part in encoder.modules()}
+        for block in transformer_blocks(network):
+            if id(block) not in within:
+                block.compile(backend=backend, dynamic=dynamic)
+
+
+def uncompiled() -> AbstractContextManager[object]:
+    """Return a context in which compiled modules run as they are written."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
+
+
+def transformer_blocks(network: nn.Module) -> Iterator[nn.Module]:
+    """Yield the members of lists of equal modules that have norms and linear layers."""
+    for child in network.children():
+        members = list(child.children())
+        if isinstance(child, nn.ModuleList | nn.Sequential) and _are_blocks(members):
+            yield from members
+        else:
+            yield from transformer_blocks(child)
+
+
+def _are_blocks(members: list[nn.Module]) -> bool:
+    if len({type(member) for member in members}) != 1:
+        return False
+    parts = list(members[0].modules())
+    return all(any(isinstance(part, kind) for part in parts) for kind in (nn.Linear, nn.LayerNorm))
+
+
+def _encoders(network: nn.Module) -> Iterator[nn.Module]:
+    from vlp.models.cross_encoder import CrossEncoder
+    from vlp.models.image_encoder import ImageEncoder
+    from vlp.models.text_encoder import TextEncoder
+
+    for module in network.modules():
+        if isinstance(module, TextEncoder) and module.length_groups > 1:
+            raise ConfigError(
+                "training.compile=step needs texts of one length; set model.text.length_groups=1 "
+                "or training.compile=blocks"
+            )
+        if isinstance(module, ImageEncoder | TextEncoder | CrossEncoder):
+            yield module
