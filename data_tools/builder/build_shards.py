@@ -24,7 +24,6 @@ from data_tools.builder.plan import Pieces
 from data_tools.builder.sample_spec import Refused, SampleSpec
 from data_tools.builder.take_down import TakeDown
 from data_tools.builder.write_shard import make_shard, temporary
-from data_tools.parallel import in_order
 from data_tools.sources.image_sources import Originals
 from vlp.config import ConfigError
 from vlp.data.shards.index import TABLE_GLOB
@@ -101,7 +100,7 @@ def build_shards(
             pieces = Pieces(originals, journal, options, take_down)
             with tqdm(total=total, desc=str(out), unit=" samples", smoothing=0.05) as bar:
                 jobs = pieces.jobs(wanted, bar)
-                results = in_order(make_shard, jobs, options.processes, ordered=False)
+                results = options.executor.map(make_shard, jobs, ordered=False)
                 for record, process in results:
                     _publish(journal, record, process)
                     bar.update(record.wanted)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import NamedTuple
 
-from data_tools.parallel import add_processes
+from data_tools.executor.executor import Executor
+from data_tools.executor.local import LocalExecutor
+from data_tools.executor.options import add_executor, executor_of
 from vlp.config import ConfigError
 
 
@@ -16,7 +17,7 @@ class BuildOptions(NamedTuple):
 
     Args:
         samples_per_shard: at most so many samples whose images are there.
-        processes: that read, check and write.
+        executor: reads, checks and writes.
         max_side: pixels; larger images are reduced and their boxes scaled. None: no limit.
         quality: of JPEG that must be written anew.
         licence: for the manifest.
@@ -27,7 +28,7 @@ class BuildOptions(NamedTuple):
     """
 
     samples_per_shard: int = 1000
-    processes: int = os.cpu_count() or 1
+    executor: Executor = LocalExecutor()
     max_side: int | None = None
     quality: int = 90
     licence: str | None = None
@@ -91,20 +92,21 @@ def add_build_arguments(parser: argparse.ArgumentParser, *, images: bool = True)
         help="build anew in a folder that holds other shards: those are moved to OUT/.replaced-*, "
         "and deleted when the new ones are whole (default: they are an error)",
     )
-    add_processes(group, "shards that are made at the same time")
+    add_executor(group, "shards that are made at the same time")
 
 
 def build_options(arguments: argparse.Namespace) -> BuildOptions:
     """Return the options from the command line.
 
     Raises:
-        ConfigError: a number is out of range.
+        ConfigError: a number is out of range, or there is no such executor.
     """
-    least = {"samples_per_shard": 1, "processes": 1, "quality": 1, "max_side": 1}
+    least = {"samples_per_shard": 1, "quality": 1, "max_side": 1}
     for name, smallest in least.items():
         value = getattr(arguments, name)
         if value is not None and value < smallest:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}, at least {smallest}")
     if arguments.quality > 100:
         raise ConfigError(f"--quality is {arguments.quality}, at most 100")
-    return BuildOptions(*(getattr(arguments, name) for name in BuildOptions._fields))
+    given = {name: getattr(arguments, name) for name in BuildOptions._fields if name != "executor"}
+    return BuildOptions(executor=executor_of(arguments), **given)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from data_tools.parallel import in_order
+from data_tools.executor.executor import Executor
 from data_tools.scan.shard_reader import Shard, ShardReader
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation
@@ -68,20 +68,20 @@ class TakeDown:
 
 
 def keys_of(
-    wanted: Mapping[int, Sequence[int]], shards: Sequence[Shard], processes: int
+    wanted: Mapping[int, Sequence[int]], shards: Sequence[Shard], executor: Executor
 ) -> Iterator[tuple[int, list[str]]]:
     """Return the keys of some samples, read from the headers of their shards.
 
     Args:
         wanted: place of the shard in `shards` -> numbers of its samples.
         shards: all shards.
-        processes: that read at the same time.
+        executor: reads the headers.
 
     Yields:
         The place of each shard and the keys, in the order of `wanted`.
     """
     jobs = [SamplesToRemove(shards[shard], numbers) for shard, numbers in wanted.items()]
-    return zip(wanted, in_order(_keys, jobs, processes))
+    return zip(wanted, executor.map(_keys, jobs))
 
 
 def write_list(path: Path, heading: str, lines: Iterable[Line]) -> int:

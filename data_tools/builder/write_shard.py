@@ -12,7 +12,7 @@ from data_tools.builder.fit_boxes import fit_boxes
 from data_tools.builder.journal import Record, shard_name
 from data_tools.builder.reencode import prepare_image
 from data_tools.builder.sample_spec import has_text
-from data_tools.parallel import go_on
+from data_tools.executor.executor import go_on
 from data_tools.sources.image_sources import ImageLocation
 from vlp.data.limits import limits
 from vlp.data.schema import Annotation, captions_of

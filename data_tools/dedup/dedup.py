@@ -36,8 +36,9 @@ from data_tools.dedup.dedup_options import (
 from data_tools.dedup.duplicate_images import Drops, duplicate_images
 from data_tools.dedup.near_duplicates import Places
 from data_tools.dedup.perceptual_hash import FLAT_IMAGE, UNREADABLE, differing_bits, hash_shards
+from data_tools.executor.executor import Executor
+from data_tools.executor.options import add_executor, executor_of
 from data_tools.inspect.contact_sheet import SheetCell, draw_pairs
-from data_tools.parallel import add_processes
 from data_tools.scan.shard_reader import Shard, shards_of
 
 
@@ -48,14 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, required=True, metavar="LIST", help="list of the keys to drop"
     )
     add_near_duplicate_options(parser)
-    add_processes(parser)
+    add_executor(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Hash, compare, write the list and say what is on it."""
-    distance = required_distance(arguments)
+    distance, executor = required_distance(arguments), executor_of(arguments)
     shards = shards_of(arguments.folders)
-    parts = list(hash_shards(shards, hash_folder(arguments), arguments.processes, "hash"))
+    parts = list(hash_shards(shards, hash_folder(arguments), executor, "hash"))
     ends = np.cumsum([len(part) for part in parts])
     images = np.concatenate(parts)
     del parts
@@ -67,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         f"{len(drops.dropped)} of {len(images)} images repeat another one: {int(same.sum())} "
         f"with the same bytes, {int((~same).sum())} that look like it"
     )
-    write_list(arguments.out, f"dedup: {heading}", _lines(ours, drops, same, arguments.processes))
+    write_list(arguments.out, f"dedup: {heading}", _lines(ours, drops, same, executor))
     print(f"{arguments.out}: {heading}")
     _say_what_was_left(ours, drops)
     pairs = _pairs_to_show(ours, drops, arguments.pairs)
@@ -86,9 +87,9 @@ class _HashedImages(NamedTuple):
 
 
 def _lines(
-    ours: _HashedImages, drops: Drops, same: NDArray[np.bool_], processes: int
+    ours: _HashedImages, drops: Drops, same: NDArray[np.bool_], executor: Executor
 ) -> Iterator[Line]:
-    names = _names(ours, np.unique(np.concatenate(drops)), processes)
+    names = _names(ours, np.unique(np.concatenate(drops)), executor)
     bits = differing_bits(ours.records["coarse"][drops.dropped], ours.records["coarse"][drops.kept])
     for dropped, kept, equal, distance in zip(*drops, same, bits):
         how = "the same bytes as" if equal else f"like ({distance} bits of 64)"
@@ -100,7 +101,7 @@ def _lines(
         )
 
 
-def _names(ours: _HashedImages, images: Places, processes: int) -> dict[int, str]:
+def _names(ours: _HashedImages, images: Places, executor: Executor) -> dict[int, str]:
     by_shard: dict[int, list[int]] = defaultdict(list)
     for image in images:
         by_shard[int(ours.places[image])].append(int(image))
@@ -109,7 +110,7 @@ def _names(ours: _HashedImages, images: Places, processes: int) -> dict[int, str
     }
     return {
         image: key
-        for shard, keys in keys_of(wanted, ours.shards, processes)
+        for shard, keys in keys_of(wanted, ours.shards, executor)
         for image, key in zip(by_shard[shard], keys)
     }
 

@@ -39,8 +39,9 @@ from data_tools.dedup.perceptual_hash import (
     fine_distance,
     hash_shards,
 )
+from data_tools.executor.executor import Executor
+from data_tools.executor.options import add_executor, executor_of
 from data_tools.inspect.contact_sheet import SheetCell, draw_pairs
-from data_tools.parallel import add_processes
 from data_tools.scan.shard_reader import Shard, shards_of
 
 BY_NAME, BY_BYTES, BY_LOOKS = 1, 2, 4
@@ -128,26 +129,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, required=True, metavar="LIST", help="list of the keys to take out"
     )
     add_near_duplicate_options(parser)
-    add_processes(parser)
+    add_executor(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Hash, compare, write the list, say how much was found and in which way."""
     distance = required_distance(arguments)
     pretraining, evaluation = shards_of(arguments.pretraining), shards_of(arguments.evaluation)
-    hashes, processes = hash_folder(arguments), arguments.processes
-    parts = list(hash_shards(evaluation, hashes, processes, "evaluation"))
+    hashes, executor = hash_folder(arguments), executor_of(arguments)
+    parts = list(hash_shards(evaluation, hashes, executor, "evaluation"))
     places = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     theirs = Evaluation(evaluation, np.concatenate(parts), places)
     images = EvaluationImages(theirs.records, distance)
     found, samples, unreadable = [], 0, int((theirs.records["state"] == UNREADABLE).sum())
-    hashed = hash_shards(pretraining, hashes, processes, "pretraining")
+    hashed = hash_shards(pretraining, hashes, executor, "pretraining")
     for number, records in enumerate(hashed):
         found.append(images.matches(records, number))
         samples += int((~records["second"]).sum())
         unreadable += int((records["state"] == UNREADABLE).sum())
     matches = np.concatenate(found)
-    lines = _lines(matches, pretraining, theirs, processes)
+    lines = _lines(matches, pretraining, theirs, executor)
     count = write_list(
         arguments.out, "overlap: pretraining samples that show evaluation images", lines
     )
@@ -163,7 +164,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _lines(
-    matches: NDArray[np.void], pretraining: Sequence[Shard], theirs: Evaluation, processes: int
+    matches: NDArray[np.void], pretraining: Sequence[Shard], theirs: Evaluation, executor: Executor
 ) -> Iterator[Line]:
     """Yield one line for each sample, of its match that has the most ways."""
     order = np.lexsort((matches["bits"], -matches["ways"].astype(int), matches["sample"],
@@ -173,10 +174,10 @@ def _lines(
     best = ordered[np.unique(places, return_index=True)[1]]
     images = np.unique(best["image"])
     by_shard = _grouped(theirs.places[images], theirs.records["sample"][images])
-    their_names = [key for _, keys in keys_of(by_shard, theirs.shards, processes) for key in keys]
+    their_names = [key for _, keys in keys_of(by_shard, theirs.shards, executor) for key in keys]
     ours = _grouped(best["shard"], best["sample"])
     rows = iter(best)
-    for shard, keys in keys_of(ours, pretraining, processes):
+    for shard, keys in keys_of(ours, pretraining, executor):
         for key, match in zip(keys, rows):
             image = int(match["image"])
             name = their_names[int(np.searchsorted(images, image))]

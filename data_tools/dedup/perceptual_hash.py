@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
+from data_tools.executor.executor import Executor
 from data_tools.scan.repeated_ids import number_of
 from data_tools.scan.shard_reader import Shard, ShardReader, scan
 from vlp.config import ConfigError
@@ -111,17 +112,17 @@ def image_record(
 
 
 def hash_shards(
-    shards: Sequence[Shard], folder: Path, processes: int, title: str
+    shards: Sequence[Shard], folder: Path, executor: Executor, title: str
 ) -> Iterator[NDArray[np.void]]:
     """Yield a RECORD for every image of each shard, in order; samples without an image have none.
 
     Args:
         shards: the shards.
         folder: where the records of shards are kept, so that none is hashed twice.
-        processes: that hash at the same time.
+        executor: hashes them.
         title: of the progress bar.
     """
-    for _, kept in scan(partial(_keep_hashes, folder=folder), shards, processes, title):
+    for _, kept in scan(partial(_keep_hashes, folder=folder), shards, executor, title):
         records: NDArray[np.void] = np.load(kept)
         yield records
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -18,7 +17,8 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from data_tools.parallel import go_on, in_order
+from data_tools.executor.executor import Executor, go_on
+from data_tools.executor.options import add_executor, executor_of
 from vlp.config import ConfigError
 from vlp.data.scenes.annotation import (
     annotation,
@@ -97,9 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--samples-per-shard", type=int, default=1000)
-    parser.add_argument(
-        "--processes", type=int, default=os.cpu_count() or 1, help="default: one for each core"
-    )
+    add_executor(parser, "samples that are drawn at the same time")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -109,13 +107,14 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: if a number is out of range, or `--out` holds a corpus of other settings.
     """
     _check(arguments)
+    executor = executor_of(arguments)
     start = time.perf_counter()
     written = 0
     with FolderLock(arguments.out):
         _begin(arguments)
         for part in PARTS:
             if getattr(arguments, part):
-                written += _write_part(part, arguments)
+                written += _write_part(part, arguments, executor)
     seconds = time.perf_counter() - start
     speed = f" in {seconds:.1f} s ({written / seconds:.0f} a second)" if written else ""
     print(f"{arguments.out}: {written} new samples{speed}")
@@ -171,7 +170,7 @@ def make_sample(
     raise ValueError(f"unknown part {part!r}, known are {', '.join(PARTS)}")
 
 
-def _write_part(part: str, arguments: argparse.Namespace) -> int:
+def _write_part(part: str, arguments: argparse.Namespace, executor: Executor) -> int:
     count, seed, image_size = getattr(arguments, part), arguments.seed, arguments.image_size
     variety = Variety(*(getattr(arguments, name) for name in Variety._fields))
     jobs: list[int | Scene] = list(range(count))
@@ -186,7 +185,7 @@ def _write_part(part: str, arguments: argparse.Namespace) -> int:
         make = partial(make_sample, part, seed, image_size, variety=variety, kinds=arguments.kinds)
         bar = tqdm(total=count, initial=count - len(missing), desc=part, unit=" samples")
         with bar:
-            for sample in _mapped(make, missing, arguments.processes):
+            for sample in _mapped(make, missing, executor):
                 writer.write(
                     sample.key, sample.image, "png", sample.annotation, sample.second_image
                 )
@@ -208,14 +207,13 @@ def mean_box_share(scenes: Sequence[Scene]) -> float:
 
 
 def _mapped(
-    make: Callable[[int | Scene], SceneFiles], jobs: Sequence[int | Scene], processes: int
+    make: Callable[[int | Scene], SceneFiles], jobs: Sequence[int | Scene], executor: Executor
 ) -> Iterator[SceneFiles]:
-    """Yield samples in the order of their jobs; as many processes as are worth starting work."""
-    processes = min(processes, len(jobs) // (4 * _CHUNK))
-    if processes < 2:
+    """Yield samples in the order of their jobs; few are not worth starting processes."""
+    if len(jobs) < 8 * _CHUNK:
         return map(make, jobs)
     chunks = (jobs[start : start + _CHUNK] for start in range(0, len(jobs), _CHUNK))
-    return chain.from_iterable(in_order(partial(_chunk, make), chunks, processes))
+    return chain.from_iterable(executor.map(partial(_chunk, make), chunks))
 
 
 def _chunk(
@@ -227,7 +225,7 @@ def _chunk(
 
 def _check(arguments: argparse.Namespace) -> None:
     """Refuse settings that make no sense."""
-    least = {**dict.fromkeys(PARTS, 0), "image_size": 16, "samples_per_shard": 1, "processes": 1}
+    least = {**dict.fromkeys(PARTS, 0), "image_size": 16, "samples_per_shard": 1}
     for name, smallest in least.items():
         if getattr(arguments, name) < smallest:
             option = "--" + name.replace("_", "-")

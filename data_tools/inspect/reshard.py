@@ -31,7 +31,8 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from data_tools.builder.journal import require_same_settings, shard_name
-from data_tools.parallel import add_processes, go_on, in_order
+from data_tools.executor.executor import Executor, go_on
+from data_tools.executor.options import add_executor, executor_of
 from data_tools.scan.keys import keys_in, prefixed, repeated_keys
 from data_tools.scan.repeated_ids import Numbers, RepeatedIds, numbers_of
 from data_tools.scan.shard_reader import Shard, ShardReader, scan, shards_of
@@ -87,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="put the name of its folder before every key, where folders use the same ones",
     )
-    add_processes(parser)
+    add_executor(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -106,12 +107,12 @@ def run(arguments: argparse.Namespace) -> int:
 def _reshard(
     arguments: argparse.Namespace, shards: Sequence[Shard], prefixes: dict[Path, str]
 ) -> int:
-    out: Path = arguments.out
+    out, executor = arguments.out, executor_of(arguments)
     settings = _settings(arguments, shards)
     _refuse_others(out, settings)
     plan = out / _PLAN_NAME
     try:
-        problems, counts = survey(shards, plan, prefixes, arguments.processes)
+        problems, counts = survey(shards, plan, prefixes, executor)
         total = int(counts.sum())
         if not total:
             raise ConfigError("there are no samples in these folders")
@@ -122,7 +123,7 @@ def _reshard(
         pieces = (order.piece(number, shards, counts) for number in missing)
         write = partial(write_shard, out=out, plan=plan, prefixes=prefixes)
         with tqdm(total=len(missing), desc=str(out), unit="shard") as bar:
-            for _ in in_order(write, pieces, arguments.processes):
+            for _ in executor.map(write, pieces):
                 bar.update()
     except OSError as error:
         raise ConfigError(
@@ -131,7 +132,7 @@ def _reshard(
         ) from error
     finally:
         plan.unlink(missing_ok=True)
-    index_folder(out, arguments.processes)
+    index_folder(out, executor.map)
     print(f"{out}: {total} samples in {len(order)} shards, {len(missing)} of them new")
     for problem in problems:
         print(f"  damaged: {problem}")
@@ -139,7 +140,7 @@ def _reshard(
 
 
 def survey(
-    shards: Sequence[Shard], plan: Path, prefixes: dict[Path, str], processes: int
+    shards: Sequence[Shard], plan: Path, prefixes: dict[Path, str], executor: Executor
 ) -> tuple[list[str], NDArray[np.int64]]:
     """Write the places of all samples to `plan`, one ROW each.
 
@@ -152,7 +153,7 @@ def survey(
     problems, counts, keys = [], [], RepeatedIds()
     work = partial(_survey, prefixes=prefixes)
     with open(plan, "wb") as file:
-        for shard, found in scan(work, shards, processes, "survey"):
+        for shard, found in scan(work, shards, executor, "survey"):
             if found.problem:
                 problems.append(f"{shard}: {found.problem}, {len(found.rows)} samples before it")
             counts.append(len(found.rows))
@@ -160,7 +161,7 @@ def survey(
             file.write(found.rows.tobytes())
     repeated = keys.result().values
     if len(repeated):
-        raise ConfigError(_say_repeated(repeated_keys(shards, repeated, processes, prefixes)))
+        raise ConfigError(_say_repeated(repeated_keys(shards, repeated, executor, prefixes)))
     return problems, np.array(counts, dtype=np.int64)
 
 

@@ -80,12 +80,25 @@ class Tally:
 
 
 class ShardTally(NamedTuple):
-    """One shard's counts, and its keys, image names and words as numbers."""
+    """Counts of a shard or several, and their keys, image names and words as numbers."""
 
     tally: Tally
     keys: Numbers
     names: Numbers
     words: Numbers
+    shards: int = 1
+
+
+def joined(first: ShardTally, second: ShardTally) -> ShardTally:
+    """Return the counts of both, keys and names in order."""
+    first.tally.add(second.tally)
+    return ShardTally(
+        first.tally,
+        np.concatenate((first.keys, second.keys)),
+        np.concatenate((first.names, second.names)),
+        np.union1d(first.words, second.words),
+        first.shards + second.shards,
+    )
 
 
 def tally_shard(shard: ShardReader, tokens: Callable[[str], int] | None, limit: int) -> ShardTally:

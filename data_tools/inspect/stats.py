@@ -7,8 +7,8 @@
 Writes FILE and, beside it, the histograms as an image (.png). Words are runs of letters and digits
 in lower case; with `--vocabulary` captions are counted in its tokens too, [CLS] and [SEP]
 included. Of images the headers are read; `verify` decodes them. Interrupted, it writes what was
-counted so far and says so. Memory is bounded: the names of a billion samples are compared on disk
-(in TMPDIR, 16 bytes a sample).
+counted so far and says so; run again, it counts the rest. Memory is bounded: the names of a
+billion samples are compared on disk (in TMPDIR, 16 bytes a sample).
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from data_tools.inspect.shard_stats import ShardTally, Tally, tally_shard
-from data_tools.parallel import add_processes
+from data_tools.executor.executor import open_ledger
+from data_tools.executor.options import add_executor, executor_of
+from data_tools.inspect.shard_stats import ShardTally, Tally, joined, tally_shard
 from data_tools.scan.repeated_ids import RepeatedIds
 from data_tools.scan.shard_reader import Shard, ShardReader, scan, shards_of
 from vlp.config import ConfigError
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="count captions of more tokens, or of more words without --vocabulary (default 30)",
     )
     parser.add_argument("--vocabulary", help="folder with tokenizer.json, or a name on the hub")
-    add_processes(parser)
+    add_executor(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -59,8 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
         _tokens(arguments.vocabulary)
     count = _Count(arguments)
     try:
-        for folder in arguments.folders:
-            count.folder(folder)
+        with open_ledger(arguments.out.with_name(f"{arguments.out.name}.tasks")) as ledger:
+            for folder in arguments.folders:
+                count.folder(folder, ledger)
     except KeyboardInterrupt:
         count.write(complete=False)
         print(f"\n{arguments.out}: what was counted before the interruption")
@@ -102,19 +104,20 @@ class _Count:
     """Counts of all shards so far."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self._arguments = arguments
+        self._arguments, self._executor = arguments, executor_of(arguments)
         self._tally = Tally()
         self._names, self._words = RepeatedIds(), RepeatedIds()
         self._repeated_keys = self._shards = 0
 
-    def folder(self, folder: Path) -> None:
-        """Count the shards of a folder."""
+    def folder(self, folder: Path, ledger: Path) -> None:
+        """Count the shards of a folder, of which the ledger may know some."""
         arguments = self._arguments
         work = partial(_tally, vocabulary=arguments.vocabulary, limit=arguments.max_tokens)
         keys = RepeatedIds()
         shards = shards_of([folder])
-        for _, found in scan(work, shards, arguments.processes, f"stats {folder}"):
-            self._shards += 1
+        title = f"stats {folder}"
+        for _, found in scan(work, shards, self._executor, title, join=joined, ledger=ledger):
+            self._shards += found.shards
             self._tally.add(found.tally)
             self._names.add(found.names)
             self._words.add(found.words)

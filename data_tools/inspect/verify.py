@@ -5,9 +5,9 @@
     python -m data_tools verify shards/cc3m --fix         # and index anew where the index is wrong
 
 Damage is printed as it is found and counted by kind at the end; `--report FILE` keeps all of it,
-one line each: kind, tab, place. The exit code is 1 if any is left. Only `--fix` writes into a
-folder, and nothing but its index. A flipped byte that leaves an image decodable shows only against
-the sha256 of a manifest.json.
+one line each: kind, tab, place, and with it an interrupted check goes on where it was. The exit
+code is 1 if any is left. Only `--fix` writes into a folder, and nothing but its index. A flipped
+byte that leaves an image decodable shows only against the sha256 of a manifest.json.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from typing import IO, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from data_tools.executor.executor import Executor, open_ledger
+from data_tools.executor.options import add_executor, executor_of
 from data_tools.inspect.index_check import (
     INDEX_KINDS,
     MANIFEST_NAME,
@@ -33,7 +35,6 @@ from data_tools.inspect.index_check import (
     found_rows,
     read_manifest,
 )
-from data_tools.parallel import add_processes
 from data_tools.scan.keys import keys_in, repeated_keys
 from data_tools.scan.repeated_ids import Numbers, RepeatedIds, numbers_of
 from data_tools.scan.shard_reader import Shard, ShardReader, scan, shards_of
@@ -67,21 +68,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--places", type=int, default=10, metavar="N", help="print so many a kind (default 10)"
     )
-    add_processes(parser)
+    add_executor(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Check every folder; 1 if damage is left at the end."""
+    executor = executor_of(arguments)
     counts: Counter[str] = Counter()
     fixed: Counter[str] = Counter()
     images = samples = 0
     with ExitStack() as stack:
-        report = None
+        report = ledger = None
         if arguments.report is not None:
             report = stack.enter_context(_opened(arguments.report))
+            ledger = stack.enter_context(open_ledger(Path(f"{arguments.report}.tasks")))
         for folder in _distinct(arguments.folders):
             before = counts.copy()
-            for examined in check(folder, arguments.quick, arguments.processes):
+            for examined in check(folder, arguments.quick, executor, ledger):
                 images += examined.images
                 samples += examined.found.samples if examined.found else 0
                 for damage in examined.damage:
@@ -90,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
             repairs = {kind: counts[kind] - before[kind] for kind in INDEX_KINDS}
             if arguments.fix and any(repairs.values()):
                 with FolderLock(folder):
-                    index_folder(folder, arguments.processes)
+                    index_folder(folder, executor.map)
                 print(f"{folder}: indexed anew")
                 fixed.update(repairs)
     looked_at = "listed" if arguments.quick else "decoded"
@@ -104,8 +107,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if left else 0
 
 
-def check(folder: Path, quick: bool, processes: int) -> Iterator[Examined]:
-    """Examine a folder: its shards one by one, then what they say together."""
+def check(
+    folder: Path, quick: bool, executor: Executor, ledger: Path | None = None
+) -> Iterator[Examined]:
+    """Examine a folder: its shards one by one, then what they say together.
+
+    Shards whose result is in the ledger are not read again.
+    """
     shards = []
     # Where no shard is left, an index or a manifest may still say what there should be.
     listed = any((folder / name).exists() for name in (INDEX_NAME, MANIFEST_NAME))
@@ -116,7 +124,7 @@ def check(folder: Path, quick: bool, processes: int) -> Iterator[Examined]:
     work = partial(examine, quick=quick, hashed=hashed)
     found: dict[str, ShardContents] = {}
     keys = RepeatedIds()
-    for shard, examined in scan(work, shards, processes, f"verify {folder}"):
+    for shard, examined in scan(work, shards, executor, f"verify {folder}", ledger=ledger):
         yield examined
         keys.add(examined.keys)
         if examined.found is not None:
@@ -127,7 +135,7 @@ def check(folder: Path, quick: bool, processes: int) -> Iterator[Examined]:
     yield Examined(damage)
     repeated = keys.result().values
     if len(repeated):
-        yield Examined(list(_duplicates(shards, repeated, processes)))
+        yield Examined(list(_duplicates(shards, repeated, executor)))
 
 
 def examine(shard: Shard, quick: bool = False, hashed: bool = False) -> Examined:
@@ -157,9 +165,9 @@ def examine(shard: Shard, quick: bool = False, hashed: bool = False) -> Examined
         return Examined(damage, found, images, keys)
 
 
-def _duplicates(shards: Sequence[Shard], repeated: Numbers, processes: int) -> Iterator[Damage]:
+def _duplicates(shards: Sequence[Shard], repeated: Numbers, executor: Executor) -> Iterator[Damage]:
     seen: set[str] = set()
-    for shard, name in repeated_keys(shards, repeated, processes):
+    for shard, name in repeated_keys(shards, repeated, executor):
         if name in seen:
             yield Damage("duplicate key", f"{shard}, {name} (came before)")
         seen.add(name)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data_tools.executor.executor import Executor
 from data_tools.scan.repeated_ids import Numbers, numbers_of
 from data_tools.scan.shard_reader import Shard, ShardReader, scan
 
@@ -26,7 +27,7 @@ def keys_in(shard: ShardReader, prefix: str = "") -> list[str]:
 def repeated_keys(
     shards: Sequence[Shard],
     repeated: Numbers,
-    processes: int,
+    executor: Executor,
     prefixes: Mapping[Path, str] | None = None,
 ) -> Iterator[tuple[Shard, str]]:
     """Yield every occurrence of the keys that come more than once, in order.
@@ -34,11 +35,11 @@ def repeated_keys(
     Args:
         shards: all shards.
         repeated: numbers of keys (`repeats.number_of`) of which some come more than once.
-        processes: that read headers at the same time.
+        executor: reads the headers.
         prefixes: of the keys of each folder.
     """
     work = partial(_repeated, repeated=repeated, prefixes=prefixes or {})
-    for shard, names in scan(work, shards, processes, "repeated keys"):
+    for shard, names in scan(work, shards, executor, "repeated keys"):
         for name in names:
             yield shard, name
 

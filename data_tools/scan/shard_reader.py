@@ -1,4 +1,4 @@
-"""Reading of shards by the data tools: one shard at a time, shared out among processes."""
+"""Reading of shards by the data tools: one shard at a time, by any executor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 
 from tqdm import tqdm
 
-from data_tools.parallel import go_on, in_order
+from data_tools.executor.executor import Executor, go_on
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import (
@@ -23,6 +23,8 @@ from vlp.data.shards.sample_files import (
 from vlp.data.shards.tar import Member
 
 Result = TypeVar("Result")
+
+_MOST_RESULTS = 4096
 
 
 class Shard(NamedTuple):
@@ -114,17 +116,32 @@ def shards_of(folders: Sequence[Path]) -> list[Shard]:
 
 
 def scan(
-    work: Callable[[Shard], Result], shards: Sequence[Shard], processes: int, title: str
+    work: Callable[[Shard], Result],
+    shards: Sequence[Shard],
+    executor: Executor,
+    title: str,
+    *,
+    join: Callable[[Result, Result], Result] | None = None,
+    ledger: Path | None = None,
 ) -> Iterator[tuple[Shard, Result]]:
     """Yield every shard and what `work` makes of it, with a progress bar in bytes of shards.
 
     Args:
-        work, processes: as of `in_order`.
+        work: as of `Executor.map`.
         shards: from `shards_of`.
+        executor: reads the shards.
         title: of the progress bar.
+        join: joins the results of neighbours, of which thousands would come; each comes with the
+            first of its shards.
+        ledger: as of `Executor.map`.
     """
+    run = 1 if join is None else max(1, len(shards) // _MOST_RESULTS)
+    if join is None:
+        results = executor.map(work, shards, ledger=ledger)
+    else:
+        results = executor.reduce(work, shards, join, run=run, ledger=ledger)
     sizes = [shard.path.stat().st_size if shard.path.is_file() else 0 for shard in shards]
     with tqdm(total=sum(sizes), desc=title, unit="B", unit_scale=True) as bar:
-        for shard, size, result in zip(shards, sizes, in_order(work, shards, processes)):
-            yield shard, result
-            bar.update(size)
+        for start, result in zip(range(0, len(shards), run), results):
+            yield shards[start], result
+            bar.update(sum(sizes[start : start + run]))

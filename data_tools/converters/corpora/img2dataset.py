@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 from tqdm import tqdm
 
-from data_tools.parallel import in_order
+from data_tools.executor.executor import Executor
+from data_tools.executor.local import LocalExecutor
 from data_tools.sources.image_sources import ImageLocation, Originals
 from vlp.config import ConfigError
 from vlp.data.limits import limits
@@ -39,12 +40,12 @@ class Downloads(Originals):
         ConfigError: a folder does not exist or holds no tars.
     """
 
-    def __init__(self, places: Sequence[Path], processes: int = 1) -> None:
+    def __init__(self, places: Sequence[Path], executor: Executor | None = None) -> None:
         super().__init__(())
         self._tars = [tar for place in places for tar in _tars(place)]
         found = []
         bar = tqdm(total=len(self._tars), desc="reading what was downloaded", unit=" tars")
-        found_in = in_order(survey, self._tars, processes)
+        found_in = (executor or LocalExecutor(1)).map(survey, self._tars)
         with bar:
             for number, (entries, without, problem) in enumerate(found_in):
                 entries["tar"] = number

@@ -23,6 +23,7 @@ from data_tools.builder.caption_cleaning import add_caption_arguments, clean_cap
 from data_tools.builder.options import add_build_arguments
 from data_tools.builder.sample_spec import Refused, SampleSpec
 from data_tools.builder.take_down import TakeDown
+from data_tools.executor.options import executor_of
 from data_tools.sources.image_sources import Originals
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation
@@ -106,7 +107,7 @@ def run_web(arguments: argparse.Namespace, web: WebList) -> int:
 
         arguments.images = arguments.img2dataset
         originals: Callable[[Sequence[Path]], Originals] = partial(
-            Downloads, processes=arguments.processes
+            Downloads, executor=executor_of(arguments)
         )
         name = None
     else:

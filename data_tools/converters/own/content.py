@@ -14,7 +14,7 @@ from data_tools.converters.own.file_tree import FileTree
 from data_tools.converters.own.forms import OwnImage
 from data_tools.dedup.alike_groups import alike_groups
 from data_tools.dedup.perceptual_hash import RECORD, UNREADABLE, image_record
-from data_tools.parallel import go_on, in_order
+from data_tools.executor.executor import Executor, go_on
 from data_tools.scan.repeated_ids import number_of
 from data_tools.sources.image_sources import ImageLocation
 from vlp.config import ConfigError
@@ -70,7 +70,7 @@ def deal(
     images: Sequence[OwnImage],
     tree: FileTree,
     shares: Sequence[float],
-    processes: int,
+    executor: Executor,
     splits_named: bool,
     exact: bool = False,
 ) -> Dealt:
@@ -80,14 +80,14 @@ def deal(
         images: each path once.
         tree: where they are.
         shares: of train, val and test.
-        processes: that read at the same time.
+        executor: reads and hashes them.
         splits_named: the command line names the column of the splits.
         exact: images that look alike, but differ in their bytes, may go to two sides.
 
     Raises:
         ConfigError: that column holds something else than names of splits.
     """
-    records = _records(images, tree, processes)
+    records = _records(images, tree, executor)
     first: dict[int, int] = {}
     kept: list[OwnImage] = []
     places: list[int] = []
@@ -201,7 +201,7 @@ def _rank(name: str) -> int:
     return 0 if split is None else -SPLITS.index(split)
 
 
-def _records(images: Sequence[OwnImage], tree: FileTree, processes: int) -> NDArray[np.void]:
+def _records(images: Sequence[OwnImage], tree: FileTree, executor: Executor) -> NDArray[np.void]:
     """Return a RECORD for each image, in order."""
     chunks: Iterator[_Chunk] = (
         _Chunk(tuple((one.image, tree.find(one.image)) for one in images[start : start + _CHUNK]))
@@ -209,7 +209,7 @@ def _records(images: Sequence[OwnImage], tree: FileTree, processes: int) -> NDAr
     )
     parts = [np.empty(0, RECORD)]
     with tqdm(total=len(images), desc="comparing images", unit=" images", disable=None) as bar:
-        for part in in_order(_hashed, chunks, processes):
+        for part in executor.map(_hashed, chunks):
             parts.append(part)
             bar.update(len(part))
     return np.concatenate(parts)

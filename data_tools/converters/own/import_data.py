@@ -37,6 +37,7 @@ from data_tools.converters.own.file_tree import FileTree
 from data_tools.converters.own.forms import Form, OwnImage, recognise
 from data_tools.converters.own.hub import PREFIX, hub_form
 from data_tools.converters.own.next_steps import next_steps
+from data_tools.executor.options import executor_of
 from data_tools.sources.annotation_rows import Faults
 from data_tools.sources.archives import unpacking_room
 from vlp.config import ConfigError
@@ -244,7 +245,7 @@ def _build(
         captioned,
         tree,
         arguments.split,
-        arguments.processes,
+        executor_of(arguments),
         arguments.split_column is not None,
         arguments.exact,
     )

@@ -22,12 +22,13 @@ from data_tools.builder.build_shards import (
     build_shards,
     print_manifest,
 )
+from data_tools.executor.local import LocalExecutor
 from data_tools.sources.image_sources import Originals
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation, Expression, captions_of
 from vlp.data.shards.shard_index import ShardIndex
 
-FOUR = BuildOptions(samples_per_shard=4, processes=1)
+FOUR = BuildOptions(samples_per_shard=4, executor=LocalExecutor(1))
 
 
 def wanted(number: int, **more: Any) -> SampleSpec:
@@ -111,7 +112,7 @@ def test_shards_hold_what_was_wanted_and_the_manifest_what_failed(
 
 def test_the_number_of_processes_does_not_change_a_byte(places: Path, tmp_path: Path) -> None:
     for processes in (1, 2, 3):
-        build(places, tmp_path / str(processes), FOUR._replace(processes=processes))
+        build(places, tmp_path / str(processes), FOUR._replace(executor=LocalExecutor(processes)))
     assert files_of(tmp_path / "2") == files_of(tmp_path / "1")
     assert files_of(tmp_path / "3") == files_of(tmp_path / "1")
 
@@ -161,7 +162,7 @@ def test_a_killed_worker_ends_the_build(
             os.kill(os.getpid(), signal.SIGKILL)
         return prepare(data, where, *rest)
 
-    options = FOUR._replace(processes=2)
+    options = FOUR._replace(executor=LocalExecutor(2))
     with monkeypatch.context() as patch:
         patch.setattr(shard_job, "prepare_image", killed)
         with pytest.raises(ConfigError, match="a worker process was killed"):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,9 +17,6 @@ from vlp.data.shards.index import (
 )
 from vlp.data.shards.sample_files import BadSample, contents, parse_annotation
 from vlp.data.shards.tar import Member
-
-# Starting one takes as long as reading some shards.
-_SHARDS_WORTH_A_PROCESS = 8
 
 
 class Survey(NamedTuple):
@@ -60,15 +55,13 @@ def survey(path: Path) -> Survey:
 
 def index_folder(
     folder: str | Path,
-    processes: int = 1,
-    progress: Callable[[Iterable[Path]], Iterable[Path]] | None = None,
+    mapped: Callable[[Callable[[Path], Survey], Sequence[Path]], Iterable[Survey]] = map,
 ) -> list[str]:
     """Write the index of a folder of shards, whoever wrote them; the caller holds its lock.
 
     Args:
         folder: holds the *.tar files.
-        processes: that read shards, at most.
-        progress: goes through the shards and shows how far it is, as `tqdm` does.
+        mapped: applies a function that can be pickled to each shard, as `map` does.
 
     Returns:
         One line for each shard that is empty or damaged; what can be reached in it is indexed.
@@ -83,15 +76,8 @@ def index_folder(
     paths = sorted(folder.glob("*.tar"))
     if not paths:
         raise ConfigError(no_shards_in(folder))
-    shown = paths if progress is None else progress(paths)
-    processes = min(processes, len(paths) // _SHARDS_WORTH_A_PROCESS)
     try:
-        if processes < 2:
-            return _write(folder, map(_without_keys, shown))
-        # Spawned: whoever calls this may have threads, which a fork does not carry over.
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(processes, context) as pool:
-            return _write(folder, pool.map(_without_keys, shown))
+        return _write(folder, mapped(_without_keys, paths))
     except OSError as error:
         place = error.filename or folder / INDEX_NAME
         raise ConfigError(

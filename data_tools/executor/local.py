@@ -1,0 +1,88 @@
+"""Tasks in processes of this machine, or in this process; none of them outlives its command."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain, islice
+
+from data_tools.executor.executor import Executor, Job, Result, in_flight, stopping
+from vlp.config import ConfigError
+
+_WATCH_SECONDS = 0.5
+
+
+class LocalExecutor(Executor):
+    """Processes of this machine; with one, or a single job, this process does the work.
+
+    Raises:
+        ConfigError: `processes` is no number of processes.
+    """
+
+    def __init__(self, processes: int = os.cpu_count() or 1) -> None:
+        if processes < 1:
+            raise ConfigError(f"--processes is {processes}, at least 1")
+        self._processes = processes
+
+    def results(
+        self, work: Callable[[Job], Result], jobs: Iterable[Job], ordered: bool
+    ) -> Iterator[Result]:
+        """Yield results; a worker that dies ends the command."""
+        rest = iter(jobs)
+        first = list(islice(rest, self._processes))
+        rest = chain(first, rest)
+        if len(first) < 2:
+            yield from map(work, rest)
+            return
+        with _pool(len(first)) as pool:
+            submit = partial(pool.submit, work)
+            yield from in_flight(submit, rest, len(first), ordered, (BrokenProcessPool,))
+
+
+@contextmanager
+def _pool(processes: int) -> Iterator[ProcessPoolExecutor]:
+    # Workers hold the reading end of a pipe, which ends when this process closes it or dies.
+    reading, writing = os.pipe()
+    pool = ProcessPoolExecutor(
+        processes,
+        multiprocessing.get_context("fork"),
+        initializer=_begin,
+        initargs=(os.getpid(), reading, writing),
+    )
+    try:
+        yield pool
+    except BaseException:
+        os.close(writing)  # nobody waits for what is under way
+        writing = -1
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+        for end in (reading, writing):
+            if end >= 0:
+                os.close(end)
+
+
+def _begin(parent: int, reading: int, writing: int) -> None:
+    # Ctrl-C reaches every process of a terminal; it is the parent's to handle.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.close(writing)
+    threading.Thread(target=_leave_with, args=(parent, reading), daemon=True).start()
+
+
+def _leave_with(parent: int, reading: int) -> None:
+    os.read(reading, 1)
+    # The work ends by itself, at its next read: a process that died while it sends a result would
+    # leave its parent waiting for the rest of it.
+    stopping.set()
+    # A parent that was killed tells nobody, and waiting for its next job would take for ever.
+    while os.getppid() == parent:
+        time.sleep(_WATCH_SECONDS)
+    os._exit(1)
