@@ -6,7 +6,7 @@ READY := .venv/.ready
 JOBS ?= 2
 SHELL := /bin/bash
 
-.PHONY: demo test test-gpu test-slow test-multinode test-lowest fuzz chaos page-check lint types contracts docs resume-check clean
+.PHONY: demo test test-gpu test-slow test-multinode test-ray test-lowest fuzz chaos page-check lint types contracts docs resume-check clean
 
 # `make demo FRESH=1` deletes a finished run first.
 demo: $(READY)
@@ -24,6 +24,11 @@ test-slow: $(READY)
 
 test-multinode: $(READY)
 	$(BIN)/python -m pytest -m multinode
+
+# Data tools on a real Ray cluster of two nodes on this machine, one of which is killed.
+test-ray: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[ray]'
+	$(BIN)/python -m pytest -m ray
 
 # The tests with the oldest version of each package that pyproject.toml allows, in an environment of its own.
 test-lowest:

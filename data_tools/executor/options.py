@@ -24,7 +24,7 @@ def add_executor(
     parser.add_argument(
         "--executor",
         default=os.environ.get("VLP_EXECUTOR", "local"),
-        metavar="PLACE",
+        metavar="WHERE",
         help="local; ray, ray://HOST:PORT (a cluster); slurm (arrays of N tasks); results are the "
         "same (default: $VLP_EXECUTOR, or local)",
     )

@@ -34,6 +34,7 @@ class RayExecutor(Executor):
         self._ray: Any = ray
         if ray.is_initialized():
             return
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # Workers find the same modules as this process, from a checkout too.
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         options: dict[str, Any] = {

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
+from every_tool import run_every_tool, sources
+from made_shards import jpeg, write
 
+from data_tools.__main__ import main
+from data_tools.executor.executor import open_ledger
 from data_tools.executor.local import LocalExecutor
+from data_tools.inspect import stats, verify
+from data_tools.scan import shard_reader
 from vlp.config import ConfigError
 
 PROGRAM = """
@@ -101,3 +109,95 @@ def runs(process: str) -> bool:
 def test_wrong_executors_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(ConfigError, match="--processes is 0"):
         LocalExecutor(0)
+    write(tmp_path / "shards", {"a": jpeg(1)})
+    for place, message in (("spark", "local, ray, ray://HOST:PORT or slurm"), ("slurm", "sbatch")):
+        assert main(["index", str(tmp_path / "shards"), "--executor", place]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_every_tool_gives_the_same_with_one_and_two_processes(tmp_path: Path) -> None:
+    given = sources(tmp_path)
+    one = run_every_tool(given, tmp_path / "one", "--processes", "1")
+    assert len(one) > 20
+    assert run_every_tool(given, tmp_path / "two", "--processes", "2") == one
+
+
+def once(job: Path) -> str:
+    """Leave a mark; a job may be told to fail."""
+    with job.open("a") as file:
+        file.write("done ")
+    if job.name == "7" and not (job.parent / "go").exists():
+        raise ConfigError("seven")
+    return job.name
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_finished_tasks_are_not_done_again(tmp_path: Path, processes: int) -> None:
+    jobs = [tmp_path / str(number) for number in range(10)]
+    executor, folder = LocalExecutor(processes), tmp_path / "ledger"
+
+    def run() -> list[str]:
+        with open_ledger(folder) as ledger:
+            return list(executor.map(once, jobs, ledger=ledger))
+
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="seven"):
+            run()
+    assert jobs[7].read_text() == "done done "
+    (tmp_path / "go").touch()
+    assert run() == [str(number) for number in range(10)]
+    assert not folder.exists()
+    assert jobs[7].read_text() == "done done done "
+
+
+def test_a_changed_file_is_another_task(tmp_path: Path) -> None:
+    job = tmp_path / "shard"
+    job.write_text("one")
+    with open_ledger(tmp_path / "ledger") as ledger:
+        map_ = partial(LocalExecutor(1).map, ledger=ledger)
+        assert list(map_(Path.read_text, [job])) == ["one"]
+        assert len(list(ledger.iterdir())) == 1
+        job.write_text("two!")
+        assert list(map_(Path.read_text, [job])) == ["two!"]
+        assert list(map_(Path.read_bytes, [job])) == [b"two!"]
+        assert len(list(ledger.iterdir())) == 3
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_runs_are_joined_in_order(processes: int) -> None:
+    joined = LocalExecutor(processes).reduce(str, range(7), operator.add, run=3)
+    assert list(joined) == ["012", "345", "6"]
+
+
+def test_joined_tallies_are_those_of_single_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = sources(tmp_path)
+    monkeypatch.setattr(stats, "draw", lambda *_: None)
+    found = []
+    for most in (4096, 3):
+        monkeypatch.setattr(shard_reader, "_MOST_RESULTS", most)
+        out = tmp_path / f"{most}.json"
+        assert main(["stats", str(given / "first"), "--out", str(out)]) == 0
+        found.append(out.read_text())
+    assert found[0] == found[1]
+
+
+def test_a_stopped_check_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, report = sources(tmp_path) / "first", tmp_path / "report"
+    command = ["verify", str(folder), "--report", str(report), "--processes", "1"]
+    assert main(command) == 1
+    whole, decode, calls = report.read_text(), verify.decode_image, []
+
+    def stopped(data: bytes, where: str) -> object:
+        calls.append(where)
+        if len(calls) == 20:
+            raise KeyboardInterrupt
+        return decode(data, where)
+
+    monkeypatch.setattr(verify, "decode_image", stopped)
+    assert main(command) == 130
+    assert main(command) == 1
+    assert report.read_text() == whole
+    # Of 30 images 18 lay in finished shards.
+    assert len(calls) == 20 + 12
