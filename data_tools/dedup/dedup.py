@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     ends = np.cumsum([len(part) for part in parts])
     images = np.concatenate(parts)
     del parts
-    drops = duplicate_images(images, distance)
+    drops = duplicate_images(images, distance, executor, hash_folder(arguments))
     places = np.searchsorted(ends, np.arange(len(images)), side="right")
     ours = _HashedImages(shards, images, places)
     same = images["bytes"][drops.dropped] == images["bytes"][drops.kept]

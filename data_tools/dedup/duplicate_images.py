@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_tools.dedup.near_duplicates import Places, near_pairs
+from data_tools.dedup.near_duplicates import Places, block_masks, pairs_of_sorting
 from data_tools.dedup.perceptual_hash import (
     FINE_DISTANCE,
     READABLE,
@@ -15,6 +18,11 @@ from data_tools.dedup.perceptual_hash import (
     Hashes,
     fine_distance,
 )
+from data_tools.executor.executor import Executor, go_on
+from data_tools.executor.local import LocalExecutor
+
+ALONE = LocalExecutor(1)
+_WORTH_TASKS = 50_000
 
 
 class Drops(NamedTuple):
@@ -24,7 +32,12 @@ class Drops(NamedTuple):
     kept: Places
 
 
-def duplicate_images(images: NDArray[np.void], distance: int | None) -> Drops:
+def duplicate_images(
+    images: NDArray[np.void],
+    distance: int | None,
+    executor: Executor = ALONE,
+    folder: Path | None = None,
+) -> Drops:
     """Find the images that repeat an earlier one.
 
     An image is dropped if it has the same bytes as an earlier one, or looks like an earlier one
@@ -35,6 +48,8 @@ def duplicate_images(images: NDArray[np.void], distance: int | None) -> Drops:
         images: RECORDs in order of preference; the second images of samples, and the first ones
             beside them, are left out of account.
         distance: bits of 64, or None for equal bytes only.
+        executor: searches many images for near ones, a task for each sorting.
+        folder: where tasks find the hashes meanwhile; None: a temporary one of this machine.
     """
     paired = images["second"].copy()
     paired[:-1] |= images["second"][1:]
@@ -48,7 +63,9 @@ def duplicate_images(images: NDArray[np.void], distance: int | None) -> Drops:
         textured = textured[kept_for[textured] == textured]
         _join_equal_hashes(images, textured, kept_for)
         textured = textured[kept_for[textured] == textured]
-        _join_near_hashes(images, textured, distance, kept_for)
+        if len(textured) < _WORTH_TASKS:
+            executor = ALONE
+        _join_near_hashes(images, textured, distance, kept_for, executor, folder)
         while (kept_for[kept_for] != kept_for).any():
             kept_for = kept_for[kept_for]
     dropped = np.flatnonzero(kept_for != np.arange(len(images)))
@@ -90,17 +107,34 @@ def _join_equal_hashes(images: NDArray[np.void], among: Places, kept_for: Places
 
 
 def _join_near_hashes(
-    images: NDArray[np.void], among: Places, distance: int, kept_for: Places
+    images: NDArray[np.void],
+    among: Places,
+    distance: int,
+    kept_for: Places,
+    executor: Executor,
+    folder: Path | None,
 ) -> None:
     edges = [np.empty((2, 0), np.int64)]
-    for pairs in near_pairs(images["coarse"][among], distance):
-        first, second = among[pairs.first], among[pairs.second]
-        fine = fine_distance(images["fine"][first], images["fine"][second])
-        near = fine <= FINE_DISTANCE
-        edges.append(np.stack((first[near], second[near])))
+    with TemporaryDirectory(prefix="near-", dir=folder) as name:
+        for column in ("coarse", "fine"):
+            np.save(Path(name, f"{column}.npy"), images[column][among])
+        search = partial(_near_of_sorting, Path(name), distance)
+        sortings = range(len(block_masks(distance, len(among))))
+        edges.extend(among[places] for places in executor.map(search, sortings))
     first, second = np.concatenate(edges, axis=1)
     # Earlier images are decided upon before later ones look at them.
     for place in np.lexsort((first, second)):
         one, other = first[place], second[place]
         if kept_for[other] == other and kept_for[one] == one:
             kept_for[other] = one
+
+
+def _near_of_sorting(folder: Path, distance: int, number: int) -> Places:
+    """Return the pairs that one sorting finds and 256 bits confirm, (2, pairs)."""
+    coarse, fine = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("coarse", "fine"))
+    found = [np.empty((2, 0), np.int64)]
+    for pairs in pairs_of_sorting(np.asarray(coarse), distance, number):
+        go_on()
+        near = fine_distance(fine[pairs.first], fine[pairs.second]) <= FINE_DISTANCE
+        found.append(np.stack((pairs.first[near], pairs.second[near])))
+    return np.concatenate(found, axis=1)

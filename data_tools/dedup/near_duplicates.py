@@ -37,22 +37,28 @@ def near_pairs(hashes: Hashes, distance: int) -> Iterator[NearPairs]:
     Memory beside the hashes is that of one sorting; equal hashes, though, are all paired with each
     other, so many of them should be made one before.
     """
+    for number in range(len(block_masks(distance, len(hashes)))):
+        yield from pairs_of_sorting(hashes, distance, number)
+
+
+def pairs_of_sorting(hashes: Hashes, distance: int, number: int) -> Iterator[NearPairs]:
+    """Yield the pairs of `near_pairs` that one sorting finds and no earlier one."""
     masks = block_masks(distance, len(hashes))
-    for number, mask in enumerate(masks):
-        order = np.argsort(hashes & mask, kind="stable")
-        value = hashes[order]
-        block = value & mask
-        # Members of a block lie side by side: compare each with the next, the one after that, ...
-        here = np.arange(len(order))
-        for shift in range(1, len(order)):
-            here = here[here + shift < len(order)]
-            here = here[block[here] == block[here + shift]]
-            if not len(here):
-                break
-            places, bits = _near(value[here], value[here + shift], distance, masks[:number])
-            one, other = order[here[places]], order[here[places] + shift]
-            if len(bits):
-                yield NearPairs(np.minimum(one, other), np.maximum(one, other), bits)
+    mask = masks[number]
+    order = np.argsort(hashes & mask, kind="stable")
+    value = hashes[order]
+    block = value & mask
+    # Members of a block lie side by side: compare each with the next, the one after that, ...
+    here = np.arange(len(order))
+    for shift in range(1, len(order)):
+        here = here[here + shift < len(order)]
+        here = here[block[here] == block[here + shift]]
+        if not len(here):
+            break
+        places, bits = _near(value[here], value[here + shift], distance, masks[:number])
+        one, other = order[here[places]], order[here[places] + shift]
+        if len(bits):
+            yield NearPairs(np.minimum(one, other), np.maximum(one, other), bits)
 
 
 class NearIndex:

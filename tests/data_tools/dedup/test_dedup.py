@@ -13,9 +13,11 @@ from PIL import Image
 
 from data_tools.__main__ import main
 from data_tools.builder.take_down import TakeDown
+from data_tools.dedup import duplicate_images as duplicates
 from data_tools.dedup import perceptual_hash as image_hash
 from data_tools.dedup.duplicate_images import duplicate_images
 from data_tools.dedup.perceptual_hash import RECORD, differing_bits, fine_distance
+from data_tools.executor.local import LocalExecutor
 from data_tools.sources.image_sources import Originals
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_index import ShardWriter
@@ -194,7 +196,9 @@ def by_hand(images: np.ndarray, distance: int) -> set[int]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_earlier_one_is_kept(seed: int) -> None:
+def test_the_earlier_one_is_kept(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In chains too: one that looks like a dropped image alone stays."""
     rng = np.random.default_rng(seed)
     images = np.zeros(300, RECORD)
@@ -216,6 +220,10 @@ def test_the_earlier_one_is_kept(seed: int) -> None:
     assert set(drops.dropped.tolist()) == by_hand(images, 6)
     assert (drops.kept < drops.dropped).all()
     assert not set(drops.kept.tolist()) & set(drops.dropped.tolist())
+    monkeypatch.setattr(duplicates, "_WORTH_TASKS", 1)
+    shared_out = duplicate_images(images, 6, LocalExecutor(2), tmp_path)
+    np.testing.assert_array_equal(shared_out, drops)
+    assert not list(tmp_path.iterdir())
 
 
 def test_thousands_of_copies_of_one_image_are_no_burden() -> None:
