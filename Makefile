@@ -6,7 +6,7 @@ READY := .venv/.ready
 JOBS ?= 2
 SHELL := /bin/bash
 
-.PHONY: demo test test-gpu test-slow test-multinode test-ray test-lowest fuzz chaos page-check lint types contracts docs resume-check clean
+.PHONY: demo test test-gpu test-slow test-multinode test-ray test-browser test-lowest fuzz chaos page-check lint types contracts docs resume-check clean
 
 # `make demo FRESH=1` deletes a finished run first.
 demo: $(READY)
@@ -29,6 +29,10 @@ test-multinode: $(READY)
 test-ray: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[ray]'
 	$(BIN)/python -m pytest -m ray
+
+# The local page in Chromium, which must be installed; skipped without.
+test-browser: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser tests/evaluation/demo
 
 # The tests with the oldest version of each package that pyproject.toml allows, in an environment of its own.
 test-lowest:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any, TypeVar
 
 from PIL import Image
 
 from evaluation.core.samples import EvaluationError
+from evaluation.demo.examples import examples
 from evaluation.demo.session import TryIt
 from evaluation.downstream.registry import page_actions
 from vlp.config import ConfigError
@@ -24,6 +25,10 @@ STYLE = """
 .image .image-frame img { object-fit: contain; }
 .tiles .grid-wrap { max-height: none; }
 .tiles .caption-label { max-width: 100%; }
+.examples th { display: none; }
+.examples td { padding: 2px 8px !important; text-align: left !important; }
+.examples td img { height: 40px !important; width: 56px !important; object-fit: contain; }
+.examples td .container { height: 44px !important; width: 60px !important; border: 0 !important; }
 @media (max-width: 600px) {
   .tab-container button { padding: 0 6px; }
   .found .grid-container { grid-template-columns: repeat(2, minmax(0, 1fr)) !important; }
@@ -58,16 +63,36 @@ def page(tried: TryIt) -> Any:
         return acted
 
     def action(
-        button: Any, name: str, act: Callable[..., Any], inputs: list[Any], out: list[Any]
+        button: Any,
+        name: str,
+        act: Callable[..., Any],
+        inputs: list[Any],
+        out: list[Any],
+        samples: list[Sequence[Any]],
     ) -> None:
-        typed = [part.submit for part in inputs if isinstance(part, gradio.Textbox)]
-        event = gradio.on([button.click, *typed], shown(act), inputs, out, api_name=name)
+        entered = [part.submit for part in inputs if isinstance(part, gradio.Textbox)]
+        event = gradio.on([button.click, *entered], shown(act), inputs, out, api_name=name)
         # Else the badge of an error, or an older result, stays where the result would be.
         nothing = None if len(out) == 1 else [None] * len(out)
         event.failure(lambda: nothing, None, out, api_visibility="private")
+        with below[button]:
+            gradio.Examples(
+                [list(values) for values in zip(*samples, strict=True)],
+                inputs,
+                out,
+                shown(act),
+                run_on_click=True,
+                cache_examples=False,
+                label="Examples, answered at one click",
+                api_visibility="private",
+            )
+
+    below: dict[Any, Any] = {}
 
     def press(label: str) -> Any:
-        return gradio.Button(label, variant="primary")
+        button = gradio.Button(label, variant="primary")
+        below[button] = gradio.Column(elem_classes="examples")
+        return button
 
     def tiles(kind: str, columns: int, preview: bool) -> Any:
         return gradio.Gallery(
@@ -83,8 +108,9 @@ def page(tried: TryIt) -> Any:
             elem_classes=["tiles", kind],
         )
 
-    def chosen(label: str, visible: bool = True) -> Any:
-        return gradio.Image(
+    def chosen(label: str, images: Sequence[Image.Image], visible: bool = True) -> Any:
+        made = gradio.Image(
+            images[0] if visible else None,
             type="filepath",
             image_mode=None,  # Gradio hands the file over as it came, and does not decode it
             label=label,
@@ -94,6 +120,13 @@ def page(tried: TryIt) -> Any:
             visible=visible,
             elem_classes="image",
         )
+        # Gradio would open the file first, and say nothing useful where it is no image.
+        opened = made.preprocess
+        made.preprocess = lambda given: (given and given.path) or opened(given)
+        return made
+
+    def typed(label: str, texts: Sequence[str]) -> Any:
+        return gradio.Textbox(texts[0], label=label)
 
     def drawn() -> Any:
         return gradio.Image(
@@ -105,14 +138,16 @@ def page(tried: TryIt) -> Any:
             elem_classes="image",
         )
 
+    images, captions, phrases, questions = zip(*examples(tried.gallery), strict=True)
+    others = [*images[1:], images[0]]
     with gradio.Blocks(title=f"Try {tried.name}", analytics_enabled=False) as blocks:
         gradio.Markdown(f"# Try `{tried.name}`\n{abilities(tried)}")
         with gradio.Row():
-            image = chosen("Image")
-            second = chosen("Second image, right of the first", tried.image_count == 2)
+            image = chosen("Image", images)
+            second = chosen("Second image, right of the first", others, tried.image_count == 2)
         if tried.gallery is not None:
             with gradio.Tab("Search"):
-                wanted = gradio.Textbox(label=f"Look for, in {len(tried.gallery)} images")
+                wanted = typed(f"Look for, in {len(tried.gallery)} images", captions)
                 button = press("Search")
                 gradio.Markdown(
                     "The best first, with similarity and probability of a match; a click makes "
@@ -123,7 +158,7 @@ def page(tried: TryIt) -> Any:
                 def search(text: str) -> list[tuple[Image.Image, str]]:
                     return [(one.image, one.text) for one in tried.search(text)]
 
-                action(button, "search", search, [wanted], [found])
+                action(button, "search", search, [wanted], [found], [captions])
 
                 def choose(every: list[tuple[Image.Image, str]], event: Any) -> Image.Image:
                     return every[event.index][0]
@@ -133,8 +168,11 @@ def page(tried: TryIt) -> Any:
         if (does := tried.action) is not None:
             with gradio.Tab(does.tab):
                 inputs = [image, second][: tried.image_count]
+                samples = [images, others][: tried.image_count]
                 if does.text is not None:
-                    inputs.append(gradio.Textbox(label=does.text))
+                    texts = questions if does.name == "answer" else captions
+                    inputs.append(typed(does.text, texts))
+                    samples.append(texts)
                 button = press(does.button)
                 answers = gradio.Label(label=does.output)
 
@@ -144,9 +182,9 @@ def page(tried: TryIt) -> Any:
                         images, text = given[:-1], given[-1]
                     return dict(tried.act(does.name, images, text))
 
-                action(button, does.name, act, inputs, [answers])
+                action(button, does.name, act, inputs, [answers], samples)
         with gradio.Tab("Match"):
-            text = gradio.Textbox(label="Does this text belong to the image?")
+            text = typed("Does this text belong to the image?", captions)
             button = press("Match")
             matched = gradio.Label(label="Match")
             action(
@@ -155,16 +193,24 @@ def page(tried: TryIt) -> Any:
                 lambda image, said: dict(tried.match(image, said)),
                 [image, text],
                 [matched],
+                [images, captions],
             )
         with gradio.Tab("Ground"):
-            phrase = gradio.Textbox(label="Where is")
+            phrase = typed("Where is", phrases)
             button = press("Show")
             gradio.Markdown("The image, and Grad-CAM of the phrase, from blue (weak) to red.")
             with gradio.Row():
                 plain, heat = drawn(), drawn()
-            action(button, "ground", tried.ground, [image, phrase], [plain, heat])
+            action(
+                button,
+                "ground",
+                tried.ground,
+                [image, phrase],
+                [plain, heat],
+                [images, phrases],
+            )
         with gradio.Tab("Anchors"):
-            caption = gradio.Textbox(label="Caption")
+            caption = typed("Caption", captions)
             button = press("Show")
             gradio.Markdown("For each word the share of channel groups that anchor a patch.")
             words = tiles("words", 6, preview=True)
@@ -174,6 +220,7 @@ def page(tried: TryIt) -> Any:
                 lambda image, said: [(one.image, one.text) for one in tried.anchors(image, said)],
                 [image, caption],
                 [words],
+                [images, captions],
             )
     return blocks
 

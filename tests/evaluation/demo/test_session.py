@@ -186,6 +186,20 @@ def test_the_page_offers_what_the_model_can_do(tried, folders):
 
 
 @needs_gradio
+@pytest.mark.parametrize("kind", ["plain", "nlvr2", "caption"])
+def test_every_action_has_examples_that_it_answers(folders, kind):
+    made = page(TryIt(folders[kind], device="cpu"))
+    public = [one for one in made.fns.values() if one.api_visibility == "public"]
+    tables = [one for one in made.blocks.values() if one.get_block_name() == "dataset"]
+    assert len(public) == len(tables) == (3 if kind == "plain" else 4)
+    for act, table in zip(public, tables):
+        assert len(table.samples) == 3
+        assert len(table.samples[0]) == len(act.inputs)
+        assert act.fn(*table.raw_samples[-1])
+        assert all(part.value for part in act.inputs), "the page opens with the first one"
+
+
+@needs_gradio
 def test_every_button_stands_above_what_it_shows(tried):
     made = page(tried)
     order = list(made.blocks)
@@ -219,7 +233,8 @@ def test_the_page_says_what_the_model_lacks(tried, folders):
 
 
 @needs_gradio
-def test_the_page_answers_a_call(tried, tmp_path, red):
+def test_the_page_answers_a_call(tried, tmp_path, red, monkeypatch):
+    monkeypatch.setenv("VLP_LIMITS", "{image_bytes: 33554432}")
     client = pytest.importorskip("gradio_client")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -238,6 +253,9 @@ def test_the_page_answers_a_call(tried, tmp_path, red):
         (tmp_path / "flood.png").write_bytes(png_of(9000, 9000))
         with pytest.raises(Exception, match="image too large"):
             asked.predict(client.handle_file(str(tmp_path / "flood.png")), TEXT, api_name="/match")
+        (tmp_path / "page.png").write_bytes(b"<html>")
+        with pytest.raises(Exception, match="cannot be used: unreadable image"):
+            asked.predict(client.handle_file(str(tmp_path / "page.png")), TEXT, api_name="/match")
         (tmp_path / "long.png").write_bytes(bytes(2**25 + 1))
         with pytest.raises(Exception, match=r"413|exceed|size"):
             asked.predict(client.handle_file(str(tmp_path / "long.png")), TEXT, api_name="/match")

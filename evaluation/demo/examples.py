@@ -1,0 +1,59 @@
+"""Examples of the page: samples of the shards that are searched, else generated scenes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from PIL import Image
+
+from evaluation.retrieval.gallery import Gallery
+from vlp.data.scenes.annotation import annotation
+from vlp.data.scenes.distinct import distinct_scenes
+from vlp.data.scenes.render import render
+from vlp.data.schema import Annotation, texts_of
+
+COUNT = 3
+"""So many leave the answer below them on the screen."""
+
+SIDE = 640
+"""Larger images are made smaller, which the browser loads before anything is shown."""
+
+
+class Example(NamedTuple):
+    """An image with a caption of it, a phrase for something in it and a question on it."""
+
+    image: Image.Image
+    caption: str
+    phrase: str
+    question: str
+
+
+def examples(gallery: Gallery | None, count: int = COUNT) -> list[Example]:
+    """Return images of a gallery, evenly apart, with their texts; generated ones without."""
+    return [
+        Example(image, caption, _phrase(about, caption), _question(about))
+        for image, caption, about in (_scenes(count) if gallery is None else _some(gallery, count))
+    ]
+
+
+def _some(gallery: Gallery, count: int) -> Iterator[tuple[Image.Image, str, Annotation]]:
+    for number in range(0, len(gallery), -(-len(gallery) // count)):
+        sample = gallery.image(number)
+        image = sample.image.copy()
+        image.thumbnail((SIDE, SIDE))
+        yield image, sample.captions[0], sample.annotation
+
+
+def _scenes(count: int) -> Iterator[tuple[Image.Image, str, Annotation]]:
+    for scene in distinct_scenes(0, count):
+        about = annotation(scene)
+        yield render(scene), texts_of(about)[0], about
+
+
+def _phrase(about: Annotation, caption: str) -> str:
+    return next(iter(texts_of(about, "expressions")), caption)
+
+
+def _question(about: Annotation) -> str:
+    return about.questions[0].question if about.questions else "what is in the image?"
