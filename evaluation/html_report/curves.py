@@ -1,4 +1,4 @@
-"""Curves of a training as small SVG images, from the lines of log.jsonl."""
+"""Curves of a training, drawn by Vega-Lite as SVG images, from the lines of log.jsonl."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import vl_convert
 from markupsafe import Markup, escape
 
-WIDTH, HEIGHT = 360, 200
-LEFT, RIGHT, TOP, BOTTOM = 52, 18, 10, 34
-COLOURS = 8
-"""The style sheet has so many classes `c0`, `c1`, ...; further lines are dashed otherwise."""
+COLOURS = [f"var(--c{number})" for number in range(8)]
+"""Defined by the style sheet, for a light and a dark page; further lines are dashed otherwise."""
+DASHES = [[1, 0], [6, 3], [2, 3]]
 POINTS = 400
 """A line is drawn with about so many points at most."""
 
@@ -90,75 +90,71 @@ def _line(log: Sequence[Mapping[str, Any]], name: str) -> Points:
 
 def svg(chart: Chart) -> Markup:
     """Draw the image; its colours are those of the page's style sheet."""
-    steps = [step for points in chart.lines.values() for step, _ in points]
-    values = [v for points in chart.lines.values() for _, v in points if v is not None]
-    x_ticks = ticks(min(steps, default=0), max(steps, default=1), 4)
-    y_ticks = ticks(min(values, default=0), max(values, default=1), 4)
-    x_low, x_high = min([*steps, x_ticks[0]]), max([*steps, x_ticks[-1]])
-    y_low, y_high = y_ticks[0], y_ticks[-1]
-
-    def x(step: float) -> float:
-        return LEFT + (step - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
-
-    def y(value: float) -> float:
-        return HEIGHT - BOTTOM - (value - y_low) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM)
-
+    last = chart.last
     label = f"{chart.title} against steps: " + ", ".join(
-        f"{name} ends at {last}" for name, last in chart.last.items()
+        f"{name} ends at {value}" for name, value in last.items()
     )
-    drawn = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}" '
-        'xmlns="http://www.w3.org/2000/svg">'
+    drawn = vl_convert.vegalite_to_svg(_specification(chart, last))
+    said = f'<svg role="img" aria-label="{escape(label)}"'
+    return Markup(drawn.replace("<svg", said, 1))
+
+
+def _specification(chart: Chart, last: Mapping[str, str]) -> dict[str, Any]:
+    """Describe the image in Vega-Lite."""
+    legends = [f"{name}: {value}" for name, value in last.items()]
+    values = [
+        {"step": step, "value": value, "line": legend}
+        for legend, points in zip(legends, chart.lines.values(), strict=True)
+        for step, value in _thinned(points)
     ]
-    for tick in y_ticks:
-        drawn.append(f'<path class="grid" d="M{LEFT} {y(tick):.1f}H{WIDTH - RIGHT}"/>')
-        drawn.append(f'<text x="{LEFT - 5}" y="{y(tick) + 3.5:.1f}" class="up">{tick:g}</text>')
-    for tick in x_ticks:
-        drawn.append(
-            f'<text x="{x(tick):.1f}" y="{HEIGHT - BOTTOM + 14}" class="along">{tick:g}</text>'
-        )
-    middle = (LEFT + WIDTH - RIGHT) / 2
-    drawn.append(f'<text x="{middle}" y="{HEIGHT - 4}" class="along">step</text>')
-    for number, points in enumerate(chart.lines.values()):
-        for part in _unbroken(_thinned(points)):
-            places = [f"{x(step):.1f} {y(value):.1f}" for step, value in part]
-            if len(places) == 1:
-                across, up = places[0].split()
-                drawn.append(
-                    f'<circle class="dot {style(number)}" cx="{across}" cy="{up}" r="2.5"/>'
-                )
-            else:
-                drawn.append(f'<path class="line {style(number)}" d="M{"L".join(places)}"/>')
-    return Markup("".join([*drawn, "</svg>"]))
-
-
-def style(number: int) -> str:
-    """Classes of line number `number`."""
-    return f"c{number % COLOURS} d{number // COLOURS % 3}"
-
-
-def ticks(low: float, high: float, about: int) -> list[float]:
-    """Round numbers, evenly apart, the first at or below `low` and the last at or above `high`."""
-    if high <= low:
-        middle = abs(low) or 1.0
-        low, high = low - middle / 2, high + middle / 2
-    raw = (high - low) / about
-    size = 10.0 ** math.floor(math.log10(raw))
-    step = next(size * part for part in (1, 2, 2.5, 5, 10) if size * part >= raw * 0.999)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [float(f"{number * step:.10g}") for number in range(first, last + 1)]
+    number = {"type": "quantitative", "scale": {"zero": False}}
+    line = {"field": "line", "type": "nominal", "sort": None}
+    dashes = [DASHES[n // len(COLOURS) % len(DASHES)] for n in range(len(legends))]
+    dashed = {**line, "scale": {"domain": legends, "range": dashes}}
+    text = "var(--soft)"
+    return {
+        "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
+        "data": {"values": values},
+        "width": 300,
+        "height": 150,
+        # A point between gaps is a line without length, which round ends make a dot.
+        "mark": {
+            "type": "line",
+            "strokeCap": "round",
+            "invalid": "break-paths-show-domains",
+            "aria": False,
+        },
+        "encoding": {
+            "x": {"field": "step", **number, "axis": {"title": "step"}},
+            "y": {"field": "value", **number, "axis": {"title": None, "format": ".4~g"}},
+            "color": {**line, "scale": {"domain": legends, "range": COLOURS}},
+            **({"strokeDash": dashed} if len(legends) > len(COLOURS) else {}),
+        },
+        "config": {
+            "background": None,
+            "view": {"stroke": None},
+            "axis": {
+                "tickCount": 4,
+                "labelColor": text,
+                "titleColor": text,
+                "titleFontWeight": "normal",
+                "gridColor": "var(--rule)",
+                "domainColor": text,
+                "tickColor": text,
+            },
+            "legend": {
+                "orient": "bottom",
+                "columns": 2 if all(len(legend) < 22 for legend in legends) else 1,
+                "title": None,
+                "labelLimit": 280,
+                "labelColor": text,
+                "labelFontSize": 11,
+                "symbolSize": 250,
+            },
+        },
+    }
 
 
 def _thinned(points: Points) -> Points:
     every = math.ceil(len(points) / POINTS)
     return points[::every] + (points[-1:] if (len(points) - 1) % max(every, 1) else [])
-
-
-def _unbroken(points: Points) -> list[list[tuple[float, float]]]:
-    parts: list[list[tuple[float, float]]] = [[]]
-    for step, value in points:
-        if value is None:
-            parts.append([])
-        else:
-            parts[-1].append((step, value))
-    return [part for part in parts if part]

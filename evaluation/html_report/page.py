@@ -11,7 +11,7 @@ from markupsafe import Markup, escape
 
 from evaluation.core.results import Table
 from evaluation.grounding.heatmaps import data_uri
-from evaluation.html_report.curves import Chart, style, svg
+from evaluation.html_report.curves import Chart, svg
 
 if TYPE_CHECKING:
     from evaluation.html_report.html_report import RunPart
@@ -63,16 +63,6 @@ tr.first th, tr.first td { border-top: 2px solid var(--soft); }
 figure { margin: 0; min-width: 0; }
 figcaption { font-size: .85rem; }
 svg { width: 100%; height: auto; display: block; }
-svg text { fill: var(--soft); font-size: 11px; }
-svg .up { text-anchor: end; }
-svg .along { text-anchor: middle; }
-svg .grid { stroke: var(--rule); fill: none; }
-.line { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
-.d1 { stroke-dasharray: 6 3; }
-.d2 { stroke-dasharray: 2 3; }
-.legend { list-style: none; margin: .2rem 0 0; padding: 0; display: flex; flex-wrap: wrap;
-  gap: .1rem .9rem; font-size: .85rem; }
-.legend svg { display: inline-block; width: 1.6rem; height: .7rem; vertical-align: middle; }
 .cases { display: grid; gap: .8rem; grid-template-columns: repeat(auto-fill, minmax(19rem, 1fr)); }
 .case { border: 1px solid var(--rule); border-radius: .4rem; padding: .7rem; min-width: 0; }
 .case { display: flex; flex-direction: column; gap: .6rem; }
@@ -96,9 +86,7 @@ pre { overflow: auto; max-height: 26rem; background: var(--band); padding: .7rem
   th[scope=row] { min-width: 6.5rem; max-width: 8rem; }
   .facts th { white-space: normal; max-width: 7.5rem; } }
 @media print { .wide { overflow: visible; } }
-""" + "\n".join(
-    f".c{n}.line {{ stroke: var(--c{n}); }} .c{n}.dot {{ fill: var(--c{n}); }}" for n in range(8)
-)
+"""
 
 PAGE = """\
 {% macro figure(shown) -%}
@@ -129,10 +117,7 @@ PAGE = """\
 <div class="charts">{% for chart in charts %}
 <figure><figcaption><strong>{{ chart.title }}</strong>
 {%- if chart.unit %}, {{ chart.unit }}{% endif %}</figcaption>
-{{ chart | svg }}
-<ul class="legend">{% for label, last in chart.last.items() %}<li><svg viewBox="0 0 32 12"
- aria-hidden="true"><path class="line {{ loop.index0 | style }}" d="M0 6H32"/></svg>
-{{ label }}: {{ last }}</li>{% endfor %}</ul></figure>{% endfor %}</div>
+{{ chart | svg }}</figure>{% endfor %}</div>
 {%- endmacro -%}
 {% macro case(one) -%}
 {% set images %}<div class="row">{% for shown in one.images %}{{ figure(shown) }}{% endfor %}
@@ -207,7 +192,6 @@ def page(runs: Sequence[RunPart], tables: Sequence[Table], compared: Sequence[Ch
     environment.filters |= {
         "data_uri": data_uri,
         "svg": svg,
-        "style": style,
         "row_class": _row_class,
         "stacked": _stacked,
         "code": _code,
