@@ -83,6 +83,7 @@ MISTAKES = [
     (TRAIN + "model.image.architecture=resnet18", "image.architecture resnet18"),
     (TRAIN + "training.deepspeed=zero7", "known are zero0, zero1, zero2, zero3"),
     (TRAIN + "training.trackers=wandb", "as in training.trackers='[wandb]'"),
+    (TRAIN + "training.trackers=[mlflow]", "training.trackers: mlflow cannot be used (Model"),
     (TRAIN + "training.trackers=[wanb]", "should be 'tensorboard', 'wandb' or 'mlflow'"),
     (TRAIN + "--ranks 0", "--ranks: '0' is no whole number of at least 1"),
     (TRAIN + "--ranks two", "--ranks: 'two' is no whole number of at least 1"),
@@ -209,6 +210,7 @@ def _there(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "nonsense://nowhere")
 
 
 def test_there_are_a_hundred() -> None:

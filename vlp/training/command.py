@@ -27,6 +27,7 @@ from vlp.lock import FolderLock
 from vlp.training.best_checkpoint import BestCheckpoint
 from vlp.training.config import LoopConfig, RunConfig
 from vlp.training.engines.base import Engine
+from vlp.training.logging.trackers import require_access
 from vlp.training.stop.signals import REQUEUE, StopSignals, leave
 
 AnyRun = TypeVar("AnyRun", bound=RunConfig)
@@ -118,6 +119,7 @@ def _run(
         try:
             with distributed.agreed(ConfigError):
                 if distributed.rank() == 0:
+                    require_access(config.training.trackers)
                     held.enter_context(FolderLock(Path(config.output)))
                 # Other ranks may come when rank 0 has already written to the folder.
                 folder = RunFolder(config.output, resume or distributed.rank() > 0)

@@ -33,7 +33,10 @@ def test_starts_with_commit_changes_and_no_secret(
     folder.path.mkdir()
     devices = [("node", "GPU"), ("node", "GPU"), ("other", "GPU")]
     record_start(folder, 0, 9, 7, devices, {"source 0": "ab"})
-    (own / "data.txt").write_text("https://host/shards?token=secret\n")
+    (own / "data.txt").write_text(
+        "https://host/shards?token=secret\n"
+        'API_KEY = "0123456789abcdef"\nlogin(hf_abcdefghijklmnopqrst)\ntokens = "12 of 30"\n'
+    )
     record_start(folder, 5, 9, 7, devices, {})
     first, second = read_record(folder.path)["starts"]
     commits = {one["repository"]: one for one in second["git"]}
@@ -54,6 +57,7 @@ def test_starts_with_commit_changes_and_no_secret(
     changes = changes[changes.rindex("diff --git a/data.txt") :]  # after those of this package
     assert "+https://host/shards?***" in changes
     assert "token=secret" not in changes
+    assert '+API_KEY = "***"\n+login(***)\n+tokens = "12 of 30"\n' in changes
     assert "user:secret" not in (folder.path / "run.json").read_text()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 from mlflow import MlflowClient
 from wandb.proto import wandb_internal_pb2
 
@@ -15,7 +16,12 @@ from vlp.config import ConfigError
 from vlp.training.logging import trackers
 from vlp.training.logging.log import RunLog
 from vlp.training.logging.run_record import read_record
-from vlp.training.logging.trackers import TrackerName, open_trackers, require_trackers
+from vlp.training.logging.trackers import (
+    TrackerName,
+    open_trackers,
+    require_access,
+    require_trackers,
+)
 from vlp.training.run_folder import RunFolder
 
 
@@ -83,6 +89,12 @@ def test_mlflow_in_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     run = client.get_run(one)
     assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
     assert run.data.tags["training.batch"] == "8"
+    with (
+        pytest.raises(FloatingPointError),
+        RunLog(folder, 3, 4, open_trackers(["mlflow"], folder, "toys", 3)),
+    ):
+        raise FloatingPointError
+    assert client.get_run(one).info.status == "FAILED"
 
 
 def test_a_tracker_that_fails_is_left_out(
@@ -92,7 +104,7 @@ def test_a_tracker_that_fails_is_left_out(
         def log(self, figures: Any, step: int) -> None:
             raise ConnectionError("no network")
 
-        def close(self) -> None:
+        def close(self, failed: bool) -> None:
             raise AssertionError("not asked any more")
 
     folder = RunFolder(tmp_path, resume=False)
@@ -109,7 +121,25 @@ def test_what_cannot_be_used_is_said_before_the_training(
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"mlflow is not installed: pip install 'vlp\[track\]'"):
         require_trackers(["mlflow"])
+    require_access(["tensorboard"])
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nonsense://nowhere")
+    with pytest.raises(ConfigError, match=r"training\.trackers: mlflow cannot be used"):
+        require_access(["mlflow"])
     folder = RunFolder(tmp_path / "run", resume=False)
     with pytest.raises(ConfigError, match=r"training\.trackers: mlflow cannot be used"):
         open_trackers(["mlflow"], folder, "toys", 0)
+
+
+def test_without_a_login_wandb_is_refused_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
+    wandb.teardown()  # it keeps what the environment said when it was first asked
+    with pytest.raises(ConfigError, match=r"wandb cannot be used \(No API key configured"):
+        require_access(["wandb"])
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    wandb.teardown()
+    require_access(["wandb"])

@@ -132,7 +132,7 @@ class RunLog:
         traceback: TracebackType | None,
     ) -> None:
         if self._folder is not None:
-            self._each(lambda tracker: tracker.close())
+            self._each(lambda tracker: tracker.close(kind is not None))
             self._bar.close()
             self._file.close()
 

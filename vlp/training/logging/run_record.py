@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import socket
 import subprocess
 import sys
@@ -15,12 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import vlp
-from vlp.io import parse_json, redacted, redacted_values, write_text
+from vlp.io import HIDDEN, parse_json, redacted, redacted_values, write_text
 from vlp.training.run_folder import RunFolder
 
 PACKAGES = (
     *("torch", "torchvision", "timm", "transformers", "tokenizers", "deepspeed", "accelerate"),
     *("webdataset", "numpy", "pillow", "simplejpeg"),
+)
+# A text that something called a key or password is set to, and keys that show by their beginning.
+_SECRET = re.compile(
+    r"""((?:key|token|secret|password|passwd)\w*["']?\s*[:=]\s*["'])[^"'\s]{8,}"""
+    r"""|\b(?:hf_|ghp_|github_pat_|glpat-|sk-|AKIA)[\w-]{12,}""",
+    re.IGNORECASE,
 )
 _LONGEST_DIFF = 1 << 20
 _GIT_SECONDS = 10
@@ -67,7 +74,8 @@ def record_start(
     _write(folder, record)
     if changes:
         (folder.path / "git").mkdir(exist_ok=True)
-        write_text(folder.path / "git" / f"step_{step}.diff", redacted(changes))
+        hidden = _SECRET.sub(rf"\1{HIDDEN}", redacted(changes))
+        write_text(folder.path / "git" / f"step_{step}.diff", hidden)
 
 
 def read_record(folder: Path) -> dict[str, Any]:

@@ -6,7 +6,8 @@ import importlib.util
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
 from vlp.config import ConfigError, parse_yaml
@@ -22,8 +23,8 @@ class Tracker(Protocol):
     def log(self, figures: Mapping[str, float], step: int) -> None:
         """Store figures of a step."""
 
-    def close(self) -> None:
-        """Write what is left; the run has ended."""
+    def close(self, failed: bool) -> None:
+        """Write what is left; the run has ended, or failed."""
 
 
 class TensorBoardTracker:
@@ -39,7 +40,7 @@ class TensorBoardTracker:
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         """Write what is left."""
         self._writer.close()
 
@@ -67,22 +68,17 @@ class WandbTracker:
         """Store figures of a step."""
         self._run.log(dict(figures), step=step)
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         """Upload what is left."""
-        self._run.finish()
+        self._run.finish(exit_code=int(failed))
 
 
 class MlflowTracker:
     """A run of MLflow; without MLFLOW_TRACKING_URI in `mlflow.db` of the run's folder."""
 
     def __init__(self, folder: RunFolder, project: str, step: int) -> None:
-        from mlflow import MlflowClient
-
-        # A server that is lost must not stop the training for minutes.
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         place = f"sqlite:///{folder.path.resolve() / 'mlflow.db'}"
-        self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or place)
+        self._client = _mlflow(os.environ.get("MLFLOW_TRACKING_URI") or place)
 
         def begin() -> str:
             found = self._client.get_experiment_by_name(project)
@@ -105,9 +101,9 @@ class MlflowTracker:
             metrics=[Metric(_allowed(name), value, now, step) for name, value in figures.items()],
         )
 
-    def close(self) -> None:
-        """Mark the run as ended."""
-        self._client.set_terminated(self._run_id)
+    def close(self, failed: bool) -> None:
+        """Mark the run as ended or failed."""
+        self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
 
 
 _KINDS: dict[TrackerName, Callable[[RunFolder, str, int], Tracker]] = {
@@ -129,6 +125,24 @@ def require_trackers(names: Sequence[TrackerName]) -> None:
             raise ValueError(f"{name} is not installed: pip install 'vlp[track]'")
 
 
+def require_access(names: Sequence[TrackerName]) -> None:
+    """Ask trackers, before a run writes anything, whether they let it in.
+
+    Raises:
+        ConfigError: one does not, as where nobody has logged in.
+    """
+    for name in names:
+        with _usable(name):
+            place = os.environ.get("MLFLOW_TRACKING_URI")
+            if name == "wandb":
+                import wandb
+
+                if wandb.setup().settings.mode == "online":
+                    wandb.login(verify=True)
+            elif name == "mlflow" and place:
+                _mlflow(place).search_experiments(max_results=1)
+
+
 def open_trackers(
     names: Sequence[TrackerName], folder: RunFolder, project: str, step: int
 ) -> dict[TrackerName, Tracker]:
@@ -145,11 +159,27 @@ def open_trackers(
     """
     opened: dict[TrackerName, Tracker] = {}
     for name in names:
-        try:
+        with _usable(name):
             opened[name] = _KINDS[name](folder, project, step)
-        except Exception as error:
-            raise ConfigError(f"training.trackers: {name} cannot be used ({error})") from error
     return opened
+
+
+@contextmanager
+def _usable(name: TrackerName) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(f"training.trackers: {name} cannot be used ({said})") from error
+
+
+def _mlflow(place: str) -> Any:
+    from mlflow import MlflowClient
+
+    # A server that is lost must not stop the training for minutes.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    return MlflowClient(place)
 
 
 def _name(folder: RunFolder) -> str:
