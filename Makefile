@@ -6,7 +6,7 @@ READY := .venv/.ready
 JOBS ?= 2
 SHELL := /bin/bash
 
-.PHONY: demo test test-gpu test-slow test-multinode test-ray test-browser test-lowest fuzz chaos page-check lint types contracts docs resume-check clean
+.PHONY: demo test test-gpu test-slow test-multinode test-ray test-browser test-lowest fuzz chaos page-check lint types contracts docs resume-check lock clean
 
 # `make demo FRESH=1` deletes a finished run first.
 demo: $(READY)
@@ -74,13 +74,19 @@ docs: $(READY)
 resume-check: $(READY)
 	$(BIN)/python .ci/resume_check.py
 
-$(READY): pyproject.toml
+$(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "vlp needs Python 3.11 or newer; set PYTHON=..."'
 	$(PYTHON) -m venv .venv
-	# The pip of Python 3.11's venv gives up where s3fs and moto ask for different botocores; newer ones find a pair.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,evaluation,test,docs]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,evaluation,test,docs]'
 	touch $(READY)
+
+# The newest versions of all packages into constraints.txt, for every Python and system.
+lock: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	mkdir -p build && sed -n 1p constraints.txt > build/constraints.txt
+	$(BIN)/uv pip compile pyproject.toml --quiet --upgrade --universal --python-version 3.11 --all-extras --no-annotate --no-header >> build/constraints.txt
+	mv build/constraints.txt constraints.txt
 
 clean:
 	rm -rf runs shards build *.egg-info
