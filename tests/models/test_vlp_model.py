@@ -182,6 +182,15 @@ def test_path_gradient_is_stopped_unless_asked_for():
         assert (gradient is not None and bool(gradient.any())) == asked
 
 
+@pytest.mark.parametrize("layers", [1, 2])
+def test_bias_mode_reaches_the_match_score_from_two_layers_on(layers):
+    torch.manual_seed(0)
+    model = tiny(layers=layers, anchor={"groups": 4, "mode": "bias"})
+    model.match(*encoded(model)).sum().backward()
+    gradients = [p.grad for name, p in model.named_parameters() if "bias_table" in name]
+    assert any(g is not None and g.abs().max() > 0 for g in gradients) == (layers > 1)
+
+
 def test_fused_attention_equals_the_explicit_one():
     model = tiny(position=())
     image, text = encoded(model)
