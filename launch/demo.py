@@ -82,6 +82,7 @@ def _pretrain() -> None:
     import torch
 
     from vlp.distributed import free_port
+    from vlp.tasks.plain import is_emulated
 
     environment = dict(os.environ)
     gpus = torch.cuda.device_count()
@@ -99,6 +100,8 @@ def _pretrain() -> None:
         f"data.sources=[{{path: {SHARDS / 'train'}}}]",
         f"data.vocabulary={SHARDS / 'vocabulary'}",
     ]
+    if not gpus and is_emulated(torch.device("cpu"), "bf16"):
+        command.append("training.precision=float32")
     subprocess.run(command, env=environment, check=True)
 
 

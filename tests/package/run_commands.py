@@ -10,16 +10,20 @@ import importlib
 import io
 import json
 import os
+import signal
+import subprocess
 import sys
 import tarfile
 import tempfile
 import time
 import traceback
 from pathlib import Path
+from typing import IO
 
 from made_shards import jpeg
 
 from launch.cli.main import main
+from vlp.distributed import free_port
 
 # All that commands import, once for all of them.
 MODULES = (
@@ -28,6 +32,23 @@ MODULES = (
     *("vlp.data.pretrain.loader", "vlp.tasks.pretraining", "vlp.models.folder"),
 )
 COUNT = 40
+ASK = """
+import sys, time
+from gradio_client import Client, handle_file
+
+for _ in range(300):
+    try:
+        page = Client(sys.argv[1], verbose=False, analytics_enabled=False)
+        break
+    except Exception as error:
+        last = error
+        time.sleep(0.2)
+else:
+    raise last
+print("match", page.predict(handle_file("photo.jpg"), "number 3 runs", api_name="/match"))
+if "/search" in page.view_api(return_format="dict", print_info=False)["named_endpoints"]:
+    print("search", len(page.predict("number 3 runs", api_name="/search")))
+"""
 LAYER = "layers=1 heads=2 intermediate=64 width=24"
 TOWER = "{embed_dim: 24, depth: 2, num_heads: 2}"
 
@@ -109,22 +130,44 @@ def require(command: list[str]) -> None:
 def in_child(command: list[str]) -> tuple[int, str]:
     """Run a command in a process of its own, which has all modules already; its code and output."""
     with tempfile.TemporaryFile("w+b") as said:
-        child = os.fork()
-        if child == 0:
-            os.dup2(said.fileno(), 1)
-            os.dup2(said.fileno(), 2)
-            code = 1
-            try:
-                code = main([*command[1:], *added(" ".join(command))])
-            except SystemExit as end:
-                code = int(end.code or 0)
-            except BaseException:
-                traceback.print_exc()
-            sys.stdout.flush()
-            os._exit(code)
-        status = os.waitpid(child, 0)[1]
-        said.seek(0)
-        return os.waitstatus_to_exitcode(status), said.read().decode(errors="replace")
+        return ended(start([*command, *added(" ".join(command))], said), said)
+
+
+def start(command: list[str], said: IO[bytes]) -> int:
+    """Start a command in a process of its own; returns its number."""
+    child = os.fork()
+    if child == 0:
+        os.dup2(said.fileno(), 1)
+        os.dup2(said.fileno(), 2)
+        code = 1
+        try:
+            code = main(command[1:])
+        except SystemExit as end:
+            code = int(end.code or 0)
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(code)
+    return child
+
+
+def ended(child: int, said: IO[bytes]) -> tuple[int, str]:
+    """Wait for the end of a process; its code and what it said."""
+    status = os.waitpid(child, 0)[1]
+    said.seek(0)
+    return os.waitstatus_to_exitcode(status), said.read().decode(errors="replace")
+
+
+def asked(command: list[str]) -> tuple[int, str]:
+    """Serve a page, ask it as a program would, and end it with Ctrl-C; its code and its answers."""
+    port = str(free_port())
+    with tempfile.TemporaryFile("w+b") as said:
+        child = start([*command, "--port", port], said)
+        ask = [sys.executable, "-c", ASK, f"http://127.0.0.1:{port}"]
+        answers = subprocess.run(ask, capture_output=True, text=True, check=False)
+        os.kill(child, signal.SIGINT)
+        code, shown = ended(child, said)
+    return code or answers.returncode, answers.stdout + answers.stderr[-2000:] + shown
 
 
 def added(command: str) -> list[str]:
@@ -152,9 +195,9 @@ def run(folder: Path, pages: dict[str, list[list[str]]]) -> None:
         (place / "runs" / "demo").symlink_to(made / "runs" / "demo")
         os.chdir(place)
         for command in commands:
-            start = time.monotonic()
-            code, said = in_child(command)
-            seconds = round(time.monotonic() - start, 1)
+            began = time.monotonic()
+            code, said = (asked if command[1] == "app" else in_child)(command)
+            seconds = round(time.monotonic() - began, 1)
             found = {"page": page, "command": command, "code": code, "seconds": seconds}
             print(json.dumps(found | {"said": said[-4000:]}), flush=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -17,10 +18,9 @@ from product import ROOT
 PAGES = ["README.md", *(f"docs/get-started/{name}.md" for name in ("install", "demo", "own-data"))]
 
 # Commands that are not run here, and what runs them.
-ELSEWHERE = {
-    ("vlp", "app"): "a server: tests/evaluation/demo",
-    ("vlp", "demo"): "ten minutes: `make demo`",
-}
+ELSEWHERE = {("vlp", "demo"): "ten minutes: `make demo`"}
+if importlib.util.find_spec("gradio") is None:
+    ELSEWHERE["vlp", "app"] = "the page needs Gradio"
 
 # Calls of these are written down instead of run; anything else in a block fails.
 SHELL = """
@@ -83,6 +83,17 @@ def test_own_images_end_in_a_recall_table(results: list[dict[str, Any]]) -> None
     tables = [one["said"] for one in results if one["command"][1:3] == ["evaluate", "retrieval"]]
     assert len(tables) >= 4
     assert all("R@1" in said and "R@10" in said for said in tables)
+
+
+@pytest.mark.skipif(("vlp", "app") in ELSEWHERE, reason="Gradio is not installed")
+def test_own_images_end_on_the_page(results: list[dict[str, Any]]) -> None:
+    [said] = [
+        one["said"]
+        for one in results
+        if one["page"].endswith("own-data.md") and one["command"][1] == "app"
+    ]
+    assert "'label': 'matches', 'confidence'" in said
+    assert re.search(r"^search [1-8]$", said, re.MULTILINE)
 
 
 def test_what_is_installed_and_made_exists() -> None:

@@ -129,9 +129,22 @@ def _run(
                 best = select(config, task, data)
         except ConfigError as error:
             return _refuse(str(error))
+        _advise(config.training.precision)
         report = train(config, task, data, make_engine(task), folder, resume, best, signals)
     distributed.any_rank(False)  # no rank leaves before the report is written: launchers kill
     return REQUEUE if report["ended"] == "stopped" else 0
+
+
+def _advise(precision: str) -> None:
+    """Say on rank 0 that this machine computes a precision slowly."""
+    from vlp.tasks.plain import is_emulated
+
+    if distributed.rank() == 0 and is_emulated(distributed.default_device(), precision):
+        print(
+            f"training.precision: this CPU has no instructions for {precision}; float32 is several "
+            "times as fast here",
+            file=sys.stderr,
+        )
 
 
 def _engine(training: LoopConfig) -> Callable[[Any], Engine]:
