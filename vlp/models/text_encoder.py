@@ -57,10 +57,12 @@ class TextEncoder(TrainableTower):
     def forward(self, text_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Ids (B, N) int64 and mask (B, N) bool -> states (B, N, width).
 
-        With `text.length_groups` above 1 padding beyond a group's longest text has states of 0.
+        With `text.length_groups` above 1 padding beyond a group's longest text has states of 0. A
+        GPU, which would have to be asked for the lengths, encodes all texts as one group.
         """
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
-            encode = self._in_groups if self.length_groups > 1 else self._states
+            in_groups = self.length_groups > 1 and not text_ids.is_cuda
+            encode = self._in_groups if in_groups else self._states
             states = encode(text_ids, attention_mask)
         return self.adapter(states)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,17 +15,33 @@ IGNORED = -100
 
 
 def masked_positions(
-    states: Tensor, labels: Tensor, valid: Tensor | None = None
+    states: Tensor, labels: Tensor, valid: Tensor | None = None, slots: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Select states and labels of masked tokens, (B, N, W), (B, N) -> (R, W), (R,).
 
     `labels` is -100 where nothing is to be predicted; rows with `valid` (B,) False are left out.
-    The decoder over the vocabulary then runs on 15 % of the words.
+    The decoder over the vocabulary then runs on 15 % of the words. R is their number or, without
+    a wait for the device, `slots`: labels beyond the last masked token are -100, and masked tokens
+    beyond the last slot are left out.
     """
     chosen = labels != IGNORED
     if valid is not None:
         chosen = chosen & valid[:, None]
-    return states[chosen], labels[chosen]
+    if slots is None:
+        return states[chosen], labels[chosen]
+    places = chosen.flatten().nonzero_static(size=slots, fill_value=-1)[:, 0]
+    wanted = torch.where(places < 0, IGNORED, labels.flatten()[places])
+    return states.flatten(0, 1)[places], wanted
+
+
+def prediction_slots(positions: int, probability: float) -> int:
+    """Return a number of slots that the masked ones of so many tokens practically never exceed.
+
+    It lies eight standard deviations above the mean, and eight slots.
+    """
+    mean = positions * probability
+    enough = mean + 8 * (mean * (1 - probability)) ** 0.5 + 8
+    return min(positions, math.ceil(enough / 8) * 8)
 
 
 class MLMHead(nn.Module):

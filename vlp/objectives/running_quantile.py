@@ -28,14 +28,28 @@ def similarity_quantile(
     Returns:
         The threshold, 0-d float32, exact to 5e-4; NaN when no rank has a word.
     """
-    words = word_mask & valid[:, None]
-    entries = similarity.transpose(1, 2)[words].flatten()
-    index = ((entries + 1) * (BINS / 2)).long().clamp(0, BINS - 1)
-    counts = global_sum(torch.bincount(index, minlength=BINS))
+    counts = global_sum(_histogram(similarity, word_mask & valid[:, None]))
     total = counts.sum()
     below = (counts.cumsum(0) < quantile * total).sum()
     edge = (below + 1).to(torch.float32) / (BINS / 2) - 1
     return torch.where(total > 0, edge, torch.nan)
+
+
+def _histogram(similarity: Tensor, words: Tensor, on_device: bool | None = None) -> Tensor:
+    """Count the entries (B, M, N, G) of words (B, N) in each bin, (BINS,) int64.
+
+    The form for a GPU (`on_device`, None: by the tensors' place) reads no number from it; on a CPU
+    it costs more, because padding is counted too.
+    """
+    by_word = similarity.transpose(1, 2)
+    if similarity.is_cuda if on_device is None else on_device:
+        index = _bin(by_word).float().masked_fill(~words[..., None, None], -1)
+        return index.histc(BINS, -0.5, BINS - 0.5).long()
+    return torch.bincount(_bin(by_word[words].flatten()), minlength=BINS)
+
+
+def _bin(entries: Tensor) -> Tensor:
+    return ((entries + 1) * (BINS / 2)).long().clamp(0, BINS - 1)
 
 
 @torch.no_grad()

@@ -74,7 +74,9 @@ class PlainTask(nn.Module):
         parts = {name: loss.detach() for name, loss in normalised.items()}
         return StepOutput(total, parts, dict(statistics or {}))
 
-    def after_step(self, parameters: Callable[[], dict[str, Tensor]]) -> None:
+    def after_step(
+        self, parameters: Callable[[], dict[str, Tensor]], applied: Tensor | None = None
+    ) -> None:
         """Do nothing: there is no state beside the parameters."""
 
     def after_skip(self) -> None:

@@ -33,11 +33,14 @@ class Task(Protocol):
     def __call__(self, batch: Any, step: int) -> StepOutput:
         """Compute losses of a batch; `step` counts optimiser steps from 0. Autocasts."""
 
-    def after_step(self, parameters: Callable[[], dict[str, Tensor]]) -> None:
+    def after_step(
+        self, parameters: Callable[[], dict[str, Tensor]], applied: Tensor | None = None
+    ) -> None:
         """Update state beside the parameters after an applied step, on every rank.
 
         `parameters()` gives the new float32 parameters, full size, by name; it is collective
-        under ZeRO-3, so a task calls it on all ranks or on none.
+        under ZeRO-3, so a task calls it on all ranks or on none. `applied` is given where only the
+        device knows yet whether the step was applied: a 0-d bool, without which nothing may move.
         """
 
     def after_skip(self) -> None:

@@ -2,7 +2,9 @@
 
 One optimiser step is `gradient_accumulation_steps` global batches. A step whose loss or gradient
 is not finite on any rank is skipped on all: weights, optimiser state and buffers stay as they were,
-the data moves on, the skip is counted; more than `max_non_finite` of them in a row end the run.
+the data moves on, the skip is counted; more than `max_non_finite` of them in a row end the run. On
+a GPU the device itself leaves everything as it was, and the skip is counted with the next log line
+or checkpoint, so that steps never wait for the device.
 SIGTERM, Ctrl-C or the end of the launcher, on any rank, ends the run after the current step, with a
 checkpoint.
 """
@@ -32,6 +34,7 @@ from vlp.training.config import RunConfig
 from vlp.training.engines.base import Engine
 from vlp.training.logging.log import RunLog
 from vlp.training.logging.meter import Meter
+from vlp.training.logging.outcomes import Outcome, on_cpu
 from vlp.training.logging.progress import Progress
 from vlp.training.logging.run_record import record_start, this_host
 from vlp.training.logging.run_report import device_name, write_report
@@ -118,8 +121,20 @@ def train(
             if resume and not found:
                 log.say(f"{folder.checkpoints} holds no checkpoint; starting from the beginning")
             meter, watch, record = Meter(progress), CollapseWatch(), log.last
+            uncounted: list[Outcome] = []
+
+            def count() -> None:
+                """Count the steps that have ended."""
+                for outcome in on_cpu(uncounted):
+                    if outcome.update.applied:
+                        progress.non_finite_row = 0
+                        meter.applied(outcome.outputs, outcome.update)
+                    else:
+                        _count_non_finite(progress, outcome, training.max_non_finite, log)
+                uncounted.clear()
 
             def save() -> tuple[int, int]:
+                count()
                 meter.settle()
                 with stop.patient():
                     checkpoints.save(engine, task, progress)
@@ -153,18 +168,21 @@ def train(
                     outputs.append(_micro_step(engine, batch, progress.step))
                 update = engine.step(rate)
                 progress.step += 1
-                if update.applied:
-                    progress.non_finite_row = 0
+                uncounted.append(Outcome(progress.step, outputs, update))
+                if isinstance(update.applied, Tensor):
+                    _undo(engine.module, buffers, update.applied)
+                    task.after_step(engine.gather, update.applied)
+                elif update.applied:
                     task.after_step(engine.gather)
-                    meter.applied(outputs, update)
+                    count()
                 else:
                     _undo(engine.module, buffers)
                     task.after_skip()
-                    scale = update.loss_scale
-                    _count_non_finite(progress, outputs, training.max_non_finite, log, scale)
+                    count()
                 log.advance()
 
                 if progress.step % training.log_every == 0 or progress.step == total:
+                    count()
                     record = _record(meter, progress, rate, data)
                     log.write(record)
                     if main:
@@ -254,23 +272,20 @@ def poisoned(loss: Tensor) -> Tensor:
     return loss * torch.where(torch.isfinite(loss.detach()), one, one * float("nan"))
 
 
-def _undo(module: nn.Module, buffers: dict[str, Tensor]) -> None:
+def _undo(module: nn.Module, buffers: dict[str, Tensor], applied: Tensor | None = None) -> None:
+    """Put buffers back, or where `applied` is False."""
     for name, buffer in module.named_buffers():
-        buffer.copy_(buffers[name])
+        before = buffers[name]
+        buffer.copy_(before if applied is None else torch.where(applied, buffer, before))
 
 
-def _count_non_finite(
-    progress: Progress,
-    outputs: list[StepOutput],
-    most: int,
-    log: RunLog,
-    scale: float | None,
-) -> None:
+def _count_non_finite(progress: Progress, outcome: Outcome, most: int, log: RunLog) -> None:
     progress.non_finite += 1
     progress.non_finite_row += 1
+    step, scale = outcome.step, outcome.update.loss_scale
     local = {
         name
-        for output in outputs
+        for output in outcome.outputs
         for name, value in {"total": output.loss, **output.losses}.items()
         if not torch.isfinite(value)
     }
@@ -278,10 +293,10 @@ def _count_non_finite(
     reason = f"loss {', '.join(names)} not finite" if names else "a gradient is not finite"
     if scale is not None:
         reason += f", the loss scale was {scale:g}"
-    log.say(f"step {progress.step} skipped: {reason}")
+    log.say(f"step {step} skipped: {reason}")
     if progress.non_finite_row > most:
         raise NonFiniteError(
-            f"{progress.non_finite_row} steps in a row were skipped, the last ({progress.step}) "
+            f"{progress.non_finite_row} steps in a row were skipped, the last ({step}) "
             f"because {reason}; training.max_non_finite allows {most}. Go back to the last "
             "checkpoint with --resume and a lower training.optimiser.learning_rate, a longer "
             "warm-up, or training.precision=float32."

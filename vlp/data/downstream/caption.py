@@ -17,7 +17,7 @@ from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.stream.batch import moved
 from vlp.data.stream.map_dataset import RngFactory
-from vlp.data.text.tokenizer import TextProcessor
+from vlp.data.text.tokenizer import TextProcessor, predicted_places
 
 
 class CaptionDataConfig(DownstreamDataConfig):
@@ -42,12 +42,14 @@ class CaptionExample(NamedTuple):
 class CaptionBatch(NamedTuple):
     """pixels (B, 3, size, size) float32; caption_ids (B, L) int64, [CLS] ... [SEP] and padding.
 
-    valid (B,) bool. A batch without a good sample has one that is not valid.
+    valid (B,) bool; places (R,), `predicted_places` of the captions. A batch without a good sample
+    has one that is not valid.
     """
 
     pixels: Tensor
     caption_ids: Tensor
     valid: Tensor
+    places: Tensor
     skipped: tuple[SkippedSample, ...] = ()
 
     def to(self, device: torch.device | str) -> CaptionBatch:
@@ -106,7 +108,9 @@ class CaptionDataset(DownstreamDataset[CaptionExample, CaptionBatch]):
         tokens = self.text([example.caption for example in examples])
         longest = int(tokens.attention_mask.sum(1).max())
         pixels = torch.stack([example.pixels for example in examples])
-        return CaptionBatch(pixels, tokens.text_ids[:, :longest], valid, skipped)
+        ids = tokens.text_ids[:, :longest]
+        places = predicted_places(ids, self.text.pad_id)
+        return CaptionBatch(pixels, ids, valid, places, skipped)
 
 
 def captions_in(annotation: Annotation) -> int:

@@ -20,7 +20,7 @@ from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.stream.batch import moved
 from vlp.data.stream.map_dataset import RngFactory
-from vlp.data.text.tokenizer import TextProcessor, TextTokens
+from vlp.data.text.tokenizer import TextProcessor, TextTokens, predicted_places
 
 
 class VqaDataConfig(DownstreamDataConfig):
@@ -53,8 +53,8 @@ class VqaBatch(NamedTuple):
 
     pixels (B, 3, size, size) float32; text_ids, attention_mask, word_mask (B, N); answer_ids (T, L)
     int64, [CLS] ... [SEP] and padding; owners (T,) int64, the question of each; shares (T,) float32
-    of its people, 1 a question in all; valid (B,) bool. A batch without a good question has one
-    that is not valid.
+    of its people, 1 a question in all; valid (B,) bool; places (R,), `predicted_places` of the
+    answers. A batch without a good question has one that is not valid.
     """
 
     pixels: Tensor
@@ -65,6 +65,7 @@ class VqaBatch(NamedTuple):
     owners: Tensor
     shares: Tensor
     valid: Tensor
+    places: Tensor
     skipped: tuple[SkippedSample, ...] = ()
 
     def to(self, device: torch.device | str) -> VqaBatch:
@@ -137,16 +138,18 @@ class VqaDataset(DownstreamDataset[VqaExample, VqaBatch]):
         ]
         answers = self.answer_text([answer for answer, _, _ in said])
         longest = int(answers.attention_mask.sum(1).max()) if said else 0
+        answer_ids = answers.text_ids[:, :longest]
         ids, attention, words = (torch.cat(rows) for rows in zip(*(one.tokens for one in examples)))
         return VqaBatch(
             torch.stack([one.pixels for one in examples]),
             ids,
             attention,
             words,
-            answer_ids=answers.text_ids[:, :longest],
+            answer_ids=answer_ids,
             owners=torch.tensor([row for _, row, _ in said], dtype=torch.int64),
             shares=torch.tensor([share for _, _, share in said]),
             valid=valid,
+            places=predicted_places(answer_ids, self.answer_text.pad_id),
             skipped=skipped,
         )
 

@@ -167,6 +167,14 @@ class TextProcessor:
         return cls(Tokenizer.from_file(_from_hub(str(name))), max_tokens)
 
 
+def predicted_places(ids: Tensor, pad_id: int) -> Tensor:
+    """Find the tokens (R,) that a decoder of texts (B, L) predicts, in (B * (L - 1),) places.
+
+    Every text starts with [CLS], which is given; padding is not predicted.
+    """
+    return (ids[:, 1:] != pad_id).flatten().nonzero()[:, 0]
+
+
 def as_texts(given: Any) -> list[str]:
     """Return one text or several as a list.
 

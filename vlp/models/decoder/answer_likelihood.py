@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from vlp.data.text.tokenizer import predicted_places
 from vlp.layers.text_embedding import TextEmbedding
 from vlp.models.decoder.answer_decoder import AnswerDecoder, Memory
 
@@ -22,14 +23,20 @@ class Likelihood(NamedTuple):
 
 
 def answer_logits(
-    decoder: AnswerDecoder, memory: Memory, ids: Tensor, embedding: TextEmbedding, pad_id: int
+    decoder: AnswerDecoder,
+    memory: Memory,
+    ids: Tensor,
+    embedding: TextEmbedding,
+    pad_id: int,
+    places: Tensor | None = None,
 ) -> Tensor:
     """Compute (R, vocabulary) logits of the R real tokens of all texts, in float32 or better.
 
     The output layer runs on real tokens alone; arguments are those of `answer_likelihood`.
     """
+    places = predicted_places(ids, pad_id) if places is None else places
     states = decoder(ids[:, :-1], memory, embedding)
-    logits: Tensor = decoder.logits(states[ids[:, 1:] != pad_id], embedding)
+    logits: Tensor = decoder.logits(states.flatten(0, 1)[places], embedding)
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
@@ -42,6 +49,7 @@ def answer_likelihood(
     smoothing: float = 0.0,
     soft: Tensor | None = None,
     alpha: float = 0.0,
+    places: Tensor | None = None,
 ) -> Likelihood:
     """log p(text) = sum of log p(token | tokens before it), in float32 or better.
 
@@ -55,16 +63,19 @@ def answer_likelihood(
             smoothing); what comes out is then minus that cross-entropy.
         soft: (R, vocabulary) predictions of a teacher for the R real tokens, rows that sum to 1.
         alpha: share of `soft` in each token's target, likewise.
+        places: (R,) `predicted_places`; None finds them, for which a GPU is waited for.
     """
-    logits = answer_logits(decoder, memory, ids, embedding, pad_id)
-    wanted = ids[:, 1:]
-    real = wanted != pad_id
-    each = -functional.cross_entropy(
-        logits, wanted[real], reduction="none", label_smoothing=smoothing
-    )
+    places = predicted_places(ids, pad_id) if places is None else places
+    logits = answer_logits(decoder, memory, ids, embedding, pad_id, places)
+    tokens = ids[:, 1:]
+    wanted = tokens.flatten()[places]
+    each = -functional.cross_entropy(logits, wanted, reduction="none", label_smoothing=smoothing)
     if soft is not None:
         each = (1 - alpha) * each - alpha * functional.cross_entropy(logits, soft, reduction="none")
-    spread = torch.zeros(real.shape, dtype=each.dtype, device=each.device)
-    right = torch.zeros_like(real)
-    right[real] = logits.argmax(-1) == wanted[real]
-    return Likelihood(spread.masked_scatter(real, each).sum(1), right.sum(1), real.sum(1))
+
+    def by_text(values: Tensor) -> Tensor:
+        spread = values.new_zeros(tokens.numel()).index_copy(0, places, values)
+        return spread.view_as(tokens).sum(1)
+
+    right = logits.argmax(-1) == wanted
+    return Likelihood(by_text(each), by_text(right), (tokens != pad_id).sum(1))

@@ -35,12 +35,14 @@ class Teacher(Generic[Student]):
         named_parameters: Mapping[str, Tensor],
         momentum: float,
         named_buffers: Mapping[str, Tensor] | None = None,
+        applied: Tensor | None = None,
     ) -> None:
         """Move every weight by 1 - momentum towards the student's.
 
         `named_parameters` holds full-size tensors by the names they have in the student (under
         ZeRO-3 the engine gathers them); further names are allowed, other heads' for example.
-        `named_buffers` are copied, not averaged.
+        `named_buffers` are copied, not averaged. `applied`, 0-d bool on the device of the weights:
+        they stay as they are where it is False.
 
         Raises:
             KeyError: a weight of the teacher is not among the names.
@@ -48,8 +50,14 @@ class Teacher(Generic[Student]):
         """
         teacher = dict(self.module.named_parameters())
         _check(teacher, named_parameters)
-        for name, weight in teacher.items():
-            weight.lerp_(named_parameters[name].detach().to(weight), 1 - momentum)
+        weights = list(teacher.values())
+        student = [named_parameters[name].detach().to(weight) for name, weight in teacher.items()]
+        if applied is None:
+            torch._foreach_lerp_(weights, student, 1 - momentum)
+        else:
+            moves = torch._foreach_sub(student, weights)
+            torch._foreach_mul_(moves, applied * (1 - momentum))
+            torch._foreach_add_(weights, moves)
         if named_buffers is not None:
             for name, buffer in self.module.named_buffers():
                 if name in named_buffers:

@@ -10,11 +10,12 @@ from torch import Tensor
 
 
 class QueueKeys(NamedTuple):
-    """Pairs in the queue: `image`, `text` (filled, dim) and `image_ids` (filled,)."""
+    """Pairs in the queue: `image`, `text` (K, dim), `image_ids` (K,), `valid` (K,) bool."""
 
     image: Tensor
     text: Tensor
     image_ids: Tensor
+    valid: Tensor
 
 
 class KeyQueue:
@@ -23,7 +24,8 @@ class KeyQueue:
     Only ever filled with the momentum teacher's keys: a queue of the student's own past features
     destroys the contrastive loss (R@1 below 1 % in a trial), so keys that carry a gradient
     are refused. Every rank pushes the same gathered keys and therefore holds the same queue. Like
-    `Teacher` it is no `nn.Module`, so its holder does not register it. Size 0 is no queue.
+    `Teacher` it is no `nn.Module`, so its holder does not register it. Size 0 is no queue. `filled`
+    and `pointer`, the next place, are 0-d tensors beside the keys: no push waits for the device.
 
     Raises:
         ValueError: a negative size.
@@ -36,23 +38,26 @@ class KeyQueue:
         self.image = torch.zeros(size, dim, device=device)
         self.text = torch.zeros(size, dim, device=device)
         self.image_ids = torch.full((size,), -1, dtype=torch.int64, device=device)
-        self.pointer = 0
-        self.filled = 0
+        self.pointer = torch.zeros((), dtype=torch.int64, device=device)
+        self.filled = torch.zeros((), dtype=torch.int64, device=device)
 
     def to(self, device: torch.device | str) -> KeyQueue:
         """Move the keys to `device`."""
         self.image = self.image.to(device)
         self.text = self.text.to(device)
         self.image_ids = self.image_ids.to(device)
+        self.pointer, self.filled = self.pointer.to(device), self.filled.to(device)
         return self
 
     def keys(self) -> QueueKeys:
         """Return the keys in the queue, as views that the next `push` overwrites.
 
-        A loss must concatenate (copy) them before its backward pass meets another push.
+        A loss must concatenate (copy) them before its backward pass meets another push. On a GPU,
+        where reading their number would make it wait, also the empty places, which are not valid.
         """
-        end = self.filled
-        return QueueKeys(self.image[:end], self.text[:end], self.image_ids[:end])
+        end = int(self.filled) if self.image.device.type == "cpu" else self.size
+        valid = torch.arange(end, device=self.image.device) < self.filled
+        return QueueKeys(self.image[:end], self.text[:end], self.image_ids[:end], valid)
 
     @torch.no_grad()
     def push(
@@ -74,16 +79,17 @@ class KeyQueue:
         kept = image.isfinite().all(-1) & text.isfinite().all(-1)
         if valid is not None:
             kept &= valid
-        image, text, image_ids = image[kept], text[kept], image_ids[kept]
-        number = image.shape[0]
-        dropped = max(0, number - self.size)
-        place = torch.arange(dropped, number, device=self.image.device)
-        place = (place + self.pointer) % self.size
-        self.image[place] = image[dropped:].to(self.image)
-        self.text[place] = text[dropped:].to(self.text)
-        self.image_ids[place] = image_ids[dropped:].to(self.image_ids)
+        number = kept.sum()
+        # Of the rows in order, those kept first: a fixed number of them, of which some stay out.
+        nth = torch.arange(min(len(kept), self.size), device=self.image.device)
+        nth = nth + (number - self.size).clamp(min=0)
+        row = kept.logical_not().sort(stable=True).indices[nth.clamp(max=len(kept) - 1)]
+        place, written = (nth + self.pointer) % self.size, nth < number
+        for held, new in ((self.image, image), (self.text, text), (self.image_ids, image_ids)):
+            new, old = new[row].to(held), held[place]
+            held[place] = torch.where(written.view(-1, *[1] * (held.ndim - 1)), new, old)
         self.pointer = (self.pointer + number) % self.size
-        self.filled = min(self.size, self.filled + number)
+        self.filled = (self.filled + number).clamp(max=self.size)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return keys, ids and the ring's position as tensors, for the checkpoint."""
@@ -91,8 +97,8 @@ class KeyQueue:
             "image": self.image,
             "text": self.text,
             "image_ids": self.image_ids,
-            "pointer": torch.tensor(self.pointer),
-            "filled": torch.tensor(self.filled),
+            "pointer": self.pointer,
+            "filled": self.filled,
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -109,5 +115,5 @@ class KeyQueue:
         self.image.copy_(state["image"])
         self.text.copy_(state["text"])
         self.image_ids.copy_(state["image_ids"])
-        self.pointer = int(state["pointer"])
-        self.filled = int(state["filled"])
+        self.pointer.copy_(state["pointer"])
+        self.filled.copy_(state["filled"])

@@ -43,12 +43,12 @@ def feature_spread(features: Tensor, valid: Tensor | None = None) -> Tensor:
     all samples have one direction (SimSiam, section 4.1). 0 with fewer than two samples.
     """
     (features,) = full_precision(features)
-    if valid is not None:
-        features = features[valid]
-    if features.shape[0] < 2:
-        return features.new_zeros(())
+    rows = torch.ones_like(features[:, :1], dtype=torch.bool) if valid is None else valid[:, None]
+    number = rows.sum()
     unit = F.normalize(features, dim=-1)
-    return unit.std(0, correction=0).mean() * features.shape[-1] ** 0.5
+    mean = torch.where(rows, unit, 0).sum(0) / number.clamp(min=1)
+    variance = torch.where(rows, (unit - mean).square(), 0).sum(0) / number.clamp(min=1)
+    return torch.where(number < 2, 0, variance.sqrt().mean() * features.shape[-1] ** 0.5)
 
 
 class CollapseWatch:

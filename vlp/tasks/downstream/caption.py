@@ -108,6 +108,7 @@ class CaptionTask(Downstream):
                 self.model.text_encoder.embedding,
                 self.text.pad_id,
                 self.config.label_smoothing if self.training else 0.0,
+                places=batch.places,
             )
         each = -found.log_probability.where(batch.valid, 0)
         right, tokens = (part.where(batch.valid, 0).sum() for part in (found.right, found.tokens))

@@ -90,11 +90,13 @@ class Distilled(Downstream):
         share = soft_target_share(step, settings.alpha, self._warmup_steps)
         return SoftTarget(found.softmax(-1), share)
 
-    def after_step(self, parameters: Callable[[], dict[str, Tensor]]) -> None:
+    def after_step(
+        self, parameters: Callable[[], dict[str, Tensor]], applied: Tensor | None = None
+    ) -> None:
         """Move the teacher towards the new student."""
         if self.teacher is not None and self.config.teacher is not None:
             momentum = self.config.teacher.momentum
-            self.teacher.update(parameters(), momentum, dict(self.named_buffers()))
+            self.teacher.update(parameters(), momentum, dict(self.named_buffers()), applied)
 
     def extra_state(self) -> dict[str, Tensor]:
         """Return the teacher by name, the same on every rank; empty without one."""

@@ -116,7 +116,8 @@ class Vqa(Distilled):
         """Compute (R, vocabulary) logits of the R word pieces of all answers and of their ends."""
         memory = self.remember(batch).select(batch.owners)
         words = self.model.text_encoder.embedding
-        return answer_logits(self.decoder, memory, batch.answer_ids, words, self.text.pad_id)
+        pad_id, places = self.text.pad_id, batch.places
+        return answer_logits(self.decoder, memory, batch.answer_ids, words, pad_id, places)
 
     def forward(self, batch: VqaBatch, step: int) -> StepOutput:
         """Compute the negative log-likelihood of the answers in nats and the token accuracy.
@@ -137,6 +138,7 @@ class Vqa(Distilled):
                 self.text.pad_id,
                 soft=soft,
                 alpha=alpha,
+                places=batch.places,
             )
         counted = batch.valid[batch.owners]
         each = -(found.log_probability * batch.shares).where(counted, 0)

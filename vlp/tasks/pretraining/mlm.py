@@ -13,7 +13,7 @@ from vlp.models.features import ImageFeatures
 from vlp.models.towers.text import word_width
 from vlp.models.vlp import VLPModel
 from vlp.objectives.config import MLMConfig, ObjectivesConfig
-from vlp.objectives.mlm import MLMHead, masked_positions, mlm_loss
+from vlp.objectives.mlm import MLMHead, masked_positions, mlm_loss, prediction_slots
 from vlp.tasks.pretraining.objective import Objective, Step, Term
 
 
@@ -44,18 +44,23 @@ class MaskedLanguageModelling(Objective):
             alpha = teacher.alpha
             with torch.no_grad():
                 head = teacher.modules["mlm_head"]
-                logits, _ = _predict(teacher.model, head, teacher.image, step)
+                logits, _ = self._predict(teacher.model, head, teacher.image, step)
                 soft = logits.float().softmax(-1)
-        logits, labels = _predict(step.model, self.head, step.image, step)
+        logits, labels = self._predict(step.model, self.head, step.image, step)
         return {"mlm": Term(mlm_loss(logits, labels, soft, alpha), self.settings.weight)}
 
+    def _predict(
+        self, model: VLPModel, head: nn.Module, image: ImageFeatures, step: Step
+    ) -> tuple[Tensor, Tensor]:
+        """Return logits (R, vocabulary) and labels (R,) of the R masked tokens.
 
-def _predict(
-    model: VLPModel, head: nn.Module, image: ImageFeatures, step: Step
-) -> tuple[Tensor, Tensor]:
-    """Return logits (R, vocabulary) and labels (R,) of the R masked tokens."""
-    batch = step.batch
-    masked = model.encode_text(batch.mlm_ids, batch.attention_mask, batch.word_mask)
-    crossed = model.cross(image, masked, need_image=False)
-    states, labels = masked_positions(crossed.text, batch.mlm_labels, batch.valid)
-    return head(states, model.text_encoder.word_table), labels
+        On a GPU, which would have to be asked for their number, R is a number of slots.
+        """
+        batch = step.batch
+        masked = model.encode_text(batch.mlm_ids, batch.attention_mask, batch.word_mask)
+        states = model.cross(image, masked, need_image=False).text
+        labels, slots = batch.mlm_labels, None
+        if labels.is_cuda:
+            slots = prediction_slots(labels.numel(), self.settings.probability)
+        states, labels = masked_positions(states, labels, batch.valid, slots)
+        return head(states, model.text_encoder.word_table), labels

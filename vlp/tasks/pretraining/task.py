@@ -144,10 +144,12 @@ class Pretraining(PlainTask):
         """Return the task, and its teacher."""
         return [self] if self.teacher is None else [self, self.teacher.average.module]
 
-    def after_step(self, parameters: Callable[[], dict[str, Tensor]]) -> None:
+    def after_step(
+        self, parameters: Callable[[], dict[str, Tensor]], applied: Tensor | None = None
+    ) -> None:
         """Move the teacher towards the new student and push its keys into the queue."""
         if self.teacher is not None:
-            self.teacher.after_step(parameters(), dict(self.named_buffers()))
+            self.teacher.after_step(parameters(), dict(self.named_buffers()), applied)
 
     def after_skip(self) -> None:
         """Forget the teacher's keys of a step that was not applied."""

@@ -92,16 +92,22 @@ class MomentumTeacher:
             torch.cat([fresh.image, past.image]),
             torch.cat([fresh.text, past.text]),
             torch.cat([fresh.image_ids, past.image_ids]),
-            torch.cat([fresh.valid, fresh.valid.new_ones(len(past.image_ids))]),
+            torch.cat([fresh.valid, past.valid]),
         )
         alpha = soft_target_share(step, self.settings.alpha, self.settings.warmup_steps)
         return TeacherOutput(image, text, keys, alpha, modules)
 
-    def after_step(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        """Move towards the new student and push the step's keys into the queue."""
-        self.average.update(parameters, self.settings.momentum, buffers)
-        for keys in self._new_keys:
-            self.queue.push(*keys)
+    def after_step(
+        self,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        applied: Tensor | None = None,
+    ) -> None:
+        """Move towards the new student and push the step's keys into the queue, if `applied`."""
+        self.average.update(parameters, self.settings.momentum, buffers, applied)
+        for image, text, image_ids, valid in self._new_keys:
+            valid = valid if applied is None else valid & applied
+            self.queue.push(image, text, image_ids, valid)
         self.forget()
 
     def forget(self) -> None:

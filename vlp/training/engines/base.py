@@ -24,12 +24,13 @@ class Update(NamedTuple):
     """Outcome of one optimiser step; the same on every rank.
 
     `gradient_norm` is the global norm before clipping (inf where a gradient was not finite; then
-    `applied` is False: weights and optimiser state are as before and the gradients are gone).
+    `applied` is False: weights and optimiser state are as before and the gradients are gone). Both
+    are 0-d tensors where the device has not come so far yet and need not be waited for.
     `loss_scale` is the one that the step had, None without loss scaling.
     """
 
-    applied: bool
-    gradient_norm: float
+    applied: bool | Tensor
+    gradient_norm: float | Tensor
     loss_scale: float | None = None
 
 

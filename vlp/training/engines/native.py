@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +65,8 @@ class NativeEngine(ABC):
         """Clip and apply AdamW once; nothing changes when a gradient is not finite."""
         self._micro_step = 0
         set_learning_rate(self._adamw, learning_rate)
+        if self._adamw.defaults["fused"] and not self._scale.enabled:
+            return self._step_unread()
         if self._scale.enabled:
             gradients = [p.grad for p in self._named.values() if p.grad is not None]
             torch._foreach_mul_(gradients, 1 / self._scale.value)
@@ -73,6 +76,22 @@ class NativeEngine(ABC):
             self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
         return Update(applied, norm, self._scale.update(applied))
+
+    def _step_unread(self) -> Update:
+        """Clip and apply AdamW where the gradients are finite, without a wait for the device.
+
+        Fused AdamW takes both from tensors, by the attributes that `torch.amp.GradScaler` sets: it
+        divides gradients by `grad_scale`, and leaves everything as it is where `found_inf` is 1.
+        """
+        norm = nn.utils.get_total_norm([p.grad for p in self._named.values() if p.grad is not None])
+        applied = norm.isfinite()
+        adamw: Any = self._adamw
+        adamw.found_inf = applied.logical_not().float()
+        if self._clip is not None:
+            adamw.grad_scale = ((norm + 1e-6) / self._clip).clamp(min=1)
+        adamw.step()
+        adamw.zero_grad(set_to_none=True)
+        return Update(applied, norm)
 
     def _clip_gradients(self, most: float) -> float:
         """Clip; return the global norm, inf where a gradient is not finite."""

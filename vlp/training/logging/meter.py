@@ -54,7 +54,7 @@ class Meter:
 
     def applied(self, outputs: list[StepOutput], update: Update) -> None:
         """Add the losses and statistics of an optimiser step that was applied."""
-        self._norms.append(update.gradient_norm)
+        self._norms.append(float(update.gradient_norm))
         self._scale = update.loss_scale
         for output in outputs:
             named = {"loss/total": output.loss}
