@@ -31,7 +31,8 @@ def build(config: PretrainConfig) -> tuple[Any, Any]:
     from vlp.tasks.pretraining import Pretraining
 
     training = config.training
-    require_whole_groups(config.objectives, training.batch, distributed.world_size())
+    ranks = distributed.world_size()
+    require_whole_groups(config.objectives, training.batch, ranks, chunk=training.grad_cache)
     data = PretrainData(config.data, config.inputs, training.batch, training.seed)
     # Every rank, and every start of the same configuration, begins with the same weights.
     torch.manual_seed(training.seed)
@@ -42,6 +43,7 @@ def build(config: PretrainConfig) -> tuple[Any, Any]:
         training.precision,
         training.log_every,
         config.init_from,
+        grad_cache=training.grad_cache,
     )
     require_frozen_tower(data.features, task.model)
     if distributed.rank() == 0:

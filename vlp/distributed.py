@@ -218,9 +218,28 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        total = gradients[0].contiguous().clone()  # autograd may share the incoming gradient
-        dist.all_reduce(total)
-        return total.narrow(0, dist.get_rank() * ctx.rows, ctx.rows)
+        gradient = gradients[0].contiguous()
+        own = gradient.new_empty((ctx.rows, *gradient.shape[1:]))
+        dist.reduce_scatter_tensor(own, gradient)
+        return own
+
+
+def pass_on(tensors: list[Tensor]) -> list[Tensor]:
+    """Give tensors to the next rank of a ring and return those of the one before, no gradient.
+
+    Every rank must call it, with the same shapes and types.
+    """
+    ranks, own = world_size(), rank()
+    if ranks == 1:
+        return tensors
+    received = [torch.empty_like(tensor) for tensor in tensors]
+    work = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, t.contiguous(), (own + 1) % ranks) for t in tensors]
+        + [dist.P2POp(dist.irecv, t, (own - 1) % ranks) for t in received]
+    )
+    for one in work:
+        one.wait()
+    return received
 
 
 def any_rank(flag: bool) -> bool:

@@ -23,10 +23,12 @@ class TokenTermConfig(Config):
 
 
 class ContrastiveConfig(Config):
-    """`itc`, or `anchor` in the form `paper` (Eqs 1-2) or `contrastive`."""
+    """`itc`, `sigmoid`, or `anchor` in the form `paper` (Eqs 1-2) or `contrastive`."""
 
-    kind: Literal["itc", "anchor"] = Field(
-        "anchor", description="itc: symmetric InfoNCE over pairs; anchor: the anchor loss"
+    kind: Literal["itc", "sigmoid", "anchor"] = Field(
+        "anchor",
+        description="itc: symmetric InfoNCE over pairs; sigmoid: SigLIP's loss of single pairs, "
+        "whose memory does not grow with ranks; anchor: the anchor loss",
     )
     form: Literal["contrastive", "paper"] = Field(
         "contrastive",
@@ -36,6 +38,7 @@ class ContrastiveConfig(Config):
     weight: float = Field(1.0, ge=0, description="weight in the sum of losses")
     scale: float = Field(2.0, gt=0, description="lambda of Eqs 1-2 (form paper)")
     margin: float = Field(0.05, description="delta of Eq. 2 (form paper)")
+    bias: float = Field(-10.0, description="start of the learned bias (kind sigmoid)")
     token: TokenTermConfig = Field(
         TokenTermConfig(), description="token term (kind anchor, form contrastive)"
     )
@@ -162,4 +165,9 @@ class ObjectivesConfig(Config):
         registered = self.model_extra or {}
         if not (self.contrastive or self.itm or self.mlm or self.mim or any(registered.values())):
             raise ValueError("contrastive, itm, mlm and mim are all null: nothing is trained")
+        if self.teacher and self.contrastive and self.contrastive.kind == "sigmoid":
+            raise ValueError(
+                "contrastive.kind sigmoid compares with the batch, not with a teacher's queue; set "
+                "objectives.teacher=null or contrastive.kind=itc"
+            )
         return self

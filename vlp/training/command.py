@@ -27,6 +27,7 @@ from vlp.lock import FolderLock
 from vlp.training.best_checkpoint import BestCheckpoint
 from vlp.training.config import LoopConfig, RunConfig
 from vlp.training.engines.base import Engine
+from vlp.training.engines.blocks import checkpoint_activations
 from vlp.training.logging.trackers import require_access
 from vlp.training.stop.signals import REQUEUE, StopSignals, leave
 
@@ -130,6 +131,7 @@ def _run(
         except ConfigError as error:
             return _refuse(str(error))
         _advise(config.training.precision)
+        checkpoint_activations(task, config.training.activation_checkpointing)
         report = train(config, task, data, make_engine(task), folder, resume, best, signals)
     distributed.any_rank(False)  # no rank leaves before the report is written: launchers kill
     return REQUEUE if report["ended"] == "stopped" else 0

@@ -91,6 +91,12 @@ class LoopConfig(Config):
         description="every step uses the same parameters on all ranks, so that unused ones are "
         "looked for in the first step only; of engine ddp",
     )
+    activation_checkpointing: Literal["none", "blocks"] | Annotated[int, Field(ge=1)] = Field(
+        "none",
+        description="what the backward pass computes again to need less memory: blocks, all of "
+        "them, or a number, the lowest of every encoder; losses keep every bit",
+        json_schema_extra={"resume": "free"},
+    )
     optimiser: OptimiserConfig = Field(
         OptimiserConfig(), description="AdamW and its learning-rate schedule"
     )
@@ -169,6 +175,14 @@ class ValidatedConfig(LoopConfig):
 
 class PretrainTrainingConfig(TrainingConfig, ValidatedConfig):
     """Training on DeepSpeed, validated at intervals where the run has validation data."""
+
+    grad_cache: int | None = Field(
+        None,
+        ge=1,
+        description="samples of a rank that encoders and objectives keep activations of at a time, "
+        "a multiple of sample groups; those of others are computed again in the backward pass, "
+        "while the contrastive loss compares the whole batch; null: all",
+    )
 
 
 class RunConfig(Config):

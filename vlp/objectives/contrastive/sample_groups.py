@@ -27,12 +27,16 @@ def sample_groups(rows: int, group: int) -> tuple[int, int]:
 
 
 def require_whole_groups(
-    objectives: ObjectivesConfig, batch: int, ranks: int, prefix: str = "objectives"
+    objectives: ObjectivesConfig,
+    batch: int,
+    ranks: int,
+    prefix: str = "objectives",
+    chunk: int | None = None,
 ) -> None:
     """Require that each rank's share of a global batch holds whole sample groups.
 
     Else negatives, and with them the losses, would depend on the number of ranks. A batch smaller
-    than a group is one group, for a single rank.
+    than a group is one group, for a single rank. So must a chunk of `training.grad_cache`.
 
     Raises:
         ConfigError: it does not; the key and the numbers are named.
@@ -48,4 +52,9 @@ def require_whole_groups(
             raise ConfigError(
                 f"{key} {group} does not divide a rank's {share} samples (training.batch {batch} "
                 f"on {ranks} ranks)"
+            )
+        if chunk is not None and chunk < share and chunk % group:
+            raise ConfigError(
+                f"training.grad_cache {chunk} is not a multiple of {key} {group}, whose negatives "
+                "it would cut off"
             )

@@ -10,12 +10,14 @@ from vlp.tasks.pretraining.itm import ImageTextMatching
 from vlp.tasks.pretraining.mim import MaskedImageModelling
 from vlp.tasks.pretraining.mlm import MaskedLanguageModelling
 from vlp.tasks.pretraining.objective import Objective, Step, Term, register_objective
+from vlp.tasks.pretraining.sigmoid import SigmoidContrastive
 from vlp.tasks.pretraining.task import Pretraining
 from vlp.tasks.pretraining.token import TokenTerms
 
 __all__ = ["Objective", "Pretraining", "Step", "Term", "register_objective"]
 
 register_objective("contrastive", Contrastive)
+register_objective("sigmoid", SigmoidContrastive)
 register_objective("token", TokenTerms)
 register_objective("itm", ImageTextMatching)
 register_objective("mlm", MaskedLanguageModelling)

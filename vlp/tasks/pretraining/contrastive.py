@@ -24,6 +24,12 @@ class Contrastive(Objective):
     on_clean_pairs: ClassVar[bool] = True
     settings: ContrastiveConfig
 
+    @classmethod
+    def settings_of(cls, name: str, objectives: ObjectivesConfig) -> ContrastiveConfig | None:
+        """Return the settings unless their kind is `sigmoid`, an objective of its own."""
+        contrastive = objectives.contrastive
+        return contrastive if contrastive and contrastive.kind != "sigmoid" else None
+
     def __call__(self, step: Step) -> dict[str, Term]:
         """Compute the loss over the batch's rows."""
         settings, batch, teacher = self.settings, step.batch, step.teacher

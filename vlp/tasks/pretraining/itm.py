@@ -22,6 +22,7 @@ class ImageTextMatching(Objective):
     """
 
     on_clean_pairs: ClassVar[bool] = True
+    in_chunks: ClassVar[bool] = True
     settings: ITMConfig
 
     def __call__(self, step: Step) -> dict[str, Term]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -20,6 +20,7 @@ class MaskedImageModelling(Objective):
     image then meets in the cross-modal encoder. Loss: `mim`.
     """
 
+    in_chunks: ClassVar[bool] = True
     settings: MIMConfig
 
     def __init__(self, settings: Any, objectives: ObjectivesConfig, model: ModelConfig) -> None:

@@ -25,6 +25,7 @@ class MaskedLanguageModelling(Objective):
     """
 
     taught: ClassVar[bool] = True
+    in_chunks: ClassVar[bool] = True
     settings: MLMConfig
 
     def __init__(self, settings: Any, objectives: ObjectivesConfig, model: ModelConfig) -> None:

@@ -60,6 +60,8 @@ class Objective:
 
     on_clean_pairs: ClassVar[bool] = False
     """True if it runs before the anchor threshold moves, as those on unmasked pairs do."""
+    in_chunks: ClassVar[bool] = False
+    """True if its losses are sums over sample groups, so that it can run on a few at a time."""
     saves_modules: ClassVar[bool] = True
     """True if its modules go into the model folder, beside the model's weights."""
     taught: ClassVar[bool] = False

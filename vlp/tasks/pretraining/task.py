@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,12 +14,14 @@ from vlp.data.image.transforms import Preprocessing
 from vlp.data.stream.batch import Batch
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.models.config import ModelConfig
+from vlp.models.features import ImageFeatures, TextFeatures
 from vlp.models.folder import load_start, save_pretrained
 from vlp.models.towers.lora import add_lora
 from vlp.models.vlp import VLPModel
 from vlp.objectives.config import ObjectivesConfig
 from vlp.objectives.running_quantile import move_threshold
 from vlp.tasks.plain import PlainTask, Precision
+from vlp.tasks.pretraining.grad_cache import chunks, in_chunks, joined, recomputed, select
 from vlp.tasks.pretraining.monitors import anchor_shares, collapse, word_cosines
 from vlp.tasks.pretraining.objective import OBJECTIVES, Objective, Step, Term
 from vlp.tasks.pretraining.teacher import MomentumTeacher, strip_prefix
@@ -38,6 +41,7 @@ class Pretraining(PlainTask):
         log_every: steps between the statistics that cost time.
         init_from: model folder whose weights come last, over public ones.
         model: of this configuration, taken as it is in place of a new one.
+        grad_cache: rows that have activations at a time; None is all.
 
     Raises:
         ConfigError: weights that the configuration names are missing or do not fit.
@@ -52,11 +56,12 @@ class Pretraining(PlainTask):
         log_every: int = 50,
         init_from: str | None = None,
         model: VLPModel | None = None,
+        grad_cache: int | None = None,
     ) -> None:
         super().__init__(precision)
         self.model = VLPModel(config) if model is None else model
         self.config = config = self.model.config
-        self.vocabulary, self.log_every = vocabulary, log_every
+        self.vocabulary, self.log_every, self.grad_cache = vocabulary, log_every, grad_cache
         self.weight_reports = load_start(self.model, init_from, public=model is None)
         if model is None:
             add_lora(self.model)
@@ -94,8 +99,7 @@ class Pretraining(PlainTask):
             encoder = self.model.image_encoder
             if encoder.frozen and batch.pixels.ndim == 4:  # the teacher's tower is the same
                 batch = batch._replace(pixels=encoder.tower(batch.pixels))
-            image = self.model.encode_image(batch.pixels)
-            text = self.model.encode_text(batch.text_ids, batch.attention_mask, batch.word_mask)
+            image, text = self._features(batch)
         taught = None
         if self.teacher is not None:
             with record_function("pass/teacher"):
@@ -103,12 +107,26 @@ class Pretraining(PlainTask):
         is_logged = step == 0 or (step + 1) % self.log_every == 0
         return Step(step, batch, self.model, image, text, taught, is_logged)
 
+    def _features(self, batch: Batch) -> tuple[ImageFeatures, TextFeatures]:
+        def encode(part: Batch) -> tuple[ImageFeatures, TextFeatures]:
+            text = part.text_ids, part.attention_mask, part.word_mask
+            return self.model.encode_image(part.pixels), self.model.encode_text(*text)
+
+        if self.grad_cache is None:
+            return encode(batch)
+        parts = [select(batch, rows) for rows in chunks(len(batch.valid), self.grad_cache)]
+        images, texts = zip(*(recomputed(partial(encode, part)) for part in parts), strict=True)
+        return joined(images), joined(texts)
+
     def _run(self, step: Step, on_clean_pairs: bool) -> dict[str, Term]:
         terms: dict[str, Term] = {}
         for name, objective in self.objectives.items():
             if objective.on_clean_pairs == on_clean_pairs:
                 with record_function(f"pass/{name}"):
-                    terms |= objective(step)
+                    if self.grad_cache is not None and objective.in_chunks:
+                        terms |= in_chunks(objective, step, self.grad_cache)
+                    else:
+                        terms |= objective(step)
         return terms
 
     @torch.no_grad()

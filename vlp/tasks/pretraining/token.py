@@ -24,6 +24,7 @@ class TokenTerms(Objective):
 
     on_clean_pairs: ClassVar[bool] = True
     saves_modules: ClassVar[bool] = False
+    in_chunks: ClassVar[bool] = True
     settings: ContrastiveConfig
 
     def __init__(self, settings: Any, objectives: ObjectivesConfig, model: ModelConfig) -> None:

@@ -1,0 +1,82 @@
+"""Passes in chunks of rows, of which one at a time has activations (GradCache).
+
+Gao et al. 2021 (arXiv 2101.06983) compute the features of a batch without a graph, the gradient of
+the loss to them, and then chunk by chunk the features again with a graph. Checkpoints around the
+chunks do that inside one ordinary backward pass, so every engine and every objective takes part,
+and dropout draws the same both times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from vlp.objectives.loss import Loss
+from vlp.tasks.pretraining.objective import Objective, Step, Term
+
+Rows = TypeVar("Rows", bound=NamedTuple)
+Result = TypeVar("Result")
+
+
+def chunks(rows: int, size: int) -> Iterator[slice]:
+    """Yield slices of `size` consecutive rows; the last may be shorter."""
+    return (slice(start, start + size) for start in range(0, rows, size))
+
+
+def select(whole: Rows, rows: slice) -> Rows:
+    """Return rows of every tensor in a named tuple; its other fields as they are."""
+    return whole._make(field[rows] if isinstance(field, Tensor) else field for field in whole)
+
+
+def recomputed(function: Callable[[], Result]) -> Result:
+    """Run a pass now, and once more in the backward pass; nothing of it is kept between."""
+    result: Result = checkpoint(function, use_reentrant=False)
+    return result
+
+
+def joined(parts: list[Any]) -> Any:
+    """Concatenate the rows of equal named tuples."""
+    return type(parts[0])(*(torch.cat(fields) for fields in zip(*parts, strict=True)))
+
+
+def in_chunks(objective: Objective, step: Step, size: int) -> dict[str, Term]:
+    """Run an objective on chunks and sum its losses; statistics are means over chunks."""
+    threshold = step.model.anchor_threshold.clone()  # it moves before the backward pass
+    parts = chunks(len(step.batch.valid), size)
+    outcomes = [recomputed(partial(_run, objective, step, rows, threshold)) for rows in parts]
+    terms = [terms for terms, _ in outcomes]
+    for name in outcomes[0][1]:
+        values = [statistics[name] for _, statistics in outcomes]
+        step.statistics[name] = torch.stack(values).mean()
+    return {
+        name: Term(Loss(*map(sum, zip(*(part[name].loss for part in terms)))), term.weight)
+        for name, term in terms[0].items()
+    }
+
+
+def _run(
+    objective: Objective, step: Step, rows: slice, threshold: Tensor
+) -> tuple[dict[str, Term], dict[str, Tensor]]:
+    taught = step.teacher and step.teacher._replace(
+        image=select(step.teacher.image, rows), text=select(step.teacher.text, rows)
+    )
+    part = replace(
+        step,
+        batch=select(step.batch, rows),
+        image=select(step.image, rows),
+        text=select(step.text, rows),
+        teacher=taught,
+        anchors=None,
+        statistics={},
+    )
+    moved, step.model.anchor_threshold = step.model.anchor_threshold, threshold
+    try:
+        return objective(part), part.statistics
+    finally:
+        step.model.anchor_threshold = moved
