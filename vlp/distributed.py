@@ -10,7 +10,7 @@ import importlib
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -222,6 +222,44 @@ class _Gather(torch.autograd.Function):
         own = gradient.new_empty((ctx.rows, *gradient.shape[1:]))
         dist.reduce_scatter_tensor(own, gradient)
         return own
+
+
+def local(x: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor: the tensor itself unless it is sharded."""
+    return x.to_local() if _is_sharded(x) else x  # type: ignore[attr-defined]
+
+
+def whole(x: Tensor) -> Tensor:
+    """Return a tensor at full size; collective where it is sharded."""
+    return x.full_tensor() if _is_sharded(x) else x  # type: ignore[attr-defined]
+
+
+def sharded_like(value: Tensor, held: Any) -> Tensor:
+    """Cut a full-size tensor that all ranks have as another is cut; without that, return it."""
+    if not _is_sharded(held):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value, held.device_mesh, held.placements, src_data_rank=None)
+
+
+def put(held: Tensor, value: Tensor) -> None:
+    """Write a full-size tensor that all ranks have into one that may be sharded."""
+    local(held).copy_(local(sharded_like(value, held)))
+
+
+def on_rank_0(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Bring tensors to rank 0's CPU, each whole; empty elsewhere. Collective if any is sharded."""
+    brought = {}
+    for name, tensor in tensors.items():
+        value = whole(tensor.detach())
+        if rank() == 0:
+            brought[name] = value.cpu()
+    return brought
+
+
+def _is_sharded(x: Tensor) -> bool:
+    return hasattr(x, "full_tensor")  # a DTensor, whose module takes a second to import
 
 
 def pass_on(tensors: list[Tensor]) -> list[Tensor]:

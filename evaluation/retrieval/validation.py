@@ -22,7 +22,7 @@ from vlp.models.folder import Loaded
 from vlp.tasks.pretraining import Pretraining
 from vlp.tasks.pretraining.teacher import strip_prefix
 from vlp.training.best_checkpoint import BestCheckpoint, Parameters
-from vlp.training.config import PretrainConfig, ValidationConfig
+from vlp.training.config import LoopConfig, PretrainConfig, ValidationConfig
 from vlp.training.engines.deepspeed_config import deepspeed_config
 
 _TRIED = 16
@@ -49,9 +49,8 @@ def select(config: PretrainConfig, task: Pretraining, data: PretrainData) -> Bes
         if chosen.features is not None:
             StoredFeatures(chosen.features)
     task.to(distributed.default_device())
-    # ZeRO-3 leaves a rank parts of the parameters, of which the match score needs all.
-    stage = deepspeed_config(training, distributed.world_size())["zero_optimization"]["stage"]
-    whole = copy.deepcopy(task.model) if stage == 3 else None
+    # ZeRO-3 and FSDP leave a rank parts of the parameters, of which the match score needs all.
+    whole = copy.deepcopy(task.model) if _is_cut_up(training) else None
     loaded = Loaded(whole or task.model, data.text, data.preprocessing)
 
     def validate(
@@ -71,6 +70,13 @@ def select(config: PretrainConfig, task: Pretraining, data: PretrainData) -> Bes
     except EvaluationError as error:
         raise ConfigError(f"validation: {error}") from error
     return selection
+
+
+def _is_cut_up(training: LoopConfig) -> bool:
+    if training.engine != "deepspeed":
+        return training.engine == "fsdp"
+    settings = deepspeed_config(training, distributed.world_size())
+    return bool(settings["zero_optimization"]["stage"] == 3)
 
 
 Figures = dict[str, float]

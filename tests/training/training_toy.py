@@ -83,6 +83,9 @@ class ToyTask(nn.Module):
         for name, value in new.items():
             self.average[name].lerp_(value, 0.1)
 
+    def teachers(self) -> list[nn.Module]:
+        return []
+
     def after_skip(self) -> None:
         self.skipped += 1
 
@@ -196,6 +199,9 @@ class PlainEngine:
             self.optimiser.step()
         self.optimiser.zero_grad()
         return Update(math.isfinite(norm), norm if math.isfinite(norm) else math.inf)
+
+    def parameters(self) -> dict[str, Tensor]:
+        return self.gather()
 
     def gather(self) -> dict[str, Tensor]:
         return {name: value.detach() for name, value in self.module.named_parameters()}

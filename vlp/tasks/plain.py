@@ -79,6 +79,10 @@ class PlainTask(nn.Module):
     ) -> None:
         """Do nothing: there is no state beside the parameters."""
 
+    def teachers(self) -> list[nn.Module]:
+        """Return nothing."""
+        return []
+
     def after_skip(self) -> None:
         """Do nothing: nothing was collected."""
 

@@ -88,8 +88,9 @@ class Checkpoints:
             failure = str(error)
         try:
             engine.save(target)  # collective, so also after a failure
+            extra = distributed.on_rank_0(task.extra_state())
             if target is not None:
-                write_tensors(target / EXTRA, task.extra_state())
+                write_tensors(target / EXTRA, extra)
                 self._write_state(target, engine, progress)
                 sync_folder(partial)
                 replace_folder(partial, final)  # the same step, after a fall-back or a validation

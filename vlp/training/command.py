@@ -128,10 +128,10 @@ def _run(
                 task, data = build(config)
             if select is not None:
                 best = select(config, task, data)
+            checkpoint_activations(task, config.training.activation_checkpointing)
         except ConfigError as error:
             return _refuse(str(error))
         _advise(config.training.precision)
-        checkpoint_activations(task, config.training.activation_checkpointing)
         report = train(config, task, data, make_engine(task), folder, resume, best, signals)
     distributed.any_rank(False)  # no rank leaves before the report is written: launchers kill
     return REQUEUE if report["ended"] == "stopped" else 0
@@ -156,6 +156,11 @@ def _engine(training: LoopConfig) -> Callable[[Any], Engine]:
 
         training.require_equal_shares(distributed.world_size())
         return lambda task: DdpEngine(_compiled(task, training), training)
+    if training.engine == "fsdp":
+        from vlp.training.engines.fsdp import FsdpEngine
+
+        training.require_equal_shares(distributed.world_size())
+        return lambda task: FsdpEngine(task, training)
     from vlp.training.engines.deepspeed import DeepSpeedEngine
     from vlp.training.engines.deepspeed_config import deepspeed_config
 

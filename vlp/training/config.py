@@ -66,10 +66,11 @@ class LoopConfig(Config):
         description="number format of forward and backward pass; parameters, gradients and "
         "optimiser state are float32, and fp16 scales the loss",
     )
-    engine: Literal["ddp", "deepspeed"] = Field(
+    engine: Literal["ddp", "fsdp", "deepspeed"] = Field(
         "ddp",
         description="what holds parameters and optimiser state: ddp a whole copy on every rank, "
-        "deepspeed as `training.deepspeed` says",
+        "fsdp (of pretraining) a part on every rank, gathered block by block, deepspeed as "
+        "`training.deepspeed` says",
     )
     deepspeed: str = Field(
         "zero1",
@@ -77,13 +78,13 @@ class LoopConfig(Config):
     )
     gradient_reduction: Literal["float32", "bf16"] = Field(
         "float32",
-        description="number format of gradients on their way between ranks; of engine ddp",
+        description="number format of gradients on their way between ranks; not of deepspeed",
     )
     compile: Compile = Field(
         "auto",
         description="torch.compile: blocks, each transformer block, of which those of a tower "
         "share one graph; step, the image, text and cross-modal encoder as one graph each; auto, "
-        "blocks on a GPU and none elsewhere. Losses differ by rounding",
+        "blocks on a GPU and none elsewhere or with engine fsdp. Losses differ by rounding",
         json_schema_extra={"resume": "free"},
     )
     static_graph: bool = Field(
@@ -134,6 +135,10 @@ class LoopConfig(Config):
     def _ends(self) -> LoopConfig:
         if self.epochs is None and self.steps is None:
             raise ValueError("one of epochs and steps must be a number")
+        if self.engine == "fsdp" and not isinstance(self, PretrainTrainingConfig):
+            raise ValueError("engine fsdp is of pretraining alone; choose ddp or deepspeed")
+        if self.engine == "fsdp" and self.compile in ("blocks", "step"):
+            raise ValueError("engine fsdp is not compiled; set compile=none, or choose ddp")
         require_trackers(self.trackers)
         return self
 
@@ -152,7 +157,7 @@ class LoopConfig(Config):
 class TrainingConfig(LoopConfig):
     """Training on DeepSpeed unless `engine` says otherwise."""
 
-    engine: Literal["ddp", "deepspeed"] = Field(
+    engine: Literal["ddp", "fsdp", "deepspeed"] = Field(
         "deepspeed", description=LoopConfig.model_fields["engine"].description
     )
 

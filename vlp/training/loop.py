@@ -171,9 +171,9 @@ def train(
                 uncounted.append(Outcome(progress.step, outputs, update))
                 if isinstance(update.applied, Tensor):
                     _undo(engine.module, buffers, update.applied)
-                    task.after_step(engine.gather, update.applied)
+                    task.after_step(engine.parameters, update.applied)
                 elif update.applied:
-                    task.after_step(engine.gather)
+                    task.after_step(engine.parameters)
                     count()
                 else:
                     _undo(engine.module, buffers)

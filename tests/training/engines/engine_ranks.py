@@ -1,4 +1,4 @@
-"""One rank of test_engines.py: every ZeRO stage, and DDP, against plain PyTorch.
+"""One rank of test_engines.py: every ZeRO stage, DDP and FSDP against plain PyTorch.
 
 usage: engine_ranks.py FOLDER (train | load). The folder keeps checkpoints from one number of ranks
 to the next.
@@ -20,17 +20,19 @@ from vlp import distributed
 from vlp.training.engines.base import Engine, Update
 from vlp.training.engines.ddp import DdpEngine
 from vlp.training.engines.deepspeed import DeepSpeedEngine
+from vlp.training.engines.fsdp import FsdpEngine
 
 FOLDER = Path(sys.argv[1])
 SAVED_AFTER, POISONED, STEPS = 3, 4, 8
 # Stage 3 twice: with every parameter cut up between uses, and with small ones kept whole.
 KINDS = {"0": 0, "1": 1, "2": 2, "3": 3, "3-whole": 3}
-DDP = "ddp"
+DDP, FSDP = "ddp", "fsdp"
 
 
 def make(task: ToyTask, kind: str, **settings: Any) -> Engine:
-    if kind == DDP:
-        return DdpEngine(task, toy_config(**settings).training)
+    if kind in (DDP, FSDP):
+        engine = DdpEngine if kind == DDP else FsdpEngine
+        return engine(task, toy_config(**settings).training)
     zero = {"stage": KINDS[kind]}
     if KINDS[kind] == 3:
         zero["stage3_param_persistence_threshold"] = 0 if kind == "3" else 100_000
@@ -156,7 +158,7 @@ def resumed(kind: str, home: Path) -> dict[str, Tensor]:
 def check_loading(kind: str) -> None:
     """From the other number of ranks, of the same and of other stages."""
     expected, _ = plain()
-    for source in sorted({kind, "0", "3", DDP}):
+    for source in sorted({kind, "0", "3", DDP, FSDP}):
         home = FOLDER / f"state_{source}_{3 - distributed.world_size()}"
         assert distance(resumed(kind, home), expected) < 2e-6, home
 
@@ -175,7 +177,7 @@ def check_accumulation(kind: str) -> None:
 
 distributed.prepare_environment()
 distributed.start()
-for each in (*KINDS, DDP):
+for each in (*KINDS, DDP, FSDP):
     if sys.argv[2] == "train":
         check(each)
         check_accumulation(each)

@@ -9,6 +9,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from vlp.distributed import local, sharded_like, whole
+
 Student = TypeVar("Student", bound=nn.Module)
 
 
@@ -40,9 +42,10 @@ class Teacher(Generic[Student]):
         """Move every weight by 1 - momentum towards the student's.
 
         `named_parameters` holds full-size tensors by the names they have in the student (under
-        ZeRO-3 the engine gathers them); further names are allowed, other heads' for example.
-        `named_buffers` are copied, not averaged. `applied`, 0-d bool on the device of the weights:
-        they stay as they are where it is False.
+        ZeRO-3 the engine gathers them), or sharded ones: where the teacher is sharded alike, each
+        rank moves its part. Further names are allowed, other heads' for example. `named_buffers`
+        are copied, not averaged. `applied`, 0-d bool on the device of the weights: they stay as
+        they are where it is False.
 
         Raises:
             KeyError: a weight of the teacher is not among the names.
@@ -50,8 +53,12 @@ class Teacher(Generic[Student]):
         """
         teacher = dict(self.module.named_parameters())
         _check(teacher, named_parameters)
-        weights = list(teacher.values())
-        student = [named_parameters[name].detach().to(weight) for name, weight in teacher.items()]
+        weights, student = [], []
+        for name, weight in teacher.items():
+            new = named_parameters[name].detach()
+            part = local(weight)
+            weights.append(part)
+            student.append((whole(new) if part is weight else local(new)).to(part))
         if applied is None:
             torch._foreach_lerp_(weights, student, 1 - momentum)
         else:
@@ -64,12 +71,13 @@ class Teacher(Generic[Student]):
                     buffer.copy_(named_buffers[name])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return weights and buffers by name, for the checkpoint."""
+        """Return weights and buffers by name, sharded ones as they are, for the checkpoint."""
         return dict(self.module.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state_dict` gave; missing or unknown names are errors."""
-        self.module.load_state_dict(dict(state))
+        held = self.module.state_dict()
+        self.module.load_state_dict({n: sharded_like(v, held.get(n)) for n, v in state.items()})
 
 
 def _check(teacher: Mapping[str, Tensor], student: Mapping[str, Tensor]) -> None:

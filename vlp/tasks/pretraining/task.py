@@ -169,13 +169,17 @@ class Pretraining(PlainTask):
         if self.teacher is not None:
             self.teacher.after_step(parameters(), dict(self.named_buffers()), applied)
 
+    def teachers(self) -> list[nn.Module]:
+        """Return the momentum teacher's copy, if there is one."""
+        return [] if self.teacher is None else [self.teacher.average.module]
+
     def after_skip(self) -> None:
         """Forget the teacher's keys of a step that was not applied."""
         if self.teacher is not None:
             self.teacher.forget()
 
     def extra_state(self) -> dict[str, Tensor]:
-        """Return teacher and queue by name, the same on every rank; empty without a teacher."""
+        """Return teacher and queue by name, full or sharded; empty without a teacher."""
         return {} if self.teacher is None else self.teacher.state_dict()
 
     def load_extra_state(self, state: Mapping[str, Tensor]) -> None:

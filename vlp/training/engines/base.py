@@ -1,7 +1,7 @@
 """Interface between the training loop and the machinery that holds the parameters.
 
 The loop (`vlp/training/loop.py`) sees only this; `ddp.py` fulfils it with a whole copy on every
-rank, `deepspeed.py` whatever the ZeRO stage.
+rank, `fsdp.py` with a part of each parameter, `deepspeed.py` whatever the ZeRO stage.
 """
 
 from __future__ import annotations
@@ -53,6 +53,9 @@ class Engine(Protocol):
 
     def step(self, learning_rate: float) -> Update:
         """Clip, apply AdamW once after the last micro-step's `backward`, clear the gradients."""
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Return float32 parameters by name, full size or sharded; valid until `step`."""
 
     def gather(self) -> dict[str, Tensor]:
         """Return full float32 parameters by name, on each rank's device; valid until `step`."""

@@ -112,6 +112,10 @@ class DeepSpeedEngine:
             norm = float(self._deepspeed.get_global_grad_norm()) if applied else float("inf")
         return Update(applied, norm, self._scale.update(applied))
 
+    def parameters(self) -> dict[str, Tensor]:
+        """Return full float32 parameters by name, as `gather` does; valid until `step`."""
+        return self.gather()
+
     def gather(self) -> dict[str, Tensor]:
         """Return full float32 parameters by name, on each rank's device; valid until `step`."""
         named = self._frozen | self._named

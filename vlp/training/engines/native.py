@@ -68,8 +68,7 @@ class NativeEngine(ABC):
         if self._adamw.defaults["fused"] and not self._scale.enabled:
             return self._step_unread()
         if self._scale.enabled:
-            gradients = [p.grad for p in self._named.values() if p.grad is not None]
-            torch._foreach_mul_(gradients, 1 / self._scale.value)
+            torch._foreach_mul_(self._gradients(), 1 / self._scale.value)
         norm = self._clip_gradients(float("inf") if self._clip is None else self._clip)
         applied = norm != float("inf")
         if applied:
@@ -98,13 +97,21 @@ class NativeEngine(ABC):
         norm = nn.utils.clip_grad_norm_(self._named.values(), most)
         return float(norm) if torch.isfinite(norm) else float("inf")
 
+    def _gradients(self) -> list[Tensor]:
+        """Return what this rank holds of the gradients."""
+        return [distributed.local(p.grad) for p in self._named.values() if p.grad is not None]
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Return float32 parameters by name, as this rank holds them; valid until `step`."""
+        return {name: p.detach() for name, p in self.module.named_parameters()}
+
     def gather(self) -> dict[str, Tensor]:
         """Return full float32 parameters by name, on each rank's device; valid until `step`."""
-        return {name: self._whole(p.detach()) for name, p in self.module.named_parameters()}
+        return {name: distributed.whole(held) for name, held in self.parameters().items()}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the full float32 state, with buffers, on rank 0's CPU; empty elsewhere."""
-        return {name: value.clone() for name, value in self._on_rank_0(self._state()).items()}
+        return {name: value.clone() for name, value in distributed.on_rank_0(self._state()).items()}
 
     def save(self, folder: Path | None) -> None:
         """Write `weights.safetensors` and `optimiser.safetensors`.
@@ -112,8 +119,8 @@ class NativeEngine(ABC):
         Raises:
             OSError: on rank 0 alone, after all ranks have given what they hold.
         """
-        weights = self._on_rank_0(self._state())
-        moments = self._on_rank_0(self._moments()) | self._scale.state()
+        weights = distributed.on_rank_0(self._state())
+        moments = distributed.on_rank_0(self._moments()) | self._scale.state()
         if folder is not None:
             write_tensors(folder / WEIGHTS, weights)
             write_tensors(folder / OPTIMISER, moments)
@@ -132,32 +139,15 @@ class NativeEngine(ABC):
                     self._scale.load(value)
                     continue
                 missing.remove(name)
-                self._put(here[name], value)
+                distributed.put(here[name], value)
             if missing:
                 raise KeyError(f"the checkpoint lacks {sorted(missing)}")
         for state in self._adamw.state.values():
             state[STEP].copy_(here[STEP])
 
-    def _on_rank_0(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Bring tensors to rank 0's CPU, each whole; collective."""
-        brought = {}
-        for name, tensor in tensors.items():
-            value = self._whole(tensor.detach())
-            if self.rank == 0:
-                brought[name] = value.cpu()
-        return brought
-
-    def _whole(self, held: Tensor) -> Tensor:
-        """Return the full-size tensor of which this rank holds a part; collective."""
-        return held
-
-    def _put(self, held: Tensor, value: Tensor) -> None:
-        """Write this rank's part of a full-size CPU tensor that all ranks have."""
-        held.copy_(value)
-
     def _state(self) -> dict[str, Tensor]:
         """Return parameters, each by one name, and saved buffers."""
-        return {**dict(self.module.named_parameters()), **saved_buffers(self.module)}
+        return {**self.parameters(), **saved_buffers(self.module)}
 
     def _moments(self) -> dict[str, Tensor]:
         states = {name: self._adamw.state[parameter] for name, parameter in self._named.items()}
