@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import json
 import logging
 import os
 import socket
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +25,8 @@ from torch import Tensor
 from torch import distributed as dist
 
 _control: Any = None
+_waited = 0.0
+_waits_since: float | None = None
 
 _DTYPES = {
     "F64": torch.float64,
@@ -38,6 +42,9 @@ _DTYPES = {
 # Options of glibc.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 _LARGEST, _NEVER = 2**31 - 1, -1
+
+# Collectives that the flight recorder of NCCL and Gloo remembers.
+_RECORDED = "512"
 
 
 def prepare_environment() -> None:
@@ -94,8 +101,14 @@ def _compiling_nothing() -> Iterator[None]:
 
 
 def start(timeout: timedelta = timedelta(minutes=30), with_deepspeed: bool = True) -> None:
-    """Join the other ranks; the launcher's environment says who they are."""
+    """Join the other ranks; the launcher's environment says who they are.
+
+    Args:
+        timeout: after which a collective call fails whose other ranks do not come.
+        with_deepspeed: start the group through DeepSpeed.
+    """
     global _control
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED)
     if with_deepspeed:
         _start_deepspeed(timeout)
     else:
@@ -182,6 +195,44 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+@contextmanager
+def _waiting() -> Iterator[None]:
+    """Count the time of a collective call."""
+    global _waited, _waits_since
+    _waits_since = began = time.perf_counter()
+    try:
+        yield
+    finally:
+        _waits_since = None
+        _waited += time.perf_counter() - began
+
+
+def seconds_waited() -> tuple[float, bool]:
+    """Return the time spent in this module's collective calls, and whether one is under way.
+
+    On a GPU they return before they are done; the device then waits by itself.
+    """
+    return _waited, _waits_since is not None
+
+
+def own_store() -> Any:
+    """Return a connection of one's own to the store through which the ranks found each other.
+
+    Another thread may use it beside collective calls; None for a single rank.
+    """
+    return dist.distributed_c10d._get_default_store().clone() if is_distributed() else None
+
+
+def last_calls(number: int) -> list[str]:
+    """Return lines of JSON on the last collective calls that this rank has begun, oldest first."""
+    module = torch._C._distributed_c10d
+    names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # of NCCL, of Gloo
+    dumps = [json.loads(dump()) for name in names if (dump := getattr(module, name, None))]
+    entries = [entry for dump in dumps for entry in dump.get("entries", [])]
+    entries.sort(key=lambda entry: entry.get("time_created_ns", 0))
+    return [json.dumps(entry) for entry in entries[-number:]]
+
+
 def global_sum(x: Tensor) -> Tensor:
     """Sum over all ranks, without gradient; `x` itself is left as it is.
 
@@ -189,7 +240,8 @@ def global_sum(x: Tensor) -> Tensor:
     """
     total = x.detach().clone()
     if is_distributed():
-        dist.all_reduce(total)
+        with _waiting():
+            dist.all_reduce(total)
     return total
 
 
@@ -213,14 +265,16 @@ class _Gather(torch.autograd.Function):
         ctx.rows = x.shape[0]
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, x)
+        with _waiting():
+            dist.all_gather(parts, x)
         return torch.cat(parts)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         gradient = gradients[0].contiguous()
         own = gradient.new_empty((ctx.rows, *gradient.shape[1:]))
-        dist.reduce_scatter_tensor(own, gradient)
+        with _waiting():
+            dist.reduce_scatter_tensor(own, gradient)
         return own
 
 
@@ -275,8 +329,9 @@ def pass_on(tensors: list[Tensor]) -> list[Tensor]:
         [dist.P2POp(dist.isend, t.contiguous(), (own + 1) % ranks) for t in tensors]
         + [dist.P2POp(dist.irecv, t, (own - 1) % ranks) for t in received]
     )
-    for one in work:
-        one.wait()
+    with _waiting():
+        for one in work:
+            one.wait()
     return received
 
 
@@ -284,9 +339,23 @@ def any_rank(flag: bool) -> bool:
     """Return True on every rank when `flag` is True on one of them."""
     if world_size() == 1:
         return flag
-    value = torch.tensor([int(flag)])
-    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=_control)
-    return bool(value.item())
+    return bool(largest([float(flag)])[0])
+
+
+def largest(values: Sequence[float], device: torch.device | str = "cpu") -> list[float]:
+    """Return the largest of all ranks' values, one by one.
+
+    Args:
+        values: equally many on every rank.
+        device: a GPU: they go the way of gradients, without TCP, and wait for the GPU's queue.
+    """
+    if world_size() == 1:
+        return list(values)
+    maxima = torch.tensor(values, dtype=torch.float64, device=device)
+    group = _control if maxima.device.type == "cpu" else None
+    with _waiting():
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+        return [float(value) for value in maxima.tolist()]
 
 
 def mean_over_ranks(values: Tensor) -> Tensor:

@@ -23,7 +23,10 @@ pytestmark = pytest.mark.distributed
 COMMAND = ranks.ROOT / "launch" / "pretrain.py"
 FAILING = Path(__file__).with_name("failing_pretrain.py")
 STAGES = [0, 1, 2, 3]
-TIMES = ("seconds", "samples_per_second", "data_wait_share")
+TIMES = (
+    *("seconds", "samples_per_second", "data_wait_share"),
+    *("data_wait_share_max", "slowest_rank", "slowest_rank_lag"),
+)
 # Statistics that look at one rank's share of the batch.
 LOCAL = ("_spread", "_cosine", "anchor_", "itm_accuracy")
 

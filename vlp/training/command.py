@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ from vlp.training.best_checkpoint import BestCheckpoint
 from vlp.training.config import LoopConfig, RunConfig
 from vlp.training.engines.base import Engine
 from vlp.training.engines.blocks import checkpoint_activations
+from vlp.training.engines.interfaces import choose_interface
 from vlp.training.logging.trackers import require_access
 from vlp.training.stop.signals import REQUEUE, StopSignals, leave
 
@@ -91,7 +93,9 @@ def run_training(
     put_in_force(config.limits)
     try:
         with StopSignals() as signals:
-            distributed.start(with_deepspeed=config.training.engine == "deepspeed")
+            choose_interface()
+            timeout = timedelta(seconds=config.training.timeout)
+            distributed.start(timeout, with_deepspeed=config.training.engine == "deepspeed")
             code = _run(config, resume, build, select, signals)
             if code == REQUEUE:
                 leave(code)  # launchers repeat SIGTERM, which kills where nobody notes it

@@ -130,6 +130,20 @@ class LoopConfig(Config):
     max_non_finite: int = Field(
         10, ge=0, description="skipped non-finite steps in a row before the run ends"
     )
+    timeout: float = Field(
+        1800.0,
+        gt=0,
+        description="seconds after which a rank that waits for others in a collective call fails; "
+        "longer than data.outages.seconds",
+        json_schema_extra={"resume": "free"},
+    )
+    heartbeat: float | None = Field(
+        30.0,
+        ge=1,
+        description="seconds without a sign of life or a move after which a rank is named in the "
+        "log; null watches nobody",
+        json_schema_extra={"resume": "free"},
+    )
 
     @model_validator(mode="after")
     def _ends(self) -> LoopConfig:

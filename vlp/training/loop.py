@@ -5,8 +5,8 @@ is not finite on any rank is skipped on all: weights, optimiser state and buffer
 the data moves on, the skip is counted; more than `max_non_finite` of them in a row end the run. On
 a GPU the device itself leaves everything as it was, and the skip is counted with the next log line
 or checkpoint, so that steps never wait for the device.
-SIGTERM, Ctrl-C or the end of the launcher, on any rank, ends the run after the current step, with a
-checkpoint.
+SIGTERM, Ctrl-C or the end of the launcher, on any rank, ends the run after the current step, with
+several ranks a few seconds later, with a checkpoint.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from vlp.training.best_checkpoint import BestCheckpoint
 from vlp.training.checkpoint import CheckpointError, Checkpoints
 from vlp.training.config import RunConfig
 from vlp.training.engines.base import Engine
+from vlp.training.logging.heartbeat import Heartbeat, Pulse
 from vlp.training.logging.log import RunLog
 from vlp.training.logging.meter import Meter
 from vlp.training.logging.outcomes import Outcome, on_cpu
@@ -42,6 +43,7 @@ from vlp.training.logging.trackers import open_trackers
 from vlp.training.run_folder import RunFolder
 from vlp.training.schedule import learning_rate
 from vlp.training.stop.signals import StopSignals
+from vlp.training.stop.together import StopTogether
 
 
 class StreamedData(Protocol):
@@ -111,16 +113,19 @@ def train(
     saved = (progress.step, progress.looked) if found else None
     record: dict[str, Any] = {}
     ended = "failed"
+    beat = Heartbeat()
 
     try:
         with (
             nullcontext(signals) if signals else StopSignals() as stop,
             _run_log(config, folder if main else None, progress.step, total) as log,
+            Pulse(beat, training.heartbeat, log.say, folder.hang),
             closing(_stream(data, progress, engine)) as batches,
         ):
             if resume and not found:
                 log.say(f"{folder.checkpoints} holds no checkpoint; starting from the beginning")
             meter, watch, record = Meter(progress), CollapseWatch(), log.last
+            together = StopTogether(stop, engine.device)
             uncounted: list[Outcome] = []
 
             def count() -> None:
@@ -134,6 +139,7 @@ def train(
                 uncounted.clear()
 
             def save() -> tuple[int, int]:
+                beat.enter("save")
                 count()
                 meter.settle()
                 with stop.patient():
@@ -146,6 +152,7 @@ def train(
                     return progress.step >= total
                 if best.due(progress, total):
                     began = time.perf_counter()
+                    beat.enter("validate")
                     with stop.patient():
                         figures, better = best.validate(progress, engine.gather)
                         log.validated(progress.step, figures)
@@ -154,20 +161,22 @@ def train(
                     meter.exclude(time.perf_counter() - began)
                 return progress.step >= total or best.exhausted(progress)
 
-            while not (done := over()) and not distributed.any_rank(stop.look()):
+            while not (done := over()) and not together.look():
                 rate = _rate(config, progress.step, total)
                 buffers = {name: b.clone() for name, b in engine.module.named_buffers()}
                 outputs = []
                 for part in range(training.gradient_accumulation_steps):
-                    asked = time.perf_counter()
+                    beat.enter("data")
                     batch, progress.samples = next(batches)
-                    meter.batch(batch, time.perf_counter() - asked)
+                    meter.batch(batch, beat.enter("forward"))
                     # Dropout is then the same after a resume, and another one on each rank.
                     place = progress.step, part, engine.rank
                     torch.manual_seed(identity("dropout", training.seed, *place))
-                    outputs.append(_micro_step(engine, batch, progress.step))
+                    outputs.append(_micro_step(engine, batch, progress.step, beat))
+                beat.enter("update")
                 update = engine.step(rate)
                 progress.step += 1
+                beat.step = progress.step
                 uncounted.append(Outcome(progress.step, outputs, update))
                 if isinstance(update.applied, Tensor):
                     _undo(engine.module, buffers, update.applied)
@@ -180,17 +189,21 @@ def train(
                     task.after_skip()
                     count()
                 log.advance()
+                beat.enter("log")
 
                 if progress.step % training.log_every == 0 or progress.step == total:
                     count()
                     record = _record(meter, progress, rate, data)
                     log.write(record)
+                    if meter.slow:
+                        log.say(f"step {progress.step}: {meter.slow}")
                     if main:
                         watch.check(progress.step, _representation(record))
                 # Checkpoint before validating, so that a failing validation loses no training.
                 if progress.step % training.checkpoint_every == 0 or progress.step == total:
                     saved = save()
             stop.hold()
+            beat.enter("save")
             if saved != (progress.step, progress.looked):
                 save()
             if not done:
@@ -252,8 +265,9 @@ def _rate(config: RunConfig, step: int, total: int) -> float:
     )
 
 
-def _micro_step(engine: Engine, batch: Slots, step: int) -> StepOutput:
+def _micro_step(engine: Engine, batch: Slots, step: int, beat: Heartbeat) -> StepOutput:
     output = engine.forward(batch.to(engine.device), step)
+    beat.enter("backward")
     engine.backward(poisoned(output.loss))
     return StepOutput(
         output.loss.detach(),

@@ -14,7 +14,7 @@ class RunFolder:
     config: the resolved configuration; log: a JSON object per logged step; tensorboard: event
     files; checkpoints: folders `step_N`; model: public model folder of a finished run; best: that
     of the step that did best on the validation data, where there is one; report: summary of the
-    run so far, written whenever it ends.
+    run so far, written whenever it ends. Where a rank hung, `hang` holds its ranks' stacks.
 
     Raises:
         ConfigError: the folder holds something and the run is not resumed, or it cannot be used.
@@ -29,6 +29,7 @@ class RunFolder:
         self.model = self.path / "model"
         self.best = self.path / "best"
         self.report = self.path / "report.json"
+        self.hang = self.path / "hang"
         try:
             used = self.path.exists() and not all(map(is_lock, self.path.iterdir()))
         except OSError as error:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import sys
 import time
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field
 
@@ -35,7 +36,7 @@ class OutageConfig(Config):
         600.0,
         ge=0,
         description="how long a file is asked for again after its first failure; ranks wait for "
-        "each other for 30 minutes at most",
+        "each other for training.timeout at most",
     )
     silence: float = Field(
         60.0, gt=0, description="seconds without a byte after which a connection counts as failed"
@@ -56,6 +57,23 @@ class Unreachable(Exception):
 
 class PausedDataError(DataError):
     """Error for a store that is away for too long, after which the run is started again."""
+
+
+_retries: Any = None
+
+
+def retries() -> Any:
+    """Return the number of repeated tries of this process and its loader workers, as `value`."""
+    global _retries
+    if _retries is None:
+        _retries = multiprocessing.Value("q", 0)
+    return _retries
+
+
+def share_retries(count: Any) -> None:
+    """Count this worker's tries in the number of the process that started it."""
+    global _retries
+    _retries = count
 
 
 def patiently(attempt: Callable[[], Value], seconds: float, place: object) -> Value:
@@ -94,6 +112,8 @@ def patiently(attempt: Callable[[], Value], seconds: float, place: object) -> Va
             if time.monotonic() + pause > deadline:
                 raise Unreachable(f"{reason}; tried {tries} times") from cause
         time.sleep(pause)
+        with retries().get_lock():
+            retries().value += 1
         wait = min(2 * wait, _LONGEST_WAIT)
 
 

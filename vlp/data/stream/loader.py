@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from vlp.config import ConfigError
+from vlp.data.shards import outages
 from vlp.data.shards.bad_samples import DataError, SkippedShareWatch
 from vlp.data.stream.batch import Slots
 from vlp.data.stream.batch_sampler import Answers, Prefetch, ShardAwareBatchSampler
@@ -136,7 +137,9 @@ class OrderedData:
             "collate_fn": self.collate,
             "num_workers": self.workers,
             "prefetch_factor": 4 if self.workers else None,
-            "worker_init_fn": partial(_prepare_worker, os.getpid()) if self.workers else None,
+            "worker_init_fn": partial(_prepare_worker, os.getpid(), outages.retries())
+            if self.workers
+            else None,
             "pin_memory": torch.cuda.is_available(),
         }
 
@@ -171,7 +174,8 @@ class OrderedData:
                 stop()
 
 
-def _prepare_worker(parent: int, number: int) -> None:
+def _prepare_worker(parent: int, retries: Any, number: int) -> None:
+    outages.share_retries(retries)
     # Ctrl-C and a scheduler's SIGTERM reach every process of the job. The main process answers them
     # (it writes a checkpoint); workers end when it stops or closes them, and with it: they inherit
     # the lock of the run's folder, which must not outlive it.

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from vlp import distributed
+from vlp.data.shards.outages import retries
 from vlp.data.stream.batch import Slots
 from vlp.tasks.task import StepOutput
 from vlp.training.engines.base import Update
+from vlp.training.logging.pace import Pace, compare
 from vlp.training.logging.progress import Progress
 
 _EXAMPLES = 20  # bad samples of one kind that the report names
@@ -28,12 +30,16 @@ class Meter:
         self._skipped: Counter[str] = Counter()
         self._examples: dict[str, list[str]] = {}
         self._settled = time.perf_counter()
+        self.slow: str | None = None
+        """What `close` found of a rank that is slower than the others."""
         self._open()
 
     def _open(self) -> None:
         self._start = time.perf_counter()
         self._trained_before = self._progress.trained_samples
         self._waited = 0.0
+        self._collective = distributed.seconds_waited()[0]
+        self._retries = retries().value
         self._sums: dict[str, Tensor] = {}
         self._counts: Counter[str] = Counter()
         self._norms: list[float] = []
@@ -91,7 +97,10 @@ class Meter:
         means = [value / self._counts[name] for name, value in self._sums.items()]
         # All at once: each by itself would wait for the device.
         own = dict(zip(self._sums, torch.stack(means).tolist() if means else []))
-        names = sorted(set[str]().union(*distributed.gather_to_all(set(own))))
+        collective = distributed.seconds_waited()[0] - self._collective
+        pace = Pace(self._waited, seconds - collective, retries().value - self._retries)
+        ranks = distributed.gather_to_all((set(own), pace))
+        names = sorted(set[str]().union(*(there for there, _ in ranks)))
         there = [float(name in own) for name in names]
         local = [*(own.get(name, 0.0) for name in names), *there, self._waited / seconds]
         *both, waiting = distributed.mean_over_ranks(torch.tensor(local)).tolist()
@@ -104,5 +113,7 @@ class Meter:
         if self._scale is not None:
             record["loss_scale"] = self._scale
         record |= {"samples_per_second": trained / seconds, "data_wait_share": waiting}
+        figures, self.slow = compare([pace for _, pace in ranks], seconds)
+        record |= figures
         self._open()
         return record
