@@ -1,6 +1,7 @@
 """Ranks that stop together without asking each other at every step."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,9 @@ def test_a_step_has_no_collective_call_but_the_engine_s(tmp_path: Path) -> None:
     _, *steps = first["calls"]  # the first one holds the start
     looked = [number for number, calls in enumerate(steps, 1) if calls != engine]
     assert all(steps[number - 1] == engine | look for number in looked)
-    gaps = [later - earlier for earlier, later in zip([0, *looked], looked)]
+    gaps = [later - earlier for earlier, later in pairwise([0, *looked])]
     assert gaps[:2] == [2, 4]
-    assert all(gap <= 2 * before for before, gap in zip(gaps, gaps[1:]))
+    assert all(gap <= 2 * before for before, gap in pairwise(gaps))
     assert len(looked) < len(steps) / 4
     # Asked during step 20, ended at the next look.
     assert first["ended"] == "stopped"
