@@ -81,7 +81,7 @@ def _run(started: float) -> int:
 def _pretrain() -> None:
     import torch
 
-    from vlp.distributed import free_port
+    from vlp.environment import free_port
     from vlp.tasks.plain import is_emulated
 
     environment = dict(os.environ)

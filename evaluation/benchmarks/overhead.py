@@ -41,7 +41,7 @@ from evaluation.benchmarks.pretrain_step import (
 )
 from vlp.config import ConfigError
 from vlp.data.stream.batch import Batch
-from vlp.distributed import keep_freed_memory
+from vlp.environment import keep_freed_memory
 from vlp.metrics.bootstrap import percentile_interval
 from vlp.training.config import PretrainConfig
 

@@ -25,7 +25,7 @@ from evaluation.benchmarks import harness
 from evaluation.benchmarks.harness import Measurement
 from vlp.data.stream.batch import Batch
 from vlp.data.stream.input_spec import Inputs
-from vlp.distributed import keep_freed_memory
+from vlp.environment import keep_freed_memory
 from vlp.tasks.pretraining import Pretraining
 from vlp.training.config import PretrainConfig
 from vlp.training.optimiser import build_adamw

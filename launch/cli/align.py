@@ -22,6 +22,7 @@ from vlp import distributed
 from vlp.config import ConfigError, load_config
 from vlp.data.limits import put_in_force
 from vlp.data.shards.bad_samples import DataError
+from vlp.environment import prepare_environment
 from vlp.layers.pooling import pool_states
 from vlp.models.folder import CONFIG
 from vlp.models.vlp import VLPModel
@@ -98,7 +99,7 @@ def _project_tokens(layer: nn.Linear, found: Affine, centre: Tensor) -> None:
 
 def run_align(path: Path, out: Path, epochs: int, shrinkage: float, overrides: list[str]) -> int:
     """Align as a configuration file says; returns the exit code (2: wrong input, in one line)."""
-    distributed.prepare_environment()
+    prepare_environment()
     try:
         config = load_config(path, PretrainConfig, overrides)
         put_in_force(config.limits)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from vlp import distributed
+from vlp.environment import prepare_environment
 
 NAMES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"),
@@ -27,7 +28,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_a_plain_process_is_rank_0_of_1(clean: pytest.MonkeyPatch) -> None:
-    distributed.prepare_environment()
+    prepare_environment()
     assert [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == ["0", "1", "0"]
     assert os.environ["MASTER_ADDR"] == "127.0.0.1"
     assert 0 < int(os.environ["MASTER_PORT"]) < 65536
@@ -40,7 +41,7 @@ def test_a_launcher_is_not_overruled(clean: pytest.MonkeyPatch) -> None:
     for name, value in given.items():
         clean.setenv(name, value)
     clean.setenv("LOCAL_SIZE", "2")
-    distributed.prepare_environment()
+    prepare_environment()
     assert {name: os.environ[name] for name in given} == given
     assert "MASTER_ADDR" not in os.environ
     assert distributed.threads == [4]  # type: ignore[attr-defined]
@@ -48,7 +49,7 @@ def test_a_launcher_is_not_overruled(clean: pytest.MonkeyPatch) -> None:
 
 def test_the_user_says_how_many_threads(clean: pytest.MonkeyPatch) -> None:
     clean.setenv("OMP_NUM_THREADS", "3")
-    distributed.prepare_environment()
+    prepare_environment()
     assert distributed.threads == []  # type: ignore[attr-defined]
 
 

@@ -23,6 +23,7 @@ from vlp import distributed
 from vlp.config import ConfigError, load_config
 from vlp.data.limits import put_in_force
 from vlp.data.shards.outages import PausedDataError
+from vlp.environment import prepare_environment
 from vlp.io import redacted
 from vlp.lock import FolderLock
 from vlp.training.best_checkpoint import BestCheckpoint
@@ -85,7 +86,7 @@ def run_training(
         select: makes the validation that chooses the best checkpoint, from configuration, task and
             data.
     """
-    distributed.prepare_environment()
+    prepare_environment()
     try:
         config = load_config(path, kind, overrides)
     except ConfigError as error:

@@ -16,6 +16,7 @@ from evaluation.benchmarks import harness
 from evaluation.benchmarks.gpu.figures import Figure, Setting
 from evaluation.benchmarks.pretrain_step import random_batch
 from vlp import distributed
+from vlp.environment import free_port, prepare_environment
 from vlp.tasks.pretraining import Pretraining
 from vlp.training.config import LoopConfig
 from vlp.training.engines.base import Engine
@@ -37,7 +38,7 @@ def several(setting: Setting) -> Iterator[Figure]:
 
 def _on_ranks(setting: Setting, ranks: int, kinds: tuple[str, ...]) -> Iterator[Figure]:
     with tempfile.TemporaryDirectory() as scratch:
-        folder, port = Path(scratch), distributed.free_port()
+        folder, port = Path(scratch), free_port()
         processes = [
             multiprocessing.get_context("forkserver").Process(
                 target=_rank, args=(setting, rank, ranks, port, kinds, folder)
@@ -67,7 +68,7 @@ def _rank(
     )
     if setting.device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
-    distributed.prepare_environment()
+    prepare_environment()
     distributed.start(with_deepspeed=kinds != ("ddp",))
     figures = []
     for kind in kinds:

@@ -17,6 +17,7 @@ from torch import Tensor
 from training_toy import TOKENS, PlainEngine, ToyTask, toy_batch, toy_config
 
 from vlp import distributed
+from vlp.environment import prepare_environment
 from vlp.training.engines.base import Engine, Update
 from vlp.training.engines.ddp import DdpEngine
 from vlp.training.engines.deepspeed import DeepSpeedEngine
@@ -175,7 +176,7 @@ def check_accumulation(kind: str) -> None:
     assert distance(engine.gather(), expected) < 2e-6
 
 
-distributed.prepare_environment()
+prepare_environment()
 distributed.start()
 for each in (*KINDS, DDP, FSDP):
     if sys.argv[2] == "train":

@@ -17,6 +17,7 @@ from training_toy import toy_config
 
 from vlp import distributed
 from vlp.data.stream.batch import Batch
+from vlp.environment import prepare_environment
 from vlp.models.config import ModelConfig
 from vlp.objectives.config import ObjectivesConfig
 from vlp.tasks.pretraining import Pretraining
@@ -155,7 +156,7 @@ def main() -> None:
         close(state(task, engine), reference)
 
 
-distributed.prepare_environment()
+prepare_environment()
 distributed.start()
 main()
 distributed.end()

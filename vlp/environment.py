@@ -1,0 +1,62 @@
+"""What a process sets up for itself before it joins the other ranks."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+
+import torch
+
+# Options of glibc.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
+_LARGEST, _NEVER = 2**31 - 1, -1
+
+
+def prepare_environment() -> None:
+    """Fill in what the launcher would have set, so that a plain `python` is rank 0 of 1.
+
+    Without a GPU, DeepSpeed is told to use the CPU, and each rank of this machine gets its share
+    of the cores unless OMP_NUM_THREADS says otherwise, and keeps the memory it has freed.
+    """
+    os.environ.setdefault("RANK", "0")
+    os.environ.setdefault("WORLD_SIZE", "1")
+    os.environ.setdefault("LOCAL_RANK", "0")
+    if os.environ["WORLD_SIZE"] == "1":
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", str(free_port()))
+    if not torch.cuda.is_available():
+        keep_freed_memory()
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        if "OMP_NUM_THREADS" not in os.environ:
+            local = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
+            there = getattr(os, "sched_getaffinity", None)  # not on macOS
+            cores = len(there(0)) if there else os.cpu_count() or 1
+            torch.set_num_threads(max(1, cores // local))
+
+
+def keep_freed_memory() -> bool:
+    """Let this process keep freed memory for its next tensors; False where glibc is not there.
+
+    By default glibc gives large blocks back to the system at once, and every training step pays
+    for having them mapped, cleared and faulted in again. The process then stays as large as it was
+    at its peak.
+    """
+    try:
+        library = ctypes.CDLL(None)
+        if not hasattr(library, "gnu_get_libc_version"):  # others have other options
+            return False
+        set_option = library.mallopt
+    except (OSError, AttributeError):
+        return False
+    # Other threads' own arenas, that of the backward pass for one, hold no large blocks.
+    options = {_TRIM_THRESHOLD: _NEVER, _MMAP_THRESHOLD: _LARGEST, _ARENA_MAX: 1}
+    done = [bool(set_option(option, value)) for option, value in options.items()]
+    return all(done)
+
+
+def free_port() -> int:
+    """Return a TCP port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
