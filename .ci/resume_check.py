@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from vlp.environment import free_port
+from vlp.training.engines.environment import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, CHECKPOINT_EVERY, KILL_AFTER = 16, 5, 7

@@ -81,8 +81,8 @@ def _run(started: float) -> int:
 def _pretrain() -> None:
     import torch
 
-    from vlp.environment import free_port
     from vlp.tasks.plain import is_emulated
+    from vlp.training.engines.environment import free_port
 
     environment = dict(os.environ)
     gpus = torch.cuda.device_count()

@@ -231,17 +231,17 @@ class _Gather(torch.autograd.Function):
 
 
 def local(x: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor: the tensor itself unless it is sharded."""
+    """Return what this rank holds of a tensor of any shape: itself unless it is sharded."""
     return x.to_local() if _is_sharded(x) else x  # type: ignore[attr-defined]
 
 
 def whole(x: Tensor) -> Tensor:
-    """Return a tensor at full size; collective where it is sharded."""
+    """Return a tensor of any shape at full size; collective where it is sharded."""
     return x.full_tensor() if _is_sharded(x) else x  # type: ignore[attr-defined]
 
 
 def sharded_like(value: Tensor, held: Any) -> Tensor:
-    """Cut a full-size tensor that all ranks have as another is cut; without that, return it."""
+    """Cut a full-size tensor of any shape as `held` is cut; return it where that is whole."""
     if not _is_sharded(held):
         return value
     from torch.distributed.tensor import distribute_tensor
@@ -250,7 +250,7 @@ def sharded_like(value: Tensor, held: Any) -> Tensor:
 
 
 def put(held: Tensor, value: Tensor) -> None:
-    """Write a full-size tensor that all ranks have into one that may be sharded."""
+    """Write a full-size tensor of the same shape into one that may be sharded."""
     local(held).copy_(local(sharded_like(value, held)))
 
 

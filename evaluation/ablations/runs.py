@@ -168,7 +168,7 @@ def execute(run: Run, evaluate: Evaluate | None, threads: int) -> float:
 
 
 def _train(run: Run, threads: int) -> None:
-    from vlp.environment import free_port
+    from vlp.training.engines.environment import free_port
 
     log = run.folder.with_suffix(".log")
     log.parent.mkdir(parents=True, exist_ok=True)

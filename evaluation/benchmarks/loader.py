@@ -53,7 +53,7 @@ from vlp.data.pretrain.loader import PretrainData
 from vlp.data.shards.shard_index import ShardIndex
 from vlp.data.stream.input_spec import Inputs
 from vlp.data.text.tokenizer import TextProcessor
-from vlp.environment import keep_freed_memory
+from vlp.training.engines.environment import keep_freed_memory
 
 OURS, THEIRS, RANDAUGMENT = "ours", "open_clip", "ours, RandAugment"
 MEAN = STD = (0.5, 0.5, 0.5)

@@ -41,9 +41,9 @@ from evaluation.benchmarks.pretrain_step import (
 )
 from vlp.config import ConfigError
 from vlp.data.stream.batch import Batch
-from vlp.environment import keep_freed_memory
 from vlp.metrics.bootstrap import percentile_interval
 from vlp.training.config import PretrainConfig
+from vlp.training.engines.environment import keep_freed_memory
 
 WITH, WITHOUT = "with ACE-RPE", "without"
 QUEUE = 1024

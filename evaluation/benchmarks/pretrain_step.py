@@ -25,9 +25,9 @@ from evaluation.benchmarks import harness
 from evaluation.benchmarks.harness import Measurement
 from vlp.data.stream.batch import Batch
 from vlp.data.stream.input_spec import Inputs
-from vlp.environment import keep_freed_memory
 from vlp.tasks.pretraining import Pretraining
 from vlp.training.config import PretrainConfig
+from vlp.training.engines.environment import keep_freed_memory
 from vlp.training.optimiser import build_adamw
 
 RANGES = ("pass/", "anchor/")

@@ -22,12 +22,12 @@ from vlp import distributed
 from vlp.config import ConfigError, load_config
 from vlp.data.limits import put_in_force
 from vlp.data.shards.bad_samples import DataError
-from vlp.environment import prepare_environment
 from vlp.layers.pooling import pool_states
 from vlp.models.folder import CONFIG
 from vlp.models.vlp import VLPModel
 from vlp.objectives.contrastive.canonical import Affine, PairMoments, canonical_projections
 from vlp.training.config import PretrainConfig
+from vlp.training.engines.environment import prepare_environment
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from typing import IO
 from made_shards import jpeg
 
 from launch.cli.main import main
-from vlp.environment import free_port
+from vlp.training.engines.environment import free_port
 
 # All that commands import, once for all of them.
 MODULES = (

@@ -7,7 +7,7 @@ import pytest
 
 SCRIPT = """
 import sys, torch
-from vlp.environment import keep_freed_memory
+from vlp.training.engines.environment import keep_freed_memory
 
 def resident():
     pages = int(open("/proc/self/statm").read().split()[1])

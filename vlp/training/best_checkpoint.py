@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from torch import Tensor
 
 from vlp.config import ConfigError
-from vlp.training.compile import uncompiled
+from vlp.training.engines.compile import uncompiled
 from vlp.training.logging.progress import Progress
 
 Parameters = Callable[[], dict[str, Tensor]]

@@ -23,13 +23,13 @@ from vlp import distributed
 from vlp.config import ConfigError, load_config
 from vlp.data.limits import put_in_force
 from vlp.data.shards.outages import PausedDataError
-from vlp.environment import prepare_environment
 from vlp.io import redacted
 from vlp.lock import FolderLock
 from vlp.training.best_checkpoint import BestCheckpoint
 from vlp.training.config import LoopConfig, RunConfig
 from vlp.training.engines.base import Engine
 from vlp.training.engines.blocks import checkpoint_activations
+from vlp.training.engines.environment import prepare_environment
 from vlp.training.engines.interfaces import choose_interface
 from vlp.training.logging.trackers import require_access
 from vlp.training.stop.signals import REQUEUE, StopSignals, leave
@@ -174,7 +174,7 @@ def _engine(training: LoopConfig) -> Callable[[Any], Engine]:
 
 
 def _compiled(task: Any, training: LoopConfig) -> Any:
-    from vlp.training.compile import compile_task
+    from vlp.training.engines.compile import compile_task
 
     compile_task(task, training.compile, distributed.default_device())
     return task

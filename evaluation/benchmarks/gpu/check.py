@@ -17,7 +17,7 @@ import torch
 
 from evaluation.benchmarks import harness
 from evaluation.benchmarks.gpu import correctness, device, engines, speed
-from evaluation.benchmarks.gpu.figures import Figure, Setting
+from evaluation.benchmarks.gpu.figures import CheckedFigure, Setting
 from vlp.config import load_config
 from vlp.io import write_text
 from vlp.training.config import PretrainConfig
@@ -26,7 +26,7 @@ from vlp.training.config import PretrainConfig
 class Part(NamedTuple):
     """One part: what measures, seconds that it may take, whether it is small on a GPU, too."""
 
-    measure: Callable[[Setting], Iterator[Figure]]
+    measure: Callable[[Setting], Iterator[CheckedFigure]]
     limit: int
     tiny: bool = False
 
@@ -94,7 +94,7 @@ def run_check(config: Path, out: Path, dry: bool = False, only: str = "") -> int
     out.mkdir(parents=True, exist_ok=True)
     place = torch.device("cpu" if dry else "cuda")
     public = ("model.text.weights=null", "model.image.weights=null")
-    found: dict[str, list[Figure]] = {}
+    found: dict[str, list[CheckedFigure]] = {}
     failures: dict[str, str] = {}
     for name, part in parts.items():
         if not name.startswith(only):
@@ -124,7 +124,7 @@ def run_check(config: Path, out: Path, dry: bool = False, only: str = "") -> int
     return 1 if wrong or failures else 0
 
 
-def _in_process(name: str, part: Part, setting: Setting) -> tuple[list[Figure], str | None]:
+def _in_process(name: str, part: Part, setting: Setting) -> tuple[list[CheckedFigure], str | None]:
     """Run a part; return its figures, those before a failure, too, and the failure."""
     stem = setting.out / name.replace(" ", "_")
     figures, log = stem.with_suffix(".jsonl"), stem.with_suffix(".log")
@@ -142,7 +142,7 @@ def _in_process(name: str, part: Part, setting: Setting) -> tuple[list[Figure], 
     elif process.exitcode:
         failure = f"failed, see {log}"
     lines = figures.read_text(encoding="utf-8").splitlines()
-    return [Figure(**json.loads(line)) for line in lines], failure
+    return [CheckedFigure(**json.loads(line)) for line in lines], failure
 
 
 def _run(name: str, setting: Setting, figures: Path, log: Path) -> None:
@@ -163,21 +163,21 @@ def _run(name: str, setting: Setting, figures: Path, log: Path) -> None:
             output.flush()
 
 
-def _add_demand(found: dict[str, list[Figure]]) -> None:
+def _add_demand(found: dict[str, list[CheckedFigure]]) -> None:
     """Add how many loader workers the fastest pretraining needs."""
     loaded = [f.value for f in found.get("C loader", []) if f.name == speed.LOADED]
     steps = [f.value for f in found.get("C pretraining", []) if f.unit == "pairs/s"]
     if loaded and steps:
-        needed = Figure("loader workers that feed the GPU", max(steps) / loaded[0], "cores")
+        needed = CheckedFigure("loader workers that feed the GPU", max(steps) / loaded[0], "cores")
         found["C loader"].append(needed)
 
 
-def _table(found: dict[str, list[Figure]]) -> str:
+def _table(found: dict[str, list[CheckedFigure]]) -> str:
     rows = [[name, *f.cells()] for name, figures in found.items() for f in figures]
     return harness.table(["part", "figure", "promised", "measured", "holds"], rows)
 
 
-def _page(found: dict[str, list[Figure]], failures: dict[str, str], dry: bool) -> str:
+def _page(found: dict[str, list[CheckedFigure]], failures: dict[str, str], dry: bool) -> str:
     where = harness.device_name(torch.device("cpu" if dry else "cuda"))
     head = "A dry run: figures of speed mean nothing." if dry else f"Device: {where}."
     lines = [f"# vlp check gpu\n\n{head} {time.strftime('%Y-%m-%d')}\n"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from evaluation.benchmarks.gpu.figures import Figure, Setting
+from evaluation.benchmarks.gpu.figures import CheckedFigure, Setting
 from evaluation.benchmarks.pretrain_step import Trainee, random_batch
 from vlp.data.downstream.caption import CaptionBatch
 from vlp.data.downstream.pair_classification import PairBatch
@@ -31,13 +31,13 @@ from vlp.tasks.downstream.pair_classification import (
 from vlp.tasks.downstream.retrieval import Retrieval, RetrievalConfig
 from vlp.tasks.downstream.vqa import Vqa, VqaConfig
 from vlp.tasks.pretraining import Pretraining
-from vlp.training.compile import compile_task
+from vlp.training.engines.compile import compile_task
 
 ROWS = 4
 _WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red", "circle", "yes", "no"]
 
 
-def kernels(setting: Setting) -> Iterator[Figure]:
+def kernels(setting: Setting) -> Iterator[CheckedFigure]:
     """Compare the paths of ACE-RPE with PyTorch's, and a second run of them with the first."""
     device, grid, words = setting.device, (4, 5), 7
     generator = torch.Generator().manual_seed(0)
@@ -54,13 +54,15 @@ def kernels(setting: Setting) -> Iterator[Figure]:
     ours, again, plain = paths(device, True), paths(device, True), paths(device, False)
     host = paths(torch.device("cpu"), False)
     same = all(torch.equal(one, other) for one, other in zip(ours, again))
-    yield Figure("paths: repeatable bit by bit", float(same), "", at_least=1, correctness=True)
+    yield CheckedFigure(
+        "paths: repeatable bit by bit", float(same), "", at_least=1, correctness=True
+    )
     for name, other in (("PyTorch's", plain), ("a CPU's", host)):
         error = max(float((a.cpu() - b.cpu()).abs().max()) for a, b in zip(ours, other))
-        yield Figure(f"paths: from {name}", error, "", at_most=1e-5, correctness=True)
+        yield CheckedFigure(f"paths: from {name}", error, "", at_most=1e-5, correctness=True)
 
 
-def losses(setting: Setting) -> Iterator[Figure]:
+def losses(setting: Setting) -> Iterator[CheckedFigure]:
     """Compare losses and gradients of a float32 step on the device with a CPU's."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
@@ -81,12 +83,14 @@ def losses(setting: Setting) -> Iterator[Figure]:
         here, found = step(setting.device, how)
         name = "a step as written" if how == "none" else "a step of compiled blocks"
         error = abs(here - loss) / abs(loss)
-        yield Figure(f"{name}: loss from a CPU's", error, "", at_most=1e-4, correctness=True)
+        yield CheckedFigure(f"{name}: loss from a CPU's", error, "", at_most=1e-4, correctness=True)
         error = float((found - gradient).norm() / gradient.norm())
-        yield Figure(f"{name}: gradient from a CPU's", error, "", at_most=1e-3, correctness=True)
+        yield CheckedFigure(
+            f"{name}: gradient from a CPU's", error, "", at_most=1e-3, correctness=True
+        )
 
 
-def tasks(setting: Setting) -> Iterator[Figure]:
+def tasks(setting: Setting) -> Iterator[CheckedFigure]:
     """Train each downstream task for one step; yield whether its loss and gradients are finite."""
     for name, (task, batch) in _downstream(setting).items():
         task.to(setting.device)
@@ -94,7 +98,7 @@ def tasks(setting: Setting) -> Iterator[Figure]:
         loss.backward()
         found = [loss.detach(), *(p.grad for p in task.parameters() if p.grad is not None)]
         finite = len(found) > 1 and all(bool(torch.isfinite(x).all()) for x in found)
-        yield Figure(f"{name}: one step", float(finite), "", at_least=1, correctness=True)
+        yield CheckedFigure(f"{name}: one step", float(finite), "", at_least=1, correctness=True)
 
 
 def _downstream(setting: Setting) -> dict[str, tuple[nn.Module, Any]]:
@@ -154,7 +158,7 @@ class _Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def waits(setting: Setting) -> Iterator[Figure]:
+def waits(setting: Setting) -> Iterator[CheckedFigure]:
     """Count the waits for the device in the forward and backward pass of a step."""
     trainee = Trainee(setting.config, setting.device)
     batch = random_batch(setting.config.inputs, ROWS, 3).to(setting.device)
@@ -171,4 +175,6 @@ def waits(setting: Setting) -> Iterator[Figure]:
     for one in caught:
         print(f"{one.filename}:{one.lineno}: {one.message}")
     promise = 0 if on_gpu else None  # forms for a CPU read numbers, which costs nothing there
-    yield Figure("waits for the device in a step", found, "", at_most=promise, correctness=on_gpu)
+    yield CheckedFigure(
+        "waits for the device in a step", found, "", at_most=promise, correctness=on_gpu
+    )

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from evaluation.benchmarks import harness
-from evaluation.benchmarks.gpu.figures import Figure, Setting
+from evaluation.benchmarks.gpu.figures import CheckedFigure, Setting
 
 PACKAGES = ("torch", "triton", "deepspeed", "timm", "transformers", "vlp")
 ROUNDS = 10
@@ -33,7 +33,7 @@ def _fastest(setting: Setting, work: partial[torch.Tensor]) -> float:
     return min(harness.seconds(work, setting.device) for _ in range(ROUNDS))
 
 
-def measure(setting: Setting) -> Iterator[Figure]:
+def measure(setting: Setting) -> Iterator[CheckedFigure]:
     """Print versions; yield rates."""
     print(f"{harness.device_name(setting.device)}; Python {platform.python_version()}")
     for package in PACKAGES:
@@ -41,5 +41,5 @@ def measure(setting: Setting) -> Iterator[Figure]:
             print(package, version(package))
         except PackageNotFoundError:
             print(package, "is not installed")
-    yield Figure("bf16 product", product_rate(setting) / 1e12, "TFLOP/s")
-    yield Figure("memory", bandwidth(setting) / 1e9, "GB/s")
+    yield CheckedFigure("bf16 product", product_rate(setting) / 1e12, "TFLOP/s")
+    yield CheckedFigure("memory", bandwidth(setting) / 1e9, "GB/s")

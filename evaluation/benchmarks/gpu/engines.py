@@ -13,30 +13,30 @@ import torch
 from torch import Tensor
 
 from evaluation.benchmarks import harness
-from evaluation.benchmarks.gpu.figures import Figure, Setting
+from evaluation.benchmarks.gpu.figures import CheckedFigure, Setting
 from evaluation.benchmarks.pretrain_step import random_batch
 from vlp import distributed
-from vlp.environment import free_port, prepare_environment
 from vlp.tasks.pretraining import Pretraining
 from vlp.training.config import LoopConfig
 from vlp.training.engines.base import Engine
+from vlp.training.engines.environment import free_port, prepare_environment
 
 KINDS = ("ddp", "0", "1", "2", "3")
 ROWS, STEPS, TIMED = 4, 4, 8
 
 
-def resuming(setting: Setting) -> Iterator[Figure]:
+def resuming(setting: Setting) -> Iterator[CheckedFigure]:
     """Save and resume under every engine on one device."""
     yield from _on_ranks(setting, 1, KINDS[:1] if setting.dry else KINDS)
 
 
-def several(setting: Setting) -> Iterator[Figure]:
+def several(setting: Setting) -> Iterator[CheckedFigure]:
     """Do the same on all devices, and time steps of DDP on them."""
     ranks = 2 if setting.dry else torch.cuda.device_count()
     yield from _on_ranks(setting, ranks, KINDS[1:2] if setting.dry else KINDS)
 
 
-def _on_ranks(setting: Setting, ranks: int, kinds: tuple[str, ...]) -> Iterator[Figure]:
+def _on_ranks(setting: Setting, ranks: int, kinds: tuple[str, ...]) -> Iterator[CheckedFigure]:
     with tempfile.TemporaryDirectory() as scratch:
         folder, port = Path(scratch), free_port()
         processes = [
@@ -52,7 +52,7 @@ def _on_ranks(setting: Setting, ranks: int, kinds: tuple[str, ...]) -> Iterator[
         if failed := [process.exitcode for process in processes if process.exitcode]:
             raise RuntimeError(f"{len(failed)} of {ranks} ranks failed")
         for line in (folder / "figures.jsonl").read_text(encoding="utf-8").splitlines():
-            yield Figure(**json.loads(line))
+            yield CheckedFigure(**json.loads(line))
 
 
 def _rank(
@@ -80,7 +80,7 @@ def _rank(
     distributed.end()
 
 
-def _resumed(setting: Setting, kind: str, folder: Path, timed: bool) -> list[Figure]:
+def _resumed(setting: Setting, kind: str, folder: Path, timed: bool) -> list[CheckedFigure]:
     engine = _engine(setting, kind, folder)
     home = folder / kind
     home.mkdir(exist_ok=True)
@@ -92,14 +92,14 @@ def _resumed(setting: Setting, kind: str, folder: Path, timed: bool) -> list[Fig
     found = _train(setting, again, STEPS // 2, STEPS)
     error = max(float((found[name] - value).abs().max()) for name, value in expected.items())
     name = f"{'DDP' if kind == 'ddp' else f'ZeRO-{kind}'}, ranks: {engine.world_size}"
-    figures = [Figure(f"{name}: weights after a resume", error, "", None, 1e-5, True)]
+    figures = [CheckedFigure(f"{name}: weights after a resume", error, "", None, 1e-5, True)]
     if timed:
         steps = TIMED // 4 if setting.dry else TIMED
         seconds = harness.seconds(
             lambda: _train(setting, again, STEPS, STEPS + steps), setting.device
         )
         pairs = ROWS * engine.world_size * steps / seconds
-        figures.append(Figure(f"{name}: small steps", pairs, "pairs/s"))
+        figures.append(CheckedFigure(f"{name}: small steps", pairs, "pairs/s"))
     return figures
 
 

@@ -24,7 +24,7 @@ class Setting(NamedTuple):
     out: Path
 
 
-class Figure(NamedTuple):
+class CheckedFigure(NamedTuple):
     """One measured figure, and what was promised of it.
 
     at_least, at_most: the promise, if any; correctness: a figure that breaks it fails the check.

@@ -43,7 +43,7 @@ BANDWIDTH_SHARE = 0.85
 LAUNCH = 6e-6
 """Seconds that a CPU takes to launch an operation."""
 _BATCHED = {aten.bmm.default, aten.baddbmm.default}
-# In the fused reading these read and write memory; what stands between them does not.
+# In the fused assumption these read and write memory; what stands between them does not.
 _STREAMED = {
     aten.native_layer_norm.default,
     aten.native_layer_norm_backward.default,
@@ -65,7 +65,7 @@ GPUS = {
 }
 
 
-class Reading(NamedTuple):
+class Assumption(NamedTuple):
     """One end of the error bars: share of the peak that products reach, and what is counted."""
 
     name: str
@@ -73,7 +73,7 @@ class Reading(NamedTuple):
     fused: bool
 
 
-READINGS = (Reading("fused", 0.75, True), Reading("as written", 0.55, False))
+ASSUMPTIONS = (Assumption("fused", 0.75, True), Assumption("as written", 0.55, False))
 
 
 class Work(NamedTuple):
@@ -84,22 +84,22 @@ class Work(NamedTuple):
     other_bytes: float
     operations: float
 
-    def seconds(self, gpu: GPU, reading: Reading) -> float:
+    def seconds(self, gpu: GPU, assumption: Assumption) -> float:
         """Return the time of all operations."""
         bandwidth = gpu.bandwidth * BANDWIDTH_SHARE
         products = max(
-            self.flops / (gpu.flops * reading.product_share), self.product_bytes / bandwidth
+            self.flops / (gpu.flops * assumption.product_share), self.product_bytes / bandwidth
         )
         device = products + self.other_bytes / bandwidth
-        return device if reading.fused else max(device, self.operations * LAUNCH)
+        return device if assumption.fused else max(device, self.operations * LAUNCH)
 
 
 class CountingMode(TorchDispatchMode):
-    """Sum of the work of all operations inside it, by reading."""
+    """Sum of the work of all operations inside it, by assumption."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.work = {reading.name: Work(0, 0, 0, 0) for reading in READINGS}
+        self.work = {assumption.name: Work(0, 0, 0, 0) for assumption in ASSUMPTIONS}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -113,21 +113,21 @@ class CountingMode(TorchDispatchMode):
         sizes = [x.nbytes for x in read + [x for x in tree_leaves(out) if isinstance(x, Tensor)]]
         counter = flop_registry.get(func.overloadpacket)
         flops = counter(*args, **kwargs, out_val=out) if counter else 0
-        for reading in READINGS:
+        for assumption in ASSUMPTIONS:
             if flops:
                 # Of attention the largest is the logits, which fused kernels never write.
-                kept = sorted(sizes)[:-1] if reading.fused and func in _BATCHED else sizes
+                kept = sorted(sizes)[:-1] if assumption.fused and func in _BATCHED else sizes
                 step = Work(flops, sum(kept), 0, 1)
-            elif reading.fused and func not in _STREAMED:
+            elif assumption.fused and func not in _STREAMED:
                 continue
             else:
                 step = Work(0, 0, sum(sizes), 1)
-            self.work[reading.name] = Work(*map(sum, zip(self.work[reading.name], step)))
+            self.work[assumption.name] = Work(*map(sum, zip(self.work[assumption.name], step)))
         return out
 
 
 def count_step(config: PretrainConfig, rows: int, words: int = 15) -> dict[str, Work]:
-    """Count the forward and the backward pass of a step of some pairs, by reading.
+    """Count the forward and the backward pass of a step of some pairs, by assumption.
 
     Nothing is computed: tensors are fake. MLM predicts a fixed share of the words, and the anchor
     threshold stands, as neither can follow from numbers that are not there.
@@ -171,7 +171,7 @@ def parameter_passes(config: PretrainConfig) -> Work:
 
 
 def predictions(config: PretrainConfig, rows: int) -> dict[str, Work]:
-    """Return the work of a whole step of some pairs, by reading."""
+    """Return the work of a whole step of some pairs, by assumption."""
     passes = parameter_passes(config)
     return {
         name: Work(*map(sum, zip(work, passes))) for name, work in count_step(config, rows).items()
@@ -195,17 +195,17 @@ def run(options: argparse.Namespace, _: torch.device) -> Iterator[Measurement]:
     lines = []
     for rows in map(int, options.rows.split(",")):
         works = predictions(config, rows)
-        for reading in READINGS:
-            work = works[reading.name]
-            seconds = work.seconds(gpu, reading)
+        for assumption in ASSUMPTIONS:
+            work = works[assumption.name]
+            seconds = work.seconds(gpu, assumption)
             share = 100 * work.flops / seconds / gpu.flops
             moved = work.product_bytes + work.other_bytes
             cells = [work.flops / 1e12, moved / 1e9, 1e3 * seconds, rows / seconds, share]
-            lines.append([str(rows), reading.name, *(f"{cell:.1f}" for cell in cells)])
-            name = f"roofline/{options.gpu}/{rows}/{reading.name.replace(' ', '_')}"
+            lines.append([str(rows), assumption.name, *(f"{cell:.1f}" for cell in cells)])
+            name = f"roofline/{options.gpu}/{rows}/{assumption.name.replace(' ', '_')}"
             yield Measurement(f"{name}/pairs", rows / seconds, "pairs/s")
             yield Measurement(f"{name}/share_of_peak", share, "%")
-    head = ["pairs", "reading", "TFLOP", "GB", "ms", "pairs/s", "% of peak"]
+    head = ["pairs", "assumption", "TFLOP", "GB", "ms", "pairs/s", "% of peak"]
     print(f"predicted for {options.gpu}, not measured\n{harness.table(head, lines)}\n")
 
 

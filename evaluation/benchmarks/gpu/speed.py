@@ -15,11 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from evaluation.benchmarks import harness, loader, overhead, positions, rerank
 from evaluation.benchmarks.gpu.device import product_rate
-from evaluation.benchmarks.gpu.figures import Figure, Setting
+from evaluation.benchmarks.gpu.figures import CheckedFigure, Setting
 from evaluation.benchmarks.loader_shards import make_shards, save_vocabulary
 from evaluation.benchmarks.pretrain_step import WARM_UP, Trainee, median_parts, random_batch
 from vlp.data.config import AugmentConfig
-from vlp.training.compile import compile_task
+from vlp.training.engines.compile import compile_task
 
 WORDS = 15
 TRACE = "trace.json.gz"
@@ -28,7 +28,7 @@ PROMISED_SHARE = {64: 35.0, 128: 50.0}
 ACE_SHARE = 1.0
 
 
-def pretraining(setting: Setting) -> Iterator[Figure]:
+def pretraining(setting: Setting) -> Iterator[CheckedFigure]:
     """Time compiled steps of some pairs; write a trace of one."""
     rate = product_rate(setting)
     for rows in setting.rows:
@@ -42,28 +42,28 @@ def pretraining(setting: Setting) -> Iterator[Figure]:
         seconds = median_parts(steps[WARM_UP:])["step"]
         share = 100 * counter.get_total_flops() / seconds / rate
         name = f"pretraining, {rows} pairs"
-        yield Figure(name, rows / seconds, "pairs/s")
-        yield Figure(f"{name}: of the product rate", share, "%", PROMISED_SHARE.get(rows))
+        yield CheckedFigure(name, rows / seconds, "pairs/s")
+        yield CheckedFigure(f"{name}: of the product rate", share, "%", PROMISED_SHARE.get(rows))
         peak = harness.peak_memory(partial(trainee.step, batch), setting.device)
         if setting.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(setting.device)
         most = 13.0 if rows == 32 else None
-        yield Figure(f"{name}: peak memory", peak / 2**30, "GiB", at_most=most)
+        yield CheckedFigure(f"{name}: peak memory", peak / 2**30, "GiB", at_most=most)
     with profile(activities=harness.activities(setting.device)) as profiler:
         trainee.step(batch)
     profiler.export_chrome_trace(str(setting.out / TRACE))
 
 
-def anchors(setting: Setting) -> Iterator[Figure]:
+def anchors(setting: Setting) -> Iterator[CheckedFigure]:
     """Time steps with ACE-RPE and without, which take turns."""
     steps = 2 if setting.dry else 12
     found = overhead.measure(setting.config, setting.rows[0], steps, WORDS, setting.device, 1)
     print(overhead.table(found))
-    yield Figure("ACE-RPE: added time of a step", 100 * found.time, "%", at_most=ACE_SHARE)
-    yield Figure("ACE-RPE: added peak memory", 100 * found.memory, "%", at_most=2.0)
+    yield CheckedFigure("ACE-RPE: added time of a step", 100 * found.time, "%", at_most=ACE_SHARE)
+    yield CheckedFigure("ACE-RPE: added peak memory", 100 * found.memory, "%", at_most=2.0)
 
 
-def encodings(setting: Setting) -> Iterator[Figure]:
+def encodings(setting: Setting) -> Iterator[CheckedFigure]:
     """Time each position encoding in DeiT-S, as a share of the plain model's throughput."""
     names = ["plain", "alibi-2d"] if setting.dry else list(positions.VARIANTS)
     size, rows, rounds = (32, 1, 1) if setting.dry else (224, 64, 5)
@@ -72,10 +72,10 @@ def encodings(setting: Setting) -> Iterator[Figure]:
     for name in list(found)[1:]:
         share = 100 * positions.ratio(found, name, "training")
         target = positions.VARIANTS[name].target
-        yield Figure(f"{name}: training, of plain DeiT-S", share, "%", target)
+        yield CheckedFigure(f"{name}: training, of plain DeiT-S", share, "%", target)
 
 
-def reranking(setting: Setting) -> Iterator[Figure]:
+def reranking(setting: Setting) -> Iterator[CheckedFigure]:
     """Time re-ranking beside a loop over queries, and compare their ranks."""
     sizes = rerank.Sizes(6, 12, 4, 1, 4) if setting.dry else rerank.Sizes(rounds=4)
     precision = "float32" if setting.dry else "bf16"
@@ -83,11 +83,11 @@ def reranking(setting: Setting) -> Iterator[Figure]:
     layout = setting.config.model.cross.layout
     print(rerank.table(layout, found))
     promise = 4.0 if layout == "ace" else 10.0
-    yield Figure(f"re-ranking, layout {layout}", found.speedup(), "x", promise)
-    yield Figure("re-ranking: equal ranks", 100 * found.same_ranks, "%", 99.0)
+    yield CheckedFigure(f"re-ranking, layout {layout}", found.speedup(), "x", promise)
+    yield CheckedFigure("re-ranking: equal ranks", 100 * found.same_ranks, "%", 99.0)
 
 
-def loading(setting: Setting) -> Iterator[Figure]:
+def loading(setting: Setting) -> Iterator[CheckedFigure]:
     """Time the loader by one worker process; the cores that a GPU needs follow from it."""
     samples, batch, batches = (128, 8, 2) if setting.dry else (1024, 64, 24)
     with tempfile.TemporaryDirectory() as scratch:
@@ -100,7 +100,7 @@ def loading(setting: Setting) -> Iterator[Figure]:
         stream = loader.our_batches(settings, AugmentConfig(), normalised=False)
         next(stream)  # the worker's start
         seconds = harness.seconds(lambda: list(islice(stream, batches)), setting.device)
-    yield Figure(LOADED, batch * batches / seconds, "pairs/s")
+    yield CheckedFigure(LOADED, batch * batches / seconds, "pairs/s")
 
 
 LOADED = "loader, one worker"

@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from evaluation.benchmarks.gpu import check, roofline
-from evaluation.benchmarks.gpu.figures import Figure, Setting
+from evaluation.benchmarks.gpu.figures import CheckedFigure, Setting
 from evaluation.benchmarks.pretrain_step import Trainee, random_batch
 from vlp.config import load_config
 from vlp.training.config import PretrainConfig
@@ -54,11 +54,11 @@ def test_a_part_that_fails_is_named(tmp_path: Path, tiny: PretrainConfig) -> Non
 
 
 def test_a_figure_holds_its_promise_or_not() -> None:
-    assert Figure("", 2, "", at_least=2).holds
-    assert not Figure("", 2, "", at_least=3).holds
-    assert not Figure("", 2, "", at_most=1).holds
-    assert not Figure("", float("nan"), "", at_most=1).holds
-    assert Figure("loss", 2, "x", at_most=1).cells() == ["loss", "at most 1", "2 x", "NO"]
+    assert CheckedFigure("", 2, "", at_least=2).holds
+    assert not CheckedFigure("", 2, "", at_least=3).holds
+    assert not CheckedFigure("", 2, "", at_most=1).holds
+    assert not CheckedFigure("", float("nan"), "", at_most=1).holds
+    assert CheckedFigure("loss", 2, "x", at_most=1).cells() == ["loss", "at most 1", "2 x", "NO"]
 
 
 def test_the_prediction_counts_the_products_of_a_step(tiny: PretrainConfig) -> None:
@@ -80,7 +80,7 @@ def test_work_grows_with_the_pairs(tiny: PretrainConfig) -> None:
 
 
 def test_a_time_is_bound_by_products_bytes_or_launches() -> None:
-    gpu, (fused, written) = roofline.GPU(1e12, 1e9), roofline.READINGS
+    gpu, (fused, written) = roofline.GPU(1e12, 1e9), roofline.ASSUMPTIONS
     assert roofline.Work(75e10, 0, 0, 1).seconds(gpu, fused) == pytest.approx(1)
     assert roofline.Work(1, 0, 85e7, 1).seconds(gpu, fused) == pytest.approx(1)
     assert roofline.Work(1, 0, 1, 1e6).seconds(gpu, written) == pytest.approx(1e6 * roofline.LAUNCH)

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from evaluation.benchmarks.pretrain_step import random_batch
 from vlp import distributed
-from vlp.training.compile import compile_task
 from vlp.training.config import LoopConfig
 from vlp.training.engines.base import Engine
+from vlp.training.engines.compile import compile_task
 from vlp.training.engines.ddp import DdpEngine
 from vlp.training.engines.deepspeed import DeepSpeedEngine
 

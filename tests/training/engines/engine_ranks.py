@@ -17,10 +17,10 @@ from torch import Tensor
 from training_toy import TOKENS, PlainEngine, ToyTask, toy_batch, toy_config
 
 from vlp import distributed
-from vlp.environment import prepare_environment
 from vlp.training.engines.base import Engine, Update
 from vlp.training.engines.ddp import DdpEngine
 from vlp.training.engines.deepspeed import DeepSpeedEngine
+from vlp.training.engines.environment import prepare_environment
 from vlp.training.engines.fsdp import FsdpEngine
 
 FOLDER = Path(sys.argv[1])

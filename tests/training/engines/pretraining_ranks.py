@@ -17,7 +17,6 @@ from training_toy import toy_config
 
 from vlp import distributed
 from vlp.data.stream.batch import Batch
-from vlp.environment import prepare_environment
 from vlp.models.config import ModelConfig
 from vlp.objectives.config import ObjectivesConfig
 from vlp.tasks.pretraining import Pretraining
@@ -26,6 +25,7 @@ from vlp.training.engines.base import Engine
 from vlp.training.engines.blocks import checkpoint_activations
 from vlp.training.engines.ddp import DdpEngine
 from vlp.training.engines.deepspeed import DeepSpeedEngine
+from vlp.training.engines.environment import prepare_environment
 from vlp.training.engines.fsdp import FsdpEngine
 from vlp.training.logging.progress import Progress
 

@@ -93,7 +93,7 @@ class Distilled(Downstream):
     def after_step(
         self, parameters: Callable[[], dict[str, Tensor]], applied: Tensor | None = None
     ) -> None:
-        """Move the teacher towards the new student."""
+        """Move the teacher towards the new student, if `applied` (0-d bool)."""
         if self.teacher is not None and self.config.teacher is not None:
             momentum = self.config.teacher.momentum
             self.teacher.update(parameters(), momentum, dict(self.named_buffers()), applied)

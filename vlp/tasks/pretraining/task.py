@@ -165,7 +165,10 @@ class Pretraining(PlainTask):
     def after_step(
         self, parameters: Callable[[], dict[str, Tensor]], applied: Tensor | None = None
     ) -> None:
-        """Move the teacher towards the new student and push its keys into the queue."""
+        """Move the teacher towards the new student and push its keys into the queue.
+
+        Nothing moves where `applied` (0-d bool) is False.
+        """
         if self.teacher is not None:
             self.teacher.after_step(parameters(), dict(self.named_buffers()), applied)
 

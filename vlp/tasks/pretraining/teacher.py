@@ -103,7 +103,10 @@ class MomentumTeacher:
         buffers: Mapping[str, Tensor],
         applied: Tensor | None = None,
     ) -> None:
-        """Move towards the new student and push the step's keys into the queue, if `applied`."""
+        """Move towards the new student and push the step's keys into the queue.
+
+        Where `applied` (0-d bool) is False, nothing moves.
+        """
         self.average.update(parameters, self.settings.momentum, buffers, applied)
         for image, text, image_ids, valid in self._new_keys:
             valid = valid if applied is None else valid & applied

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vlp import distributed
-from vlp.environment import prepare_environment
+from vlp.training.engines.environment import prepare_environment
 
 NAMES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"),

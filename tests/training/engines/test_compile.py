@@ -17,11 +17,11 @@ from vlp.config import ConfigError
 from vlp.data.stream.batch import Batch
 from vlp.layers.post_norm import PostNormLayer
 from vlp.tasks.pretraining import Pretraining
-from vlp.training.compile import compile_task, transformer_blocks, uncompiled
 from vlp.training.config import PretrainConfig
+from vlp.training.engines.compile import compile_task, transformer_blocks, uncompiled
 
 CPU = torch.device("cpu")
-SCRIPT = Path(__file__).with_name("engines") / "compile_ranks.py"
+SCRIPT = Path(__file__).with_name("compile_ranks.py")
 
 
 @pytest.fixture(autouse=True)
