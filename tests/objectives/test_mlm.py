@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vlp.objectives.mlm import MLMHead, masked_positions, mlm_loss
+from vlp.objectives.mlm import MLMHead, masked_positions, mlm_loss, prediction_slots
 
 
 def test_positions_are_the_masked_words_of_real_rows():
@@ -76,3 +76,27 @@ def test_loss_is_float32_under_autocast():
     torch.testing.assert_close(
         loss.total, F.cross_entropy(logits.float(), labels, reduction="sum"), atol=0, rtol=0
     )
+
+
+@pytest.mark.parametrize("slots", [7, 20, 40])
+def test_slots_give_the_loss_and_the_gradient_of_the_masked_tokens_alone(slots):
+    states, labels = torch.randn(4, 10, 6, dtype=torch.float64), torch.full((4, 10), -100)
+    labels[torch.tensor([0, 0, 1, 2, 2, 3, 3]), torch.tensor([1, 4, 9, 0, 3, 2, 9])] = 5
+    valid, head = torch.tensor([True, True, True, False]), torch.randn(6, 11).double()
+    found = []
+    for number in (None, slots):
+        given = states.clone().requires_grad_()
+        chosen, wanted = masked_positions(given, labels, valid, number)
+        assert len(chosen) == (number or 5)
+        soft = (chosen.detach() @ head).softmax(-1)
+        loss = mlm_loss(chosen @ head, wanted, soft, 0.4)
+        loss.total.backward()
+        found.append((loss.total, loss.count, given.grad))
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other)
+
+
+def test_slots_suffice_for_every_draw():
+    draws = torch.rand(20_000, 64 * 30, generator=torch.Generator().manual_seed(0)) < 0.15
+    assert draws.sum(1).max() <= prediction_slots(64 * 30, 0.15) <= 0.25 * 64 * 30
+    assert prediction_slots(12, 0.15) == 12

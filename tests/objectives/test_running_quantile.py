@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlp.objectives.running_quantile import BINS, similarity_quantile
+from vlp.objectives.running_quantile import BINS, _histogram, similarity_quantile
 
 
 @given(
@@ -43,3 +43,14 @@ def test_ends_of_the_range_stay_inside() -> None:
         -1 + 2 / BINS
     )
     assert float(similarity_quantile(similarity, words, valid, 0.75)) == pytest.approx(1)
+
+
+def test_the_form_for_a_gpu_counts_the_same():
+    similarity = torch.rand(3, 7, 5, 2) * 2 - 1
+    similarity[0, 0, 0] = torch.tensor([-1.0, 1.0])
+    words = torch.rand(3, 5) < 0.6
+    words[0, 0] = True
+    compact, on_device = (_histogram(similarity, words, form) for form in (False, True))
+    assert compact.dtype == on_device.dtype
+    assert torch.equal(compact, on_device)
+    assert compact.sum() == words.sum() * 14

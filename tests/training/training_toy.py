@@ -76,12 +76,15 @@ class ToyTask(nn.Module):
         self.encoder.seen += errors.detach()
         return StepOutput(loss, {"words": errors}, {"scale": scale.detach()})
 
-    def after_step(self, parameters: Callable[[], dict[str, Tensor]]) -> None:
+    def after_step(
+        self, parameters: Callable[[], dict[str, Tensor]], applied: Tensor | None = None
+    ) -> None:
         new = {name: value.clone() for name, value in parameters().items()}
         if self.average is None:
             self.average = new
         for name, value in new.items():
-            self.average[name].lerp_(value, 0.1)
+            if applied is None or applied:
+                self.average[name].lerp_(value, 0.1)
 
     def teachers(self) -> list[nn.Module]:
         return []
@@ -226,6 +229,14 @@ class PlainEngine:
             found = {k: moments.get(f"{k}:{name}") for k in ("step", "exp_avg", "exp_avg_sq")}
             if found["step"] is not None:
                 self.optimiser.state[parameter] = found
+
+
+class UnreadEngine(PlainEngine):
+    """As on a GPU, whose outcomes are tensors that nobody has read."""
+
+    def step(self, learning_rate: float) -> Update:
+        applied, norm, _ = super().step(learning_rate)
+        return Update(torch.tensor(applied), torch.tensor(norm))
 
 
 def toy_config(output: Path | str = "unused", **training: object) -> PretrainConfig:

@@ -91,6 +91,16 @@ def attend(
     return out
 
 
+def cast_once(states: Tensor) -> Tensor:
+    """Return states in the type that autocast gives them on a GPU, for all layers that read them.
+
+    Autocast would cast them for each layer, and keep each copy for the backward pass.
+    """
+    if states.is_cuda and torch.is_autocast_enabled("cuda") and states.dtype == torch.float32:
+        return states.to(torch.get_autocast_dtype("cuda"))
+    return states
+
+
 def mask_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Turn a boolean mask, True = may be attended to, into a bias of the same shape.
 
@@ -173,7 +183,8 @@ class Attention(nn.Module):
         Returns:
             (B, Q, width).
         """
-        source = states if context_states is None else context_states
+        states = cast_once(states)
+        source = states if context_states is None else cast_once(context_states)
         if self._anchored(states):
             projected = self.query(states), self.key(source), self.value(source)
             (anchor,) = self.positions

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vlp.layers.attention import Attention
+from vlp.layers.feed_forward import contract
 from vlp.positions.base import PositionContext, PositionEncoding
 
 NORM_EPS = 1e-12  # BERT's
@@ -24,7 +25,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., width) -> (..., width)."""
-        return self.contract(self.activation(self.expand(x)))
+        return contract(self.expand(x), self.activation, self.contract)
 
 
 class PostNormLayer(nn.Module):

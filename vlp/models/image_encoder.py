@@ -11,6 +11,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from vlp.config import ConfigError
+from vlp.layers.feed_forward import BlockMlp
 from vlp.layers.fused import fuse_by_device
 from vlp.layers.pooling import pooled_width
 from vlp.models.config import ImageConfig
@@ -152,6 +153,7 @@ def _own_vit(config: ImageConfig) -> VisionTransformer:
         num_classes=0,
         global_pool="",
         pos_embed="learn" if config.position == "learned" else "none",
+        mlp_layer=BlockMlp,
     )
     if vit.pos_embed is not None and config.position_sines:
         _start_positions(vit.pos_embed, config)

@@ -104,3 +104,16 @@ def test_checkpoint_round_trip():
 def test_soft_target_share_rises_linearly():
     assert [soft_target_share(step, 0.4, 4) for step in (0, 1, 2, 4, 9)] == [0, 0.1, 0.2, 0.4, 0.4]
     assert soft_target_share(0, 0.4, 0) == 0.4
+
+
+def test_moves_only_where_the_step_was_applied():
+    student = Student()
+    one, other = Teacher(student), Teacher(student)
+    with torch.no_grad():
+        student.layer.weight.add_(1.0)
+    before = one.module.layer.weight.clone()
+    one.update(dict(student.named_parameters()), 0.9, applied=torch.tensor(False))
+    assert torch.equal(one.module.layer.weight, before)
+    one.update(dict(student.named_parameters()), 0.9, applied=torch.tensor(True))
+    other.update(dict(student.named_parameters()), 0.9)
+    torch.testing.assert_close(one.module.layer.weight, other.module.layer.weight)

@@ -1,0 +1,219 @@
+"""Train a few steps of a task on the null CUDA device; print what one of them asks of a GPU.
+
+A JSON line per case of the command line, `KIND` or `KIND:base`: kernel launches of an ordinary
+step, host synchronisations by line of it and of a logged one, and peak memory in GiB.
+`tests/tasks/test_null_gpu.py` starts it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nullgpu
+import torch
+from question_shards import toy_text
+from tests_support import TINY_MODEL
+
+from evaluation.benchmarks.pretrain_step import random_batch
+from vlp.config import load_config
+from vlp.data.downstream.caption import CaptionBatch
+from vlp.data.downstream.pair_classification import PairBatch
+from vlp.data.downstream.vqa import VqaBatch
+from vlp.data.image.transforms import Preprocessing
+from vlp.data.stream.input_spec import Inputs
+from vlp.data.text.tokenizer import predicted_places
+from vlp.layers.post_norm import FeedForward
+from vlp.models.config import ModelConfig
+from vlp.models.folder import Loaded
+from vlp.models.vlp import VLPModel
+from vlp.tasks.downstream.caption import CaptionTask
+from vlp.tasks.downstream.distillation import Distilled
+from vlp.tasks.downstream.grounding import Grounding
+from vlp.tasks.downstream.pair_classification import PairClassification
+from vlp.tasks.downstream.registry import get_task
+from vlp.tasks.downstream.retrieval import Retrieval
+from vlp.tasks.downstream.vqa import Vqa
+from vlp.tasks.pretraining import Pretraining
+from vlp.training.config import PretrainConfig
+from vlp.training.engines.ddp import DdpEngine
+from vlp.training.loop import train
+from vlp.training.run_folder import RunFolder
+
+ROWS = 32
+LOG_EVERY = 4
+WARM_UP = 2 * LOG_EVERY  # the first steps allocate
+BASE = "configs/pretrain/base.yaml"
+PLACE = {"data": {"train": ["none"], "canonical_streams": 1}}
+PAIRS = {"data": {"sources": [{"path": "none"}]}}
+
+
+torch.Tensor.erfinv_ = lambda self: (
+    self
+)  # of initial weights; PyTorch compiles it at its first call
+
+
+class Enough(Exception):
+    """All steps that are looked at are done."""
+
+
+class Watched:
+    """One batch again and again; counts what happens from one to the next."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch, self.fingerprint = batch, {"source": "none"}
+        self.steps: list[tuple[dict[str, float], Counter[str]]] = []
+
+    def floor(self, samples: int) -> int:
+        return samples
+
+    def batches_left(self, samples: int, epochs: int) -> int:
+        return 1000
+
+    def samples_in_epoch(self, epoch: int) -> int:
+        return 10**9
+
+    def batches(self, *_: Any) -> Iterator[tuple[Any, int]]:
+        for number in range(WARM_UP + LOG_EVERY):
+            if number > WARM_UP:
+                self.end_step()
+            if number == WARM_UP:
+                torch.cuda.reset_peak_memory_stats()
+            self.waits = nullgpu.Syncs()
+            nullgpu.hook(self.waits)
+            nullgpu.reset()
+            self.triton = nullgpu.counts()["triton"]  # which are never reset
+            yield self.batch, ROWS * (number + 1)
+        self.end_step()
+        raise Enough
+
+    def end_step(self) -> None:
+        """Note what happened since the batch was handed out."""
+        counts = nullgpu.counts()
+        counts["triton"] -= self.triton
+        self.steps.append((counts, Counter(self.waits.c)))
+        nullgpu.hook(None)
+
+
+def pretraining(config: PretrainConfig) -> tuple[Any, Any]:
+    """Return pretraining's task and a batch of it."""
+    training = config.training
+    with torch.device("cuda"):
+        task = Pretraining(
+            config.model, config.objectives, "", training.precision, training.log_every
+        )
+    return task, random_batch(config.inputs, ROWS, 12)
+
+
+def downstream(kind: str, model: ModelConfig) -> tuple[Any, Any]:
+    """Return a task of the registry, with a teacher where it may have one, and a batch of it."""
+    with torch.device("cuda"):
+        built = VLPModel(model)
+    size, tokens = model.image.image_size, model.text.max_tokens
+    parts = Loaded(built, toy_text(tokens), Preprocessing(size))
+    spec, paired = get_task(kind), kind in ("retrieval", "grounding")
+    asked: dict[str, Any] = {"kind": kind, **(PAIRS if paired else PLACE)}
+    if kind == "caption":
+        asked["data"] = asked["data"] | {"max_caption": 8}
+    if kind in ("snli_ve", "nlvr2", "vqa"):
+        asked["teacher"] = {"warmup_steps": 0}
+    config = spec.config.model_validate(asked)
+    ids = torch.randint(5, 24, (ROWS, tokens))
+    mask = torch.arange(tokens).expand(ROWS, -1) < tokens - 2
+    valid = torch.ones(ROWS, dtype=torch.bool)
+    texts = ids, mask, mask
+    answers = torch.tensor([[2, 6, 3, 0], [2, 6, 7, 3]]).repeat(ROWS // 2, 1)
+    places = predicted_places(answers, 0)
+    batch: Any
+    if paired:
+        kinds = {"retrieval": Retrieval, "grounding": Grounding}
+        task: Any = kinds[kind](config, parts, "bf16")
+        task.log_every = LOG_EVERY
+        return task, random_batch(Inputs(size, model.image.grid, tokens, 24), ROWS, 12)
+    if kind == "vqa":
+        owners, shares = torch.arange(ROWS), torch.ones(ROWS)
+        task = Vqa(config, parts, ["red", "green"], "bf16")
+        pixels = torch.rand(ROWS, 3, size, size)
+        batch = VqaBatch(pixels, *texts, answers, owners, shares, valid, places)
+    elif kind == "caption":
+        task = CaptionTask(config, parts, "bf16")
+        batch = CaptionBatch(torch.rand(ROWS, 3, size, size), answers, valid, places)
+    else:
+        task = PairClassification(config, parts, "bf16")
+        pixels = torch.rand(ROWS, config.shown, 3, size, size)
+        labels = torch.zeros(ROWS, dtype=torch.int64)
+        batch = PairBatch(pixels, *texts, labels, valid)
+    if isinstance(task, Distilled):
+        task.start_teacher(1)
+    return task, batch
+
+
+def measure(case: str) -> dict[str, Any]:
+    """Train on one case."""
+    kind, _, size = case.partition(":")
+    none = ["model.text.weights=null", "model.image.weights=null"]
+    run = [f"training.batch={ROWS}", f"training.log_every={LOG_EVERY}", "training.steps=1000",
+           "training.trackers=[]", "data.canonical_streams=16",
+           "training.max_non_finite=1000000"]  # fmt: skip
+    config = load_config(BASE, PretrainConfig, [*none, *run])
+    if size != "base":
+        small = ModelConfig.model_validate(TINY_MODEL)
+        config = config.model_copy(update={"model": small})
+    task, batch = pretraining(config) if kind == "pretrain" else downstream(kind, config.model)
+    data = Watched(batch)
+    with tempfile.TemporaryDirectory() as folder:
+        config = config.model_copy(update={"output": folder})
+        engine = DdpEngine(task, config.training)
+        with contextlib.suppress(Enough):
+            train(config, task, data, engine, RunFolder(Path(folder), True))
+    ordinary, logged = data.steps[0], data.steps[-1]
+    kernels = ("launch", "triton", "gemm", "memset", "d2d")
+    return {
+        "case": case,
+        "launches": int(sum(ordinary[0][name] for name in kernels)),
+        "synchronisations": _waits(ordinary[1]),
+        "logged": _waits(logged[1]),
+        "gib": torch.cuda.max_memory_allocated() / 2**30,
+    }
+
+
+def _waits(found: Counter[Any]) -> dict[str, int]:
+    """Count waits by line; a copy to the host is one wait, whether it is by itself or not."""
+    lines: dict[str, int] = {}
+    for (_, line), count in found.items():
+        lines[line] = max(count, lines.get(line, 0))
+    return lines
+
+
+def contraction() -> dict[str, Any]:
+    """Hold a feed-forward's gradients on the device, where the CPU computes them, against a CPU's.
+
+    Last of all: the device then computes for good.
+    """
+    import emul
+
+    layer = FeedForward(8, 32)
+    states = torch.randn(2, 3, 8, requires_grad=True)
+    layer(states).square().sum().backward()
+    wanted = [states.grad, *(parameter.grad for parameter in layer.parameters())]
+    layer.zero_grad()
+    with emul.Emulate():
+        moved = layer.to("cuda")
+        given = states.detach().to("cuda").requires_grad_()
+        moved(given).square().sum().backward()
+        tensors = [given.grad, *(parameter.grad for parameter in moved.parameters())]
+        found = [emul.alias(tensor) for tensor in tensors]
+    return {"case": "contract", "equal": all(map(torch.equal, wanted, found))}
+
+
+if __name__ == "__main__":
+    for case in sys.argv[1:]:
+        print(json.dumps(measure(case)), flush=True)
+        torch.cuda.empty_cache()
+    print(json.dumps(contraction()), flush=True)

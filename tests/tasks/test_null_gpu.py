@@ -1,0 +1,83 @@
+"""Kernel launches, waits and memory of a step on a CUDA device that computes nothing.
+
+The device answers without a GPU what a step asks of one; nothing is said of times or numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = {
+    "pretrain": 2900,
+    "retrieval": 1700,
+    "grounding": 1700,
+    "snli_ve": 1300,
+    "nlvr2": 1550,
+    "vqa": 2600,
+    "caption": 1050,
+    "pretrain:base": 7900,
+}
+"""Kernel launches of a step of 32 rows at most."""
+BASE_GIB = 13.0
+
+
+@pytest.fixture(scope="module")
+def steps(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What each case asks of the device, by its name."""
+    tool = shared / "tools" / "null_gpu" / "run.sh"
+    if not tool.is_file() or torch.version.cuda is None or shutil.which("gcc") is None:
+        pytest.skip("needs the null device, PyTorch for CUDA, and gcc")
+    folder = tmp_path_factory.mktemp("null_gpu")
+    # PyTorch's wheels bring CUDA's headers without this one of its C++ library, whose macros choose
+    # code for host and device.
+    (folder / "nv").mkdir()
+    macros = ("NV_IF_TARGET", "NV_IF_ELSE_TARGET", "NV_DISPATCH_TARGET")
+    (folder / "nv" / "target").write_text("".join(f"#define {name}(...)\n" for name in macros))
+    hidden = ("CUDA_VISIBLE_DEVICES", "PYTORCH_NVML_BASED_CUDA_CHECK")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    environment |= {
+        "PYTHON": sys.executable,
+        "NULLGPU_BUILD": str(folder / "build"),
+        "CPATH": str(folder),
+        "TMPDIR": str(folder),
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "support"), str(ROOT)]),
+    }
+    script = str(ROOT / "tests" / "support" / "null_gpu_steps.py")
+    done = subprocess.run(
+        ["bash", str(tool), script, *SIZES],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {one["case"]: one for one in found}
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_a_step_waits_for_nothing_and_a_logged_one_once(steps, case):
+    assert steps[case]["synchronisations"] == {}
+    assert sum(steps[case]["logged"].values()) == 1
+    (line,) = steps[case]["logged"]
+    assert "outcomes.py" in line
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_a_step_launches_no_more_kernels(steps, case):
+    assert 0 < steps[case]["launches"] <= SIZES[case]
+
+
+def test_the_base_model_with_32_pairs_stays_within_its_memory(steps):
+    assert 8 < steps["pretrain:base"]["gib"] <= BASE_GIB
+
+
+def test_the_input_that_is_computed_again_gives_the_same_gradients(steps):
+    assert steps["contract"]["equal"]
