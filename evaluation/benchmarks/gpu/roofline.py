@@ -10,8 +10,9 @@ rate and their bytes at its bandwidth, all else takes the time of its bytes.
 Error bars are two readings of what a GPU reaches. *Fused*: products reach 75 % of the peak,
 element-wise operations cost nothing, and logits of attention never lie in memory. *As written*:
 products reach 55 % of the peak, every operation reads and writes its tensors, and costs at least
-the time that a CPU takes to launch it. A real step should lie between both. Data loading and
-communication are not in it. Prints a table and, last, one JSON line per figure.
+the time that a CPU takes to launch it. It counts the form for a CPU, whose attention is explicit
+and whose paths are searched pair by pair: an upper bound. A real step should lie between both. Data
+loading and communication are not in it. Prints a table and, last, one JSON line per figure.
 """
 
 from __future__ import annotations
