@@ -2,8 +2,8 @@
 
 Gao et al. 2021 (arXiv 2101.06983) compute the features of a batch without a graph, the gradient of
 the loss to them, and then chunk by chunk the features again with a graph. Checkpoints around the
-chunks do that inside one ordinary backward pass, so every engine and every objective takes part,
-and dropout draws the same both times.
+chunks do that inside one ordinary backward pass, so that every objective takes part, and
+dropout draws the same both times.
 """
 
 from __future__ import annotations
