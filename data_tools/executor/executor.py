@@ -175,7 +175,7 @@ def _kept(work: Callable[[Job], Any], ledger: Path, job: Job) -> Path:
     return kept
 
 
-def _fingerprint(work: Callable[[Job], Any], job: Job) -> str:
+def _fingerprint(work: Callable[[Any], Any], job: Any) -> str:
     """Return a name for a result: of the work, its settings, the job, and the files it reads."""
     digest = blake2b(pickle.dumps((__version__, work, job)), digest_size=16)
     for each in job if type(job) is tuple else (job,):

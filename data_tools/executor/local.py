@@ -8,10 +8,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain, islice
 
 from data_tools.executor.executor import Executor, Job, Result, in_flight, stopping
@@ -43,7 +42,10 @@ class LocalExecutor(Executor):
             yield from map(work, rest)
             return
         with _pool(len(first)) as pool:
-            submit = partial(pool.submit, work)
+
+            def submit(job: Job) -> Future[Result]:
+                return pool.submit(work, job)
+
             yield from in_flight(submit, rest, len(first), ordered, (BrokenProcessPool,))
 
 

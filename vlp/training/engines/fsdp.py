@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,8 @@ class FsdpEngine(NativeEngine):
     of that; all others from the forward pass on. Scalars, which cannot be cut, are whole on every
     rank. Blocks of momentum teachers are cut like the student's, so that each rank moves its part.
     """
+
+    unread_steps: ClassVar[bool] = False
 
     def __init__(self, task: nn.Module, config: LoopConfig) -> None:
         super().__init__(task, config)

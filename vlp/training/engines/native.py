@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ class NativeEngine(ABC):
     Raises:
         ConfigError: the ranks do not divide the batch, or a learning-rate scale fits no parameter.
     """
+
+    unread_steps: ClassVar[bool] = True
+    """True if fused AdamW may be told by tensors what to do, as sharded parameters may not."""
 
     def __init__(self, task: nn.Module, config: LoopConfig) -> None:
         self.rank = distributed.rank()
@@ -65,7 +68,7 @@ class NativeEngine(ABC):
         """Clip and apply AdamW once; nothing changes when a gradient is not finite."""
         self._micro_step = 0
         set_learning_rate(self._adamw, learning_rate)
-        if self._adamw.defaults["fused"] and not self._scale.enabled:
+        if self.unread_steps and self._adamw.defaults["fused"] and not self._scale.enabled:
             return self._step_unread()
         if self._scale.enabled:
             torch._foreach_mul_(self._gradients(), 1 / self._scale.value)
