@@ -40,7 +40,7 @@ def recomputed(function: Callable[[], Result]) -> Result:
     return result
 
 
-def joined(parts: list[Any]) -> Any:
+def joined(parts: Sequence[Any]) -> Any:
     """Concatenate the rows of equal named tuples."""
     return type(parts[0])(*(torch.cat(fields) for fields in zip(*parts, strict=True)))
 
@@ -55,9 +55,14 @@ def in_chunks(objective: Objective, step: Step, size: int) -> dict[str, Term]:
         values = [statistics[name] for _, statistics in outcomes]
         step.statistics[name] = torch.stack(values).mean()
     return {
-        name: Term(Loss(*map(sum, zip(*(part[name].loss for part in terms)))), term.weight)
+        name: Term(_sum([part[name].loss for part in terms]), term.weight)
         for name, term in terms[0].items()
     }
+
+
+def _sum(losses: list[Loss]) -> Loss:
+    totals, counts = [loss.total for loss in losses], [loss.count for loss in losses]
+    return Loss(sum(totals[1:], totals[0]), sum(counts[1:], counts[0]))
 
 
 def _run(

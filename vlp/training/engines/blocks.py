@@ -58,6 +58,6 @@ def checkpoint_activations(module: nn.Module, blocks: Literal["none", "blocks"] 
                 "training.activation_checkpointing: a batch norm would count every batch twice"
             )
         # Not the call itself: hooks that gather a block's weights stay outside of it.
-        block.forward = functools.wraps(block.forward)(  # type: ignore[method-assign]
+        block.forward = functools.wraps(block.forward)(
             functools.partial(checkpoint, block.forward, use_reentrant=False)
         )

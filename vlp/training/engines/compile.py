@@ -57,7 +57,7 @@ def compile_task(
 
     torch._dynamo.config.recompile_limit = max(FORMS, torch._dynamo.config.recompile_limit)
     # Graphs are small enough for gradients to travel while the next one runs backwards.
-    torch._dynamo.config.optimize_ddp = False  # type: ignore[assignment]
+    torch._dynamo.config.optimize_ddp = False
     networks = task.networks() if isinstance(task, PlainTask) else [task]
     dynamic = False if isinstance(task, PlainTask) and task.static_shapes else None
     for network in networks:
