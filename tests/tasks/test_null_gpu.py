@@ -52,7 +52,7 @@ def steps(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, d
         "TMPDIR": str(folder),
         "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "support"), str(ROOT)]),
     }
-    script = str(ROOT / "tests" / "support" / "null_gpu_steps.py")
+    script = str(ROOT / "tests" / "tasks" / "null_gpu_steps.py")
     done = subprocess.run(
         ["bash", str(tool), script, *SIZES],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False,

@@ -92,7 +92,7 @@ def attend(
 
 
 def cast_once(states: Tensor) -> Tensor:
-    """Return states in the type that autocast gives them on a GPU, for all layers that read them.
+    """Return states (B, N, width) in the type that autocast gives them on a GPU, for all readers.
 
     Autocast would cast them for each layer, and keep each copy for the backward pass.
     """

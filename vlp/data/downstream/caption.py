@@ -49,8 +49,8 @@ class CaptionBatch(NamedTuple):
     pixels: Tensor
     caption_ids: Tensor
     valid: Tensor
-    places: Tensor
     skipped: tuple[SkippedSample, ...] = ()
+    places: Tensor | None = None
 
     def to(self, device: torch.device | str) -> CaptionBatch:
         """Move every tensor to `device`."""
@@ -110,7 +110,7 @@ class CaptionDataset(DownstreamDataset[CaptionExample, CaptionBatch]):
         pixels = torch.stack([example.pixels for example in examples])
         ids = tokens.text_ids[:, :longest]
         places = predicted_places(ids, self.text.pad_id)
-        return CaptionBatch(pixels, ids, valid, places, skipped)
+        return CaptionBatch(pixels, ids, valid, skipped, places)
 
 
 def captions_in(annotation: Annotation) -> int:

@@ -65,8 +65,8 @@ class VqaBatch(NamedTuple):
     owners: Tensor
     shares: Tensor
     valid: Tensor
-    places: Tensor
     skipped: tuple[SkippedSample, ...] = ()
+    places: Tensor | None = None
 
     def to(self, device: torch.device | str) -> VqaBatch:
         """Move every tensor to `device`."""

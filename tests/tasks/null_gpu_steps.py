@@ -140,10 +140,10 @@ def downstream(kind: str, model: ModelConfig) -> tuple[Any, Any]:
         owners, shares = torch.arange(ROWS), torch.ones(ROWS)
         task = Vqa(config, parts, ["red", "green"], "bf16")
         pixels = torch.rand(ROWS, 3, size, size)
-        batch = VqaBatch(pixels, *texts, answers, owners, shares, valid, places)
+        batch = VqaBatch(pixels, *texts, answers, owners, shares, valid, places=places)
     elif kind == "caption":
         task = CaptionTask(config, parts, "bf16")
-        batch = CaptionBatch(torch.rand(ROWS, 3, size, size), answers, valid, places)
+        batch = CaptionBatch(torch.rand(ROWS, 3, size, size), answers, valid, places=places)
     else:
         task = PairClassification(config, parts, "bf16")
         pixels = torch.rand(ROWS, config.shown, 3, size, size)
