@@ -81,7 +81,7 @@ class LoopConfig(Config):
         description="number format of gradients on their way between ranks; not of deepspeed",
     )
     compile: Compile = Field(
-        "auto",
+        "none",
         description="torch.compile: blocks, each transformer block, of which those of a tower "
         "share one graph; step, the image, text and cross-modal encoder as one graph each; auto, "
         "blocks on a GPU and none elsewhere or with engine fsdp. Losses differ by rounding",
@@ -202,6 +202,12 @@ class PretrainTrainingConfig(TrainingConfig, ValidatedConfig):
         "a multiple of sample groups; those of others are computed again in the backward pass, "
         "while the contrastive loss compares the whole batch; null: all",
     )
+
+    @model_validator(mode="after")
+    def _is_known_to_be_equal(self) -> PretrainTrainingConfig:
+        if self.engine == "fsdp" and self.grad_cache:
+            raise ValueError("engine fsdp takes no grad_cache; set grad_cache=null, or choose ddp")
+        return self
 
 
 class RunConfig(Config):

@@ -50,7 +50,7 @@ VARIANTS = [
     Variant("ddp", "blocks", 4),
     Variant("fsdp"),
     Variant("fsdp", 1),
-    Variant("fsdp", "blocks", 4),
+    Variant("fsdp", "blocks"),
     Variant("zero1", "blocks", 4),
     Variant("zero3", "blocks", 4),
 ]

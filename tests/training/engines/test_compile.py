@@ -55,9 +55,9 @@ def losses(task: Pretraining, config: PretrainConfig, steps: int) -> list[float]
 @pytest.mark.parametrize(
     ("how", "graphs"),
     [
-        # One of a text block and one of an image block. Cross-modal blocks have two steps of two
-        # streams, each for the batch and for the pairs of ITM.
-        ("blocks", 2 + 8),
+        # One of a text block and one of an image block. Of cross-modal blocks, self-attention of
+        # both streams in three forms, and cross-attention of both in two: batch and pairs of ITM.
+        ("blocks", 2 + 6 + 4),
         # Text once; images as they are and masked; pairs of ITM and of MLM.
         ("step", 1 + 2 + 2),
     ],

@@ -44,15 +44,16 @@ class FsdpEngine(NativeEngine):
         mesh = init_device_mesh(self.device.type, (self.world_size,))
         halved = self._config.gradient_reduction == "bf16"
         policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if halved else None)
+        how: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
         teachers: list[nn.Module] = [one.to(self.device) for one in task.teachers()]
         for module in (task, *teachers):
             for tensor in (*module.parameters(), *module.buffers()):
                 dist.broadcast(tensor.detach(), src=0)
             scalars = {parameter for parameter in module.parameters() if parameter.ndim == 0}
             for block in (block for stack in block_stacks(module) for block in stack):
-                fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=scalars)
+                fully_shard(block, reshard_after_forward=True, ignored_params=scalars, **how)
             if module is task:  # a teacher is entered beside its call, which would gather the rest
-                fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=scalars)
+                fully_shard(module, ignored_params=scalars, **how)
         # Both streams run through a cross-modal layer: the call that ends its backward pass first
         # must not take the weights from the other. `step` takes them.
         task.set_reshard_after_backward(False)
