@@ -130,6 +130,7 @@ def test_one_graph_needs_texts_of_one_length() -> None:
         compile_task(task, "step", CPU)
 
 
+@pytest.mark.slow  # a minute and a half of compiling
 @pytest.mark.distributed
 def test_engines_go_on_from_each_others_checkpoints(tmp_path: Path) -> None:
     output = ranks.run([SCRIPT, tmp_path], 2)
