@@ -134,9 +134,7 @@ def test_one_rank_and_two_have_the_same_losses(lab: Lab, whole: Whole) -> None:
     one, two = lab.log(whole(0, 1)), lab.log(whole(0, 2))
     assert len(one) == len(two) == STEPS
     for first, second in zip(one, two):
-        assert first.keys() - set(TIMES) == second.keys() - set(
-            TIMES
-        )  # one rank is compared with none
+        assert first.keys() == second.keys() - set(TIMES[3:])  # ranks beside each other
         for key in first.keys() - set(TIMES):
             if not any(part in key for part in LOCAL):
                 assert first[key] == pytest.approx(second[key], rel=1e-5, abs=1e-6), key
