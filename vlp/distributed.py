@@ -37,6 +37,9 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 
+# What a collective call, or the store at the start, says of a rank that has gone.
+_LOST = ("by peer", "Broken pipe", "Connection was likely closed")
+
 # Collectives that the flight recorder of NCCL and Gloo remembers.
 _RECORDED = "512"
 
@@ -121,8 +124,7 @@ def process_group() -> Iterator[None]:
 
 def lost_peer(error: BaseException) -> bool:
     """Return whether an error says that another rank has gone, in a collective call or at start."""
-    said = str(error)
-    return isinstance(error, RuntimeError) and ("by peer" in said or "Broken pipe" in said)
+    return isinstance(error, RuntimeError) and any(part in str(error) for part in _LOST)
 
 
 def default_device() -> torch.device:

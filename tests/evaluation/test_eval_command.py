@@ -1,10 +1,15 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from PIL import Image
 
 from evaluation.__main__ import main
@@ -140,3 +145,27 @@ def test_the_help_says_what_a_limit_counts(command, counted, capsys):
     with pytest.raises(SystemExit):
         main([command, "--help"])
     assert f"only the first N {counted}" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.distributed
+def test_a_rank_whose_peer_goes_while_they_meet_says_so():
+    store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    alone = os.environ | {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+    }
+    command = [sys.executable, "-m", "evaluation", "retrieval", "--model", "a", "--shards", "b"]
+    rank = subprocess.Popen(command, cwd=ROOT, env=alone, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 60
+    while store.num_keys() < 2 and time.monotonic() < end:  # it waits for rank 0 with the second
+        time.sleep(0.05)
+    del store  # as when rank 0 is killed, which keeps it
+    said = rank.communicate(timeout=60)[1]
+    assert rank.returncode == 1
+    assert said.splitlines()[-1] == (
+        "error on rank 1: lost another rank; that one's message says why"
+    )
+    assert "Traceback" not in said
