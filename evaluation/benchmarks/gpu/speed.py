@@ -13,10 +13,11 @@ import torch
 from torch.profiler import profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from evaluation.benchmarks import harness, loader, overhead, positions, rerank
+from evaluation.benchmarks import harness, overhead, positions, rerank
 from evaluation.benchmarks.gpu.device import product_rate
 from evaluation.benchmarks.gpu.figures import CheckedFigure, Setting
-from evaluation.benchmarks.loader_shards import make_shards, save_vocabulary
+from evaluation.benchmarks.loader.__main__ import TOKENS, Settings, our_batches
+from evaluation.benchmarks.loader.shards import make_shards, save_vocabulary
 from evaluation.benchmarks.pretrain_step import WARM_UP, Trainee, median_parts, random_batch
 from vlp.data.config import AugmentConfig
 from vlp.training.engines.compile import compile_task
@@ -94,10 +95,10 @@ def loading(setting: Setting) -> Iterator[CheckedFigure]:
         shards, vocabulary = Path(scratch) / "shards", Path(scratch) / "vocabulary"
         shards.mkdir()
         make_shards(shards, samples, images=8)
-        save_vocabulary(shards, vocabulary, loader.TOKENS)
+        save_vocabulary(shards, vocabulary, TOKENS)
         size = 32 if setting.dry else setting.config.model.image.image_size
-        settings = loader.Settings(shards, vocabulary, size, batch, workers=1)
-        stream = loader.our_batches(settings, AugmentConfig(), normalised=False)
+        settings = Settings(shards, vocabulary, size, batch, workers=1)
+        stream = our_batches(settings, AugmentConfig(), normalised=False)
         next(stream)  # the worker's start
         seconds = harness.seconds(lambda: list(islice(stream, batches)), setting.device)
     yield CheckedFigure(LOADED, batch * batches / seconds, "pairs/s")

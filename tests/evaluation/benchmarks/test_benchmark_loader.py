@@ -11,9 +11,17 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from evaluation.benchmarks.loader import OURS, THEIRS, Settings, figures, main, our_batches, ratios
-from evaluation.benchmarks.loader_shards import check_shards, make_shards, save_vocabulary
-from evaluation.benchmarks.loader_turns import LoaderTurns, Turn, take_turns
+from evaluation.benchmarks.loader.__main__ import (
+    OURS,
+    THEIRS,
+    Settings,
+    figures,
+    main,
+    our_batches,
+    ratios,
+)
+from evaluation.benchmarks.loader.shards import check_shards, make_shards, save_vocabulary
+from evaluation.benchmarks.loader.turns import LoaderTurns, Turn, take_turns
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig
 

@@ -45,8 +45,8 @@ import torch
 
 from evaluation.benchmarks import harness
 from evaluation.benchmarks.harness import Measurement
-from evaluation.benchmarks.loader_shards import check_shards, make_shards, save_vocabulary
-from evaluation.benchmarks.loader_turns import LoaderTurns, take_turns
+from evaluation.benchmarks.loader.shards import check_shards, make_shards, save_vocabulary
+from evaluation.benchmarks.loader.turns import LoaderTurns, take_turns
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig, DataConfig, SourceConfig
 from vlp.data.pretrain.loader import PretrainData
