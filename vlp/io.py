@@ -5,6 +5,7 @@ Secrets in URLs are left out wherever something is written, shown or raised (`re
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import hashlib
 import json
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 HIDDEN = "***"
+
+# Of renameat2(2).
+_HERE, _RENAME_EXCHANGE = -100, 2
 
 REFERENCE = re.compile(r"\$\{(\w+)\}")
 """`${NAME}` in a URL stands for a variable of the environment, and is no secret itself."""
@@ -225,13 +229,26 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 
 def replace_folder(new: Path, place: Path) -> None:
-    """Give a folder the place of another one, which goes only when the new one stands there."""
+    """Give a folder the place of another one, which goes only when the new one stands there.
+
+    Where the system can exchange two names, a reader finds the one or the other at any moment.
+    """
     restore_folder(place)
-    if place.exists():
-        place.rename(_aside(place))
-    new.rename(place)
+    former = new if _exchanged(new, place) else _aside(place)
+    if former != new:
+        if place.exists():
+            place.rename(former)
+        new.rename(place)
     sync_folder(place.parent)
-    shutil.rmtree(_aside(place), ignore_errors=True)
+    shutil.rmtree(former, ignore_errors=True)
+
+
+def _exchanged(new: Path, place: Path) -> bool:
+    """Exchange the names of two folders; False where one is missing or the system cannot."""
+    exchange = getattr(ctypes.CDLL(None), "renameat2", None)  # of Linux
+    if exchange is None:
+        return False
+    return exchange(_HERE, os.fsencode(new), _HERE, os.fsencode(place), _RENAME_EXCHANGE) == 0
 
 
 def restore_folder(place: Path) -> None:
