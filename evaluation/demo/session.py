@@ -50,7 +50,7 @@ HELD = 4
 """Pictures that stay as they were read and encoded, for the other tabs."""
 
 
-class Picture:
+class SeenImage:
     """A picture of a person, made small once and encoded at most once.
 
     `image` is upright RGB whose smaller side has `least` pixels, or fewer where it came so; an
@@ -128,7 +128,7 @@ class TryIt:
         )
         self._least = max(SHOWN, SIDES * self.loaded.preprocess.image_size)
         # By file, time and size: the page names uploads by their content.
-        self._read = lru_cache(HELD)(lambda file, *_: self._picture(file))
+        self._read = lru_cache(HELD)(lambda file, *_: self._image(file))
 
     @property
     def kind(self) -> str | None:
@@ -230,14 +230,14 @@ class TryIt:
         ]
         return [CaptionedImage(plain, f"S ≥ {found.threshold:.2f}"), *words]
 
-    def _seen(self, given: Given) -> Picture:
+    def _seen(self, given: Given) -> SeenImage:
         if isinstance(given, (str, Path)) and (file := Path(given)).is_file():
             about = file.stat()
             return self._read(file, about.st_mtime_ns, about.st_size, limits())
-        return self._picture(given)
+        return self._image(given)
 
-    def _picture(self, given: Given) -> Picture:
-        return Picture(given, self._least, self.loaded, self.device)
+    def _image(self, given: Given) -> SeenImage:
+        return SeenImage(given, self._least, self.loaded, self.device)
 
     def _with(self, say: Callable[[], Answer]) -> Answer:
         with torch.no_grad(), evaluating(self._task or self.loaded.model, self.device):

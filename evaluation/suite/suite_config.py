@@ -32,7 +32,7 @@ class FoilsJob(Job):
     """Accuracy on captions with one thing exchanged."""
 
     task: Literal["foils"] = Field("foils", description="what is evaluated")
-    seed: int = Field(0, description="of the choice of foils")
+    seed: int = Field(0, ge=0, description="of the choice of foils")
     view: View = Field("image", description="what the model is shown")
 
 

@@ -19,7 +19,7 @@ from evaluation.suite.suite_config import PROBES, ZeroShotJob
 from evaluation.zeroshot.prompts import read_prompts
 from evaluation.zeroshot.zeroshot import evaluate_zeroshot
 from vlp.data.shards.index import INDEX_NAME
-from vlp.models.folder import local_folder
+from vlp.models.pretrained.local_copy import local_folder
 
 _NOT_THE_MODEL = ("README.md", ".gitattributes")
 _CHUNK = 2**22
