@@ -295,7 +295,7 @@ def suite(
     batch: Annotated[int, Option(metavar="N", help="samples at once")] = 64,
     device: Device = None,
 ) -> int:
-    """Judge models, also those of open_clip and transformers.
+    """Evaluate models, also those of open_clip and transformers.
 
     Prints recall and foils of captioned shards, and zero-shot accuracy of labelled ones, a column
     for each model. OUT keeps what is done, as of `vlp evaluate all`.

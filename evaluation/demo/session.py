@@ -44,14 +44,14 @@ SHOWN = 480
 """Pixels of the longer side of an image that is sent back."""
 
 SIDES = 2
-"""A picture is made smaller first, to about so many times the side that the model reads."""
+"""An image is made smaller first, to about so many times the side that the model reads."""
 
 HELD = 4
-"""Pictures that stay as they were read and encoded, for the other tabs."""
+"""Images that stay as they were read and encoded, for the other tabs."""
 
 
 class SeenImage:
-    """A picture of a person, made small once and encoded at most once.
+    """An image that a person gives, made small once and encoded at most once.
 
     `image` is upright RGB whose smaller side has `least` pixels, or fewer where it came so; an
     uploaded JPEG is decoded at about that size.
@@ -63,7 +63,7 @@ class SeenImage:
         device: of the model.
 
     Raises:
-        EvaluationError: there is no picture, or it cannot be decoded.
+        EvaluationError: there is no image, or it cannot be decoded.
     """
 
     def __init__(self, given: Given, least: int, loaded: Loaded, device: torch.device) -> None:
@@ -145,7 +145,7 @@ class TryIt:
         """Return how many images an action takes."""
         return 1 if self.kind is None else get_evaluation(self.kind).image_count(self._task)[0]
 
-    def search(self, text: str, top: int = 8, rerank: int = 8) -> list[CaptionedImage]:
+    def search(self, text: str, top: int = 8, rerank: int = 4) -> list[CaptionedImage]:
         """Return images that fit a text, the best first, re-ranked by the cross-modal encoder.
 
         Of each the similarity is said, and the probability of a match where that was asked.

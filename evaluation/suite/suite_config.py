@@ -143,7 +143,7 @@ def suite_of(
     classes: str | None = None,
     **options: Any,
 ) -> SuiteConfig:
-    """Return the configuration that judges each model by all that its data allow.
+    """Return the configuration that evaluates each model by all that its data allow.
 
     Args:
         models: folders, hub names, or models of other libraries.

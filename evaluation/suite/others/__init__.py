@@ -1,4 +1,4 @@
-"""Models of other libraries, judged as one's own: `open_clip:ViT-B-32/TAG`, `transformers:DIR`."""
+"""Models of other libraries, evaluated as own ones: `open_clip:NAME/TAG`, `transformers:DIR`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,11 @@ class OtherModel(NamedTuple):
 
 
 def other_model(name: str | Path) -> OtherModel | None:
-    """Return the model of another library that a name means; None for a folder or hub name."""
+    """Return the model of another library that a name means; None for a folder or hub name.
+
+    Raises:
+        EvaluationError: it names a library alone.
+    """
     library, separator, rest = str(name).partition(":")
     if not separator or library not in LIBRARIES:
         return None

@@ -15,8 +15,15 @@ from evaluation.core.samples import EvaluationError
 _WHOLE = ("local-dir:", "hf-hub:")
 
 
-class _Towers:
-    """`evaluation.suite.others.adapter.Towers`."""
+class OpenClipTowers:
+    """Towers as `evaluation.suite.others.adapter.Towers` describes them.
+
+    Args:
+        name: of the model, behind the library's own.
+
+    Raises:
+        EvaluationError: it cannot be loaded.
+    """
 
     def __init__(self, name: str) -> None:
         try:
@@ -38,34 +45,39 @@ class _Towers:
         self.image_size = int(self.preprocess(Image.new("RGB", (32, 32))).shape[-1])
 
     def preprocess(self, image: Image.Image) -> Tensor:
+        """Prepare an RGB image: (3, rows, columns) float32."""
         pixels: Tensor = self._transform(image)
         return pixels
 
     def tokenize(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Return ids (B, N) int64, and which are read (B, N) bool."""
         ids: Tensor = self._tokenizer(list(texts)).long()
         # Their text towers take texts of full length, and find the end by themselves.
         return ids, torch.ones_like(ids).bool()
 
     def encode_images(self, pixels: Tensor) -> Tensor:
+        """Encode pixels (B, 3, rows, columns) to (B, d)."""
         feature: Tensor = self.module.encode_image(pixels)
         return feature
 
     def encode_texts(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Encode ids (B, N) with their mask (B, N) to (B, d)."""
         feature: Tensor = self.module.encode_text(ids)
         return feature
 
     def temperature(self) -> Tensor:
+        """Return what similarities are divided by, a number."""
         scale: Tensor = self.module.logit_scale.detach().float()
         return 1 / scale.exp().reshape(())
 
 
-def towers(name: str) -> _Towers:
+def towers(name: str) -> OpenClipTowers:
     """Load a model; weights that a tag names come from the hub.
 
     Raises:
         EvaluationError: open_clip is not installed, or cannot load it.
     """
-    return _Towers(name)
+    return OpenClipTowers(name)
 
 
 def files(name: str) -> list[Path]:

@@ -14,8 +14,15 @@ from evaluation.core.samples import EvaluationError
 from vlp.models.pretrained.local_copy import local_folder
 
 
-class _Towers:
-    """`evaluation.suite.others.adapter.Towers`."""
+class TransformersTowers:
+    """Towers as `evaluation.suite.others.adapter.Towers` describes them.
+
+    Args:
+        name: of the model, behind the library's own.
+
+    Raises:
+        EvaluationError: it cannot be loaded.
+    """
 
     def __init__(self, name: str) -> None:
         from transformers import AutoModel, AutoProcessor
@@ -38,10 +45,12 @@ class _Towers:
         self.image_size = int(self.preprocess(grey).shape[-1])
 
     def preprocess(self, image: Image.Image) -> Tensor:
+        """Prepare an RGB image: (3, rows, columns) float32."""
         pixels: Tensor = self.processor.image_processor(image, return_tensors="pt").pixel_values
         return pixels[0]
 
     def tokenize(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Return ids (B, N) int64, and which are read (B, N) bool."""
         # SigLIP reads its padding, and was trained on its full length.
         room = self.module.config.text_config.max_position_embeddings
         made = self.processor.tokenizer(
@@ -53,13 +62,16 @@ class _Towers:
         return ids, torch.ones_like(ids).bool() if self._reads_padding else mask.bool()
 
     def encode_images(self, pixels: Tensor) -> Tensor:
+        """Encode pixels (B, 3, rows, columns) to (B, d)."""
         return _pooled(self.module.get_image_features(pixel_values=pixels))
 
     def encode_texts(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Encode ids (B, N) with their mask (B, N) to (B, d)."""
         masked = {} if self._reads_padding else {"attention_mask": mask.long()}
         return _pooled(self.module.get_text_features(input_ids=ids, **masked))
 
     def temperature(self) -> Tensor:
+        """Return what similarities are divided by, a number."""
         scale: Tensor = self.module.logit_scale.detach().float()
         return 1 / scale.exp().reshape(())
 
@@ -68,13 +80,13 @@ class _Towers:
         return str(self.module.config.model_type).startswith("siglip")
 
 
-def towers(name: str) -> _Towers:
+def towers(name: str) -> TransformersTowers:
     """Load a folder, or a model of the hub.
 
     Raises:
         EvaluationError: it cannot be loaded, or is no dual encoder.
     """
-    return _Towers(name)
+    return TransformersTowers(name)
 
 
 def files(name: str) -> list[Path]:
