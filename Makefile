@@ -6,7 +6,7 @@ READY := .venv/.ready
 JOBS ?= 2
 SHELL := /bin/bash
 
-.PHONY: demo test test-gpu test-slow test-multinode test-ray test-browser test-lowest fuzz chaos page-check lint types contracts docs resume-check lock clean
+.PHONY: demo test test-gpu test-slow test-multinode test-ray test-browser test-lowest fuzz chaos page-check forms-check lint types contracts docs resume-check lock clean
 
 # `make demo FRESH=1` deletes a finished run first.
 demo: $(READY)
@@ -54,6 +54,10 @@ chaos: $(READY)
 # From an encoding in twenty lines to a table of its comparison with seeds, by the commands of its page.
 page-check: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/evaluation/ablations/test_comparison.py
+
+# 300 own images in each of ten forms: shards, training, recall table, page, by the commands of their page.
+forms-check: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/package/test_own_images.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import io
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from vlp.positions import describe_options, list_positions  # noqa: E402
+from vlp.positions.options import SIZES  # noqa: E402
+from vlp.positions.registry import position_class  # noqa: E402
 
 HELP_COLUMNS = "100"
 RUN_CONFIGS = {
@@ -30,6 +35,7 @@ RUN_CONFIGS = {
     "Vision-only training": "vlp.training.vision_config:VisionConfig",
     "Ablations": "evaluation.ablations.config:AblationConfig",
     "Evaluation of several models": "evaluation.suite.suite_config:SuiteConfig",
+    "Stored tables": "evaluation.ablations.stored_tables:StoredTablesConfig",
 }
 
 ABLATIONS = ROOT / "configs" / "ablation" / "results"
@@ -127,7 +133,39 @@ def _configuration_page() -> str:
         seen.update(new)
         parts.append(f"## {title}\n")
         parts.extend(_table(kind) for kind in new)
+    parts += [
+        "## Options of position encodings\n",
+        "They stand in `options` of `model.cross` and of an entry of `model.image.positions`.",
+        f"{', '.join(f'`{size}`' for size in SIZES)} the model knows by itself.\n",
+        *map(_encoding, list_positions()),
+    ]
     return "\n".join(parts)
+
+
+def _encoding(name: str) -> str:
+    """Return the table of an encoding's options."""
+    lines = [f"### {name} {{ #encoding-{name} }}\n", f"{encoding_docs(name)[0]}\n"]
+    lines += ["| option | type | default | meaning |", "|---|---|---|---|"]
+    for option in describe_options(name):
+        default = "required" if option.default is ... else f"`{option.default}`"
+        kind = f"`{option.kind}`"
+        cells = (f"`{option.name}`", kind, default, encoding_docs(name)[1][option.name])
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def encoding_docs(name: str) -> tuple[str, dict[str, str]]:
+    """Return the first line of an encoding's docstring, and the meaning of its arguments."""
+    doc = inspect.cleandoc(position_class(name).__doc__ or "")
+    said: dict[str, str] = {}
+    _, _, arguments = doc.partition("\nArgs:\n")
+    for line in arguments.partition("\n\n")[0].splitlines():
+        if start := re.match(r"    ([\w, ]+): (.*)", line):
+            names, text = re.split(", ", start[1]), start[2]
+            said |= dict.fromkeys(names, text)
+        else:
+            said |= {each: f"{said[each]} {line.strip()}" for each in names}
+    return doc.splitlines()[0], said
 
 
 def _reachable(kind: type[BaseModel]) -> Iterator[type[BaseModel]]:
@@ -172,38 +210,60 @@ def _paragraphs(docstring: str | None) -> str:
 
 
 def _type(field: FieldInfo) -> str:
-    bounds = [
+    return _named(field.annotation, field.metadata)
+
+
+def _bounds(marks: Iterable[Any]) -> list[str]:
+    """Return the ranges that pydantic validates: those of `Field(ge=...)` and its like."""
+    flat = [inner for mark in marks for inner in getattr(mark, "metadata", [mark])]
+    return [
         f"{sign} {getattr(mark, name)}"
-        for mark in field.metadata
+        for mark in flat
         for name, sign in (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
         if getattr(mark, name, None) is not None
     ]
-    return ", ".join([_named(field.annotation), *bounds])
 
 
-def _named(annotation: Any) -> str:
-    """Return a type as a reader of YAML would say it, with links to configuration classes."""
+def _named(annotation: Any, marks: Iterable[Any] = ()) -> str:
+    """Return a type as a reader of YAML would say it, with links to configuration classes.
+
+    Args:
+        annotation: the type.
+        marks: what is annotated: of a number its range, else it is said to be any.
+    """
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation is type(None):
         return "null"
-    if annotation is Ellipsis:
-        return "..."
+    if annotation is Any:
+        return "as its own class says"
     if hasattr(annotation, "__metadata__"):
-        return _named(arguments[0])
+        return _named(arguments[0], annotation.__metadata__)
     if origin is Literal:
         return " or ".join(f"`{value}`" for value in arguments)
     if origin in (Union, type(int | str)):
-        return " or ".join(_named(part) for part in arguments)
+        return " or ".join(_named(part, marks) for part in arguments)
     if origin in (tuple, list):
         parts = [_named(part) for part in arguments if part is not Ellipsis]
+        if len(parts) > 1 and len(set(parts)) == 1:
+            return f"list of {len(parts)}: each {parts[0]}"
         return f"list of {', '.join(parts)}"
     if isinstance(annotation, type) and origin is None:
         if issubclass(annotation, BaseModel) and annotation.model_fields:
             return f"[{annotation.__name__}](#{annotation.__name__.lower()})"
-        return {"str": "text", "bool": "true or false", "int": "integer", "float": "number"}.get(
-            annotation.__name__, annotation.__name__
-        )
-    return "mapping" if arguments else str(annotation)
+        if annotation is ByteSize:
+            return "bytes, as `200GB`"
+        if annotation in (int, float):
+            name = "number" if annotation is float else "integer"
+            bounds = " and ".join(_bounds(marks))
+            return f"{name} {bounds}" if bounds else f"any {name}"
+        names = {"str": "text", "bool": "true or false"}
+        return names.get(annotation.__name__, annotation.__name__)
+    return _mapping(arguments) if arguments else str(annotation)
+
+
+def _mapping(arguments: tuple[Any, ...]) -> str:
+    key, value = arguments
+    return "mapping" if value is Any else f"mapping of {_named(key)} to {_named(value)}"
 
 
 def _default(field: FieldInfo) -> str:

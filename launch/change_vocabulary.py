@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vlp.data.text.tokenizer import TextProcessor
-from vlp.models.folder import CONFIG, from_pretrained, save_pretrained
+from vlp.models.folder import from_pretrained, save_pretrained
 from vlp.models.pretrained.change_vocabulary import with_vocabulary
+from vlp.models.pretrained.local_copy import CONFIG
 from vlp.tasks.downstream.task import TASK
 
 

@@ -13,8 +13,9 @@ from vlp.config import load_config, save_config
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.models.config import ModelConfig
-from vlp.models.folder import CONFIG, save_pretrained
+from vlp.models.folder import save_pretrained
 from vlp.models.pretrained.albef import MEAN, STD, albef_config, load_albef
+from vlp.models.pretrained.local_copy import CONFIG
 from vlp.models.pretrained.pth import read_pth
 from vlp.models.vlp import VLPModel
 

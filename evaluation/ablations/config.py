@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeInt, model_validator
 
 from evaluation.ablations.runs import Overrides
 from vlp.command_line import nearest
 from vlp.config import Config, ConfigError, LocalPath
 from vlp.data.scenes.negatives import SwapKind
-from vlp.data.scenes.sample import FULL
+from vlp.data.scenes.sample import FULL, LEAST, LEAST_SIDE
 from vlp.tasks.downstream.registry import task_kinds
 
 
@@ -23,13 +23,19 @@ class CorpusConfig(Config):
     val: int = Field(256, ge=1, description="scenes held out")
     twins: int = Field(16_000, ge=0, description="scenes with their swaps, to train on")
     swaps: int = Field(900, ge=1, description="scenes with their swaps, to evaluate on")
-    image_size: int = Field(64, description="pixels of a side")
-    colours: int = Field(FULL.colours, description="the first so many colours")
-    shapes: int = Field(FULL.shapes, description="the first so many shapes")
-    objects: int = Field(FULL.objects, description="most objects in a scene")
+    image_size: int = Field(64, ge=LEAST_SIDE, description="pixels of a side")
+    colours: int = Field(
+        FULL.colours, ge=LEAST.colours, le=FULL.colours, description="the first so many colours"
+    )
+    shapes: int = Field(
+        FULL.shapes, ge=LEAST.shapes, le=FULL.shapes, description="the first so many shapes"
+    )
+    objects: int = Field(
+        FULL.objects, ge=LEAST.objects, le=FULL.objects, description="most objects in a scene"
+    )
     kinds: tuple[SwapKind, ...] | None = Field(None, description="of swaps and twins")
-    vocabulary: int = Field(256, ge=64, description="word pieces")
-    seed: int = Field(0, description="of the scenes")
+    vocabulary: int = Field(256, ge=64, description="word pieces of the vocabulary")
+    seed: int = Field(0, ge=0, description="of the scenes")
 
 
 class VariantConfig(Config):
@@ -88,7 +94,7 @@ class StageConfig(Config):
 class RowConfig(Config):
     """A row of a table: a variant, or another view of one, and the paper's figures beside it."""
 
-    label: str = Field(description="first cell")
+    label: str = Field(description="first cell of the row")
     variant: str = Field(description="whose figures it has")
     view: Literal["image", "shuffled", "blank"] = Field(
         "image", description="what the models are shown: images, shuffled ones, or grey"
@@ -99,7 +105,7 @@ class RowConfig(Config):
 class TableConfig(Config):
     """A table in the paper's layout; `paper` heads the columns of its figures."""
 
-    title: str = Field(description="heading")
+    title: str = Field(description="heading of the table")
     about: Literal["swaps", "anchors"] = Field(
         "swaps", description="columns and tests, where a corpus is trained on"
     )
@@ -145,7 +151,9 @@ class AblationConfig(Config):
         None,
         description="the task that variants are fine-tuned for, and what they are evaluated on",
     )
-    seeds: tuple[int, ...] = Field((0, 1, 2), min_length=2, description="of each variant's runs")
+    seeds: tuple[NonNegativeInt, ...] = Field(
+        (0, 1, 2), min_length=2, description="of each variant's runs"
+    )
     jobs: int = Field(2, ge=1, description="runs side by side; they share the cores")
     expected_deviation: float = Field(
         3.0, gt=0, description="points between seeds, of a difference; before anything is run"
@@ -153,7 +161,7 @@ class AblationConfig(Config):
     limit: int | None = Field(None, ge=1, description="test samples of vision models")
     pretraining: StageConfig | None = Field(None, description="of backbones")
     backbones: dict[str, VariantConfig] = Field({}, description="models that variants start from")
-    training: StageConfig = Field(description="of variants")
+    training: StageConfig = Field(description="how variants are trained")
     scorer: Literal["match", "words"] = Field(
         "match",
         description="of the swaps: the head of image-text matching, or that of masked words, "

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 from scipy import stats
 
 from evaluation.ablations.config import AblationConfig
@@ -47,7 +47,7 @@ class StoredTableConfig(Config):
     command: str | None = Field(None, description="that makes it, where no ablation does")
     paper: str | None = Field(None, description="paper and its tables")
     compared: str = Field(description="what ours and the paper's were measured on")
-    minutes: tuple[float, float] | None = Field(
+    minutes: tuple[PositiveFloat, PositiveFloat] | None = Field(
         None, description="least and most of one run, as measured; null: not recorded"
     )
     hardware: str = Field(

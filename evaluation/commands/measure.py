@@ -268,15 +268,52 @@ def evaluate_all(
     data are the same is kept, so an interrupted call goes on where it was. What fails is named,
     does not stop the rest, and makes the exit code 1.
     """
-    import sys
-
-    from evaluation.suite.suite import run_suite
     from evaluation.suite.suite_config import SuiteConfig
     from vlp.config import load_config
 
     loaded = load_config(config, SuiteConfig, overrides or ())
-    out = out or Path(loaded.output)
-    result = run_suite(loaded, out, device, progress=True)
+    return _run_suite(loaded, out or Path(loaded.output), device)
+
+
+@app.command(cls=EvaluationCommand)
+def suite(
+    model: Annotated[
+        list[str],
+        Option(
+            metavar="MODEL...",
+            help="model folders or hub names, transformers:DIR (CLIP, SigLIP), "
+            "open_clip:ARCHITECTURE/TAG",
+        ),
+    ],
+    shards: Annotated[list[str] | None, Option(metavar="DIR...", help="with captions")] = None,
+    labelled: Annotated[
+        list[str] | None, Option(metavar="DIR...", help="with classes; needs --classes")
+    ] = None,
+    classes: Annotated[str | None, Option(metavar="FILE", help="class names, one a line")] = None,
+    out: Annotated[Path, Option(metavar="DIR", help="of the results")] = Path("runs/suite"),
+    limit: Limit = None,
+    batch: Annotated[int, Option(metavar="N", help="samples at once")] = 64,
+    device: Device = None,
+) -> int:
+    """Evaluate models, also those of open_clip and transformers.
+
+    Prints recall and foils of captioned shards, and zero-shot accuracy of labelled ones, a column
+    for each model. OUT keeps what is done, as of `vlp evaluate all`.
+    """
+    from evaluation.suite.suite_config import suite_of
+
+    made = checked(
+        lambda: suite_of(model, shards or (), labelled or (), classes, limit=limit, batch=batch)
+    )
+    return _run_suite(made, out, device)
+
+
+def _run_suite(config: Any, out: Path, device: str | None) -> int:
+    import sys
+
+    from evaluation.suite.suite import run_suite
+
+    result = run_suite(config, out, device, progress=True)
     if first_rank():
         result.save(out)
         for table in result.tables():

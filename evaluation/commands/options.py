@@ -209,6 +209,6 @@ def report(result: CommandResult, model: str, out: Path | None) -> None:
 
 def results_folder(model: str) -> Path:
     """Return where results of a model lie: in its folder, or for a hub name in `evaluation/`."""
-    from vlp.models.folder import RESULTS, is_local
+    from vlp.models.pretrained.local_copy import RESULTS, is_local
 
     return Path(model) / RESULTS if is_local(model) else Path(RESULTS) / model.replace("/", "--")

@@ -38,7 +38,7 @@ def card(
     lies in its run) and the tables in the folder's `evaluation`. A card written by hand is left
     alone.
     """
-    from vlp.models.folder import local_folder
+    from vlp.models.pretrained.local_copy import local_folder
     from vlp.tasks.model_card import CARD, write_model_card
 
     if first_rank():

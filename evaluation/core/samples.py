@@ -68,8 +68,13 @@ class Samples:
     def __len__(self) -> int:
         return len(self._places)
 
-    def read(self, position: int) -> CaptionedSample | SkippedSample:
-        """Read and decode one sample; a bad one comes back as what is wrong with it."""
+    def read(self, position: int, least: int | None = None) -> CaptionedSample | SkippedSample:
+        """Read and decode one sample; a bad one comes back as what is wrong with it.
+
+        Args:
+            position: of the sample.
+            least: pixels that both sides keep, as `vlp.data.image.decode.decode_image` takes it.
+        """
         folder, shard, number = self._places[position]
         index = self._indices[folder]
         try:
@@ -78,7 +83,7 @@ class Samples:
             captions = captions_of(raw.annotation)
             if not captions:
                 raise BadSample("no text", where)
-            image = self._image(self._places[position], raw.image, where)
+            image = self._image(self._places[position], raw.image, where, least)
         except BadSample as bad:
             return SkippedSample(bad.kind, bad.where)
         image_id = raw.annotation.image_id
@@ -88,9 +93,11 @@ class Samples:
             identity = (raw.annotation.source or self.folders[folder], image_id)
         return CaptionedSample(image, captions, raw.annotation, identity, raw.key)
 
-    def _image(self, place: tuple[int, int, int], data: bytes, where: str) -> Any:
+    def _image(
+        self, place: tuple[int, int, int], data: bytes, where: str, least: int | None
+    ) -> Any:
         """Decode the image at (folder, shard, sample)."""
-        return decode_image(data, where)
+        return decode_image(data, where, least)
 
 
 def count_kinds(skipped: Sequence[SkippedSample]) -> dict[str, int]:

@@ -150,8 +150,8 @@ def page(tried: TryIt) -> Any:
                 wanted = typed(f"Look for, in {len(tried.gallery)} images", captions)
                 button = press("Search")
                 gradio.Markdown(
-                    "The best first, with similarity and probability of a match; a click makes "
-                    "one the image above."
+                    "The best first with similarity, the four nearest with the probability of "
+                    "a match; a click makes one the image above."
                 )
                 found = tiles("found", 4, preview=False)
 

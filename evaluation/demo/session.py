@@ -7,6 +7,7 @@ an EvaluationError with a line to show. The page around it is `evaluation.demo.p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -14,6 +15,7 @@ import torch
 from PIL import Image
 
 import vlp
+from evaluation.core.encode_one import encode_one
 from evaluation.core.eval_mode import evaluating
 from evaluation.core.samples import CaptionedSample, EvaluationError
 from evaluation.downstream.predict import has_task
@@ -29,6 +31,7 @@ from vlp.data.limits import limits
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample
 from vlp.distributed import default_device
+from vlp.models.features import ImageFeatures
 from vlp.models.folder import Loaded
 from vlp.tasks.downstream.task import Downstream, load_task
 
@@ -37,8 +40,43 @@ Answer = TypeVar("Answer")
 Given = Image.Image | str | Path | None
 """An image, or the file that was uploaded, which is decoded within the limits of samples."""
 
-MAX_SIDE = 1024
-"""Larger images are made smaller first: a model reads a few hundred pixels."""
+SHOWN = 480
+"""Pixels of the longer side of an image that is sent back."""
+
+SIDES = 2
+"""An image is made smaller first, to about so many times the side that the model reads."""
+
+HELD = 4
+"""Images that stay as they were read and encoded, for the other tabs."""
+
+
+class SeenImage:
+    """An image that a person gives, made small once and encoded at most once.
+
+    `image` is upright RGB whose smaller side has `least` pixels, or fewer where it came so; an
+    uploaded JPEG is decoded at about that size.
+
+    Args:
+        given: what came; a file is decoded within the limits of samples.
+        least: pixels.
+        loaded: the model.
+        device: of the model.
+
+    Raises:
+        EvaluationError: there is no image, or it cannot be decoded.
+    """
+
+    def __init__(self, given: Given, least: int, loaded: Loaded, device: torch.device) -> None:
+        if given is None:
+            raise EvaluationError("choose an image first")
+        self._loaded, self._device = loaded, device
+        whole = given if isinstance(given, Image.Image) else _uploaded(Path(given), least)
+        self.image = _at_most(upright_rgb(whole), least)
+
+    @cached_property
+    def features(self) -> ImageFeatures:
+        """Return the image encoder's output, a batch of one."""
+        return encode_one(self._loaded, self.image, self._device)
 
 
 class CaptionedImage(NamedTuple):
@@ -88,6 +126,9 @@ class TryIt:
         self.gallery = (
             Gallery(self.loaded, shards, limit=limit, device=self.device) if shards else None
         )
+        self._least = max(SHOWN, SIDES * self.loaded.preprocess.image_size)
+        # By file, time and size: the page names uploads by their content.
+        self._read = lru_cache(HELD)(lambda file, *_: self._image(file))
 
     @property
     def kind(self) -> str | None:
@@ -104,7 +145,7 @@ class TryIt:
         """Return how many images an action takes."""
         return 1 if self.kind is None else get_evaluation(self.kind).image_count(self._task)[0]
 
-    def search(self, text: str, top: int = 8, rerank: int = 16) -> list[CaptionedImage]:
+    def search(self, text: str, top: int = 8, rerank: int = 4) -> list[CaptionedImage]:
         """Return images that fit a text, the best first, re-ranked by the cross-modal encoder.
 
         Of each the similarity is said, and the probability of a match where that was asked.
@@ -120,7 +161,8 @@ class TryIt:
             words = f"{hit.similarity:.2f}"
             if hit.match is not None:
                 words += f" · match {torch.tensor(hit.match).sigmoid():.2f}"
-            found.append(CaptionedImage(gallery.image(hit.image).image, words))
+            image = gallery.image(hit.image, self._least).image
+            found.append(CaptionedImage(_at_most(image, self._least), words))
         return found
 
     def act(
@@ -144,7 +186,8 @@ class TryIt:
         if len(images) != self.image_count:
             count = "1 image" if self.image_count == 1 else f"{self.image_count} images"
             raise EvaluationError(f"{task.kind} is about {count}, not {len(images)}")
-        seen, evaluation = [_seen(image) for image in images], get_evaluation(task.kind)
+        seen = [self._seen(image).image for image in images]
+        evaluation = get_evaluation(task.kind)
         return self._with(lambda: evaluation.predict_one(task, seen, said, self.device))
 
     def match(self, image: Given, text: str) -> list[tuple[str, float]]:
@@ -153,8 +196,8 @@ class TryIt:
         Raises:
             EvaluationError: there is no image or no text.
         """
-        seen, said = _seen(image), _said(text)
-        return self._with(lambda: match_of(self.loaded, seen, said, self.device))
+        seen, said = self._seen(image), _said(text)
+        return self._with(lambda: match_of(self.loaded, seen.features, said))
 
     def ground(self, image: Given, phrase: str) -> tuple[Image.Image, Image.Image]:
         """Return the image, and again with the Grad-CAM map of a phrase over it, of the same size.
@@ -162,9 +205,11 @@ class TryIt:
         Raises:
             EvaluationError: there is no image, or the phrase holds no word.
         """
-        seen = _seen(image)
-        heat = phrase_heat(self.loaded, seen, _said(phrase), device=self.device)
-        return framed(seen, side=480), heat_over(seen, heat, side=480)
+        seen, said = self._seen(image), _said(phrase)
+        with evaluating(self.loaded.model, self.device):
+            heat = phrase_heat(self.loaded, seen.features, said, device=self.device)
+        plain = framed(seen.image, side=SHOWN)
+        return plain, heat_over(plain, heat, side=SHOWN)
 
     def anchors(self, image: Given, text: str) -> list[CaptionedImage]:
         """Return the image, and for each word the share of groups that anchor each patch.
@@ -172,16 +217,27 @@ class TryIt:
         Raises:
             EvaluationError: there is no image, or the text holds no word.
         """
-        sample = CaptionedSample(_seen(image), [_said(text)], Annotation(), ("", ""))
+        seen, said = self._seen(image), _said(text)
+        sample = CaptionedSample(seen.image, [said], Annotation(), ("", ""))
         with evaluating(self.loaded.model, self.device) as device:
-            found = map_caption(self.loaded, sample, device)
+            found = map_caption(self.loaded, sample, device, seen.features)
         if not found.words:
             raise EvaluationError(f"the text {text!r} holds no word")
+        plain = framed(seen.image)
         words = [
-            CaptionedImage(anchors_over(found.image, word.heat, side=240), word.word)
+            CaptionedImage(anchors_over(plain, word.heat, side=max(plain.size)), word.word)
             for word in found.words
         ]
-        return [CaptionedImage(framed(found.image), f"S ≥ {found.threshold:.2f}"), *words]
+        return [CaptionedImage(plain, f"S ≥ {found.threshold:.2f}"), *words]
+
+    def _seen(self, given: Given) -> SeenImage:
+        if isinstance(given, (str, Path)) and (file := Path(given)).is_file():
+            about = file.stat()
+            return self._read(file, about.st_mtime_ns, about.st_size, limits())
+        return self._image(given)
+
+    def _image(self, given: Given) -> SeenImage:
+        return SeenImage(given, self._least, self.loaded, self.device)
 
     def _with(self, say: Callable[[], Answer]) -> Answer:
         with torch.no_grad(), evaluating(self._task or self.loaded.model, self.device):
@@ -201,18 +257,18 @@ def _said(text: str) -> str:
     return text.strip()
 
 
-def _seen(image: Given) -> Image.Image:
-    if image is None:
-        raise EvaluationError("choose an image first")
-    seen = image if isinstance(image, Image.Image) else _uploaded(Path(image))
-    seen = upright_rgb(seen).copy()
-    seen.thumbnail((MAX_SIDE, MAX_SIDE))
-    return seen
+def _at_most(image: Image.Image, least: int) -> Image.Image:
+    """Return an image whose smaller side has at most `least` pixels, else made smaller."""
+    scale = least / min(image.size)
+    if scale >= 1:
+        return image
+    width, height = (round(side * scale) for side in image.size)
+    return image.resize((width, height), Image.Resampling.BILINEAR, reducing_gap=2)
 
 
-def _uploaded(file: Path) -> Image.Image:
+def _uploaded(file: Path, least: int) -> Image.Image:
     try:
         with file.open("rb") as content:
-            return decode_image(content.read(limits().image_bytes + 1), file.name)
+            return decode_image(content.read(limits().image_bytes + 1), file.name, least)
     except (BadSample, OSError) as error:
         raise EvaluationError(f"this image cannot be used: {error}") from error

@@ -70,8 +70,8 @@ class CaptionEvaluation(TaskEvaluation):
         pixels = task.prepare(images, "", 0, None)
         ids, valid = torch.zeros(1, 0, dtype=torch.int64), torch.ones(1, dtype=torch.bool)
         batch = CaptionBatch(pixels, ids, valid).to(device)
-        caption = task.predict(batch)[0]
-        memory = task.decoder.remember(task.model.encode_image(batch.pixels).states)
+        memory = task.remember(batch.pixels)
+        caption = task.write(memory)[0]
         words = TextProcessor(task.text.tokenizer, task.config.data.max_caption)
         return [(caption, text_probability(task, task.decoder, memory, words, caption))]
 

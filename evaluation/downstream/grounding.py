@@ -29,7 +29,8 @@ class GroundingJob(Job):
     by: By | None = Field(None, description="null: what the model was chosen by, else gradcam")
     layer: int | None = Field(
         None,
-        description="cross-modal layer of Grad-CAM, from 0; null: the one it was chosen by",
+        description="cross-modal layer of Grad-CAM, from 0, or from the end where it is negative; "
+        "null: the one it was chosen by",
     )
     head: int | None = Field(
         None, ge=1, description="first word pieces that make the map; null: all"

@@ -19,7 +19,7 @@ from evaluation.downstream.blocks import EvaluatedItems
 from evaluation.downstream.registry import WITHOUT_HEAD, get_evaluation
 from evaluation.downstream.task_evaluation import Row, load_for_evaluation, without
 from vlp.config import ConfigError, Precision
-from vlp.models.folder import local_folder
+from vlp.models.pretrained.local_copy import local_folder
 from vlp.tasks.downstream.task import TASK
 
 

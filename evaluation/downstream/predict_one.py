@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from PIL import Image
 
 import vlp
+from evaluation.core.encode_one import encode_one
 from evaluation.core.eval_mode import evaluating
 from evaluation.core.samples import EvaluationError
 from evaluation.downstream.predict import has_task
 from evaluation.downstream.registry import get_evaluation
 from evaluation.probes.anchor_maps import read_pair
 from vlp.config import Precision
+from vlp.models.features import ImageFeatures
 from vlp.models.folder import Loaded
 from vlp.tasks.downstream.registry import get_task
 from vlp.tasks.downstream.task import Downstream, load_task
@@ -72,7 +73,8 @@ def predict_one(
         autocast(own_device, precision),
     ):
         if isinstance(source, Loaded):
-            return Said(MATCH, match_of(source, opened[0], text or "", own_device))
+            seen = encode_one(source, opened[0], own_device)
+            return Said(MATCH, match_of(source, seen, text or ""))
         evaluation = get_evaluation(source.kind)
         return Said(source.kind, evaluation.predict_one(source, opened, text or "", own_device))
 
@@ -94,11 +96,8 @@ def _check(source: Downstream | Loaded, images: int, text: str | None) -> None:
         raise EvaluationError(f"{kind} needs a text: give --text")
 
 
-def match_of(
-    loaded: Loaded, image: Image.Image, text: str, device: torch.device
-) -> list[tuple[str, float]]:
+def match_of(loaded: Loaded, image: ImageFeatures, text: str) -> list[tuple[str, float]]:
     """Return whether a text describes an image, with probabilities, the likelier first."""
-    features = loaded.model.encode_image(loaded.preprocess(image)[None].to(device))
-    words = loaded.model.encode_text(*(part.to(device) for part in loaded.text([text])))
-    matches = float(loaded.model.match(features, words).sigmoid())
+    tokens = (part.to(image.states.device) for part in loaded.text([text]))
+    matches = float(loaded.model.match(image, loaded.model.encode_text(*tokens)).sigmoid())
     return sorted([("matches", matches), ("does not", 1 - matches)], key=lambda one: -one[1])

@@ -101,7 +101,8 @@ class VqaEvaluation(TaskEvaluation):
             shares=torch.zeros(0),
             valid=torch.ones(1, dtype=torch.bool),
         ).to(device)
-        answer, memory = task.predict(batch)[0], task.remember(batch)
+        memory = task.remember(batch)
+        answer = task.answer(memory)[0]
         return [(answer, text_probability(task, task.decoder, memory, task.answer_text, answer))]
 
     def fits(self, row: Mapping[str, Any], annotation: Annotation) -> bool:

@@ -7,15 +7,17 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from evaluation.core.encode_one import encode_one
 from evaluation.core.eval_mode import evaluating
 from evaluation.core.samples import EvaluationError
 from evaluation.grounding.gradcam import grad_cam, layer_number
+from vlp.models.features import ImageFeatures
 from vlp.models.folder import Loaded
 
 
 def phrase_heat(
     loaded: Loaded,
-    image: Image.Image,
+    image: Image.Image | ImageFeatures,
     phrase: str,
     *,
     layer: int | None = None,
@@ -25,7 +27,7 @@ def phrase_heat(
 
     Args:
         loaded: model, text and image preparation.
-        image: any size.
+        image: any size, or its features, a batch of one.
         phrase: with a word in it.
         layer: of the cross-modal encoder, see `evaluation.grounding.gradcam.grad_cam`.
         device: where to compute; None is this rank's GPU, or the CPU.
@@ -38,13 +40,14 @@ def phrase_heat(
     except ValueError as error:
         raise EvaluationError(str(error)) from error
     with evaluating(loaded.model, device) as torch_device:
+        if isinstance(image, Image.Image):
+            image = encode_one(loaded, image, torch_device)
         with torch.no_grad():
-            seen = loaded.model.encode_image(loaded.preprocess(image)[None].to(torch_device))
             tokens = (part.to(torch_device) for part in loaded.text([phrase]))
             text = loaded.model.encode_text(*tokens)
         if not text.word_mask.any():
             raise EvaluationError(f"the text {phrase!r} holds no word")
-        maps = grad_cam(loaded.model, seen, text, number)[0]
+        maps = grad_cam(loaded.model, image, text, number)[0]
     # As in ALBEF the mean is over all tokens, [CLS] among them.
     heat: NDArray[np.float32] = maps[text.attention_mask[0]].mean(0).float().cpu().numpy()
     return heat

@@ -13,7 +13,8 @@ from evaluation.core.results import Figure
 from evaluation.core.samples import EvaluationError
 from vlp.config import parse_yaml
 from vlp.io import parse_json, redacted_values
-from vlp.models.folder import CONFIG, WEIGHTS
+from vlp.models.folder import WEIGHTS
+from vlp.models.pretrained.local_copy import CONFIG
 from vlp.tasks.downstream.task import TASK
 
 LOOKED_FOR = (

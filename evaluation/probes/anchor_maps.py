@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from evaluation.core.encode_one import encode_one
 from evaluation.core.eval_mode import evaluating
 from evaluation.core.samples import CaptionedSample, EvaluationError, Samples
 from evaluation.grounding.gradcam import grad_cam, layer_number
@@ -177,11 +178,16 @@ def read_pair(file: str | Path, text: str) -> CaptionedSample:
     return CaptionedSample(image, [text], Annotation(), ("", str(file)))
 
 
-def map_caption(loaded: Loaded, sample: CaptionedSample, device: torch.device) -> AnchorMap:
-    """Anchor maps of a sample's first caption."""
+def map_caption(
+    loaded: Loaded,
+    sample: CaptionedSample,
+    device: torch.device,
+    features: ImageFeatures | None = None,
+) -> AnchorMap:
+    """Anchor maps of a sample's first caption; `features` are the image's, if they are known."""
     model, caption = loaded.model, sample.captions[0]
     with torch.no_grad():
-        image, text = _encode(loaded, sample, device)
+        image, text = _encode(loaded, sample, device, features)
         share = _anchors(model, image, text).mean(1).cpu().numpy()  # (N, rows, columns)
     pieces = loaded.text.words(caption)
     boxes = _boxes(sample)
@@ -237,11 +243,14 @@ def detail_caption(
 
 
 def _encode(
-    loaded: Loaded, sample: CaptionedSample, device: torch.device
+    loaded: Loaded,
+    sample: CaptionedSample,
+    device: torch.device,
+    features: ImageFeatures | None = None,
 ) -> tuple[ImageFeatures, TextFeatures]:
-    """Features of a batch of one: the image and its first caption."""
+    """Features of a batch of one: the image, unless they are known, and its first caption."""
     model = loaded.model
-    image = model.encode_image(loaded.preprocess(sample.image)[None].to(device))
+    image = features or encode_one(loaded, sample.image, device)
     text = model.encode_text(*(part.to(device) for part in loaded.text(sample.captions[:1])))
     return image, text
 

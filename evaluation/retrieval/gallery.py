@@ -15,8 +15,11 @@ from evaluation.core.samples import CaptionedSample, EvaluationError, Samples
 from evaluation.core.work_sharding import Ranks
 from evaluation.retrieval.search import similarity
 from vlp.data.shards.bad_samples import SkippedSample
-from vlp.models.features import TextFeatures
+from vlp.models.features import ImageFeatures, TextFeatures
 from vlp.models.folder import Loaded
+
+_TOGETHER = 4
+"""Pairs of one call: a fifth quicker on two cores than one by one, or than all at once."""
 
 
 class Hit(NamedTuple):
@@ -73,15 +76,19 @@ class Gallery:
     def __len__(self) -> int:
         return len(self.collection.image)
 
-    def image(self, number: int) -> CaptionedSample:
+    def image(self, number: int, least: int | None = None) -> CaptionedSample:
         """An image with the captions of its first sample.
+
+        Args:
+            number: of the image.
+            least: pixels that both sides keep, as `vlp.data.image.decode.decode_image` takes it.
 
         Raises:
             EvaluationError: there is no such image, or it can no longer be read.
         """
         if not 0 <= number < len(self):
             raise EvaluationError(f"there are {len(self)} images, none has number {number}")
-        sample = self._samples.read(self._places[number])
+        sample = self._samples.read(self._places[number], least)
         if isinstance(sample, SkippedSample):
             raise EvaluationError(f"{sample.kind}: {sample.where}")
         return sample
@@ -104,20 +111,26 @@ class Gallery:
                 raise EvaluationError(f"the text {text!r} holds no word")
             scores = similarity(query.feature, self.collection.image)[0]
             near = torch.argsort(scores, descending=True, stable=True)[: max(top, rerank)].tolist()
-            hits = [
-                Hit(number, float(scores[number]), self._match(number, query))
-                for number in near[:rerank]
-            ]
+            asked, hits = near[:rerank], []
+            for first in range(0, len(asked), _TOGETHER):
+                few = asked[first : first + _TOGETHER]
+                odds = self._matches(few, query)
+                hits += [Hit(n, float(scores[n]), odd) for n, odd in zip(few, odds, strict=True)]
             temperature = float(model.temperature())
         hits.sort(key=lambda hit: -(hit.similarity / temperature + (hit.match or 0.0)))
         hits += [Hit(number, float(scores[number]), None) for number in near[rerank:]]
         return hits[:top]
 
-    def _match(self, number: int, text: TextFeatures) -> float:
-        block, row = self.collection.image_place[number]
-        features = self.encoder.images[int(block)].features
-        image = features.select(torch.tensor([row], device=self.encoder.device))
-        return float(self.loaded.model.match(image, text))
+    def _matches(self, numbers: list[int], text: TextFeatures) -> list[float]:
+        """Match log-odds of one text with images."""
+        rows = []
+        for block, row in self.collection.image_place[numbers].tolist():
+            features = self.encoder.images[block].features
+            rows.append(features.select(torch.tensor([row], device=self.encoder.device)))
+        images = ImageFeatures(*map(torch.cat, zip(*rows, strict=True)))
+        first = torch.zeros(len(rows), dtype=torch.int64, device=self.encoder.device)
+        odds = self.loaded.model.match(images, text.select(first))
+        return [float(odd) for odd in odds]
 
 
 class _PlacedSamples(Samples):
@@ -127,9 +140,9 @@ class _PlacedSamples(Samples):
         super().__init__(folders, limit)
         self.first: dict[tuple[str, str], int] = {}
 
-    def read(self, position: int) -> CaptionedSample | SkippedSample:
+    def read(self, position: int, least: int | None = None) -> CaptionedSample | SkippedSample:
         """Read and decode one sample."""
-        sample = super().read(position)
+        sample = super().read(position, least)
         if isinstance(sample, CaptionedSample):
             self.first.setdefault(sample.identity, position)
         return sample

@@ -45,16 +45,18 @@ class KeyedSamples(Samples):
             self._stored = features.require(preprocessing, self._indices)
         self._seen: dict[int, tuple[tuple[str, str], str]] = {}
 
-    def read(self, position: int) -> CaptionedSample | SkippedSample:
+    def read(self, position: int, least: int | None = None) -> CaptionedSample | SkippedSample:
         """Read and decode one sample."""
-        sample = super().read(position)
+        sample = super().read(position, least)
         if isinstance(sample, CaptionedSample):
             self._seen[position] = sample.identity, sample.key
         return sample
 
-    def _image(self, place: tuple[int, int, int], data: bytes, where: str) -> Any:
+    def _image(
+        self, place: tuple[int, int, int], data: bytes, where: str, least: int | None
+    ) -> Any:
         if self._stored is None:
-            return super()._image(place, data, where)
+            return super()._image(place, data, where, least)
         folder, shard, sample = place
         self._stored[folder].views(shard, sample, False, where)  # says where there is no image
         return self._stored[folder].read(shard, sample, view=0)

@@ -16,6 +16,7 @@ from evaluation.core.samples import EvaluationError, kinds_in_words
 from evaluation.core.saved_results import Saved, saved_figures
 from evaluation.core.work_sharding import Ranks
 from evaluation.downstream.job import Job
+from evaluation.suite.others import OtherModel
 from evaluation.suite.suite_config import EvaluatedModel, SuiteConfig
 from evaluation.suite.suite_jobs import job_key, model_of, run_job
 from vlp.config import ConfigError
@@ -128,7 +129,7 @@ def run_suite(
     """
     results: dict[tuple[str, str], dict[str, Any]] = {}
     failures: dict[tuple[str, str], str] = {}
-    sums: dict[Path, str] = {}
+    sums: dict[Path | OtherModel, str] = {}
     told = progress and Ranks.current().first
     for entry in config.models:
         for job in entry.tasks:
@@ -151,7 +152,7 @@ def _result(
     job: Job,
     out: Path,
     device: str | None,
-    sums: dict[Path, str],
+    sums: dict[Path | OtherModel, str],
     progress: bool,
 ) -> dict[str, Any]:
     """Return the saved result of one job, evaluated now where it is missing."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from evaluation.downstream.job import NAME, Job
 from evaluation.downstream.registry import get_evaluation
 from evaluation.zeroshot.labelled_images import LABEL
-from vlp.config import Choice, Config, LocalPath
+from vlp.config import Choice, Config, ConfigError, LocalPath, validated
 from vlp.data.image.ablated_views import View
 from vlp.tasks.downstream.registry import task_kinds
 
@@ -32,7 +34,7 @@ class FoilsJob(Job):
     """Accuracy on captions with one thing exchanged."""
 
     task: Literal["foils"] = Field("foils", description="what is evaluated")
-    seed: int = Field(0, description="of the choice of foils")
+    seed: int = Field(0, ge=0, description="of the choice of foils")
     view: View = Field("image", description="what the model is shown")
 
 
@@ -89,7 +91,11 @@ class EvaluatedModel(Config):
     """A model, or the models of one method, under one name."""
 
     name: str = Field(pattern=NAME, description="its row in every table")
-    model: str | None = Field(None, description="folder or hub name of all tasks that name none")
+    model: str | None = Field(
+        None,
+        description="folder or hub name of all tasks that name none; a dual encoder of another "
+        "library is `transformers:NAME` or `open_clip:ARCHITECTURE/TAG`",
+    )
     tasks: tuple[AnyJob, ...] = Field(min_length=1, description="what it is evaluated on")
 
     @model_validator(mode="after")
@@ -128,3 +134,44 @@ class SuiteConfig(Config):
                         f"in {owner}; one table is about one set: give it a `name` of its own"
                     )
         return self
+
+
+def suite_of(
+    models: Sequence[str],
+    shards: Sequence[str],
+    labelled: Sequence[str] = (),
+    classes: str | None = None,
+    **options: Any,
+) -> SuiteConfig:
+    """Return the configuration that evaluates each model by all that its data allow.
+
+    Args:
+        models: folders, hub names, or models of other libraries.
+        shards: with captions, for retrieval and foils.
+        labelled: with classes, for zero-shot classification; goes with `classes`.
+        classes: file of class names.
+        options: of every task, such as `limit` and `batch`.
+
+    Raises:
+        ConfigError: the models are not told apart by their names, or only one of `labelled` and
+            `classes` is given.
+    """
+    if bool(labelled) != (classes is not None):
+        raise ConfigError(
+            "--labelled and --classes go together: images of classes, and their names"
+        )
+    tasks: list[dict[str, Any]] = [
+        {"task": task, "shards": shards} for task in ("retrieval", "foils") if shards
+    ]
+    if labelled:
+        tasks.append({"task": "zeroshot", "shards": labelled, "classes": classes})
+    entries = [
+        {"name": _row(model), "model": model, "tasks": [task | options for task in tasks]}
+        for model in models
+    ]
+    return validated({"models": entries}, SuiteConfig, "vlp evaluate suite")
+
+
+def _row(model: str) -> str:
+    """Return a model's name as a row's, in letters that a folder may have."""
+    return re.sub(r"[^\w.+@-]+", "-", model).strip("-.") or "model"

@@ -15,11 +15,13 @@ from evaluation.downstream.registry import get_evaluation
 from evaluation.probes.foils import evaluate_foils
 from evaluation.probes.pointing import evaluate_pointing
 from evaluation.probes.winoground import evaluate_swaps
+from evaluation.retrieval.retrieval import evaluate_retrieval
+from evaluation.suite.others import OtherModel, other_model
 from evaluation.suite.suite_config import PROBES, ZeroShotJob
 from evaluation.zeroshot.prompts import read_prompts
 from evaluation.zeroshot.zeroshot import evaluate_zeroshot
 from vlp.data.shards.index import INDEX_NAME
-from vlp.models.folder import local_folder
+from vlp.models.pretrained.local_copy import local_folder
 
 _NOT_THE_MODEL = ("README.md", ".gitattributes")
 _CHUNK = 2**22
@@ -38,7 +40,11 @@ class JobResult(Protocol):
         """For files."""
 
 
-def job_key(job: Job, folder: Path, sums: dict[Path, str]) -> str:
+BY_FEATURES = ("retrieval", "zeroshot", "swaps", "foils")
+"""What needs of a model no more than one vector of an image, and one of a text."""
+
+
+def job_key(job: Job, folder: Path | OtherModel, sums: dict[Path | OtherModel, str]) -> str:
     """Hash what a result depends on: the model's files, the options, the data, the prompts.
 
     The data are the shards' index, which knows their contents; of class folders and tars, which
@@ -46,7 +52,7 @@ def job_key(job: Job, folder: Path, sums: dict[Path, str]) -> str:
 
     Args:
         job: to evaluate.
-        folder: of the model.
+        folder: of the model, or a model of another library.
         sums: of model folders that were read before; filled.
 
     Raises:
@@ -56,7 +62,9 @@ def job_key(job: Job, folder: Path, sums: dict[Path, str]) -> str:
     parts = [json.dumps(options, sort_keys=True)]
     try:
         if folder not in sums:
-            sums[folder] = model_checksum(folder)
+            sums[folder] = (
+                folder.checksum() if isinstance(folder, OtherModel) else model_checksum(folder)
+            )
         parts.append(sums[folder])
         for shards in map(Path, job.shards):
             if not shards.exists():
@@ -80,11 +88,12 @@ def model_checksum(folder: Path) -> str:
     return whole.hexdigest()
 
 
-def run_job(job: Job, folder: Path, device: str | None, progress: bool) -> JobResult:
-    """Evaluate a model folder; the same for any number of ranks.
+def run_job(job: Job, folder: Path | OtherModel, device: str | None, progress: bool) -> JobResult:
+    """Evaluate a model folder, or a model of another library; the same for any number of ranks.
 
     Raises:
-        EvaluationError: the model is of another kind, or nothing can be evaluated.
+        EvaluationError: the model is of another kind, a dual encoder cannot do it, or nothing can
+            be evaluated.
         ConfigError: shards cannot be read.
         FileNotFoundError: there is no such model.
         ValueError: the model folder is damaged.
@@ -94,10 +103,16 @@ def run_job(job: Job, folder: Path, device: str | None, progress: bool) -> JobRe
     options = job.model_dump(include=shared | own)
     options |= {"device": device, "progress": progress}
     result: JobResult
-    if job.task not in PROBES:
+    if isinstance(folder, OtherModel):
+        _require_features_alone(job, folder)
+        loaded = folder.load()
+        if job.task not in PROBES:
+            return evaluate_retrieval(loaded, job.shards, **options)
+    elif job.task not in PROBES:
         result = get_evaluation(job.task).evaluate_folder(folder, job.shards, **options)
         return result
-    loaded = vlp.load(folder)
+    else:
+        loaded = vlp.load(folder)
     if isinstance(job, ZeroShotJob):
         prompts = read_prompts(options.pop("classes"), options.pop("templates"))
         return evaluate_zeroshot(loaded, job.shards, prompts, **options)
@@ -110,13 +125,27 @@ def run_job(job: Job, folder: Path, device: str | None, progress: bool) -> JobRe
     return result
 
 
-def model_of(job: Job, model: str | None) -> Path:
+def _require_features_alone(job: Job, model: OtherModel) -> None:
+    if job.task not in BY_FEATURES:
+        raise EvaluationError(
+            f"{model} is a dual encoder: {job.task} needs more than its features; choose of "
+            f"{', '.join(BY_FEATURES)}"
+        )
+    for option in ("rerank", "match"):
+        if getattr(job, option, 0):
+            raise EvaluationError(
+                f"{model} has no cross-modal encoder: leave {option} of {job.task} at 0"
+            )
+
+
+def model_of(job: Job, model: str | None) -> Path | OtherModel:
     """Return the folder of a job's model, `model` being that of its entry.
 
     Raises:
         FileNotFoundError: there is no such model.
     """
-    return local_folder(job.model or model or "")
+    name = job.model or model or ""
+    return other_model(name) or local_folder(name)
 
 
 def _stamps(place: Path) -> str:

@@ -23,7 +23,7 @@ from vlp.config import ConfigError, load_config
 from vlp.data.limits import put_in_force
 from vlp.data.shards.bad_samples import DataError
 from vlp.layers.pooling import pool_states
-from vlp.models.folder import CONFIG
+from vlp.models.pretrained.local_copy import CONFIG
 from vlp.models.vlp import VLPModel
 from vlp.objectives.contrastive.canonical import Affine, PairMoments, canonical_projections
 from vlp.training.config import PretrainConfig

@@ -20,6 +20,27 @@ from vlp.command_line import Command, new_app, run_app
 app = new_app("Vision-language pretraining with the position embedding ACE-RPE.")
 
 
+@app.callback()
+def before(
+    plugin: Annotated[
+        list[str] | None,
+        Option(
+            metavar="MODULE",
+            help="Python file or module of your own encodings or tasks, as a model folder or "
+            "configuration of yours needs it; once for each",
+        ),
+    ] = None,
+) -> None:
+    """Vision-language pretraining with the position embedding ACE-RPE."""
+    if plugin:
+        from vlp.config import ConfigError, load_plugins
+
+        try:
+            load_plugins(plugin)
+        except ConfigError as error:
+            raise typer.BadParameter(str(error)) from error
+
+
 @app.command(cls=Command)
 def demo(
     fresh: Annotated[bool, Option("--fresh", help="delete a finished run of runs/demo first")] = (

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from PIL import Image
 
 from evaluation.__main__ import main
-from vlp.models.folder import local_folder
+from vlp.models.pretrained.local_copy import local_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
 import re
-import subprocess
-import sys
 import tomllib
-from pathlib import Path
 from typing import Any
 
 import pytest
+from fenced_commands import commands, run_all
 from product import ROOT
 
 PAGES = ["README.md", *(f"docs/get-started/{name}.md" for name in ("install", "demo", "own-data"))]
@@ -21,29 +17,6 @@ PAGES = ["README.md", *(f"docs/get-started/{name}.md" for name in ("install", "d
 ELSEWHERE = {("vlp", "demo"): "ten minutes: `make demo`"}
 if importlib.util.find_spec("gradio") is None:
     ELSEWHERE["vlp", "app"] = "the page needs Gradio"
-
-# Calls of these are written down instead of run; anything else in a block fails.
-SHELL = """
-for name in vlp make pip python git cd; do
-  eval "$name() { printf '%s\\\\0' $name \\"\\$@\\" $'\\x01'; }"
-done
-"""
-
-
-def commands(page: str) -> list[list[str]]:
-    """The commands of a page in order, parsed by a shell."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    found = []
-    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-        if language not in ("", "bash", "sh", "console"):
-            continue
-        shell = ["/bin/bash", "--noprofile", "--norc", "-eu", "-c", SHELL + block]
-        ran = subprocess.run(shell, env={"PATH": "/nowhere"}, capture_output=True, check=False)
-        assert ran.returncode == 0, f"{page}: {ran.stderr.decode()} in\n{block}"
-        calls = ran.stdout.decode().split("\x01\0")[:-1]
-        found += [call.rstrip("\0").split("\0") for call in calls]
-    return found
-
 
 ALL = {page: commands(page) for page in PAGES}
 
@@ -55,17 +28,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         page: [one for one in found if one[0] == "vlp" and tuple(one[:2]) not in ELSEWHERE]
         for page, found in ALL.items()
     }
-    paths = [ROOT, ROOT / "tests" / "support"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
-    environment |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
-    folder = tmp_path_factory.mktemp("commands")
-    program = [sys.executable, str(Path(__file__).with_name("run_commands.py")), str(folder)]
-    ran = subprocess.run(
-        program, input=json.dumps(wanted), env=environment, capture_output=True, text=True,
-        timeout=500, check=False,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    return [json.loads(line) for line in ran.stdout.splitlines()]
+    return run_all(wanted, tmp_path_factory.mktemp("commands"), timeout=500)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -87,13 +50,15 @@ def test_own_images_end_in_a_recall_table(results: list[dict[str, Any]]) -> None
 
 @pytest.mark.skipif(("vlp", "app") in ELSEWHERE, reason="Gradio is not installed")
 def test_own_images_end_on_the_page(results: list[dict[str, Any]]) -> None:
-    [said] = [
+    shown = [
         one["said"]
         for one in results
         if one["page"].endswith("own-data.md") and one["command"][1] == "app"
     ]
-    assert "'label': 'matches', 'confidence'" in said
-    assert re.search(r"^search [1-8]$", said, re.MULTILINE)
+    assert len(shown) == 2, "of the aligned towers and of the trained model"
+    for said in shown:
+        assert "'label': 'matches', 'confidence'" in said
+        assert re.search(r"^search [1-8]$", said, re.MULTILINE)
 
 
 def test_what_is_installed_and_made_exists() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,13 @@ from tests_support import TINY_MODEL, tiny_text
 
 import vlp
 from launch.cli.main import commands, main
+from vlp.config import load_config
 from vlp.data.image.transforms import Preprocessing
 from vlp.models.config import ModelConfig
 from vlp.models.folder import save_pretrained
 from vlp.models.vlp import VLPModel
 from vlp.tasks.downstream.vqa import VqaConfig, build
+from vlp.training.config import PretrainConfig
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "get-started" / "use-a-model.md"
@@ -80,12 +83,21 @@ def test_what_is_compared_is_there():
     rows = [row.split("|")[2] for row in page.splitlines() if row.startswith("| ")]
     assert len(rows) > 35
     told = [code for row in rows for code in re.findall(r"`([^`]+)`", row)]
+    for row in rows:
+        assert row.strip() == "in `vlp`" or re.search(
+            r"`(vlp[ .]|deepspeed |pipeline|model\.)", row
+        ), row
     for file in re.findall(r"configs/\S+\.yaml", " ".join(told)):
         assert (ROOT / file).is_file(), file
     for name in re.findall(r"vlp\.(\w+)", " ".join(told)):
         assert hasattr(vlp, name) or name == "positions", name
     lines = [code.split() for code in told if code.startswith("vlp ")]
     assert len(lines) > 20
+    runs = [line for line in map(shlex.split, told) if line[:2] == ["vlp", "train"]]
+    overridden = [line for line in runs if "FILE" not in line and any("=" in word for word in line)]
+    assert len(overridden) > 8
+    for _, _, _, file, *changes in overridden:
+        load_config(ROOT / file, PretrainConfig, changes)
     for _, *words in lines:
         group = commands()
         while words and words[0] in getattr(group, "commands", {}):

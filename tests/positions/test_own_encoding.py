@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from typing import Literal
@@ -9,11 +10,16 @@ from typing import Literal
 import pytest
 import timm
 import torch
-from tests_support import TINY_MODEL
+from PIL import Image
+from tests_support import TINY_MODEL, tiny_text
 from torch import nn
 
+import vlp
+from launch.cli.main import main
 from vlp.config import PLUGINS, ConfigError, load_config, load_plugins
+from vlp.data.image.transforms import Preprocessing
 from vlp.models.config import ModelConfig
+from vlp.models.folder import save_pretrained
 from vlp.models.vlp import VLPModel
 from vlp.positions import (
     CROSS_MODAL,
@@ -141,6 +147,75 @@ def test_a_configuration_names_plugins(tmp_path):
     config = load_config(file, VisionConfig)
     assert config.plugins == (f"{tmp_path}/own_bias.py",)
     assert "own-bias" in list_positions()
+
+
+def own_model(folder, file):
+    """A model folder with the encoding of a plugin, which is forgotten afterwards."""
+    load_plugins([file])
+    cross = TINY_MODEL["cross"] | {"position": ["own-bias"]}
+    config = ModelConfig.model_validate(TINY_MODEL | {"cross": cross})
+    model = VLPModel(config)
+    save_pretrained(folder, config, model.state_dict(), tiny_text(), Preprocessing(16))
+    forget()
+    return model
+
+
+def forget():
+    registry._ENCODINGS.pop("own-bias", None)
+    os.environ[PLUGINS] = ""
+    sys.modules.pop("own_bias", None)
+
+
+def test_a_model_folder_names_its_plugin_and_runs_none_by_itself(tmp_path, monkeypatch, capsys):
+    file, folder = plugin(tmp_path), tmp_path / "model"
+    model = own_model(folder, file)
+    config = folder / "config.json"
+    assert json.loads(config.read_text())["plugins"] == {"own-bias": "own_bias"}
+    # As it would be imported: it lies in the working folder and on the path.
+    monkeypatch.chdir(tmp_path)
+    sys.path.insert(0, str(tmp_path))
+    needs = r"config.json: the encoding 'own-bias' comes from the plugin own_bias, .* `plugins=`"
+    for read in (vlp.load, vlp.VlpModel.from_pretrained):
+        with pytest.raises(ConfigError, match="own_bias, which is not imported"):
+            read(folder)
+    with pytest.raises(ConfigError, match=needs) as told:
+        vlp.load(folder)
+    assert len(str(told.value).split(". ")) == 1
+    assert "own_bias" not in sys.modules
+    loaded = vlp.load(folder, plugins=[file]).model
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters()))
+    again = vlp.VlpModel.from_pretrained(folder)
+    again.save_pretrained(tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["plugins"] == {
+        "own-bias": "own_bias"
+    }
+    forget()
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    ask = ["predict", "--model", str(folder), "--image", "a.png", "--text", "a red circle"]
+    assert main(ask) == 2
+    assert "which is not imported" in capsys.readouterr().err
+    assert main(["--plugin", file, *ask]) == 0
+    assert "matches" in capsys.readouterr().out
+    assert main(["--plugin", "own_nowhere.py", *ask]) == 2
+    assert "there is no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("said", ["own_bias", ["own_bias"], {"own-bias": "own_bias; import os"}, 3])
+def test_a_hostile_list_of_plugins_is_refused(tmp_path, said):
+    folder = tmp_path / "model"
+    own_model(folder, plugin(tmp_path))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"plugins": said}))
+    with pytest.raises(ConfigError, match="plugins name a module for each encoding"):
+        vlp.load(folder)
+    assert "own_bias" not in sys.modules
+
+
+def test_a_model_without_own_encodings_names_none(tmp_path):
+    config = ModelConfig.model_validate(TINY_MODEL)
+    state = VLPModel(config).state_dict()
+    save_pretrained(tmp_path, config, state, tiny_text(), Preprocessing(16))
+    assert "plugins" not in json.loads((tmp_path / "config.json").read_text())
 
 
 @pytest.mark.parametrize(

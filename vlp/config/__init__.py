@@ -7,7 +7,7 @@ and the nearest valid key.
 """
 
 from vlp.config.files import load_config, merged, save_config, validated
-from vlp.config.plugins import PLUGINS, load_plugins
+from vlp.config.plugins import PLUGINS, load_plugins, plugin_of, require_plugins
 from vlp.config.schema import AnyConfig, Choice, Config, ConfigError, LocalPath, Precision
 from vlp.config.yaml_text import dump_yaml, parse_yaml
 
@@ -24,6 +24,8 @@ __all__ = [
     "load_plugins",
     "merged",
     "parse_yaml",
+    "plugin_of",
+    "require_plugins",
     "save_config",
     "validated",
 ]

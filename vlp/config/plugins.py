@@ -4,14 +4,50 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
+from typing import Any
 
 from vlp.config.schema import ConfigError
 
 PLUGINS = "VLP_PLUGINS"
 """Environment variable with the plugins of this process and of those it starts."""
+
+
+_OWN = ("vlp", "evaluation", "data_tools", "launch")
+
+
+def plugin_of(made: Any) -> str | None:
+    """Return the module of a class or function that a plugin brought; None for one of our own."""
+    module: str = made.__module__
+    return None if module.partition(".")[0] in _OWN else module
+
+
+def require_plugins(needed: Any, known: Container[str], what: str, where: str | Path) -> None:
+    """Require what the plugins of a model folder register; none is imported on the folder's word.
+
+    Args:
+        needed: module by the name that it registers, as the folder says.
+        known: all registered names.
+        what: that are registered, such as "encoding".
+        where: the file, for the message.
+
+    Raises:
+        ConfigError: `needed` is no such mapping, or a plugin has not been imported.
+    """
+    said = needed if isinstance(needed, dict) else {"": None}
+    for name, module in said.items():
+        if not (isinstance(module, str) and re.fullmatch(r"\w+(\.\w+)*", module)):
+            raise ConfigError(f"{where}: plugins name a module for each {what}, not {needed!r}")
+        if name not in known:
+            raise ConfigError(
+                f"{where}: the {what} {name!r} comes from the plugin {module}, which is not "
+                "imported, as a model folder may be anyone's: name it, or its file, by `plugins=` "
+                "of `vlp.load`, by `vlp --plugin` before the command, or by the variable "
+                f"{PLUGINS}"
+            )
 
 
 def load_plugins(plugins: Iterable[str] = ()) -> None:

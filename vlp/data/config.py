@@ -40,14 +40,22 @@ class CacheConfig(Config):
     limit: ByteSize = Field(description='bytes, as in "200GB"; the unused for longest go first')
 
 
+Share = Annotated[float, Field(gt=0, le=1)]
+_Mean = Annotated[float, Field(ge=0, le=1)]
+_Deviation = Annotated[float, Field(gt=0)]
+ChannelMeans = tuple[_Mean, _Mean, _Mean]
+"""Of pixel values in [0, 1], for red, green and blue."""
+ChannelDeviations = tuple[_Deviation, _Deviation, _Deviation]
+
+
 def _are_shares(scale: tuple[float, float]) -> tuple[float, float]:
     low, high = scale
-    if not 0 < low <= high <= 1:
+    if low > high:
         raise ValueError(f"[{low}, {high}] is not 0 < low <= high <= 1")
     return scale
 
 
-CropScale = Annotated[tuple[float, float], AfterValidator(_are_shares)]
+CropScale = Annotated[tuple[Share, Share], AfterValidator(_are_shares)]
 """The least and the largest share of an image's area that a random crop keeps."""
 
 
@@ -56,9 +64,9 @@ class AugmentConfig(Config):
 
     randaugment: bool = Field(True, description="apply RandAugment")
     operations: int = Field(
-        2, description="RandAugment's operations for each image, drawn with replacement"
+        2, ge=0, description="RandAugment's operations for each image, drawn with replacement"
     )
-    magnitude: int = Field(7, description="RandAugment's magnitude, of 10")
+    magnitude: int = Field(7, ge=0, le=10, description="RandAugment's magnitude, of 10")
     crop_scale: CropScale = Field(
         (0.5, 1.0),
         description="least and largest share of the area that a random crop keeps; [1, 1] crops "

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from vlp.config import Config, ConfigError
+from vlp.data.config import ChannelDeviations, ChannelMeans
 from vlp.data.image.transforms import MEAN, RGB, STD
 from vlp.layers.pooling import Pooling
 from vlp.positions import CROSS_MODAL, acts_on_tokens, list_positions
@@ -15,6 +16,7 @@ from vlp.positions.options import nearest
 from vlp.positions.position_config import PositionConfig
 from vlp.positions.windows import patch_reach, text_reach
 
+Count = Annotated[int, Field(ge=1)]
 Trainable = Literal["all"] | Annotated[int, Field(ge=0)]
 Role = Literal["query", "key", "value"]
 Dropout = Annotated[float, Field(ge=0, lt=1)]
@@ -52,14 +54,14 @@ class TextConfig(Config):
     )
 
     vocab_size: int = Field(30522, ge=8, description="word pieces of the vocabulary")
-    width: int = Field(768, description="channels of a token")
-    layers: int = Field(6, description="number of layers")
-    heads: int = Field(12, description="attention heads of every layer; a divisor of the width")
+    width: int = Field(768, ge=1, description="channels of a token")
+    layers: int = Field(6, ge=0, description="number of layers")
+    heads: Count = Field(12, description="attention heads of every layer; a divisor of the width")
     intermediate: int = Field(
-        3072, description="channels between both layers of a feed-forward block"
+        3072, ge=1, description="channels between both layers of a feed-forward block"
     )
     max_positions: int = Field(
-        512, description="rows of the table of learned positions, at least max_tokens"
+        512, ge=3, description="rows of the table of learned positions, at least max_tokens"
     )
     max_tokens: int = Field(30, ge=3, description="tokens of a padded caption, [CLS] and [SEP] in")
     dropout: Dropout = Field(
@@ -124,9 +126,9 @@ class ImageConfig(Config):
         {}, description="further arguments of timm.create_model, such as {drop_path_rate: 0.1}"
     )
     image_size: int = Field(
-        384, description="side of the square input image in pixels, a multiple of patch_size"
+        384, ge=1, description="side of the square input image in pixels, a multiple of patch_size"
     )
-    patch_size: int = Field(16, description="side of a square patch in pixels")
+    patch_size: int = Field(16, ge=1, description="side of a square patch in pixels")
     pool: int = Field(
         1,
         ge=1,
@@ -138,19 +140,20 @@ class ImageConfig(Config):
         description="in evaluation, average the encoder's states of an image and of its "
         "horizontal flip, flipped back: twice the work; a student in training sees single images",
     )
-    mean: RGB | None = Field(
+    mean: ChannelMeans | None = Field(
         None,
         description="of pixel values in [0, 1], by channel; null: the tower's, 0.5 without one",
     )
-    std: RGB | None = Field(None, description="deviation of pixel values, as mean")
+    std: ChannelDeviations | None = Field(None, description="deviation of pixel values, as mean")
     width: int = Field(
         768,
+        ge=1,
         description="channels of a token; a tower of another width gets a linear layer to it",
     )
-    layers: int = Field(6, description="number of layers")
-    heads: int = Field(12, description="attention heads of every layer; a divisor of the width")
+    layers: int = Field(6, ge=0, description="number of layers")
+    heads: Count = Field(12, description="attention heads of every layer; a divisor of the width")
     intermediate: int = Field(
-        3072, description="channels between both layers of a feed-forward block"
+        3072, ge=1, description="channels between both layers of a feed-forward block"
     )
     position: Literal["learned", "none"] = Field(
         "learned",
@@ -244,8 +247,8 @@ class AnchorConfig(Config):
     )
     hard: bool = Field(True, description="only anchors are passed through (papers.md#ace-a8)")
     tau: float = Field(1e4, gt=0, description="tau of Eq. 4, for the soft form")
-    text_window: int | None = Field(5, description="B_t, an odd number of tokens; null: all")
-    patch_window: int | None = Field(9, description="B_p, an odd square of patches; null: all")
+    text_window: Count | None = Field(5, description="B_t, an odd number of tokens; null: all")
+    patch_window: Count | None = Field(9, description="B_p, an odd square of patches; null: all")
     metric: Literal["euclidean", "manhattan", "chebyshev"] = Field(
         "euclidean", description="distance between patches in the grid"
     )
@@ -291,10 +294,10 @@ class CrossConfig(Config):
     layer. A text is a grid of one row.
     """
 
-    layers: int = Field(6, description="number of layers")
-    heads: int = Field(12, description="attention heads of every layer; a divisor of the width")
+    layers: int = Field(6, ge=0, description="number of layers")
+    heads: Count = Field(12, description="attention heads of every layer; a divisor of the width")
     intermediate: int = Field(
-        3072, description="channels between both layers of a feed-forward block"
+        3072, ge=1, description="channels between both layers of a feed-forward block"
     )
     layout: Literal["ace", "text", "albef"] = Field(
         "ace",
@@ -350,7 +353,7 @@ class ModelConfig(Config):
     image: ImageConfig = Field(ImageConfig(), description="image encoder")
     cross: CrossConfig = Field(CrossConfig(), description="cross-modal encoder")
     embed_dim: int = Field(
-        256, description="channels of the contrastive space that text and image share"
+        256, ge=1, description="channels of the contrastive space that text and image share"
     )
     temperature: float = Field(0.07, gt=0, description="start of the learned temperature")
     feature_dropout: Dropout = Field(

@@ -9,42 +9,41 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from vlp.config import ConfigError, validated
+from vlp.config import ConfigError, load_plugins, require_plugins, validated
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.text.tokenizer import TextProcessor
-from vlp.io import may_be_on_hub, parse_json, write_tensors, write_text
-from vlp.models.config import ModelConfig
+from vlp.io import parse_json, write_tensors, write_text
+from vlp.models.config import SHORTHANDS, ModelConfig
 from vlp.models.pretrained.load import (
     LoadReport,
     copy_weights,
     load_public_weights,
     resample_positions,
 )
+from vlp.models.pretrained.local_copy import CONFIG, local_folder
 from vlp.models.pretrained.position_tables import carry_encodings
 from vlp.models.towers.image import fit_image_tower
 from vlp.models.towers.lora import merged_lora
 from vlp.models.vlp import VLPModel
+from vlp.positions import list_positions
+from vlp.positions.registry import plugins_of
 
 # What one model may have and another may lack: encodings and token projections.
 _OPTIONAL = r"(text|image)_tokens\.|cross_encoder\.(layers\.\d+\.(cross_)?attention\.)?positions\."
 
-WEIGHTS, HEADS, CONFIG = "model.safetensors", "heads.safetensors", "config.json"
+WEIGHTS, HEADS = "model.safetensors", "heads.safetensors"
 _TOWER = "image_encoder.vit."
-_HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 Placed = TypeVar("Placed", bound=nn.Module)
-
-RESULTS = "evaluation"
-"""The folder beside them that results are written to."""
 
 
 class Loaded(NamedTuple):
@@ -108,7 +107,10 @@ def save_sizes(folder: Path, config: ModelConfig) -> None:
     plain = config.model_dump(mode="json")
     for part in ("text", "image", "cross"):
         plain[part]["weights"] = None
-    text = json.dumps({"model_type": "vlp", **plain}, indent=2) + "\n"
+    names = (*config.cross.position, *(one.name for one in config.image.positions))
+    plugins = plugins_of(name for name in names if name not in SHORTHANDS)
+    said = {"model_type": "vlp"} | ({"plugins": plugins} if plugins else {})
+    text = json.dumps(said | plain, indent=2) + "\n"
     write_text(folder / CONFIG, text)
 
 
@@ -117,6 +119,7 @@ def from_pretrained(
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
     revision: str | None = None,
+    plugins: Iterable[str] = (),
 ) -> Loaded:
     """Load a model folder, in evaluation mode.
 
@@ -127,13 +130,17 @@ def from_pretrained(
         device: where the model goes, such as "cuda"; None: the CPU. Inputs go there, too.
         dtype: of its weights, such as "bfloat16"; None: as they are stored.
         revision: branch, tag or commit of a name on the hub.
+        plugins: Python files or modules that register the model's own encodings; they are imported,
+            and no other, whatever the folder says.
 
     Raises:
         FileNotFoundError: neither a folder nor a hub name, or a file is missing in it.
-        ConfigError: `config.json` is no configuration of this version's model.
+        ConfigError: `config.json` is no configuration of this version's model, or one of its
+            plugins is not named.
         ValueError: the weights do not fit the configuration, a file is damaged, or there is no such
             device or type.
     """
+    load_plugins(plugins)
     folder = local_folder(folder_or_name, revision)
     model = placed(read_model(folder), device, dtype)
     text = TextProcessor.load(folder, model.config.text.max_tokens)
@@ -286,6 +293,7 @@ def read_config(file: Path) -> ModelConfig:
     if not isinstance(plain, dict):
         raise ConfigError(f"{file}: a configuration is a mapping of keys, not {plain!r}")
     plain.pop("model_type", None)
+    require_plugins(plain.pop("plugins", {}), list_positions(), "encoding", file)
     return validated(plain, ModelConfig, file)
 
 
@@ -328,70 +336,3 @@ def _read_weights(file: Path) -> dict[str, Tensor]:
         return load_file(file)
     except SafetensorError as error:
         raise ValueError(f"{file}: damaged ({error})") from error
-
-
-def is_local(folder_or_name: str | Path) -> bool:
-    """Return whether a folder of this machine is meant, with a model or by mistake.
-
-    A folder that is empty or holds nothing but results, as evaluating a model of the hub once left
-    them, does not hide the hub's model of that name. Any other does, with `config.json` or without:
-    a wrong path is told as such, and not looked up among strangers' models.
-    """
-    folder = Path(folder_or_name)
-    if not folder.is_dir():
-        return False
-    return not _may_be_on_hub(folder_or_name) or any(
-        one.name != RESULTS for one in folder.iterdir()
-    )
-
-
-def local_folder(folder_or_name: str | Path, revision: str | None = None, **options: Any) -> Path:
-    """A folder itself (see `is_local`), or a name on the hub as its local copy.
-
-    Args:
-        folder_or_name: what is asked for.
-        revision: branch, tag or commit on the hub.
-        options: further ones of `huggingface_hub.snapshot_download`, such as `token`.
-
-    Raises:
-        FileNotFoundError: neither, or a run folder.
-    """
-    folder = Path(folder_or_name)
-    if is_local(folder):
-        inner = folder / "model"
-        if (inner / CONFIG).is_file() and not (folder / CONFIG).is_file():
-            raise FileNotFoundError(f"{folder} is a run folder; its model is in {inner}")
-        return folder
-    name = str(folder_or_name)
-    if not _may_be_on_hub(name):
-        raise FileNotFoundError(f"there is no model folder {name}")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, revision=revision, **options))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        at = f" at revision {revision}" if revision else ""
-        raise FileNotFoundError(
-            f"{name} is neither a model folder nor found on the hub{at}"
-        ) from error
-
-
-def hub_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Take those of the hub, and what Auto classes add, out of transformers' options.
-
-    Args:
-        options: of `from_pretrained`; keeps the rest.
-
-    Returns:
-        Options of `local_folder`.
-    """
-    taken = {name: options.pop(name) for name in _HUB_OPTIONS if name in options}
-    for name in [name for name in options if name.startswith("_")]:
-        del options[name]
-    return {name: value for name, value in taken.items() if value is not None}
-
-
-def _may_be_on_hub(folder_or_name: str | Path) -> bool:
-    name = str(folder_or_name)
-    return "/" in name and may_be_on_hub(name)

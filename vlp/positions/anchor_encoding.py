@@ -27,7 +27,7 @@ class AnchorPosition(PositionEncoding):
     Args:
         width: channels of the layer.
         heads: attention heads.
-        groups: G.
+        groups: G, the channel groups of Eq. 3.
         roles: which of query, key, value carry the position (contextual mode).
         mode: "contextual" or "bias".
         shared_heads: E has the channels of one head and all heads use it (papers.md#ace-a24; W_E

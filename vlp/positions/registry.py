@@ -8,13 +8,13 @@ first: a plugin (`vlp.config.load_plugins`), or the module that an entry point o
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
-from vlp.config import load_plugins
+from vlp.config import load_plugins, plugin_of
 from vlp.positions.alibi2d import DirectionalDistance
 from vlp.positions.alignment import AlignmentBias
 from vlp.positions.anchor_encoding import AnchorPosition
@@ -131,6 +131,16 @@ def list_positions() -> Sequence[str]:
     """Return the names that `create_position` knows."""
     _load_others()
     return tuple(sorted(_ENCODINGS))
+
+
+def plugins_of(names: Iterable[str]) -> dict[str, str]:
+    """Return the module of each encoding that is none of this package's, by name.
+
+    Raises:
+        ValueError: unknown name.
+    """
+    modules = {name: plugin_of(position_class(name)) for name in names}
+    return {name: module for name, module in modules.items() if module is not None}
 
 
 def create_position(name: str, **options: Any) -> PositionEncoding:

@@ -19,7 +19,8 @@ from safetensors import SafetensorError, safe_open
 from vlp.config import parse_yaml
 from vlp.io import parse_json, redacted, write_text
 from vlp.models.config import ImageConfig, ModelConfig, TextConfig
-from vlp.models.folder import CONFIG, HEADS, RESULTS, WEIGHTS, read_config
+from vlp.models.folder import HEADS, WEIGHTS, read_config
+from vlp.models.pretrained.local_copy import CONFIG, RESULTS
 from vlp.models.vlp import VLPModel
 from vlp.tasks.downstream.registry import TaskCard, get_task
 

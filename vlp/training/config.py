@@ -103,11 +103,17 @@ class LoopConfig(Config):
     )
     seed: int = Field(
         0,
+        ge=0,
         description="of weights, order, augmentation and masks",
         json_schema_extra={"resume": "fixed"},
     )
-    log_every: int = Field(50, ge=1, description="steps", json_schema_extra={"resume": "free"})
-    checkpoint_every: int = Field(1000, ge=1, description="steps")
+    log_every: int = Field(
+        50,
+        ge=1,
+        description="steps between two lines of the log",
+        json_schema_extra={"resume": "free"},
+    )
+    checkpoint_every: int = Field(1000, ge=1, description="steps between two checkpoints")
     keep_last: int = Field(
         2, ge=1, description="last checkpoints that stay", json_schema_extra={"resume": "free"}
     )

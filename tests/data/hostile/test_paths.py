@@ -24,7 +24,7 @@ from vlp.data.shards.shard_index import ShardIndex, index_folder
 from vlp.data.vision.detection.coco import CocoImages
 from vlp.data.vision.detection.objects import CocoSource
 from vlp.io import atomic_write, may_be_on_hub, parse_json, write_text
-from vlp.models.folder import local_folder
+from vlp.models.pretrained.local_copy import local_folder
 from vlp.models.pretrained.published import read_vit
 from vlp.training.checkpoint import SUMS, verify
 

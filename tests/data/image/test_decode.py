@@ -156,6 +156,24 @@ def test_turned_upright_once(kind: str, orientation: int) -> None:
     assert ImageOps.exif_transpose(image).tobytes() == image.tobytes()
 
 
+@pytest.mark.parametrize("turn", [1, 6])
+def test_a_jpeg_is_decoded_at_the_least_size_that_is_asked(turn: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = turn
+    rough = Image.fromarray(np.random.default_rng(0).integers(0, 255, (6, 8, 3), dtype=np.uint8))
+    data = saved(rough.resize((800, 600), Image.Resampling.BICUBIC), "jpeg", exif=exif)
+    whole = decode_image(data, "x")
+    for least, size in ((700, (800, 600)), (300, (400, 300)), (150, (200, 150)), (9, (100, 75))):
+        image = decode_image(data, "x", least)
+        assert image.size == (size if turn == 1 else size[::-1])
+        small = np.asarray(whole.resize(image.size, Image.Resampling.BOX), dtype=np.int64)
+        assert abs(np.asarray(image) - small).mean() < 2
+    png = saved(whole)
+    assert decode_image(png, "x", 9).size == whole.size, "only a JPEG is decoded small"
+    with pytest.raises(BadSample, match="unreadable"):
+        decode_image(data[: len(data) // 2], "x", 150)
+
+
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF")
 @pytest.mark.parametrize(
     "garbage", [b"Exif\0\0", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0MM\0*" * 9]

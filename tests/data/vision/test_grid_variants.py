@@ -143,7 +143,7 @@ def test_grids_of_other_shape_are_in_other_orbits():
         ({"turns": ("identity", "twice")}, "twice"),
         ({"turns": ()}, "are also identity"),
         ({"colours": (1, 1)}, "different numbers"),
-        ({"colours": (10,)}, "different numbers"),
+        ({"colours": (10,)}, "less than 10"),
     ],
 )
 def test_symmetries_that_are_none_are_refused(options, problem):

@@ -9,20 +9,27 @@ import json
 import tarfile
 import zipfile
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from made_shards import encoded, photo
 
 COUNT = 16
+"""Images of a form, unless a test wants more: `monkeypatch.setattr(own_forms, "COUNT", 300)`."""
 
 Files = dict[str, bytes]
 
 
 def images() -> Files:
     """Images by file name: JPEG, PNG and WebP."""
+    return dict(_images(COUNT))
+
+
+@cache
+def _images(count: int) -> Files:
     kinds = {"jpg": "jpeg", "png": "png", "webp": "webp"}
-    suffixes = ["jpg"] * (COUNT - 2) + ["png", "webp"]
+    suffixes = ["jpg"] * (count - 2) + ["png", "webp"]
     return {
         f"photo {seed:02}.{suffix}": encoded(photo(seed, (48, 32)), kinds[suffix])
         for seed, suffix in enumerate(suffixes)
@@ -195,7 +202,8 @@ def parquet_bytes(root: Path) -> list[str]:
     import pyarrow as pa
     from pyarrow import parquet
 
-    table = [{"jpg": images()[row["image"]], "txt": row["caption"]} for row in rows()]
+    data = images()
+    table = [{"jpg": data[row["image"]], "txt": row["caption"]} for row in rows()]
     (root / "set").mkdir()
     parquet.write_table(pa.Table.from_pylist(table), root / "set" / "table.parquet")
     return [str(root / "set")]
@@ -234,8 +242,9 @@ def img2dataset_tars(root: Path) -> list[str]:
     files = sorted(pairs(json_too=True).items())
     (root / "out").mkdir()
     for number in range(2):
-        as_tar(root / "out" / f"0000{number}.tar", dict(files[number * 24 : number * 24 + 24]))
-        stats = json.dumps({"count": 8, "successes": 8}).encode()
+        half = len(files) // 2
+        as_tar(root / "out" / f"0000{number}.tar", dict(files[number * half :][:half]))
+        stats = json.dumps({"count": half // 3, "successes": half // 3}).encode()
         write(root / "out", {f"0000{number}_stats.json": stats})
     return [str(root / "out")]
 
@@ -302,3 +311,17 @@ FORMS: list[Callable[[Path], list[str]]] = [
     unsorted_tar,
     karpathy,
 ]
+
+TEN = [
+    folder,
+    imagefolder_jsonl,
+    csv_file,
+    tsv_named,
+    jsonl,
+    parquet_bytes,
+    saved,
+    img2dataset_tars,
+    tar_gz,
+    unsorted_tar,
+]
+"""One of each kind that the page on own data names."""

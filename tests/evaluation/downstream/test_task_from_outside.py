@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -70,6 +71,17 @@ def run(tmp_path_factory):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return root / "run", shards
+
+
+def test_the_model_folder_names_the_module_of_the_task(run, tmp_path):
+    folder = shutil.copytree(run[0] / "best", tmp_path / "model")
+    file = folder / "task.json"
+    said = json.loads(file.read_text())
+    assert said["plugins"] == {"colour": "colour_task"}
+    file.write_text(json.dumps(said | {"plugins": {"taste": "their_task"}}))
+    with pytest.raises(ConfigError, match="the task 'taste' comes from the plugin their_task"):
+        load_task(folder)
+    assert "their_task" not in sys.modules
 
 
 def test_the_registry_knows_it():

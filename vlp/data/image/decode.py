@@ -33,12 +33,19 @@ TURNS = {
 }
 
 
-def decode_image(data: bytes, where: str) -> Image.Image:
+def decode_image(data: bytes, where: str, least: int | None = None) -> Image.Image:
     """Decode an image wholly, to RGB, as a viewer shows it.
 
     It is turned by its EXIF orientation, so boxes are in pixels of the upright image. What is
     transparent shows white; 16 bits become their upper 8; of an animation the first image is
     taken. The format is found in the bytes: a PNG that is called .jpg decodes.
+
+    Args:
+        data: the bytes.
+        where: names the place in errors.
+        least: pixels that both sides must keep. A JPEG then comes at 1/2, 1/4 or 1/8 of its size
+            where that is enough, straight from its low frequencies and without its full size in
+            memory; other formats, and smaller images, come as they are.
 
     Raises:
         BadSample: the bytes are no image of FORMATS, or end too early (a truncated JPEG would
@@ -46,6 +53,8 @@ def decode_image(data: bytes, where: str) -> Image.Image:
             said before memory or time are spent on it.
     """
     with reading(where), open_image(data, where) as image:
+        if least is not None:
+            image.draft(None, (least, least))
         image.load()
         return _upright(_to_rgb(image), orientation(image))
 

@@ -38,6 +38,8 @@ PALETTE = {
     "white": (246, 246, 244),
 }
 TINT = 9
+LEAST_SIDE = 16
+"""Pixels."""
 BACKGROUND = (146, 186)
 
 _MAX_ATTEMPTS = 10_000
@@ -86,9 +88,9 @@ def sample_scene(
     """
     if not all(least <= number <= most for least, number, most in zip(LEAST, variety, FULL)):
         raise ValueError(f"{variety} is not between {LEAST} and {FULL}")
-    if index < 0 or image_size < 16:
+    if index < 0 or image_size < LEAST_SIDE:
         raise ValueError(
-            f"a scene needs index >= 0 and image_size >= 16, got {index} and {image_size}"
+            f"a scene needs index >= 0 and image_size >= {LEAST_SIDE}, got {index} and {image_size}"
         )
     key = f"{split}-{seed}-{index}"
     shares = np.cumsum(OBJECT_SHARES[: variety.objects]) / sum(OBJECT_SHARES[: variety.objects])

@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vlp.config import Config, ConfigError
-from vlp.data.config import CropScale
+from vlp.data.config import ChannelDeviations, ChannelMeans, CropScale
 from vlp.data.image.transforms import Preprocessing, random_crop
 from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.stream.batch import moved
@@ -52,12 +52,12 @@ class LabelledDataConfig(MapDatasetConfig):
     )
     classes: tuple[str, ...] | None = Field(None, description="only shards need them")
     limit: int | None = Field(None, ge=1, description="images of `train`, drawn once")
-    image_size: int = Field(224, ge=1, description="pixels")
-    mean: tuple[float, float, float] = Field(
+    image_size: int = Field(224, ge=1, description="side of the images in pixels")
+    mean: ChannelMeans = Field(
         (0.485, 0.456, 0.406),
         description="per channel (R, G, B), of levels in [0, 1]; it is subtracted",
     )
-    std: tuple[float, float, float] = Field(
+    std: ChannelDeviations = Field(
         (0.229, 0.224, 0.225),
         description="per channel (R, G, B), of levels in [0, 1]; the rest is divided by it",
     )

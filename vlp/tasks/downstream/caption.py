@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from vlp.data.downstream.caption import (
     CaptionBatch,
@@ -22,7 +23,7 @@ from vlp.data.downstream.caption import (
 )
 from vlp.data.downstream.items import Items
 from vlp.data.stream.loader import OrderedData
-from vlp.models.decoder.answer_decoder import AnswerDecoderConfig
+from vlp.models.decoder.answer_decoder import AnswerDecoderConfig, Memory
 from vlp.models.decoder.answer_generation import generate
 from vlp.models.decoder.answer_likelihood import answer_likelihood
 from vlp.models.folder import Loaded
@@ -120,8 +121,16 @@ class CaptionTask(Downstream):
     @torch.no_grad()
     def predict(self, batch: CaptionBatch) -> list[str]:
         """Write a caption for each image."""
+        return self.write(self.remember(batch.pixels))
+
+    def remember(self, pixels: Tensor) -> Memory:
+        """Encode images (B, 3, rows, columns) into what the decoder attends to."""
+        return self.decoder.remember(self.model.encode_image(pixels).states)
+
+    @torch.no_grad()
+    def write(self, memory: Memory) -> list[str]:
+        """Write a caption for each image that is encoded."""
         config = self.config
-        memory = self.decoder.remember(self.model.encode_image(batch.pixels).states)
         ids = generate(
             self.decoder,
             memory,

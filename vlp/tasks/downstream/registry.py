@@ -23,6 +23,8 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
+from vlp.config import load_plugins
+
 if TYPE_CHECKING:
     from vlp.tasks.downstream.task import TaskConfig
 
@@ -81,7 +83,8 @@ def register_task(task: DownstreamTask) -> None:
 
 
 def task_kinds() -> tuple[str, ...]:
-    """Return the kinds of all tasks: built-in, of installed packages, registered."""
+    """Return the kinds of all tasks: built-in, of installed packages, of plugins, registered."""
+    load_plugins()
     return tuple(dict.fromkeys((*_BUILT_IN, *_entry_points(), *_registered)))
 
 
@@ -103,6 +106,8 @@ def get_task(kind: str) -> DownstreamTask:
         ValueError: there is no such kind.
     """
     if kind not in _registered:
+        if kind not in _BUILT_IN:
+            load_plugins()
         if kind in _BUILT_IN:
             import_module(f"vlp.tasks.downstream.{_BUILT_IN[kind][0]}")
         elif kind in _entry_points():

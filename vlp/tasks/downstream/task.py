@@ -14,16 +14,17 @@ from typing import Any, ClassVar, Self
 from pydantic import Field
 from torch import Tensor
 
-from vlp.config import Config, validated
+from vlp.config import Config, plugin_of, require_plugins, validated
 from vlp.data.downstream.config import DownstreamDataConfig
 from vlp.data.downstream.dataset import DownstreamDataset
 from vlp.data.downstream.images import ImagePreparation
 from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.io import parse_json
-from vlp.models.folder import Loaded, from_pretrained, local_folder, save_pretrained
+from vlp.models.folder import Loaded, from_pretrained, save_pretrained
+from vlp.models.pretrained.local_copy import local_folder
 from vlp.models.vlp import VLPModel
-from vlp.tasks.downstream.registry import get_task
+from vlp.tasks.downstream.registry import get_task, task_kinds
 from vlp.tasks.plain import PlainTask, Precision
 
 TASK = "task.json"
@@ -112,6 +113,8 @@ class Downstream(PlainTask):
         heads = {name: tensor for name, tensor in state.items() if not name.startswith(_MODEL)}
         save_pretrained(folder, self.model.config, model, self.text, self.preprocess, heads)
         said = {"task": self.config.model_dump(mode="json"), "known": self.known()}
+        if (plugin := plugin_of(type(self.config))) is not None:
+            said["plugins"] = {self.kind: plugin}
         (folder / TASK).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
 
 
@@ -157,6 +160,7 @@ def read_task(folder: str | Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
         )
     try:
         said = parse_json(file.read_text(encoding="utf-8"))
+        require_plugins(said.get("plugins", {}), task_kinds(), "task", file)
         config: dict[str, Any] = said["task"]
         get_task(config["kind"])
         return config, said["known"]

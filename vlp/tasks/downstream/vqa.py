@@ -151,8 +151,12 @@ class Vqa(Distilled):
     @torch.no_grad()
     def predict(self, batch: VqaBatch, how: Predict | None = None) -> list[str]:
         """Answer each question; None is as configured."""
+        return self.answer(self.remember(batch), how)
+
+    @torch.no_grad()
+    def answer(self, memory: Memory, how: Predict | None = None) -> list[str]:
+        """Answer questions that are encoded with their images; None is as configured."""
         config, words = self.config, self.model.text_encoder.embedding
-        memory = self.remember(batch)
         if (how or config.predict) == "rank":
             return [self.answers[number] for number in self.ranking()(memory).best.tolist()]
         ids = generate(

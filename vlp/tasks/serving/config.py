@@ -10,8 +10,9 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from vlp.config import validated
+from vlp.config import require_plugins, validated
 from vlp.models.config import ModelConfig
+from vlp.positions import list_positions
 
 _MODELS = ("vlp.tasks.serving.model", "vlp.tasks.serving.question_answering")
 
@@ -27,6 +28,8 @@ class VlpConfig(PreTrainedConfig):
         temperature: see `ModelConfig`.
         feature_dropout: see `ModelConfig`.
         token_projection: see `ModelConfig`.
+        plugins: module of each encoding that is none of this package's, as `config.json` has them;
+            they must be imported already.
         options: transformers' own, such as `id2label`; they are not saved.
 
     Raises:
@@ -44,6 +47,7 @@ class VlpConfig(PreTrainedConfig):
         temperature: float = 0.07,
         feature_dropout: float = 0,
         token_projection: bool = True,
+        plugins: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
         given = {
@@ -55,6 +59,7 @@ class VlpConfig(PreTrainedConfig):
             "feature_dropout": feature_dropout,
             "token_projection": token_projection,
         }
+        require_plugins(plugins or {}, list_positions(), "encoding", "VlpConfig")
         sizes = validated(given, ModelConfig, "VlpConfig").model_dump(mode="json")
         super().__init__(**options)
         for name, value in sizes.items():

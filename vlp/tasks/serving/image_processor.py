@@ -14,7 +14,7 @@ from transformers.image_processing_utils import BaseImageProcessor
 
 from vlp.data.image.any_image import as_images
 from vlp.data.image.transforms import MEAN, STD, Preprocessing
-from vlp.models.folder import hub_options, local_folder
+from vlp.models.pretrained.local_copy import hub_options, local_folder
 from vlp.tasks.serving.config import VlpConfig
 
 

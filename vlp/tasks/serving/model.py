@@ -16,7 +16,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from vlp.data.text.tokenizer import TextTokens
 from vlp.models.config import ModelConfig
 from vlp.models.features import ImageFeatures, TextFeatures
-from vlp.models.folder import hub_options, local_folder, placed, read_model, save_model
+from vlp.models.folder import placed, read_model, save_model
+from vlp.models.pretrained.local_copy import hub_options, local_folder
 from vlp.models.vlp import VLPModel, pairs_of
 from vlp.tasks.serving.config import VlpConfig
 from vlp.tasks.serving.outputs import VlpOutput

@@ -13,7 +13,7 @@ from transformers.feature_extraction_utils import BatchFeature
 from transformers.processing_utils import ProcessorMixin
 
 from vlp.data.text.tokenizer import TextProcessor
-from vlp.models.folder import hub_options, local_folder
+from vlp.models.pretrained.local_copy import hub_options, local_folder
 from vlp.tasks.serving.config import VlpConfig
 from vlp.tasks.serving.image_processor import VlpImageProcessor
 

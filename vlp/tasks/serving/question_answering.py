@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForVisualQuestionAnswering, PreTrainedModel
 
 from vlp.data.downstream.vqa import VqaBatch
-from vlp.models.folder import hub_options, local_folder, placed
+from vlp.models.folder import placed
+from vlp.models.pretrained.local_copy import hub_options, local_folder
 from vlp.tasks.downstream.task import load_task
 from vlp.tasks.downstream.vqa import Vqa
 from vlp.tasks.serving.config import VlpConfig

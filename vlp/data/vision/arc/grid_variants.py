@@ -8,7 +8,7 @@ that speaks of red does not speak of green. A `Symmetry` names what a rule allow
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field, field_validator
@@ -40,6 +40,8 @@ TURNS: dict[str, Callable[[Grid], Grid]] = {
     "anti-transpose": lambda grid: np.rot90(grid, 2).T,
 }
 
+Colour = Annotated[int, Field(ge=0, lt=COLOURS)]
+
 # One variant in five is kept for evaluation.
 _HELD_OUT_OF = 5
 _TRIES = 200
@@ -51,7 +53,7 @@ class Symmetry(Config):
     turns: tuple[Turn, ...] = Field(
         ("identity",), description="with any two also what both do one after the other"
     )
-    colours: tuple[int, ...] = Field((), description="are exchanged for one another")
+    colours: tuple[Colour, ...] = Field((), description="are exchanged for one another")
 
     @field_validator("turns")
     @classmethod
@@ -71,7 +73,7 @@ class Symmetry(Config):
     @field_validator("colours")
     @classmethod
     def _known(cls, colours: tuple[int, ...]) -> tuple[int, ...]:
-        if len(set(colours)) < len(colours) or not set(colours) <= set(range(COLOURS)):
+        if len(set(colours)) < len(colours):
             raise ValueError(f"colours are different numbers from 0 to 9, not {list(colours)}")
         return colours
 

@@ -8,10 +8,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from PIL import Image, ImageOps
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor
 
 from vlp.config import ConfigError
+from vlp.data.config import ChannelDeviations, ChannelMeans, CropScale
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.shards.sample_files import BadSample
@@ -40,10 +41,10 @@ class DetectionDataConfig(MapDatasetConfig):
 
     train: ObjectSource = Field(description="images to train on, of one `format`")
     test: ObjectSource = Field(description="images to evaluate on, of one `format`")
-    sizes: tuple[int, ...] = Field(
+    sizes: tuple[PositiveInt, ...] = Field(
         DETR_SIZES, min_length=1, description="shorter side in pixels, one is drawn for each visit"
     )
-    test_sizes: tuple[int, ...] = Field(
+    test_sizes: tuple[PositiveInt, ...] = Field(
         (), description="shorter sides that are judged; empty is the largest of `sizes`"
     )
     longest: int = Field(1333, ge=1, description="longer side in pixels at most")
@@ -52,14 +53,14 @@ class DetectionDataConfig(MapDatasetConfig):
     )
     hflip: bool = Field(True, description="left and right, every other time")
     crop: float = Field(0.0, ge=0, le=1, description="probability of a random crop; DETR: 0.5")
-    crop_sides: tuple[float, float] = Field(
+    crop_sides: CropScale = Field(
         (0.64, 1.0), description="share of either side that a crop keeps; DETR's is 384 to 600 px"
     )
-    mean: tuple[float, float, float] = Field(
+    mean: ChannelMeans = Field(
         (0.485, 0.456, 0.406),
         description="per channel (R, G, B), of levels in [0, 1]; it is subtracted",
     )
-    std: tuple[float, float, float] = Field(
+    std: ChannelDeviations = Field(
         (0.229, 0.224, 0.225),
         description="per channel (R, G, B), of levels in [0, 1]; the rest is divided by it",
     )
@@ -89,9 +90,6 @@ class DetectionDataConfig(MapDatasetConfig):
                     f"size {size} is not between multiple {self.multiple} and longest "
                     f"{self.longest}"
                 )
-        low, high = self.crop_sides
-        if not 0 < low <= high <= 1:
-            raise ValueError(f"crop_sides {low} to {high} are no shares in order")
         return self
 
 

@@ -32,9 +32,9 @@ class SceneSource(Config):
     """Generated images of coloured shapes; the classes are the shapes."""
 
     format: Literal["scenes"] = Field(description="selects this class")
-    count: int = Field(ge=1, description="images")
+    count: int = Field(ge=1, description="number of images")
     split: Split = Field("train", description="no other split has the same contents")
-    seed: int = Field(0, description="of the scenes; all runs of a comparison share it")
+    seed: int = Field(0, ge=0, description="of the scenes; all runs of a comparison share it")
 
 
 ObjectSource = Annotated[CocoSource | SceneSource, Field(discriminator="format")]

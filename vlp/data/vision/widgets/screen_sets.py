@@ -27,9 +27,9 @@ class GeneratedScreensConfig(Config):
     """Generated screens (`widgets.screens`) with disjoint random numbers per split."""
 
     kind: Literal["generated"] = Field("generated", description="selects this class")
-    train: int = Field(2000, ge=1, description="screens")
-    test: int = Field(300, ge=1, description="screens")
-    seed: int = Field(0, description="of the corpus; all runs of a comparison share it")
+    train: int = Field(2000, ge=1, description="number of screens to train on")
+    test: int = Field(300, ge=1, description="number of screens to evaluate on")
+    seed: int = Field(0, ge=0, description="of the corpus; all runs of a comparison share it")
     nodes: Nodes = Field(
         "all",
         description="nodes of the view hierarchy that are read; those with captions are always "
@@ -46,7 +46,7 @@ class RicoScreensConfig(Config):
         description="widget_captions.csv: screenId, nodeId, captions with | between"
     )
     train: str = Field(description="file of screen ids, one a line, such as split/train.txt")
-    test: str = Field(description="likewise")
+    test: str = Field(description="the same for the screens that are evaluated on")
     nodes: Nodes = Field(
         "all",
         description="nodes of the view hierarchy that are read; those with captions are always "

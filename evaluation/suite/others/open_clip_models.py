@@ -1,0 +1,106 @@
+"""Models of open_clip: `ARCHITECTURE/TAG`, `ARCHITECTURE/FILE`, `local-dir:DIR`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from evaluation.core.samples import EvaluationError
+
+_WHOLE = ("local-dir:", "hf-hub:")
+
+
+class OpenClipTowers:
+    """Towers as `evaluation.suite.others.adapter.Towers` describes them.
+
+    Args:
+        name: of the model, behind the library's own.
+
+    Raises:
+        EvaluationError: it cannot be loaded.
+    """
+
+    def __init__(self, name: str) -> None:
+        try:
+            import open_clip
+        except ImportError as error:
+            raise EvaluationError(
+                "models of open_clip need it: pip install 'vlp[open_clip]', or pip install "
+                "open_clip_torch"
+            ) from error
+        architecture, tag = _parts(name)
+        try:
+            made = open_clip.create_model_and_transforms(architecture, pretrained=tag)
+            self.module: Any = made[0].eval()
+            self._tokenizer = open_clip.get_tokenizer(architecture)
+        except (OSError, RuntimeError, ValueError, KeyError) as error:
+            said = " ".join(str(error).split())
+            raise EvaluationError(f"open_clip:{name} cannot be loaded: {said}") from error
+        self._transform = made[2]
+        self.image_size = int(self.preprocess(Image.new("RGB", (32, 32))).shape[-1])
+
+    def preprocess(self, image: Image.Image) -> Tensor:
+        """Prepare an RGB image: (3, rows, columns) float32."""
+        pixels: Tensor = self._transform(image)
+        return pixels
+
+    def tokenize(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Return ids (B, N) int64, and which are read (B, N) bool."""
+        ids: Tensor = self._tokenizer(list(texts)).long()
+        # Their text towers take texts of full length, and find the end by themselves.
+        return ids, torch.ones_like(ids).bool()
+
+    def encode_images(self, pixels: Tensor) -> Tensor:
+        """Encode pixels (B, 3, rows, columns) to (B, d)."""
+        feature: Tensor = self.module.encode_image(pixels)
+        return feature
+
+    def encode_texts(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Encode ids (B, N) with their mask (B, N) to (B, d)."""
+        feature: Tensor = self.module.encode_text(ids)
+        return feature
+
+    def temperature(self) -> Tensor:
+        """Return what similarities are divided by, a number."""
+        scale: Tensor = self.module.logit_scale.detach().float()
+        return 1 / scale.exp().reshape(())
+
+
+def towers(name: str) -> OpenClipTowers:
+    """Load a model; weights that a tag names come from the hub.
+
+    Raises:
+        EvaluationError: open_clip is not installed, or cannot load it.
+    """
+    return OpenClipTowers(name)
+
+
+def files(name: str) -> list[Path]:
+    """Return the files on this machine that the name says."""
+    architecture, tag = _parts(name)
+    if architecture.startswith("local-dir:"):
+        folder = Path(architecture.removeprefix("local-dir:"))
+        return sorted(file for file in folder.glob("*") if file.is_file())
+    return [Path(tag)] if tag is not None and Path(tag).is_file() else []
+
+
+def _parts(name: str) -> tuple[str, str | None]:
+    """Return architecture and weights.
+
+    Raises:
+        EvaluationError: there are no weights.
+    """
+    if name.startswith(_WHOLE):
+        return name, None
+    architecture, _, tag = name.partition("/")
+    if not tag:
+        raise EvaluationError(
+            f"open_clip:{name} names no weights; write open_clip:{name}/TAG or "
+            f"open_clip:{name}/FILE"
+        )
+    return architecture, tag

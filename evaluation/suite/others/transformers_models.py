@@ -1,0 +1,99 @@
+"""Dual encoders of transformers: CLIP, SigLIP, and a vision tower with a text tower."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from evaluation.core.samples import EvaluationError
+from vlp.models.pretrained.local_copy import local_folder
+
+
+class TransformersTowers:
+    """Towers as `evaluation.suite.others.adapter.Towers` describes them.
+
+    Args:
+        name: of the model, behind the library's own.
+
+    Raises:
+        EvaluationError: it cannot be loaded.
+    """
+
+    def __init__(self, name: str) -> None:
+        from transformers import AutoModel, AutoProcessor
+
+        try:
+            folder = local_folder(name)
+            # No pickle, and no code of the folder.
+            self.module: Any = AutoModel.from_pretrained(folder, use_safetensors=True)
+            self.processor: Any = AutoProcessor.from_pretrained(folder)
+        except (OSError, ValueError, KeyError) as error:
+            said = " ".join(str(error).split())
+            raise EvaluationError(f"transformers:{name} cannot be loaded: {said}") from error
+        if not (hasattr(self.module, "get_text_features") and hasattr(self.module, "logit_scale")):
+            kind = type(self.module).__name__
+            raise EvaluationError(
+                f"transformers:{name} is a {kind}, no dual encoder; give a CLIP, a SigLIP or a "
+                "VisionTextDualEncoder"
+            )
+        grey = Image.new("RGB", (32, 32))
+        self.image_size = int(self.preprocess(grey).shape[-1])
+
+    def preprocess(self, image: Image.Image) -> Tensor:
+        """Prepare an RGB image: (3, rows, columns) float32."""
+        pixels: Tensor = self.processor.image_processor(image, return_tensors="pt").pixel_values
+        return pixels[0]
+
+    def tokenize(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Return ids (B, N) int64, and which are read (B, N) bool."""
+        # SigLIP reads its padding, and was trained on its full length.
+        room = self.module.config.text_config.max_position_embeddings
+        made = self.processor.tokenizer(
+            list(texts), padding="max_length", truncation=True, max_length=min(room, 77),
+            return_tensors="pt",
+        )  # fmt: skip
+        ids = made["input_ids"]
+        mask = made.get("attention_mask")
+        return ids, torch.ones_like(ids).bool() if self._reads_padding else mask.bool()
+
+    def encode_images(self, pixels: Tensor) -> Tensor:
+        """Encode pixels (B, 3, rows, columns) to (B, d)."""
+        return _pooled(self.module.get_image_features(pixel_values=pixels))
+
+    def encode_texts(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Encode ids (B, N) with their mask (B, N) to (B, d)."""
+        masked = {} if self._reads_padding else {"attention_mask": mask.long()}
+        return _pooled(self.module.get_text_features(input_ids=ids, **masked))
+
+    def temperature(self) -> Tensor:
+        """Return what similarities are divided by, a number."""
+        scale: Tensor = self.module.logit_scale.detach().float()
+        return 1 / scale.exp().reshape(())
+
+    @property
+    def _reads_padding(self) -> bool:
+        return str(self.module.config.model_type).startswith("siglip")
+
+
+def towers(name: str) -> TransformersTowers:
+    """Load a folder, or a model of the hub.
+
+    Raises:
+        EvaluationError: it cannot be loaded, or is no dual encoder.
+    """
+    return TransformersTowers(name)
+
+
+def files(name: str) -> list[Path]:
+    """Return its files on this machine."""
+    return sorted(file for file in local_folder(name).iterdir() if file.is_file())
+
+
+def _pooled(out: Any) -> Tensor:
+    feature: Tensor = getattr(out, "pooler_output", out)
+    return feature

@@ -1,0 +1,201 @@
+"""Models of other libraries in the suite: features as their own libraries give them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from evaluation.__main__ import main
+from evaluation.core.samples import EvaluationError
+from evaluation.core.saved_results import saved_figures
+from evaluation.suite.others import other_model
+from evaluation.suite.suite import run_suite
+from evaluation.suite.suite_config import SuiteConfig, suite_of
+from vlp.config import ConfigError
+
+transformers = pytest.importorskip("transformers")
+
+TEXTS = ["a small red circle", "a blue square", "a cross"]
+WORDS = sorted({word for text in TEXTS for word in text.split()})
+TOWER = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+}  # fmt: skip
+SEEN = TOWER | {"image_size": 32, "patch_size": 16}
+
+
+def tokenizer(kind: str):
+    """A tokenizer of whole words; SigLIP's tells no padding, as the real one."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    marks = ["<pad>", "<unk>", "<s>", "</s>"]
+    made = Tokenizer(
+        models.WordLevel({w: n for n, w in enumerate([*marks, *WORDS])}, unk_token="<unk>")
+    )
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 2), ("</s>", 3)]
+    )
+    names = ["input_ids"] + ["attention_mask"] * (kind != "siglip")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", unk_token="<unk>", bos_token="<s>",
+        eos_token="</s>", model_max_length=16, model_input_names=names,
+    )  # fmt: skip
+
+
+def saved(kind: str, folder):
+    """A tiny random model with its processor."""
+    torch.manual_seed(5)
+    text = TOWER | {"vocab_size": 4 + len(WORDS), "max_position_embeddings": 16}
+    text |= {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+    if kind == "clip":
+        config = transformers.CLIPConfig(text_config=text, vision_config=SEEN, projection_dim=12)
+        model = transformers.CLIPModel(config)
+        images = transformers.CLIPImageProcessor(
+            size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
+        )
+        processor = transformers.CLIPProcessor(images, tokenizer(kind))
+    elif kind == "towers":
+        config = transformers.VisionTextDualEncoderConfig.from_vision_text_configs(
+            transformers.ViTConfig(**SEEN), transformers.BertConfig(**text), projection_dim=12
+        )
+        model = transformers.VisionTextDualEncoderModel(config)
+        images = transformers.ViTImageProcessor(size={"height": 32, "width": 32})
+        processor = transformers.VisionTextDualEncoderProcessor(images, tokenizer(kind))
+    else:
+        config = transformers.SiglipConfig(text_config=text, vision_config=SEEN)
+        model = transformers.SiglipModel(config)
+        images = transformers.SiglipImageProcessor(size={"height": 32, "width": 32})
+        processor = transformers.SiglipProcessor(images, tokenizer(kind))
+    model.eval().save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return model, processor
+
+
+@pytest.fixture(scope="module", params=["clip", "siglip", "towers"])
+def other(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    return folder, *saved(request.param, folder)
+
+
+@pytest.fixture
+def image():
+    levels = np.random.default_rng(0).integers(0, 255, (40, 50, 3), dtype=np.uint8)
+    return Image.fromarray(levels)
+
+
+def test_similarities_are_those_of_transformers(other, image):
+    folder, model, processor = other
+    loaded = other_model(f"transformers:{folder}").load()
+    inputs = processor(
+        text=TEXTS, images=image, return_tensors="pt", padding="max_length", max_length=16
+    )
+    with torch.no_grad():
+        theirs = model(**inputs)
+        seen = loaded.model.encode_image(loaded.preprocess(image)[None])
+        said = loaded.model.encode_text(*loaded.text(TEXTS))
+        ours = seen.feature @ said.feature.T / loaded.model.temperature()
+    bias = getattr(model, "logit_bias", torch.zeros(1)).detach()
+    torch.testing.assert_close(ours + bias, theirs.logits_per_image, atol=1e-4, rtol=1e-4)
+    cut = int(loaded.text(TEXTS).attention_mask.sum(1).max())
+    assert (cut == 16) == (model.config.model_type == "siglip"), "SigLIP reads its padding"
+    few = (part[:, :cut] for part in loaded.text(TEXTS))
+    with torch.no_grad():
+        again = loaded.model.encode_text(*few).feature
+    torch.testing.assert_close(again, said.feature, atol=1e-5, rtol=1e-5)
+
+
+def test_a_suite_judges_them_beside_our_own(other, model_folder, scene_shards, tmp_path, capsys):
+    folder, *_ = other
+    models = [f"transformers:{folder}", str(model_folder)]
+    out = tmp_path / "out"
+    command = ["suite", "--model", *models, "--shards", str(scene_shards), "--out", str(out)]
+    assert main([*command, "--limit", "6"]) == 0
+    told = capsys.readouterr().out
+    assert "R@1" in told
+    content = json.loads((out / "all.json").read_text())
+    assert [one["name"] for one in content["results"]] == ["retrieval", "foils"] * 2
+    assert content["failures"] == []
+    assert main([*command, "--limit", "6"]) == 0
+    assert capsys.readouterr().out.count(": kept") == 4, "nothing is judged again"
+
+
+def test_zero_shot_classes_are_chosen_by_their_similarity(other, image, tmp_path):
+    folder, *_ = other
+    for number, name in enumerate(("circle", "square")):
+        (tmp_path / "labelled" / name).mkdir(parents=True)
+        image.rotate(90 * number).save(tmp_path / "labelled" / name / "a.png")
+    classes = tmp_path / "classes.txt"
+    classes.write_text("circle\nsquare\n")
+    config = suite_of(
+        [f"transformers:{folder}"], [], [str(tmp_path / "labelled")], str(classes), batch=2
+    )
+    result = run_suite(config, tmp_path / "out", "cpu")
+    assert result.failures == {}
+    ((_, content),) = result.results.items()
+    loaded = other_model(f"transformers:{folder}").load()
+    prompts = [f"a photo of a {name}." for name in ("circle", "square")]
+    with torch.no_grad():
+        pixels = [loaded.preprocess(image.rotate(90 * number)) for number in range(2)]
+        seen = loaded.model.encode_image(torch.stack(pixels)).feature
+        said = loaded.model.encode_text(*loaded.text(prompts)).feature
+    right = ((seen @ said.T).argmax(1) == torch.arange(2)).float().mean()
+    assert saved_figures(content).figures["top-1"].value == pytest.approx(float(right))
+
+
+@pytest.mark.parametrize(
+    ("task", "told"),
+    [
+        ({"task": "retrieval", "rerank": 8}, "no cross-modal encoder: leave rerank"),
+        ({"task": "pointing"}, "choose of retrieval, zeroshot, swaps, foils"),
+    ],
+)
+def test_what_needs_more_than_features_is_refused(other, scene_shards, tmp_path, task, told):
+    job = task | {"shards": [str(scene_shards)]}
+    models = [{"name": "theirs", "model": f"transformers:{other[0]}", "tasks": [job]}]
+    result = run_suite(SuiteConfig.model_validate({"models": models}), tmp_path, "cpu")
+    (failure,) = result.failures.values()
+    assert told in failure
+
+
+def test_mistakes_are_told(tmp_path, monkeypatch):
+    assert other_model("runs/model") is None
+    assert other_model("owner/name") is None
+    with pytest.raises(EvaluationError, match="name a model behind the colon"):
+        other_model("open_clip:")
+    (tmp_path / "bert").mkdir()
+    config = transformers.BertConfig(**TOWER, vocab_size=20)
+    transformers.BertModel(config).save_pretrained(tmp_path / "bert")
+    tokenizer("clip").save_pretrained(tmp_path / "bert")
+    with pytest.raises(EvaluationError, match="no dual encoder"):
+        other_model(f"transformers:{tmp_path}/bert").load()
+    with pytest.raises(ConfigError, match="--labelled and --classes go together"):
+        suite_of(["a"], [], ["b"])
+    monkeypatch.setitem(sys.modules, "open_clip", None)
+    with pytest.raises(EvaluationError, match="pip install"):
+        other_model("open_clip:ViT-B-32/openai").load()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("open_clip") is None, reason="needs open_clip")
+def test_similarities_are_those_of_open_clip(image, tmp_path):
+    import open_clip
+
+    torch.manual_seed(0)
+    model, _, transform = open_clip.create_model_and_transforms("ViT-S-32-alt")
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    with pytest.raises(EvaluationError, match="names no weights"):
+        other_model("open_clip:ViT-S-32-alt").load()
+    loaded = other_model(f"open_clip:ViT-S-32-alt/{tmp_path}/weights.pt").load()
+    with torch.no_grad():
+        ids = open_clip.get_tokenizer("ViT-S-32-alt")(TEXTS)
+        theirs = model.eval()(transform(image)[None], ids)
+        seen = loaded.model.encode_image(loaded.preprocess(image)[None])
+        said = loaded.model.encode_text(*loaded.text(TEXTS))
+    torch.testing.assert_close(seen.feature, theirs[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(said.feature, theirs[1], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(1 / loaded.model.temperature(), theirs[2], atol=1e-4, rtol=1e-5)

@@ -1,0 +1,81 @@
+"""Where a model folder lies: on this machine, or on the hub with a local copy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from vlp.io import may_be_on_hub
+
+CONFIG = "config.json"
+RESULTS = "evaluation"
+"""The folder in a model folder that results are written to."""
+
+_HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
+
+
+def is_local(folder_or_name: str | Path) -> bool:
+    """Return whether a folder of this machine is meant, with a model or by mistake.
+
+    A folder that is empty or holds nothing but results, as evaluating a model of the hub once left
+    them, does not hide the hub's model of that name. Any other does, with `config.json` or without:
+    a wrong path is told as such, and not looked up among strangers' models.
+    """
+    folder = Path(folder_or_name)
+    if not folder.is_dir():
+        return False
+    return not _may_be_on_hub(folder_or_name) or any(
+        one.name != RESULTS for one in folder.iterdir()
+    )
+
+
+def local_folder(folder_or_name: str | Path, revision: str | None = None, **options: Any) -> Path:
+    """A folder itself (see `is_local`), or a name on the hub as its local copy.
+
+    Args:
+        folder_or_name: what is asked for.
+        revision: branch, tag or commit on the hub.
+        options: further ones of `huggingface_hub.snapshot_download`, such as `token`.
+
+    Raises:
+        FileNotFoundError: neither, or a run folder.
+    """
+    folder = Path(folder_or_name)
+    if is_local(folder):
+        inner = folder / "model"
+        if (inner / CONFIG).is_file() and not (folder / CONFIG).is_file():
+            raise FileNotFoundError(f"{folder} is a run folder; its model is in {inner}")
+        return folder
+    name = str(folder_or_name)
+    if not _may_be_on_hub(name):
+        raise FileNotFoundError(f"there is no model folder {name}")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, revision=revision, **options))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        at = f" at revision {revision}" if revision else ""
+        raise FileNotFoundError(
+            f"{name} is neither a model folder nor found on the hub{at}"
+        ) from error
+
+
+def hub_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Take those of the hub, and what Auto classes add, out of transformers' options.
+
+    Args:
+        options: of `from_pretrained`; keeps the rest.
+
+    Returns:
+        Options of `local_folder`.
+    """
+    taken = {name: options.pop(name) for name in _HUB_OPTIONS if name in options}
+    for name in [name for name in options if name.startswith("_")]:
+        del options[name]
+    return {name: value for name, value in taken.items() if value is not None}
+
+
+def _may_be_on_hub(folder_or_name: str | Path) -> bool:
+    name = str(folder_or_name)
+    return "/" in name and may_be_on_hub(name)
