@@ -101,6 +101,15 @@ def test_the_last_k_stay_and_the_newest_is_loaded(tmp_path: Path) -> None:
     assert progress.step == 12
 
 
+def test_every_so_manyth_step_stays_beside_the_last(tmp_path: Path) -> None:
+    config = toy_config(keep_last=1, keep_every=4)
+    save(tmp_path, range(1, 11), config)
+    assert names(tmp_path) == ["step_10", "step_4", "step_8"]
+    progress = Checkpoints(tmp_path, config).load(*fresh(config))
+    assert progress is not None
+    assert progress.step == 10
+
+
 def test_an_empty_or_missing_folder_has_no_checkpoint(tmp_path: Path) -> None:
     config = toy_config()
     assert Checkpoints(tmp_path, config).load(*fresh(config)) is None

@@ -44,6 +44,7 @@ _PROGRESS = TypeAdapter(Progress)
 STATE = "state.json"
 SUMS = "SHA256SUMS"
 EXTRA = "extra.safetensors"
+_STEP = re.compile(r"step_\d+")
 
 
 class CheckpointError(RuntimeError):
@@ -64,12 +65,12 @@ class Checkpoints:
     ) -> None:
         self.folder = folder
         self._fingerprint = dict(fingerprint or {})
-        self._keep = config.training.keep_last
+        self._keep_last, self._keep_every = config.training.keep_last, config.training.keep_every
         self._config = config
         self._values = config.model_dump(mode="json")
 
     def save(self, engine: Engine, task: Task, progress: Progress) -> None:
-        """Write `step_N/`, then remove all but the last `training.keep_last`.
+        """Write `step_N/`, then remove what `training.keep_last` and `keep_every` do not keep.
 
         Raises:
             CheckpointError: on every rank when the folder cannot be written (a full disk, say).
@@ -105,8 +106,9 @@ class Checkpoints:
                 f"Earlier checkpoints are untouched; make room and start again with --resume."
             )
         if engine.rank == 0:
-            for path in self._steps()[self._keep :]:
-                shutil.rmtree(path, ignore_errors=True)
+            for path in self._steps()[self._keep_last :]:
+                if self._keep_every is None or _step(path) % self._keep_every:
+                    shutil.rmtree(path, ignore_errors=True)
 
     def load(self, engine: Engine, task: Task) -> Progress | None:
         """Take up the newest good checkpoint; None when there is none at all.
@@ -218,12 +220,13 @@ class Checkpoints:
 
     def _steps(self) -> list[Path]:
         """List complete folders, the newest first."""
-        numbered = []
-        for path in self.folder.glob("step_*"):
-            match = re.fullmatch(r"step_(\d+)", path.name)
-            if match and path.is_dir():
-                numbered.append((int(match[1]), path))
-        return [path for _, path in sorted(numbered, reverse=True)]
+        complete = [path for path in self.folder.glob("step_*") if _STEP.fullmatch(path.name)]
+        return sorted(filter(Path.is_dir, complete), key=_step, reverse=True)
+
+
+def _step(path: Path) -> int:
+    """Return the step of a complete folder."""
+    return int(path.name.removeprefix("step_"))
 
 
 def verify(path: Path) -> str | None:

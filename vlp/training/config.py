@@ -117,6 +117,12 @@ class LoopConfig(Config):
     keep_last: int = Field(
         2, ge=1, description="last checkpoints that stay", json_schema_extra={"resume": "free"}
     )
+    keep_every: int | None = Field(
+        None,
+        ge=1,
+        description="checkpoints of these steps stay as well: 10000 keeps every ten-thousandth",
+        json_schema_extra={"resume": "free"},
+    )
     accept_changed_data: bool = Field(
         False,
         description="with --resume: go on although shards, their index or the vocabulary are not "
