@@ -6,6 +6,7 @@ a start on a CPU. What is left is real: own processes, exit codes, signals and s
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import runpy
@@ -87,7 +88,9 @@ def _become(command: list[str], environment: dict[str, str], output: Path) -> No
     # The server's streams are block-buffered, and a rank that fails leaves without flushing.
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    assert all(module in sys.modules for module in _PRELOADED)
+    # At once, unless somebody else in this process started the server, with other modules.
+    for module in _PRELOADED:
+        importlib.import_module(module)
     # As in a process of its own on Linux; else its loader workers come from another server.
     multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)

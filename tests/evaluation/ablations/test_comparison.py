@@ -67,7 +67,7 @@ def small(line):
 
 
 def test_the_page_leads_from_an_encoding_to_its_map_and_use(folder):
-    look, compare = blocks("bash")
+    look, compare, _ = blocks("bash")
     for line in look.strip().splitlines():
         done = command(line, folder)
         assert done.returncode == 0, done.stderr
