@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python -m evaluation.benchmarks.loader.safeguards
 
-Loader: two loaders over the same shards take turns of a few batches each, one with the checks of
-`vlp.data.limits` and one whose worker has them replaced by nothing. The share is that of CPU
-seconds, paired by turns. The checks also find out how a JPEG is turned; that counts as theirs.
+Loader: two loaders in this process make the same batches by turns, one with the checks of
+`vlp.data.limits` and one with nothing in their place. The share is that of CPU seconds, paired by
+batches. The checks also find out how a JPEG is turned; that counts as theirs.
 
 Step: one pretraining task takes steps in turns with a lock on a folder and without. The lock's
 thread beats a hundred times as often as it does in a run; the share is divided by that again.
@@ -21,6 +21,7 @@ import argparse
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -36,7 +37,6 @@ from evaluation.benchmarks import harness
 from evaluation.benchmarks.harness import Measurement
 from evaluation.benchmarks.loader.__main__ import Settings, our_batches
 from evaluation.benchmarks.loader.shards import make_shards, save_vocabulary
-from evaluation.benchmarks.loader.turns import take_turns
 from evaluation.benchmarks.overhead import added_share
 from evaluation.benchmarks.pretrain_step import WARM_UP, Trainee, random_batch
 from vlp.data.config import AugmentConfig
@@ -52,8 +52,8 @@ TARGET = 1.0
 FASTER = 100
 """Factor by which the lock beats more often while steps are timed."""
 
-BATCHES = 4
-"""Of one turn of a loader: few, so that turns that are compared are near each other."""
+BATCHES = 20
+"""Of a loader for each step that is timed: small ones, so that compared ones are near."""
 
 STEPS_OF_A_RUN = 1000
 _TEXT_TOKENS = 32
@@ -63,42 +63,40 @@ _TEXT_TOKENS = 32
 def unchecked() -> Iterator[None]:
     """Leave images unchecked in this process, and in those forked from it meanwhile."""
     plain = JpegParts(may_be_turned=False)
-    nothing = {
-        "vlp.data.image.decode.check_parts": None,
-        "vlp.data.image.decode.check_size": None,
-        "vlp.data.image.jpeg.check_size": None,
-        "vlp.data.image.jpeg.jpeg_parts": plain,
+
+    def nothing(*_: object, **__: object) -> None:
+        """Check nothing. A mock would keep the bytes of every image."""
+
+    def no_parts(*_: object) -> JpegParts:
+        return plain
+
+    replaced = {
+        "vlp.data.image.decode.check_parts": nothing,
+        "vlp.data.image.decode.check_size": nothing,
+        "vlp.data.image.jpeg.check_size": nothing,
+        "vlp.data.image.jpeg.jpeg_parts": no_parts,
     }
     with ExitStack() as stack:
-        for name, value in nothing.items():
-            stack.enter_context(patch(name, return_value=value))
+        for name, function in replaced.items():
+            stack.enter_context(patch(name, function))
         yield
-
-
-def unchecked_batches(settings: Settings, augment: AugmentConfig) -> Iterator[Any]:
-    """Batches of a loader whose workers check nothing; this process checks again once they run."""
-    with unchecked():
-        batches = our_batches(settings, augment, False)
-        first = next(batches)
-    yield first
-    yield from batches
 
 
 def loader_share(settings: Settings, rounds: int) -> tuple[float, tuple[float, float]]:
     """Measure by turns what the checks add to a loader's CPU seconds: the share, its interval."""
-    augment = AugmentConfig()
-    found = take_turns(
-        {
-            WITH: lambda: our_batches(settings, augment, False),
-            WITHOUT: lambda: unchecked_batches(settings, augment),
-        },
-        BATCHES,
-        BATCHES * settings.batch,
-        rounds,
-        cores=1,
-    )
-    cpu = {name: np.array([turn.cpu for turn in side.turns]) for name, side in found.items()}
-    return added_share(cpu[WITH], cpu[WITHOUT])
+    checked, plain = (our_batches(settings, AugmentConfig(), False) for _ in range(2))
+
+    def batch(batches: Iterator[Any]) -> float:
+        started = time.process_time()
+        next(batches)
+        return time.process_time() - started
+
+    def without() -> float:
+        with unchecked():
+            return batch(plain)
+
+    taken = harness.interleave({WITH: lambda: batch(checked), WITHOUT: without}, rounds, WARM_UP)
+    return added_share(np.array(taken[WITH]), np.array(taken[WITHOUT]))
 
 
 def step_share(trainee: Trainee, batch: Any, folder: Path, rounds: int) -> tuple[float, float]:
@@ -142,8 +140,8 @@ def run(options: argparse.Namespace, device: torch.device) -> Iterator[Measureme
         shards.mkdir()
         make_shards(shards, options.samples)
         save_vocabulary(shards, vocabulary, _TEXT_TOKENS)
-        settings = Settings(shards, vocabulary, size=224, batch=64, workers=1)
-        loader, (low, high) = loader_share(settings, options.rounds)
+        settings = Settings(shards, vocabulary, size=224, batch=8, workers=0)
+        loader, (low, high) = loader_share(settings, BATCHES * options.rounds)
         config = harness.load_pretraining(options)
         trainee = Trainee(config, device)
         batch = random_batch(config.inputs, options.rows, _TEXT_TOKENS).to(device)

@@ -15,12 +15,13 @@ import numpy as np
 from vlp.data.limits import beyond, limits
 from vlp.data.shards.sample_files import BadSample
 
-# Of a JPEG: its first bytes, what decoders pass over before a marker, markers that stand alone, and
-# those of tables (not of a frame) among the markers of frames.
+# Of a JPEG: its first bytes, what decoders pass over before a marker, markers that stand alone,
+# those of tables (not of a frame) among the markers of frames, and those that say nothing here.
 JPEG = b"\xff\xd8\xff"
 _RUBBISH = re.compile(rb"(?:[^\xff]|\xff\0){0,64}\xff{1,64}[^\0\xff]", re.DOTALL)
 _ALONE = frozenset((0x01, *range(0xD0, 0xD9)))
 _NO_FRAME = frozenset((0xC4, 0xC8, 0xCC))
+_PASSED = frozenset((0xC4, 0xDB, 0xDD, 0xE0, *range(0xE2, 0xF0), 0xFE))
 _PROGRESSIVE, _ARITHMETIC, _SCAN, _APP1 = 0xC2, 0xC9, 0xDA, 0xE1
 _ORIENTED = (b"Exif\0\0", b"tiff:Orientation")
 
@@ -106,11 +107,15 @@ def jpeg_parts(data: bytes, where: str) -> JpegParts:
             start = place - 2
             continue
         start = place - 2 + int.from_bytes(data[place - 2 : place])
+        if marker in _PASSED:
+            continue
         if marker == _SCAN:
             several = progressive or data[place : place + 1] < bytes([colours])
             return JpegParts(turned, _scans(data, pixels, where) if several else pixels)
         if marker == _APP1:
             exif += (start - place) * data.startswith(b"Exif", place)
+            if exif > MOST_EXIF:
+                raise too_large(where, f"{exif} bytes of EXIF")
             turned = turned or any(data.find(mark, place, start) >= 0 for mark in _ORIENTED)
         elif 0xC0 <= marker <= 0xCF and marker not in _NO_FRAME:
             if marker >= _ARITHMETIC:
@@ -119,8 +124,6 @@ def jpeg_parts(data: bytes, where: str) -> JpegParts:
             height, width = data[place + 1 : place + 3], data[place + 3 : place + 5]
             pixels = max(pixels, int.from_bytes(height) * int.from_bytes(width))
             colours = data[place + 5] if place + 5 < len(data) else 0
-        if exif > MOST_EXIF:
-            raise too_large(where, f"{exif} bytes of EXIF")
     if size > _SMALL:
         raise too_large(where, "more segments than can be followed")
     return JpegParts(may_be_turned=True)
