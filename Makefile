@@ -6,7 +6,7 @@ READY := .venv/.ready
 JOBS ?= 2
 SHELL := /bin/bash
 
-.PHONY: demo test test-gpu test-slow test-multinode test-ray test-browser test-lowest fuzz chaos page-check forms-check lint types contracts docs resume-check lock clean
+.PHONY: demo test test-integration test-gpu test-slow test-multinode test-ray test-browser test-lowest fuzz chaos page-check forms-check lint types contracts docs resume-check lock clean
 
 # `make demo FRESH=1` deletes a finished run first.
 demo: $(READY)
@@ -14,6 +14,10 @@ demo: $(READY)
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --durations=25
+
+# Whole commands and trainings, half a minute each.
+test-integration: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m integration --durations=25
 
 # Tests of kernels, which need a GPU; all others run on the CPU wherever they run.
 test-gpu: $(READY)
@@ -47,9 +51,9 @@ fuzz: $(READY)
 
 # Kills, signals, full disks, failing stores and more for fifteen minutes over training and data tools on two ranks; results stay equal
 # bit for bit. `make chaos SEED=7 SECONDS=60` has other faults, and fewer; `SECONDS=9000 FAULTS=300` ends
-# when 300 have come, 20 of each kind; `make test` runs half a minute.
+# when 300 have come, 20 of each kind; `make test-integration` runs half a minute.
 chaos: $(READY)
-	VLP_CHAOS=$(or $(SECONDS),900) VLP_CHAOS_SEED=$(or $(SEED),30) VLP_CHAOS_FAULTS=$(or $(FAULTS),0) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/launch/cluster/chaos
+	VLP_CHAOS=$(or $(SECONDS),900) VLP_CHAOS_SEED=$(or $(SEED),30) VLP_CHAOS_FAULTS=$(or $(FAULTS),0) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m integration tests/launch/cluster/chaos
 
 # From an encoding in twenty lines to a table of its comparison with seeds, by the commands of its page.
 page-check: $(READY)

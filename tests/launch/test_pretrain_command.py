@@ -187,6 +187,7 @@ def _ranks_of(launcher: subprocess.Popen[str]) -> Iterator[tuple[int, psutil.Pro
             yield int(local[0].partition("=")[2]), process
 
 
+@pytest.mark.integration
 @pytest.mark.distributed
 def test_sigterm_on_one_rank_under_the_launcher_writes_a_checkpoint(lab: Lab) -> None:
     """The signal reaches rank 1 and its loader process; all ranks leave with one code."""

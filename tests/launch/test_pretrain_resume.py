@@ -69,6 +69,7 @@ def distance(first: Path, second: Path, file: str = "weights.safetensors") -> fl
     return max(float(gap.max()) for gap in gaps.values())
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("stage", STAGES)
 def test_killed_between_checkpoints_then_resumed_is_bitwise_the_same(
     lab: Lab, whole: Whole, stage: int

@@ -26,6 +26,7 @@ def looks(lab: Lab, name: str) -> dict[int, dict[str, float]]:
     return {line["step"]: {k: v for k, v in line.items() if k != "step"} for line in lines}
 
 
+@pytest.mark.integration
 @pytest.mark.distributed
 def test_it_changes_nothing_and_ranks_do_not_change_it(lab: Lab) -> None:
     ranks.run([COMMAND, *lab.arguments("not_validated")])

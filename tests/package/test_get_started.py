@@ -31,6 +31,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_all(wanted, tmp_path_factory.mktemp("commands"), timeout=500)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_runs(page: str, results: list[dict[str, Any]]) -> None:
     mine = [result for result in results if result["page"] == page]

@@ -86,6 +86,7 @@ def _true(text: str, boxes) -> bool | None:
     return "unread"
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("same_items", [True, False])
 def test_labels_are_right_and_the_words_say_nothing(same_items: bool) -> None:
     labels, read = defaultdict(list), 0

@@ -52,6 +52,7 @@ def file(tmp_path):
     return place
 
 
+@pytest.mark.integration
 @pytest.mark.distributed
 def test_variants_are_fine_tuned_and_have_their_tasks_figures(file):
     config = load_config(file, AblationConfig)

@@ -97,6 +97,7 @@ def test_tables_are_listed_and_a_wrong_name_is_told_the_nearest(capsys):
     assert "its command is vlp evaluate all" in capsys.readouterr().err
 
 
+@pytest.mark.integration
 @pytest.mark.distributed
 def test_a_table_is_run_again_beside_its_stored_figures(
     tiny_ablation, tmp_path, monkeypatch, capsys

@@ -143,6 +143,7 @@ def test_the_configurations_in_the_box_are_valid_with_the_overrides_of_their_hea
             load_config(ROOT / run.settings["config"], VisionConfig, settings)
 
 
+@pytest.mark.integration
 @pytest.mark.distributed
 def test_a_whole_comparison_is_trained_evaluated_and_never_done_twice(tiny_ablation):
     config = load_config(tiny_ablation, AblationConfig)

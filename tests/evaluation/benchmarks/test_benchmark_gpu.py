@@ -24,6 +24,7 @@ def tiny() -> PretrainConfig:
     return load_config(CONFIG, PretrainConfig, (*public, *check._TINY))
 
 
+@pytest.mark.integration
 def test_every_part_runs_dry(tmp_path: Path) -> None:
     assert check.run_check(CONFIG, tmp_path, dry=True) == 0
     lines = (tmp_path / "figures.jsonl").read_text().splitlines()

@@ -117,6 +117,7 @@ def require_stopped(run: Started) -> None:
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("launcher", "number"),
     [

@@ -47,6 +47,7 @@ def server(lab: Lab, tmp_path: Path) -> Iterator[ShardServer]:
         yield told
 
 
+@pytest.mark.integration
 @pytest.mark.timeout(SECONDS * 2 + 600)
 def test_faults_change_nothing(
     lab: Lab, server: ShardServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
