@@ -40,6 +40,9 @@ _DTYPES = {
 # What a collective call, or the store at the start, says of a rank that has gone.
 _LOST = ("by peer", "Broken pipe", "Connection was likely closed")
 
+# What gloo says when the others' part of a collective call does not come.
+_LATE = "Timed out waiting"
+
 # Collectives that the flight recorder of NCCL and Gloo remembers.
 _RECORDED = "512"
 
@@ -125,6 +128,11 @@ def process_group() -> Iterator[None]:
 def lost_peer(error: BaseException) -> bool:
     """Return whether an error says that another rank has gone, in a collective call or at start."""
     return isinstance(error, RuntimeError) and any(part in str(error) for part in _LOST)
+
+
+def peer_is_late(error: BaseException) -> bool:
+    """Return whether an error says that others did not come to a collective call in time."""
+    return isinstance(error, RuntimeError) and _LATE in str(error)
 
 
 def default_device() -> torch.device:

@@ -207,6 +207,12 @@ def _explain(error: BaseException) -> None:
         print(f"rank {rank} was interrupted", file=sys.stderr)
     elif distributed.lost_peer(error):
         print(f"rank {rank} lost another rank; that one's message says why", file=sys.stderr)
+    elif distributed.peer_is_late(error):
+        print(
+            f"rank {rank} waited for another one longer than training.timeout: that one hangs, or "
+            "the network between them is cut; --resume goes on from the newest checkpoint",
+            file=sys.stderr,
+        )
     else:
         print(f"error on rank {rank}:", file=sys.stderr)
         print(redacted("".join(traceback.format_exception(error))), file=sys.stderr)

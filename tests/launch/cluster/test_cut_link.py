@@ -1,0 +1,146 @@
+"""Two nodes in network namespaces: their link is cut, one goes on alone and dies, both finish."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ranks
+from launch_lab import CHECKPOINT_EVERY, Lab
+from safetensors.torch import load_file
+
+pytestmark = [pytest.mark.multinode, pytest.mark.distributed]
+
+COMMAND = ranks.ROOT / "launch" / "pretrain.py"
+STEPS = 60
+NODES = ("vlp-node-0", "vlp-node-1")
+LINKS = ("vlp0", "vlp1")
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+
+
+def ip(*words: str) -> None:
+    """Call `ip`, which needs the rights of root."""
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+def delete_nodes() -> None:
+    for node in NODES:
+        subprocess.run(["ip", "netns", "del", node], check=False, capture_output=True)
+
+
+@pytest.fixture
+def link() -> Iterator[tuple[str, ...]]:
+    """Two namespaces joined by a pair of virtual interfaces; words of `ip` that name one end."""
+    try:
+        delete_nodes()
+        for node in NODES:
+            ip("netns", "add", node)
+        ends = zip(NODES, LINKS, strict=True)
+        (first, one), (second, other) = ends
+        ip("link", "add", one, "netns", first, "type", "veth", "peer", other, "netns", second)
+        for node, end, address in zip(NODES, LINKS, ADDRESSES, strict=True):
+            ip("-n", node, "addr", "add", f"{address}/24", "dev", end)
+            for name in ("lo", end):
+                ip("-n", node, "link", "set", name, "up")
+    except (OSError, subprocess.CalledProcessError) as error:
+        delete_nodes()
+        pytest.skip(f"no network namespaces here: {error}")
+    yield ("-n", NODES[0], "link", "set", LINKS[0])
+    delete_nodes()
+
+
+def start(lab: Lab, name: str, world: int, *more: str) -> list[subprocess.Popen[str]]:
+    """One rank a node, by the environment that Slurm's tasks have too."""
+    rest = (f"training.steps={STEPS}", "training.keep_last=100", "training.timeout=8", *more)
+    return [
+        subprocess.Popen(
+            [
+                "ip",
+                "netns",
+                "exec",
+                NODES[rank],
+                sys.executable,
+                COMMAND,
+                *lab.arguments(name, *rest),
+            ],
+            env=os.environ
+            | {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world), "LOCAL_SIZE": "1"}
+            | {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500", "DS_ACCELERATOR": "cpu"}
+            | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            cwd=ranks.ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+
+
+def saved_steps(lab: Lab, name: str) -> list[int]:
+    folders = (lab.output(name) / "checkpoints").glob("step_*[0-9]")
+    return sorted(int(folder.name.removeprefix("step_")) for folder in folders)
+
+
+def until_saved(lab: Lab, name: str, step: int, running: list[subprocess.Popen[str]]) -> None:
+    """Wait for a checkpoint of that step or a later one."""
+    began = time.monotonic()
+    while max(saved_steps(lab, name), default=0) < step:
+        assert all(node.poll() is None for node in running), running[0].communicate()[0]
+        assert time.monotonic() - began < 120
+        time.sleep(0.02)
+
+
+def from_checkpoint(lab: Lab, source: str, step: int, name: str) -> None:
+    """Begin a run with the checkpoint that another one wrote."""
+    folder = f"checkpoints/step_{step}"
+    shutil.copytree(lab.output(source) / folder, lab.output(name) / folder)
+
+
+def weights(folder: Path) -> dict[str, object]:
+    return dict(load_file(folder / f"checkpoints/step_{STEPS}/weights.safetensors"))
+
+
+def test_a_run_outlives_its_link_and_a_node(lab: Lab, link: tuple[str, ...]) -> None:
+    nodes = start(lab, "run", 2)
+    until_saved(lab, "run", CHECKPOINT_EVERY, nodes)
+    ip(*link, "down")
+    cut = time.monotonic()
+    said = [node.communicate(timeout=60)[0] for node in nodes]
+    assert time.monotonic() - cut < 30
+    for rank, (node, words) in enumerate(zip(nodes, said, strict=True)):
+        assert node.returncode == 1
+        assert f"rank {rank} waited for another one longer than training.timeout" in words
+        assert "Traceback" not in words
+    two = max(saved_steps(lab, "run"))
+
+    [alone] = start(lab, "run", 1, "--resume")
+    until_saved(lab, "run", two + CHECKPOINT_EVERY, [alone])
+    alone.kill()
+    alone.communicate()
+    one = max(saved_steps(lab, "run"))
+    assert two < one < STEPS
+
+    ip(*link, "up")
+    nodes = start(lab, "run", 2, "--resume")
+    said = [node.communicate(timeout=120)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], "\n\n".join(said)
+    report = lab.report("run")
+    assert report["resumed_at_steps"] == [two, one]
+    assert report["samples"] == report["trained_samples"] == 8 * STEPS
+
+    # The same numbers of ranks, without faults, on one machine.
+    more = (f"training.steps={STEPS}", "training.keep_last=100")
+    ranks.run([COMMAND, *lab.arguments("first", *more)], 2)
+    from_checkpoint(lab, "first", two, "second")
+    ranks.run([COMMAND, *lab.arguments("second", *more, "--resume")], 1)
+    from_checkpoint(lab, "second", one, "third")
+    ranks.run([COMMAND, *lab.arguments("third", *more, "--resume")], 2)
+    found, expected = weights(lab.output("run")), weights(lab.output("third"))
+    assert all((found[name] == value).all() for name, value in expected.items())  # type: ignore[attr-defined]
+    assert found.keys() == expected.keys()
