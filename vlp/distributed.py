@@ -40,8 +40,8 @@ _DTYPES = {
 # What a collective call, or the store at the start, says of a rank that has gone.
 _LOST = ("by peer", "Broken pipe", "Connection was likely closed")
 
-# What gloo says when the others' part of a collective call does not come.
-_LATE = "Timed out waiting"
+# What gloo says when the others' part of a collective call does not come, and the store at start.
+_LATE = ("Timed out waiting", "waiting for clients")
 
 # Collectives that the flight recorder of NCCL and Gloo remembers.
 _RECORDED = "512"
@@ -131,8 +131,8 @@ def lost_peer(error: BaseException) -> bool:
 
 
 def peer_is_late(error: BaseException) -> bool:
-    """Return whether an error says that others did not come to a collective call in time."""
-    return isinstance(error, RuntimeError) and _LATE in str(error)
+    """Return whether an error says that others came too late, to a collective call or the start."""
+    return isinstance(error, RuntimeError) and any(part in str(error) for part in _LATE)
 
 
 def default_device() -> torch.device:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
 
 STEPS, CHECKPOINT_EVERY = 12, 4
 
@@ -39,3 +43,17 @@ class Lab:
     def report(self, name: str) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.output(name) / "report.json").read_text())
         return found
+
+    def saved_steps(self, name: str) -> list[int]:
+        """Steps of a run's checkpoints."""
+        folders = (self.output(name) / "checkpoints").glob("step_*[0-9]")
+        return sorted(int(folder.name.removeprefix("step_")) for folder in folders)
+
+    def begin_with(self, source: str, step: int, name: str) -> None:
+        """Begin a run with the checkpoint that another one wrote."""
+        folder = f"checkpoints/step_{step}"
+        shutil.copytree(self.output(source) / folder, self.output(name) / folder)
+
+    def weights(self, name: str, step: int) -> dict[str, Tensor]:
+        """Weights of a checkpoint."""
+        return load_file(self.output(name) / f"checkpoints/step_{step}/weights.safetensors")

@@ -223,3 +223,12 @@ def test_large_corpora_are_not_laid_out() -> None:
     slots = order.slots(0, 70_000, 512, rank=3, world_size=8)
     assert len(set(slots)) == 64
     assert order.samples_in_epoch(3) == 5_000_000
+
+
+@pytest.mark.parametrize(
+    ("world", "can"), [(3, "2 or 4 can"), (7, "4 or 8 can"), (65, "64 can"), (1000, "64 can")]
+)
+def test_numbers_of_ranks_that_can_share_are_named(world: int, can: str) -> None:
+    order = TrainingSampler([Pool([200])], 64, 10, 0)
+    with pytest.raises(ConfigError, match=rf"canonical_streams 64 evenly; {can}$"):
+        order.slots(0, 0, 64, 0, world)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import ranks
+import torch
 from launch_lab import CHECKPOINT_EVERY, Lab
-from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.multinode, pytest.mark.distributed]
 
@@ -82,33 +80,18 @@ def start(lab: Lab, name: str, world: int, *more: str) -> list[subprocess.Popen[
     ]
 
 
-def saved_steps(lab: Lab, name: str) -> list[int]:
-    folders = (lab.output(name) / "checkpoints").glob("step_*[0-9]")
-    return sorted(int(folder.name.removeprefix("step_")) for folder in folders)
-
-
 def until_saved(lab: Lab, name: str, step: int, running: list[subprocess.Popen[str]]) -> None:
     """Wait for a checkpoint of that step or a later one."""
     began = time.monotonic()
-    while max(saved_steps(lab, name), default=0) < step:
+    while max(lab.saved_steps(name), default=0) < step:
         assert all(node.poll() is None for node in running), running[0].communicate()[0]
         assert time.monotonic() - began < 120
         time.sleep(0.02)
 
 
-def from_checkpoint(lab: Lab, source: str, step: int, name: str) -> None:
-    """Begin a run with the checkpoint that another one wrote."""
-    folder = f"checkpoints/step_{step}"
-    shutil.copytree(lab.output(source) / folder, lab.output(name) / folder)
-
-
-def weights(folder: Path) -> dict[str, object]:
-    return dict(load_file(folder / f"checkpoints/step_{STEPS}/weights.safetensors"))
-
-
 def test_a_run_outlives_its_link_and_a_node(lab: Lab, link: tuple[str, ...]) -> None:
-    nodes = start(lab, "run", 2)
-    until_saved(lab, "run", CHECKPOINT_EVERY, nodes)
+    nodes = start(lab, "cut", 2)
+    until_saved(lab, "cut", CHECKPOINT_EVERY, nodes)
     ip(*link, "down")
     cut = time.monotonic()
     said = [node.communicate(timeout=60)[0] for node in nodes]
@@ -117,30 +100,40 @@ def test_a_run_outlives_its_link_and_a_node(lab: Lab, link: tuple[str, ...]) -> 
         assert node.returncode == 1
         assert f"rank {rank} waited for another one longer than training.timeout" in words
         assert "Traceback" not in words
-    two = max(saved_steps(lab, "run"))
+    two = max(lab.saved_steps("cut"))
 
-    [alone] = start(lab, "run", 1, "--resume")
-    until_saved(lab, "run", two + CHECKPOINT_EVERY, [alone])
+    [alone] = start(lab, "cut", 1, "--resume")
+    until_saved(lab, "cut", two + CHECKPOINT_EVERY, [alone])
     alone.kill()
     alone.communicate()
-    one = max(saved_steps(lab, "run"))
+    one = max(lab.saved_steps("cut"))
     assert two < one < STEPS
 
     ip(*link, "up")
-    nodes = start(lab, "run", 2, "--resume")
+    nodes = start(lab, "cut", 2, "--resume")
     said = [node.communicate(timeout=120)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], "\n\n".join(said)
-    report = lab.report("run")
+    report = lab.report("cut")
     assert report["resumed_at_steps"] == [two, one]
     assert report["samples"] == report["trained_samples"] == 8 * STEPS
 
     # The same numbers of ranks, without faults, on one machine.
     more = (f"training.steps={STEPS}", "training.keep_last=100")
-    ranks.run([COMMAND, *lab.arguments("first", *more)], 2)
-    from_checkpoint(lab, "first", two, "second")
-    ranks.run([COMMAND, *lab.arguments("second", *more, "--resume")], 1)
-    from_checkpoint(lab, "second", one, "third")
-    ranks.run([COMMAND, *lab.arguments("third", *more, "--resume")], 2)
-    found, expected = weights(lab.output("run")), weights(lab.output("third"))
-    assert all((found[name] == value).all() for name, value in expected.items())  # type: ignore[attr-defined]
+    ranks.run([COMMAND, *lab.arguments("cut_first", *more)], 2)
+    lab.begin_with("cut_first", two, "cut_second")
+    ranks.run([COMMAND, *lab.arguments("cut_second", *more, "--resume")], 1)
+    lab.begin_with("cut_second", one, "cut_third")
+    ranks.run([COMMAND, *lab.arguments("cut_third", *more, "--resume")], 2)
+    found, expected = lab.weights("cut", STEPS), lab.weights("cut_third", STEPS)
     assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_a_node_that_never_comes_is_said_so(lab: Lab, link: tuple[str, ...]) -> None:
+    ip(*link, "down")
+    [alone, absent] = start(lab, "alone", 2)
+    absent.kill()
+    said = alone.communicate(timeout=60)[0]
+    assert alone.returncode == 1
+    assert "rank 0 waited for another one longer than training.timeout" in said
+    assert "Traceback" not in said

@@ -192,8 +192,12 @@ class TrainingSampler:
 
     def _own(self, rank: int, world_size: int) -> range:
         if self.streams % world_size:
+            can = [ranks for ranks in range(1, self.streams + 1) if self.streams % ranks == 0]
+            fewer = max(ranks for ranks in can if ranks < world_size)
+            more = [f" or {ranks}" for ranks in can if ranks > world_size][:1]
             raise ConfigError(
-                f"{world_size} ranks cannot share data.canonical_streams {self.streams} evenly"
+                f"{world_size} ranks cannot share data.canonical_streams {self.streams} evenly; "
+                f"{fewer}{''.join(more)} can"
             )
         each = self.streams // world_size
         return range(rank * each, (rank + 1) * each)

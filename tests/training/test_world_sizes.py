@@ -1,0 +1,47 @@
+"""The shipped configurations train on every number of GPUs that docs/how-to/scale.md promises."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from vlp.config import load_config
+from vlp.objectives.contrastive.sample_groups import require_whole_groups
+from vlp.training.config import PretrainConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/how-to/scale.md").read_text(encoding="utf-8")
+PROMISES = re.findall(r"`(base\w*)` \| ([\d,]+) \| (?:divisors of ([\d,]+)|1, 2, 4, … 64) \|", PAGE)
+
+
+def number(text: str) -> int:
+    return int(text.replace(",", ""))
+
+
+def test_every_size_of_base_is_promised():
+    shipped = {path.stem for path in (ROOT / "configs/pretrain").glob("base*.yaml")}
+    assert {name for name, *_ in PROMISES} == shipped - {"base_14m"}  # other data, base's sizes
+
+
+@pytest.mark.parametrize(("name", "batch", "streams"), PROMISES)
+def test_promised_gpus_share_streams_and_hold_whole_groups(name, batch, streams):
+    config = load_config(ROOT / f"configs/pretrain/{name}.yaml", PretrainConfig)
+    assert config.training.batch == number(batch)
+    most = number(streams or "64")
+    sizes = [size for size in range(1, most + 1) if most % size == 0]
+    gpus = int(name.partition("_")[2] or 64)
+    assert gpus in sizes
+    for size in sizes:
+        assert config.data.canonical_streams % size == 0
+        require_whole_groups(config.objectives, config.training.batch, size)
+
+
+@pytest.mark.parametrize(
+    ("name", "left"), [("base_8", 6), ("base_64", 48), ("base_256", 240), ("base_1024", 960)]
+)
+def test_what_is_left_after_a_lost_node_can_train(name, left):
+    config = load_config(ROOT / f"configs/pretrain/{name}.yaml", PretrainConfig)
+    assert config.data.canonical_streams % left == 0
+    require_whole_groups(config.objectives, config.training.batch, left)
