@@ -117,6 +117,7 @@ def test_a_source_with_nothing_usable_ends_with_a_message(lab: Lab) -> None:
     assert "Traceback" not in said
 
 
+@pytest.mark.integration
 @pytest.mark.distributed
 def test_a_full_disk_ends_with_a_message_and_the_run_goes_on_later(lab: Lab) -> None:
     """The system refuses files of a checkpoint's size from the sixth batch on, on both ranks."""

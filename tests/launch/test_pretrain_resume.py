@@ -101,6 +101,7 @@ def test_killed_between_checkpoints_then_resumed_is_bitwise_the_same(
         }
 
 
+@pytest.mark.integration
 def test_a_second_start_is_refused_on_all_ranks_while_the_first_one_trains(lab: Lab) -> None:
     arguments = lab.arguments("owners", lab.zero(0), "training.steps=100000")
     first = ranks.start([COMMAND, *arguments], 2)
@@ -122,6 +123,7 @@ def test_a_second_start_is_refused_on_all_ranks_while_the_first_one_trains(lab: 
     assert not list(lab.output("owners").glob(".lock*"))
 
 
+@pytest.mark.integration
 def test_all_stages_give_the_same_weights(lab: Lab, whole: Whole) -> None:
     folders = [final(lab, whole(stage, 2)) for stage in STAGES]
     for folder in folders[1:]:

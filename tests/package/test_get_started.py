@@ -43,12 +43,14 @@ def test_every_command_runs(page: str, results: list[dict[str, Any]]) -> None:
         assert result["code"] == 0, f"{shown}: {result['code']}\n{result['said']}"
 
 
+@pytest.mark.integration
 def test_own_images_end_in_a_recall_table(results: list[dict[str, Any]]) -> None:
     tables = [one["said"] for one in results if one["command"][1:3] == ["evaluate", "retrieval"]]
     assert len(tables) >= 4
     assert all("R@1" in said and "R@10" in said for said in tables)
 
 
+@pytest.mark.integration
 @pytest.mark.skipif(("vlp", "app") in ELSEWHERE, reason="Gradio is not installed")
 def test_own_images_end_on_the_page(results: list[dict[str, Any]]) -> None:
     shown = [

@@ -132,6 +132,7 @@ def test_a_killed_command_goes_on_with_the_shards_that_are_missing(
     assert all(path.stat().st_mtime_ns == time for path, time in done.items())
 
 
+@pytest.mark.integration
 def test_a_second_command_is_refused_by_all_ranks(make_shards, configuration, tmp_path):
     """The first one is stopped in its work; the second one is two ranks."""
     config, out = configuration(make_shards(count=300, per_shard=10)), tmp_path / "out"

@@ -103,6 +103,7 @@ def test_labels_are_right_and_the_words_say_nothing(same_items: bool) -> None:
         assert abs(np.mean(values) - 0.5) < 2.0 / len(values) ** 0.5, word
 
 
+@pytest.mark.integration
 def test_what_there_is_says_nothing_where_items_are_the_same() -> None:
     """How many items an image has: of statements that are true of it and of others."""
 

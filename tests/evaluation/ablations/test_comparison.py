@@ -66,6 +66,7 @@ def small(line):
     return line.replace("rope-mixed,irpe-product", "rope-mixed")
 
 
+@pytest.mark.integration
 def test_the_page_leads_from_an_encoding_to_its_map_and_use(folder):
     look, compare, _ = blocks("bash")
     for line in look.strip().splitlines():

@@ -142,6 +142,7 @@ def test_what_ends_a_launcher_ends_its_ranks_with_a_checkpoint(
         require_stopped(run)
 
 
+@pytest.mark.integration
 def test_ranks_outlive_the_process_that_started_them_by_one_step(lab: Lab) -> None:
     """Nobody is left to signal them, and a shell stands between."""
     with started(lab, "deepspeed", "node") as run:

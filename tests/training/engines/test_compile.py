@@ -102,6 +102,7 @@ def test_sizes_that_change_become_symbols(counters: Any) -> None:
     assert not counters["graph_break"]
 
 
+@pytest.mark.integration
 def test_inductor_changes_losses_by_rounding_alone() -> None:
     config = configuration(masked=False)
     task = task_of(config)

@@ -8,6 +8,7 @@ import ranks
 SCRIPT = Path(__file__).with_name("engine_ranks.py")
 
 
+@pytest.mark.integration
 @pytest.mark.distributed
 def test_every_engine_trains_skips_saves_and_loads_as_plain_pytorch(tmp_path: Path) -> None:
     """Also: what 1 rank saved loads on 2 ranks in every engine, and the other way round."""
