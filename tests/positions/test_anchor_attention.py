@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from types import SimpleNamespace
 
@@ -16,43 +15,14 @@ from vlp.positions import PositionContext, anchor_attention, create_position
 from vlp.positions.anchor_attention import anchored_attention, contextual_terms
 from vlp.positions.anchor_field import with_prefix
 
-triton = pytest.importorskip("triton")
-from vlp.positions import anchor_attention_triton, anchor_shift_triton  # noqa: E402
-
-MODULES = {"anchor_attention": anchor_attention_triton, "anchor_shift": anchor_shift_triton}
+pytest.importorskip("triton")
+from interpreted_triton import interpreted
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _interpreted():
-    """Second copies of the kernels: Triton reads TRITON_INTERPRET where one is decorated."""
-    if torch.cuda.is_available():
+    with interpreted():
         yield
-        return
-    copies, language, core = {}, triton.language, triton.language.core
-    owners = language, core, language.math, core.tensor, core.dtype, core.tensor_descriptor_base
-    before = [(owner, dict(vars(owner))) for owner in owners]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        for name, module in MODULES.items():
-            spec = importlib.util.spec_from_file_location(f"{name}_interpreted", module.__file__)
-            copies[name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(copies[name])
-        # Triton's own functions, such as `tl.sum`, were decorated when it was imported.
-        for name, function in vars(language).copy().items():
-            if isinstance(function, triton.JITFunction):
-                setattr(language, name, triton.jit(function.fn))
-        # The interpreter has no products of bfloat16; those of float32 add up the same.
-        language.dot = lambda a, b, **options: core.dot(
-            a.to(core.float32), b.to(core.float32), **options
-        )
-        patch.setattr(anchor_attention, "_kernels", copies.__getitem__)
-        yield
-    for owner, attributes in before:  # which the interpreter leaves as it needs them
-        for name, value in attributes.items():
-            if vars(owner)[name] is not value:
-                setattr(owner, name, value)
-        for name in set(vars(owner)) - set(attributes):
-            delattr(owner, name)
 
 
 def layer_and_field(grid=(2, 3), words=5, heads=2, channels=4, groups=3, rows=2, **options):

@@ -14,14 +14,14 @@ import torch
 from vlp.positions.anchor import anchor_distance, anchor_path
 
 triton = pytest.importorskip("triton")
-from vlp.positions import anchor_triton  # noqa: E402
+from vlp.positions import anchor_triton, windowed_path  # noqa: E402
 
 METRICS = ["euclidean", "manhattan", "chebyshev"]
 
 
 @pytest.fixture(scope="module")
 def interpreted():
-    """A second copy of the module: Triton reads TRITON_INTERPRET where a kernel is decorated."""
+    """A second copy of the kernels: Triton reads TRITON_INTERPRET where one is decorated."""
     spec = importlib.util.spec_from_file_location(
         "anchor_triton_interpreted", anchor_triton.__file__
     )
@@ -29,7 +29,8 @@ def interpreted():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         spec.loader.exec_module(module)
-    return module
+        patch.setattr(windowed_path, "_kernels", lambda: module)
+        yield windowed_path
 
 
 def distances(batch, grid, tokens, groups, seed=0, threshold=0.9, dtype=torch.float32):
@@ -191,7 +192,7 @@ def test_compiles_for_a_gpu_that_is_not_there(kernel, type_, tmp_path, monkeypat
     if "nvidia" not in backends:
         pytest.skip("this Triton has no compiler for NVIDIA")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    function = getattr(anchor_triton, f"_{kernel}_kernel")
+    function = getattr(anchor_triton, f"path_{kernel}_kernel")
     constants = {"ROWS": 4, "COLUMNS": 6, "TEXT": 2, "PATCH": 1, "METRIC": "euclidean"}
     constants |= {"STEPS": 45, "GROUPS_LAST": False, "TYPE": float32, "BLOCK": 256}
     constants |= {"MASKED": True, "NOTE_WINNER": True}
@@ -225,10 +226,10 @@ print("triton" in sys.modules)
 
 
 def test_windows_that_are_too_large_are_left_to_pytorch():
-    assert anchor_triton.fits(2, 1)
-    assert anchor_triton.fits(100, 4)
-    assert not anchor_triton.fits(2, 5)
-    assert not anchor_triton.fits(1000, 4)
+    assert windowed_path.fits(2, 1)
+    assert windowed_path.fits(100, 4)
+    assert not windowed_path.fits(2, 5)
+    assert not windowed_path.fits(1000, 4)
 
 
 @pytest.mark.gpu
@@ -237,7 +238,7 @@ def test_windows_that_are_too_large_are_left_to_pytorch():
 def test_on_a_gpu(grid, tokens, groups, text_window, patch_window, metric):
     distance = distances(3, grid, tokens, groups).cuda()
     mask = words(3, tokens).cuda()
-    plain, kernel = both(anchor_triton, distance, grid, mask, text_window, patch_window, metric)
+    plain, kernel = both(windowed_path, distance, grid, mask, text_window, patch_window, metric)
     assert_equal(plain, kernel)
     leaf = distance.requires_grad_()
     path, _ = anchor_path(leaf, grid, mask, text_window, patch_window, metric)

@@ -1,7 +1,8 @@
 """Train a few steps of a task on the null CUDA device; print what one of them asks of a GPU.
 
-A JSON line per case of the command line, `KIND` or `KIND:base`: kernel launches of an ordinary
-step, host synchronisations by line of it and of a logged one, and peak memory in GiB.
+A JSON line per case of the command line, `KIND`, `KIND:base` or `KIND:base:COMPILE`: kernel
+launches of an ordinary step, host synchronisations by line of it and of a logged one, and peak
+memory in GiB.
 `tests/tasks/test_null_gpu.py` starts it.
 """
 
@@ -42,6 +43,7 @@ from vlp.tasks.downstream.retrieval import Retrieval
 from vlp.tasks.downstream.vqa import Vqa
 from vlp.tasks.pretraining import Pretraining
 from vlp.training.config import PretrainConfig
+from vlp.training.engines.compile import compile_task
 from vlp.training.engines.ddp import DdpEngine
 from vlp.training.loop import train
 from vlp.training.run_folder import RunFolder
@@ -156,11 +158,11 @@ def downstream(kind: str, model: ModelConfig) -> tuple[Any, Any]:
 
 def measure(case: str) -> dict[str, Any]:
     """Train on one case."""
-    kind, _, size = case.partition(":")
+    kind, size, how = (*case.split(":"), "", "")[:3]
     none = ["model.text.weights=null", "model.image.weights=null"]
     run = [f"training.batch={ROWS}", f"training.log_every={LOG_EVERY}", "training.steps=1000",
            "training.trackers=[]", "data.canonical_streams=16",
-           "training.max_non_finite=1000000"]  # fmt: skip
+           "training.max_non_finite=1000000", f"training.compile={how or 'none'}"]  # fmt: skip
     config = load_config(BASE, PretrainConfig, [*none, *run])
     if size != "base":
         small = ModelConfig.model_validate(TINY_MODEL)
@@ -169,6 +171,7 @@ def measure(case: str) -> dict[str, Any]:
     data = Watched(batch)
     with tempfile.TemporaryDirectory() as folder:
         config = config.model_copy(update={"output": folder})
+        compile_task(task, config.training.compile, torch.device("cuda"))
         engine = DdpEngine(task, config.training)
         with contextlib.suppress(Enough):
             train(config, task, data, engine, RunFolder(Path(folder), True))

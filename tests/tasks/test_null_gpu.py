@@ -29,15 +29,21 @@ SIZES = {
 }
 """Kernel launches of a step of 32 rows at most."""
 BASE_GIB = 12.5
+COMPILED = 3500
+"""Kernel launches of the base model's step with `training.compile=step`, at most."""
 
 
 @pytest.fixture(scope="module")
 def steps(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What each case asks of the device, by its name."""
+    return counted(shared, tmp_path_factory.mktemp("null_gpu"), [*SIZES], 500)
+
+
+def counted(shared: Path, folder: Path, cases: list[str], seconds: int) -> dict[str, Any]:
+    """Run cases of null_gpu_steps.py on the null device."""
     tool = shared / "tools" / "null_gpu" / "run.sh"
     if not tool.is_file() or torch.version.cuda is None or shutil.which("gcc") is None:
         pytest.skip("needs the null device, PyTorch for CUDA, and gcc")
-    folder = tmp_path_factory.mktemp("null_gpu")
     # PyTorch's wheels bring CUDA's headers without this one of its C++ library, whose macros choose
     # code for host and device.
     (folder / "nv").mkdir()
@@ -54,8 +60,8 @@ def steps(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, d
     }
     script = str(ROOT / "tests" / "tasks" / "null_gpu_steps.py")
     done = subprocess.run(
-        ["bash", str(tool), script, *SIZES],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False,
+        ["bash", str(tool), script, *cases],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -81,3 +87,12 @@ def test_the_base_model_with_32_pairs_stays_within_its_memory(steps):
 
 def test_the_input_that_is_computed_again_gives_the_same_gradients(steps):
     assert steps["contract"]["equal"]
+
+
+@pytest.mark.slow  # minutes of compiling
+def test_a_compiled_step_launches_few_kernels_and_waits_for_nothing(shared, tmp_path):
+    step = counted(shared, tmp_path, ["pretrain:base:step"], 1500)["pretrain:base:step"]
+    print(f"{step['launches']} launches, {step['gib']:.1f} GiB")
+    assert step["synchronisations"] == {}
+    assert step["launches"] <= COMPILED
+    assert step["gib"] <= 14

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from vlp.gpu_form import on_gpu
 from vlp.layers.flex import flex_attend
 from vlp.positions.anchor import has_triton
 from vlp.positions.anchor_encoding import AnchorPosition
@@ -70,7 +71,7 @@ def attend(
         if addition is not None:
             bias = addition if bias is None else bias + addition
     bias = None if bias is None else bias.to(query.dtype)
-    fused = query.device.type != "cpu" if fused is None else fused
+    fused = on_gpu(query) if fused is None else fused
     if fused and not at_value:
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask=bias, dropout_p=dropout, scale=scale
@@ -96,8 +97,9 @@ def cast_once(states: Tensor) -> Tensor:
 
     Autocast would cast them for each layer, and keep each copy for the backward pass.
     """
-    if states.is_cuda and torch.is_autocast_enabled("cuda") and states.dtype == torch.float32:
-        return states.to(torch.get_autocast_dtype("cuda"))
+    kind = states.device.type
+    if on_gpu(states) and torch.is_autocast_enabled(kind) and states.dtype == torch.float32:
+        return states.to(torch.get_autocast_dtype(kind))
     return states
 
 
@@ -228,7 +230,7 @@ class Attention(nn.Module):
     def _anchored(self, states: Tensor) -> bool:
         """Return whether the kernel of ACE-RPE computes this attention as a whole."""
         anchors = [each for each in self.positions if isinstance(each, AnchorPosition)]
-        if not anchors or not states.is_cuda or self.fused is False:
+        if not anchors or not on_gpu(states) or self.fused is False:
             return False
         if anchors[0].hooks == {"inputs"}:  # SDPA has no need of probabilities either
             return False

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vlp.region import region
+
 
 class _Bounded(torch.autograd.Function):
     """Clamp whose gradient vanishes only where descent would leave the range.
@@ -29,6 +31,11 @@ class _Bounded(torch.autograd.Function):
         return gradient.masked_fill(leaves, 0), None, None
 
 
+@region
+def _bounded_exp(x: Tensor, low: float, high: float) -> Tensor:
+    return _Bounded.apply(x, low, high).exp()
+
+
 class LearnedScale(nn.Module):
     """A positive factor of logits, learned as its logarithm and kept in [minimum, maximum].
 
@@ -47,7 +54,7 @@ class LearnedScale(nn.Module):
 
     def forward(self) -> Tensor:
         """Return the scale, a scalar."""
-        return _Bounded.apply(self.log_scale, self.low, self.high).exp()
+        return _bounded_exp(self.log_scale, self.low, self.high)
 
 
 class Temperature(LearnedScale):

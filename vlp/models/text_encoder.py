@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from vlp.gpu_form import on_gpu
 from vlp.layers.pooling import pooled_width
 from vlp.layers.post_norm import PostNormLayer
 from vlp.layers.text_embedding import TextEmbedding
@@ -61,7 +62,7 @@ class TextEncoder(TrainableTower):
         GPU, which would have to be asked for the lengths, encodes all texts as one group.
         """
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
-            in_groups = self.length_groups > 1 and not text_ids.is_cuda
+            in_groups = self.length_groups > 1 and not on_gpu(text_ids)
             encode = self._in_groups if in_groups else self._states
             states = encode(text_ids, attention_mask)
         return self.adapter(states)

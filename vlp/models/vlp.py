@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.profiler import record_function
 
 from vlp.layers.pooling import pool_states
 from vlp.layers.scale import Temperature
@@ -131,20 +132,21 @@ class VLPModel(nn.Module):
             image_tokens, text_tokens = image_tokens.detach(), text_tokens.detach()
         if pairs is not None:
             image_tokens, text_tokens = image_tokens[pairs.images], text_tokens[pairs.texts]
-        return anchor_field(
-            image_tokens,
-            text_tokens,
-            word_mask,
-            self.config.image.grid,
-            # Before the first step there is no quantile yet; delta must stay positive.
-            self.anchor_threshold.clamp(min=1e-3),
-            anchor.groups,
-            anchor.text_window,
-            anchor.patch_window,
-            anchor.metric,
-            anchor.hard,
-            anchor.tau,
-        )
+        with record_function("anchor/field"):
+            return anchor_field(
+                image_tokens,
+                text_tokens,
+                word_mask,
+                self.config.image.grid,
+                # Before the first step there is no quantile yet; delta must stay positive.
+                self.anchor_threshold.clamp(min=1e-3),
+                anchor.groups,
+                anchor.text_window,
+                anchor.patch_window,
+                anchor.metric,
+                anchor.hard,
+                anchor.tau,
+            )
 
     def cross(
         self,

@@ -11,6 +11,7 @@ from torch import Tensor
 from vlp.objectives.contrastive.sample_groups import sample_groups
 from vlp.objectives.loss import Loss
 from vlp.objectives.precision import full_precision
+from vlp.region import region
 
 
 class Negatives(NamedTuple):
@@ -27,6 +28,7 @@ class Negatives(NamedTuple):
     has_image: Tensor
 
 
+@region
 @torch.no_grad()
 def hard_negatives(
     similarity_i2t: Tensor, image_ids: Tensor, valid: Tensor, uniform: Tensor, group: int
@@ -73,6 +75,7 @@ def _inverse_cdf(logits: Tensor, allowed: Tensor, draw: Tensor) -> Tensor:
     return index.squeeze(-1).clamp(max=logits.shape[-1] - 1)
 
 
+@region
 def itm_loss(logits: Tensor, labels: Tensor, weight: Tensor) -> Loss:
     """Compute the cross-entropy of (R, 2) logits and `labels` (R,), 1 = matched, 0 = not.
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vlp.distributed import global_sum, world_size
+from vlp.region import region
 
 
 class Loss(NamedTuple):
@@ -28,8 +29,11 @@ def normalise(losses: Mapping[str, Loss]) -> dict[str, Tensor]:
     if not losses:
         return {}
     counts = global_sum(torch.stack([loss.count.to(torch.int64) for loss in losses.values()]))
-    ranks = world_size()
-    return {
-        name: loss.total * ranks / counts[row].clamp(min=1)
-        for row, (name, loss) in enumerate(losses.items())
-    }
+    means = _over_counts([loss.total for loss in losses.values()], counts, world_size())
+    return dict(zip(losses, means, strict=True))
+
+
+@region
+def _over_counts(totals: list[Tensor], counts: Tensor, ranks: int) -> list[Tensor]:
+    counts = counts.clamp(min=1)
+    return [total * ranks / counts[row] for row, total in enumerate(totals)]

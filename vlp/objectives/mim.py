@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from vlp.objectives.loss import Loss
 from vlp.objectives.precision import full_precision
+from vlp.region import region
 
 
 class MaskToken(nn.Module):
@@ -57,6 +58,7 @@ def patchify(pixels: Tensor, patch_size: int) -> Tensor:
     return cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
 
+@region
 def mim_loss(prediction: Tensor, pixels: Tensor, mask: Tensor, valid: Tensor | None = None) -> Loss:
     """Compute the mean absolute error per pixel value of masked patches (SimMIM, Eq. 1).
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from vlp.objectives.loss import Loss
 from vlp.objectives.precision import full_precision
+from vlp.region import region
 
 IGNORED = -100
 
@@ -29,6 +30,13 @@ def masked_positions(
         chosen = chosen & valid[:, None]
     if slots is None:
         return states[chosen], labels[chosen]
+    return _first_positions(states, labels, chosen, slots)
+
+
+@region
+def _first_positions(
+    states: Tensor, labels: Tensor, chosen: Tensor, slots: int
+) -> tuple[Tensor, Tensor]:
     places = chosen.flatten().nonzero_static(size=slots, fill_value=-1)[:, 0]
     wanted = torch.where(places < 0, IGNORED, labels.flatten()[places])
     return states.flatten(0, 1)[places], wanted
@@ -67,6 +75,7 @@ class MLMHead(nn.Module):
         return F.linear(states, word_embedding, self.bias)
 
 
+@region
 def mlm_loss(
     logits: Tensor, labels: Tensor, soft: Tensor | None = None, alpha: float = 0.0
 ) -> Loss:

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from vlp.distributed import global_sum
+from vlp.gpu_form import on_gpu
+from vlp.region import region
 
 BINS = 4000  # over [-1, 1]: steps of 5e-4, far below the spread of the similarities
 
@@ -28,7 +30,11 @@ def similarity_quantile(
     Returns:
         The threshold, 0-d float32, exact to 5e-4; NaN when no rank has a word.
     """
-    counts = global_sum(_histogram(similarity, word_mask & valid[:, None]))
+    return _quantile(global_sum(_histogram(similarity, word_mask & valid[:, None])), quantile)
+
+
+@region
+def _quantile(counts: Tensor, quantile: float) -> Tensor:
     total = counts.sum()
     below = (counts.cumsum(0) < quantile * total).sum()
     edge = (below + 1).to(torch.float32) / (BINS / 2) - 1
@@ -42,10 +48,15 @@ def _histogram(similarity: Tensor, words: Tensor, on_device: bool | None = None)
     it costs more, because padding is counted too.
     """
     by_word = similarity.transpose(1, 2)
-    if similarity.is_cuda if on_device is None else on_device:
-        index = _bin(by_word).float().masked_fill(~words[..., None, None], -1)
-        return index.histc(BINS, -0.5, BINS - 0.5).long()
+    if on_gpu(similarity) if on_device is None else on_device:
+        return _histogram_unread(by_word, words)
     return torch.bincount(_bin(by_word[words].flatten()), minlength=BINS)
+
+
+@region
+def _histogram_unread(by_word: Tensor, words: Tensor) -> Tensor:
+    index = _bin(by_word).float().masked_fill(~words[..., None, None], -1)
+    return index.histc(BINS, -0.5, BINS - 0.5).long()
 
 
 def _bin(entries: Tensor) -> Tensor:
@@ -68,6 +79,11 @@ def move_threshold(
     `similarity_quantile`.
     """
     now = similarity_quantile(similarity, word_mask, valid, quantile)
+    threshold.copy_(_moved(threshold, now, momentum))
+
+
+@region
+def _moved(threshold: Tensor, now: Tensor, momentum: float) -> Tensor:
     moved = torch.lerp(now, threshold, momentum)
     new = torch.where(threshold > 0, moved, now)
-    threshold.copy_(torch.where(torch.isfinite(new), new, threshold))
+    return torch.where(torch.isfinite(new), new, threshold)

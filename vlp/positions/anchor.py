@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from vlp.gpu_form import on_gpu
 from vlp.positions import distance_transform
+from vlp.positions.windowed_path import fits, windowed_path
 from vlp.positions.windows import Metric, patch_reach, text_reach
 
 # Entries of one intermediate result that a core handles best: 1 MiB of float32.
@@ -116,7 +118,7 @@ def anchor_path(
     the tokens of the window, then over the patches of the window. Unbounded ones take time linear
     in M and N, but for Euclidean distance, which compares every patch with every other.
 
-    On a GPU with Triton, bounded windows run in one kernel (`vlp.positions.anchor_triton`). Where
+    On a GPU with Triton, bounded windows run in one kernel (`vlp.positions.windowed_path`). Where
     several sources are equally near, PyTorch shares the gradient among them and the kernel gives
     it to one.
 
@@ -149,15 +151,10 @@ def anchor_path(
     shape, dtype = distance.shape, distance.dtype
     words = None if text_mask is None else _words(text_mask, distance)
     distance = distance.reshape(math.prod(shape[:-3]), *shape[-3:])
-    kernel = kernel and distance.is_cuda and has_triton()
-    if kernel and text_side is not None and patch_side is not None:
-        from vlp.positions import anchor_triton
-
-        if anchor_triton.fits(text_side, patch_side):
-            path, reachable = anchor_triton.windowed_path(
-                distance, grid, words, text_side, patch_side, metric
-            )
-            return path.view(shape), reachable.view(shape)
+    kernel = kernel and on_gpu(distance) and has_triton()
+    if kernel and text_side is not None and patch_side is not None and fits(text_side, patch_side):
+        path, reachable = windowed_path(distance, grid, words, text_side, patch_side, metric)
+        return path.view(shape), reachable.view(shape)
 
     # Groups first: tokens then lie side by side in memory, as `group_similarity` leaves them.
     plane = _at_least_float32(distance).movedim(-1, 1).unflatten(2, grid)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.profiler import record_function
 
+from vlp.gpu_form import on_gpu
 from vlp.positions.anchor import (
     Metric,
     anchor_distance,
@@ -18,6 +18,7 @@ from vlp.positions.anchor import (
     mean_over_patches,
     mean_over_words,
 )
+from vlp.region import region
 
 
 class AnchorField(NamedTuple):
@@ -45,6 +46,7 @@ class AnchorField(NamedTuple):
         return self.path[:, 1:] > 0
 
 
+@region
 def anchor_field(
     image_tokens: Tensor,
     text_tokens: Tensor,
@@ -74,18 +76,17 @@ def anchor_field(
         hard: only anchors are passed through; False is Eq. 4 with a finite tau (papers.md#ace-a8).
         tau: of the soft form.
     """
-    with record_function("anchor/field"):
-        with torch.autocast(image_tokens.device.type, enabled=False):
-            similarity = group_similarity(_float(image_tokens), _float(text_tokens), groups)
-            path, _ = anchor_path(
-                anchor_distance(similarity, threshold, hard, tau),
-                grid,
-                word_mask,
-                text_window,
-                patch_window,
-                metric,
-            )
-        return with_prefix(path, similarity, word_mask)
+    with torch.autocast(image_tokens.device.type, enabled=False):
+        similarity = group_similarity(_float(image_tokens), _float(text_tokens), groups)
+        path, _ = anchor_path(
+            anchor_distance(similarity, threshold, hard, tau),
+            grid,
+            word_mask,
+            text_window,
+            patch_window,
+            metric,
+        )
+    return with_prefix(path, similarity, word_mask)
 
 
 def joined_fields(fields: Sequence[AnchorField]) -> AnchorField:
@@ -130,10 +131,10 @@ def with_prefix(path: Tensor, similarity: Tensor, word_mask: Tensor) -> AnchorFi
     dtype = _compute_dtype(path)
     short = path.to(dtype)
     # A GPU's kernel reads both directions from one copy, and faster if its rows are aligned.
-    end = -(-(1 + patches) // 16) * 16 if path.is_cuda else 1 + patches
+    end = -(-(1 + patches) // 16) * 16 if on_gpu(path) else 1 + patches
     text_asks = short.new_zeros(pairs, words, groups, end)[..., : 1 + patches]
     text_asks[..., 1:] = short.permute(0, 2, 3, 1)
-    if path.is_cuda:
+    if on_gpu(path):
         image_asks = text_asks.permute(0, 3, 2, 1)
     else:
         image_asks = short.new_zeros(pairs, 1 + patches, groups, words)

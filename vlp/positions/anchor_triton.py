@@ -1,141 +1,17 @@
-"""The windowed anchor path (Eq. 7) as one Triton kernel forward and one backward.
+"""The kernels of the windowed anchor path (Eq. 7): one forward and one backward.
 
 A program finds the paths of a block of (patch, token, group) entries of one pair. It looks at every
 source in the window of each entry; neighbours share most of them, so they come from the cache and
 global memory is read and written once. Forward notes which step of the window won, in one byte;
 backward asks every entry around a source whether that source had won there. No atomics: equal
 inputs give equal gradients. `TRITON_INTERPRET=1`, set before this module is imported, runs both on
-a CPU, for tests.
-
-Of equally near sources the first wins and receives the whole gradient (the order is tokens, rows,
-columns), whereas PyTorch's minimum shares it.
+a CPU, for tests. `vlp.positions.windowed_path` launches them.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-from torch.autograd.function import once_differentiable
-
-from vlp.positions.windows import Metric
-
-_BLOCK = 256
-# The patches of a window are unrolled; with more of them compiling takes too long.
-_FARTHEST_PATCH = 4
-
-
-def fits(text_reach: int, patch_reach: int) -> bool:
-    """Return whether the kernel takes a window: up to 9 x 9 patches, and fewer than 2^15 steps."""
-    return patch_reach <= _FARTHEST_PATCH and _steps(text_reach, patch_reach) < 2**15
-
-
-def windowed_path(
-    distance: Tensor,
-    grid: tuple[int, int],
-    words: Tensor | None,
-    text_reach: int,
-    patch_reach: int,
-    metric: Metric,
-) -> tuple[Tensor, Tensor]:
-    """Shortest anchor path within windows (Eq. 7, papers.md#ace-a10 to #ace-a15), differentiable
-    once.
-
-    Half precision is computed in float32. The arguments are those that
-    `vlp.positions.anchor.anchor_path` has checked.
-
-    Args:
-        distance: (B, M, N, G) with any strides, from `anchor_distance`.
-        grid: (rows, columns) of the patches, M = rows * columns.
-        words: (B, N) bool, True = a real word.
-        text_reach: tokens to either side.
-        patch_reach: patches to either side, along rows and columns.
-        metric: distance between patches, in patches.
-
-    Returns:
-        The path (B, M, N, G), 0 where nothing is reachable, and the boolean `reachable`.
-    """
-    return _WindowedPath.apply(distance, grid, words, text_reach, patch_reach, metric)
-
-
-class _WindowedPath(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        distance: Tensor,
-        grid: tuple[int, int],
-        words: Tensor | None,
-        text_reach: int,
-        patch_reach: int,
-        metric: Metric,
-    ) -> tuple[Tensor, Tensor]:
-        path = torch.empty_like(distance)
-        reachable = torch.empty_like(path, dtype=torch.bool)
-        seen = reachable.view(torch.uint8)
-        steps = _steps(text_reach, patch_reach)
-        note = ctx.needs_input_grad[0]
-        winner = seen
-        if note:
-            winner = torch.empty_like(path, dtype=torch.uint8 if steps < 256 else torch.int16)
-        ctx.options = {
-            "tokens": path.shape[2],
-            "groups": path.shape[3],
-            "ROWS": grid[0],
-            "COLUMNS": grid[1],
-            "TEXT": text_reach,
-            "PATCH": patch_reach,
-            "METRIC": metric,
-            "STEPS": steps,
-            "GROUPS_LAST": path.stride(3) == 1,
-            "TYPE": tl.float64 if path.dtype == torch.float64 else tl.float32,
-            "BLOCK": _BLOCK,
-        }
-        if path.numel():
-            with torch.cuda.device(path.get_device()):
-                _forward_kernel[_programs(path)](
-                    distance,
-                    seen if words is None else words.contiguous().view(torch.uint8),
-                    path,
-                    seen,
-                    winner,
-                    *distance.stride(),
-                    *path.stride(),
-                    **ctx.options,
-                    MASKED=words is not None,
-                    NOTE_WINNER=note,
-                )
-        ctx.mark_non_differentiable(reachable)
-        if note:
-            ctx.save_for_backward(winner)
-        return path, reachable
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, path_gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        (winner,) = ctx.saved_tensors
-        gradient = torch.empty_like(winner, dtype=path_gradient.dtype)
-        if gradient.numel():
-            with torch.cuda.device(gradient.get_device()):
-                _backward_kernel[_programs(gradient)](
-                    path_gradient,
-                    winner,
-                    gradient,
-                    *path_gradient.stride(),
-                    *gradient.stride(),
-                    **ctx.options,
-                )
-        return gradient, None, None, None, None, None
-
-
-def _steps(text_reach: int, patch_reach: int) -> int:
-    return (2 * text_reach + 1) * (2 * patch_reach + 1) ** 2
-
-
-def _programs(x: Tensor) -> tuple[int]:
-    return (len(x) * triton.cdiv(x[0].numel(), _BLOCK),)
 
 
 @triton.jit
@@ -175,7 +51,7 @@ def _length(down: int, right: int, metric: str) -> float:
 
 
 @triton.jit
-def _forward_kernel(
+def path_forward_kernel(
     distance: tl.tensor,
     words: tl.tensor,
     path: tl.tensor,
@@ -203,6 +79,7 @@ def _forward_kernel(
     MASKED: tl.constexpr,
     NOTE_WINNER: tl.constexpr,
 ) -> None:
+    """Paths of a block of entries, and which step of the window won."""
     pair, patch, token, group, inside = _entries(tokens, groups, ROWS, COLUMNS, GROUPS_LAST, BLOCK)
     row, column = patch // COLUMNS, patch % COLUMNS
     target = inside
@@ -241,7 +118,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def path_backward_kernel(
     path_gradient: tl.tensor,
     winner: tl.tensor,
     gradient: tl.tensor,
@@ -265,6 +142,7 @@ def _backward_kernel(
     TYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
+    """Gradients of a block of sources, from the entries where they won."""
     pair, patch, token, group, inside = _entries(tokens, groups, ROWS, COLUMNS, GROUPS_LAST, BLOCK)
     row, column = patch // COLUMNS, patch % COLUMNS
     place = pair * gradient_pair

@@ -8,6 +8,7 @@ from torch import Tensor
 from vlp.objectives.contrastive.cross_entropy import candidate_cross_entropy
 from vlp.objectives.loss import Loss
 from vlp.objectives.precision import full_precision, no_autocast
+from vlp.region import region
 
 
 def positives(image_ids: Tensor, candidate_image_ids: Tensor) -> Tensor:
@@ -18,6 +19,7 @@ def positives(image_ids: Tensor, candidate_image_ids: Tensor) -> Tensor:
     return image_ids[:, None] == candidate_image_ids[None, :]
 
 
+@region
 def itc_loss(
     image: Tensor,
     text: Tensor,
@@ -47,6 +49,7 @@ def itc_loss(
     return Loss(torch.where(valid, rows, 0).sum() / 2, valid.sum())
 
 
+@region
 @torch.no_grad()
 def soft_targets(
     image: Tensor,

@@ -8,6 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vlp.gpu_form import on_gpu
+from vlp.region import region
+
 
 class QueueKeys(NamedTuple):
     """Pairs in the queue: `image`, `text` (K, dim), `image_ids` (K,), `valid` (K,) bool."""
@@ -16,6 +19,31 @@ class QueueKeys(NamedTuple):
     text: Tensor
     image_ids: Tensor
     valid: Tensor
+
+
+@region
+def _write(
+    held: tuple[Tensor, ...],
+    new: tuple[Tensor, ...],
+    valid: Tensor | None,
+    pointer: Tensor,
+    filled: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Write image and text keys and their ids over the oldest; return pointer and number."""
+    size = len(held[0])
+    kept = new[0].isfinite().all(-1) & new[1].isfinite().all(-1)
+    if valid is not None:
+        kept &= valid
+    number = kept.sum()
+    # Of the rows in order, those kept first: a fixed number of them, of which some stay out.
+    nth = torch.arange(min(len(kept), size), device=kept.device)
+    nth = nth + (number - size).clamp(min=0)
+    row = kept.logical_not().sort(stable=True).indices[nth.clamp(max=len(kept) - 1)]
+    place, written = (nth + pointer) % size, nth < number
+    for keys, rows in zip(held, new, strict=True):
+        rows, old = rows[row].to(keys), keys[place]
+        keys[place] = torch.where(written.view(-1, *[1] * (keys.ndim - 1)), rows, old)
+    return (pointer + number) % size, (filled + number).clamp(max=size)
 
 
 class KeyQueue:
@@ -55,7 +83,7 @@ class KeyQueue:
         A loss must concatenate (copy) them before its backward pass meets another push. On a GPU,
         where reading their number would make it wait, also the empty places, which are not valid.
         """
-        end = int(self.filled) if self.image.device.type == "cpu" else self.size
+        end = self.size if on_gpu(self.image) else int(self.filled)
         valid = torch.arange(end, device=self.image.device) < self.filled
         return QueueKeys(self.image[:end], self.text[:end], self.image_ids[:end], valid)
 
@@ -76,20 +104,8 @@ class KeyQueue:
             raise ValueError("the queue takes the teacher's keys only, not the student's features")
         if self.size == 0:
             return
-        kept = image.isfinite().all(-1) & text.isfinite().all(-1)
-        if valid is not None:
-            kept &= valid
-        number = kept.sum()
-        # Of the rows in order, those kept first: a fixed number of them, of which some stay out.
-        nth = torch.arange(min(len(kept), self.size), device=self.image.device)
-        nth = nth + (number - self.size).clamp(min=0)
-        row = kept.logical_not().sort(stable=True).indices[nth.clamp(max=len(kept) - 1)]
-        place, written = (nth + self.pointer) % self.size, nth < number
-        for held, new in ((self.image, image), (self.text, text), (self.image_ids, image_ids)):
-            new, old = new[row].to(held), held[place]
-            held[place] = torch.where(written.view(-1, *[1] * (held.ndim - 1)), new, old)
-        self.pointer = (self.pointer + number) % self.size
-        self.filled = (self.filled + number).clamp(max=self.size)
+        held, new = (self.image, self.text, self.image_ids), (image, text, image_ids)
+        self.pointer, self.filled = _write(held, new, valid, self.pointer, self.filled)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return keys, ids and the ring's position as tensors, for the checkpoint."""

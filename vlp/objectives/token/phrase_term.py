@@ -7,6 +7,7 @@ from torch import Tensor
 
 from vlp.objectives.loss import Loss
 from vlp.objectives.precision import full_precision, no_autocast
+from vlp.region import region
 
 REACH = 2
 """Words this far apart can belong to one phrase."""
@@ -16,6 +17,7 @@ SCALE = 10.0
 """Inverse temperature of the softmax over patches."""
 
 
+@region
 def phrase_loss(
     image_tokens: Tensor, text_tokens: Tensor, word_mask: Tensor, valid: Tensor
 ) -> Loss:

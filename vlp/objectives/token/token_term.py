@@ -13,6 +13,7 @@ from vlp.objectives.contrastive.sample_groups import sample_groups
 from vlp.objectives.loss import Loss
 from vlp.objectives.precision import full_precision
 from vlp.objectives.token.word_response import word_response
+from vlp.region import region
 
 
 class TokenLosses(NamedTuple):
@@ -50,6 +51,7 @@ def token_scores(
     return _over_words(response, word_mask)
 
 
+@region
 def token_losses(
     image_tokens: Tensor,
     text_tokens: Tensor,

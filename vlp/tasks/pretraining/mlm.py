@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from vlp.gpu_form import on_gpu
 from vlp.models.config import ModelConfig
 from vlp.models.features import ImageFeatures
 from vlp.models.towers.text import word_width
@@ -61,7 +62,7 @@ class MaskedLanguageModelling(Objective):
         masked = model.encode_text(batch.mlm_ids, batch.attention_mask, batch.word_mask)
         states = model.cross(image, masked, need_image=False).text
         labels, slots = batch.mlm_labels, None
-        if labels.is_cuda:
+        if on_gpu(labels):
             slots = prediction_slots(labels.numel(), self.settings.probability)
         states, labels = masked_positions(states, labels, batch.valid, slots)
         return head(states, model.text_encoder.word_table), labels

@@ -1,0 +1,60 @@
+"""Triton's kernels run by its interpreter, on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import triton
+
+from vlp.positions import (
+    anchor_attention,
+    anchor_attention_triton,
+    anchor_shift_triton,
+    anchor_triton,
+    windowed_path,
+)
+
+MODULES = {"anchor_attention": anchor_attention_triton, "anchor_shift": anchor_shift_triton}
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Run second copies of the kernels: Triton reads TRITON_INTERPRET where one is decorated.
+
+    Where there is a GPU the kernels stay as they are.
+    """
+    if torch.cuda.is_available():
+        yield
+        return
+    copies, language, core = {}, triton.language, triton.language.core
+    owners = language, core, language.math, core.tensor, core.dtype, core.tensor_descriptor_base
+    before = [(owner, dict(vars(owner))) for owner in owners]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        for name, module in {**MODULES, "anchor": anchor_triton}.items():
+            spec = importlib.util.spec_from_file_location(f"{name}_interpreted", module.__file__)
+            assert spec is not None
+            assert spec.loader is not None
+            copies[name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(copies[name])
+        # Triton's own functions, such as `tl.sum`, were decorated when it was imported.
+        for name, function in vars(language).copy().items():
+            if isinstance(function, triton.JITFunction):
+                setattr(language, name, triton.jit(function.fn))
+        # The interpreter has no products of bfloat16; those of float32 add up the same.
+        language.dot = lambda a, b, **options: core.dot(
+            a.to(core.float32), b.to(core.float32), **options
+        )
+        patch.setattr(anchor_attention, "_kernels", copies.__getitem__)
+        patch.setattr(windowed_path, "_kernels", lambda: copies["anchor"])
+        yield
+    for owner, attributes in before:  # which the interpreter leaves as it needs them
+        for name, value in attributes.items():
+            if vars(owner)[name] is not value:
+                setattr(owner, name, value)
+        for name in set(vars(owner)) - set(attributes):
+            delattr(owner, name)
