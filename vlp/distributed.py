@@ -22,6 +22,8 @@ from safetensors import safe_open
 from torch import Tensor
 from torch import distributed as dist
 
+from vlp.host_memory import host_copy
+
 _control: Any = None
 _waited = 0.0
 _waits_since: float | None = None
@@ -265,12 +267,12 @@ def put(held: Tensor, value: Tensor) -> None:
 
 
 def on_rank_0(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Bring tensors to rank 0's CPU, each whole; empty elsewhere. Collective if any is sharded."""
+    """Copy tensors to rank 0's CPU, each whole; empty elsewhere. Collective if any is sharded."""
     brought = {}
     for name, tensor in tensors.items():
         value = whole(tensor.detach())
         if rank() == 0:
-            brought[name] = value.cpu()
+            brought[name] = host_copy(value)
     return brought
 
 

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,11 @@ def killed_at(step: int | None, work: Callable[[Path], object], folder: Path) ->
                 os.kill(os.getpid(), signal.SIGKILL)
             seen += 1
 
+    threading.setprofile(watch)  # also what is done beside the training
     sys.setprofile(watch)
     work(folder)
     sys.setprofile(None)
+    threading.setprofile(None)
     folder.with_suffix(".steps").write_text(str(seen))
 
 
