@@ -24,13 +24,19 @@ def in_child(work: Callable[..., None], *arguments: object) -> int:
     return child.exitcode
 
 
-def killed_at(step: int | None, work: Callable[[Path], object], folder: Path) -> None:
-    """SIGKILL before step number `step` of some work, or count its steps into a file beside."""
+def killed_at(
+    step: int | None, work: Callable[[Path], object], folder: Path, thread: str = ""
+) -> None:
+    """SIGKILL before step number `step` of some work, or count its steps into a file beside.
+
+    `thread` is what the names of the threads start with whose steps count.
+    """
     seen = 0
 
     def watch(frame: Any, event: str, called: Any) -> None:
         nonlocal seen
-        if event == "c_call" and called.__name__ in STEPS:
+        ours = threading.current_thread().name.startswith(thread)
+        if ours and event == "c_call" and called.__name__ in STEPS:
             if seen == step:
                 os.kill(os.getpid(), signal.SIGKILL)
             seen += 1
@@ -43,6 +49,6 @@ def killed_at(step: int | None, work: Callable[[Path], object], folder: Path) ->
     folder.with_suffix(".steps").write_text(str(seen))
 
 
-def steps_of(work: Callable[[Path], object], folder: Path) -> int:
-    assert in_child(killed_at, None, work, folder) == 0
+def steps_of(work: Callable[[Path], object], folder: Path, thread: str = "") -> int:
+    assert in_child(killed_at, None, work, folder, thread) == 0
     return int(folder.with_suffix(".steps").read_text())

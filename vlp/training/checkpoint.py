@@ -83,7 +83,6 @@ class Checkpoints:
         self, folder: Path, config: RunConfig, fingerprint: Mapping[str, str] | None = None
     ) -> None:
         training = config.training
-        self._scratch = folder
         self._place = place_of(training.checkpoint_folder or folder, folder)
         self._fingerprint = dict(fingerprint or {})
         self._keep_last, self._keep_every = training.keep_last, training.keep_every
@@ -94,6 +93,9 @@ class Checkpoints:
         self._newest: str | None = None  # the last that was loaded or written
         self._writing: str | None = None
         self._work: Future[None] | None = None
+
+    def __str__(self) -> str:
+        return self._place / ""
 
     @cached_property
     def _shards(self) -> Shards:
@@ -167,7 +169,7 @@ class Checkpoints:
         self, name: str, files: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
     ) -> None:
         """Write a full checkpoint; in the thread, on rank 0."""
-        folder = self._scratch / f"{name}{PARTIAL}"
+        folder = self._place.scratch / f"{name}{PARTIAL}"
         shutil.rmtree(folder, ignore_errors=True)
         try:
             folder.mkdir(parents=True)
@@ -181,7 +183,7 @@ class Checkpoints:
     def _write_shards(self, name: str, copies: dict[str, Tensor], state: Mapping[str, Any]) -> None:
         """Write a sharded checkpoint; in the thread of every rank."""
         main = distributed.rank() == 0
-        folder = self._scratch / f"{name}{PARTIAL}"
+        folder = self._place.scratch / f"{name}{PARTIAL}"
         if main:
             shutil.rmtree(folder, ignore_errors=True)
         try:
@@ -233,7 +235,7 @@ class Checkpoints:
         """
         if self._on_rank_0(self._place.names):
             raise CheckpointError(
-                f"training.checkpoint_folder: {self._place / ''} holds checkpoints; continue their "
+                f"training.checkpoint_folder: {self} holds checkpoints; continue their "
                 "run with --resume, or choose another folder"
             )
 
@@ -258,8 +260,7 @@ class Checkpoints:
             self._on_rank_0(partial(self._set_aside, name, problem))
         if found:
             raise CheckpointError(
-                f"no checkpoint in {self._place / ''} is whole; to begin anew, choose another "
-                "`output`"
+                f"no checkpoint in {self} is whole; to begin anew, choose another `output`"
             )
         return None
 

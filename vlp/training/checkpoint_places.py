@@ -32,7 +32,9 @@ Value = TypeVar("Value")
 
 
 class Place(Protocol):
-    """Complete checkpoints by name, `step_N`."""
+    """Complete checkpoints by name, `step_N`; `scratch` is where they are written at first."""
+
+    scratch: Path
 
     def names(self) -> list[str]:
         """List the names of complete checkpoints, the newest first."""
@@ -75,7 +77,7 @@ class LocalPlace:
     """A folder on a disk."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder = self.scratch = folder
 
     def __truediv__(self, name: str) -> str:
         return str(self.folder / name)
@@ -152,7 +154,7 @@ class RemotePlace:
 
     Args:
         url: of the folder.
-        scratch: a folder on a disk for copies.
+        scratch: a folder on a disk.
 
     Raises:
         ConfigError: its protocol is not known or needs a package. Of all methods: the store
@@ -162,7 +164,7 @@ class RemotePlace:
     def __init__(self, url: str, scratch: Path) -> None:
         if url.startswith(("http://", "https://")):
             raise ConfigError(f"{url}: nothing can be written to a web server")
-        self._url, self._scratch = url.rstrip("/"), scratch
+        self._url, self.scratch = url.rstrip("/"), scratch
         self._files, place = connected(url, DEFAULT_OUTAGES.silence)
         self._root = place.rstrip("/")
 
@@ -206,7 +208,7 @@ class RemotePlace:
     @contextmanager
     def fetched(self, name: str) -> Iterator[Path]:
         """Give a copy of the checkpoint, for as long as the block lasts."""
-        copy = self._scratch / f"{name}{PARTIAL}"
+        copy = self.scratch / f"{name}{PARTIAL}"
         shutil.rmtree(copy, ignore_errors=True)
         copy.mkdir(parents=True)
         try:
@@ -268,10 +270,9 @@ class RemotePlace:
 
 def place_of(folder: str | Path, scratch: Path) -> LocalPlace | RemotePlace:
     """Return the place that a path or a URL names; arguments as of `RemotePlace`."""
-    url = as_url(folder)
-    if url is None or url.startswith("file://"):
+    if as_url(folder) is None or str(folder).startswith("file://"):
         return LocalPlace(Path(str(folder).removeprefix("file://")))
-    return RemotePlace(url, scratch)
+    return RemotePlace(str(folder), scratch)
 
 
 def step_of(name: str) -> int:

@@ -106,10 +106,10 @@ class Shards:
             OSError: on every rank, where one cannot write.
         """
         try:
-            writer = dcp.FileSystemWriter(folder)
             dcp.save(
                 copies,
-                storage_writer=writer,
+                # It has nothing to bring from a GPU, and would wait for one that is not its own.
+                storage_writer=dcp.FileSystemWriter(folder, per_thread_copy_ahead=0),
                 process_group=self._group,
                 no_dist=self._group is None,
             )

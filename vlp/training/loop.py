@@ -126,7 +126,7 @@ def train(
             closing(_stream(data, progress, engine)) as batches,
         ):
             if resume and not found:
-                log.say(f"{folder.checkpoints} holds no checkpoint; starting from the beginning")
+                log.say(f"{checkpoints} holds no checkpoint; starting from the beginning")
             meter, watch, record = Meter(progress), CollapseWatch(), log.last
             together = StopTogether(stop, engine.device)
             uncounted: list[Outcome] = []
