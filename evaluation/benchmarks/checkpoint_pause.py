@@ -34,7 +34,7 @@ from evaluation.benchmarks import harness
 from evaluation.benchmarks.harness import Measurement
 from vlp import distributed
 from vlp.config import ConfigError
-from vlp.training.checkpoint import Checkpoints
+from vlp.training.checkpoints.checkpoint import Checkpoints
 from vlp.training.config import LoopConfig, RunConfig
 from vlp.training.engines.ddp import DdpEngine
 from vlp.training.engines.environment import keep_freed_memory

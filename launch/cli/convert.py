@@ -104,7 +104,7 @@ def convert_checkpoint(
     \b
       vlp convert-checkpoint runs/base/checkpoints/step_9000 runs/moved/checkpoints/step_9000
     """
-    from launch.convert_checkpoint import convert
+    from vlp.training.checkpoints.full_form import convert
 
     return _run(lambda: convert(old, new))
 

@@ -29,7 +29,7 @@ from vlp.io import atomic_folder, restore_folder
 from vlp.objectives.monitors.collapse import CollapseWatch
 from vlp.tasks.task import StepOutput, Task
 from vlp.training.best_checkpoint import BestCheckpoint
-from vlp.training.checkpoint import CheckpointError, Checkpoints
+from vlp.training.checkpoints.checkpoint import CheckpointError, Checkpoints
 from vlp.training.config import RunConfig
 from vlp.training.engines.base import Engine
 from vlp.training.logging.heartbeat import Heartbeat, Pulse

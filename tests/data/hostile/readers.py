@@ -39,7 +39,7 @@ from vlp.models.folder import save_pretrained
 from vlp.models.pretrained.published import read_tensors
 from vlp.models.vlp import VLPModel
 from vlp.tasks.model_card import model_card
-from vlp.training.checkpoint import SUMS, CheckpointError, Checkpoints
+from vlp.training.checkpoints.checkpoint import SUMS, CheckpointError, Checkpoints
 from vlp.training.config import PretrainConfig
 from vlp.training.logging.progress import Progress
 

@@ -17,8 +17,7 @@ from torch import Tensor
 from training_toy import TOKENS, PlainEngine, ToyTask, toy_batch, toy_config
 
 from vlp import distributed
-from vlp.io import write_tensors
-from vlp.training.engines.base import Engine, Update
+from vlp.training.engines.base import Engine, Update, write_snapshot
 from vlp.training.engines.ddp import DdpEngine
 from vlp.training.engines.deepspeed import DeepSpeedEngine
 from vlp.training.engines.environment import prepare_environment
@@ -68,12 +67,6 @@ def steps(engine: Engine, first: int, last: int) -> list[Update]:
 ACCUMULATION = 1
 
 
-def save(engine: Engine, home: Path) -> None:
-    for file, tensors in engine.snapshot().items():  # collective
-        if engine.rank == 0:
-            write_tensors(home / file, tensors)
-
-
 def copied(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in state.items()}
 
@@ -103,7 +96,7 @@ def check(kind: str) -> None:
     home = FOLDER / f"state_{kind}_{engine.world_size}"
     home.mkdir(exist_ok=True)
     updates = steps(engine, 0, SAVED_AFTER)
-    save(engine, home)
+    write_snapshot(engine, home)
     updates += steps(engine, SAVED_AFTER, POISONED)
     before = copied(engine.gather())
     updates += steps(engine, POISONED, POISONED + 1)
@@ -136,7 +129,7 @@ def check_float16(kind: str) -> None:
     updates = steps(engine, 0, POISONED + 2)
     home = FOLDER / f"half_{kind}_{engine.world_size}"
     home.mkdir(exist_ok=True)
-    save(engine, home)
+    write_snapshot(engine, home)
     updates += steps(engine, POISONED + 2, STEPS)
     assert [update.applied for update in updates[POISONED:]] == [False, True, True, True]
     for before, after in pairwise(updates):  # the first gradients may overflow

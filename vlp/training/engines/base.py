@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from vlp.data.stream.batch import Slots
+from vlp.io import write_tensors
 from vlp.tasks.task import StepOutput
 
 # A checkpoint's files and the names in them, the same for every engine.
@@ -83,6 +84,13 @@ class ShardedEngine(Engine, Protocol):
 
     def settle(self, optimiser: Mapping[str, Tensor]) -> None:
         """Take the step count, and the loss scale where there is one, from loaded tensors."""
+
+
+def write_snapshot(engine: Engine, folder: Path) -> None:
+    """Write the files that `Engine.load` reads; collective, and rank 0 writes."""
+    for file, tensors in engine.snapshot().items():
+        if engine.rank == 0:
+            write_tensors(folder / file, tensors)
 
 
 def saved_buffers(module: nn.Module) -> dict[str, Tensor]:

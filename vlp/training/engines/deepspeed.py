@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from vlp import distributed
 from vlp.data.stream.batch import Slots
-from vlp.distributed import broadcast_tensors
-from vlp.host_memory import host_copy
+from vlp.distributed import broadcast_tensors, host_copy
 from vlp.tasks.task import StepOutput
 from vlp.training.config import LoopConfig
 from vlp.training.engines.base import MOMENTS, OPTIMISER, STEP, WEIGHTS, Update, saved_buffers

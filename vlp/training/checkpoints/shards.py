@@ -8,7 +8,6 @@ divided among them. Whatever number of ranks reads it takes of each tensor what 
 from __future__ import annotations
 
 import pickle
-import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,8 +23,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from vlp import distributed
 from vlp.config import ConfigError
-from vlp.host_memory import host_copy
-from vlp.training.checkpoint_places import EXTRA, METADATA, LocalPlace, Place
+from vlp.distributed import host_copy
+from vlp.training.checkpoints.places import METADATA, Place
 from vlp.training.engines.base import OPTIMISER, WEIGHTS, ShardedEngine
 from vlp.training.engines.loss_scale import LOSS_SCALE
 
@@ -61,7 +60,9 @@ class Shards:
             self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._rank, self._ranks = distributed.rank(), distributed.world_size()
 
-    def copy(self, files: Mapping[str, Mapping[str, Tensor]], alone: Collection[str]) -> Any:
+    def copy(
+        self, files: Mapping[str, Mapping[str, Tensor]], alone: Collection[str]
+    ) -> dict[str, Tensor]:
         """Return copies, in the CPU's memory, of what this rank writes.
 
         Args:
@@ -134,8 +135,8 @@ class Shards:
             ValueError: a tensor has another size, or the metadata cannot be read.
         """
         held = {f"{f}/{n}": t for f, tensors in engine.held().items() for n, t in tensors.items()}
-        reader = ShardReader(place, name)
-        written = _shapes(reader)
+        reader = PlaceReader(place, name)
+        written = shapes(reader)
         scale = f"{OPTIMISER}/{LOSS_SCALE}"
         if scale not in written or scale not in held:  # of another precision
             written.pop(scale, None)
@@ -145,7 +146,7 @@ class Shards:
             raise KeyError(f"the model has no {sorted(unknown)}")
         if missing := held.keys() - written.keys():
             raise KeyError(f"the checkpoint lacks {sorted(missing)}")
-        extra = {n: _empty(shape) for n, shape in written.items() if not n.startswith(prefixes)}
+        extra = {n: empty(shape) for n, shape in written.items() if not n.startswith(prefixes)}
         try:
             with torch.no_grad():
                 dcp.load(
@@ -169,7 +170,7 @@ class Shards:
         return {name.partition("/")[2]: tensor for name, tensor in extra.items()}
 
 
-class ShardReader(dcp.FileSystemReader):
+class PlaceReader(dcp.FileSystemReader):
     """Reads from a place of checkpoints, and makes nothing of its metadata but descriptions."""
 
     def __init__(self, place: Place, name: str) -> None:
@@ -212,27 +213,16 @@ class _Descriptions(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} has no place in it")
 
 
-def read_full(folder: Path) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield each file of a full checkpoint, with its tensors by name, from a sharded one's folder.
+def shapes(reader: PlaceReader) -> dict[str, TensorStorageMetadata]:
+    """Return what is known of each tensor by `FILE/NAME`.
 
     Raises:
-        ValueError: its metadata cannot be read.
+        ValueError: the metadata cannot be read.
     """
-    reader = ShardReader(LocalPlace(folder.parent), folder.name)
-    shapes = _shapes(reader)
-    for file in (WEIGHTS, OPTIMISER, EXTRA):
-        tensors = {
-            name: _empty(shape) for name, shape in shapes.items() if name.startswith(f"{file}/")
-        }
-        with warnings.catch_warnings(action="ignore"):  # of no process group
-            dcp.load(tensors, storage_reader=reader, no_dist=True)
-        yield file, {name.partition("/")[2]: tensor for name, tensor in tensors.items()}
-
-
-def _shapes(reader: ShardReader) -> dict[str, TensorStorageMetadata]:
     found = reader.read_metadata().state_dict_metadata
     return {name: kind for name, kind in found.items() if isinstance(kind, TensorStorageMetadata)}
 
 
-def _empty(shape: TensorStorageMetadata) -> Tensor:
+def empty(shape: TensorStorageMetadata) -> Tensor:
+    """Return a tensor to be read into."""
     return torch.empty(shape.size, dtype=shape.properties.dtype)

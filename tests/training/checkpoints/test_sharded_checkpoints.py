@@ -13,10 +13,10 @@ import pytest
 import ranks
 import torch
 from pydantic import ValidationError
-from tests_support import launch_script
 from training_toy import PlainEngine, ToyTask, toy_config
 
-from vlp.training.checkpoint import CheckpointError, Checkpoints, verify
+from launch.cli.main import main
+from vlp.training.checkpoints.checkpoint import CheckpointError, Checkpoints, verify
 from vlp.training.engines.ddp import DdpEngine
 from vlp.training.logging.progress import Progress
 
@@ -65,22 +65,21 @@ def test_a_run_goes_on_from_one_form_in_the_other(tmp_path: Path) -> None:
 def test_converted_to_the_full_form_it_has_the_bytes_of_a_full_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = launch_script("convert_checkpoint")
     engine, task = engine_of()
     Checkpoints(tmp_path / "full", FULL).save(engine, task, Progress(step=1))
     Checkpoints(tmp_path / "sharded", SHARDED).save(engine, task, Progress(step=1))
     old, new = tmp_path / "sharded" / "step_1", tmp_path / "converted" / "step_1"
-    assert command.main([str(old), str(new)]) == 0
+    assert main(["convert-checkpoint", str(old), str(new)]) == 0
     assert verify(new) is None
     for path in sorted((tmp_path / "full" / "step_1").glob("*.safetensors")):
         assert (new / path.name).read_bytes() == path.read_bytes()
     again = engine_of(1)
     assert Checkpoints(tmp_path / "converted", FULL).load(*again) == Progress(step=1)
     assert same(state(*again), state(engine, task))
-    assert command.main([str(old), str(new)]) == 2
-    assert command.main([str(new), str(tmp_path / "twice")]) == 2
+    assert main(["convert-checkpoint", str(old), str(new)]) == 2
+    assert main(["convert-checkpoint", str(new), str(tmp_path / "twice")]) == 2
     (old / "__0_0.distcp").write_bytes(b"")
-    assert command.main([str(old), str(tmp_path / "damaged")]) == 2
+    assert main(["convert-checkpoint", str(old), str(tmp_path / "damaged")]) == 2
     said = capsys.readouterr().err
     assert "exists; name a new folder" in said
     assert "is in the full form already" in said

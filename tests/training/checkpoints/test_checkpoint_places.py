@@ -14,8 +14,8 @@ from training_toy import PlainEngine, ToyData, ToyTask, toy_config
 
 from vlp.config import ConfigError
 from vlp.data.shards import outages
-from vlp.training import checkpoint_places
-from vlp.training.checkpoint import CheckpointError, Checkpoints
+from vlp.training.checkpoints import places
+from vlp.training.checkpoints.checkpoint import CheckpointError, Checkpoints
 from vlp.training.config import PretrainConfig
 from vlp.training.engines.ddp import DdpEngine
 from vlp.training.logging.progress import Progress
@@ -141,7 +141,7 @@ def test_a_store_that_fails_damages_nothing(
         raise ConnectionError("connection reset")
 
     monkeypatch.setattr(type(STORE), "cat_file", refuses)
-    monkeypatch.setattr(checkpoint_places, "DEFAULT_OUTAGES", outages.OutageConfig(seconds=0))
+    monkeypatch.setattr(places, "DEFAULT_OUTAGES", outages.OutageConfig(seconds=0))
     with pytest.raises(CheckpointError, match="connection reset; tried 1 times"):
         loaded(tmp_path, config)
     monkeypatch.undo()

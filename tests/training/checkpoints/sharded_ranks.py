@@ -18,7 +18,7 @@ from training_toy import TOKENS, ToyTask, toy_batch, toy_config
 
 from vlp import distributed
 from vlp.config import ConfigError
-from vlp.training.checkpoint import CheckpointError, Checkpoints
+from vlp.training.checkpoints.checkpoint import CheckpointError, Checkpoints
 from vlp.training.engines.ddp import DdpEngine
 from vlp.training.engines.environment import prepare_environment
 from vlp.training.engines.fsdp import FsdpEngine

@@ -36,6 +36,9 @@ class Place(Protocol):
 
     scratch: Path
 
+    def __truediv__(self, name: str) -> str:
+        """Return what messages call a checkpoint."""
+
     def names(self) -> list[str]:
         """List the names of complete checkpoints, the newest first."""
 
@@ -91,8 +94,7 @@ class LocalPlace:
         """Remove what a kill left incomplete, and bring back what it left aside."""
         for aside in self.folder.glob(".step_*.replaced"):
             restore_folder(self.folder / aside.name[1:].removesuffix(".replaced"))
-        for leftover in self.folder.glob(f"step_*{PARTIAL}"):
-            shutil.rmtree(leftover, ignore_errors=True)
+        _remove_partial(self.folder)
 
     def has(self, name: str) -> bool:
         """Return whether this process sees a checkpoint."""
@@ -107,7 +109,11 @@ class LocalPlace:
         return (self.folder / name / file).read_bytes()
 
     def digest(self, name: str, file: str) -> str:
-        """Return a file's SHA-256 in hexadecimal digits."""
+        """Return a file's SHA-256 in hexadecimal digits.
+
+        Raises:
+            FileNotFoundError: it is no file.
+        """
         path = self.folder / name / file
         if not path.is_file():  # a pipe would be waited for
             raise FileNotFoundError(path)
@@ -139,8 +145,11 @@ class LocalPlace:
         replace_folder(partial, self.folder / name)
 
     def remove(self, name: str) -> None:
-        """Remove a checkpoint."""
-        shutil.rmtree(self.folder / name, ignore_errors=True)
+        """Remove a checkpoint, which is none any more from the start."""
+        going = self.folder / f"{name}{PARTIAL}"
+        with suppress(OSError):
+            (self.folder / name).rename(going)
+        shutil.rmtree(going, ignore_errors=True)
 
     def set_aside(self, name: str) -> None:
         """Rename a damaged checkpoint to `step_N.corrupt`."""
@@ -177,6 +186,7 @@ class RemotePlace:
 
     def clean(self) -> None:
         """Remove folders without SHA256SUMS."""
+        _remove_partial(self.scratch)
         for name in self._folders():
             if _NAME.fullmatch(name) and not self.has(name):
                 self.remove(name)
@@ -316,6 +326,11 @@ def verify(path: Path) -> str | None:
         return problem_of(place, path.name, read_sums(place, path.name))
     except (OSError, ValueError) as error:
         return str(error)
+
+
+def _remove_partial(folder: Path) -> None:
+    for leftover in folder.glob(f"step_*{PARTIAL}"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _order(name: str) -> tuple[int, int]:

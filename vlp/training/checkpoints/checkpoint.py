@@ -14,22 +14,20 @@ import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict
 from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from torch import Tensor
 
 from vlp import distributed
 from vlp.config import ConfigError
 from vlp.distributed import broadcast_tensors
-from vlp.io import parse_json, sha256_of, sync, sync_folder, write_tensors
+from vlp.io import sha256_of, sync, sync_folder, write_tensors
 from vlp.tasks.task import Task
-from vlp.training.checkpoint_places import (
+from vlp.training.checkpoints.places import (
     CORRUPT,
     EXTRA,
     METADATA,
@@ -42,27 +40,20 @@ from vlp.training.checkpoint_places import (
     step_of,
     verify,
 )
+from vlp.training.checkpoints.state import CheckpointError, States
 from vlp.training.config import RunConfig
 from vlp.training.engines.base import Engine, ShardedEngine, saved_buffers
 from vlp.training.logging.progress import Progress
 from vlp.training.logging.run_record import versions
-from vlp.training.resume_check import compare
 
 if TYPE_CHECKING:
-    from vlp.training.checkpoint_shards import Shards
+    from vlp.training.checkpoints.shards import Shards
 
 __all__ = ["SUMS", "CheckpointError", "Checkpoints", "verify"]
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
-_PROGRESS = TypeAdapter(Progress)
-
 Value = TypeVar("Value")
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or used; the message is meant for the person."""
 
 
 class Checkpoints:
@@ -84,11 +75,10 @@ class Checkpoints:
     ) -> None:
         training = config.training
         self._place = place_of(training.checkpoint_folder or folder, folder)
-        self._fingerprint = dict(fingerprint or {})
         self._keep_last, self._keep_every = training.keep_last, training.keep_every
         self._sharded = training.checkpoint_format == "sharded"
-        self._config = config
-        self._values = config.model_dump(mode="json")
+        self._timeout = timedelta(seconds=training.timeout)
+        self._states = States(config, fingerprint or {})
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._newest: str | None = None  # the last that was loaded or written
         self._writing: str | None = None
@@ -100,9 +90,9 @@ class Checkpoints:
     @cached_property
     def _shards(self) -> Shards:
         # Imported here: torch.distributed.checkpoint takes its time, and few runs need it.
-        from vlp.training.checkpoint_shards import Shards
+        from vlp.training.checkpoints.shards import Shards
 
-        return Shards(timedelta(seconds=self._config.training.timeout))
+        return Shards(self._timeout)
 
     def save(self, engine: Engine, task: Task, progress: Progress, wait: bool = True) -> None:
         """Write `step_N/`, then remove what `training.keep_last` and `keep_every` do not keep.
@@ -118,13 +108,7 @@ class Checkpoints:
         """
         self.wait()
         name = self._place.new_name(progress.step, self._newest)
-        state = {
-            "version": VERSION,
-            "progress": asdict(progress),
-            "world_size": engine.world_size,
-            "config": self._values,
-            "data": self._fingerprint,
-        }
+        state = self._states.of(progress)
         if self._sharded:
             assert isinstance(engine, ShardedEngine)  # the configuration sees to it
             files = engine.held() | {EXTRA: task.extra_state()}
@@ -162,8 +146,10 @@ class Checkpoints:
         self._newest = name
 
     def close(self) -> None:
-        """Let this rank's thread write what it is writing; nothing is said of a failure."""
+        """Let this rank's thread write what it is writing; a failure is a warning."""
         self._thread.shutdown()
+        if self._work and (error := self._work.exception()) is not None:
+            logger.warning("cannot write the checkpoint %s%s: %s", self, self._writing, error)
 
     def _write(
         self, name: str, files: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
@@ -299,7 +285,7 @@ class Checkpoints:
         self._place.set_aside(name)
 
     def _take_up(self, engine: Engine, task: Task, name: str, sharded: bool) -> Progress:
-        state = self._on_rank_0(partial(self._read_state, name))
+        progress = self._on_rank_0(partial(self._states.read, self._place, name))
         place = self._place / name
         if sharded and not isinstance(engine, ShardedEngine):
             raise CheckpointError(
@@ -322,7 +308,7 @@ class Checkpoints:
             reason = " ".join(str(error).split())
             raise CheckpointError(f"{place} does not fit this model: {reason}") from error
         self._newest = name
-        return _PROGRESS.validate_python(state["progress"])
+        return progress
 
     def _on_rank_0(self, work: Callable[[], Value]) -> Value:
         """Return what rank 0 finds, on every rank.
@@ -340,46 +326,6 @@ class Checkpoints:
         if failure is not None:
             raise CheckpointError(failure)
         return value
-
-    def _read_state(self, name: str) -> dict[str, Any]:
-        path = self._place / name
-        try:
-            state: dict[str, Any] = parse_json(self._place.read(name, STATE))
-            version, saved = state["version"], state["config"]
-            _PROGRESS.validate_python(state["progress"])
-            differences = compare(saved, self._values, self._config)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
-            raise CheckpointError(
-                f"{path}/{STATE}: not the state of a run ({reason}); move {name} away, and "
-                "the checkpoint before it is used"
-            ) from error
-        if version != VERSION:
-            raise CheckpointError(
-                f"{path} has format version {version!r}; this code reads {VERSION}"
-            )
-        if differences.fatal:
-            listed = "\n".join(f"  {line}" for line in differences.fatal)
-            raise CheckpointError(
-                f"{path} was trained with another configuration:\n{listed}\n"
-                "Restore these keys, or choose another `output`."
-            )
-        for line in differences.tolerated:
-            logger.warning("resuming with a changed setting: %s", line)
-        self._require_data(path, state.get("data", self._fingerprint))
-        return state
-
-    def _require_data(self, path: str, saved: Mapping[str, str]) -> None:
-        parts = sorted(dict(saved.items() ^ self._fingerprint.items()))
-        if not parts:
-            return
-        changed = f"{path} was trained on other data: {', '.join(parts)} changed since"
-        if not self._config.training.accept_changed_data:
-            raise CheckpointError(
-                f"{changed}; restore what changed, choose another `output`, or go on with "
-                "training.accept_changed_data=true"
-            )
-        logger.warning("%s, which training.accept_changed_data accepts", changed)
 
 
 def _write_text(path: Path, text: str) -> None:
