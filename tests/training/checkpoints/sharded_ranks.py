@@ -1,13 +1,16 @@
 """One rank of test_sharded_checkpoints.py: shards of DDP and FSDP, on any number of ranks.
 
-usage: sharded_ranks.py FOLDER (save | load | full_disk | lonely). The folder keeps checkpoints from
-one number of ranks to the next.
+usage: sharded_ranks.py FOLDER (save | load | full_disk | lonely | killed | goes_on). The folder
+keeps checkpoints from one number of ranks to the next.
 """
 
 from __future__ import annotations
 
+import os
 import resource
+import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +135,37 @@ def full_disk() -> None:
     assert home("disk").load(engine, task).step == 3
 
 
+def killed() -> None:
+    """The last rank is killed in the midst of its write; the others say that it is lost."""
+    task, engine = made("fsdp")
+    shards = home("disk")
+    shards.save(engine, task, Progress(step=1))
+    if engine.rank == engine.world_size - 1:
+
+        def watch(frame: Any, event: str, called: Any) -> None:
+            if event == "c_call" and called.__name__ == "fsync":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        threading.setprofile(watch)
+        shards = home("disk")  # with a thread that is watched
+    else:
+        shards = home("disk")
+    shards.save(engine, task, Progress(step=2), wait=False)
+    with pytest.raises(RuntimeError) as lost:
+        shards.wait()
+    assert distributed.lost_peer(lost.value), lost.value
+    print("lost the other rank", flush=True)
+    os._exit(0)
+
+
+def goes_on() -> None:
+    """On one rank alone, from the checkpoint before."""
+    task, engine = made("fsdp")
+    assert [path.name for path in (FOLDER / "disk").glob("step_?")] == ["step_1"]
+    assert home("disk").load(engine, task).step == 1
+    assert [path.name for path in (FOLDER / "disk").iterdir()] == ["step_1"]
+
+
 def lonely() -> None:
     """A folder that each rank has for itself is named when it is written, and when it is read."""
     task, engine = made("ddp")
@@ -148,6 +182,6 @@ def lonely() -> None:
 
 prepare_environment()
 distributed.start(with_deepspeed=False)
-{"save": save, "load": load, "full_disk": full_disk, "lonely": lonely}[WHAT]()
+globals()[WHAT]()
 print(f"{WHAT} holds on {distributed.world_size()} ranks")
 distributed.end()

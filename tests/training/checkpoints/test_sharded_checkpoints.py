@@ -6,6 +6,7 @@ import hashlib
 import os
 import pickle
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -178,3 +179,11 @@ def test_ranks_write_and_read_shards_of_both_engines(tmp_path: Path) -> None:
 @pytest.mark.parametrize("what", ["full_disk", "lonely"])
 def test_faults_of_one_rank_are_sentences_of_all(tmp_path: Path, what: str) -> None:
     ranks.run([SCRIPT, tmp_path, what], 2)
+
+
+@pytest.mark.distributed
+def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    (code, said), (other, _) = ranks.finish(ranks.start([SCRIPT, tmp_path, "killed"], 2))
+    assert (code, other) == (0, -signal.SIGKILL)
+    assert "lost the other rank" in said
+    ranks.run([SCRIPT, tmp_path, "goes_on"], 1)

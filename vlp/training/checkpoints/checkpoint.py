@@ -83,6 +83,8 @@ class Checkpoints:
         self._newest: str | None = None  # the last that was loaded or written
         self._writing: str | None = None
         self._work: Future[None] | None = None
+        if self._sharded:
+            self._shards  # noqa: B018 (ranks meet for it now, not within a save)
 
     def __str__(self) -> str:
         return self._place / ""
