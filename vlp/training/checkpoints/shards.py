@@ -11,6 +11,8 @@ import pickle
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cached_property
+from heapq import heapreplace
 from pathlib import Path
 from typing import Any
 
@@ -73,27 +75,34 @@ class Shards:
             f"{file}/{name}": t for file, tensors in files.items() for name, t in tensors.items()
         }
         first = {f"{WEIGHTS}/{name}" for name in alone}
-        loads = [0] * self._ranks
+        loads = [(0, rank) for rank in range(self._ranks)]  # bytes so far, as a heap
         copies = {}
-        # The largest first, each to the rank with the least so far; those of rank 0 before.
-        for name in sorted(named, key=lambda name: (name not in first, -named[name].nbytes)):
+        # The largest first, each to the rank with the least so far; buffers are small.
+        for name in sorted(named, key=lambda name: -named[name].nbytes):
             tensor = named[name].detach()
             if hasattr(tensor, "full_tensor"):
                 copies[name] = self._sharded_copy(tensor)
                 continue
-            owner = 0 if name in first else min(range(self._ranks), key=loads.__getitem__)
-            loads[owner] += tensor.nbytes
+            owner = 0
+            if name not in first:
+                load, owner = loads[0]
+                heapreplace(loads, (load + tensor.nbytes, owner))
             if owner == self._rank:
                 copies[name] = host_copy(tensor)
         return copies
 
-    def _sharded_copy(self, tensor: Any) -> Tensor:
+    @cached_property
+    def _mesh(self) -> Any:
         from torch.distributed.device_mesh import DeviceMesh
+
+        return DeviceMesh.from_group(self._group, "cpu")
+
+    def _sharded_copy(self, tensor: Any) -> Tensor:
         from torch.distributed.tensor import DTensor
 
         return DTensor.from_local(
             host_copy(tensor.to_local()),
-            DeviceMesh.from_group(self._group, "cpu"),
+            self._mesh,
             tensor.placements,
             run_check=False,
             shape=tensor.shape,
