@@ -49,6 +49,6 @@ def killed_at(
     folder.with_suffix(".steps").write_text(str(seen))
 
 
-def steps_of(work: Callable[[Path], object], folder: Path, thread: str = "") -> int:
-    assert in_child(killed_at, None, work, folder, thread) == 0
+def steps_of(work: Callable[[Path], object], folder: Path) -> int:
+    assert in_child(killed_at, None, work, folder) == 0
     return int(folder.with_suffix(".steps").read_text())

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import torch
-from killed_steps import in_child, killed_at, steps_of
+from killed_run import run
 from training_toy import PlainEngine, ToyData, ToyTask, toy_batch, toy_config
 
 from vlp.training.best_checkpoint import BestCheckpoint
@@ -26,6 +27,7 @@ from vlp.training.logging.progress import Progress
 from vlp.training.loop import train
 from vlp.training.run_folder import RunFolder
 
+SCRIPT = Path(__file__).with_name("killed_run.py")
 FILES = ("weights.safetensors", "optimiser.safetensors", "extra.safetensors")
 
 
@@ -152,14 +154,6 @@ def test_a_file_that_the_system_cuts_off_in_the_background_is_the_same_error(
     assert names(tmp_path) == ["step_1"]
 
 
-def run(folder: Path, resume: bool = False, **training: Any) -> ToyTask:
-    torch.manual_seed(0)
-    config, task = toy_config(folder, trackers=[], **training), ToyTask()
-    engine = PlainEngine(task, config.training)
-    train(config, task, ToyData(), engine, RunFolder(folder, resume), resume)
-    return task
-
-
 @pytest.mark.parametrize("fails_at", [3, 8])
 def test_a_run_ends_with_a_fault_of_the_background(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
@@ -240,14 +234,20 @@ def test_writing_beside_the_training_changes_nothing_of_it(tmp_path: Path) -> No
         assert one == two
 
 
+def ended(folder: Path, step: str) -> int:
+    ((code, _),) = ranks.finish(ranks.start([SCRIPT, folder, step], 1))
+    return code
+
+
 def check_kills(tmp_path: Path, number: int) -> None:
     whole = run(tmp_path / "whole")
-    steps = steps_of(run, tmp_path / "counted", "checkpoint")
+    assert ended(tmp_path / "counted", "none") == 0
+    steps = int((tmp_path / "counted.steps").read_text())
     assert steps > 50
     for place in range(number):
         folder = tmp_path / str(place)
         at = (2 * place + 1) * steps // (2 * number)
-        assert in_child(killed_at, at, run, folder, "checkpoint") == -signal.SIGKILL
+        assert ended(folder, str(at)) == -signal.SIGKILL
         there = sorted(folder.glob("checkpoints/step_?"))
         assert all(verify(path) is None for path in there)
         resumed = run(folder, resume=True)
