@@ -265,13 +265,15 @@ def put(held: Tensor, value: Tensor) -> None:
 
 
 def on_rank_0(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Bring tensors to rank 0's CPU, each whole; empty elsewhere. Collective if any is sharded."""
-    brought = {}
-    for name, tensor in tensors.items():
-        value = whole(tensor.detach())
-        if rank() == 0:
-            brought[name] = value.cpu()
-    return brought
+    """Copy tensors to rank 0's CPU, each whole; empty elsewhere. Collective if any is sharded."""
+    values = ((name, whole(tensor.detach())) for name, tensor in tensors.items())
+    return {name: host_copy(value) for name, value in values if rank() == 0}
+
+
+def host_copy(x: Tensor) -> Tensor:
+    """Return a contiguous copy of any shape on the CPU, in pinned memory if it is a GPU's."""
+    how: dict[str, Any] = {"memory_format": torch.contiguous_format, "pin_memory": x.is_cuda}
+    return torch.empty_like(x, device="cpu", **how).copy_(x)
 
 
 def _is_sharded(x: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Commands that make model folders of other models."""
+"""Commands that give models, runs and checkpoints another form."""
 
 from __future__ import annotations
 
@@ -88,6 +88,25 @@ def convert_run(
             print(f"  {path.relative_to(new)}")
 
     return _run(run)
+
+
+@app.command(cls=Command)
+def convert_checkpoint(
+    old: Annotated[Path, typer.Argument(metavar="OLD", help="sharded checkpoint, `step_N`")],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="folder to write; must not exist")],
+) -> int:
+    """Write a sharded checkpoint in full, as safetensors that do not depend on ranks or engine.
+
+    The new folder is a checkpoint too: as `checkpoints/step_N` of a run it is resumed by every
+    engine. A full checkpoint needs no conversion: a run with training.checkpoint_format=sharded
+    resumes it and writes its next one in shards.
+
+    \b
+      vlp convert-checkpoint runs/base/checkpoints/step_9000 runs/moved/checkpoints/step_9000
+    """
+    from vlp.training.checkpoints.full_form import convert
+
+    return _run(lambda: convert(old, new))
 
 
 def _run(work: Callable[[], None]) -> int:

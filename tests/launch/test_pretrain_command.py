@@ -20,7 +20,7 @@ from PIL import Image
 
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_index import ShardWriter, index_folder
-from vlp.training.checkpoint import verify
+from vlp.training.checkpoints.checkpoint import verify
 from vlp.training.stop.signals import REQUEUE
 
 COMMAND = ranks.ROOT / "launch" / "pretrain.py"

@@ -15,7 +15,7 @@ import torch
 from launch_lab import CHECKPOINT_EVERY, STEPS, Lab
 from safetensors.torch import load_file
 
-from vlp.training.checkpoint import verify
+from vlp.training.checkpoints.checkpoint import verify
 from vlp.training.stop.signals import REQUEUE
 
 pytestmark = pytest.mark.distributed

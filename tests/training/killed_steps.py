@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,20 +24,28 @@ def in_child(work: Callable[..., None], *arguments: object) -> int:
     return child.exitcode
 
 
-def killed_at(step: int | None, work: Callable[[Path], object], folder: Path) -> None:
-    """SIGKILL before step number `step` of some work, or count its steps into a file beside."""
+def killed_at(
+    step: int | None, work: Callable[[Path], object], folder: Path, thread: str = ""
+) -> None:
+    """SIGKILL before step number `step` of some work, or count its steps into a file beside.
+
+    `thread` is what the names of the threads start with whose steps count.
+    """
     seen = 0
 
     def watch(frame: Any, event: str, called: Any) -> None:
         nonlocal seen
-        if event == "c_call" and called.__name__ in STEPS:
+        ours = threading.current_thread().name.startswith(thread)
+        if ours and event == "c_call" and called.__name__ in STEPS:
             if seen == step:
                 os.kill(os.getpid(), signal.SIGKILL)
             seen += 1
 
+    threading.setprofile(watch)  # also what is done beside the training
     sys.setprofile(watch)
     work(folder)
     sys.setprofile(None)
+    threading.setprofile(None)
     folder.with_suffix(".steps").write_text(str(seen))
 
 

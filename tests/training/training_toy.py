@@ -212,13 +212,12 @@ class PlainEngine:
     def state_dict(self) -> dict[str, Tensor]:
         return self.module.state_dict()
 
-    def save(self, folder: Path | None) -> None:
-        assert folder is not None
+    def snapshot(self) -> dict[str, dict[str, Tensor]]:
         state = dict(self.module.state_dict())
         for name, parameter in self.module.named_parameters():
             for key, value in self.optimiser.state.get(parameter, {}).items():
                 state[f"{key}:{name}"] = value
-        write_tensors(folder / "weights.safetensors", state)
+        return {"weights.safetensors": {name: value.clone() for name, value in state.items()}}
 
     def load(self, folder: Path | None) -> None:
         assert folder is not None

@@ -192,7 +192,7 @@ def _refuse(message: str) -> int:
 def _explain(error: BaseException) -> None:
     """Print what ended this rank; a traceback only where the message alone would not help."""
     from vlp.data.shards.bad_samples import DataError
-    from vlp.training.checkpoint import CheckpointError
+    from vlp.training.checkpoints.checkpoint import CheckpointError
     from vlp.training.loop import NonFiniteError
 
     rank = os.environ.get("RANK", "0")

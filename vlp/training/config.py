@@ -114,6 +114,18 @@ class LoopConfig(Config):
         json_schema_extra={"resume": "free"},
     )
     checkpoint_every: int = Field(1000, ge=1, description="steps between two checkpoints")
+    checkpoint_format: Literal["full", "sharded"] = Field(
+        "full",
+        description="full: rank 0 writes files that do not depend on ranks or engine; sharded: "
+        "every rank writes its part by torch.distributed.checkpoint, of engines ddp and fsdp",
+        json_schema_extra={"resume": "free"},
+    )
+    checkpoint_folder: str | None = Field(
+        None,
+        description="folder, or URL that fsspec knows, of the run's checkpoints; null: "
+        "`checkpoints` in `output`",
+        json_schema_extra={"resume": "free"},
+    )
     keep_last: int = Field(
         2, ge=1, description="last checkpoints that stay", json_schema_extra={"resume": "free"}
     )
@@ -165,6 +177,11 @@ class LoopConfig(Config):
             raise ValueError("engine fsdp is of pretraining alone; choose ddp or deepspeed")
         if self.engine == "fsdp" and self.compile in ("blocks", "step"):
             raise ValueError("engine fsdp is not compiled; set compile=none, or choose ddp")
+        if self.engine == "deepspeed" and self.checkpoint_format == "sharded":
+            raise ValueError(
+                "engine deepspeed writes full checkpoints alone; set checkpoint_format=full, or "
+                "choose ddp or fsdp"
+            )
         require_trackers(self.trackers)
         return self
 

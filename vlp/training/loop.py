@@ -29,7 +29,7 @@ from vlp.io import atomic_folder, restore_folder
 from vlp.objectives.monitors.collapse import CollapseWatch
 from vlp.tasks.task import StepOutput, Task
 from vlp.training.best_checkpoint import BestCheckpoint
-from vlp.training.checkpoint import CheckpointError, Checkpoints
+from vlp.training.checkpoints.checkpoint import CheckpointError, Checkpoints
 from vlp.training.config import RunConfig
 from vlp.training.engines.base import Engine
 from vlp.training.logging.heartbeat import Heartbeat, Pulse
@@ -95,6 +95,8 @@ def train(
     training = config.training
     main = engine.rank == 0
     checkpoints = Checkpoints(folder.checkpoints, config, data.fingerprint)
+    if not resume:
+        checkpoints.require_none()
     found = checkpoints.load(engine, task) if resume else None
     progress = found or Progress()
     if training.accept_changed_data:
@@ -120,10 +122,11 @@ def train(
             nullcontext(signals) if signals else StopSignals() as stop,
             _run_log(config, folder if main else None, progress.step, total) as log,
             Pulse(beat, training.heartbeat, log.say, folder.hang),
+            closing(checkpoints),
             closing(_stream(data, progress, engine)) as batches,
         ):
             if resume and not found:
-                log.say(f"{folder.checkpoints} holds no checkpoint; starting from the beginning")
+                log.say(f"{checkpoints} holds no checkpoint; starting from the beginning")
             meter, watch, record = Meter(progress), CollapseWatch(), log.last
             together = StopTogether(stop, engine.device)
             uncounted: list[Outcome] = []
@@ -143,7 +146,7 @@ def train(
                 count()
                 meter.settle()
                 with stop.patient():
-                    checkpoints.save(engine, task, progress)
+                    checkpoints.save(engine, task, progress, wait=False)
                 return progress.step, progress.looked
 
             def over() -> bool:
@@ -157,6 +160,7 @@ def train(
                         figures, better = best.validate(progress, engine.gather)
                         log.validated(progress.step, figures)
                         if better:
+                            checkpoints.wait()
                             _save_model(task, engine, folder.best)
                     meter.exclude(time.perf_counter() - began)
                 return progress.step >= total or best.exhausted(progress)
@@ -206,6 +210,7 @@ def train(
             beat.enter("save")
             if saved != (progress.step, progress.looked):
                 save()
+            checkpoints.wait()
             if not done:
                 ended = "stopped"
                 reason = stop.reason or "what another rank was told"

@@ -18,7 +18,7 @@ from evaluation.benchmarks.pretrain_step import random_batch
 from vlp import distributed
 from vlp.tasks.pretraining import Pretraining
 from vlp.training.config import LoopConfig
-from vlp.training.engines.base import Engine
+from vlp.training.engines.base import Engine, write_snapshot
 from vlp.training.engines.environment import free_port, prepare_environment
 
 KINDS = ("ddp", "0", "1", "2", "3")
@@ -85,7 +85,7 @@ def _resumed(setting: Setting, kind: str, folder: Path, timed: bool) -> list[Che
     home = folder / kind
     home.mkdir(exist_ok=True)
     _train(setting, engine, 0, STEPS // 2)
-    engine.save(home if engine.rank == 0 else None)
+    write_snapshot(engine, home)
     expected = _train(setting, engine, STEPS // 2, STEPS)
     again = _engine(setting, kind, folder)
     again.load(home if again.rank == 0 else None)

@@ -16,7 +16,7 @@ import pytest
 import ranks
 from launch_lab import Lab
 
-from vlp.training.checkpoint import verify
+from vlp.training.checkpoints.checkpoint import verify
 from vlp.training.stop.signals import REQUEUE
 
 pytestmark = pytest.mark.distributed

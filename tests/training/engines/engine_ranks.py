@@ -17,7 +17,7 @@ from torch import Tensor
 from training_toy import TOKENS, PlainEngine, ToyTask, toy_batch, toy_config
 
 from vlp import distributed
-from vlp.training.engines.base import Engine, Update
+from vlp.training.engines.base import Engine, Update, write_snapshot
 from vlp.training.engines.ddp import DdpEngine
 from vlp.training.engines.deepspeed import DeepSpeedEngine
 from vlp.training.engines.environment import prepare_environment
@@ -96,7 +96,7 @@ def check(kind: str) -> None:
     home = FOLDER / f"state_{kind}_{engine.world_size}"
     home.mkdir(exist_ok=True)
     updates = steps(engine, 0, SAVED_AFTER)
-    engine.save(home if engine.rank == 0 else None)
+    write_snapshot(engine, home)
     updates += steps(engine, SAVED_AFTER, POISONED)
     before = copied(engine.gather())
     updates += steps(engine, POISONED, POISONED + 1)
@@ -129,7 +129,7 @@ def check_float16(kind: str) -> None:
     updates = steps(engine, 0, POISONED + 2)
     home = FOLDER / f"half_{kind}_{engine.world_size}"
     home.mkdir(exist_ok=True)
-    engine.save(home if engine.rank == 0 else None)
+    write_snapshot(engine, home)
     updates += steps(engine, POISONED + 2, STEPS)
     assert [update.applied for update in updates[POISONED:]] == [False, True, True, True]
     for before, after in pairwise(updates):  # the first gradients may overflow

@@ -20,7 +20,7 @@ from vlp.data.stream.batch import Batch
 from vlp.models.config import ModelConfig
 from vlp.objectives.config import ObjectivesConfig
 from vlp.tasks.pretraining import Pretraining
-from vlp.training.checkpoint import Checkpoints
+from vlp.training.checkpoints.checkpoint import Checkpoints
 from vlp.training.engines.base import Engine
 from vlp.training.engines.blocks import checkpoint_activations
 from vlp.training.engines.ddp import DdpEngine

@@ -6,13 +6,15 @@ rank, `fsdp.py` with a part of each parameter, `deepspeed.py` whatever the ZeRO 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from vlp.data.stream.batch import Slots
+from vlp.io import write_tensors
 from vlp.tasks.task import StepOutput
 
 # A checkpoint's files and the names in them, the same for every engine.
@@ -63,11 +65,32 @@ class Engine(Protocol):
     def state_dict(self) -> dict[str, Tensor]:
         """Return the full float32 state, with buffers, on rank 0's CPU; empty elsewhere."""
 
-    def save(self, folder: Path | None) -> None:
-        """Write rank-free parameters, buffers and optimiser state; only rank 0 has a folder."""
+    def snapshot(self) -> dict[str, dict[str, Tensor]]:
+        """Return copies of the state by file and name, rank-free, on rank 0's CPU; else empty."""
 
     def load(self, folder: Path | None) -> None:
-        """Take back what `save` wrote, on any number of ranks; only rank 0 reads the folder."""
+        """Take back the files of `snapshot`, on any number of ranks; only rank 0 has a folder."""
+
+
+@runtime_checkable
+class ShardedEngine(Engine, Protocol):
+    """An engine whose ranks can write and read the state as they hold it."""
+
+    def held(self) -> dict[str, dict[str, Tensor]]:
+        """Return the state by file and name, full size or sharded; valid until `step`.
+
+        What is written into these tensors is the engine's, but for what `settle` takes.
+        """
+
+    def settle(self, optimiser: Mapping[str, Tensor]) -> None:
+        """Take the step count, and the loss scale where there is one, from loaded tensors."""
+
+
+def write_snapshot(engine: Engine, folder: Path) -> None:
+    """Write the files that `Engine.load` reads; collective, and rank 0 writes."""
+    for file, tensors in engine.snapshot().items():
+        if engine.rank == 0:
+            write_tensors(folder / file, tensors)
 
 
 def saved_buffers(module: nn.Module) -> dict[str, Tensor]:

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from vlp import distributed
 from vlp.data.stream.batch import Slots
-from vlp.distributed import broadcast_tensors
-from vlp.io import write_tensors
+from vlp.distributed import broadcast_tensors, host_copy
 from vlp.tasks.task import StepOutput
 from vlp.training.config import LoopConfig
 from vlp.training.engines.base import MOMENTS, OPTIMISER, STEP, WEIGHTS, Update, saved_buffers
@@ -132,33 +131,25 @@ class DeepSpeedEngine:
         for name, parameter in (self._frozen | self._named).items():
             value = self._read_parameter(parameter)  # collective
             if self.rank == 0:
-                state[name] = value.cpu()
-        if self.rank == 0:
-            state |= {
-                name: buffer.cpu().clone() for name, buffer in saved_buffers(self.module).items()
-            }
-        return state
+                state[name] = host_copy(value)
+        return state | distributed.on_rank_0(saved_buffers(self.module))
 
-    def save(self, folder: Path | None) -> None:
-        """Write `weights.safetensors` and `optimiser.safetensors`, rank-free.
-
-        Raises:
-            OSError: on rank 0 alone, after all ranks have given what they hold.
-        """
+    def snapshot(self) -> dict[str, dict[str, Tensor]]:
+        """Return copies of the state by file and name on rank 0's CPU; empty elsewhere."""
         weights = self.state_dict()
-        moments: dict[str, Tensor] = {STEP: self._applied_steps(), **self._scale.state()}
+        moments: dict[str, Tensor] = {}
         for moment in MOMENTS:
             for name, parameter in self._named.items():
                 value = self._read_moment(parameter, moment)  # collective
                 if self.rank == 0:
-                    moments[f"{moment}.{name}"] = value.cpu()
-        if folder is not None:
-            write_tensors(folder / WEIGHTS, weights)
-            write_tensors(folder / OPTIMISER, moments)
+                    moments[f"{moment}.{name}"] = host_copy(value)
+        if self.rank == 0:
+            moments |= {STEP: self._applied_steps(), **self._scale.state()}
+        return {WEIGHTS: weights, OPTIMISER: moments}
 
     @torch.no_grad()
     def load(self, folder: Path | None) -> None:
-        """Take back what `save` wrote on any number of ranks and any stage.
+        """Take back the files of `snapshot` on any number of ranks and any stage.
 
         Raises:
             KeyError: a tensor is missing or unknown: the checkpoint is of another model.

@@ -6,7 +6,7 @@ Checkpoints have the same form as the DeepSpeed engine's: full-size float32 tens
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from vlp import distributed
 from vlp.data.stream.batch import Slots
 from vlp.distributed import broadcast_tensors
-from vlp.io import write_tensors
 from vlp.tasks.task import StepOutput
 from vlp.training.config import LoopConfig
 from vlp.training.engines.base import MOMENTS, OPTIMISER, STEP, WEIGHTS, Update, saved_buffers
@@ -114,23 +113,19 @@ class NativeEngine(ABC):
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the full float32 state, with buffers, on rank 0's CPU; empty elsewhere."""
-        return {name: value.clone() for name, value in distributed.on_rank_0(self._state()).items()}
+        return distributed.on_rank_0(self._state())
 
-    def save(self, folder: Path | None) -> None:
-        """Write `weights.safetensors` and `optimiser.safetensors`.
+    def held(self) -> dict[str, dict[str, Tensor]]:
+        """Return the state by file and name, as this rank holds it; valid until `step`."""
+        return {WEIGHTS: self._state(), OPTIMISER: self._moments() | self._scale.state()}
 
-        Raises:
-            OSError: on rank 0 alone, after all ranks have given what they hold.
-        """
-        weights = distributed.on_rank_0(self._state())
-        moments = distributed.on_rank_0(self._moments()) | self._scale.state()
-        if folder is not None:
-            write_tensors(folder / WEIGHTS, weights)
-            write_tensors(folder / OPTIMISER, moments)
+    def snapshot(self) -> dict[str, dict[str, Tensor]]:
+        """Return copies of the state by file and name on rank 0's CPU; empty elsewhere."""
+        return {file: distributed.on_rank_0(tensors) for file, tensors in self.held().items()}
 
     @torch.no_grad()
     def load(self, folder: Path | None) -> None:
-        """Take back what `save` wrote on any number of ranks.
+        """Take back the files of `snapshot` on any number of ranks.
 
         Raises:
             KeyError: a tensor is missing or unknown: the checkpoint is of another model.
@@ -139,14 +134,21 @@ class NativeEngine(ABC):
             missing = set(here)
             for name, value in broadcast_tensors(None if folder is None else folder / file):
                 if name == LOSS_SCALE:
-                    self._scale.load(value)
+                    here[name] = value
                     continue
                 missing.remove(name)
                 distributed.put(here[name], value)
             if missing:
                 raise KeyError(f"the checkpoint lacks {sorted(missing)}")
+        self.settle(here)
+
+    @torch.no_grad()
+    def settle(self, optimiser: Mapping[str, Tensor]) -> None:
+        """Take the step count, and the loss scale where there is one, from loaded tensors."""
         for state in self._adamw.state.values():
-            state[STEP].copy_(here[STEP])
+            state[STEP].copy_(optimiser[STEP])
+        if LOSS_SCALE in optimiser:
+            self._scale.load(optimiser[LOSS_SCALE])
 
     def _state(self) -> dict[str, Tensor]:
         """Return parameters, each by one name, and saved buffers."""

@@ -17,8 +17,9 @@ import torch
 from killed_steps import in_child, killed_at, steps_of
 from training_toy import PlainEngine, ToyTask, toy_config
 
-from vlp.training import checkpoint as module
-from vlp.training.checkpoint import CheckpointError, Checkpoints, verify
+from vlp.training.checkpoints import checkpoint as module
+from vlp.training.checkpoints import state as state_module
+from vlp.training.checkpoints.checkpoint import CheckpointError, Checkpoints, verify
 from vlp.training.config import PretrainConfig
 from vlp.training.logging.progress import Progress
 
@@ -202,7 +203,7 @@ def test_an_unknown_format_version_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = toy_config()
-    monkeypatch.setattr(module, "VERSION", 99)
+    monkeypatch.setattr(state_module, "VERSION", 99)
     save(tmp_path, range(1, 2), config)
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="format version 99; this code reads 1"):
