@@ -87,7 +87,7 @@ class Start(NamedTuple):
     """One rank with one worker: seconds, and bytes of memory.
 
     opened: the index; laid_out: everything else before the loader; first: from then on to the first
-    batch, as is resumed from a random place. index: what the index alone adds to the main process;
+    batch, as is resumed from a random place. of_index: what the index alone adds to the main process;
     added: what index and order add; worker: of one worker, and the part that it shares with no
     other process.
     """
@@ -96,7 +96,7 @@ class Start(NamedTuple):
     laid_out: float
     first: float
     resumed: float
-    index: int
+    of_index: int
     added: int
     worker: int
     worker_own: int
@@ -279,7 +279,7 @@ def table(scale: Scale, start: Start, mixed: Mixing, read: Reading) -> str:
         ("run laid out", f"{start.laid_out:.2f} s"),
         ("first batch of a worker", f"{start.first:.2f} s"),
         ("first batch from a random place", f"{start.resumed:.2f} s"),
-        ("index in memory", f"{start.index / 1e6:.0f} MB"),
+        ("index in memory", f"{start.of_index / 1e6:.0f} MB"),
         ("index and order in memory", f"{start.added / 1e6:.0f} MB"),
         ("worker, resident", f"{start.worker / 1e6:.0f} MB"),
         ("worker, its own", f"{start.worker_own / 1e6:.0f} MB"),
@@ -318,7 +318,7 @@ def figures(scale: Scale, start: Start, mixed: Mixing, read: Reading) -> list[Me
         Measurement("billion/index_open", start.opened, "s", 2.0),
         Measurement("billion/first_batch", start.first, "s", 10.0),
         Measurement("billion/resume", start.resumed, "s", 10.0),
-        Measurement("billion/index_memory", start.index / 1e6, "MB", 50.0),
+        Measurement("billion/index_memory", start.of_index / 1e6, "MB", 50.0),
         Measurement("billion/order_memory", start.added / 1e6, "MB"),
         Measurement("billion/worker_memory", start.worker / 1e6, "MB"),
         Measurement("billion/worker_own_memory", start.worker_own / 1e6, "MB"),

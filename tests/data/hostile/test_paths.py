@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from broken_images import photo
-from broken_shards import END, member, plain_tar
+from broken_shards import END, change_index, index_columns, member, plain_tar
 from guard import guarded
-from index_files import change_index, index_columns
 
 from data_tools.builder.journal import Journal
 from data_tools.sources.archives import unpacked

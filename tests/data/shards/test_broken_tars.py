@@ -9,8 +9,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from broken_shards import FINE, GOOD, JSON, PNG, found, member, pax, tar
-from index_files import change_index, index_columns
+from broken_shards import (
+    FINE,
+    GOOD,
+    JSON,
+    PNG,
+    change_index,
+    found,
+    index_columns,
+    member,
+    pax,
+    tar,
+)
 
 from vlp.config import ConfigError
 from vlp.data.shards.sample_files import BadSample

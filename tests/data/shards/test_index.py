@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from index_files import change_index
+from broken_shards import change_index
 
 from vlp.config import ConfigError
 from vlp.data.shards.index import ShardTable, write_table

@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from index_files import change_index, index_columns
+from broken_shards import change_index, index_columns
 from made_shards import encoded, jpeg, photo, run, write, write_manifest, write_tar
 
 from data_tools.__main__ import main

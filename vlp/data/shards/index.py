@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from vlp.config import ConfigError
+from vlp.data.narrow import narrow
 from vlp.data.shards.sample_files import SampleFiles
 from vlp.io import atomic_write
 
@@ -73,7 +74,7 @@ class ShardTable:
     def __init__(self, columns: Mapping[str, ArrayLike], file: str) -> None:
         self.names = np.asarray(columns["name"], dtype=np.bytes_)
         self.samples, self.bytes, self.captions, self.uncaptioned = (
-            _narrow(columns[name]) for name in ShardEntry._fields[1:]
+            narrow(columns[name]) for name in ShardEntry._fields[1:]
         )
         self.file = file
         self.total = int(self.samples.sum())
@@ -123,12 +124,6 @@ class ShardTable:
             part = slice(start, start + _ROWS_AT_ONCE)
             for name, *numbers in zip(*(each[part].tolist() for each in self.columns.values())):
                 yield ShardEntry(name.decode(), *numbers)
-
-
-def _narrow(values: ArrayLike) -> np.ndarray:
-    """Return numbers from 0 on in the smallest signed type; unsigned ones mix into floats."""
-    numbers = np.asarray(values, dtype=np.int64)
-    return numbers.astype(np.min_scalar_type(~int(numbers.max(initial=0))))
 
 
 def read_table(file: IO[bytes], where: str, remedy: str) -> ShardTable:
