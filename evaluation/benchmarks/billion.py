@@ -23,7 +23,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +31,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from data_tools.executor.local import LocalExecutor
 from evaluation.benchmarks import harness
 from evaluation.benchmarks.harness import Measurement
 from vlp.data.config import DataConfig, SourceConfig
@@ -87,9 +87,9 @@ class Start(NamedTuple):
     """One rank with one worker: seconds, and bytes of memory.
 
     opened: the index; laid_out: everything else before the loader; first: from then on to the first
-    batch, as is resumed from a random place. of_index: what the index alone adds to the main process;
-    added: what index and order add; worker: of one worker, and the part that it shares with no
-    other process.
+    batch, as is resumed from a random place. of_index: what the index alone adds to the main
+    process; added: what index and order add; worker: of one worker, and the part that it shares
+    with no other process.
     """
 
     opened: float
@@ -351,9 +351,9 @@ def run(options: argparse.Namespace, _: torch.device) -> Iterator[Measurement]:
     mixed, read = mixing(scale), reading(scale)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         make_corpus(Path(folder), scale, rank)
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(1, context) as alone:
-            start = alone.submit(start_one, Path(folder), scale, rank).result()
+        # A process of its own, whose memory is that of a rank alone.
+        alone = LocalExecutor(1, fresh=True)
+        [start] = alone.map(partial(start_one, Path(folder), scale), [rank])
     print(table(scale, start, mixed, read), end="\n\n")
     yield from figures(scale, start, mixed, read)
 
