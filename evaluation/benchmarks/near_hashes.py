@@ -30,15 +30,15 @@ from evaluation.benchmarks import harness
 from evaluation.benchmarks.harness import Measurement
 
 
-class Search(NamedTuple):
-    """Search among some hashes: its tasks, CPU seconds of all, bytes that one of them takes."""
+class SearchCost(NamedTuple):
+    """Cost of a search among some hashes: its tasks, CPU seconds of all, bytes that one of them takes."""
 
     tasks: int
     seconds: float
     bytes: int
 
 
-def measured(most: int, count: int) -> Search:
+def measured(most: int, count: int) -> SearchCost:
     """Do some tasks of a search; wants a process of its own, whose peak memory is theirs."""
     rng = np.random.default_rng(0)
     hashes = rng.integers(0, 2**64, count, dtype=np.uint64)
@@ -53,22 +53,22 @@ def measured(most: int, count: int) -> Search:
         for _ in pairs_of_sorting(hashes, DISTANCE, tasks[number]):
             pass
     seconds = time.process_time() - started
-    return Search(len(tasks), seconds * len(tasks) / len(some), _peak() - before)
+    return SearchCost(len(tasks), seconds * len(tasks) / len(some), _peak() - before)
 
 
 def _peak() -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def planned(count: int, size: int, search: Search) -> Search:
+def planned(count: int, size: int, search: SearchCost) -> SearchCost:
     """Scale what `size` hashes took to another number."""
     cost = least_cost(DISTANCE, count)[0] / least_cost(DISTANCE, size)[0]
-    return Search(
+    return SearchCost(
         len(sortings(DISTANCE, count)), search.seconds * cost * count / size, search.bytes
     )
 
 
-def table(found: Mapping[int, Search], plan: Mapping[int, Search], cores: int) -> str:
+def table(found: Mapping[int, SearchCost], plan: Mapping[int, SearchCost], cores: int) -> str:
     """All of it, for reading."""
     rows = [
         (

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from data_tools.dedup.near_duplicates import least_cost
-from evaluation.benchmarks.near_hashes import Search, main, planned
+from evaluation.benchmarks.near_hashes import SearchCost, main, planned
 
 
 def test_the_command(capsys: pytest.CaptureFixture) -> None:
@@ -22,7 +22,7 @@ def test_the_command(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_a_plan_grows_with_the_comparisons() -> None:
-    plan = planned(10**9, 10**7, Search(84, 280.0, 10**9))
+    plan = planned(10**9, 10**7, SearchCost(84, 280.0, 10**9))
     costs = [least_cost(6, count)[0] for count in (10**7, 10**9)]
     assert plan.seconds == pytest.approx(280 * 100 * costs[1] / costs[0])
     assert plan.tasks == 210 * 64
