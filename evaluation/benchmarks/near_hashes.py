@@ -31,7 +31,7 @@ from evaluation.benchmarks.harness import Measurement
 
 
 class SearchCost(NamedTuple):
-    """Cost of a search among some hashes: its tasks, CPU seconds of all, bytes that one of them takes."""
+    """Cost of a search: its tasks, CPU seconds of all, bytes that one of them takes."""
 
     tasks: int
     seconds: float
