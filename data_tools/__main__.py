@@ -20,7 +20,7 @@ COMMANDS = {
     "flickr30k": ("converters.corpora", "Flickr30k to shards"),
     "flickr8k": ("converters.corpora", "Karpathy-style JSON and images to shards"),
     "import": ("converters.own", "own images and captions, in any usual form, to shards"),
-    "index": ("inspect", "write index.json for shards somebody else made"),
+    "index": ("inspect", "write index.npz for shards somebody else made"),
     "nlvr2": ("converters.benchmarks", "NLVR2 to shards"),
     "nlvr_v1": ("converters.benchmarks", "NLVR v1, with its permutations, to shards"),
     "overlap": ("dedup", "list the pretraining images that are in evaluation sets"),

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from data_tools.dedup.near_duplicates import Places, block_masks, pairs_of_sorting
+from data_tools.dedup.near_duplicates import Places, Sorting, pairs_of_sorting, sortings
 from data_tools.dedup.perceptual_hash import (
     FINE_DISTANCE,
     READABLE,
@@ -48,7 +48,7 @@ def duplicate_images(
         images: RECORDs in order of preference; the second images of samples, and the first ones
             beside them, are left out of account.
         distance: bits of 64, or None for equal bytes only.
-        executor: searches many images for near ones, a task for each sorting.
+        executor: searches many images for near ones, a task for each sorting of some millions.
         folder: where tasks find the hashes meanwhile; None: a temporary one of this machine.
     """
     paired = images["second"].copy()
@@ -119,8 +119,8 @@ def _join_near_hashes(
         for column in ("coarse", "fine"):
             np.save(Path(name, f"{column}.npy"), images[column][among])
         search = partial(_near_of_sorting, Path(name), distance)
-        sortings = range(len(block_masks(distance, len(among))))
-        edges.extend(among[places] for places in executor.map(search, sortings))
+        tasks = sortings(distance, len(among))
+        edges.extend(among[places] for places in executor.map(search, tasks))
     first, second = np.concatenate(edges, axis=1)
     # Earlier images are decided upon before later ones look at them.
     for place in np.lexsort((first, second)):
@@ -129,11 +129,11 @@ def _join_near_hashes(
             kept_for[other] = one
 
 
-def _near_of_sorting(folder: Path, distance: int, number: int) -> Places:
-    """Return the pairs that one sorting finds and 256 bits confirm, (2, pairs)."""
+def _near_of_sorting(folder: Path, distance: int, task: Sorting) -> Places:
+    """Return the pairs that one task finds and 256 bits confirm, (2, pairs)."""
     coarse, fine = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("coarse", "fine"))
     found = [np.empty((2, 0), np.int64)]
-    for pairs in pairs_of_sorting(np.asarray(coarse), distance, number):
+    for pairs in pairs_of_sorting(np.asarray(coarse), distance, task):
         go_on()
         near = fine_distance(fine[pairs.first], fine[pairs.second]) <= FINE_DISTANCE
         found.append(np.stack((pairs.first[near], pairs.second[near])))

@@ -21,6 +21,9 @@ from data_tools.dedup.perceptual_hash import Hashes, differing_bits
 Places = NDArray[np.int64]
 
 _MOST_TABLES = 2000
+_MOST_AT_ONCE = 1 << 24
+_COMPARED_AT_ONCE = 1 << 16
+_MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 class NearPairs(NamedTuple):
@@ -31,34 +34,65 @@ class NearPairs(NamedTuple):
     distance: NDArray[np.int64]
 
 
+class Sorting(NamedTuple):
+    """A task of a search: which sorting, and which of how many parts of the hashes, a power of 2.
+
+    A hash's part depends on the bits that are sorted by, so none agrees with one of another part.
+    """
+
+    number: int
+    part: int = 0
+    parts: int = 1
+
+
+def sortings(distance: int, count: int) -> list[Sorting]:
+    """Return the tasks of a search among `count` hashes, each of at most some 16 million."""
+    parts = 1 << max(0, (count - 1) // _MOST_AT_ONCE).bit_length()
+    numbers = range(len(block_masks(distance, count)))
+    return [Sorting(number, part, parts) for number in numbers for part in range(parts)]
+
+
 def near_pairs(hashes: Hashes, distance: int) -> Iterator[NearPairs]:
     """Yield every pair of places (first < second) of hashes within `distance` bits, once.
 
-    Memory beside the hashes is that of one sorting; equal hashes, though, are all paired with each
+    Memory beside the hashes is that of one task; equal hashes, though, are all paired with each
     other, so many of them should be made one before.
     """
-    for number in range(len(block_masks(distance, len(hashes)))):
-        yield from pairs_of_sorting(hashes, distance, number)
+    for task in sortings(distance, len(hashes)):
+        yield from pairs_of_sorting(hashes, distance, task)
 
 
-def pairs_of_sorting(hashes: Hashes, distance: int, number: int) -> Iterator[NearPairs]:
-    """Yield the pairs of `near_pairs` that one sorting finds and no earlier one."""
+def pairs_of_sorting(hashes: Hashes, distance: int, task: Sorting) -> Iterator[NearPairs]:
+    """Yield the pairs of `near_pairs` that one task finds and none of an earlier sorting."""
     masks = block_masks(distance, len(hashes))
-    mask = masks[number]
-    order = np.argsort(hashes & mask, kind="stable")
+    mask = masks[task.number]
+    order = _members(hashes, mask, task)
+    order = order[np.argsort(hashes[order] & mask, kind="stable")]
     value = hashes[order]
-    block = value & mask
     # Members of a block lie side by side: compare each with the next, the one after that, ...
-    here = np.arange(len(order))
-    for shift in range(1, len(order)):
-        here = here[here + shift < len(order)]
-        here = here[block[here] == block[here + shift]]
-        if not len(here):
-            break
-        places, bits = _near(value[here], value[here + shift], distance, masks[:number])
-        one, other = order[here[places]], order[here[places] + shift]
-        if len(bits):
-            yield NearPairs(np.minimum(one, other), np.maximum(one, other), bits)
+    for start in range(0, len(order), _COMPARED_AT_ONCE):
+        here = np.arange(start, min(start + _COMPARED_AT_ONCE, len(order)))
+        for shift in range(1, len(order)):
+            here = here[: np.searchsorted(here, len(order) - shift)]
+            here = here[(value[here] ^ value[here + shift]) & mask == 0]
+            if not len(here):
+                break
+            places, bits = _near(value[here], value[here + shift], distance, masks[: task.number])
+            one, other = order[here[places]], order[here[places] + shift]
+            if len(bits):
+                yield NearPairs(np.minimum(one, other), np.maximum(one, other), bits)
+
+
+def _members(hashes: Hashes, mask: np.uint64, task: Sorting) -> Places:
+    """Return the places of a part's hashes."""
+    if task.parts == 1:
+        return np.arange(len(hashes))
+    found = []
+    for start in range(0, len(hashes), _COMPARED_AT_ONCE):
+        mixed = (hashes[start : start + _COMPARED_AT_ONCE] & mask) * _MIX
+        mixed >>= np.uint64(65 - task.parts.bit_length())
+        found.append(start + np.flatnonzero(mixed == task.part))
+    return np.concatenate(found)
 
 
 class NearIndex:
@@ -103,12 +137,16 @@ def block_masks(distance: int, count: int) -> list[np.uint64]:
     """
     if not 0 <= distance <= 32:
         raise ValueError(f"the distance is {distance}, 0 to 32 bits are possible")
-    choices = range(1, 64 - distance + 1)
-    k = min(choices, key=lambda k: _cost(distance, k, count))
+    _, k = least_cost(distance, count)
     blocks = distance + k
     bounds = np.linspace(0, 64, blocks + 1).astype(int)
     parts = [(1 << int(end)) - (1 << int(start)) for start, end in pairwise(bounds)]
     return [np.uint64(sum(chosen)) for chosen in combinations(parts, k)]
+
+
+def least_cost(distance: int, count: int) -> tuple[float, int]:
+    """Return the comparisons that a hash costs among `count`, and the k with which it does."""
+    return min((_cost(distance, k, count), k) for k in range(1, 64 - distance + 1))
 
 
 def _cost(distance: int, k: int, count: int) -> float:

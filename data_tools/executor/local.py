@@ -10,8 +10,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain, islice
+from multiprocessing.connection import Connection
+from typing import Literal
 
 from data_tools.executor.executor import Executor, Job, Result, in_flight, stopping
 from vlp.config import ConfigError
@@ -22,14 +24,19 @@ _WATCH_SECONDS = 0.5
 class LocalExecutor(Executor):
     """Processes of this machine; with one, or a single job, this process does the work.
 
+    Args:
+        processes: that work at a time.
+        fresh: every job is done by a spawned process, which has nothing of this one: a process
+            that holds threads of torch must not be copied.
+
     Raises:
         ConfigError: `processes` is no number of processes.
     """
 
-    def __init__(self, processes: int = os.cpu_count() or 1) -> None:
+    def __init__(self, processes: int = os.cpu_count() or 1, fresh: bool = False) -> None:
         if processes < 1:
             raise ConfigError(f"--processes is {processes}, at least 1")
-        self._processes = processes
+        self._processes, self._fresh = processes, fresh
 
     def results(
         self, work: Callable[[Job], Result], jobs: Iterable[Job], ordered: bool
@@ -38,10 +45,10 @@ class LocalExecutor(Executor):
         rest = iter(jobs)
         first = list(islice(rest, self._processes))
         rest = chain(first, rest)
-        if len(first) < 2:
+        if len(first) < (1 if self._fresh else 2):
             yield from map(work, rest)
             return
-        with _pool(len(first)) as pool:
+        with _pool(len(first), "spawn" if self._fresh else "fork") as pool:
 
             def submit(job: Job) -> Future[Result]:
                 return pool.submit(work, job)
@@ -50,37 +57,36 @@ class LocalExecutor(Executor):
 
 
 @contextmanager
-def _pool(processes: int) -> Iterator[ProcessPoolExecutor]:
+def _pool(processes: int, method: Literal["fork", "spawn"]) -> Iterator[ProcessPoolExecutor]:
+    context = multiprocessing.get_context(method)
     # Workers hold the reading end of a pipe, which ends when this process closes it or dies.
-    reading, writing = os.pipe()
+    reading, writing = context.Pipe(duplex=False)
+    inherited = writing if method == "fork" else None
     pool = ProcessPoolExecutor(
-        processes,
-        multiprocessing.get_context("fork"),
-        initializer=_begin,
-        initargs=(os.getpid(), reading, writing),
+        processes, context, initializer=_begin, initargs=(os.getpid(), reading, inherited)
     )
     try:
         yield pool
     except BaseException:
-        os.close(writing)  # nobody waits for what is under way
-        writing = -1
+        writing.close()  # nobody waits for what is under way
         raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-        for end in (reading, writing):
-            if end >= 0:
-                os.close(end)
+        reading.close()
+        writing.close()
 
 
-def _begin(parent: int, reading: int, writing: int) -> None:
+def _begin(parent: int, reading: Connection, inherited: Connection | None) -> None:
     # Ctrl-C reaches every process of a terminal; it is the parent's to handle.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.close(writing)
+    if inherited is not None:
+        inherited.close()
     threading.Thread(target=_leave_with, args=(parent, reading), daemon=True).start()
 
 
-def _leave_with(parent: int, reading: int) -> None:
-    os.read(reading, 1)
+def _leave_with(parent: int, reading: Connection) -> None:
+    with suppress(EOFError):
+        reading.recv_bytes()
     # The work ends by itself, at its next read: a process that died while it sends a result would
     # leave its parent waiting for the rest of it.
     stopping.set()

@@ -1,4 +1,4 @@
-"""Write index.json for a folder of WebDataset shards, as img2dataset and others make them."""
+"""Write index.npz for a folder of WebDataset shards, as img2dataset and others make them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparison of `index.json` and `manifest.json` with the contents of the shards."""
+"""Comparison of `index.npz` and `manifest.json` with the contents of the shards."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ def against_index(folder: Path, found: Mapping[str, ShardContents]) -> list[Dama
     path = folder / INDEX_NAME
     remedy = "--fix writes a new one"
     try:
-        shards = read_table(path.read_bytes(), str(path), remedy)
+        with path.open("rb") as file:
+            shards = read_table(file, str(path), remedy)
         rows = map_samples(folder / shards.file, shards, check=False)
     except FileNotFoundError:
         return [Damage("missing index", f"{path} ({remedy})")]
@@ -84,14 +85,14 @@ def against_index(folder: Path, found: Mapping[str, ShardContents]) -> list[Dama
     ]
     if rows is None:
         damage.append(Damage("unusable index", f"{folder / shards.file}: is not there"))
-    for number, (entry, start) in enumerate(zip(shards, _starts(shards))):
+    for entry, start in zip(shards, _starts(shards)):
         there = found.get(entry.name)
         if there is None:
             damage.append(Damage("index differs", f"{folder / entry.name}: is not there"))
             continue
         difference = _difference(entry, there, ("samples", "bytes", "captions"))
         if difference is None and rows is not None:
-            places, whole = _digests(rows[start : start + shards.samples[number]])
+            places, whole = _digests(rows[start : start + entry.samples])
             if places != there.places or there.rows not in (None, whole):
                 difference = "its samples lie elsewhere, or have other captions"
         if difference is not None:

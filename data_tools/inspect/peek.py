@@ -5,7 +5,7 @@
     python -m data_tools peek shards/cc3m --out sheet.png --first
 
 Samples are drawn at random unless `--first` asks for the first ones. A damaged sample is a grey
-card that names the damage. The folder needs its index.json.
+card that names the damage. The folder needs its index.npz.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def read_index(folder: Path) -> ShardTable:
     path = folder / INDEX_NAME
     remedy = f"make one with: python -m data_tools index {folder}"
     try:
-        return read_table(path.read_bytes(), str(path), remedy)
+        with path.open("rb") as file:
+            return read_table(file, str(path), remedy)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); {remedy}") from error
 

@@ -7,26 +7,27 @@ from __future__ import annotations
 
 import csv
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator
 
+from data_tools.executor.executor import go_on
+from data_tools.executor.local import LocalExecutor
 from vlp.config import ConfigError
 from vlp.io import parse_json, write_text
 from vlp.lock import end_with_parent
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 RESULT = "result.json"
+_WATCH_SECONDS = 0.5
 
 Evaluate = Callable[[Path, int], dict[str, float]]
 """Model folder and number of threads to figures by name; None where a run is not evaluated."""
@@ -119,32 +120,20 @@ def do_runs(
         raise ConfigError(f"comparisons train with {LAUNCH}, which only a checkout has")
     todo = [run for run in runs if finished(run) is None]
     say(f"{len(runs)} runs, {len(runs) - len(todo)} of them done")
-    for number, (run, seconds) in enumerate(_executed(todo, jobs, evaluate), 1):
-        say(f"  {number}/{len(todo)} {run.name}: {seconds:.0f} s")
+    # They share the cores.
+    work = partial(_named, evaluate=evaluate, threads=max(1, (os.cpu_count() or 1) // jobs))
+    results = LocalExecutor(jobs, fresh=True).map(work, todo, ordered=False)
+    for number, (name, seconds) in enumerate(results, 1):
+        say(f"  {number}/{len(todo)} {name}: {seconds:.0f} s")
 
 
-def _executed(
-    runs: Sequence[Run], jobs: int, evaluate: Evaluate | None
-) -> Iterator[tuple[Run, float]]:
-    threads = max(1, (os.cpu_count() or 1) // jobs)
-    # Spawned, not forked: a process that holds threads of torch must not be copied.
-    context = multiprocessing.get_context("spawn")
-    # Else trainings, and those still in the queue, would go on without this process.
-    bound = partial(end_with_parent, signal.SIGTERM, os.getpid())
-    with ProcessPoolExecutor(jobs, context, initializer=bound) as pool:
-        futures = {pool.submit(execute, run, evaluate, threads): run for run in runs}
-        try:
-            for future in as_completed(futures):
-                run = futures[future]
-                try:
-                    seconds = future.result()
-                except Exception as error:
-                    error.add_note(f"This was {run.name}, in {run.folder}.")
-                    raise
-                yield run, seconds
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+def _named(run: Run, evaluate: Evaluate | None, threads: int) -> tuple[str, float]:
+    go_on()
+    try:
+        return run.name, execute(run, evaluate, threads)
+    except Exception as error:
+        error.add_note(f"This was {run.name}, in {run.folder}.")
+        raise
 
 
 def execute(run: Run, evaluate: Evaluate | None, threads: int) -> float:
@@ -185,10 +174,25 @@ def _train(run: Run, threads: int) -> None:
         ),
     }
     with log.open("ab") as file:
-        done = subprocess.run(
+        training = subprocess.Popen(
             [*command, f"output={run.folder}", *overrides],
-            env=environment, stdout=file, stderr=subprocess.STDOUT, check=False,
+            env=environment, stdout=file, stderr=subprocess.STDOUT,
             preexec_fn=partial(end_with_parent, signal.SIGTERM, os.getpid()),
         )  # fmt: skip
-    if done.returncode or not (run.folder / "model").is_dir():
-        raise ConfigError(f"{run.name} ended with code {done.returncode}; see {log}")
+    code = _end_of(training)
+    if code or not (run.folder / "model").is_dir():
+        raise ConfigError(f"{run.name} ended with code {code}; see {log}")
+
+
+def _end_of(training: subprocess.Popen[bytes]) -> int:
+    """Wait for a training; when nobody wants it any more, it ends with a checkpoint."""
+    while True:
+        try:
+            go_on()
+            return training.wait(_WATCH_SECONDS)
+        except subprocess.TimeoutExpired:
+            continue
+        except BaseException:
+            training.terminate()
+            training.wait()
+            raise

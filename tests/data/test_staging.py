@@ -102,10 +102,10 @@ def test_a_tool_that_writes_beside_what_it_reads_does_so_in_the_store(
     store: Any, shards: Path
 ) -> None:
     store.put(str(shards), "bucket/bare", recursive=True)
-    index = store.cat_file("bucket/bare/index.json")
-    store.rm_file("bucket/bare/index.json")
+    index = store.cat_file("bucket/bare/index.npz")
+    store.rm_file("bucket/bare/index.npz")
     assert main(["index", "s3://bucket/bare", "--processes", "1"]) == 0
-    assert store.cat_file("bucket/bare/index.json") == index
+    assert store.cat_file("bucket/bare/index.npz") == index
 
 
 def test_samples_of_s3_are_those_of_the_folder(store: Any, shards: Path, tmp_path: Path) -> None:

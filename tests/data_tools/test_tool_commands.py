@@ -25,10 +25,10 @@ def shards(tmp_path: Path) -> Path:
 
 
 def test_index(shards: Path, capsys: pytest.CaptureFixture) -> None:
-    written = (shards / "index.json").read_bytes()
-    (shards / "index.json").unlink()
+    written = (shards / "index.npz").read_bytes()
+    (shards / "index.npz").unlink()
     assert main(["index", str(shards)]) == 0
-    assert (shards / "index.json").read_bytes() == written
+    assert (shards / "index.npz").read_bytes() == written
     printed = capsys.readouterr().out
     assert "3 shards, 7 samples, 12 captions" in printed
     assert "1 samples have no caption" in printed
@@ -68,13 +68,13 @@ def limited(size: int, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_full_disk_is_said_plainly(shards: Path, tmp_path: Path) -> None:
-    before = (shards / "index.json").read_bytes()
+    before = (shards / "index.npz").read_bytes()
     ran = limited(200, "index", shards)
     assert (ran.returncode, ran.stderr.count("Traceback")) == (2, 0)
     # What is kept of finished shards comes first, for the next start.
     assert f"data_tools index: {shards}/.index.tasks/" in ran.stderr
     assert "cannot be written (File too large)" in ran.stderr
-    assert (shards / "index.json").read_bytes() == before
+    assert (shards / "index.npz").read_bytes() == before
     out = tmp_path / "words"
     # A few bytes of tokenizer.json, a part of it, and vocab.txt is behind it.
     for size in (10, 1000, 3000):

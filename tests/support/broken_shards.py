@@ -253,3 +253,16 @@ def full_annotation(number: int, captions: list[str], **more: Any) -> bytes:
         scene={"objects": [{"colour": "red"}]},
         **more,
     ).to_json()
+
+
+def index_columns(folder: Path) -> dict[str, np.ndarray]:
+    """What `index.npz` holds, by name."""
+    with np.load(folder / "index.npz") as found:
+        return dict(found)
+
+
+def change_index(folder: Path, **changed: Any) -> None:
+    """Write an index again with other columns; None leaves one out."""
+    columns = index_columns(folder) | changed
+    kept = {name: column for name, column in columns.items() if column is not None}
+    np.savez(folder / "index.npz", **kept)

@@ -33,7 +33,7 @@ class ShardServer:
     breaks off in the middle; stalls: those whose answer stops in the middle until `go` is set;
     others: those that are answered with other bytes of that length; down_until: the time
     (monotonic) before which every request is answered with `status`; wants: user info and query
-    without which nothing is given.
+    without which nothing is given; seconds: that a shard takes.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -47,6 +47,7 @@ class ShardServer:
         self.down_until = 0.0
         self.go = threading.Event()
         self.wants: tuple[str, str] | None = None
+        self.seconds = 0.0
         self.url = ""
 
 
@@ -79,6 +80,8 @@ def serve(folder: Path) -> Iterator[ShardServer]:
             self.send_response(200)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
+            if name.endswith(".tar"):
+                time.sleep(told.seconds)
             half = len(content) // 2
             self.wfile.write(content[:half])
             self.wfile.flush()

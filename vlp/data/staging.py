@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from hashlib import blake2b
+from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -154,7 +155,7 @@ class StagedPlace:
             content = self._files.cat_file(f"{self._place}/{INDEX_NAME}")
         except FileNotFoundError:
             return []
-        table = read_table(content, f"{self.url}/{INDEX_NAME}", "index the folder again")
+        table = read_table(BytesIO(content), f"{self.url}/{INDEX_NAME}", "index the folder again")
         beside = [name for name in (table.file, MANIFEST_NAME) if self._has(name)]
         return [INDEX_NAME, *beside, *(name.decode() for name in table.names.tolist())]
 

@@ -2,7 +2,7 @@
 
     python -m data_tools flickr8k --annotations dataset_flickr8k.json --images Images/ --out shards/flickr8k
 
-writes OUT/train, OUT/val and OUT/test: tars, index.json and manifest.json, which names what was
+writes OUT/train, OUT/val and OUT/test: tars, index.npz and manifest.json, which names what was
 left out and why. Images are stored as they are, with all their captions. The command may be
 interrupted and run again: finished shards stay.
 """  # noqa: E501 (a command to copy)

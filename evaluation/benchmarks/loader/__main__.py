@@ -4,7 +4,7 @@
     python -m evaluation.benchmarks.loader
     python -m evaluation.benchmarks.loader --shards DIR --size 224
 
-Both sides read the same WebDataset shards (`KEY.jpg`, `KEY.txt`, and the `index.json` that
+Both sides read the same WebDataset shards (`KEY.jpg`, `KEY.txt`, and the `index.npz` that
 `python -m data_tools index DIR` writes); without `--shards` some are made, of images of 500 x 375
 with the spectrum of photographs. open_clip's side is its own training code
 (`open_clip_train.data.get_wds_dataset` with `open_clip.transform.image_transform`), unchanged; with

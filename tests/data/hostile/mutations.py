@@ -115,11 +115,11 @@ def mutated(rng: np.random.Generator, name: str, data: bytes, other: bytes) -> b
         own += [safetensors_header] * 6
     elif name.endswith(".tar"):
         own += TARS
-    elif name.endswith((".zip", ".pth")):
+    elif name.endswith((".zip", ".npz", ".pth")):
         own += [zip_field] * 8
     if name.endswith((".gz", ".bz2", ".xz")):
         own += [bomb]
-    if name.endswith(".zip"):
+    if name.endswith((".zip", ".npz")):
         own += [zip_bomb]
     for _ in range(1 + (rng.random() < 0.3)):
         change = own[int(rng.integers(len(own)))]

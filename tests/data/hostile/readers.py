@@ -344,7 +344,7 @@ READERS: dict[str, Reader] = {
     "samples": Reader(make_sample, "sample.*", read_sample, weight=6),
     "shards": Reader(make_shards, "*.tar", read_indexed, weight=4),
     "new shards": Reader(make_shards, "*.tar", read_tar, weight=2),
-    "index": Reader(make_shards, "*[yn]", read_index, weight=3),
+    "index": Reader(make_shards, "*.np[yz]", read_index, weight=3),
     "manifest": Reader(make_manifest, "**/*.*", read_manifests, weight=2),
     "checkpoint": Reader(make_checkpoints, "step_2/*", read_checkpoints, (CheckpointError,), 2),
     "sharded checkpoint": Reader(make_sharded, "step_2/*", read_sharded, (CheckpointError,)),

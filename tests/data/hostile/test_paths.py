@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from broken_images import photo
-from broken_shards import END, member, plain_tar
+from broken_shards import END, change_index, index_columns, member, plain_tar
 from guard import guarded
 
 from data_tools.builder.journal import Journal
@@ -17,7 +18,6 @@ from data_tools.sources.archives import unpacked
 from data_tools.sources.image_sources import Originals
 from vlp.config import ConfigError
 from vlp.data.shards.cache import CachedFile, ShardCache
-from vlp.data.shards.index import read_table
 from vlp.data.shards.remote import RemoteFolder
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.shard_index import ShardIndex, index_folder
@@ -63,33 +63,41 @@ def test_the_cache_writes_into_its_folder_and_not_through_links(tmp_path: Path) 
     assert precious.read_text() == "mine"
 
 
-@pytest.mark.parametrize("name", [*OUTSIDE, "a/0.tar", "", "0.zip", "0.tar\\n"])
-def test_shards_of_an_index_lie_in_its_folder(name: str) -> None:
-    row = {"name": name, "samples": 1, "bytes": 1, "captions": 1, "uncaptioned": 0}
-    text = json.dumps({"version": 2, "table": "samples-ab.npy", "shards": [row]})
-    with pytest.raises(ConfigError, match="here: not an index of shards"):
-        read_table(text.encode(), "here", "make one")
-    text = json.dumps({"version": 2, "table": name, "shards": []})
-    with pytest.raises(ConfigError, match="here: not an index of shards"):
-        read_table(text.encode(), "here", "make one")
+@pytest.fixture
+def indexed(tmp_path: Path) -> Path:
+    (tmp_path / "0.tar").write_bytes(plain_tar([("k", {"png": PNG, "txt": b"a dog"})]))
+    index_folder(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", [*OUTSIDE, "a/0.tar", "", "0.zip", "0.tar\n", "0\0.tar"])
+def test_shards_of_an_index_lie_in_its_folder(indexed: Path, name: str) -> None:
+    good = index_columns(indexed)["table"]
+    for changed in ({"name": np.array([name.encode()])}, {"table": np.bytes_(name)}):
+        change_index(indexed, **({"table": good} | changed))
+        with pytest.raises(ConfigError, match=r"index\.npz: not an index of shards \("):
+            ShardIndex.open(indexed)
+        change_index(indexed, name=np.array([b"0.tar"]))
 
 
 @pytest.mark.parametrize("field", ["samples", "bytes", "captions", "uncaptioned", "version"])
 @pytest.mark.parametrize(
     "number",
-    [2**43, 2**63 - 1, 2**63, 2**64, 10**30, "1" + "0" * 5000, -1],
-    ids=lambda number: str(number)[:30],
+    [2**43, 2**63 - 1, 2**63, 2**64 - 1, 10**30, -1, 1.0, True, "1"],
+    ids=lambda number: f"{number!r}"[:30],
 )
-def test_numbers_of_an_index_fit_64_bits(tmp_path: Path, field: str, number: int | str) -> None:
-    (tmp_path / "0.tar").write_bytes(plain_tar([("k", {"png": PNG, "txt": b"a dog"})]))
-    index_folder(tmp_path)
-    plain = json.loads((tmp_path / "index.json").read_text())
-    (plain if field == "version" else plain["shards"][0])[field] = "@"
-    text = json.dumps(plain).replace('"@"', str(number))
-    (tmp_path / "index.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"index\.json: (not an index|an index of)") as error:
-        ShardIndex.open(tmp_path)
+def test_numbers_of_an_index_fit_64_bits(indexed: Path, field: str, number: Any) -> None:
+    change_index(indexed, **{field: np.array(number if field == "version" else [number])})
+    with pytest.raises(ConfigError, match=r"index\.npz: (not an index|an index of)") as error:
+        ShardIndex.open(indexed)
     assert "\n" not in str(error.value)
+
+
+def test_an_index_is_no_larger_than_its_file(indexed: Path) -> None:
+    columns = index_columns(indexed) | {"name": np.full(10**7, b"0.tar")}
+    np.savez_compressed(indexed / "index.npz", **columns)
+    with pytest.raises(ConfigError, match=r"not an index of shards \(\w+: is compressed\)"):
+        ShardIndex.open(indexed)
 
 
 @pytest.mark.parametrize("text", ["[" * 10**6, '{"a":' * 10**5 + "1" + "}" * 10**5, "9" * 10**5])

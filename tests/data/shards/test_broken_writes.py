@@ -45,7 +45,7 @@ def require_whole(folder: Path, whole: dict[str, bytes]) -> None:
     tars = [name for name in whole if name.endswith(".tar")]
     there = [name for name in tars if name in found]
     assert there == tars[: len(there)]
-    if "index.json" in found:
+    if "index.npz" in found:
         assert found == whole
 
 

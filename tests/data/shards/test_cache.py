@@ -371,10 +371,10 @@ def test_what_cannot_start_says_so(server: ShardServer, vocabulary: Path, tmp_pa
     with pytest.raises(ConfigError, match=r"gs://bucket: Please install gcsfs"):
         ShardIndex.open("gs://bucket", cache)
     with pytest.raises(
-        ConfigError, match=r"s3://bucket/index\.json: .*Unable to locate credentials"
+        ConfigError, match=r"s3://bucket/index\.npz: .*Unable to locate credentials"
     ):
         ShardIndex.open("s3://bucket", cache)
-    with pytest.raises(ConfigError, match=r"index\.json: cannot be fetched.*tried \d+ times"):
+    with pytest.raises(ConfigError, match=r"index\.npz: cannot be fetched.*tried \d+ times"):
         ShardIndex.open("http://127.0.0.1:9/shards", cache, SHORT)
     small = {"folder": str(tmp_path / "cache"), "limit": room_for(server, 0)}
     with pytest.raises(ConfigError, match=r"cache\.limit [\d,]+ bytes is too small: one rank"):
@@ -385,8 +385,8 @@ def test_what_cannot_start_says_so(server: ShardServer, vocabulary: Path, tmp_pa
     tiny = ShardCache(tmp_path / "cache", 100)
     with pytest.raises(DataError, match=r"100 bytes cannot hold .*shard-000000\.tar"):
         ShardIndex.open(server.url, tiny).read(0, 0)
-    (server.folder / "index.json").unlink()
-    with pytest.raises(ConfigError, match=r"has no index\.json; .*sampler=resampled"):
+    (server.folder / "index.npz").unlink()
+    with pytest.raises(ConfigError, match=r"has no index\.npz; .*sampler=resampled"):
         ShardIndex.open(server.url, cache)
 
 

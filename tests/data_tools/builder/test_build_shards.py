@@ -240,7 +240,7 @@ def test_a_shard_whose_samples_are_all_taken_down_goes(places: Path, tmp_path: P
     said.write_text("".join(f"k{number:03d}\n" for number in range(20)))
     manifest = build(places, tmp_path / "out", FOUR._replace(take_down=said))
     assert (manifest["samples"], manifest["shards"]) == (0, [])
-    assert not (tmp_path / "out" / "index.json").exists()
+    assert not (tmp_path / "out" / "index.npz").exists()
     assert not list((tmp_path / "out").glob("*.tar"))
 
 
@@ -310,7 +310,7 @@ def test_a_changed_shard_is_indexed_again_though_it_has_its_size(
         patch.setattr("data_tools.builder.build_shards.make_manifest", ends)
         with pytest.raises(KeyboardInterrupt):
             build(places, out, samples=corrected(80))
-    assert not (out / "index.json").exists()
+    assert not (out / "index.npz").exists()
     assert build(places, out, samples=corrected(80)) != manifest
     assert keys_of(out) == [["k000", "k001"]]
 

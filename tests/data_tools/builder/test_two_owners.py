@@ -89,7 +89,7 @@ def test_every_writer_waits_for_no_other_and_touches_nothing(
         out / "c": ["reshard", str(shards), "--samples-per-shard", "3", "--out", str(out / "c")],
         shards: ["index", str(shards)],
     }
-    (shards / "index.json").unlink()
+    (shards / "index.npz").unlink()
     for folder, arguments in commands.items():
         with FolderLock(folder):
             before = files_of(folder)

@@ -135,7 +135,7 @@ def test_interrupted_and_run_again(
         processes = ["--processes", "1"]
         assert main([*raw, *processes, "--out", str(tmp_path / "twice")]) == 130
     assert "run the same command again" in capsys.readouterr().err
-    assert not list((tmp_path / "twice").rglob("index.json"))
+    assert not list((tmp_path / "twice").rglob("index.npz"))
     assert not list((tmp_path / "twice").rglob("*.tmp"))
     assert main([*raw, "--out", str(tmp_path / "twice")]) == 0
     assert files(tmp_path / "twice") == files(tmp_path / "whole")

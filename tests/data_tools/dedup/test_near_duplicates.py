@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from made_shards import encoded, jpeg, photo
 from PIL import Image
 
-from data_tools.dedup.near_duplicates import NearIndex, block_masks, near_pairs
+from data_tools.dedup import near_duplicates
+from data_tools.dedup.near_duplicates import NearIndex, block_masks, near_pairs, sortings
 from data_tools.dedup.perceptual_hash import differing_bits, fine_distance, hash_image
 from data_tools.scan.repeated_ids import RepeatedIds, number_of, numbers_of
 from vlp.data.shards.sample_files import BadSample
@@ -34,11 +35,18 @@ def near_by_hand(first: np.ndarray, second: np.ndarray, distance: int) -> set[tu
     }
 
 
-@settings(max_examples=15)
-@given(st.integers(0, 2**32), st.integers(0, 60), st.integers(0, 8))
-def test_all_near_pairs_are_found_once(seed: int, count: int, distance: int) -> None:
+@settings(max_examples=30)
+@given(
+    st.integers(0, 2**32), st.integers(0, 60), st.integers(0, 8), st.sampled_from([7, 20, 2**24])
+)
+def test_all_near_pairs_are_found_once(seed: int, count: int, distance: int, most: int) -> None:
     made = hashes(seed, count)
-    found = [each for pairs in near_pairs(made, distance) for each in zip(*pairs)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(near_duplicates, "_MOST_AT_ONCE", most)
+        patch.setattr(near_duplicates, "_COMPARED_AT_ONCE", most // 2)
+        parts = {task.parts for task in sortings(distance, count)}
+        assert all(part * most >= count for part in parts)
+        found = [each for pairs in near_pairs(made, distance) for each in zip(*pairs)]
     expected = {(i, j, d) for i, j, d in near_by_hand(made, made, distance) if i < j}
     assert set(found) == expected
     assert len(found) == len(expected)

@@ -31,7 +31,7 @@ def run_every_tool(given: Path, out: Path, *place: str) -> dict[str, bytes]:
     out.mkdir()
     indexed = out / "indexed"
     shutil.copytree(given / "first", indexed)
-    (indexed / "index.json").unlink()
+    (indexed / "index.npz").unlink()
     first, second = str(given / "first"), str(given / "second")
     shards = ["--samples-per-shard", "4"]
     commands = [

@@ -70,10 +70,26 @@ def test_jobs_are_taken_as_they_are_needed() -> None:
     results.close()  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_failure_of_the_work_is_its_own(processes: int) -> None:
+def test_a_failure_of_the_work_is_its_own(processes: int, fresh: bool) -> None:
     with pytest.raises(ConfigError, match="five"):
-        list(LocalExecutor(processes).map(fail, range(40)))
+        list(LocalExecutor(processes, fresh).map(fail, range(40)))
+
+
+def state(number: int) -> tuple[int, bool]:
+    return os.getpid(), hasattr(operator, "of_the_parent")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_fresh_processes_have_nothing_of_this_one(
+    processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operator, "of_the_parent", 1, raising=False)
+    assert list(LocalExecutor(processes).map(state, [0])) == [(os.getpid(), True)]
+    found = list(LocalExecutor(processes, fresh=True).map(state, range(4)))
+    assert os.getpid() not in dict(found)
+    assert not any(copied for _, copied in found)
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def test_wrong_arguments_are_named(
     )
     assert refused(folder, "--count", 0) == 2
     assert "--count is 0" in capsys.readouterr().err
-    (folder / "index.json").unlink()
+    (folder / "index.npz").unlink()
     assert refused(folder) == 2
     assert "make one with: python -m data_tools index" in capsys.readouterr().err
     write_tar(tmp_path / "empty" / "0.tar", [])

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
 
 import pytest
+from broken_shards import change_index, index_columns
 from made_shards import encoded, jpeg, photo, run, write, write_manifest, write_tar
 
 from data_tools.__main__ import main
@@ -144,7 +144,7 @@ def test_index_and_manifest_against_the_shards(folder: Path, capsys: pytest.Capt
     damage = report(folder)[1]
     assert ("manifest differs", f"{folder / 'shard-000001.tar'}: is not there") in damage
     assert any("other.tar: is not in manifest.json" in place for _, place in damage)
-    assert ("index differs", f"{folder / 'other.tar'}: is not in index.json") in damage
+    assert ("index differs", f"{folder / 'other.tar'}: is not in index.npz") in damage
     assert report(folder, "--fix")[0] == 1
     assert {entry.name for entry in ShardIndex.open(folder).shards} == {
         "other.tar",
@@ -154,7 +154,7 @@ def test_index_and_manifest_against_the_shards(folder: Path, capsys: pytest.Capt
     (folder / "manifest.json").unlink()
     assert report(folder) == (0, [])
 
-    (folder / "index.json").unlink()
+    (folder / "index.npz").unlink()
     assert [kind for kind, _ in report(folder)[1]] == ["missing index"]
     capsys.readouterr()
     assert run("verify", folder, "--fix") == 0
@@ -163,16 +163,14 @@ def test_index_and_manifest_against_the_shards(folder: Path, capsys: pytest.Capt
 
 
 def test_wrong_numbers_in_the_index(folder: Path) -> None:
-    index = json.loads((folder / "index.json").read_text())
+    index = index_columns(folder)
     for name, value in {"samples": 2, "captions": 9}.items():
-        wrong = json.loads(json.dumps(index))
-        wrong["shards"][0][name] = value
-        (folder / "index.json").write_text(json.dumps(wrong))
+        change_index(folder, **(index | {name: [value, *index[name][1:]]}))
         damage = report(folder)[1]
         assert len(damage) == 1
         assert damage[0][0] in ("index differs", "unusable index")
-    (folder / "index.json").write_text(json.dumps(index))
-    table = folder / index["table"]
+    change_index(folder, **index)
+    table = folder / str(index["table"], "ascii")
     flip(table, table.stat().st_size - 8)  # where the last sample lies
     assert [kind for kind, _ in report(folder, "--quick")[1]] == ["index differs"]
     table.unlink()

@@ -35,7 +35,7 @@ def stored(out: Path) -> dict[bytes, tuple[str, Annotation]]:
     """The split and annotation of each image in the shards, by the image's bytes."""
     found = {}
     for split in SPLITS:
-        if not (out / split / "index.json").exists():
+        if not (out / split / "index.npz").exists():
             continue
         index = ShardIndex.open(out / split)
         for shard, entry in enumerate(index.shards):

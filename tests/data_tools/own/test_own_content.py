@@ -138,7 +138,7 @@ def test_a_second_run_goes_on_and_refuses_other_data(
     assert main(command) == 0
     before = files_of(tmp_path / "out")
     (tmp_path / "out/train/shard-000001.tar").unlink()
-    (tmp_path / "out/train/index.json").unlink()
+    (tmp_path / "out/train/index.npz").unlink()
     assert main(command) == 0
     assert files_of(tmp_path / "out") == before
     capsys.readouterr()

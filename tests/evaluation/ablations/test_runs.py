@@ -12,12 +12,27 @@ from pathlib import Path
 
 import pytest
 
+from evaluation.ablations.runs import Run, do_runs
+from vlp.config import ConfigError
+
 TRAINING = """
 import os, sys, time
 [output] = [word.partition("=")[2] for word in sys.argv if word.startswith("output=")]
 os.makedirs(output)
 with open(os.path.join(output, "pids"), "w") as file:
     print(os.getpid(), os.getppid(), file=file, flush=True)
+time.sleep(300)
+"""
+
+FAILING = """
+import os, sys, time
+[output] = [word.partition("=")[2] for word in sys.argv if word.startswith("output=")]
+other = os.path.join(os.path.dirname(output), "1")
+if output.endswith("0"):  # fails when the one beside it has begun
+    while not os.path.exists(other):
+        time.sleep(0.05)
+    sys.exit(3)
+os.makedirs(output)
 time.sleep(300)
 """
 
@@ -76,3 +91,18 @@ def test_a_comparison_that_is_killed_leaves_no_training(tmp_path: Path, how: int
     finally:
         if comparison.poll() is None:
             os.killpg(comparison.pid, signal.SIGKILL)
+
+
+def test_a_failed_training_is_named_and_ends_those_beside_it(tmp_path: Path) -> None:
+    script, out = tmp_path / "training.py", tmp_path / "runs"
+    script.write_text(FAILING)
+    settings = {"config": "none.yaml", "overrides": {}}
+    runs = [Run(f"run {n}", out / str(n), settings, str(script)) for n in range(4)]
+    said: list[str] = []
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match="run 0 ended with code 3; see ") as error:
+        do_runs(runs, 2, None, said.append)
+    assert error.value.__notes__ == [f"This was run 0, in {out / '0'}."]
+    assert said == ["4 runs, 0 of them done"]
+    assert time.monotonic() - started < 100, "the one beside it was waited for"
+    assert not (out / "3").exists(), "the last one in the queue was started"

@@ -39,6 +39,10 @@ _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
 # A shard that could not be had is not tried again for so long: it holds a thousand samples.
 _FAILURE_SECONDS = 600
 
+# Files that a process fetches at a time ahead of its reading; with one, reading that has caught up
+# would wait for each file in turn while nothing else is fetched.
+FETCHED_AHEAD = 2
+
 # How long a full cache is waited for: other processes may be done with a shard.
 _FULL_SECONDS = 30.0
 
@@ -134,7 +138,8 @@ class ShardCache:
         if self._background is None or self._background[0] != os.getpid():
             queue: SimpleQueue[CachedFile] = SimpleQueue()
             self._background = os.getpid(), queue
-            threading.Thread(target=self._fetch_all, args=(queue,), daemon=True).start()
+            for _ in range(FETCHED_AHEAD):
+                threading.Thread(target=self._fetch_all, args=(queue,), daemon=True).start()
         self._background[1].put(file)
 
     def when_full(self, release: Callable[[], object]) -> None:
@@ -154,7 +159,7 @@ class ShardCache:
                 if path.exists():
                     os.utime(path)  # soon to be read, so not to be removed before others
                 else:
-                    self._fill(file, path)
+                    self._fill(file, path, wait=False)
 
     def _check(self, file: CachedFile) -> None:
         if file.bytes > self.limit:
@@ -166,11 +171,11 @@ class ShardCache:
         if failure is not None and time.monotonic() < failure.until:
             raise given_up(failure.bad, file.folder.outages.policy, failure.may_pass)
 
-    def _fill(self, file: CachedFile, path: Path) -> None:
-        """Fetch a file, unless another process does or did."""
+    def _fill(self, file: CachedFile, path: Path, wait: bool = True) -> None:
+        """Fetch a file, unless somebody else did, or does, whom `wait` says to wait for."""
         part = path.with_name(path.name + _PART)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _own(part, path) as wanted:
+        with _own(part, path, wait) as wanted:
             if not wanted:
                 return
             self._check(file)  # a thread of this process may have tried meanwhile
@@ -284,14 +289,20 @@ def _open_whole(path: Path, size: int) -> int | None:
 
 
 @contextmanager
-def _own(part: Path, path: Path) -> Iterator[bool]:
-    """Hold the lock of a file being fetched; False if another process has fetched it by then."""
+def _own(part: Path, path: Path, wait: bool) -> Iterator[bool]:
+    """Hold the lock of a file being fetched.
+
+    False if somebody else has fetched it by then or, without `wait`, is at it.
+    """
     while True:
         handle = os.open(part, os.O_RDWR | os.O_CREAT | _FLAGS, 0o644)
         try:
             try:
                 flock(handle, LOCK_EX | LOCK_NB)
             except BlockingIOError:
+                if not wait:
+                    yield False
+                    return
                 # Whoever fetches it is waited for. By now it may be whole and have its name, and
                 # its readers, who may read it for long, would keep an exclusive lock waiting.
                 flock(handle, LOCK_SH)

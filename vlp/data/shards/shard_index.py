@@ -122,20 +122,21 @@ class ShardIndex:
             raise ConfigError(f"{folder}: there is no such folder of shards")
         remedy = f"make one with: python -m data_tools index {folder}"
         path = folder / INDEX_NAME
-        names = [name for name in os.listdir(folder) if name.endswith(".tar")]
         if not path.exists():
-            if not names:
+            if not any(folder.glob("*.tar")):
                 raise ConfigError(no_shards_in(folder))
             raise ConfigError(f"{folder}: the shards have no {INDEX_NAME}; {remedy}")
         try:
-            content = path.read_bytes()
+            with path.open("rb") as file:
+                shards = read_table(file, str(path), remedy)
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
-        shards = read_table(content, str(path), remedy)
-        unknown = sorted(set(map(os.fsencode, names)).difference(shards.names.tolist()))
-        if unknown:
+        with os.scandir(os.fsencode(folder)) as files:
+            tars = (file.name for file in files if file.name.endswith(b".tar"))
+            unknown = min(shards.unknown(tars), default=None)
+        if unknown is not None:
             raise ConfigError(
-                f"{path}: does not know {os.fsdecode(unknown[0])}, it is too old; {remedy}"
+                f"{path}: does not know {os.fsdecode(unknown)}, it is too old; {remedy}"
             )
         index = cls(LocalFolder(folder), shards)
         index._all_rows(wait=True)  # damaged rows are found here, not by a worker later on
@@ -156,7 +157,7 @@ class ShardIndex:
                 f"{url}: has no {INDEX_NAME}; {remedy}; or name the shards themselves and set "
                 "data.sampler=resampled"
             )
-        shards = read_table(content, f"{folder / INDEX_NAME}", remedy)
+        shards = read_table(BytesIO(content), f"{folder / INDEX_NAME}", remedy)
         return cls(CachedFolder(folder, cache, folder.digests(shards.names)), shards)
 
     def __len__(self) -> int:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vlp.config import ConfigError
+from vlp.data.narrow import narrow
 from vlp.data.shards.lru import LRUCache
 from vlp.data.stream.rng import make_rng
 
@@ -68,7 +69,7 @@ class TrainingSampler:
         self.streams = streams
         self.window = window
         self.seed = seed
-        self._sizes = [np.asarray(pool.sizes, dtype=np.int64) for pool in pools]
+        self._sizes = [narrow(pool.sizes) for pool in pools]
         self._totals = [int(sizes.sum()) for sizes in self._sizes]
         # A weight is meant as written: 0.1 is a tenth, not the binary fraction next to it.
         self._weights = [Fraction(pool.weight).limit_denominator(10**6) for pool in pools]
@@ -313,7 +314,7 @@ class EpochLayout:
     """The chunks of one epoch in order: rows source, shard, first position, visit, length."""
 
     def __init__(self, chunks: np.ndarray) -> None:
-        self._chunks = chunks
+        self._chunks = [narrow(row) for row in chunks]
         self._ends = np.cumsum(chunks[4])
 
     def shards(self, start: int, stop: int) -> list[tuple[int, int]]:
@@ -321,17 +322,17 @@ class EpochLayout:
         if start >= stop:
             return []
         first, last = np.searchsorted(self._ends, [start, stop - 1], side="right")
-        return list(zip(*self._chunks[:2, first : last + 1].tolist()))
+        return list(zip(*(row[first : last + 1].tolist() for row in self._chunks[:2])))
 
     def starts(self, start: int, stop: int) -> np.ndarray:
         """Return where the chunks begin that lie between two places at which chunks end."""
         first, last = np.searchsorted(self._ends, [start, stop], side="right")
-        return (self._ends - self._chunks[4])[first:last]
+        return self._ends[first:last] - self._chunks[4][first:last]
 
     def elements(self, places: np.ndarray) -> list[Element]:
         """Return the elements at places of the row that the chunks form one after another."""
         numbers = np.searchsorted(self._ends, places, side="right")
-        source, shard, first, visit, length = self._chunks[:, numbers]
+        source, shard, first, visit, length = (row[numbers] for row in self._chunks)
         position = first + places - (self._ends[numbers] - length)
         columns = np.stack([source, shard, position, visit], axis=1)
         return [Element(*row) for row in columns.tolist()]
