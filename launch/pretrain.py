@@ -21,7 +21,6 @@ from vlp import distributed
 from vlp.training.best_checkpoint import BestCheckpoint
 from vlp.training.command import training_command
 from vlp.training.config import PretrainConfig
-from vlp.training.world_sizes import require_world_size
 
 
 def build(config: PretrainConfig) -> tuple[Any, Any]:
@@ -31,7 +30,7 @@ def build(config: PretrainConfig) -> tuple[Any, Any]:
     from vlp.tasks.pretraining import Pretraining
 
     training = config.training
-    require_world_size(config, distributed.world_size())
+    config.require_world_size(distributed.world_size())
     data = PretrainData(config.data, config.inputs, training.batch, training.seed)
     # Every rank, and every start of the same configuration, begins with the same weights.
     torch.manual_seed(training.seed)

@@ -38,7 +38,7 @@ def plan(
     \b
       vlp plan --config configs/pretrain/base_256.yaml --gpus 256
     """
-    from evaluation.planning.report import run_plan
+    from evaluation.benchmarks.planning.report import run_plan
     from vlp.config import ConfigError
 
     try:

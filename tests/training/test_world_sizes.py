@@ -10,7 +10,6 @@ import pytest
 from vlp.config import load_config
 from vlp.objectives.contrastive.sample_groups import require_whole_groups
 from vlp.training.config import PretrainConfig
-from vlp.training.world_sizes import nearest_sizes, world_sizes
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/how-to/scale.md").read_text(encoding="utf-8")
@@ -37,7 +36,7 @@ def test_promised_gpus_share_streams_and_hold_whole_groups(name, batch, streams)
     for size in sizes:
         assert config.data.canonical_streams % size == 0
         require_whole_groups(config.objectives, config.training.batch, size)
-    assert world_sizes(config) == sizes
+    assert config.world_sizes() == sizes
 
 
 @pytest.mark.parametrize(
@@ -54,11 +53,9 @@ def test_world_sizes_are_those_that_no_rule_refuses():
     base = {"objectives": objectives, "data": {"sources": ["none"], "canonical_streams": 24}}
     config = PretrainConfig.model_validate(base | {"training": {"batch": 144}})
     able = [n for n in range(1, 145) if 24 % n == 0 and 144 % (24 * n) == 0]
-    assert world_sizes(config) == able == [1, 2, 3, 6]
+    assert config.world_sizes() == able == [1, 2, 3, 6]
     chunked = config.training.model_copy(update={"grad_cache": 32})
-    assert world_sizes(config.model_copy(update={"training": chunked})) == [6]
-    assert nearest_sizes([1, 2, 3, 6], 4) == [3, 6]
-    assert nearest_sizes([1, 2, 3, 6], 9) == [6]
+    assert config.model_copy(update={"training": chunked}).world_sizes() == [6]
 
 
 def test_a_resampled_stream_knows_no_streams():
@@ -70,4 +67,4 @@ def test_a_resampled_stream_knows_no_streams():
             "training": {"batch": 24},
         }
     )
-    assert world_sizes(config) == [1, 2, 3, 4, 6, 12]
+    assert config.world_sizes() == [1, 2, 3, 4, 6, 12]

@@ -30,7 +30,7 @@ from torch.utils.flop_counter import flop_registry
 
 from evaluation.benchmarks import harness
 from evaluation.benchmarks.harness import Measurement
-from evaluation.planning.fake_step import fake_step, meta_task
+from evaluation.benchmarks.planning.fake_step import fake_step, meta_task
 from vlp.config import ConfigError
 from vlp.training.config import PretrainConfig
 

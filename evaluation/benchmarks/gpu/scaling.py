@@ -4,9 +4,9 @@
 
 Nothing is measured. Compute is that of the roofline, at both of its ends, with as many contrastive
 candidates as the batch has. Calls and bytes of communication are those that tests trace
-(`evaluation.planning.collectives`), and their time is that of `evaluation.planning.network`: nodes
-of 8 GPUs, NVLink of 450 GB/s, a network of 400 Gb/s a node, 80 % of both reached. Gradients travel
-beside the backward pass, two thirds of the step, where the engine lets them.
+(`planning/collectives.py`), and their time is that of `planning/network.py`: nodes of 8 GPUs,
+NVLink of 450 GB/s, a network of 400 Gb/s a node, 80 % of both reached. Gradients travel beside the
+backward pass, two thirds of the step, where the engine lets them.
 
 Efficiency is a GPU's throughput over that of one GPU alone: with the same pairs a GPU (weak), or
 per GPU with the same batch, which one GPU alone might not hold (strong). Prints both tables and,
@@ -25,9 +25,9 @@ import torch
 from evaluation.benchmarks import harness
 from evaluation.benchmarks.gpu.roofline import GPUS
 from evaluation.benchmarks.harness import Measurement
-from evaluation.planning.count import StepCount, count_groups, scale, smallest_rows
-from evaluation.planning.network import Cluster
-from evaluation.planning.plan import Plan, engine_plans, make_plan, with_training
+from evaluation.benchmarks.planning.count import StepCount, count_groups, scale, smallest_rows
+from evaluation.benchmarks.planning.network import Cluster
+from evaluation.benchmarks.planning.plan import Plan, engine_plans, make_plan, with_training
 from vlp.config import ConfigError
 from vlp.training.config import PretrainConfig
 

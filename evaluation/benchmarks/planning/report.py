@@ -10,15 +10,20 @@ from typing import Any
 
 from evaluation.benchmarks.gpu.roofline import GPUS
 from evaluation.benchmarks.harness import table
-from evaluation.planning.count import count_groups, scale, smallest_rows
-from evaluation.planning.network import Cluster
-from evaluation.planning.plan import Plan, engine_plans, make_plan, most_rows, smaller_plans
+from evaluation.benchmarks.planning.count import count_groups, scale, smallest_rows
+from evaluation.benchmarks.planning.network import Cluster
+from evaluation.benchmarks.planning.plan import (
+    Plan,
+    engine_plans,
+    make_plan,
+    most_rows,
+    smaller_plans,
+)
 from vlp.command_line import nearest
 from vlp.config import ConfigError, load_config
 from vlp.data.shards.shard_index import ShardIndex
 from vlp.io import as_url, write_text
 from vlp.training.config import PretrainConfig
-from vlp.training.world_sizes import nearest_sizes, require_world_size, world_sizes
 
 SHOWN = 12
 """World sizes that the table names; the JSON file has all."""
@@ -50,7 +55,7 @@ def run_plan(
     if gpu not in GPUS:
         raise ConfigError(f"--gpu {gpu}: unknown GPU; {nearest(gpu, list(GPUS))}")
     config = load_config(path, PretrainConfig, overrides)
-    sizes = world_sizes(config)
+    sizes = config.world_sizes()
     nodes = -(-gpus // gpus_per_node)
     print(
         f"{path} on {gpus:,} {gpu} ({nodes:,} node{'s' * (nodes > 1)} of "
@@ -59,9 +64,9 @@ def run_plan(
     print(f"ranks that can train it: {_listed(sizes)}")
     found: dict[str, Any] = {"gpus": gpus, "gpu": gpu, "world_sizes": sizes}
     try:
-        require_world_size(config, gpus)
+        config.require_world_size(gpus)
     except ConfigError as error:
-        near = nearest_sizes(sizes, gpus)
+        near = _nearest(sizes, gpus)
         print(f"{gpus} GPUs cannot train it: {error}")
         print(f"nearest numbers of GPUs that can: {_listed(near)}" if near else "none can")
         return _end(found | {"fits": False, "problem": str(error), "nearest": near}, json_file)
@@ -98,6 +103,11 @@ def _end(found: Mapping[str, Any], json_file: Path | None) -> int:
     if json_file is not None:
         write_text(json_file, json.dumps(found, indent=2) + "\n")
     return 0 if found["fits"] else 2
+
+
+def _nearest(sizes: list[int], ranks: int) -> list[int]:
+    """Return the largest of some numbers below `ranks` and the smallest above, where there are."""
+    return [*[n for n in sizes if n < ranks][-1:], *[n for n in sizes if n > ranks][:1]]
 
 
 def _listed(sizes: list[int]) -> str:

@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from evaluation.benchmarks.gpu.roofline import Work, WorkCount, parameter_passes
-from evaluation.planning.collectives import Collective, CollectiveTrace, all_blocks
-from evaluation.planning.fake_step import fake_step, pretended_ranks
-from evaluation.planning.live_memory import LiveMemory
+from evaluation.benchmarks.planning.collectives import Collective, CollectiveTrace, all_blocks
+from evaluation.benchmarks.planning.fake_step import fake_step, pretended_ranks
+from evaluation.benchmarks.planning.live_memory import LiveMemory
 from vlp.objectives.running_quantile import BINS
 from vlp.tasks.pretraining import Pretraining
 from vlp.training.config import PretrainConfig

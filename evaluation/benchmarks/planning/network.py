@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from evaluation.planning.collectives import Collective
+from evaluation.benchmarks.planning.collectives import Collective
 
 BACKWARD = 2 / 3
 """Share of a step's work that is the backward pass, behind which gradients travel."""

@@ -11,14 +11,14 @@ import yaml
 from tests_support import TINY_MODEL
 
 from evaluation.benchmarks.gpu.roofline import GPU, GPUS
-from evaluation.planning.fake_step import meta_task
-from evaluation.planning.plan import ENGINES, with_training
-from evaluation.planning.states import states
+from evaluation.benchmarks.planning.fake_step import meta_task
+from evaluation.benchmarks.planning.plan import ENGINES, with_training
+from evaluation.benchmarks.planning.states import states
 from launch.cli.main import main
 from vlp.config import load_config
 from vlp.training.config import PretrainConfig
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from evaluation.planning.collectives import Collective
-from evaluation.planning.network import BACKWARD, Cluster
+from evaluation.benchmarks.planning.collectives import Collective
+from evaluation.benchmarks.planning.network import BACKWARD, Cluster
 
 PLAIN = Cluster(8, nvlink=100.0, network=10.0, share=1.0, call=0, hop_inside=0, hop_between=0)
 

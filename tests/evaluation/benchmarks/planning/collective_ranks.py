@@ -14,10 +14,14 @@ from typing import Any
 import torch
 from tests_support import TINY_MODEL
 
+from evaluation.benchmarks.planning.collectives import (
+    CollectiveTrace,
+    all_blocks,
+    engine_collectives,
+)
+from evaluation.benchmarks.planning.fake_step import Watched, meta_task, pretended_ranks
+from evaluation.benchmarks.planning.plan import with_training
 from evaluation.benchmarks.pretrain_step import random_batch
-from evaluation.planning.collectives import CollectiveTrace, all_blocks, engine_collectives
-from evaluation.planning.fake_step import Watched, meta_task, pretended_ranks
-from evaluation.planning.plan import with_training
 from vlp import distributed
 from vlp.tasks.pretraining import Pretraining
 from vlp.training.config import PretrainConfig

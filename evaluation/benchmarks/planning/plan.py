@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from evaluation.benchmarks.gpu.roofline import ASSUMPTIONS, GPU
-from evaluation.planning.collectives import Collective, engine_collectives
-from evaluation.planning.count import StepCount, count_groups, scale, smallest_rows
-from evaluation.planning.fake_step import meta_task
-from evaluation.planning.network import Cluster
-from evaluation.planning.states import Part, states
+from evaluation.benchmarks.planning.collectives import Collective, engine_collectives
+from evaluation.benchmarks.planning.count import StepCount, count_groups, scale, smallest_rows
+from evaluation.benchmarks.planning.fake_step import meta_task
+from evaluation.benchmarks.planning.network import Cluster
+from evaluation.benchmarks.planning.states import MemoryPart, states
 from vlp.training.config import PretrainConfig
 
 RESERVED = (1e9, 3e9)
@@ -41,7 +41,7 @@ class Plan(NamedTuple):
     for other ranks, and both. collectives: of a step, with the seconds of each.
     """
 
-    memory: list[Part]
+    memory: list[MemoryPart]
     compute: Range
     waiting: Range
     collectives: list[tuple[Collective, float]]
@@ -71,9 +71,9 @@ def make_plan(
     low, high = (count.peak[assumption.name] for assumption in ASSUMPTIONS)
     memory = [
         *states(task, training, ranks),
-        Part("activations", low, high * (1 + FRAGMENTS)),
-        Part("batches", pixels, 2 * pixels),
-        Part("CUDA, NCCL", *RESERVED),
+        MemoryPart("activations", low, high * (1 + FRAGMENTS)),
+        MemoryPart("batches", pixels, 2 * pixels),
+        MemoryPart("CUDA, NCCL", *RESERVED),
     ]
     engine = engine_collectives(task, training, ranks, count.uses)
     micro = training.gradient_accumulation_steps

@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 from torch import nn
 
-from evaluation.planning.collectives import DDP_BUCKETS, FLOAT
+from evaluation.benchmarks.planning.collectives import DDP_BUCKETS, FLOAT
 from vlp.tasks.pretraining import Pretraining
 from vlp.training.config import LoopConfig
 from vlp.training.engines.blocks import block_stacks
 from vlp.training.engines.deepspeed_config import deepspeed_config
 
 
-class Part(NamedTuple):
+class MemoryPart(NamedTuple):
     """Bytes of one thing in a GPU's memory, at least and at most."""
 
     name: str
@@ -22,7 +22,7 @@ class Part(NamedTuple):
     high: float
 
 
-def states(task: Pretraining, training: LoopConfig, ranks: int) -> list[Part]:
+def states(task: Pretraining, training: LoopConfig, ranks: int) -> list[MemoryPart]:
     """Return what lies in memory in every step beside activations.
 
     Parameters, gradients and both moments of AdamW are float32 at every precision.
@@ -33,14 +33,14 @@ def states(task: Pretraining, training: LoopConfig, ranks: int) -> list[Part]:
     parts = _engine(task, training, ranks)
     teacher = sum(_teacher(module, training, ranks) for module in task.teachers())
     if teacher:
-        parts.append(Part("teacher", teacher, teacher))
+        parts.append(MemoryPart("teacher", teacher, teacher))
     if task.teacher:
         keys = sum(each.nbytes for each in task.teacher.queue.state_dict().values())
-        parts.append(Part("queue", keys, keys))
+        parts.append(MemoryPart("queue", keys, keys))
     return parts
 
 
-def _engine(task: Pretraining, training: LoopConfig, ranks: int) -> list[Part]:
+def _engine(task: Pretraining, training: LoopConfig, ranks: int) -> list[MemoryPart]:
     size = FLOAT * sum(p.numel() for p in task.parameters())
     trained = FLOAT * sum(p.numel() for p in task.parameters() if p.requires_grad)
     if training.engine == "deepspeed" and ranks > 1:
@@ -52,23 +52,25 @@ def _engine(task: Pretraining, training: LoopConfig, ranks: int) -> list[Part]:
         # Those outside of blocks and two blocks; at the end of the backward pass all are whole.
         least = root + sum(sorted(within)[-2:])
         return [
-            Part("parameters", size / ranks, size / ranks),
-            Part("parameters, gathered", least, size),
-            Part("gradients", trained / ranks, trained / ranks + max(root, *within)),
-            Part("optimiser", 2 * trained / ranks, 2 * trained / ranks),
+            MemoryPart("parameters", size / ranks, size / ranks),
+            MemoryPart("parameters, gathered", least, size),
+            MemoryPart("gradients", trained / ranks, trained / ranks + max(root, *within)),
+            MemoryPart("optimiser", 2 * trained / ranks, 2 * trained / ranks),
         ]
     parts = [
-        Part("parameters", size, size),
-        Part("gradients", trained, trained),
-        Part("optimiser", 2 * trained, 2 * trained),
+        MemoryPart("parameters", size, size),
+        MemoryPart("gradients", trained, trained),
+        MemoryPart("optimiser", 2 * trained, 2 * trained),
     ]
     if training.engine == "ddp" and ranks > 1:
         halved = trained / 2 if training.gradient_reduction == "bf16" else 0
-        parts.append(Part("buckets of gradients", trained, trained + halved + DDP_BUCKETS[-1]))
+        parts.append(
+            MemoryPart("buckets of gradients", trained, trained + halved + DDP_BUCKETS[-1])
+        )
     return parts
 
 
-def _zero(size: float, trained: float, training: LoopConfig, ranks: int) -> Iterator[Part]:
+def _zero(size: float, trained: float, training: LoopConfig, ranks: int) -> Iterator[MemoryPart]:
     zero = deepspeed_config(training, ranks)["zero_optimization"]
     stage, own = zero["stage"], trained / ranks
     bucket = (
@@ -77,17 +79,17 @@ def _zero(size: float, trained: float, training: LoopConfig, ranks: int) -> Iter
     bucket = min(bucket, 2 * trained)
     if stage < 3:
         copy = own if stage else 0  # AdamW works on a rank's flat part
-        yield Part("parameters", size + copy, size + copy)
-        yield Part("gradients", own if stage == 2 else trained, trained + own)
-        yield Part(
+        yield MemoryPart("parameters", size + copy, size + copy)
+        yield MemoryPart("gradients", own if stage == 2 else trained, trained + own)
+        yield MemoryPart(
             "optimiser", 2 * own if stage else 2 * trained, 2 * own if stage else 2 * trained
         )
     else:
-        yield Part("parameters", size / ranks + own, size / ranks + own)
-        yield Part("parameters, gathered", size, size)
-        yield Part("gradients", own, 2 * own)
-        yield Part("optimiser", 2 * own, 2 * own)
-    yield Part("buckets of gradients", bucket / 2, bucket)
+        yield MemoryPart("parameters", size / ranks + own, size / ranks + own)
+        yield MemoryPart("parameters, gathered", size, size)
+        yield MemoryPart("gradients", own, 2 * own)
+        yield MemoryPart("optimiser", 2 * own, 2 * own)
+    yield MemoryPart("buckets of gradients", bucket / 2, bucket)
 
 
 def _teacher(teacher: nn.Module, training: LoopConfig, ranks: int) -> float:

@@ -10,14 +10,14 @@ import torch
 from tests_support import TINY_MODEL
 from torch import Tensor
 
+from evaluation.benchmarks.planning.count import _count, count_groups, scale
+from evaluation.benchmarks.planning.plan import with_training
 from evaluation.benchmarks.pretrain_step import random_batch
-from evaluation.planning.count import _count, count_groups, scale
-from evaluation.planning.plan import with_training
 from vlp.config import load_config
 from vlp.tasks.pretraining import Pretraining
 from vlp.training.config import PretrainConfig
 
-CONFIG = Path(__file__).parents[3] / "configs/pretrain/base.yaml"
+CONFIG = Path(__file__).parents[4] / "configs/pretrain/base.yaml"
 GROUP = 4
 
 
