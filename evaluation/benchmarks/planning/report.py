@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -184,10 +184,10 @@ def _change(change: Mapping[str, Any], plan: Plan, memory: float) -> str:
     return f"{keys} {verdict}: {low} to {high} GB, {steps} ms a step"
 
 
-def _pairs(plan: Plan, config: PretrainConfig) -> Iterator[float]:
+def _pairs(plan: Plan, config: PretrainConfig) -> list[float]:
     training = config.training
     each = training.batch * training.gradient_accumulation_steps
-    return (each / seconds for seconds in plan.step)
+    return [each / seconds for seconds in plan.step]
 
 
 def _steps(config: PretrainConfig, pairs: int | None) -> int | None:
@@ -222,6 +222,6 @@ def _figures(plan: Plan, config: PretrainConfig) -> dict[str, Any]:
         "compute_seconds": plan.compute,
         "waiting_seconds": plan.waiting,
         "step_seconds": plan.step,
-        "pairs_per_second": list(_pairs(plan, config)),
+        "pairs_per_second": _pairs(plan, config),
         "collectives": [one._asdict() | {"seconds": taken} for one, taken in plan.collectives],
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,9 @@ def test_32768_pairs_fit_64_gpus_of_80_gb_with_recomputed_blocks(
     base = ["plan", "--config", str(ROOT / "configs/pretrain/base.yaml"), "--gpus", "64"]
     batch = "training.batch=32768"
     assert main([*base, batch]) == 2
-    assert "training.activation_checkpointing=blocks fits" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "training.activation_checkpointing=blocks fits" in said
+    assert re.search(r"10⁹ pairs, h +[\d.,]+ +[\d.,]+\n", said)
     assert main([*base, batch, "training.activation_checkpointing=blocks"]) == 0
 
 
