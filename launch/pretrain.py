@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from vlp import distributed
-from vlp.objectives.contrastive.sample_groups import require_whole_groups
 from vlp.training.best_checkpoint import BestCheckpoint
 from vlp.training.command import training_command
 from vlp.training.config import PretrainConfig
@@ -31,8 +30,7 @@ def build(config: PretrainConfig) -> tuple[Any, Any]:
     from vlp.tasks.pretraining import Pretraining
 
     training = config.training
-    ranks = distributed.world_size()
-    require_whole_groups(config.objectives, training.batch, ranks, chunk=training.grad_cache)
+    config.require_world_size(distributed.world_size())
     data = PretrainData(config.data, config.inputs, training.batch, training.seed)
     # Every rank, and every start of the same configuration, begins with the same weights.
     torch.manual_seed(training.seed)

@@ -37,6 +37,10 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 
+# PyTorch 2.14 has new names for both, and warns of the old ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 # What a collective call, or the store at the start, says of a rank that has gone.
 _LOST = ("by peer", "Broken pipe", "Connection was likely closed")
 
@@ -226,17 +230,17 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.rows = x.shape[0]
         x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        gathered = x.new_empty((dist.get_world_size() * ctx.rows, *x.shape[1:]))
         with _waiting():
-            dist.all_gather(parts, x)
-        return torch.cat(parts)
+            _all_gather(gathered, x)
+        return gathered
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         gradient = gradients[0].contiguous()
         own = gradient.new_empty((ctx.rows, *gradient.shape[1:]))
         with _waiting():
-            dist.reduce_scatter_tensor(own, gradient)
+            _reduce_scatter(own, gradient)
         return own
 
 

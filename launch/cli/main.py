@@ -11,7 +11,15 @@ from typer import Option
 from typer.core import TyperGroup
 
 from data_tools.__main__ import data_commands
-from evaluation.commands import checks, measure, positions, predictions, reports, reproduction
+from evaluation.commands import (
+    checks,
+    measure,
+    plans,
+    positions,
+    predictions,
+    reports,
+    reproduction,
+)
 from launch.cli import convert, train
 from launch.cli.export import export
 from launch.cli.info import info
@@ -54,6 +62,7 @@ def demo(
 
 
 app.add_typer(train.app)
+app.add_typer(plans.app)
 app.add_typer(convert.app)
 app.command(cls=Command)(export)
 app.add_typer(measure.app, name="evaluate")

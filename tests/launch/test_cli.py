@@ -63,7 +63,7 @@ def without_torch(*arguments: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize(
     "arguments", [(), ("evaluate",), ("data",), ("evaluate", "retrieval"), ("data", "vocabulary"),
-                  ("train",), ("finetune", "vqa"), ("report",), ("demo",)]
+                  ("train",), ("plan",), ("finetune", "vqa"), ("report",), ("demo",)]
 )  # fmt: skip
 def test_help_is_answered_without_pytorch(arguments):
     code, said = without_torch(*arguments, "--help")

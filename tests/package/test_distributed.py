@@ -143,7 +143,7 @@ def gather_backward(index: int, ranks: int, folder: str) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_gathered_row_has_the_gradients_of_all_ranks(ranks, tmp_path):
     torch.multiprocessing.start_processes(
-        gather_backward, (ranks, str(tmp_path)), nprocs=ranks, start_method="fork"
+        gather_backward, (ranks, str(tmp_path)), nprocs=ranks, start_method="forkserver"
     )
 
 

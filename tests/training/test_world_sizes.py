@@ -36,6 +36,7 @@ def test_promised_gpus_share_streams_and_hold_whole_groups(name, batch, streams)
     for size in sizes:
         assert config.data.canonical_streams % size == 0
         require_whole_groups(config.objectives, config.training.batch, size)
+    assert config.world_sizes() == sizes
 
 
 @pytest.mark.parametrize(
@@ -45,3 +46,25 @@ def test_what_is_left_after_a_lost_node_can_train(name, left):
     config = load_config(ROOT / f"configs/pretrain/{name}.yaml", PretrainConfig)
     assert config.data.canonical_streams % left == 0
     require_whole_groups(config.objectives, config.training.batch, left)
+
+
+def test_world_sizes_are_those_that_no_rule_refuses():
+    objectives = {"itm": {"group": 8}, "contrastive": {"token": {"group": 6}}}
+    base = {"objectives": objectives, "data": {"sources": ["none"], "canonical_streams": 24}}
+    config = PretrainConfig.model_validate(base | {"training": {"batch": 144}})
+    able = [n for n in range(1, 145) if 24 % n == 0 and 144 % (24 * n) == 0]
+    assert config.world_sizes() == able == [1, 2, 3, 6]
+    chunked = config.training.model_copy(update={"grad_cache": 32})
+    assert config.model_copy(update={"training": chunked}).world_sizes() == [6]
+
+
+def test_a_resampled_stream_knows_no_streams():
+    data = {"sources": ["none"], "sampler": "resampled", "epoch_samples": 1000}
+    config = PretrainConfig.model_validate(
+        {
+            "data": data | {"canonical_streams": 4},
+            "objectives": {"contrastive": {"kind": "itc"}, "itm": {"group": 2}},
+            "training": {"batch": 24},
+        }
+    )
+    assert config.world_sizes() == [1, 2, 3, 4, 6, 12]

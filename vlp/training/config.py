@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, model_validator
@@ -10,8 +11,10 @@ from vlp.config import Config, ConfigError, LocalPath, Precision
 from vlp.data.config import DataConfig
 from vlp.data.limits import Limits, limits
 from vlp.data.stream.input_spec import Inputs, PatchMasking
+from vlp.data.stream.sampler import own_streams
 from vlp.models.config import ImageConfig, ModelConfig
 from vlp.objectives.config import ObjectivesConfig
+from vlp.objectives.contrastive.sample_groups import require_whole_groups
 from vlp.training.logging.trackers import TrackerName, require_trackers
 
 Compile = Literal["auto", "none", "blocks", "step"]
@@ -328,6 +331,28 @@ class PretrainConfig(DeepSpeedRunConfig):
             patch_masking=PatchMasking(mim.ratio, mim.unit) if mim else None,
             statistics=self.model.image.statistics,
         )
+
+    def require_world_size(self, ranks: int) -> None:
+        """Require that ranks share batch and streams equally and hold whole sample groups.
+
+        Raises:
+            ConfigError: they do not; the key and the numbers are named.
+        """
+        training = self.training
+        require_whole_groups(self.objectives, training.batch, ranks, chunk=training.grad_cache)
+        if self.data.sampler == "indexed":  # a resampled stream is cut for any number of ranks
+            own_streams(self.data.canonical_streams, 0, ranks)
+        training.require_equal_shares(ranks)
+
+    def world_sizes(self) -> list[int]:
+        """Return all numbers of ranks that `require_world_size` lets through, rising."""
+        able = []
+        for ranks in range(1, self.training.batch + 1):
+            if self.training.batch % ranks == 0:
+                with suppress(ConfigError):
+                    self.require_world_size(ranks)
+                    able.append(ranks)
+        return able
 
     @model_validator(mode="after")
     def _fits(self) -> PretrainConfig:

@@ -22,20 +22,16 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from evaluation.benchmarks import harness
 from evaluation.benchmarks.harness import Measurement
-from evaluation.benchmarks.pretrain_step import random_batch
+from evaluation.benchmarks.planning.fake_step import fake_step, meta_task
 from vlp.config import ConfigError
-from vlp.tasks.pretraining import Pretraining
 from vlp.training.config import PretrainConfig
 
 aten = torch.ops.aten
@@ -43,6 +39,7 @@ aten = torch.ops.aten
 BANDWIDTH_SHARE = 0.85
 LAUNCH = 6e-6
 """Seconds that a CPU takes to launch an operation."""
+_FREE = {aten.detach.default, aten.empty.memory_format}
 _BATCHED = {aten.bmm.default, aten.baddbmm.default}
 # In the fused assumption these read and write memory; what stands between them does not.
 _STREAMED = {
@@ -54,14 +51,16 @@ _STREAMED = {
 
 
 class GPU(NamedTuple):
-    """Dense bf16 FLOP/s and bytes/s of memory, as the vendor states them."""
+    """Dense bf16 FLOP/s, bytes/s of memory and its bytes, as the vendor states them."""
 
     flops: float
     bandwidth: float
+    memory: float = 80e9
 
 
 GPUS = {
     "H100": GPU(989e12, 3.35e12),
+    "H200": GPU(989e12, 4.8e12, 141e9),
     "A100": GPU(312e12, 2.039e12),
 }
 
@@ -95,21 +94,16 @@ class Work(NamedTuple):
         return device if assumption.fused else max(device, self.operations * LAUNCH)
 
 
-class CountingMode(TorchDispatchMode):
-    """Sum of the work of all operations inside it, by assumption."""
+class WorkCount:
+    """Sum of the work of all operations that it sees, by assumption."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.work = {assumption.name: Work(0, 0, 0, 0) for assumption in ASSUMPTIONS}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Run one operation and count it; views are free."""
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if func.is_view or func in (aten.detach.default, aten.empty.memory_format):
-            return out
+    def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Count one operation; views are free, and collective calls are no work."""
+        if func.is_view or func.namespace == "c10d" or func in _FREE:
+            return
         read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         sizes = [x.nbytes for x in read + [x for x in tree_leaves(out) if isinstance(x, Tensor)]]
         counter = flop_registry.get(func.overloadpacket)
@@ -124,49 +118,18 @@ class CountingMode(TorchDispatchMode):
             else:
                 step = Work(0, 0, sum(sizes), 1)
             self.work[assumption.name] = Work(*map(sum, zip(self.work[assumption.name], step)))
-        return out
 
 
 def count_step(config: PretrainConfig, rows: int, words: int = 15) -> dict[str, Work]:
-    """Count the forward and the backward pass of a step of some pairs, by assumption.
-
-    Nothing is computed: tensors are fake. MLM predicts a fixed share of the words, and the anchor
-    threshold stands, as neither can follow from numbers that are not there.
-    """
-    torch.manual_seed(0)
-    data = config.model_dump()
-    data["model"]["cross"]["anchor"]["threshold"] = 0.05
-    config = PretrainConfig.model_validate(data)
-    mlm = config.objectives.mlm
-    predicted = max(1, round(rows * words * mlm.probability)) if mlm else 0
-
-    def first(states: Tensor, labels: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        return states.flatten(0, 1)[:predicted], labels.flatten()[:predicted]
-
-    precision = config.training.precision
-    task = Pretraining(config.model, config.objectives, "", precision, log_every=10**6)
-    batch = random_batch(config.inputs, rows, words)
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake, patch("vlp.tasks.pretraining.mlm.masked_positions", first):
-        for network in task.networks():
-            network.to_empty(device="cpu")
-        batch = batch._replace(**_faked(fake, batch._asdict()))
-        with CountingMode() as counting:
-            task(batch, 1).loss.backward()
+    """Count the forward and the backward pass of a step of some pairs, by assumption."""
+    counting = WorkCount()
+    fake_step(config, rows, [counting], words)
     return counting.work
-
-
-def _faked(fake: FakeTensorMode, fields: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: fake.from_tensor(value) if isinstance(value, Tensor) else value
-        for name, value in fields.items()
-    }
 
 
 def parameter_passes(config: PretrainConfig) -> Work:
     """Count what a step does to all parameters: clipping, AdamW, and the teacher's average."""
-    with torch.device("meta"):
-        task = Pretraining(config.model, config.objectives.model_copy(update={"teacher": None}), "")
+    task = meta_task(config)
     floats = 3 + 7 + 3 * (config.objectives.teacher is not None)  # read or written a parameter
     return Work(0, 0, 4 * floats * sum(p.numel() for p in task.parameters()), 30)
 

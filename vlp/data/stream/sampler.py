@@ -51,6 +51,24 @@ class SampleStep(NamedTuple):
     consumed: int
 
 
+def own_streams(streams: int, rank: int, world_size: int) -> range:
+    """Return the streams of one rank; all ranks have equally many.
+
+    Raises:
+        ConfigError: the ranks do not divide the streams; the nearest numbers that do are named.
+    """
+    if streams % world_size:
+        can = [ranks for ranks in range(1, streams + 1) if streams % ranks == 0]
+        fewer = max(ranks for ranks in can if ranks < world_size)
+        more = [f" or {ranks}" for ranks in can if ranks > world_size][:1]
+        raise ConfigError(
+            f"{world_size} ranks cannot share data.canonical_streams {streams} evenly; "
+            f"{fewer}{''.join(more)} can"
+        )
+    each = streams // world_size
+    return range(rank * each, (rank + 1) * each)
+
+
 class TrainingSampler:
     """Places of the elements of every epoch, worked out piece by piece.
 
@@ -192,16 +210,7 @@ class TrainingSampler:
         return size // self.streams
 
     def _own(self, rank: int, world_size: int) -> range:
-        if self.streams % world_size:
-            can = [ranks for ranks in range(1, self.streams + 1) if self.streams % ranks == 0]
-            fewer = max(ranks for ranks in can if ranks < world_size)
-            more = [f" or {ranks}" for ranks in can if ranks > world_size][:1]
-            raise ConfigError(
-                f"{world_size} ranks cannot share data.canonical_streams {self.streams} evenly; "
-                f"{fewer}{''.join(more)} can"
-            )
-        each = self.streams // world_size
-        return range(rank * each, (rank + 1) * each)
+        return own_streams(self.streams, rank, world_size)
 
     def _bounds(self, epoch: int, streams: range) -> np.ndarray:
         """Return where neighbouring streams start in the epoch's row, and the last one's end."""

@@ -1,0 +1,1 @@
+"""Predictions of a pretraining before it starts: ranks, memory, time and communication."""
