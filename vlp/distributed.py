@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -223,6 +223,26 @@ def gather(x: Tensor) -> Tensor:
     if x.dtype == torch.bool:  # not every backend moves booleans
         return _Gather.apply(x.to(torch.uint8)).to(torch.bool)
     return _Gather.apply(x)
+
+
+def start_gather(x: Tensor) -> Callable[[], Tensor]:
+    """Begin to gather rows as `gather` does, without gradients; what is returned waits for them.
+
+    The rows travel while other work is done. Every rank must call both, in the same order.
+    """
+    if not is_distributed():
+        return lambda: x
+    x = x.detach().contiguous()
+    gathered = x.new_empty((dist.get_world_size() * x.shape[0], *x.shape[1:]))
+    with _waiting():
+        work = _all_gather(gathered, x, async_op=True)
+
+    def finish() -> Tensor:
+        with _waiting():
+            work.wait()
+        return gathered
+
+    return finish
 
 
 class _Gather(torch.autograd.Function):

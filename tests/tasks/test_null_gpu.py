@@ -90,6 +90,7 @@ def test_the_input_that_is_computed_again_gives_the_same_gradients(steps):
 
 
 @pytest.mark.slow  # minutes of compiling
+@pytest.mark.timeout(2000)
 def test_a_compiled_step_launches_few_kernels_and_waits_for_nothing(shared, tmp_path):
     step = counted(shared, tmp_path, ["pretrain:base:step"], 1500)["pretrain:base:step"]
     print(f"{step['launches']} launches, {step['gib']:.1f} GiB")

@@ -71,7 +71,7 @@ def attend(
         if addition is not None:
             bias = addition if bias is None else bias + addition
     bias = None if bias is None else bias.to(query.dtype)
-    fused = on_gpu(query) if fused is None else fused
+    fused = query.device.type != "cpu" or on_gpu(query) if fused is None else fused
     if fused and not at_value:
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask=bias, dropout_p=dropout, scale=scale

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from torch import Tensor, nn
+
+from vlp.gpu_form import on_gpu
 
 
-def fuse_by_device(model: nn.Module, device: torch.device) -> None:
+def fuse_by_device(model: nn.Module, x: Tensor) -> None:
     """Fused attention on accelerators, explicit on CPU, where the fused backward pass is slow.
 
-    Most of all in bf16: a whole training step takes 2.5 times as long with it.
+    Most of all in bf16: a whole training step takes 2.5 times as long with it. The device is that
+    of a tensor `x` of any shape.
     """
-    fused = device.type != "cpu"
+    fused = x.device.type != "cpu" or on_gpu(x)
     for module in model.modules():
         if hasattr(module, "fused_attn"):
             module.fused_attn = fused  # type: ignore[assignment]

@@ -96,7 +96,7 @@ class ImageEncoder(TrainableTower):
             ValueError: the tower gives no tokens on the configured grid.
         """
         vit, (rows, columns) = self.vit, self.config.tower_grid
-        fuse_by_device(vit, pixels.device)
+        fuse_by_device(vit, pixels)
         gradient = torch.is_grad_enabled() and not self.frozen
         self._edit = edit_patches
         try:

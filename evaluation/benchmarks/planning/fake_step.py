@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from evaluation.benchmarks.pretrain_step import random_batch
+from vlp.gpu_form import gpu_form
 from vlp.tasks.pretraining import Pretraining
 from vlp.training.config import PretrainConfig
 from vlp.training.engines.blocks import checkpoint_activations
@@ -97,9 +97,7 @@ def fake_step(
     before: Callable[[Pretraining], None] = lambda task: None,
     between: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run forward and backward pass of a step, in the form for a CPU.
-
-    MLM predicts a fixed share of the words.
+    """Run forward and backward pass of a step, in the form for a GPU (`vlp.gpu_form`).
 
     Args:
         config: pretraining; its recomputation of activations is done.
@@ -109,17 +107,11 @@ def fake_step(
         before: is given the task whose step it is.
         between: is called between both passes.
     """
-    mlm = config.objectives.mlm
-
-    def masked(states: Tensor, labels: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        first = max(1, round(states.shape[0] * words * mlm.probability)) if mlm else 0
-        return states.flatten(0, 1)[:first], labels.flatten()[:first]
-
     task = meta_task(config)
     checkpoint_activations(task, config.training.activation_checkpointing)
     batch = random_batch(config.inputs, rows, words)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake, patch("vlp.tasks.pretraining.mlm.masked_positions", masked):
+    with fake, gpu_form():
         for network in task.networks():
             network.to_empty(device="cpu")
         fields: dict[str, Any] = {

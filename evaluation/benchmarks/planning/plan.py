@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from evaluation.benchmarks.gpu.roofline import ASSUMPTIONS, GPU
+from evaluation.benchmarks.gpu.roofline import GPU, ends
 from evaluation.benchmarks.planning.collectives import Collective, engine_collectives
 from evaluation.benchmarks.planning.count import StepCount, count_groups, scale, smallest_rows
 from evaluation.benchmarks.planning.fake_step import meta_task
+from evaluation.benchmarks.planning.live_memory import FUSED, WRITTEN
 from evaluation.benchmarks.planning.network import Cluster
 from evaluation.benchmarks.planning.states import MemoryPart, states
 from vlp.training.config import PretrainConfig
@@ -68,7 +69,7 @@ def make_plan(
     training, rows = config.training, config.training.batch // ranks
     task = meta_task(config)
     pixels = 4 * 3 * config.model.image.image_size**2 * rows
-    low, high = (count.peak[assumption.name] for assumption in ASSUMPTIONS)
+    low, high = count.peak[FUSED], count.peak[WRITTEN]
     memory = [
         *states(task, training, ranks),
         MemoryPart("activations", low, high * (1 + FRAGMENTS)),
@@ -78,7 +79,7 @@ def make_plan(
     engine = engine_collectives(task, training, ranks, count.uses)
     micro = training.gradient_accumulation_steps
     compute, waiting = [], []
-    for assumption in ASSUMPTIONS:
+    for assumption in ends(config):
         seconds = count.work[assumption.name].seconds(gpu, assumption)
         last = cluster.exposed([*count.collectives, *engine], ranks, seconds)
         every = [*count.collectives, *(one for one in engine if one.behind == "step")]

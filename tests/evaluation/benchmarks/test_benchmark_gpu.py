@@ -70,9 +70,12 @@ def test_the_prediction_counts_the_products_of_a_step(tiny: PretrainConfig) -> N
     trainee = Trainee(config, torch.device("cpu"))
     with FlopCounterMode(display=False) as counter:
         trainee.task(random_batch(config.inputs, 4, 3), 1).loss.backward()
-    assert {each.flops for each in work.values()} == {counter.get_total_flops()}
-    assert work["fused"].product_bytes < work["as written"].product_bytes
-    assert work["fused"].other_bytes < work["as written"].other_bytes
+    (flops,) = {each.flops for each in work.values()}
+    # The explicit form has products of paths and tables that the kernel's count leaves out.
+    assert 0.97 * counter.get_total_flops() < flops <= counter.get_total_flops()
+    moved = [work[each.name].other_bytes for each in roofline.ASSUMPTIONS]
+    assert moved == sorted(moved)
+    assert 0 < moved[0] < moved[1] < moved[2]
 
 
 def test_work_grows_with_the_pairs(tiny: PretrainConfig) -> None:
@@ -81,7 +84,7 @@ def test_work_grows_with_the_pairs(tiny: PretrainConfig) -> None:
 
 
 def test_a_time_is_bound_by_products_bytes_or_launches() -> None:
-    gpu, (fused, written) = roofline.GPU(1e12, 1e9), roofline.ASSUMPTIONS
+    gpu, (fused, _, written) = roofline.GPU(1e12, 1e9), roofline.ASSUMPTIONS
     assert roofline.Work(75e10, 0, 0, 1).seconds(gpu, fused) == pytest.approx(1)
     assert roofline.Work(1, 0, 85e7, 1).seconds(gpu, fused) == pytest.approx(1)
     assert roofline.Work(1, 0, 1, 1e6).seconds(gpu, written) == pytest.approx(1e6 * roofline.LAUNCH)

@@ -11,7 +11,6 @@ from compile_toy import ROWS, configuration
 
 from evaluation.benchmarks.pretrain_step import random_batch
 from vlp.gpu_form import gpu_form
-from vlp.layers.fused import fuse_by_device
 from vlp.tasks.pretraining import Pretraining
 from vlp.training.config import PretrainConfig
 from vlp.training.engines.compile import compile_task
@@ -28,9 +27,6 @@ def losses(how: str, steps: int) -> list[float]:
     torch.manual_seed(0)
     task = Pretraining(config.model, config.objectives, "", "float32", log_every=10**6)
     compile_task(task, "none" if how == "fused" else how, CPU)  # type: ignore[arg-type]
-    if how == "fused":
-        for network in task.networks():
-            fuse_by_device(network, torch.device("cuda"))
     engine = DdpEngine(task, config.training)
     found = []
     for step in range(steps):

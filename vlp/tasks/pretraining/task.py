@@ -94,16 +94,20 @@ class Pretraining(PlainTask):
             )
 
     def _encode(self, batch: Batch, step: int) -> Step:
-        """Run both encoders on the unmasked batch, and the teacher."""
-        with record_function("pass/clean"):
-            encoder = self.model.image_encoder
-            if encoder.frozen and batch.pixels.ndim == 4:  # the teacher's tower is the same
-                batch = batch._replace(pixels=encoder.tower(batch.pixels))
-            image, text = self._features(batch)
+        """Run the teacher and both encoders on the unmasked batch."""
         taught = None
+        encoder = self.model.image_encoder
+        if encoder.frozen and batch.pixels.ndim == 4:  # the teacher's tower is the same
+            with record_function("pass/clean"):
+                batch = batch._replace(pixels=encoder.tower(batch.pixels))
         if self.teacher is not None:
             with record_function("pass/teacher"):
-                taught = self.teacher(batch, step, self.training)
+                teach = self.teacher.start(batch, step, self.training)
+        with record_function("pass/clean"):
+            image, text = self._features(batch)
+        if self.teacher is not None:
+            with record_function("pass/teacher"):
+                taught = teach()  # its keys have travelled meanwhile
         is_logged = step == 0 or (step + 1) % self.log_every == 0
         return Step(step, batch, self.model, image, text, taught, is_logged)
 

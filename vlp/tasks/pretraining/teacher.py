@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from vlp.data.stream.batch import Batch
-from vlp.distributed import gather
+from vlp.distributed import gather, start_gather
 from vlp.models.features import ImageFeatures, TextFeatures
 from vlp.models.vlp import VLPModel
 from vlp.objectives.config import TeacherConfig
@@ -31,6 +32,18 @@ def gather_keys(image: ImageFeatures, text: TextFeatures, batch: Batch) -> Keys:
     return Keys(
         gather(image.feature), gather(text.feature), gather(batch.image_ids), gather(batch.valid)
     )
+
+
+def start_gather_keys(image: ImageFeatures, text: TextFeatures, batch: Batch) -> Callable[[], Keys]:
+    """Begin to gather keys that carry no gradient, in two calls; what is returned waits for them."""
+    features = start_gather(torch.cat([image.feature, text.feature], dim=1))
+    marks = start_gather(torch.stack([batch.image_ids, batch.valid.to(batch.image_ids)], dim=1))
+
+    def finish() -> Keys:
+        ids, valid = marks().unbind(1)
+        return Keys(*features().chunk(2, dim=1), ids, valid.bool())
+
+    return finish
 
 
 class TeacherOutput(NamedTuple):
@@ -74,14 +87,31 @@ class MomentumTeacher:
         self._keys_step = 0
 
     @torch.no_grad()
-    def __call__(self, batch: Batch, step: int, training: bool) -> TeacherOutput:
-        """Encode the batch; while training, its keys wait for `after_step`."""
+    def start(self, batch: Batch, step: int, training: bool) -> Callable[[], TeacherOutput]:
+        """Encode the batch; what is returned waits for the keys of all ranks.
+
+        They travel while the student encodes. While training, they then wait for `after_step`.
+        """
         device = batch.pixels.device
-        modules, queue = self.average.to(device).module, self.queue.to(device)
+        modules = self.average.to(device).module
+        self.queue.to(device)
         model: VLPModel = modules["model"]  # type: ignore[assignment]
         image = model.encode_image(batch.pixels)
         text = model.encode_text(batch.text_ids, batch.attention_mask, batch.word_mask)
-        fresh = gather_keys(image, text, batch)
+        return partial(
+            self._output, image, text, start_gather_keys(image, text, batch), step, training
+        )
+
+    @torch.no_grad()
+    def _output(
+        self,
+        image: ImageFeatures,
+        text: TextFeatures,
+        gathered: Callable[[], Keys],
+        step: int,
+        training: bool,
+    ) -> TeacherOutput:
+        fresh, queue = gathered(), self.queue
         if step != self._keys_step:  # keys of a step that was skipped are not pushed
             self.forget()
         if training:
@@ -95,7 +125,7 @@ class MomentumTeacher:
             torch.cat([fresh.valid, past.valid]),
         )
         alpha = soft_target_share(step, self.settings.alpha, self.settings.warmup_steps)
-        return TeacherOutput(image, text, keys, alpha, modules)
+        return TeacherOutput(image, text, keys, alpha, self.average.module)
 
     def after_step(
         self,

@@ -66,7 +66,7 @@ class Classification(PlainTask):
         """Loss, and the share of right answers where images are not mixed."""
         targets = F.one_hot(batch.labels, len(self.classes)).to(batch.pixels.dtype)
         pixels, targets, mixed = self._mix(batch.pixels, targets, step)
-        fuse_by_device(self.model, pixels.device)
+        fuse_by_device(self.model, pixels)
         with self.autocast(pixels.device):
             logits = self.model(pixels)
         (logits,) = full_precision(logits)

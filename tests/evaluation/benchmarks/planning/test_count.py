@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from interpreted_triton import interpreted
 from tests_support import TINY_MODEL
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from evaluation.benchmarks.planning.count import _count, count_groups, scale
 from evaluation.benchmarks.planning.plan import with_training
 from evaluation.benchmarks.pretrain_step import random_batch
 from vlp.config import load_config
+from vlp.gpu_form import gpu_form
 from vlp.tasks.pretraining import Pretraining
 from vlp.training.config import PretrainConfig
 
@@ -48,7 +50,8 @@ def saved_bytes(task: Pretraining, config: PretrainConfig, rows: int) -> int:
         return tensor
 
     batch = random_batch(config.inputs, rows, 10)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with interpreted(), gpu_form(), hooks:
         output = task(batch, 1)
     assert output.loss.requires_grad
     return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
