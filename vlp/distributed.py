@@ -235,7 +235,7 @@ def start_gather(x: Tensor) -> Callable[[], Tensor]:
     x = x.detach().contiguous()
     gathered = x.new_empty((dist.get_world_size() * x.shape[0], *x.shape[1:]))
     with _waiting():
-        work = _all_gather(gathered, x, async_op=True)
+        work: Any = _all_gather(gathered, x, async_op=True)
 
     def finish() -> Tensor:
         with _waiting():

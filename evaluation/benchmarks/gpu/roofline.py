@@ -123,7 +123,7 @@ def _attention(query: Tensor, key: Tensor, *_: Any, **options: Any) -> int:
     return 4 * math.prod(query.shape) * key.shape[-2]
 
 
-def _attention_backward(_: Tensor, query: Tensor, key: Tensor, *__: Any, **options: Any) -> int:
+def _attention_backward(_: Any, query: Tensor, key: Tensor, *__: Any, **options: Any) -> int:
     return 2 * _attention(query, key)
 
 

@@ -22,7 +22,7 @@ from vlp.training.engines.deepspeed_config import deepspeed_config
 from vlp.training.optimiser import parameter_groups
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "pass"]
-Behind = Literal["nothing", "backward", "step"]
+Behind = Literal["nothing", "backward", "step", "encoding"]
 
 FLOAT = 4
 DDP_BUCKETS = [2**20, 25 * 2**20]
@@ -40,7 +40,8 @@ _KINDS: dict[str, Kind] = {
 class Collective(NamedTuple):
     """Calls of one kind: bytes of all of them together, and what of the step hides their time.
 
-    behind: "backward" may run beside the backward pass, "step" beside both passes.
+    behind: "backward" may run beside the backward pass, "step" beside both passes, "encoding"
+    beside the encoders' forward passes.
     tail: bytes of those that end after the backward pass all the same.
     """
 

@@ -12,7 +12,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from evaluation.benchmarks.gpu.roofline import Work, WorkCount, parameter_passes
-from evaluation.benchmarks.planning.collectives import Collective, CollectiveTrace, all_blocks
+from evaluation.benchmarks.planning.collectives import (
+    Behind,
+    Collective,
+    CollectiveTrace,
+    all_blocks,
+)
 from evaluation.benchmarks.planning.fake_step import fake_step, pretended_ranks
 from evaluation.benchmarks.planning.live_memory import LiveMemory
 from vlp.objectives.running_quantile import BINS
@@ -127,7 +132,13 @@ def _count(config: PretrainConfig, rows: int, words: int) -> StepCount:
     with pretended_ranks(1 if ring else max(1, batch // rows)):
         fake_step(config, rows, (memory, work, calls), words, watch, memory.mark_forward)
     kinds = dict.fromkeys(kind for kind, _ in calls.calls)
-    collectives = [Collective(_NAMES[kind], kind, *calls.total(kind)) for kind in kinds]
+    keys: Behind = "encoding" if config.objectives.teacher else "nothing"
+    collectives = [
+        Collective(
+            _NAMES[kind], kind, *calls.total(kind), keys if kind == "all_gather" else "nothing"
+        )
+        for kind in kinds
+    ]
     return StepCount(work.work, dict(memory.kept), dict(memory.peak), collectives, uses)
 
 

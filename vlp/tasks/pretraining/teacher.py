@@ -35,13 +35,14 @@ def gather_keys(image: ImageFeatures, text: TextFeatures, batch: Batch) -> Keys:
 
 
 def start_gather_keys(image: ImageFeatures, text: TextFeatures, batch: Batch) -> Callable[[], Keys]:
-    """Begin to gather keys that carry no gradient, in two calls; what is returned waits for them."""
+    """Begin to gather keys without gradients, in two calls; what is returned waits for them."""
     features = start_gather(torch.cat([image.feature, text.feature], dim=1))
     marks = start_gather(torch.stack([batch.image_ids, batch.valid.to(batch.image_ids)], dim=1))
 
     def finish() -> Keys:
         ids, valid = marks().unbind(1)
-        return Keys(*features().chunk(2, dim=1), ids, valid.bool())
+        images, texts = features().chunk(2, dim=1)
+        return Keys(images, texts, ids, valid.bool())
 
     return finish
 

@@ -21,7 +21,7 @@ CALLS = {
 """Calls that an engine adds to those of the tiny task, on any number of ranks."""
 # The task's own: counts of 7 losses and a histogram of 4,000 places, both int64; of each pair two
 # keys of 8 float32, an id and a mark.
-OWN_REDUCED, OWN_ROW = (2, 8 * (7 + 4000)), 2 * 8 * 4 + 8 + 1
+OWN_REDUCED, OWN_ROW = (2, 8 * (7 + 4000)), 2 * 8 * 4 + 8 + 8
 
 
 def checked(said: str, world: int) -> set[str]:
@@ -30,7 +30,7 @@ def checked(said: str, world: int) -> set[str]:
     for one in found:
         own = {
             "all_reduce": OWN_REDUCED,
-            "all_gather": (4, world * ROWS * OWN_ROW),
+            "all_gather": (2, world * ROWS * OWN_ROW),
             "reduce_scatter": (0, 0),
         }
         for kind, (calls, size) in one["traced"].items():
