@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from vlp.command_line import Group, ModuleCommand, run_app
+from vlp.process.command_line import Group, ModuleCommand, run_app
 
 # Name -> subpackage and one line of help.
 COMMANDS = {

@@ -5,13 +5,11 @@ Everything works without a process group too: one process is then rank 0 of 1.
 
 from __future__ import annotations
 
-import importlib
 import json
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -51,17 +49,6 @@ _LATE = ("Timed out waiting", "waiting for clients")
 _RECORDED = "512"
 
 
-@contextmanager
-def _compiling_nothing() -> Iterator[None]:
-    """Make `torch.compile` leave functions as they are."""
-    compile_ = torch.compile
-    torch.compile = lambda model=None, **_: model or (lambda function: function)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.compile = compile_
-
-
 def start(timeout: timedelta = timedelta(minutes=30), with_deepspeed: bool = True) -> None:
     """Join the other ranks; the launcher's environment says who they are.
 
@@ -72,7 +59,9 @@ def start(timeout: timedelta = timedelta(minutes=30), with_deepspeed: bool = Tru
     global _control
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED)
     if with_deepspeed:
-        _start_deepspeed(timeout)
+        from vlp.process.deepspeed_group import start_deepspeed
+
+        start_deepspeed(timeout)
     else:
         on_gpu = torch.cuda.is_available()
         if on_gpu:
@@ -80,23 +69,6 @@ def start(timeout: timedelta = timedelta(minutes=30), with_deepspeed: bool = Tru
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
     # Agreements go through the CPU, so that they never wait for the GPU's queue.
     _control = dist.new_group(backend="gloo", timeout=timeout)
-
-
-def _start_deepspeed(timeout: timedelta) -> None:
-    import deepspeed
-    from deepspeed.accelerator import get_accelerator
-
-    # DeepSpeed decorates its Muon optimiser, which nothing here uses, with `torch.compile`; that
-    # alone imports PyTorch's compiler, a second or two of every start.
-    with _compiling_nothing(), suppress(ImportError):
-        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
-    # Before anything is placed on a device: the first one is the default on every rank.
-    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # DeepSpeed would compile a shared-memory operation at its first start on a CPU. Only its
-    # inference calls it, and a machine that trains may have no compiler.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
 
 
 def end() -> None:

@@ -21,7 +21,7 @@ from vlp.data.features.store import BAD, CODE_DTYPE, FILE_DTYPES, array_start, f
 from vlp.data.image.transforms import TrainTransform
 from vlp.data.shards.shard_index import ShardIndex
 from vlp.io import atomic_write
-from vlp.lock import FolderLock, is_lock
+from vlp.process.lock import FolderLock, is_lock
 
 Tower = Callable[[Tensor], Tensor]
 """Pixels (B, 3, side, side), normalised, to (B, tokens, width)."""

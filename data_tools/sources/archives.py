@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from vlp.config import ConfigError
 from vlp.data.limits import limits
-from vlp.lock import FolderLock
+from vlp.process.lock import FolderLock
 
 TOO_MUCH = (
     "unpacks to more than limits allow for its size; where it is sound, raise unpacked_ratio of "

@@ -8,10 +8,10 @@ from typing import Literal
 from pydantic import Field, NonNegativeInt, model_validator
 
 from evaluation.ablations.runs import Overrides
-from vlp.command_line import nearest
 from vlp.config import Config, ConfigError, LocalPath
 from vlp.data.scenes.negatives import SwapKind
 from vlp.data.scenes.sample import FULL, LEAST, LEAST_SIDE
+from vlp.process.command_line import nearest
 from vlp.tasks.downstream.registry import task_kinds
 
 

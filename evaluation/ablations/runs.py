@@ -23,7 +23,7 @@ from data_tools.executor.executor import go_on
 from data_tools.executor.local import LocalExecutor
 from vlp.config import ConfigError
 from vlp.io import parse_json, write_text
-from vlp.lock import end_with_parent
+from vlp.process.lock import end_with_parent
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 RESULT = "result.json"

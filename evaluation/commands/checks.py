@@ -9,7 +9,7 @@ from typing import Annotated
 
 from typer import Option
 
-from vlp.command_line import Command, new_app
+from vlp.process.command_line import Command, new_app
 
 app = new_app("Check what this machine does against what was promised.")
 

@@ -21,7 +21,7 @@ from evaluation.commands.options import (
     one_process,
     results_folder,
 )
-from vlp.command_line import Overrides, new_app
+from vlp.process.command_line import Overrides, new_app
 from vlp.tasks.downstream.registry import task_kinds, task_summary
 
 app = new_app("Measure a model; torchrun shares the work between its ranks.")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from typer import Option
 
-from vlp.command_line import Command, Overrides, new_app, positive
+from vlp.process.command_line import Command, Overrides, new_app, positive
 
 app = new_app()
 

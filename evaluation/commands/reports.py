@@ -20,7 +20,7 @@ from evaluation.commands.options import (
     load_model,
     one_process,
 )
-from vlp.command_line import Overrides, new_app, positive
+from vlp.process.command_line import Overrides, new_app, positive
 
 app = new_app()
 

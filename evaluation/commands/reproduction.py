@@ -10,7 +10,7 @@ import typer
 from typer import Option
 
 from evaluation.commands.options import EvaluationCommand, one_process
-from vlp.command_line import Overrides, nearest, new_app
+from vlp.process.command_line import Overrides, nearest, new_app
 
 app = new_app()
 

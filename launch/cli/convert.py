@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from vlp.command_line import Command, Overrides, new_app
+from vlp.process.command_line import Command, Overrides, new_app
 
 NewFolder = Annotated[Path, Option(metavar="DIR", help="a new folder")]
 

@@ -44,7 +44,7 @@ def _run(folder: Path) -> Iterator[tuple[str, Sequence[tuple[str, str]]]]:
     """Yield tables of a run: course, last figures, starts, settings."""
     from evaluation.html_report.run import course, settings
     from evaluation.html_report.sources import read_sources
-    from vlp.lock import owner_of
+    from vlp.process.lock import owner_of
     from vlp.training.logging.run_record import read_record
 
     [source] = read_sources([folder])

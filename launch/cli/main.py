@@ -23,7 +23,7 @@ from evaluation.commands import (
 from launch.cli import convert, train
 from launch.cli.export import export
 from launch.cli.info import info
-from vlp.command_line import Command, new_app, run_app
+from vlp.process.command_line import Command, new_app, run_app
 
 app = new_app("Vision-language pretraining with the position embedding ACE-RPE.")
 

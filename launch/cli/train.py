@@ -12,7 +12,7 @@ import typer
 from typer import Option
 
 from launch.cli.ranks import launch_ranks
-from vlp.command_line import Command, Overrides, nearest, new_app, positive, run_app
+from vlp.process.command_line import Command, Overrides, nearest, new_app, positive, run_app
 from vlp.tasks.downstream.registry import task_kinds
 
 TASKS = ", ".join(task_kinds())

@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 from data_tools.__main__ import COMMANDS
 from launch import demo
 from launch.cli.main import commands, main
-from vlp.lock import FolderLock
+from vlp.process.lock import FolderLock
 from vlp.training.logging.run_record import record_start
 from vlp.training.run_folder import RunFolder
 

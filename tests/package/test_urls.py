@@ -19,7 +19,7 @@ from data_tools.__main__ import COMMANDS, MODULES
 from launch.cli.main import commands, main
 from vlp.config import ConfigError, load_config
 from vlp.io import as_url, atomic_folder, write_text
-from vlp.lock import FolderLock
+from vlp.process.lock import FolderLock
 from vlp.training.config import PretrainConfig
 
 URL = "zz://bucket/folder"

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from vlp.config import ConfigError
 from vlp.io import as_url, redacted
-from vlp.lock import FolderLock, is_lock
+from vlp.process.lock import FolderLock, is_lock
 
 STAGING = "VLP_STAGING"
 """Environment variable: the folder of local copies."""

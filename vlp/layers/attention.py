@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vlp.gpu_form import on_gpu
+from vlp.compute.gpu_form import on_gpu
 from vlp.layers.flex import flex_attend
 from vlp.positions.anchor import has_triton
 from vlp.positions.anchor_encoding import AnchorPosition

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from vlp.gpu_form import on_gpu
+from vlp.compute.gpu_form import on_gpu
 
 
 def fuse_by_device(model: nn.Module, x: Tensor) -> None:

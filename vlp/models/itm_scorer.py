@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vlp.gpu_form import on_gpu
+from vlp.compute.gpu_form import on_gpu
 from vlp.layers.post_norm import CrossLayer
 from vlp.models.config import SHORTHANDS
 from vlp.models.features import ImageFeatures, TextFeatures

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from vlp.gpu_form import on_gpu
+from vlp.compute.gpu_form import on_gpu
 from vlp.layers.pooling import pooled_width
 from vlp.layers.post_norm import PostNormLayer
 from vlp.layers.text_embedding import TextEmbedding

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vlp.compute.region import region
 from vlp.distributed import global_sum, world_size
-from vlp.region import region
 
 
 class Loss(NamedTuple):

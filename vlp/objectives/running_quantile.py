@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vlp.compute.gpu_form import on_gpu
+from vlp.compute.region import region
 from vlp.distributed import global_sum
-from vlp.gpu_form import on_gpu
-from vlp.region import region
 
 BINS = 4000  # over [-1, 1]: steps of 5e-4, far below the spread of the similarities
 

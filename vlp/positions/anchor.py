@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vlp.gpu_form import on_gpu
+from vlp.compute.gpu_form import on_gpu
 from vlp.positions import distance_transform
 from vlp.positions.windowed_path import fits, windowed_path
 from vlp.positions.windows import Metric, patch_reach, text_reach

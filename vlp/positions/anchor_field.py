@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vlp.gpu_form import on_gpu
+from vlp.compute.gpu_form import on_gpu
+from vlp.compute.region import region
 from vlp.positions.anchor import (
     Metric,
     anchor_distance,
@@ -18,7 +19,6 @@ from vlp.positions.anchor import (
     mean_over_patches,
     mean_over_words,
 )
-from vlp.region import region
 
 
 class AnchorField(NamedTuple):

@@ -24,7 +24,7 @@ from vlp.config import ConfigError, load_config
 from vlp.data.limits import put_in_force
 from vlp.data.shards.outages import PausedDataError
 from vlp.io import redacted
-from vlp.lock import FolderLock
+from vlp.process.lock import FolderLock
 from vlp.training.best_checkpoint import BestCheckpoint
 from vlp.training.config import LoopConfig, RunConfig
 from vlp.training.engines.base import Engine

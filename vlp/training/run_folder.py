@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from vlp.config import ConfigError
-from vlp.lock import is_lock
+from vlp.process.lock import is_lock
 
 
 class RunFolder:

@@ -32,7 +32,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-import vlp.lock
+import vlp.process.lock
 from evaluation.benchmarks import harness
 from evaluation.benchmarks.harness import Measurement
 from evaluation.benchmarks.loader.__main__ import Settings, our_batches
@@ -43,7 +43,7 @@ from vlp.data.config import AugmentConfig
 from vlp.data.features.header import shards_sha256
 from vlp.data.image.header import JpegParts
 from vlp.data.shards.shard_index import ShardIndex
-from vlp.lock import FolderLock
+from vlp.process.lock import FolderLock
 
 WITH, WITHOUT = "with safeguards", "without"
 TARGET = 1.0
@@ -103,7 +103,10 @@ def step_share(trainee: Trainee, batch: Any, folder: Path, rounds: int) -> tuple
     """Measure what a lock that is held adds to a step: the share, and seconds of a step."""
 
     def locked() -> float:
-        with patch("vlp.lock.BEAT_SECONDS", vlp.lock.BEAT_SECONDS / FASTER), FolderLock(folder):
+        with (
+            patch("vlp.process.lock.BEAT_SECONDS", vlp.process.lock.BEAT_SECONDS / FASTER),
+            FolderLock(folder),
+        ):
             return trainee.step(batch)["step"]
 
     taken = harness.interleave(

@@ -19,10 +19,10 @@ from evaluation.benchmarks.planning.plan import (
     most_rows,
     smaller_plans,
 )
-from vlp.command_line import nearest
 from vlp.config import ConfigError, load_config
 from vlp.data.shards.shard_index import ShardIndex
 from vlp.io import as_url, write_text
+from vlp.process.command_line import nearest
 from vlp.training.config import PretrainConfig
 
 SHOWN = 12

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from evaluation.benchmarks.billion import Scale, main, mixing, reading
+from evaluation.benchmarks.data.billion import Scale, main, mixing, reading
 
 SMALL = Scale(
     shards=40, shard_samples=50, ranks=4, ranks_per_node=2, streams=8, batch=32, window=20

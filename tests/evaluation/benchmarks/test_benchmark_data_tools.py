@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from evaluation.benchmarks.data_tools import Cost, cost, make_shards, table
+from evaluation.benchmarks.data.data_tools import Cost, cost, make_shards, table
 from vlp.config import ConfigError
 from vlp.data.shards.shard_index import ShardIndex
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from data_tools.dedup.near_duplicates import least_cost
-from evaluation.benchmarks.near_hashes import SearchCost, main, planned
+from evaluation.benchmarks.data.near_hashes import SearchCost, main, planned
 
 
 def test_the_command(capsys: pytest.CaptureFixture) -> None:

@@ -10,7 +10,7 @@ import torch
 from compile_toy import ROWS, configuration
 
 from evaluation.benchmarks.pretrain_step import random_batch
-from vlp.gpu_form import gpu_form
+from vlp.compute.gpu_form import gpu_form
 from vlp.tasks.pretraining import Pretraining
 from vlp.training.config import PretrainConfig
 from vlp.training.engines.compile import compile_task
@@ -45,6 +45,7 @@ def as_written() -> list[float]:
 
 
 @pytest.mark.slow  # minutes of compiling, or of interpreting
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("how", ["blocks", "step", "fused"])
 def test_200_steps_have_the_same_losses(how: str, as_written: list[float]) -> None:
     fused = pytest.importorskip("interpreted_triton").interpreted() if how == "fused" else None

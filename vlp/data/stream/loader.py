@@ -21,7 +21,7 @@ from vlp.data.shards.bad_samples import DataError, SkippedShareWatch
 from vlp.data.stream.batch import Slots
 from vlp.data.stream.batch_sampler import Answers, Prefetch, ShardAwareBatchSampler
 from vlp.data.stream.sampler import EndlessSampler, TrainingSampler
-from vlp.lock import end_with_parent
+from vlp.process.lock import end_with_parent
 
 
 class OrderedData:

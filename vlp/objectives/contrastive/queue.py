@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vlp.gpu_form import on_gpu
-from vlp.region import region
+from vlp.compute.gpu_form import on_gpu
+from vlp.compute.region import region
 
 
 class QueueKeys(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from vlp.gpu_form import on_gpu
+from vlp.compute.gpu_form import on_gpu
 from vlp.models.config import ModelConfig
 from vlp.models.features import ImageFeatures
 from vlp.models.towers.text import word_width

@@ -1,6 +1,6 @@
 """A billion samples on a thousand ranks, as one of their loader workers meets them.
 
-    OMP_NUM_THREADS=1 python -m evaluation.benchmarks.billion
+    OMP_NUM_THREADS=1 python -m evaluation.benchmarks.data.billion
 
 Makes a folder of 100,000 shards of 10,000 samples each. Its index and its file of samples are what
 such a corpus has; all shards are links to one real tar of small images, and of the file of

@@ -1,6 +1,6 @@
 """Cost of the data tools by the number of samples: CPU time a sample, and peak memory.
 
-    OMP_NUM_THREADS=1 python -m evaluation.benchmarks.data_tools --samples 10000 100000
+    OMP_NUM_THREADS=1 python -m evaluation.benchmarks.data.data_tools --samples 10000 100000
 
 Each tool runs as its own command on one process, over shards of noise in JPEGs of 48 pixels and
 1,000 samples a shard. Time is the command's CPU time without that over one sample, memory its

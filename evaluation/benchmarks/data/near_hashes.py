@@ -1,6 +1,6 @@
 """Time and memory of the search for near-duplicates by the number of hashes, and a plan at 10⁹.
 
-    OMP_NUM_THREADS=1 python -m evaluation.benchmarks.near_hashes --hashes 1000000 10000000
+    OMP_NUM_THREADS=1 python -m evaluation.benchmarks.data.near_hashes --hashes 1000000 10000000
 
 Random hashes of 64 bits, one in a hundred a copy in which one bit differs. The tasks of a search
 are alike, so `--tasks` of them are measured, each size in a process of its own, and the time of all
