@@ -94,7 +94,7 @@ def test_the_task_itself_makes_few_calls_whose_bytes_grow_with_the_batch() -> No
     counted = count_groups(config, GROUP)
     calls = scale(config, counted, 64).collectives
     assert {one.name: (one.calls, one.bytes) for one in calls} == {
-        "contrastive keys": (4, GROUP * 64 * (2 * 8 * 4 + 8 + 1)),
+        "contrastive keys": (2, GROUP * 64 * (2 * 8 * 4 + 8 + 8)),
         "counts of losses": (1, 8 * 7),
         "anchor threshold": (1, 8 * 4000),
     }
