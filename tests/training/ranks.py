@@ -99,7 +99,7 @@ def _become(command: list[str], environment: dict[str, str], output: Path) -> No
     runpy.run_path(command[0], run_name="__main__")
 
 
-def finish(ranks: Sequence[Rank], timeout: float = 240) -> list[tuple[int, str]]:
+def finish(ranks: Sequence[Rank], timeout: float = 400) -> list[tuple[int, str]]:
     """Exit code and output of every rank, in rank order."""
     end = time.monotonic() + timeout
     late = []
