@@ -221,11 +221,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.rows = x.shape[0]
-        x = x.contiguous()
-        gathered = x.new_empty((dist.get_world_size() * ctx.rows, *x.shape[1:]))
-        with _waiting():
-            _all_gather(gathered, x)
-        return gathered
+        return start_gather(x)()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:

@@ -19,6 +19,11 @@ def on_gpu(x: Tensor) -> bool:
     return x.is_cuda or _everywhere
 
 
+def off_cpu(x: Tensor) -> bool:
+    """Return whether a tensor, of any shape, is computed as on an accelerator of any kind."""
+    return x.device.type != "cpu" or _everywhere
+
+
 @contextmanager
 def gpu_form() -> Iterator[None]:
     """Compute in the form for a GPU wherever tensors lie, within this context."""

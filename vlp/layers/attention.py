@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vlp.compute.gpu_form import on_gpu
+from vlp.compute.gpu_form import off_cpu, on_gpu
 from vlp.layers.flex import flex_attend
 from vlp.positions.anchor import has_triton
 from vlp.positions.anchor_encoding import AnchorPosition
@@ -71,7 +71,7 @@ def attend(
         if addition is not None:
             bias = addition if bias is None else bias + addition
     bias = None if bias is None else bias.to(query.dtype)
-    fused = query.device.type != "cpu" or on_gpu(query) if fused is None else fused
+    fused = off_cpu(query) if fused is None else fused
     if fused and not at_value:
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask=bias, dropout_p=dropout, scale=scale

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vlp.compute.gpu_form import on_gpu
+from vlp.compute.gpu_form import off_cpu
 from vlp.layers.post_norm import CrossLayer
 from vlp.models.config import SHORTHANDS
 from vlp.models.features import ImageFeatures, TextFeatures
@@ -132,7 +132,7 @@ class ITMScorer:
     @torch.no_grad()
     def match(self, image: PreparedImage, texts: PreparedTexts) -> Tensor:
         """Log-odds that each text describes the image: (T,) float32."""
-        if not self.both or on_gpu(texts.states):
+        if not self.both or off_cpu(texts.states):
             return self._match(image, texts)
         # Every pair carries the states of a whole image: few of them fit a core's cache.
         few = max(1, _CACHED_TOKENS // image.states.shape[1])

@@ -112,11 +112,8 @@ def _chunk(config: PretrainConfig, rows: int) -> int | None:
 
 def _count(config: PretrainConfig, rows: int, words: int) -> StepCount:
     """Count forward and backward pass of some rows, with the candidates of the whole batch."""
-    model, batch = config.model, config.training.batch
-    heads = {part.heads for part in (model.text, model.image, model.cross)}
-    patches = math.prod(model.image.grid)
-    tokens = {model.text.max_tokens, patches, patches + 1}
-    memory, work, calls = LiveMemory(heads, tokens), WorkCount(), CollectiveTrace()
+    batch = config.training.batch
+    memory, work, calls = LiveMemory(), WorkCount(), CollectiveTrace()
     uses: list[float] = []
 
     def watch(task: Pretraining) -> None:

@@ -21,12 +21,7 @@ class LiveMemory:
     """Count bytes of tensors that operations make, from their making to their end.
 
     Gradients of parameters leave the count when they arrive. *As written* has all tensors. *Fused*
-    leaves out what kernels of a GPU never write to memory: logits and probabilities of attention,
-    (batch, heads, queries, keys), and the results of activation functions.
-
-    Args:
-        heads: numbers of heads, by which logits are known.
-        tokens: numbers of queries and keys.
+    leaves out the results of activation functions, which a GPU does not keep.
 
     Attributes:
         now: bytes that live, by reading.
@@ -34,8 +29,7 @@ class LiveMemory:
         peak: the most of them so far.
     """
 
-    def __init__(self, heads: Iterable[int], tokens: Iterable[int]) -> None:
-        self._heads, self._tokens = set(heads), set(tokens)
+    def __init__(self) -> None:
         self._held: dict[int, dict[str, int]] = {}
         self.now, self.kept, self.peak = (dict.fromkeys((FUSED, WRITTEN), 0) for _ in range(3))
 
@@ -43,7 +37,7 @@ class LiveMemory:
         """Count the results of one operation."""
         for result in tree_leaves(out):
             if isinstance(result, Tensor):
-                self._add(result, func in _RECOMPUTED or self._is_attention(result))
+                self._add(result, func in _RECOMPUTED)
 
     def mark_forward(self) -> None:
         """Note that the forward pass has ended."""
@@ -55,14 +49,6 @@ class LiveMemory:
             self._held[tensor.untyped_storage()._cdata] = dict.fromkeys((FUSED, WRITTEN), 0)
             if tensor.requires_grad:
                 tensor.register_post_accumulate_grad_hook(self._forget)
-
-    def _is_attention(self, x: Tensor) -> bool:
-        return (
-            x.ndim == 4
-            and x.shape[1] in self._heads
-            and x.shape[2] in self._tokens
-            and x.shape[3] in self._tokens
-        )
 
     def _add(self, x: Tensor, unwritten: bool) -> None:
         storage = x.untyped_storage()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vlp.compute.gpu_form import on_gpu
+from vlp.compute.gpu_form import off_cpu
 from vlp.compute.region import region
 
 
@@ -83,7 +83,7 @@ class KeyQueue:
         A loss must concatenate (copy) them before its backward pass meets another push. On a GPU,
         where reading their number would make it wait, also the empty places, which are not valid.
         """
-        end = self.size if on_gpu(self.image) else int(self.filled)
+        end = self.size if off_cpu(self.image) else int(self.filled)
         valid = torch.arange(end, device=self.image.device) < self.filled
         return QueueKeys(self.image[:end], self.text[:end], self.image_ids[:end], valid)
 

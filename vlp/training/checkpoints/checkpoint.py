@@ -39,6 +39,7 @@ from vlp.training.checkpoints.places import (
     read_sums,
     step_of,
     verify,
+    write_sums,
 )
 from vlp.training.checkpoints.state import CheckpointError, States
 from vlp.training.config import RunConfig
@@ -201,8 +202,7 @@ class Checkpoints:
         _write_text(folder / STATE, json.dumps({**state, "versions": versions()}, indent=1))
         added = [path for path in folder.iterdir() if path.name not in sums]
         sums = {**sums, **{path.name: sha256_of(path) for path in added}}
-        lines = [f"{digest}  {file}\n" for file, digest in sorted(sums.items())]
-        _write_text(folder / SUMS, "".join(lines))
+        write_sums(folder, sums)
         sync_folder(folder)
         # The same step, after a fall-back or a validation, replaces what is there.
         self._place.publish(folder, name, [*sums, SUMS])

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from vlp.io import atomic_folder, sha256_of, write_tensors
-from vlp.training.checkpoints.places import EXTRA, METADATA, STATE, SUMS, LocalPlace, verify
+from vlp.training.checkpoints.places import EXTRA, METADATA, STATE, LocalPlace, verify, write_sums
 from vlp.training.checkpoints.shards import PlaceReader, empty, shapes
 from vlp.training.engines.base import OPTIMISER, WEIGHTS
 
@@ -36,8 +36,7 @@ def convert(old: Path, new: Path) -> None:
         for file, tensors in _read(old):
             write_tensors(partial / file, tensors)
         shutil.copyfile(old / STATE, partial / STATE)
-        lines = [f"{sha256_of(path)}  {path.name}\n" for path in sorted(partial.iterdir())]
-        (partial / SUMS).write_text("".join(lines), encoding="utf-8")
+        write_sums(partial, {path.name: sha256_of(path) for path in partial.iterdir()})
 
 
 def _read(folder: Path) -> Iterator[tuple[str, dict[str, Tensor]]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
@@ -17,7 +17,7 @@ from typing import IO, Any, Protocol, TypeVar
 from vlp.config import ConfigError
 from vlp.data.shards.outages import DEFAULT_OUTAGES, Unreachable, patiently
 from vlp.data.shards.remote import connected
-from vlp.io import as_url, redacted, replace_folder, restore_folder, sha256_of
+from vlp.io import as_url, redacted, replace_folder, restore_folder, sha256_of, sync
 
 STATE = "state.json"
 SUMS = "SHA256SUMS"
@@ -301,6 +301,17 @@ def read_sums(place: Place, name: str) -> list[tuple[str, str]]:
     if STATE not in (path for _, path in sums):
         raise ValueError(f"{SUMS} is incomplete")
     return sums
+
+
+def write_sums(folder: Path, sums: Mapping[str, str]) -> None:
+    """Write what `read_sums` reads, from each file's checksum by its name.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    with (folder / SUMS).open("w", encoding="utf-8") as lines:
+        lines.writelines(f"{digest}  {file}\n" for file, digest in sorted(sums.items()))
+        sync(lines)
 
 
 def problem_of(place: Place, name: str, sums: Sequence[tuple[str, str]]) -> str | None:

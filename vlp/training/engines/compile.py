@@ -1,8 +1,8 @@
 """`torch.compile` of a task: each transformer block, or each encoder as one graph.
 
-Modules are compiled in place (`nn.Module.compile`): their names, and so checkpoints, stay as they
-are. Only training steps run compiled code: batches of a validation have other sizes, and each size
-would be compiled anew.
+Modules and methods are compiled in place: their names, and so checkpoints, stay as they are. Only
+training steps run compiled code: batches of a validation have other sizes, and each size would be
+compiled anew.
 """
 
 from __future__ import annotations
