@@ -27,12 +27,16 @@ ANCHORS = [
 ]
 
 
-def strong(layout, position, layers=3, dtype=torch.float64, **anchor):
+def strong(layout, position, layers=3, dtype=torch.float64, pooling="cls", **anchor):
     """A model whose every part matters to its scores: from a plain start few of them would."""
     torch.manual_seed(0)
     cross = TINY_MODEL["cross"] | {
-        "layers": layers, "layout": layout, "position": position, "anchor": {"groups": 2} | anchor
-    }  # fmt: skip
+        "layers": layers,
+        "layout": layout,
+        "position": position,
+        "pooling": pooling,
+        "anchor": {"groups": 2} | anchor,
+    }
     model = VLPModel(ModelConfig.model_validate(TINY_MODEL | {"cross": cross})).to(dtype).eval()
     for name, parameter in model.named_parameters():
         scale = "norm" in name and name.endswith("weight")
@@ -69,6 +73,16 @@ def test_scores_are_those_of_the_model(layout, position, layers):
     plain, shared = both_ways(model, *encoded(model))
     assert plain.std() > 0.05
     assert shared.dtype == torch.float32
+    torch.testing.assert_close(shared, plain, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["text", "albef", "ace"])
+@pytest.mark.parametrize("pooling", ["mean", "cls+mean"])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_scores_of_pooled_words_are_those_of_the_model(layout, pooling, layers):
+    model = strong(layout, ("anchor",), layers, pooling=pooling)
+    plain, shared = both_ways(model, *encoded(model))
+    assert plain.std() > 0.05
     torch.testing.assert_close(shared, plain, rtol=1e-6, atol=1e-6)
 
 

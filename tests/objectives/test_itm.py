@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlp.objectives.itm import hard_negatives, itm_loss
+from vlp.objectives.itm import hard_negatives, itm_loss, listwise_itm_loss
 
 
 def slow_choice(logits, candidates, draw):
@@ -52,6 +52,22 @@ def test_equals_the_loop(groups, size, seed, sharpness):
     assert result.text_for_image.tolist() == [text for text, _, _ in expected]
     assert result.image_for_text.tolist() == [image for _, image, _ in expected]
     assert result.has_text.tolist() == result.has_image.tolist() == [has for *_, has in expected]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 5), st.integers(0, 10_000))
+def test_several_negatives_are_those_of_several_draws(count, seed):
+    random = torch.Generator().manual_seed(seed)
+    similarity = 3 * torch.randn(8, 8, generator=random)
+    ids = torch.randint(0, 5, (8,), generator=random)
+    valid = torch.rand(8, generator=random) < 0.8
+    uniform = torch.rand(8, 2, generator=random, dtype=torch.float64)
+    result = hard_negatives(similarity, ids, valid, uniform, 4, count)
+    for k in range(count):
+        expected = slow_negatives(similarity, ids, valid, (uniform + k) / count, 4)
+        assert result.text_for_image[k::count].tolist() == [text for text, _, _ in expected]
+        assert result.image_for_text[k::count].tolist() == [image for _, image, _ in expected]
+        assert result.has_text[k::count].tolist() == [has for *_, has in expected]
 
 
 def test_sampling_follows_the_softmax():
@@ -136,3 +152,20 @@ def test_loss_equals_the_loop():
 def test_loss_of_half_precision_logits_is_float32():
     loss = itm_loss(torch.randn(3, 2).bfloat16(), torch.tensor([0, 1, 1]), torch.ones(3) > 0)
     assert loss.total.dtype == torch.float32
+
+
+def test_listwise_loss_equals_the_loop():
+    log_odds = torch.randn(2 + 6, dtype=torch.float64, requires_grad=True)
+    matched, wrong = torch.tensor([0, 1, 1]), torch.tensor([[2, 3], [4, 5], [6, 7]])
+    weight = torch.tensor([True, False, True])
+    loss = listwise_itm_loss(log_odds, matched, wrong, weight)
+    odds = log_odds.tolist()
+    expected = sum(
+        math.log(math.exp(odds[own]) + sum(math.exp(odds[k]) for k in others)) - odds[own]
+        for own, others, use in zip(matched.tolist(), wrong.tolist(), weight.tolist(), strict=True)
+        if use
+    )
+    assert loss.total.item() == pytest.approx(expected)
+    assert loss.count == 2
+    loss.total.backward()
+    assert log_odds.grad[4:6].tolist() == [0, 0]

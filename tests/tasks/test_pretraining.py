@@ -13,6 +13,7 @@ from vlp.config import Config
 from vlp.data.stream.batch import Batch
 from vlp.models.config import ModelConfig
 from vlp.objectives.config import ObjectivesConfig
+from vlp.objectives.itm import hard_negatives
 from vlp.objectives.loss import Loss
 from vlp.tasks.pretraining import Objective, Pretraining, Term, objective, register_objective
 from vlp.tasks.pretraining import task as pretraining_task
@@ -59,6 +60,49 @@ def batch(rows=ROWS, seed=0):
         valid=torch.ones(rows, dtype=torch.bool),
         sample_ids=torch.arange(rows),
     )
+
+
+def test_itm_of_lists_ranks_a_matching_pair_among_its_negatives():
+    built = task({**ALL, "itm": {"group": 8, "form": "lists", "negatives": 3}}).eval()
+    one = batch()
+    text = built.model.encode_text(one.text_ids, one.attention_mask, one.word_mask)
+    image = built.model.encode_image(one.pixels)
+    similarity = image.feature @ text.feature.T / built.model.temperature()
+    drawn = hard_negatives(similarity, one.image_ids, one.valid, one.uniform, 8, 3)
+    expected = torch.tensor(0.0)
+    for row in range(ROWS):
+        pick = slice(3 * row, 3 * row + 3)
+        texts = torch.cat([torch.tensor([row]), drawn.text_for_image[pick]])
+        images = torch.cat([torch.tensor([row]), drawn.image_for_text[pick]])
+        own = torch.full((4,), row)
+        for pairs in ((own, texts), (images, own)):
+            odds = built.model.match(image.select(pairs[0]), text.select(pairs[1]))
+            expected = expected - odds.log_softmax(0)[0]
+    loss = built(one, 0).losses["itm"]
+    torch.testing.assert_close(loss, expected / (2 * ROWS), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["bias", "contextual"])
+def test_paths_of_words_reach_the_match_score_through_pooled_words(mode):
+    """[CLS] has no path: in one layer of layout `text` nothing of bias mode reaches its score."""
+
+    def gradient(pooling):
+        cross = TINY_MODEL["cross"] | {
+            "layers": 1, "layout": "text", "pooling": pooling, "anchor": {"groups": 2, "mode": mode}
+        }  # fmt: skip
+        built = task({**ALL, "contrastive": None, "mlm": None, "mim": None}, cross=cross)
+        built.model.anchor_threshold.fill_(0.01)
+        built(batch(), 0).loss.backward()
+        return {
+            name.rpartition(".")[2]: parameter.grad.abs().max().item()
+            for name, parameter in built.named_parameters()
+            if "cross_attention.positions" in name
+        }
+
+    cls, both = gradient("cls"), gradient("cls+mean")
+    assert all(value > 0 for value in both.values())
+    lost = {name for name, value in cls.items() if not value}
+    assert lost == {"bias": {"table", "bias_table"}, "contextual": {"query"}}[mode]
 
 
 @pytest.mark.parametrize(

@@ -311,6 +311,12 @@ class CrossConfig(Config):
         {}, description="of encodings by name, such as rope-axial: {theta: 10}"
     )
     anchor: AnchorConfig = Field(AnchorConfig(), description="ACE-RPE's settings")
+    pooling: Pooling = Field(
+        "cls",
+        description="what the match score reads of the last layer's text stream: [CLS], the mean "
+        "of the tokens, or both. [CLS] is no word and has no path, so with cls the last layer's "
+        "paths of words do not reach the score",
+    )
     dropout: Dropout = Field(
         0, description="share of each sublayer's output that is set to 0 in training"
     )

@@ -8,8 +8,8 @@ by itself is taken apart here; the scores are the same up to rounding.
   every layer, in layout `ace` in the first.
 - ACE-RPE adds mean(P) W of the pair to what is projected (Eq. 10). Projections are linear, so keys
   and values that are shared get a term of rank G instead of being projected for each pair.
-- The score reads [CLS] alone: it is the only query of the last layer. A single query needs no
-  projected keys and values, as q (W y) = (W^T q) y.
+- Where the score reads [CLS] alone (`cross.pooling: cls`), it is the only query of the last layer.
+  A single query needs no projected keys and values, as q (W y) = (W^T q) y.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from vlp.compute.gpu_form import off_cpu
+from vlp.layers.pooling import pool_states
 from vlp.layers.post_norm import CrossLayer
 from vlp.models.config import SHORTHANDS
 from vlp.models.features import ImageFeatures, TextFeatures
@@ -147,18 +148,19 @@ class ITMScorer:
             self._image_asks(field),
         )
         text, mask, image = texts.states, texts.attention_mask, prepared.states
+        alone = self.config.pooling == "cls"
         for number, (layer, shift) in enumerate(zip(self.layers, self.shifts)):
             attention, last = layer.cross_attention, number == len(self.layers) - 1
             if number and self.both:
                 image = image_self_attention(layer, image, image_asks)
             if number:
-                text = text_self_attention(layer, text, mask, text_asks, last)
-            if last:
+                text = text_self_attention(layer, text, mask, text_asks, last and alone)
+            if last and alone:
                 text, text_asks = text[:, :1], _first_query(text_asks)
             if number < len(prepared.keys):
                 shared = prepared.keys[number], prepared.values[number]
                 crossed = attend_shared_image(attention, text, *shared, text_asks, shift)
-            elif last:
+            elif last and alone:
                 crossed = attend_once(attention, text, image, text_asks, shift)
             else:
                 crossed = attention(text, image, None, text_asks)
@@ -169,7 +171,8 @@ class ITMScorer:
                     answer = attend_texts(attention, prepared.query, text, mask, image_asks, shift)
                 image = layer.add_crossed(image, answer)
             text = layer.add_crossed(text, crossed)
-        logits = self.model.match_head(text[:, 0]).float()
+        pooled = pool_states(text, self.config.pooling, None if alone else mask)
+        logits = self.model.match_head(pooled).float()
         return logits[:, 1] - logits[:, 0]
 
     def _text_asks(self, tokens: int, field: AnchorField | None) -> PositionContext:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.profiler import record_function
 
-from vlp.layers.pooling import pool_states
+from vlp.layers.pooling import pool_states, pooled_width
 from vlp.layers.scale import Temperature
 from vlp.layers.text_embedding import BERT_DEVIATION
 from vlp.models.config import ModelConfig
@@ -52,7 +52,7 @@ class VLPModel(nn.Module):
             self.text_tokens = nn.Linear(width, config.embed_dim, bias=False)
             self.image_tokens = nn.Linear(width, config.embed_dim, bias=False)
         self.feature_dropout = nn.Dropout(config.feature_dropout)
-        self.match_head = nn.Linear(width, 2)
+        self.match_head = nn.Linear(pooled_width(config.cross.pooling, width), 2)
         self.temperature = Temperature(config.temperature)
         if config.text.architecture is None:
             _initialise(BERT_DEVIATION, self.text_encoder.layers)
@@ -163,7 +163,8 @@ class VLPModel(nn.Module):
         text_states, image_states = self.cross_encoder(
             text.states, image.states, text.attention_mask, anchors, pairs, need_image
         )
-        return CrossFeatures(text=text_states, image=image_states, anchors=anchors)
+        mask = text.attention_mask if pairs is None else text.attention_mask[pairs.texts]
+        return CrossFeatures(text_states, image_states, anchors, mask)
 
     def cross_several(
         self, images: Sequence[ImageFeatures], text: TextFeatures, tags: Tensor
@@ -185,7 +186,7 @@ class VLPModel(nn.Module):
         text_states, _ = self.cross_encoder(
             text.states, states, text.attention_mask, anchors, need_image=False
         )
-        return CrossFeatures(text=text_states, image=None, anchors=anchors)
+        return CrossFeatures(text_states, None, anchors, text.attention_mask)
 
     def match(self, image: ImageFeatures, text: TextFeatures) -> Tensor:
         """Log-odds that row i's text describes row i's image: (B,) float32.
@@ -200,8 +201,9 @@ class VLPModel(nn.Module):
         return logits[:, 1] - logits[:, 0]
 
     def match_logits(self, crossed: CrossFeatures) -> Tensor:
-        """ITM logits (B, 2), not matched and matched, from the text stream's [CLS]."""
-        return self.match_head(crossed.text[:, 0])
+        """ITM logits (B, 2), not matched and matched, from the text stream's pooled states."""
+        pooled = pool_states(crossed.text, self.config.cross.pooling, crossed.attention_mask)
+        return self.match_head(pooled)
 
     def _token_projection(self, side: str) -> nn.Linear:
         if self.config.token_projection:

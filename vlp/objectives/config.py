@@ -58,6 +58,14 @@ class ITMConfig(Config):
     """Image-text matching with hard negatives drawn inside `group` samples of the global batch."""
 
     weight: float = Field(1.0, ge=0, description="weight in the sum of losses")
+    form: Literal["pairs", "lists"] = Field(
+        "pairs",
+        description="pairs: each pair matches or not, as in ALBEF; lists: which of a matching pair "
+        "and its negatives matches, as re-ranking asks",
+    )
+    negatives: int = Field(
+        1, ge=1, description="wrong texts of each image, and wrong images of each text"
+    )
     group: int = Field(
         64,
         ge=2,

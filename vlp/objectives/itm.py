@@ -15,11 +15,11 @@ from vlp.objectives.precision import full_precision
 
 
 class Negatives(NamedTuple):
-    """Row indices of the negatives, (B,) int64 each.
+    """Row indices of K negatives a row, (B K,) int64 each, those of a row side by side.
 
-    `text_for_image[i]` is the text that image i is wrongly paired with, `image_for_text[j]` the
-    image for text j. Where `has_text` or `has_image` (B,) is False there is none, and the index
-    is the row itself.
+    `text_for_image` are texts that the row's image is wrongly paired with, `image_for_text` images
+    for its text. Where `has_text` or `has_image` (B K,) is False there is none, and the index is
+    the row itself.
     """
 
     text_for_image: Tensor
@@ -31,15 +31,22 @@ class Negatives(NamedTuple):
 @region
 @torch.no_grad()
 def hard_negatives(
-    similarity_i2t: Tensor, image_ids: Tensor, valid: Tensor, uniform: Tensor, group: int
+    similarity_i2t: Tensor,
+    image_ids: Tensor,
+    valid: Tensor,
+    uniform: Tensor,
+    group: int,
+    count: int = 1,
 ) -> Negatives:
     """Sample negatives in proportion to softmax(similarity) within groups of consecutive rows.
 
     `similarity_i2t` (B, B) are logits (divided by the temperature already), images by texts;
     `image_ids` (B,), `valid` (B,) bool, `uniform` (B, 2) uniform in [0, 1): column 0 chooses the
-    text's, column 1 the image's negative by inverse CDF in float64. Only the blocks on the
-    diagonal are read. A negative never shows the same image and is never an empty slot; a row
-    without candidates has none (ALBEF crashes there). Source: ALBEF, section 3.2.
+    text's, column 1 the image's negative by inverse CDF in float64. `count` K negatives of a row
+    are a systematic sample, at (u + k) / K of the CDF: a candidate comes as often as its
+    probability says, so a likely one may come twice. Only the blocks on the diagonal are read. A
+    negative never shows the same image and is never an empty slot; a row without candidates has
+    none (ALBEF crashes there). Source: ALBEF, section 3.2.
 
     Raises:
         ValueError: the batch is larger than `group` and not a multiple of it.
@@ -53,9 +60,13 @@ def hard_negatives(
     ids, real = image_ids.unflatten(0, (number, size)), valid.unflatten(0, (number, size))
     allowed = (ids[:, :, None] != ids[:, None, :]) & real[:, :, None] & real[:, None, :]
 
+    steps = torch.arange(count, device=own.device)
+    own = own.repeat_interleave(count)
+
     def choose(logits: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
-        has = allowed.any(-1).flatten()  # `allowed` is symmetric
-        index = _inverse_cdf(logits, allowed, draw.unflatten(0, (number, size))) + start
+        has = allowed.any(-1).flatten().repeat_interleave(count)  # `allowed` is symmetric
+        points = (draw.unflatten(0, (number, size))[..., None] + steps) / count
+        index = _inverse_cdf(logits, allowed, points) + start[..., None]
         return torch.where(has, index.flatten(), own), has
 
     text, has_text = choose(blocks, uniform[:, 0].double())
@@ -64,15 +75,15 @@ def hard_negatives(
 
 
 def _inverse_cdf(logits: Tensor, allowed: Tensor, draw: Tensor) -> Tensor:
-    """Find the first candidate whose cumulative probability exceeds the draw, -> (g, R)."""
+    """Find the first candidates whose cumulative probability exceeds draws (g, R, K)."""
     lowest = torch.finfo(logits.dtype).min
     weight = logits.masked_fill(~allowed, lowest).softmax(-1).masked_fill(~allowed, 0)
     cumulative = weight.cumsum(-1)
     total = cumulative[..., -1:]
     # Rounding must not carry a draw close to 1 past the last candidate that has any weight.
-    point = torch.minimum(draw[..., None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    point = torch.minimum(draw * total, torch.nextafter(total, torch.zeros_like(total)))
     index = torch.searchsorted(cumulative.contiguous(), point.contiguous(), right=True)
-    return index.squeeze(-1).clamp(max=logits.shape[-1] - 1)
+    return index.clamp(max=logits.shape[-1] - 1)
 
 
 @region
@@ -83,4 +94,25 @@ def itm_loss(logits: Tensor, labels: Tensor, weight: Tensor) -> Loss:
     """
     (logits,) = full_precision(logits)
     rows = F.cross_entropy(logits, labels.to(torch.int64), reduction="none")
+    return Loss(torch.where(weight, rows, 0).sum(), weight.sum())
+
+
+@region
+def listwise_itm_loss(log_odds: Tensor, matched: Tensor, wrong: Tensor, weight: Tensor) -> Loss:
+    """Compute the cross-entropy of each matching pair among its K negatives.
+
+    Negatives are drawn in proportion to exp(similarity / temperature), which is the correction of
+    a sampled softmax over all candidates: at its optimum the log-odds and similarity / temperature
+    add up to the log-probability of the match (Bengio and Senecal 2008). Re-ranking ranks by
+    this sum.
+
+    Args:
+        log_odds: (B + P,) of the pairs, the B matching ones first.
+        matched: (R,) int64, the matching pair of each list.
+        wrong: (R, K) int64, its negatives.
+        weight: (R,) bool; lists that are False count nowhere.
+    """
+    (log_odds,) = full_precision(log_odds)
+    lists = torch.cat([log_odds[matched][:, None], log_odds[wrong]], dim=1)
+    rows = lists.logsumexp(1) - lists[:, 0]
     return Loss(torch.where(weight, rows, 0).sum(), weight.sum())

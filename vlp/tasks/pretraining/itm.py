@@ -8,7 +8,7 @@ import torch
 
 from vlp.models.cross_encoder import PairIndices
 from vlp.objectives.config import ITMConfig
-from vlp.objectives.itm import hard_negatives, itm_loss
+from vlp.objectives.itm import hard_negatives, itm_loss, listwise_itm_loss
 from vlp.positions.anchor_field import AnchorField
 from vlp.tasks.pretraining.contrastive import pair_temperature
 from vlp.tasks.pretraining.objective import Objective, Step, Term
@@ -18,7 +18,8 @@ class ImageTextMatching(Objective):
     """Tell matching pairs from each image with a wrong text and each text with a wrong image.
 
     Inputs: both encoders' outputs on the unmasked batch; `uniform` draws the negatives. Loss:
-    `itm`. Logs `itm_accuracy`. Leaves the anchor paths of the matching pairs in `step.anchors`.
+    `itm`, of pairs or of lists. Logs `itm_accuracy`. Leaves the anchor paths of the matching pairs
+    in `step.anchors`.
     """
 
     on_clean_pairs: ClassVar[bool] = True
@@ -31,20 +32,38 @@ class ImageTextMatching(Objective):
         with torch.no_grad(), torch.autocast(batch.pixels.device.type, enabled=False):
             temperature = pair_temperature(step.model, self.objectives)
             similarity = image.feature @ text.feature.T / temperature
+        settings = self.settings
         negatives = hard_negatives(
-            similarity, batch.image_ids, batch.valid, batch.uniform, self.settings.group
+            similarity,
+            batch.image_ids,
+            batch.valid,
+            batch.uniform,
+            settings.group,
+            settings.negatives,
         )
         rows = torch.arange(len(batch.valid), device=batch.valid.device)
+        own = rows.repeat_interleave(settings.negatives)
         pairs = PairIndices(
-            texts=torch.cat([rows, negatives.text_for_image, rows]),
-            images=torch.cat([rows, rows, negatives.image_for_text]),
+            texts=torch.cat([rows, negatives.text_for_image, own]),
+            images=torch.cat([rows, own, negatives.image_for_text]),
         )
         crossed = step.model.cross(image, text, pairs, need_image=False)
         logits = step.model.match_logits(crossed)
-        labels = torch.cat([torch.ones_like(rows), torch.zeros_like(rows), torch.zeros_like(rows)])
+        labels = torch.cat([torch.ones_like(rows), torch.zeros_like(own), torch.zeros_like(own)])
         counted = torch.cat([batch.valid, negatives.has_text, negatives.has_image])
         right = (logits.detach().argmax(-1) == labels) & counted
         step.statistics["itm_accuracy"] = right.sum() / counted.sum().clamp(min=1)
         if crossed.anchors is not None:
             step.anchors = AnchorField(*(part[: len(rows)].detach() for part in crossed.anchors))
-        return {"itm": Term(itm_loss(logits, labels, counted), self.settings.weight)}
+        if settings.form == "pairs":
+            return {"itm": Term(itm_loss(logits, labels, counted), settings.weight)}
+        # Two lists a row: its image with wrong texts, its text with wrong images.
+        lists = torch.arange(2 * len(own), device=rows.device) + len(rows)
+        has = torch.cat([negatives.has_text, negatives.has_image])
+        loss = listwise_itm_loss(
+            logits[:, 1] - logits[:, 0],
+            rows.repeat(2),
+            lists.unflatten(0, (-1, settings.negatives)),
+            has[:: settings.negatives] & batch.valid.repeat(2),
+        )
+        return {"itm": Term(loss, settings.weight)}
