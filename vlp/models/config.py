@@ -34,8 +34,7 @@ class LoRAConfig(Config):
     targets: tuple[str, ...] = Field(
         ("query", "value", "qkv", "q_proj", "v_proj", "q_lin", "v_lin", "attn.q", "attn.v", "Wqkv"),
         min_length=1,
-        description="ends of the names of linear layers; those by default are the queries and "
-        "values of ViT, BERT and their kin",
+        description="ends of names of linear layers; by default queries and values of ViT and BERT",
     )
 
 
@@ -266,11 +265,10 @@ class AnchorConfig(Config):
     shared_heads: bool = Field(False, description="one embedding for all heads (Table 6)")
     scale: float = Field(1.0, gt=0, description="factor of the path before it is embedded")
     value_pooled: bool = Field(
-        True,
-        description="values carry the mean embedding, too, as Eq. 12 prints it (papers.md#ace-a22)",
+        True, description="values carry the mean embedding, too, as Eq. 12 does (papers.md#ace-a22)"
     )
     path_gradient: bool = Field(
-        False, description="pass gradients through anchor paths to the tokens they come from"
+        False, description="pass gradients through paths to the tokens they come from"
     )
 
     @model_validator(mode="after")
@@ -312,10 +310,7 @@ class CrossConfig(Config):
     )
     anchor: AnchorConfig = Field(AnchorConfig(), description="ACE-RPE's settings")
     pooling: Pooling = Field(
-        "cls",
-        description="what the match score reads of the last layer's text stream: [CLS], the mean "
-        "of the tokens, or both. [CLS] is no word and has no path, so with cls the last layer's "
-        "paths of words do not reach the score",
+        "cls", description="states of the text stream that the match score reads; [CLS] has no path"
     )
     dropout: Dropout = Field(
         0, description="share of each sublayer's output that is set to 0 in training"
