@@ -34,7 +34,8 @@ from torch import nn
 from evaluation.benchmarks import harness
 from evaluation.benchmarks.harness import Measurement
 from vlp.config import ConfigError
-from vlp.models.config import AnchorConfig, ModelConfig
+from vlp.models.config import ModelConfig
+from vlp.models.cross_config import AnchorConfig
 from vlp.models.vlp import VLPModel
 from vlp.positions.windows import patch_reach, text_reach
 

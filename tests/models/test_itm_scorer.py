@@ -27,7 +27,7 @@ ANCHORS = [
 ]
 
 
-def strong(layout, position, layers=3, dtype=torch.float64, pooling="cls", **anchor):
+def strong(layout, position, layers=3, dtype=torch.float64, pooling="cls", token_score=0, **anchor):
     """A model whose every part matters to its scores: from a plain start few of them would."""
     torch.manual_seed(0)
     cross = TINY_MODEL["cross"] | {
@@ -35,6 +35,7 @@ def strong(layout, position, layers=3, dtype=torch.float64, pooling="cls", **anc
         "layout": layout,
         "position": position,
         "pooling": pooling,
+        "token_score": token_score,
         "anchor": {"groups": 2} | anchor,
     }
     model = VLPModel(ModelConfig.model_validate(TINY_MODEL | {"cross": cross})).to(dtype).eval()
@@ -84,6 +85,25 @@ def test_scores_of_pooled_words_are_those_of_the_model(layout, pooling, layers):
     plain, shared = both_ways(model, *encoded(model))
     assert plain.std() > 0.05
     torch.testing.assert_close(shared, plain, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("position", [(), ("anchor",)])
+def test_token_scores_are_those_of_the_model(position):
+    model = strong("ace", position, token_score=5)
+    features = encoded(model)
+    plain, shared = both_ways(model, *features)
+    torch.testing.assert_close(shared, plain, rtol=1e-6, atol=1e-6)
+    with torch.no_grad():
+        model.token_score.factor.zero_()
+        without, _ = both_ways(model, *features)
+        model.token_score.factor.fill_(0.4)
+    images, texts = features
+    best = [
+        torch.stack([(images.tokens[1] @ word).max() for word in words[real]]).mean()
+        for words, real in zip(texts.tokens, texts.word_mask)
+    ]
+    expected = without + 2 * torch.stack(best).float()
+    torch.testing.assert_close(both_ways(model, *features)[0], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("layout", ["text", "albef", "ace"])

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from vlp.layers.post_norm import CrossLayer
-from vlp.models.config import SHORTHANDS, CrossConfig
+from vlp.models.cross_config import SHORTHANDS, CrossConfig
 from vlp.positions import (
     CROSS_MODAL,
     PositionContext,

@@ -42,10 +42,12 @@ class CrossFeatures(NamedTuple):
     """text (B, N, width), whose [CLS] is the joint representation (papers.md#ace-a29).
 
     image (B, 1 + M, width), or None where only the text stream was asked for; anchors: the paths
-    of the pairs, or None without ACE-RPE; attention_mask (B, N) bool, True = no padding.
+    of the pairs, or None without ACE-RPE; attention_mask (B, N) bool, True = no padding;
+    token_score (B,) is a part of the match score, where the model has it.
     """
 
     text: Tensor
     image: Tensor | None
     anchors: AnchorField | None
     attention_mask: Tensor
+    token_score: Tensor | None = None

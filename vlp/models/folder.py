@@ -23,7 +23,8 @@ from vlp.config import ConfigError, load_plugins, require_plugins, validated
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.io import parse_json, write_tensors, write_text
-from vlp.models.config import SHORTHANDS, ModelConfig
+from vlp.models.config import ModelConfig
+from vlp.models.cross_config import SHORTHANDS
 from vlp.models.pretrained.load import (
     LoadReport,
     copy_weights,

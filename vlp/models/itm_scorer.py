@@ -24,7 +24,7 @@ from torch.nn import functional
 from vlp.compute.gpu_form import off_cpu
 from vlp.layers.pooling import pool_states
 from vlp.layers.post_norm import CrossLayer
-from vlp.models.config import SHORTHANDS
+from vlp.models.cross_config import SHORTHANDS
 from vlp.models.features import ImageFeatures, TextFeatures
 from vlp.models.itm_attention import (
     attend_once,
@@ -173,7 +173,11 @@ class ITMScorer:
             text = layer.add_crossed(text, crossed)
         pooled = pool_states(text, self.config.pooling, None if alone else mask)
         logits = self.model.match_head(pooled).float()
-        return logits[:, 1] - logits[:, 0]
+        odds = logits[:, 1] - logits[:, 0]
+        if self.config.token_score:
+            score = self.model.token_score(prepared.tokens, texts.tokens, texts.word_mask)
+            odds = odds + score.float()
+        return odds
 
     def _text_asks(self, tokens: int, field: AnchorField | None) -> PositionContext:
         return PositionContext((1, tokens - 1), 1, anchors=field, text_queries=True)

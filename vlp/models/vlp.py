@@ -17,6 +17,7 @@ from vlp.models.cross_encoder import CrossEncoder, PairIndices
 from vlp.models.features import CrossFeatures, ImageFeatures, TextFeatures
 from vlp.models.image_encoder import ImageEncoder, PatchEdit
 from vlp.models.text_encoder import TextEncoder
+from vlp.models.token_score import TokenScore
 from vlp.models.towers.text import with_architecture
 from vlp.positions import CROSS_MODAL
 from vlp.positions.anchor_field import AnchorField, anchor_field, joined_fields, uniform_field
@@ -53,6 +54,8 @@ class VLPModel(nn.Module):
             self.image_tokens = nn.Linear(width, config.embed_dim, bias=False)
         self.feature_dropout = nn.Dropout(config.feature_dropout)
         self.match_head = nn.Linear(pooled_width(config.cross.pooling, width), 2)
+        if config.cross.token_score:
+            self.token_score = TokenScore(config.cross.token_score)
         self.temperature = Temperature(config.temperature)
         if config.text.architecture is None:
             _initialise(BERT_DEVIATION, self.text_encoder.layers)
@@ -163,8 +166,12 @@ class VLPModel(nn.Module):
         text_states, image_states = self.cross_encoder(
             text.states, image.states, text.attention_mask, anchors, pairs, need_image
         )
-        mask = text.attention_mask if pairs is None else text.attention_mask[pairs.texts]
-        return CrossFeatures(text_states, image_states, anchors, mask)
+        mask, score = text.attention_mask, None
+        if self.config.cross.token_score:
+            score = self._token_scores(image, text, pairs)
+        if pairs is not None:
+            mask = mask[pairs.texts]
+        return CrossFeatures(text_states, image_states, anchors, mask, score)
 
     def cross_several(
         self, images: Sequence[ImageFeatures], text: TextFeatures, tags: Tensor
@@ -203,7 +210,21 @@ class VLPModel(nn.Module):
     def match_logits(self, crossed: CrossFeatures) -> Tensor:
         """ITM logits (B, 2), not matched and matched, from the text stream's pooled states."""
         pooled = pool_states(crossed.text, self.config.cross.pooling, crossed.attention_mask)
-        return self.match_head(pooled)
+        logits = self.match_head(pooled)
+        if crossed.token_score is None:
+            return logits
+        return logits.float() + functional.pad(crossed.token_score[:, None], (1, 0))
+
+    def _token_scores(
+        self, image: ImageFeatures, text: TextFeatures, pairs: PairIndices | None
+    ) -> Tensor:
+        """Token scores of the pairs, (B,)."""
+        image_tokens, text_tokens, words = image.tokens, text.tokens, text.word_mask
+        if pairs is not None:
+            image_tokens = image_tokens[pairs.images]
+            text_tokens, words = text_tokens[pairs.texts], words[pairs.texts]
+        score: Tensor = self.token_score(image_tokens, text_tokens, words)
+        return score
 
     def _token_projection(self, side: str) -> nn.Linear:
         if self.config.token_projection:

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from vlp.config import ConfigError
-from vlp.models.config import CrossConfig, ImageConfig, ModelConfig, TextConfig
+from vlp.models.config import ImageConfig, ModelConfig, TextConfig
+from vlp.models.cross_config import CrossConfig
 from vlp.models.pretrained.load import (
     BERT_EMBEDDING,
     BERT_LAYER,
