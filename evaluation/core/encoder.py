@@ -23,7 +23,7 @@ from evaluation.retrieval.search import NOTHING
 from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.text.tokenizer import TextTokens
 from vlp.models.folder import Loaded
-from vlp.models.itm_scorer import ITMScorer
+from vlp.models.itm.scorer import ITMScorer
 from vlp.tasks.plain import autocast
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from evaluation.core.encoder import Collection
 from evaluation.core.feature_cache import BlockCache
 from evaluation.retrieval.rerank import CandidatePairs
-from vlp.models.itm_scorer import ITMScorer
+from vlp.models.itm.scorer import ITMScorer
 from vlp.tasks.plain import autocast
 
 IMAGES_HELD = 512

@@ -67,7 +67,7 @@ def align(
             patches = image(there.pixels)
             words = text(there.text_ids, there.attention_mask)
         pooled = (
-            pool_states(patches.float(), config.model.image.pooling),
+            image.pool(patches.float()),
             pool_states(words.float(), config.model.text.pooling, there.attention_mask),
         )
         moments.add(*(side[there.valid] for side in pooled))

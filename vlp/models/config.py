@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from vlp.config import Config, ConfigError
 from vlp.data.config import ChannelDeviations, ChannelMeans
 from vlp.data.image.transforms import MEAN, RGB, STD
-from vlp.layers.pooling import Pooling
+from vlp.layers.pooling import Pooling, pooled_width
 from vlp.models.cross_config import Count, CrossConfig, Dropout
 from vlp.positions.position_config import PositionConfig
 
@@ -171,6 +171,11 @@ class ImageConfig(Config):
         description="what the contrastive projection reads: [CLS], the mean of the patches, or "
         "both side by side",
     )
+    pooled_layers: Count = Field(
+        1,
+        description="last blocks of the tower that the contrastive projection reads, each pooled "
+        "and normalised as the last (DINOv2's linear evaluation takes 4)",
+    )
     trainable: Trainable = Field(
         "all",
         description="number of the last blocks that are trained, 0: the tower is frozen; "
@@ -190,6 +195,8 @@ class ImageConfig(Config):
             raise ValueError(f"pool {self.pool} does not divide the {self.tower_grid[0]} patches")
         if self.architecture_options and not self.architecture:
             raise ValueError("architecture_options are of a tower; name it in architecture")
+        if self.pooled_layers > 1 and not self.architecture:
+            raise ValueError("pooled_layers are of a tower; name it in architecture")
         if self.position_sines and self.width % 4:
             raise ValueError(f"width {self.width} is not a multiple of 4, as 2D sines need")
         return self
@@ -205,6 +212,11 @@ class ImageConfig(Config):
         """Patches (rows, columns) that leave the encoder: the tower's, pooled."""
         side = self.tower_grid[0] // self.pool
         return side, side
+
+    @property
+    def summary_tokens(self) -> int:
+        """Pooled states of blocks before the last, which the tower appends to its tokens."""
+        return (self.pooled_layers - 1) * pooled_width(self.pooling, 1)
 
     @property
     def statistics(self) -> tuple[RGB, RGB]:

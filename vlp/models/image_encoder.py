@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vlp.config import ConfigError
 from vlp.layers.feed_forward import BlockMlp
 from vlp.layers.fused import fuse_by_device
-from vlp.layers.pooling import pooled_width
+from vlp.layers.pooling import pool_states, pooled_width
 from vlp.models.config import ImageConfig
 from vlp.models.towers.image import create_image_tower
 from vlp.models.towers.trainable import TrainableTower
@@ -50,7 +50,8 @@ class ImageEncoder(TrainableTower):
             embed.register_forward_hook(self._edited)
         for position in config.positions:
             _attach(self.vit, position)
-        self.projection = nn.Linear(pooled_width(config.pooling, config.width), embed_dim)
+        pooled = config.pooled_layers * pooled_width(config.pooling, config.width)
+        self.projection = nn.Linear(pooled, embed_dim)
         width: int = self.vit.num_features  # type: ignore[assignment]
         self.adapter = nn.Identity() if width == config.width else nn.Linear(width, config.width)
         self.restrict(config.trainable, "image.trainable")
@@ -59,12 +60,13 @@ class ImageEncoder(TrainableTower):
         """Pixels, or what `tower` made of them before, -> states.
 
         Args:
-            pixels: (B, 3, height, width), normalised; or (B, 1 + tower's M, tower's width) of any
-                float type, pooled already or not.
+            pixels: (B, 3, height, width), normalised; or what `tower` returns, of any float type,
+                pooled already or not.
             edit_patches: as `tower` takes it.
 
         Returns:
-            (B, 1 + M, width), [CLS] first.
+            (B, 1 + M + S, width), [CLS] first, the S summary tokens of `image.pooled_layers` last:
+            `on_grid` drops these, `project` reads them.
 
         Raises:
             ValueError: patches of a tower's stored output are to be edited.
@@ -89,21 +91,47 @@ class ImageEncoder(TrainableTower):
                 positions are added; masked image modelling puts its mask token there.
 
         Returns:
-            (B, 1 + M, tower's width); first [CLS], or the mean of the patches where the tower has
-            none.
+            (B, 1 + M + S, tower's width); first [CLS], or the mean of the patches where the tower
+            has none; last the pooled states of the S / parts blocks before the last.
 
         Raises:
             ValueError: the tower gives no tokens on the configured grid.
         """
-        vit, (rows, columns) = self.vit, self.config.tower_grid
+        vit: Any = self.vit
         fuse_by_device(vit, pixels)
         gradient = torch.is_grad_enabled() and not self.frozen
         self._edit = edit_patches
         try:
             with torch.set_grad_enabled(gradient):
-                states: Tensor = vit.forward_features(pixels)  # type: ignore[operator]
+                if self.config.pooled_layers == 1:
+                    return self._tokens(vit.forward_features(pixels))
+                last, *before = self._last_blocks(pixels)
         finally:
             self._edit = None
+        pooled = [pool_states(states, self.config.pooling) for states in before]
+        width = last.shape[-1]
+        return torch.cat([last, *(each.unflatten(-1, (-1, width)) for each in pooled)], dim=1)
+
+    def _last_blocks(self, pixels: Tensor) -> list[Tensor]:
+        """Return normalised tokens (B, 1 + M, C) of the last `pooled_layers` blocks, last first."""
+        vit: Any = self.vit
+        found = vit.forward_intermediates(
+            pixels,
+            indices=self.config.pooled_layers,
+            norm=True,
+            output_fmt="NLC",
+            return_prefix_tokens=True,
+            intermediates_only=True,
+        )
+        tokens = []
+        for states in reversed(found):
+            patches, prefix = states if isinstance(states, tuple) else (states, None)
+            tokens.append(patches if prefix is None else torch.cat([prefix, patches], dim=1))
+        return [self._tokens(states) for states in tokens]
+
+    def _tokens(self, states: Tensor) -> Tensor:
+        """Reduce a block's output (B, prefix + M, C) to [CLS] and the patches, (B, 1 + M, C)."""
+        vit, (rows, columns) = self.vit, self.config.tower_grid
         prefix: int = vit.num_prefix_tokens  # type: ignore[assignment]
         if states.ndim != 3 or states.shape[1] != prefix + rows * columns:
             raise ValueError(
@@ -123,23 +151,47 @@ class ImageEncoder(TrainableTower):
     def hflip_averaged_tower(self, pixels: Tensor) -> Tensor:
         """Average `tower` of images and of their flips, whose patches are flipped back."""
         states, flipped = self.tower(pixels), self.tower(pixels.flip(-1))
-        patches = flipped[:, 1:].unflatten(1, self.config.tower_grid).flip(2).flatten(1, 2)
-        return (states + torch.cat([flipped[:, :1], patches], dim=1)) / 2
+        rows, columns = self.config.tower_grid
+        cls, patches, summary = flipped.split(
+            [1, rows * columns, self.config.summary_tokens], dim=1
+        )
+        patches = patches.unflatten(1, (rows, columns)).flip(2).flatten(1, 2)
+        return (states + torch.cat([cls, patches, summary], dim=1)) / 2
 
     def after_tower(self, states: Tensor) -> Tensor:
-        """Pool patches, and adapt the width: (B, 1 + tower's M, tower's) -> (B, 1 + M, width)."""
+        """Pool patches of what `tower` returns, and adapt the width: -> (B, 1 + M + S, width)."""
         return self.adapter(self.pooled(states))
 
     def pooled(self, states: Tensor) -> Tensor:
-        """Average squares of `image.pool` patches a side: (B, 1 + tower's M, C) -> (B, 1 + M, C).
+        """Average squares of `image.pool` patches a side of what `tower` returns, same channels.
 
         States that are pooled already stay as they are.
         """
         pool, (rows, columns) = self.config.pool, self.config.grid
-        if states.shape[1] == 1 + rows * columns:
+        summary = self.config.summary_tokens
+        if states.shape[1] == 1 + rows * columns + summary:
             return states
-        squares = states[:, 1:].unflatten(1, (rows, pool, columns, pool))
-        return torch.cat([states[:, :1], squares.mean((2, 4)).flatten(1, 2)], dim=1)
+        cls, patches, summaries = states.split([1, states.shape[1] - 1 - summary, summary], dim=1)
+        squares = patches.unflatten(1, (rows, pool, columns, pool))
+        return torch.cat([cls, squares.mean((2, 4)).flatten(1, 2), summaries], dim=1)
+
+    def on_grid(self, states: Tensor) -> Tensor:
+        """Drop the summary tokens: (B, 1 + M + S, width) -> (B, 1 + M, width)."""
+        return states[:, : states.shape[1] - self.config.summary_tokens]
+
+    def pool(self, states: Tensor) -> Tensor:
+        """Pool states (B, 1 + M + S, width) for the projection: (B, its channels).
+
+        Earlier blocks come first, the last one's [CLS], mean, or both last.
+        """
+        own = pool_states(self.on_grid(states), self.config.pooling)
+        if not self.config.summary_tokens:
+            return own
+        return torch.cat([states[:, -self.config.summary_tokens :].flatten(1), own], dim=-1)
+
+    def project(self, states: Tensor) -> Tensor:
+        """Pool and project states (B, 1 + M + S, width) -> (B, embed_dim), of any length."""
+        return self.projection(self.pool(states))
 
 
 def _own_vit(config: ImageConfig) -> VisionTransformer:

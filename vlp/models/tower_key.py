@@ -26,6 +26,8 @@ def tower_key(model: VLPModel) -> TowerKey:
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     config = model.config.image
     settings = _OF_A_TOWER if config.architecture else _OF_OUR_VIT
+    if config.summary_tokens:
+        settings = settings | {"pooled_layers", "pooling"}
     return TowerKey(config.model_dump(mode="json", include=settings), digest.hexdigest())
 
 
@@ -38,7 +40,8 @@ def require_tower(features: StoredFeatures | None, model: VLPModel) -> None:
     if features is None:
         return
     features.require_tower(tower_key(model))
-    config, tokens = model.config.image, features.header.tokens
+    config = model.config.image
+    tokens = features.header.tokens - config.summary_tokens
     if tokens not in (1 + prod(config.tower_grid), 1 + prod(config.grid)):
         raise ConfigError(
             f"{features.folder}: holds {tokens} tokens of an image, and image.pool {config.pool} "

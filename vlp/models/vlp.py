@@ -16,8 +16,8 @@ from vlp.models.config import ModelConfig
 from vlp.models.cross_encoder import CrossEncoder, PairIndices
 from vlp.models.features import CrossFeatures, ImageFeatures, TextFeatures
 from vlp.models.image_encoder import ImageEncoder, PatchEdit
+from vlp.models.itm.token_score import TokenScore
 from vlp.models.text_encoder import TextEncoder
-from vlp.models.token_score import TokenScore
 from vlp.models.towers.text import with_architecture
 from vlp.positions import CROSS_MODAL
 from vlp.positions.anchor_field import AnchorField, anchor_field, joined_fields, uniform_field
@@ -79,10 +79,12 @@ class VLPModel(nn.Module):
                 the tower's stored output, as `ImageEncoder` takes it.
             edit_patches: as `ImageEncoder` takes it.
         """
-        states = self.image_encoder(pixels, edit_patches)
+        encoder = self.image_encoder
+        found = encoder(pixels, edit_patches)
+        states = encoder.on_grid(found)
         return ImageFeatures(
             states=states,
-            feature=_unit(self.feature_dropout(self.project_image(states))),
+            feature=_unit(self.feature_dropout(encoder.project(found))),
             tokens=_unit(self._token_projection("image")(states[:, 1:])),
         )
 
@@ -104,10 +106,6 @@ class VLPModel(nn.Module):
             attention_mask=attention_mask,
             word_mask=word_mask,
         )
-
-    def project_image(self, states: Tensor) -> Tensor:
-        """Pool and project an image's states (B, 1 + M, width) -> (B, d), of any length."""
-        return self.image_encoder.projection(pool_states(states, self.config.image.pooling))
 
     def project_text(self, states: Tensor, attention_mask: Tensor) -> Tensor:
         """Pool and project a text's states (B, N, width), mask (B, N) -> (B, d), of any length."""

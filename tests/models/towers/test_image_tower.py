@@ -10,6 +10,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
+from torch.nn import functional
 
 import vlp
 from vlp.config import ConfigError
@@ -70,6 +71,58 @@ def tokens(vit, pixels):
     patches = states[:, vit.num_prefix_tokens :]
     first = patches.mean(1, keepdim=True) if vit.cls_token is None else states[:, :1]
     return torch.cat([first, patches], 1)
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean", "cls+mean"])
+@pytest.mark.parametrize(("name", "patch"), TOWERS.values(), ids=TOWERS)
+@torch.no_grad()
+def test_pooled_layers_are_timms_blocks_before_the_last(name, patch, pooling, tmp_path):
+    vit = made(name, 4 * patch, tmp_path)
+    model = VLPModel(sizes(name, patch, weights=str(tmp_path), pooled_layers=2, pooling=pooling))
+    load_public_weights(model.eval())
+    pixels = torch.randn(2, 3, 4 * patch, 4 * patch)
+    vit.blocks = vit.blocks[:1]  # the one before the last is the last of this one
+    pools = {
+        "cls": lambda states: states[:, :1],
+        "mean": lambda states: states[:, 1:].mean(1, keepdim=True),
+        "cls+mean": lambda states: torch.cat([pools[p](states) for p in ("cls", "mean")], 1),
+    }
+    expected = pools[pooling](tokens(vit, pixels))
+    encoder = model.image_encoder
+    states = encoder(pixels)
+    torch.testing.assert_close(states[:, 17:], expected, rtol=1e-5, atol=1e-5)
+    last = encoder.on_grid(states)
+    assert last.shape == (2, 17, 32)
+    read = torch.cat([expected.flatten(1), pools[pooling](last).flatten(1)], 1)
+    found = functional.normalize(encoder.projection(read), dim=-1)
+    features = model.encode_image(pixels)
+    torch.testing.assert_close(features.feature, found)
+    assert torch.equal(features.states, last)
+    # From the tower's stored output, pooled or not, and averaged with the flip's.
+    assert torch.equal(model.encode_image(encoder.tower(pixels)).feature, features.feature)
+    averaged = encoder.hflip_averaged_tower(pixels)
+    flipped = encoder.hflip_averaged_tower(pixels.flip(-1))
+    torch.testing.assert_close(averaged[:, 17:], flipped[:, 17:], rtol=1e-5, atol=1e-5)
+    turned = flipped[:, 1:17].unflatten(1, (4, 4)).flip(2).flatten(1, 2)
+    torch.testing.assert_close(averaged[:, 1:17], turned, rtol=1e-5, atol=1e-5)
+
+
+def test_pooled_layers_survive_the_pooling_of_patches():
+    config = sizes("vit_small_patch14_reg4_dinov2", 14, pool=2, pooled_layers=2, pooling="cls+mean")
+    model = VLPModel(config).eval()
+    with torch.no_grad():
+        stored = model.image_encoder.tower(torch.randn(2, 3, 56, 56))
+        once = model.image_encoder.pooled(stored)
+        assert stored.shape[1] == 1 + 16 + 2
+        assert once.shape[1] == 1 + 4 + 2
+        assert torch.equal(once[:, 5:], stored[:, 17:])
+        assert torch.equal(model.image_encoder.pooled(once), once)
+        assert model.encode_image(stored).tokens.shape[1] == 4
+
+
+def test_our_own_vit_has_no_pooled_layers():
+    with pytest.raises(ValueError, match="pooled_layers are of a tower; name it in architecture"):
+        ImageConfig(pooled_layers=2)
 
 
 @pytest.mark.parametrize(("name", "patch"), TOWERS.values(), ids=TOWERS)

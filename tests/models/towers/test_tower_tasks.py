@@ -22,7 +22,7 @@ from vlp.models.config import ModelConfig
 from vlp.models.decoder.answer_decoder import AnswerDecoder, AnswerDecoderConfig
 from vlp.models.decoder.init_decoder import start_decoder
 from vlp.models.folder import save_pretrained
-from vlp.models.itm_scorer import ITMScorer
+from vlp.models.itm.scorer import ITMScorer
 from vlp.models.vlp import VLPModel
 from vlp.objectives.config import ObjectivesConfig
 from vlp.tasks.downstream import pair_classification

@@ -39,7 +39,7 @@ class MaskedImageModelling(Objective):
             return self.head.mask_token(patches, batch.mim_mask)
 
         if self.settings.output == "image":
-            states = model.image_encoder(batch.pixels, mask)
+            states = model.image_encoder.on_grid(model.image_encoder(batch.pixels, mask))
         else:
             crossed = model.cross(model.encode_image(batch.pixels, mask), step.text)
             assert crossed.image is not None

@@ -115,7 +115,7 @@ class VlpModel(PreTrainedModel):
         Returns:
             (B, d).
         """
-        feature = self.model.project_image(self.model.image_encoder(pixels))
+        feature = self.model.image_encoder.project(self.model.image_encoder(pixels))
         return functional.normalize(feature, dim=-1) if normalize else feature
 
     def encode_text(
@@ -145,8 +145,9 @@ class VlpModel(PreTrainedModel):
         self, pixel_values: Tensor, **options: Any
     ) -> BaseModelOutputWithPooling:
         """Embed images (B, 3, height, width), as CLIPModel does; `pooler_output` is (B, d)."""
-        states = self.model.image_encoder(pixel_values)
-        return BaseModelOutputWithPooling(states, self.model.project_image(states))
+        encoder = self.model.image_encoder
+        states = encoder(pixel_values)
+        return BaseModelOutputWithPooling(encoder.on_grid(states), encoder.project(states))
 
     def get_text_features(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any

@@ -26,7 +26,7 @@ from vlp.layers.pooling import pool_states
 from vlp.layers.post_norm import CrossLayer
 from vlp.models.cross_config import SHORTHANDS
 from vlp.models.features import ImageFeatures, TextFeatures
-from vlp.models.itm_attention import (
+from vlp.models.itm.attention import (
     attend_once,
     attend_shared_image,
     attend_texts,
