@@ -10,8 +10,9 @@ from tests_support import TINY_MODEL
 from vlp.config import ConfigError
 from vlp.models.config import ModelConfig
 from vlp.models.vlp import VLPModel
-from vlp.training.config import OptimiserConfig, PretrainConfig
+from vlp.training.config import PretrainConfig
 from vlp.training.optimiser import build_adamw, layer_distances, parameter_groups
+from vlp.training.optimiser_config import OptimiserConfig
 
 DEEPER = {"layers": 3}
 DROPPING = {
