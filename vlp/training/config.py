@@ -46,6 +46,11 @@ class LoopConfig(Config):
         description="number format in which linear and convolutional layers keep trained weights; "
         "bf16 leaves float32 masters to the optimiser and to checkpoints; of engine ddp",
     )
+    residual: Literal["float32", "bf16"] = Field(
+        "float32",
+        description="number format of residual streams and of LayerNorms' outputs at half "
+        "precision; bf16 rounds them as it does other states",
+    )
     engine: Literal["ddp", "fsdp", "deepspeed"] = Field(
         "ddp",
         description="what holds parameters and optimiser state: ddp a whole copy on every rank, "
