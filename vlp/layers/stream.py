@@ -15,7 +15,7 @@ from torch.nn import functional
 class Stream(nn.Module):
     """The place where a residual stream begins: (...) -> (...), rounded where it is to be."""
 
-    half = False
+    rounded = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x in autocast's type, or as it is."""
@@ -25,7 +25,7 @@ class Stream(nn.Module):
 class LayerNorm(nn.LayerNorm):
     """PyTorch's, of (..., width), which may take and return autocast's type."""
 
-    half = False
+    rounded = False
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., width) -> (..., width)."""
@@ -41,8 +41,8 @@ def set_half_streams(module: nn.Module, half: bool) -> None:
     """Choose what the streams of a module's encoders are under autocast: its type, or float32."""
     for part in module.modules():
         if isinstance(part, Stream | LayerNorm):
-            part.half = half
+            part.rounded = half
 
 
 def _rounds(module: Stream | LayerNorm, x: Tensor) -> bool:
-    return module.half and torch.is_autocast_enabled(x.device.type)
+    return module.rounded and torch.is_autocast_enabled(x.device.type)
