@@ -15,6 +15,7 @@ from vlp.positions import (
     position_options,
 )
 from vlp.tasks.pretraining import Pretraining
+from vlp.training.engines.optimiser_config import OptimiserConfig
 from vlp.training.optimiser import (
     build_adamw,
     lr_multiplier,
@@ -22,7 +23,6 @@ from vlp.training.optimiser import (
     set_learning_rate,
     undecayed,
 )
-from vlp.training.optimiser_config import OptimiserConfig
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from vlp.tasks.plain import autocast
 from vlp.tasks.task import StepOutput
 from vlp.training.config import PretrainConfig, TrainingConfig
 from vlp.training.engines.base import Update
-from vlp.training.optimiser_config import OptimiserConfig
+from vlp.training.engines.optimiser_config import OptimiserConfig
 
 TOKENS = 31
 STREAMS = 2

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 
-class Stream(nn.Module):
-    """The place where a residual stream begins: (...) -> (...), rounded where it is to be."""
+class ResidualStream(nn.Module):
+    """The place where a residual stream begins, and is rounded where it is to be."""
 
     rounded = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x in autocast's type, or as it is."""
+        """(..., width) -> (..., width), in autocast's type or as it was."""
         return x.to(torch.get_autocast_dtype(x.device.type)) if _rounds(self, x) else x
 
 
@@ -40,9 +40,9 @@ class LayerNorm(nn.LayerNorm):
 def set_half_streams(module: nn.Module, half: bool) -> None:
     """Choose what the streams of a module's encoders are under autocast: its type, or float32."""
     for part in module.modules():
-        if isinstance(part, Stream | LayerNorm):
+        if isinstance(part, ResidualStream | LayerNorm):
             part.rounded = half
 
 
-def _rounds(module: Stream | LayerNorm, x: Tensor) -> bool:
+def _rounds(module: ResidualStream | LayerNorm, x: Tensor) -> bool:
     return module.rounded and torch.is_autocast_enabled(x.device.type)

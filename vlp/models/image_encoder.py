@@ -15,7 +15,7 @@ from vlp.config import ConfigError
 from vlp.layers.feed_forward import BlockMlp
 from vlp.layers.fused import fuse_by_device
 from vlp.layers.pooling import pooled_width
-from vlp.layers.stream import LayerNorm, Stream
+from vlp.layers.stream import LayerNorm, ResidualStream
 from vlp.models.config import ImageConfig
 from vlp.models.towers.image import create_image_tower
 from vlp.models.towers.trainable import TrainableTower
@@ -159,7 +159,7 @@ def _own_vit(config: ImageConfig) -> VisionTransformer:
         mlp_layer=BlockMlp,
         norm_layer=partial(LayerNorm, eps=NORM_EPS),
     )
-    vit.norm_pre = Stream()
+    vit.norm_pre = ResidualStream()
     if vit.pos_embed is not None and config.position_sines:
         _start_positions(vit.pos_embed, config)
     return vit

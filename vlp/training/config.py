@@ -15,8 +15,8 @@ from vlp.data.stream.sampler import own_streams
 from vlp.models.config import ImageConfig, ModelConfig
 from vlp.objectives.config import ObjectivesConfig
 from vlp.objectives.contrastive.sample_groups import require_whole_groups
+from vlp.training.engines.optimiser_config import OptimiserConfig
 from vlp.training.logging.trackers import TrackerName, require_trackers
-from vlp.training.optimiser_config import OptimiserConfig
 
 Compile = Literal["auto", "none", "blocks", "step"]
 
