@@ -58,15 +58,14 @@ class Masters:
 
     def take_gradients(self) -> None:
         """Move the weights' gradients to their masters, in float32."""
-        found = [name for name, weight in self._weights.items() if weight.grad is not None]
-        if not found:
-            return
-        for name in found:
-            self._masters[name].grad = torch.empty_like(self._masters[name])
-        given = [self._weights[name].grad for name in found]
-        torch._foreach_copy_([self._masters[name].grad for name in found], given)
-        for name in found:
-            self._weights[name].grad = None
+        given, taken = [], []
+        for name, weight in self._weights.items():
+            if weight.grad is not None:
+                given.append(weight.grad)
+                taken.append(torch.empty_like(self._masters[name]))
+                self._masters[name].grad, weight.grad = taken[-1], None
+        if given:
+            torch._foreach_copy_(taken, given)
 
     @torch.no_grad()
     def give_weights(self) -> None:
