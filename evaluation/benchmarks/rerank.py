@@ -34,15 +34,16 @@ from torch import Tensor
 from evaluation.benchmarks import harness
 from evaluation.benchmarks.harness import Measurement
 from evaluation.benchmarks.stand_ins import StandIns, random_model
+from evaluation.core.eval_mode import inference
 from evaluation.core.feature_cache import GIBIBYTE
 from evaluation.core.work_sharding import Ranks
 from evaluation.retrieval.pair_scoring import PairScorer
 from evaluation.retrieval.rerank import CandidatePairs, match_pairs, nearest_pairs, reranked_ranks
 from evaluation.retrieval.search import Search, search
 from evaluation.retrieval.two_stages import DIRECTIONS, Direction
+from vlp.config import Precision
 from vlp.models.config import ModelConfig
 from vlp.models.features import ImageFeatures, TextFeatures
-from vlp.tasks.plain import autocast
 
 LAYOUTS = ("text", "albef", "ace")
 PADDED, CUT, OURS = "plain loop", "plain loop, texts cut", "ours"
@@ -140,7 +141,7 @@ class _Set:
         row = torch.arange(self.sizes.nearest, device=device)
         images = images.select(row % len(images.states))
         texts = texts.select(row % len(texts.states))
-        with autocast(device, self.stand_ins.precision):
+        with inference(device, self.stand_ins.precision):
             return self.model.match(images, texts).float().cpu().numpy()
 
     def ours(self, pairs: CandidatePairs) -> NDArray[np.float32]:
@@ -165,7 +166,9 @@ class _Set:
         return int(reranked_ranks(found, scores[None], self.right[to][one])[0])
 
 
-def measure(config: ModelConfig, sizes: Sizes, device: torch.device, precision: str) -> RerankTimes:
+def measure(
+    config: ModelConfig, sizes: Sizes, device: torch.device, precision: Precision
+) -> RerankTimes:
     """Time both ways on some queries and images, and compare what they say."""
     model = random_model(config).to(device)
     options: dict[str, Any] = {"memory": 2 * GIBIBYTE, "device": device, "precision": precision}

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from evaluation.core.encoder import Collection
 from evaluation.core.feature_cache import Block, BlockCache
+from vlp.config import Precision
 from vlp.models.config import ModelConfig
 from vlp.models.features import ImageFeatures, TextFeatures
 from vlp.models.itm.scorer import ITMScorer
@@ -62,11 +63,12 @@ class StandIns:
         batch: int = 64,
         memory: int,
         device: torch.device,
-        precision: str = "float32",
+        precision: Precision = "float32",
     ) -> None:
         config = model.config
         self.itm_scorer = ITMScorer(model)
-        self.batch, self.device, self.precision = batch, device, precision
+        self.batch, self.device = batch, device
+        self.precision: Precision | None = precision
         self.width, self.embed_dim = config.text.width, config.embed_dim
         self.patches = config.image.grid[0] * config.image.grid[1]
         self.images: BlockCache[int] = BlockCache(self._encode_images, memory)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 import typer
 from typer import Option
 
-from vlp.config import Precision as Precision
+from vlp.config import Precision
 from vlp.process.command_line import Command, positive
 
 if TYPE_CHECKING:
@@ -47,6 +47,9 @@ Device = Annotated[
 Shards = Annotated[list[str] | None, Option(metavar="DIR...", help="shard folders")]
 Limit = Annotated[int | None, Option(parser=positive, metavar="N", help="only the first N samples")]
 Batch = Annotated[int, Option(parser=positive, metavar="N", help="items of one encoder call")]
+InferencePrecision = Annotated[
+    Precision | None, Option(help="default: bf16 on a GPU, float32 elsewhere")
+]
 View = Annotated[
     Literal["image", "shuffled", "blank"],
     Option(help="the images, their patches in random order, or blank images"),
@@ -118,7 +121,7 @@ def measurement(items: str = "samples") -> Callable[[Callable[..., CommandResult
             "shards": (Annotated[list[str], Option(metavar="DIR...", help="shard folders")], ...),
             "limit": (_count(int | None, f"only the first N {items}"), None),
             "batch": (_count(int, f"{items} of one encoder call"), 64),
-            "precision": (Precision, "float32"),
+            "precision": (InferencePrecision, None),
             "device": (Device, None),
             "out": (
                 Annotated[

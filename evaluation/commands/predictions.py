@@ -15,9 +15,9 @@ from evaluation.commands.options import (
     Device,
     EvaluationCommand,
     Images,
+    InferencePrecision,
     Limit,
     Model,
-    Precision,
     Shards,
     first_rank,
     load_model,
@@ -53,7 +53,7 @@ def predict(
     text: Annotated[
         str | None, Option(help="with --image: question, hypothesis, statement or caption")
     ] = None,
-    precision: Precision = "float32",
+    precision: InferencePrecision = None,
     device: Device = None,
 ) -> None:
     """Write predictions, also for data without labels.
@@ -127,7 +127,7 @@ def embed(
     dtype: Literal["float32", "float16"] = "float32",
     limit: Limit = None,
     batch: Batch = 64,
-    precision: Precision = "float32",
+    precision: InferencePrecision = None,
     image: Images = None,
     text: Annotated[list[str] | None, Option(metavar="TEXT...")] = None,
     device: Device = None,

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from evaluation.core.eval_mode import inference
 from evaluation.core.feature_cache import Block, BlockCache
 from evaluation.core.samples import (
     CaptionedSample,
@@ -20,11 +21,11 @@ from evaluation.core.samples import (
 )
 from evaluation.core.work_sharding import Ranks
 from evaluation.retrieval.search import NOTHING
+from vlp.config import Precision
 from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.text.tokenizer import TextTokens
 from vlp.models.folder import Loaded
 from vlp.models.itm.scorer import ITMScorer
-from vlp.tasks.plain import autocast
 
 
 class Collection(NamedTuple):
@@ -76,7 +77,7 @@ class Encoder:
         *,
         batch: int,
         device: torch.device,
-        precision: str,
+        precision: Precision | None,
         memory: int,
     ) -> None:
         self.loaded = loaded
@@ -169,13 +170,13 @@ class Encoder:
         if not pixels:
             return Block(None, extra)
         batch = torch.stack(pixels).to(self.device)
-        with torch.no_grad(), autocast(self.device, self.precision):
+        with torch.no_grad(), inference(self.device, self.precision):
             return Block(self.loaded.model.encode_image(batch), extra)
 
     def _encode_texts(self, block: int) -> Block:
         tokens = TextTokens(*(part[self._rows(block)] for part in self._tokens))
         cut = (part[:, : self.text_widths[block]].to(self.device) for part in tokens)
-        with torch.no_grad(), autocast(self.device, self.precision):
+        with torch.no_grad(), inference(self.device, self.precision):
             return Block(self.loaded.model.encode_text(*cut))
 
 

@@ -1,4 +1,4 @@
-"""A model on a device and in evaluation mode for as long as it is evaluated."""
+"""A model on a device, in evaluation mode and in the precision that it is evaluated in."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from vlp.config import Precision
 from vlp.distributed import default_device
+from vlp.tasks.plain import autocast
 
 
 @contextmanager
@@ -27,3 +29,22 @@ def evaluating(
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextmanager
+def inference(device: torch.device, precision: Precision | None) -> Iterator[None]:
+    """Compute in a precision; None is bf16, and TF32 where that has no say, on GPUs that have both.
+
+    Elsewhere None is float32. Similarities of features are computed outside, in float32.
+    """
+    if precision is not None or device.type != "cuda" or not torch.cuda.is_bf16_supported(False):
+        with autocast(device, precision or "float32"):
+            yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with autocast(device, "bf16"):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)

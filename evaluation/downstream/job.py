@@ -25,7 +25,9 @@ class Job(Config):
     )
     limit: int | None = Field(None, ge=1, description="only the first so many items")
     batch: int = Field(64, ge=1, description="samples computed at once")
-    precision: Precision = Field("float32", description="of computation")
+    precision: Precision | None = Field(
+        None, description="of computation; null: bf16 on a GPU, float32 elsewhere"
+    )
 
     @model_validator(mode="before")
     @classmethod

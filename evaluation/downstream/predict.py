@@ -38,7 +38,7 @@ def predict(
     limit: int | None = None,
     batch: int = 64,
     device: torch.device | str | None = None,
-    precision: Precision = "float32",
+    precision: Precision | None = None,
     progress: bool = False,
 ) -> Predictions:
     """Predict every item of some shards; the same for any number of ranks.
@@ -49,7 +49,7 @@ def predict(
         limit: only the first so many items.
         batch: items at once.
         device: where to compute; None is this rank's GPU, or the CPU.
-        precision: of the model.
+        precision: of the model; None: bf16 on a GPU, float32 elsewhere.
         progress: a bar on the first rank.
 
     Raises:

@@ -10,7 +10,7 @@ import torch
 
 import vlp
 from evaluation.core.encode_one import encode_one
-from evaluation.core.eval_mode import evaluating
+from evaluation.core.eval_mode import evaluating, inference
 from evaluation.core.samples import EvaluationError
 from evaluation.downstream.predict import has_task
 from evaluation.downstream.registry import get_evaluation
@@ -20,7 +20,6 @@ from vlp.models.features import ImageFeatures
 from vlp.models.folder import Loaded
 from vlp.tasks.downstream.registry import get_task
 from vlp.tasks.downstream.task import Downstream, load_task
-from vlp.tasks.plain import autocast
 
 MATCH = "match"
 """Kind of what a model folder without a task predicts."""
@@ -43,7 +42,7 @@ def predict_one(
     images: Sequence[str | Path],
     text: str | None = None,
     device: torch.device | str | None = None,
-    precision: Precision = "float32",
+    precision: Precision | None = None,
 ) -> Said:
     """Predict what the folder's task does; without a task, whether text and image match.
 
@@ -53,7 +52,7 @@ def predict_one(
             the task was trained to.
         text: question, hypothesis, statement or caption; none for a model that writes captions.
         device: where to compute; None is this rank's GPU, or the CPU.
-        precision: of the model.
+        precision: of the model; None: bf16 on a GPU, float32 elsewhere.
 
     Raises:
         EvaluationError: an image cannot be read, there are too many or too few, or the text is
@@ -70,7 +69,7 @@ def predict_one(
     with (
         torch.no_grad(),
         evaluating(model, device) as own_device,
-        autocast(own_device, precision),
+        inference(own_device, precision),
     ):
         if isinstance(source, Loaded):
             seen = encode_one(source, opened[0], own_device)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from PIL import Image
 
-from evaluation.core.eval_mode import evaluating
+from evaluation.core.eval_mode import evaluating, inference
 from evaluation.core.results import Figure
 from evaluation.core.samples import EvaluationError
 from evaluation.downstream.blocks import EvaluatedItems, evaluate_blocks
@@ -21,7 +21,6 @@ from vlp.data.downstream.items import Item
 from vlp.data.schema import Annotation, captions_of
 from vlp.models.folder import Loaded
 from vlp.tasks.downstream.task import Downstream, load_task
-from vlp.tasks.plain import autocast
 
 Row = dict[str, Any]
 
@@ -94,7 +93,7 @@ class TaskEvaluation:
         limit: int | None = None,
         batch: int = 64,
         device: torch.device | str | None = None,
-        precision: Precision = "float32",
+        precision: Precision | None = None,
         resamples: int = 1000,
         progress: bool = False,
         **options: Any,
@@ -149,7 +148,7 @@ class TaskEvaluation:
         limit: int | None = None,
         batch: int = 64,
         device: torch.device | str | None = None,
-        precision: Precision = "float32",
+        precision: Precision | None = None,
         progress: bool = False,
         **options: Any,
     ) -> EvaluatedItems:
@@ -160,7 +159,7 @@ class TaskEvaluation:
 
         def evaluate(made: Sequence[tuple[Item, Any]]) -> list[Row]:
             inputs = dataset.collate([example for _, example in made]).to(own_device)
-            with torch.no_grad(), autocast(own_device, precision):
+            with torch.no_grad(), inference(own_device, precision):
                 predicted = self.predict(task, inputs, **options)
             return [self.row(task, *one, said) for one, said in zip(made, predicted)]
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from evaluation.core.eval_mode import evaluating
+from evaluation.core.eval_mode import evaluating, inference
 from evaluation.core.samples import EvaluationError
 from evaluation.downstream.blocks import evaluate_blocks, image_name
 from evaluation.downstream.result import TaskResult, clustered_figures, keep_scores
@@ -29,7 +29,6 @@ from vlp.data.text.tokenizer import TextTokens
 from vlp.metrics.grounding import RIGHT_IOU, box_scores, intersection_over_union
 from vlp.models.folder import Loaded
 from vlp.tasks.downstream.grounding import map_of
-from vlp.tasks.plain import autocast
 
 SAID = ("key", "id", "ref_id", "text", "point", "box", "image", "scores")
 By = Literal["gradcam", "similarity"]
@@ -54,7 +53,7 @@ def evaluate_grounding(
     limit: int | None = None,
     batch: int = 32,
     device: torch.device | str | None = None,
-    precision: Precision = "float32",
+    precision: Precision | None = None,
     resamples: int = 1000,
     progress: bool = False,
 ) -> TaskResult:
@@ -79,7 +78,7 @@ def evaluate_grounding(
         limit: only the first so many expressions.
         batch: expressions of one block.
         device: where to compute; None is this rank's GPU, or the CPU.
-        precision: of the encoders.
+        precision: of the encoders; None: bf16 on a GPU, float32 elsewhere.
         resamples: bootstrap draws over images.
         progress: a bar on the first rank.
 
@@ -167,19 +166,19 @@ def _maps(
     layer: int,
     head: int | None,
     device: torch.device,
-    precision: str,
+    precision: Precision | None,
 ) -> NDArray[np.float64]:
     """(expressions, rows, columns); cosines may be negative everywhere."""
     model = loaded.model
     pixels = torch.stack([one.pixels for one in examples]).to(device)
     tokens = [torch.cat(parts).to(device) for parts in zip(*(one.tokens for one in examples))]
-    with torch.no_grad(), autocast(device, precision):
+    with torch.no_grad(), inference(device, precision):
         image, text = model.encode_image(pixels), model.encode_text(*tokens)
     words, real = text.word_mask, text.attention_mask
     if head is not None:
         words = real = words & (words.cumsum(-1) <= head)
     if by == "gradcam":
-        with autocast(device, precision):
+        with inference(device, precision):
             maps = grad_cam(model, image, text, layer)  # (B, N, rows, columns)
         # ALBEF's: the mean over all tokens of the text, [CLS] among them.
         counted = real[..., None, None]

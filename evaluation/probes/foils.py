@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from evaluation.core.eval_mode import evaluating
+from evaluation.core.eval_mode import evaluating, inference
 from evaluation.core.samples import EvaluationError
 from evaluation.downstream.blocks import evaluate_blocks, image_name
 from evaluation.downstream.result import TaskResult, clustered_figures, keep_scores
@@ -21,7 +21,6 @@ from vlp.data.schema import captions_of
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.text.foils import FOIL_KINDS, make_foils
 from vlp.models.folder import Loaded
-from vlp.tasks.plain import autocast
 
 SCORERS = ("match", "dual")
 PAIRS = 128
@@ -44,7 +43,7 @@ def evaluate_foils(
     limit: int | None = None,
     batch: int = 64,
     device: torch.device | str | None = None,
-    precision: Precision = "float32",
+    precision: Precision | None = None,
     resamples: int = 1000,
     progress: bool = False,
 ) -> TaskResult:
@@ -62,7 +61,7 @@ def evaluate_foils(
         limit: only the first so many images.
         batch: images of one encoder call.
         device: where to compute; None is this rank's GPU, or the CPU.
-        precision: of the encoders.
+        precision: of the encoders; None: bf16 on a GPU, float32 elsewhere.
         resamples: bootstrap draws over images.
         progress: a bar on the first rank.
 
@@ -85,7 +84,7 @@ def evaluate_foils(
         )
 
     def score_block(made: Sequence[tuple[Item, FoiledImage]]) -> list[dict[str, Any]]:
-        with torch.no_grad(), autocast(torch_device, precision):
+        with torch.no_grad(), inference(torch_device, precision):
             return list(_rows(loaded, made, torch_device))
 
     with evaluating(loaded.model, device) as torch_device:

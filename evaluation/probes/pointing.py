@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from evaluation.core.eval_mode import evaluating
+from evaluation.core.eval_mode import evaluating, inference
 from evaluation.core.results import Figure
 from evaluation.core.samples import CaptionedSample, EvaluationError, Samples, count_kinds
 from evaluation.core.work_sharding import Ranks
@@ -46,7 +46,6 @@ from vlp.models.vlp import VLPModel
 from vlp.objectives.monitors.anchor_statistics import anchor_sums, from_sums
 from vlp.positions.anchor import group_similarity
 from vlp.positions.anchor_field import AnchorField
-from vlp.tasks.plain import autocast
 
 SMALL = 0.1
 """An object in a box of less than so much of its image is small: few of them lie in the centre."""
@@ -79,7 +78,7 @@ def evaluate_pointing(
     limit: int | None = None,
     batch: int = 64,
     device: torch.device | str | None = None,
-    precision: Precision = "float32",
+    precision: Precision | None = None,
     resamples: int = 1000,
     progress: bool = False,
 ) -> PointingResult:
@@ -93,7 +92,7 @@ def evaluate_pointing(
         limit: only the first so many images.
         batch: images of one encoder call.
         device: where to compute; None is this rank's GPU, or the CPU.
-        precision: of the encoders.
+        precision: of the encoders; None: bf16 on a GPU, float32 elsewhere.
         resamples: bootstrap draws over images.
         progress: a bar on the first rank.
 
@@ -108,7 +107,7 @@ def evaluate_pointing(
         numbers = range(len(samples))[block * batch : (block + 1) * batch]
         read = [(number, samples.read(number)) for number in numbers]
         good = [(number, sample) for number, sample in read if isinstance(sample, CaptionedSample)]
-        with torch.no_grad(), autocast(torch_device, precision):
+        with torch.no_grad(), inference(torch_device, precision):
             scored, sums = _score_scenes(loaded, good, torch_device, controls)
         bar.update(len(numbers))
         return scored, sums, [sample for _, sample in read if isinstance(sample, SkippedSample)]

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from evaluation.core.eval_mode import evaluating
+from evaluation.core.eval_mode import evaluating, inference
 from evaluation.core.results import Figure, Table, write_report
 from evaluation.core.samples import EvaluationError, count_kinds
 from evaluation.core.work_sharding import Ranks
@@ -32,7 +32,6 @@ from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
 from vlp.models.features import ImageFeatures
 from vlp.models.folder import Loaded
 from vlp.objectives.mlm import MLMHead
-from vlp.tasks.plain import autocast
 
 CHANCE = {"text": 1 / 4, "image": 1 / 4, "group": 1 / 6, "pair": 1 / 2}
 SCORES = tuple(CHANCE)
@@ -105,7 +104,7 @@ def evaluate_swaps(
     limit: int | None = None,
     batch: int = 64,
     device: torch.device | str | None = None,
-    precision: Precision = "float32",
+    precision: Precision | None = None,
     view: View = "image",
     resamples: int = 1000,
     progress: bool = False,
@@ -118,7 +117,7 @@ def evaluate_swaps(
         limit: only the first so many swaps.
         batch: swaps of one encoder call.
         device: where to compute; None is this rank's GPU, or the CPU.
-        precision: of the encoders.
+        precision: of the encoders; None: bf16 on a GPU, float32 elsewhere.
         view: what the model is shown: the images; `shuffled`, their patches in random order, so
             that nothing is where it was; `blank`, the same grey for both: only text is left.
         resamples: bootstrap draws over swaps.
@@ -140,7 +139,7 @@ def evaluate_swaps(
             swap._replace(pixels=viewed(swap.pixels, view, patch_size, number * batch + row))
             for row, swap in enumerate(swaps)
         ]
-        with torch.no_grad(), autocast(torch_device, precision):
+        with torch.no_grad(), inference(torch_device, precision):
             scores = _score(loaded, seen, torch_device, head)
         return (
             scores,

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from evaluation.core.eval_mode import evaluating
+from evaluation.core.eval_mode import evaluating, inference
 from evaluation.core.feature_files import FeatureFiles
 from evaluation.core.samples import EvaluationError, count_kinds
 from evaluation.core.work_sharding import Ranks
@@ -23,7 +23,6 @@ from vlp.data.schema import captions_of
 from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.shards.sample_files import BadSample
 from vlp.models.folder import Loaded
-from vlp.tasks.plain import autocast
 
 IMAGES, CAPTIONS = "images", "captions"
 Dtype = Literal["float32", "float16"]
@@ -46,7 +45,7 @@ def embed(
     limit: int | None = None,
     batch: int = 64,
     device: torch.device | str | None = None,
-    precision: Precision = "float32",
+    precision: Precision | None = None,
     progress: bool = False,
 ) -> Embedded:
     """Write `images.npy`, `captions.npy` (rows, d) of unit length, and a line of JSON a row.
@@ -64,7 +63,7 @@ def embed(
         limit: only the first so many samples.
         batch: images or captions of one encoder call.
         device: where to compute; None is this rank's GPU, or the CPU.
-        precision: of the encoders.
+        precision: of the encoders; None: bf16 on a GPU, float32 elsewhere.
         progress: a bar on the first rank.
 
     Raises:
@@ -127,7 +126,7 @@ def embed_inputs(
     images: Sequence[str | Path],
     texts: Sequence[str],
     device: torch.device | str | None = None,
-    precision: Precision = "float32",
+    precision: Precision | None = None,
 ) -> list[tuple[dict[str, Any], NDArray[np.float32]]]:
     """Return a description ({image} or {text}) and the (d,) feature of each image file and text.
 
@@ -165,19 +164,22 @@ def write_inputs(
 
 
 def _images(
-    loaded: Loaded, pixels: Sequence[torch.Tensor], device: torch.device, precision: str
+    loaded: Loaded,
+    pixels: Sequence[torch.Tensor],
+    device: torch.device,
+    precision: Precision | None,
 ) -> NDArray[np.float32]:
-    with torch.no_grad(), autocast(device, precision):
+    with torch.no_grad(), inference(device, precision):
         feature = loaded.model.encode_image(torch.stack(list(pixels)).to(device)).feature
     found: NDArray[np.float32] = feature.float().cpu().numpy()
     return found
 
 
 def _texts(
-    loaded: Loaded, texts: list[str], device: torch.device, precision: str
+    loaded: Loaded, texts: list[str], device: torch.device, precision: Precision | None
 ) -> NDArray[np.float32]:
     tokens = (part.to(device) for part in loaded.text(texts))
-    with torch.no_grad(), autocast(device, precision):
+    with torch.no_grad(), inference(device, precision):
         feature = loaded.model.encode_text(*tokens).feature
     found: NDArray[np.float32] = feature.float().cpu().numpy()
     return found

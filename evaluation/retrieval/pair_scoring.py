@@ -16,10 +16,11 @@ import torch
 from numpy.typing import NDArray
 
 from evaluation.core.encoder import Collection
+from evaluation.core.eval_mode import inference
 from evaluation.core.feature_cache import BlockCache
 from evaluation.retrieval.rerank import CandidatePairs
+from vlp.config import Precision
 from vlp.models.itm.scorer import ITMScorer
-from vlp.tasks.plain import autocast
 
 IMAGES_HELD = 512
 TOKENS_HELD = 2**18
@@ -35,7 +36,7 @@ class Encoded(Protocol):
     text_widths: NDArray[np.int64]
     batch: int
     device: torch.device
-    precision: str
+    precision: Precision | None
 
 
 class PairScorer:
@@ -64,7 +65,7 @@ class PairScorer:
     def __call__(self, image: NDArray[np.int64], text: NDArray[np.int64]) -> NDArray[np.float32]:
         """Score pairs of one group: indices of images and texts (pairs,) -> (pairs,)."""
         encoded = self.encoded
-        with torch.no_grad(), autocast(encoded.device, encoded.precision):
+        with torch.no_grad(), inference(encoded.device, encoded.precision):
             prepared = self._prepared_image(int(image[0]))
             first, texts = self._prepared_texts(int(self._shelf_of_text[text[0]]))
             rows = torch.from_numpy(self._place[text] - first).to(encoded.device)

@@ -120,7 +120,7 @@ def evaluate_retrieval(
     batch: int = 64,
     match_batch: int = 64,
     device: torch.device | str | None = None,
-    precision: Precision = "float32",
+    precision: Precision | None = None,
     memory: int = 2 * GIBIBYTE,
     resamples: int = 1000,
     progress: bool = False,
@@ -146,7 +146,8 @@ def evaluate_retrieval(
         batch: images or captions of one encoder call.
         match_batch: most pairs of one cross-modal call.
         device: where to compute; None is this rank's GPU, or the CPU.
-        precision: of encoders and cross-modal encoder; similarities are float32 in any case.
+        precision: of encoders and cross-modal encoder; None: bf16 on a GPU, float32
+            elsewhere; similarities are float32 in any case.
         memory: bytes of token states kept for re-ranking, for images and for captions each.
         resamples: bootstrap draws over images.
         progress: bars on the first rank.

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evaluation.core.eval_mode import evaluating
+from evaluation.core.eval_mode import evaluating, inference
 from evaluation.core.feature_cache import GIBIBYTE, Block, BlockCache
 from evaluation.core.results import Figure, Table
 from evaluation.core.samples import EvaluationError
@@ -25,7 +25,6 @@ from vlp.config import Precision
 from vlp.models.features import ImageFeatures, TextFeatures
 from vlp.models.folder import Loaded
 from vlp.models.vlp import VLPModel
-from vlp.tasks.plain import autocast
 
 MANY, SHOWN = 20, 10
 _PAIRS = 256
@@ -66,7 +65,7 @@ def evaluate_zeroshot(
     limit: int | None = None,
     batch: int = 64,
     device: torch.device | str | None = None,
-    precision: Precision = "float32",
+    precision: Precision | None = None,
     resamples: int = 1000,
     progress: bool = False,
 ) -> ZeroShotResult:
@@ -84,7 +83,7 @@ def evaluate_zeroshot(
         limit: only the first so many images.
         batch: images of one encoder call.
         device: where to compute; None is this rank's GPU, or the CPU.
-        precision: of the encoders.
+        precision: of the encoders; None: bf16 on a GPU, float32 elsewhere.
         resamples: bootstrap draws over images.
         progress: a bar on the first rank.
 
@@ -100,18 +99,18 @@ def evaluate_zeroshot(
 
     def encode(texts: Sequence[str]) -> TextFeatures:
         tokens = (part.to(torch_device) for part in loaded.text(list(texts)))
-        with torch.no_grad(), autocast(torch_device, precision):
+        with torch.no_grad(), inference(torch_device, precision):
             return model.encode_text(*tokens)
 
     def score_block(made: Sequence[tuple[Classed, Tensor]]) -> list[dict[str, Any]]:
         pixels = torch.stack([one for _, one in made]).to(torch_device)
-        with torch.no_grad(), autocast(torch_device, precision):
+        with torch.no_grad(), inference(torch_device, precision):
             image = model.encode_image(pixels)
         similarity = image.feature.double().cpu().numpy() @ features.T
         stages = {"dual": similarity}
         if top:
             near = np.argsort(-similarity, axis=1, kind="stable")[:, :top]
-            with torch.no_grad(), autocast(torch_device, precision):
+            with torch.no_grad(), inference(torch_device, precision):
                 odds = _log_odds(model, image, near, states)
             if match_by == "sum":
                 odds += np.take_along_axis(similarity, near, 1) / temperature

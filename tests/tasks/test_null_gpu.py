@@ -29,8 +29,8 @@ SIZES = {
 }
 """Kernel launches of a step of 32 rows at most."""
 BASE_GIB = 12.5
-COMPILED = 3500
-"""Kernel launches of the base model's step with `training.compile=step`, at most."""
+COMPILED = {"blocks": 4700, "step": 3500}
+"""Kernel launches of the base model's compiled step, at most, by `training.compile`."""
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +58,35 @@ def counted(shared: Path, folder: Path, cases: list[str], seconds: int) -> dict[
         "TMPDIR": str(folder),
         "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "support"), str(ROOT)]),
     }
+    run_tool(tool, ["-c", ""], environment | {"PATH": compiler(folder)}, 100)  # builds the device
     script = str(ROOT / "tests" / "tasks" / "null_gpu_steps.py")
+    printed = run_tool(tool, [script, *cases], environment, seconds)
+    found = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    return {one["case"]: one for one in found}
+
+
+def compiler(folder: Path) -> str:
+    """Return a PATH whose gcc takes CUDA's headers of PyTorch before all others.
+
+    Triton brings older ones beside PyTorch 2.11, and the device is written for PyTorch's.
+    """
+    site = Path(torch.__file__).parents[1]
+    headers = next(site.glob("nvidia/**/cuda_runtime_api.h")).parent
+    (folder / "bin").mkdir()
+    gcc = folder / "bin" / "gcc"
+    gcc.write_text(f'#!/bin/sh\nexec {shutil.which("gcc")} -I "{headers}" "$@"\n')
+    gcc.chmod(0o755)
+    return os.pathsep.join([str(folder / "bin"), os.environ["PATH"]])
+
+
+def run_tool(tool: Path, arguments: list[str], environment: dict[str, str], seconds: int) -> str:
+    """Run Python on the null device; return what it prints."""
     done = subprocess.run(
-        ["bash", str(tool), script, *cases],
+        ["bash", str(tool), *arguments],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {one["case"]: one for one in found}
+    return done.stdout
 
 
 @pytest.mark.parametrize("case", SIZES)
@@ -90,10 +111,11 @@ def test_the_input_that_is_computed_again_gives_the_same_gradients(steps):
 
 
 @pytest.mark.slow  # minutes of compiling
-@pytest.mark.timeout(2000)
-def test_a_compiled_step_launches_few_kernels_and_waits_for_nothing(shared, tmp_path):
-    step = counted(shared, tmp_path, ["pretrain:base:step"], 1500)["pretrain:base:step"]
-    print(f"{step['launches']} launches, {step['gib']:.1f} GiB")
+@pytest.mark.timeout(6000)
+@pytest.mark.parametrize("how", COMPILED)
+def test_a_compiled_step_launches_few_kernels_and_waits_for_nothing(how, shared, tmp_path):
+    step = counted(shared, tmp_path, [f"pretrain:base:{how}"], 5500)[f"pretrain:base:{how}"]
+    print(f"torch {torch.__version__}, {how}: {step['launches']} launches, {step['gib']:.1f} GiB")
     assert step["synchronisations"] == {}
-    assert step["launches"] <= COMPILED
-    assert step["gib"] <= 14
+    assert step["launches"] <= COMPILED[how]
+    assert step["gib"] <= 13

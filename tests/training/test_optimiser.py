@@ -15,7 +15,7 @@ from vlp.positions import (
     position_options,
 )
 from vlp.tasks.pretraining import Pretraining
-from vlp.training.config import OptimiserConfig
+from vlp.training.engines.optimiser_config import OptimiserConfig
 from vlp.training.optimiser import (
     build_adamw,
     lr_multiplier,

@@ -16,8 +16,9 @@ from vlp.distributed import broadcast_tensors
 from vlp.io import write_tensors
 from vlp.tasks.plain import autocast
 from vlp.tasks.task import StepOutput
-from vlp.training.config import OptimiserConfig, PretrainConfig, TrainingConfig
+from vlp.training.config import PretrainConfig, TrainingConfig
 from vlp.training.engines.base import Update
+from vlp.training.engines.optimiser_config import OptimiserConfig
 
 TOKENS = 31
 STREAMS = 2

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vlp.layers.attention import Attention
 from vlp.layers.feed_forward import contract
+from vlp.layers.stream import LayerNorm
 from vlp.positions.base import PositionContext, PositionEncoding
 
 NORM_EPS = 1e-12  # BERT's
@@ -34,9 +35,9 @@ class PostNormLayer(nn.Module):
     def __init__(self, width: int, heads: int, intermediate: int, dropout: float = 0) -> None:
         super().__init__()
         self.attention = Attention(width, heads)
-        self.attention_norm = nn.LayerNorm(width, eps=NORM_EPS)
+        self.attention_norm = LayerNorm(width, eps=NORM_EPS)
         self.feed_forward = FeedForward(width, intermediate)
-        self.feed_forward_norm = nn.LayerNorm(width, eps=NORM_EPS)
+        self.feed_forward_norm = LayerNorm(width, eps=NORM_EPS)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, states: Tensor, mask: Tensor) -> Tensor:
@@ -74,11 +75,11 @@ class CrossLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.attention = Attention(width, heads, positions=self_positions)
-        self.attention_norm = nn.LayerNorm(width, eps=NORM_EPS)
+        self.attention_norm = LayerNorm(width, eps=NORM_EPS)
         self.cross_attention = Attention(width, heads, output=cross_output, positions=positions)
-        self.cross_norm = nn.LayerNorm(width, eps=NORM_EPS)
+        self.cross_norm = LayerNorm(width, eps=NORM_EPS)
         self.feed_forward = FeedForward(width, intermediate)
-        self.feed_forward_norm = nn.LayerNorm(width, eps=NORM_EPS)
+        self.feed_forward_norm = LayerNorm(width, eps=NORM_EPS)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, step: str, *arguments: Any) -> Any:

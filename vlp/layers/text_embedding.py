@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from vlp.layers.post_norm import NORM_EPS
+from vlp.layers.stream import LayerNorm
 from vlp.positions.sine import sinusoid
 
 BERT_DEVIATION = 0.02
@@ -31,7 +32,7 @@ class TextEmbedding(nn.Module):
         self.word = nn.Embedding(vocab_size, width)
         self.position = nn.Embedding(max_positions, width)
         self.token_type = nn.Embedding(types, width)
-        self.norm = nn.LayerNorm(width, eps=NORM_EPS)
+        self.norm = LayerNorm(width, eps=NORM_EPS)
         for table in (self.word, self.token_type):
             nn.init.normal_(table.weight, std=BERT_DEVIATION)
         self._start_positions(sines)

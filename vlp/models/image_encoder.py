@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from vlp.config import ConfigError
 from vlp.layers.feed_forward import BlockMlp
 from vlp.layers.fused import fuse_by_device
 from vlp.layers.pooling import pool_states, pooled_width
+from vlp.layers.stream import LayerNorm, ResidualStream
 from vlp.models.config import ImageConfig
 from vlp.models.towers.image import create_image_tower
 from vlp.models.towers.trainable import TrainableTower
@@ -22,6 +24,7 @@ from vlp.positions.position_config import PositionConfig
 
 PatchEdit = Callable[[Tensor], Tensor]
 
+NORM_EPS = 1e-6  # timm's
 SINE_BASE = 100.0
 """Wavelengths from 2 pi patches to 100 times that."""
 
@@ -206,7 +209,9 @@ def _own_vit(config: ImageConfig) -> VisionTransformer:
         global_pool="",
         pos_embed="learn" if config.position == "learned" else "none",
         mlp_layer=BlockMlp,
+        norm_layer=partial(LayerNorm, eps=NORM_EPS),
     )
+    vit.norm_pre = ResidualStream()
     if vit.pos_embed is not None and config.position_sines:
         _start_positions(vit.pos_embed, config)
     return vit

@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Iterable, Iterator
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -24,6 +23,8 @@ from vlp.positions.windows import Metric, patch_reach, text_reach
 
 # Entries of one intermediate result that a core handles best: 1 MiB of float32.
 _CACHED_ENTRIES = 1 << 18
+# Looked up here: a compiled step cannot trace the search (PyTorch 2.11).
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def group_similarity(image: Tensor, text: Tensor, groups: int) -> Tensor:
@@ -257,10 +258,9 @@ def _barrier(words: Tensor, dtype: torch.dtype) -> Tensor:
     return barrier.masked_fill_(~words, math.inf)[:, None, None, None]
 
 
-@cache
 def has_triton() -> bool:
     """Return whether Triton is installed."""
-    return importlib.util.find_spec("triton") is not None
+    return _HAS_TRITON
 
 
 def _in_place(x: Tensor) -> bool:

@@ -117,6 +117,7 @@ def _run(
     select: Select[AnyRun] | None,
     signals: StopSignals,
 ) -> int:
+    from vlp.layers.stream import set_half_streams
     from vlp.training.loop import train
     from vlp.training.run_folder import RunFolder
 
@@ -134,6 +135,8 @@ def _run(
             if select is not None:
                 best = select(config, task, data)
             checkpoint_activations(task, config.training.activation_checkpointing)
+            for network in (task, *task.teachers()):
+                set_half_streams(network, config.training.residual == "bf16")
         except ConfigError as error:
             return _refuse(str(error))
         _advise(config.training.precision)

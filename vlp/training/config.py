@@ -15,38 +15,10 @@ from vlp.data.stream.sampler import own_streams
 from vlp.models.config import ImageConfig, ModelConfig
 from vlp.objectives.config import ObjectivesConfig
 from vlp.objectives.contrastive.sample_groups import require_whole_groups
+from vlp.training.engines.optimiser_config import OptimiserConfig
 from vlp.training.logging.trackers import TrackerName, require_trackers
 
 Compile = Literal["auto", "none", "blocks", "step"]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
-class OptimiserConfig(Config):
-    """AdamW with a cosine schedule; steps are optimiser steps."""
-
-    learning_rate: float = Field(1e-4, gt=0, description="peak, at the end of the warm-up")
-    final_learning_rate: float = Field(1e-6, ge=0, description="at the end of the cosine schedule")
-    warmup_steps: int = Field(1000, ge=0, description="steps of linear warm-up")
-    weight_decay: float = Field(
-        0.02, ge=0, description="decoupled weight decay of AdamW; biases and norms are exempt"
-    )
-    betas: tuple[Beta, Beta] = Field(
-        (0.9, 0.999), description="decay rates of AdamW's first and second moments"
-    )
-    epsilon: float = Field(1e-8, gt=0, description="added to AdamW's denominator")
-    clip: float | None = Field(1.0, gt=0, description="global gradient norm; null is no clipping")
-    lr_multipliers: dict[str, Annotated[float, Field(gt=0)]] = Field(
-        {},
-        description="learning-rate factors by parameter prefix, as `model.text_encoder: 0.1`; "
-        "the longest that fits counts",
-    )
-    layer_decay: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="factor of the learning rate from each block of the text and the image encoder "
-        "to the one below; the last block has it once, embeddings most often",
-    )
 
 
 class LoopConfig(Config):
@@ -68,6 +40,16 @@ class LoopConfig(Config):
         "bf16",
         description="number format of forward and backward pass; parameters, gradients and "
         "optimiser state are float32, and fp16 scales the loss",
+    )
+    weights: Literal["float32", "bf16"] = Field(
+        "float32",
+        description="number format in which linear and convolutional layers keep trained weights; "
+        "bf16 leaves float32 masters to the optimiser and to checkpoints; of engine ddp",
+    )
+    residual: Literal["float32", "bf16"] = Field(
+        "float32",
+        description="number format of residual streams and of LayerNorms' outputs at half "
+        "precision; bf16 rounds them as it does other states",
     )
     engine: Literal["ddp", "fsdp", "deepspeed"] = Field(
         "ddp",
@@ -185,8 +167,21 @@ class LoopConfig(Config):
                 "engine deepspeed writes full checkpoints alone; set checkpoint_format=full, or "
                 "choose ddp or fsdp"
             )
+        self._require_bf16_weights_to_fit()
         require_trackers(self.trackers)
         return self
+
+    def _require_bf16_weights_to_fit(self) -> None:
+        """Require what a step with bf16 weights takes: gradients come once, and in bf16.
+
+        Raises:
+            ValueError: a setting that does not go with them is named.
+        """
+        needed = {"engine": "ddp", "precision": "bf16", "gradient_accumulation_steps": 1,
+                  "grad_cache": None}  # fmt: skip
+        for key, value in needed.items() if self.weights == "bf16" else ():
+            if getattr(self, key, value) != value:
+                raise ValueError(f"weights=bf16 needs {key}={'null' if value is None else value}")
 
     def require_equal_shares(self, world_size: int) -> None:
         """Require that all ranks take equally many samples of a batch.

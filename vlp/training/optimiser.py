@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from vlp.config import ConfigError
 from vlp.layers.weight_decay import no_weight_decay
-from vlp.training.config import OptimiserConfig
 from vlp.training.engines.base import MOMENTS, STEP
+from vlp.training.engines.optimiser_config import OptimiserConfig
 
 
 def undecayed(module: nn.Module) -> set[str]:

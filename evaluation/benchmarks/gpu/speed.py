@@ -19,6 +19,7 @@ from evaluation.benchmarks.gpu.figures import CheckedFigure, Setting
 from evaluation.benchmarks.loader.__main__ import TOKENS, Settings, our_batches
 from evaluation.benchmarks.loader.shards import make_shards, save_vocabulary
 from evaluation.benchmarks.pretrain_step import WARM_UP, Trainee, median_parts, random_batch
+from vlp.config import Precision
 from vlp.data.config import AugmentConfig
 from vlp.training.engines.compile import compile_task
 
@@ -79,7 +80,7 @@ def encodings(setting: Setting) -> Iterator[CheckedFigure]:
 def reranking(setting: Setting) -> Iterator[CheckedFigure]:
     """Time re-ranking beside a loop over queries, and compare their ranks."""
     sizes = rerank.Sizes(6, 12, 4, 1, 4) if setting.dry else rerank.Sizes(rounds=4)
-    precision = "float32" if setting.dry else "bf16"
+    precision: Precision = "float32" if setting.dry else "bf16"
     found = rerank.measure(setting.config.model, sizes, setting.device, precision)
     layout = setting.config.model.cross.layout
     print(rerank.table(layout, found))

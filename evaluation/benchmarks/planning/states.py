@@ -62,6 +62,8 @@ def _engine(task: Pretraining, training: LoopConfig, ranks: int) -> list[MemoryP
         MemoryPart("gradients", trained, trained),
         MemoryPart("optimiser", 2 * trained, 2 * trained),
     ]
+    if training.weights == "bf16":  # beside their masters; tables of words stay float32
+        parts.append(MemoryPart("weights in bf16", 0, trained / 2))
     if training.engine == "ddp" and ranks > 1:
         halved = trained / 2 if training.gradient_reduction == "bf16" else 0
         parts.append(

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from vlp.config import ConfigError
-from vlp.training.config import OptimiserConfig, TrainingConfig
+from vlp.training.config import TrainingConfig
 from vlp.training.engines.deepspeed_config import deepspeed_config, deepspeed_file
+from vlp.training.engines.optimiser_config import OptimiserConfig
 
 
 def write(folder: Path, values: Any) -> TrainingConfig:

@@ -17,6 +17,7 @@ from vlp.config import Config, ConfigError
 from vlp.layers.attention import attend, mask_bias
 from vlp.layers.causal import CausalAttention, Past
 from vlp.layers.post_norm import NORM_EPS, FeedForward
+from vlp.layers.stream import LayerNorm
 from vlp.layers.text_embedding import BERT_DEVIATION, TextEmbedding
 from vlp.models.config import ModelConfig
 from vlp.models.vlp import BERT_WIDTH
@@ -87,11 +88,11 @@ class AnswerLayer(nn.Module):
     def __init__(self, width: int, heads: int, intermediate: int) -> None:
         super().__init__()
         self.attention = CausalAttention(width, heads)
-        self.attention_norm = nn.LayerNorm(width, eps=NORM_EPS)
+        self.attention_norm = LayerNorm(width, eps=NORM_EPS)
         self.cross_attention = MemoryAttention(width, heads)
-        self.cross_norm = nn.LayerNorm(width, eps=NORM_EPS)
+        self.cross_norm = LayerNorm(width, eps=NORM_EPS)
         self.feed_forward = FeedForward(width, intermediate)
-        self.feed_forward_norm = nn.LayerNorm(width, eps=NORM_EPS)
+        self.feed_forward_norm = LayerNorm(width, eps=NORM_EPS)
 
     def forward(
         self, states: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, past: Past | None

@@ -1,6 +1,7 @@
 """Engines of PyTorch alone: AdamW on parameters that are whole (DDP) or sharded (FSDP2).
 
 Checkpoints have the same form as the DeepSpeed engine's: full-size float32 tensors by name.
+Weights that compute in bf16 (`training.weights`) are there as their masters.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from vlp.tasks.task import StepOutput
 from vlp.training.config import LoopConfig
 from vlp.training.engines.base import MOMENTS, OPTIMISER, STEP, WEIGHTS, Update, saved_buffers
 from vlp.training.engines.loss_scale import LOSS_SCALE, LossScale
+from vlp.training.engines.masters import Masters
 from vlp.training.optimiser import build_adamw, create_moments, set_learning_rate
 
 
@@ -44,10 +46,15 @@ class NativeEngine(ABC):
         self._micro_steps = config.gradient_accumulation_steps
         self._micro_step = 0
         self._scale = LossScale(config.precision)
+        self._masters = Masters()
+        if config.weights == "bf16":
+            self._masters.take(task)
         self._forward = self._spread(task)
         # Sharding puts other parameters in place of the task's, under the same names.
-        self._named = {n: p for n, p in task.named_parameters() if p.requires_grad}
+        trained = {n: p for n, p in task.named_parameters() if p.requires_grad}
+        self._named: dict[str, Tensor] = {**trained, **self._masters.held()}
         self._adamw = build_adamw(task, config.optimiser)
+        self._masters.replace(self._adamw)
         create_moments(self._adamw, self._named.values())
 
     @abstractmethod
@@ -67,6 +74,12 @@ class NativeEngine(ABC):
         """Clip and apply AdamW once; nothing changes when a gradient is not finite."""
         self._micro_step = 0
         set_learning_rate(self._adamw, learning_rate)
+        self._masters.take_gradients()
+        update = self._apply()
+        self._masters.give_weights()
+        return update
+
+    def _apply(self) -> Update:
         if self.unread_steps and self._adamw.defaults["fused"] and not self._scale.enabled:
             return self._step_unread()
         if self._scale.enabled:
@@ -105,7 +118,8 @@ class NativeEngine(ABC):
 
     def parameters(self) -> dict[str, Tensor]:
         """Return float32 parameters by name, as this rank holds them; valid until `step`."""
-        return {name: p.detach() for name, p in self.module.named_parameters()}
+        weights = {name: p.detach() for name, p in self.module.named_parameters()}
+        return weights | self._masters.held()
 
     def gather(self) -> dict[str, Tensor]:
         """Return full float32 parameters by name, on each rank's device; valid until `step`."""
@@ -144,7 +158,11 @@ class NativeEngine(ABC):
 
     @torch.no_grad()
     def settle(self, optimiser: Mapping[str, Tensor]) -> None:
-        """Take the step count, and the loss scale where there is one, from loaded tensors."""
+        """Take the step count, and the loss scale where there is one, from loaded tensors.
+
+        What was loaded into masters goes to their weights.
+        """
+        self._masters.give_weights()
         for state in self._adamw.state.values():
             state[STEP].copy_(optimiser[STEP])
         if LOSS_SCALE in optimiser:

@@ -1,0 +1,74 @@
+"""Weights that compute in bf16, and the float32 masters that an optimiser moves.
+
+Autocast casts a float32 weight to bf16 at each step, and its gradient back. A weight kept in bf16
+is multiplied as it is, so a forward pass has the same bits. Its update is often smaller than what
+bf16 can add, so AdamW moves a float32 copy, which alone is saved.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor, nn
+
+from vlp import distributed
+
+LAYERS = (nn.Linear, nn.Conv2d)
+"""Layers whose weights autocast takes in bf16."""
+
+
+class Masters:
+    """Float32 masters of the trained weights of a module's linear and convolutional layers.
+
+    A weight that another module reads too, such as a table of words, stays float32.
+    """
+
+    def __init__(self) -> None:
+        self._weights: dict[str, nn.Parameter] = {}
+        self._masters: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def take(self, module: nn.Module) -> None:
+        """Cast a module's weights to bf16 in place; every rank keeps rank 0's as masters."""
+        named = list(module.named_parameters(remove_duplicate=False))
+        uses = Counter(id(parameter) for _, parameter in named)
+        own = {
+            id(parameter)
+            for layer in module.modules()
+            if isinstance(layer, LAYERS)
+            for parameter in layer.parameters(recurse=False)
+        }
+        for name, weight in named:
+            if weight.requires_grad and uses[id(weight)] == 1 and id(weight) in own:
+                whole = distributed.tensor_from_rank_0(weight.detach().cpu().contiguous())
+                self._weights[name] = weight
+                self._masters[name] = weight.detach().clone().copy_(whole)
+                weight.data = self._masters[name].bfloat16()
+
+    def held(self) -> dict[str, Tensor]:
+        """Return the masters by the names of their weights."""
+        return dict(self._masters)
+
+    def replace(self, optimiser: torch.optim.Optimizer) -> None:
+        """Have an optimiser move masters in place of their weights."""
+        of = {id(weight): self._masters[name] for name, weight in self._weights.items()}
+        for group in optimiser.param_groups:
+            group["params"] = [of.get(id(p), p) for p in group["params"]]
+
+    def take_gradients(self) -> None:
+        """Move the weights' gradients to their masters, in float32."""
+        given, taken = [], []
+        for name, weight in self._weights.items():
+            if weight.grad is not None:
+                given.append(weight.grad)
+                taken.append(torch.empty_like(self._masters[name]))
+                self._masters[name].grad, weight.grad = taken[-1], None
+        if given:
+            torch._foreach_copy_(taken, given)
+
+    @torch.no_grad()
+    def give_weights(self) -> None:
+        """Round the masters to their weights."""
+        if self._weights:
+            torch._foreach_copy_(list(self._weights.values()), list(self._masters.values()))
