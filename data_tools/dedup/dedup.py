@@ -23,7 +23,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,7 +115,8 @@ def _names(
     places, starts = np.unique(ours.images.shards_of(images), return_index=True)
     samples = ours.images["sample"][images]
     bounds = [*starts.tolist(), len(images)]
-    wanted = {
+    # As arrays: of a billion images, tens of millions may be wanted.
+    wanted: dict[int, Any] = {
         shard: samples[start:end] for shard, (start, end) in zip(places.tolist(), pairwise(bounds))
     }
     numbers = iter(images.tolist())

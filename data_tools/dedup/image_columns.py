@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,7 +48,7 @@ class ImageColumns:
     def __len__(self) -> int:
         return (self.folder / "usable").stat().st_size
 
-    def __getitem__(self, name: str) -> NDArray[np.generic]:
+    def __getitem__(self, name: str) -> NDArray[Any]:
         """Map a column, (images,) or, of `fine`, (images, 4)."""
         return self._mapped(name, writable=False)
 
@@ -63,7 +64,7 @@ class ImageColumns:
         """Return the number of each image's shard."""
         return np.searchsorted(self.ends, images, side="right")
 
-    def _mapped(self, name: str, writable: bool) -> NDArray[np.generic]:
+    def _mapped(self, name: str, writable: bool) -> NDArray[Any]:
         path = self.folder / name
         dtype, shape = (
             RECORD[name].subdtype or (RECORD[name], ()) if name in _FIELDS else (bool, ())

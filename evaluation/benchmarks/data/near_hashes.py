@@ -152,11 +152,11 @@ def own_table(found: Mapping[int, OwnCost], planned: Sequence[int]) -> str:
     last = sizes[-1]
     before = sizes[-2] if len(sizes) > 1 else 0
     less = found.get(before, OwnCost(0.0, 0))
-    times = [(count - last) / (last - before) for count in planned]
-    plan = {
-        count: OwnCost(*(most + time * (most - small) for small, most in zip(less, found[last])))
-        for count, time in zip(planned, times)
-    }
+    plan = {}
+    for count in planned:
+        times = (count - last) / (last - before)
+        seconds, held = (most + times * (most - few) for few, most in zip(less, found[last]))
+        plan[count] = OwnCost(seconds, round(held))
     rows = [
         (
             f"{count:,}{', planned' if count in plan else ''}",
