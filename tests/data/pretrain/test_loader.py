@@ -28,7 +28,8 @@ from vlp.data.schema import Annotation, captions_of
 from vlp.data.shards.shard_index import ShardIndex, ShardWriter, index_folder
 from vlp.data.stream.batch import Batch
 from vlp.data.stream.input_spec import Inputs, PatchMasking
-from vlp.data.stream.rng import identity
+from vlp.data.stream.rng import identity, make_rng
+from vlp.data.stream.sampler import Element, Request
 
 MakeShards = Callable[..., Path]
 MakeData = Callable[..., PretrainData]
@@ -429,6 +430,40 @@ def test_bad_samples_leave_their_slots_empty_and_are_named(
         "k2",
         "k4",
     }
+
+
+def test_slots_together_are_those_one_by_one(
+    tmp_path: Path, make_shards: MakeShards, make_data: MakeData
+) -> None:
+    """With images that fail before their pixels are decoded, and while they are."""
+    good = ShardIndex.open(make_shards(count=30, per_shard=30, captions=1))
+    folder = tmp_path / "mixed"
+    with ShardWriter(folder, 30) as writer:
+        for number in range(30):
+            raw = good.read(0, number)
+            stream = io.BytesIO()
+            Image.open(io.BytesIO(raw.image)).convert("RGB").resize((64, 48)).save(stream, "jpeg")
+            data = stream.getvalue()
+            cut = {3: b"no image", 7: data[:-50], 20: data[:40]}.get(number, data)
+            writer.write(raw.key, cut, "jpg", raw.annotation)
+    augment = AugmentConfig(randaugment=True, crop_scale=(0.5, 1.0))
+    samples = make_data(folder, augment=augment).captioned
+    requests = [Request(0, Element(0, 0, number, 0)) for number in range(30)]
+    requests.insert(5, Request(0, None))
+    together = samples.collate(samples.__getitems__(requests))
+    alone = samples.collate([samples[request] for request in requests])
+    # Pillow's messages name the address of an object.
+    assert_same(together, alone._replace(skipped=together.skipped))
+    assert [kind for kind, _ in alone.skipped] == [kind for kind, _ in together.skipped]
+    assert together.valid.sum() == 27
+    assert [kind for kind, _ in together.skipped] == ["unreadable image"] * 3
+    for row, request in enumerate(requests):
+        if request.element is not None and together.valid[row]:
+            raw = ShardIndex.open(folder).read(0, request.element.position)
+            rng = make_rng(5, 0, f"0:0:{request.element.position}:None:0", "augment")
+            image = Image.open(io.BytesIO(raw.image))
+            levels = samples.transform.levels(image, rng, captions_of(raw.annotation)[0])
+            assert torch.equal(together.pixels[row], levels)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -14,9 +14,12 @@ from PIL import Image
 from data_tools.__main__ import main
 from data_tools.builder.take_down import TakeDown
 from data_tools.dedup import duplicate_images as duplicates
+from data_tools.dedup import near_duplicates
 from data_tools.dedup import perceptual_hash as image_hash
-from data_tools.dedup.duplicate_images import duplicate_images
+from data_tools.dedup.duplicate_images import ALONE, Drops, duplicate_images
+from data_tools.dedup.image_columns import image_columns
 from data_tools.dedup.perceptual_hash import RECORD, differing_bits, fine_distance
+from data_tools.executor.executor import Executor
 from data_tools.executor.local import LocalExecutor
 from data_tools.sources.image_sources import Originals
 from vlp.data.schema import Annotation
@@ -183,6 +186,15 @@ def test_wrong_numbers_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) 
         assert "file/x" in capsys.readouterr().err
 
 
+def drops_of(
+    images: np.ndarray, distance: int | None, executor: Executor = ALONE, folder: Path | None = None
+) -> Drops:
+    """Find duplicates among records of shards of 7 images."""
+    shards = [images[start : start + 7] for start in range(0, len(images), 7)]
+    with image_columns(shards, folder) as columns:
+        return duplicate_images(columns, distance, executor)
+
+
 def by_hand(images: np.ndarray, distance: int) -> set[int]:
     """One by one: dropped if it is near an earlier one that is kept."""
     kept: list[int] = []
@@ -216,12 +228,14 @@ def test_the_earlier_one_is_kept(
             images["fine"][place] = images["fine"][earlier]
             for bit in rng.integers(0, 64, 4):
                 images["coarse"][place] ^= np.uint64(1) << np.uint64(bit)
-    drops = duplicate_images(images, 6)
+    drops = drops_of(images, 6)
     assert set(drops.dropped.tolist()) == by_hand(images, 6)
     assert (drops.kept < drops.dropped).all()
     assert not set(drops.kept.tolist()) & set(drops.dropped.tolist())
     monkeypatch.setattr(duplicates, "_WORTH_TASKS", 1)
-    shared_out = duplicate_images(images, 6, LocalExecutor(2), tmp_path)
+    monkeypatch.setattr(near_duplicates, "_MOST_AT_ONCE", 40)  # 8 parts
+    monkeypatch.setattr(near_duplicates, "_LOOKED_AT_AT_ONCE", 100)
+    shared_out = drops_of(images, 6, LocalExecutor(2), tmp_path)
     np.testing.assert_array_equal(shared_out, drops)
     assert not list(tmp_path.iterdir())
 
@@ -231,4 +245,12 @@ def test_thousands_of_copies_of_one_image_are_no_burden() -> None:
     images = np.zeros(20_000, RECORD)
     images["bytes"] = rng.integers(0, 2**64, 20_000, dtype=np.uint64)
     images["fine"][:, 0] = np.uint64(1) << rng.integers(0, 64, 20_000).astype(np.uint64)
-    assert len(duplicate_images(images, 6).dropped) == 19_999
+    assert len(drops_of(images, 6).dropped) == 19_999
+
+
+def test_no_images_and_no_duplicates() -> None:
+    images = np.zeros(3, RECORD)
+    images["bytes"] = 1, 2, 3
+    images["state"] = image_hash.UNREADABLE
+    for some in (images[:0], images):
+        assert [len(each) for each in drops_of(some, 6)] == [0, 0]

@@ -9,7 +9,15 @@ from made_shards import encoded, jpeg, photo
 from PIL import Image
 
 from data_tools.dedup import near_duplicates
-from data_tools.dedup.near_duplicates import NearIndex, block_masks, near_pairs, sortings
+from data_tools.dedup.near_duplicates import (
+    NearIndex,
+    best_k,
+    block_masks,
+    least_cost,
+    near_pairs,
+    pairs_of_sorting,
+    sortings,
+)
 from data_tools.dedup.perceptual_hash import differing_bits, fine_distance, hash_image
 from data_tools.scan.repeated_ids import RepeatedIds, number_of, numbers_of
 from vlp.data.shards.sample_files import BadSample
@@ -44,7 +52,8 @@ def test_all_near_pairs_are_found_once(seed: int, count: int, distance: int, mos
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(near_duplicates, "_MOST_AT_ONCE", most)
         patch.setattr(near_duplicates, "_COMPARED_AT_ONCE", most // 2)
-        parts = {task.parts for task in sortings(distance, count)}
+        patch.setattr(near_duplicates, "_LOOKED_AT_AT_ONCE", most // 2)
+        parts = {task.part.parts for task in sortings(distance, count, 1)}
         assert all(part * most >= count for part in parts)
         found = [each for pairs in near_pairs(made, distance) for each in zip(*pairs)]
     expected = {(i, j, d) for i, j, d in near_by_hand(made, made, distance) if i < j}
@@ -57,10 +66,23 @@ def test_all_near_pairs_are_found_once(seed: int, count: int, distance: int, mos
     assert len(pairs) == len(set(pairs))
 
 
+@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize("count", [30, 300])
+def test_any_number_of_blocks_finds_the_same(k: int, count: int) -> None:
+    made = hashes(k, count)
+    found = [
+        each
+        for task in sortings(6, count, k)
+        for pairs in pairs_of_sorting(made, 6, task)
+        for each in zip(*pairs)
+    ]
+    assert sorted(found) == sorted(p for p in near_by_hand(made, made, 6) if p[0] < p[1])
+
+
 @pytest.mark.parametrize("count", [10, 10**5, 10**9])
 @pytest.mark.parametrize("distance", [0, 3, 6, 16])
 def test_near_hashes_always_agree_in_some_blocks(count: int, distance: int) -> None:
-    masks = block_masks(distance, count)
+    masks = block_masks(distance, least_cost(distance, count)[1])
     rng = np.random.default_rng(0)
     for _ in range(200):
         bits = rng.choice(64, distance, replace=False)
@@ -80,6 +102,20 @@ def test_pairs_grow_slower_than_all_pairs(monkeypatch: pytest.MonkeyPatch) -> No
     rng = np.random.default_rng(0)
     list(near_pairs(rng.integers(0, 2**64, 30_000, dtype=np.uint64), 6))
     assert compared < 30_000**2 / 2 / 50
+
+
+def test_hashes_that_often_agree_are_cut_into_more_blocks() -> None:
+    """Bits of images depend on each other; how much is seen in a sample."""
+    random, other = np.random.default_rng(0).integers(0, 2**64, (2, 20_000), dtype=np.uint64)
+    for count in (20_000, 200_000, 10**9):
+        assert best_k(random, 6, count) == least_cost(6, count)[1]
+    mostly_zero = random & other
+    assert best_k(mostly_zero, 6, 200_000) > best_k(random, 6, 200_000)
+
+
+def test_few_hashes_have_a_number_of_blocks() -> None:
+    for count in (0, 1, 2, 63):
+        assert best_k(np.zeros(count, np.uint64), 6) >= 1
 
 
 def test_bits_are_counted() -> None:

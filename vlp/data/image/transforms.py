@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +175,16 @@ class TrainTransform:
         self, image: Image.Image | JpegImage, rng: np.random.Generator, caption: str
     ) -> Tensor:
         """Convert as a call does, not normalised yet: (3, image_size, image_size) uint8."""
-        return self.view(image, rng, may_flip=not names_a_side(caption))[0]
+        return self.later(image, rng, caption)()
+
+    def later(
+        self, image: Image.Image | JpegImage, rng: np.random.Generator, caption: str
+    ) -> Callable[[], Tensor]:
+        """Choose crop and flip now; what is returned computes `levels`, once."""
+        if isinstance(image, Image.Image):
+            image = upright_rgb(image)
+        may_flip = not names_a_side(caption)
+        return partial(self._levels, image, *self._choices(image.size, rng, may_flip), rng)
 
     def view(
         self, image: Image.Image | JpegImage, rng: np.random.Generator, may_flip: bool
@@ -181,16 +192,28 @@ class TrainTransform:
         """Convert to levels (3, image_size, image_size) uint8, and whether they are flipped."""
         if isinstance(image, Image.Image):
             image = upright_rgb(image)
-        levels = self._cropped(image, random_crop(*image.size, self.config.crop_scale, rng))
+        box, hflip = self._choices(image.size, rng, may_flip)
+        return self._levels(image, box, hflip, rng), hflip
+
+    def _choices(
+        self, size: tuple[int, int], rng: np.random.Generator, may_flip: bool
+    ) -> tuple[Box, bool]:
+        """Choose the crop, and whether it is flipped."""
+        box = random_crop(*size, self.config.crop_scale, rng)
         # Drawn even where the caption forbids it, so the draws that follow stay the same.
-        hflip = rng.random() < 0.5 and self.config.hflip and may_flip
+        return box, rng.random() < 0.5 and self.config.hflip and may_flip
+
+    def _levels(
+        self, image: Image.Image | JpegImage, box: Box, hflip: bool, rng: np.random.Generator
+    ) -> Tensor:
+        levels = self._cropped(image, box)
         if hflip:
             levels = levels.flip(2)
         if self.config.randaugment:
             levels = levels.to(torch.float32, memory_format=torch.contiguous_format)
             levels = randaugment(levels, self.config.operations, self.config.magnitude, rng)
             levels = levels.round_().clamp_(0, 255).to(torch.uint8)
-        return levels, hflip
+        return levels
 
     def _cropped(self, image: Image.Image | JpegImage, box: Box) -> Tensor:
         if self.config.crop_scale[0] >= 1:

@@ -95,6 +95,7 @@ class ShardIndex:
         self._rows_sought = False
         self._scans: LRUCache[_Scan] = LRUCache(_SCANS_KEPT)
         self._ends: LRUCache[np.ndarray] = LRUCache(_SCANS_KEPT)
+        self._paths: LRUCache[str] = LRUCache(_SCANS_KEPT)
         kept = _CACHED_FILES_KEPT if isinstance(place, CachedFolder) else _FILES_KEPT
         self._files: LRUCache[OpenShard] = LRUCache(kept, dispose=_close)
         place.when_full(self._files.clear)
@@ -220,7 +221,7 @@ class ShardIndex:
         entry = self.shards[shard_number]
         if not 0 <= sample_number < entry.samples:
             raise IndexError(f"{entry.name} has {entry.samples} samples, none at {sample_number}")
-        path = self.folder / entry.name
+        path = self._paths.get(shard_number, lambda: str(self.folder / entry.name))
         try:
             file = self._file(shard_number, entry)
             rows, problem = self._sample_rows(shard_number, entry, file)
@@ -229,7 +230,7 @@ class ShardIndex:
                 raise BadSample("corrupt shard", f"{path}, sample {sample_number} ({reason})")
             start, blocks, _ = (int(part) for part in rows[sample_number])
             if not blocks:
-                return self._find_by_headers(file, sample_number, str(path))
+                return self._find_by_headers(file, sample_number, path)
             samples, read, problem = _part(file, start * BLOCK, blocks * BLOCK, path)
         except OSError as error:
             reason = error.strerror or str(error)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from vlp.data.shards.tar import Member
 
 _BLOCK = 512
@@ -22,10 +24,11 @@ def plain_members(data: bytes) -> list[Member] | None:
     place = 0
     while place < len(data):
         header = data[place : place + _BLOCK]
-        if len(header) < _BLOCK or header[156] not in _REGULAR or any(header[345:500]):
+        if len(header) < _BLOCK or header[156] not in _REGULAR or header[345:500].strip(b"\0"):
             return None
-        if any(_octal(header[start:stop]) is None for start, stop in _UNUSED):
-            return None
+        for start, stop in _UNUSED:
+            if _octal(header[start:stop]) is None:
+                return None
         name = header[:100].partition(b"\0")[0]
         size, checksum = _octal(header[124:136]), _octal(header[148:156])
         if size is None or checksum is None or not name.isascii() or not name or name[-1:] == b"/":
@@ -42,6 +45,7 @@ def plain_members(data: bytes) -> list[Member] | None:
     return members if place == len(data) else None
 
 
+@lru_cache(maxsize=1024)  # nearly all of a shard's are alike
 def _octal(field: bytes) -> int | None:
     digits = field.rstrip(b"\0 ").lstrip(b" ") or b"0"
     return int(digits, 8) if _NUMBER.issuperset(digits) else None
