@@ -92,7 +92,13 @@ def test_runs_of_a_seed_differ_by_the_encoding_alone(file, tmp_path):
         assert torch.equal(value, tails["irpe"][name])
     figures, cost = fit(training(file, "irpe"), FROZEN, tokens)
     assert figures["changed"] < 1e-3
-    assert figures["parameters"] > 0
+    assert figures["parameters"] == 3 * 50 * 8 / 1e3
+    plain, _ = fit(training(file, "none"), FROZEN, tokens)
+    width, length = 16, 17
+    # Projections of attention, an MLP of twice the width, queries by keys and weights by values.
+    products = length * width * (4 * width + 2 * 2 * width) + 2 * length * length * width
+    assert plain["macs"] == pytest.approx((products + 2 * width) / 1e6)
+    assert figures["macs"] > plain["macs"]
     assert cost["steps"] == 2
     assert {"top1@8", "top1@16", "top1@24", "loss@24", "ms", "macs"} <= figures.keys()
     same = fit(training(file, "irpe"), FROZEN, tokens)[0]
