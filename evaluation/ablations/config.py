@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from evaluation.ablations.runs import Overrides
 from vlp.config import Config, ConfigError, LocalPath
@@ -87,7 +87,9 @@ class FrozenConfig(Config):
     """Protocol for a pretrained ViT: which blocks are trained, and what they are tested on."""
 
     blocks: int = Field(ge=1, description="the first so many stay as they are")
-    sizes: tuple[int, ...] = Field(min_length=1, description="of the test images, in pixels")
+    sizes: tuple[PositiveInt, ...] = Field(
+        min_length=1, description="of the test images, in pixels"
+    )
     encoding_rate: float = Field(
         1.0, gt=0, description="learning-rate multiplier of encodings, which start from nothing"
     )
