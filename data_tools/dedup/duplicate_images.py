@@ -11,7 +11,7 @@ import numpy as np
 
 from data_tools.dedup.image_columns import ImageColumns
 from data_tools.dedup.near_duplicates import (
-    Part,
+    HashPart,
     Places,
     Sorting,
     best_k,
@@ -82,14 +82,14 @@ def kept_with_dropped_keys(images: ImageColumns, dropped: Places) -> int:
 
 
 def _found(
-    images: ImageColumns, search: Callable[[Path, Part], Places], executor: Executor
+    images: ImageColumns, search: Callable[[Path, HashPart], Places], executor: Executor
 ) -> Places:
     """Return what a search of each part found, (2, links): dropped and kept images."""
     tasks = parts_of(len(images))
     return np.concatenate([*executor.map(partial(search, images.folder), tasks)], axis=1)
 
 
-def _same_bytes(folder: Path, part: Part) -> Places:
+def _same_bytes(folder: Path, part: HashPart) -> Places:
     """Keep the first of equal bytes for the others."""
     images = ImageColumns(folder)
     among = places_of_part(images["bytes"], part, images["usable"])
@@ -98,7 +98,7 @@ def _same_bytes(folder: Path, part: Part) -> Places:
     return np.stack((among, kept))[:, kept != among]
 
 
-def _same_hashes(folder: Path, part: Part) -> Places:
+def _same_hashes(folder: Path, part: HashPart) -> Places:
     """Keep the first of those with the same 64 bits and near 256 bits.
 
     One by one, not in pairs: thousands of copies of one image would make millions of pairs.

@@ -48,7 +48,7 @@ class NearPairs(NamedTuple):
     distance: NDArray[np.int64]
 
 
-class Part(NamedTuple):
+class HashPart(NamedTuple):
     """Part of hashes: which, of how many, a power of 2. Equal ones are in the same part."""
 
     number: int
@@ -63,17 +63,17 @@ class Sorting(NamedTuple):
 
     k: int
     number: int
-    part: Part
+    part: HashPart
 
 
-def parts_of(count: int) -> list[Part]:
+def parts_of(count: int) -> list[HashPart]:
     """Cut `count` hashes into parts of at most some 16 million."""
     parts = _parts(count)
-    return [Part(number, parts) for number in range(parts)]
+    return [HashPart(number, parts) for number in range(parts)]
 
 
 def places_of_part(
-    hashes: Hashes, part: Part, among: NDArray[np.bool_] | None = None, mask: np.uint64 = _ALL
+    hashes: Hashes, part: HashPart, among: NDArray[np.bool_] | None = None, mask: np.uint64 = _ALL
 ) -> Places:
     """Return the places of a part's hashes, ascending.
 

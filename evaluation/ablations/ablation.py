@@ -92,6 +92,12 @@ def run_ablation(
     backbones, variants = plan(config, source, only)
     if backbones:
         do_runs(backbones, config.jobs, None, say)
+    if config.frozen is not None:
+        from evaluation.ablations.frozen import train_frozen
+
+        chosen = [run for run in variants if _pair(run) in wanted]
+        train_frozen(chosen, config.frozen, config.limit, Path(config.output), say)
+        return results(config, source)
     do_runs([run for run in variants if _pair(run) in wanted], config.jobs, evaluate, say)
     if any(config.variants[name].minutes for name, _ in wanted):
         # Now that runs at equal steps have told how long a step takes.
@@ -166,6 +172,8 @@ def _run(
             words = ("finetune", config.fine_tuned.task, "--ranks", "1")
             return Run(f"{name}/{seed}", folder, plain(settings), "cli/main.py", words)
         settings["limit"] = config.limit
+        if config.frozen is not None:
+            settings["frozen"] = config.frozen.model_dump()
         return Run(f"{name}/{seed}", folder, plain(settings), "train_vision.py")
     corpus = Path(config.corpus.folder)
     overrides |= {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from evaluation.ablations.runs import Overrides
 from vlp.config import Config, ConfigError, LocalPath
@@ -83,6 +83,18 @@ class FineTunedConfig(Config):
         return self
 
 
+class FrozenConfig(Config):
+    """Protocol for a pretrained ViT: which blocks are trained, and what they are tested on."""
+
+    blocks: int = Field(ge=1, description="the first so many stay as they are")
+    sizes: tuple[PositiveInt, ...] = Field(
+        min_length=1, description="of the test images, in pixels"
+    )
+    encoding_rate: float = Field(
+        1.0, gt=0, description="learning-rate multiplier of encodings, which start from nothing"
+    )
+
+
 class StageConfig(Config):
     """Settings that all runs of a stage share."""
 
@@ -136,7 +148,7 @@ class AblationConfig(Config):
 
     With a `corpus`, cross-modal encoders are pretrained on generated scenes; with `measured`, on
     the data that their own configuration names; with `fine_tuned`, models are fine-tuned for a
-    task; with none of them, vision models are trained.
+    task; with none of them, vision models are trained, with `frozen` only their last blocks.
     """
 
     output: LocalPath = Field(description="folder of runs, figures and report")
@@ -150,6 +162,9 @@ class AblationConfig(Config):
     fine_tuned: FineTunedConfig | None = Field(
         None,
         description="the task that variants are fine-tuned for, and what they are evaluated on",
+    )
+    frozen: FrozenConfig | None = Field(
+        None, description="of a pretrained ViT only the last blocks are trained"
     )
     seeds: tuple[NonNegativeInt, ...] = Field(
         (0, 1, 2), min_length=2, description="of each variant's runs"
@@ -187,6 +202,8 @@ class AblationConfig(Config):
             raise ValueError("`corpus` has its own evaluation: leave out the others")
         if self.measured and self.fine_tuned:
             raise ValueError("`measured` is of pretraining and `fine_tuned` of a task: give one")
+        if self.frozen and (self.corpus or self.measured or self.fine_tuned):
+            raise ValueError("`frozen` is of vision models: leave out the other evaluation")
         named = [gate.variant for gate in self.gates] + [gate.reference for gate in self.gates]
         for table in self.tables:
             named += [table.reference, *(row.variant for row in table.rows)]

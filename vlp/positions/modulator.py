@@ -26,6 +26,7 @@ class Modulator(nn.Sequential):
     """
 
     dense_in: nn.Linear
+    dense_out: nn.Linear
 
     def __init__(
         self,

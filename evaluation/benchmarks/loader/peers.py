@@ -106,11 +106,11 @@ def litdata_batches(folder: Path, settings: Settings) -> Iterator[Any]:
 
     prepare = Prepare(settings)
 
-    class Samples(litdata.StreamingDataset):
+    class LitdataSamples(litdata.StreamingDataset):
         def __getitem__(self, index: Any) -> tuple[Tensor, Tensor, Tensor]:
             return prepare(super().__getitem__(index))
 
-    data = Samples(str(folder / "litdata"), shuffle=True, drop_last=True)
+    data = LitdataSamples(str(folder / "litdata"), shuffle=True, drop_last=True)
     return _endless(
         litdata.StreamingDataLoader(
             data,
@@ -129,11 +129,11 @@ def streaming_batches(folder: Path, settings: Settings) -> Iterator[Any]:
 
     prepare = Prepare(settings)
 
-    class Samples(streaming.StreamingDataset):
+    class StreamingSamples(streaming.StreamingDataset):
         def __getitem__(self, index: Any) -> tuple[Tensor, Tensor, Tensor]:
             return prepare(super().__getitem__(index))
 
-    data = Samples(local=str(folder / "mds"), shuffle=True, batch_size=settings.batch)
+    data = StreamingSamples(local=str(folder / "mds"), shuffle=True, batch_size=settings.batch)
     return _endless(
         DataLoader(
             data,

@@ -1,0 +1,343 @@
+"""Encodings in the last blocks of a pretrained ViT, whose first blocks are frozen.
+
+The frozen blocks are the same for all runs. So their outputs are computed once, in bfloat16, and
+stored in `OUTPUT/tokens.safetensors`; a run trains the last blocks, the norm, the head and the
+encoding from them. Every run of a seed begins with the same head and sees images in the same order.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from evaluation.ablations.config import FrozenConfig
+from evaluation.ablations.runs import LAUNCH, RESULT, Run, finished
+from evaluation.vision.chosen import evenly_spread
+from vlp.config import ConfigError, load_config
+from vlp.data.image.transforms import Preprocessing
+from vlp.data.stream.rng import make_rng
+from vlp.data.vision.labelled_images import LabelledImages, open_labelled, some_of
+from vlp.io import atomic_write, write_text
+from vlp.models.vision.backbone import create_backbone
+from vlp.models.vision.config import BackboneConfig
+from vlp.models.vision.encodings import create_encoding, on_tokens
+from vlp.positions import PositionEncoding
+from vlp.positions.carry_over import carry_over
+from vlp.positions.zero_start import zero_start
+from vlp.tasks.vision.classification import ClassificationConfig
+from vlp.training.optimiser import build_adamw, set_learning_rate
+from vlp.training.schedule import learning_rate
+from vlp.training.vision_config import VisionConfig
+
+TOKENS = "tokens.safetensors"
+BATCH = 50
+TRAINED = ("blocks.", "norm.", "fc_norm.", "head.", "positions.")
+"""Prefixes of the parameters that are trained."""
+
+
+class Tokens(NamedTuple):
+    """Outputs of the frozen blocks: (images, tokens, width) bfloat16 by part, labels by part.
+
+    Parts are `train` and the test images' sizes.
+    """
+
+    of: dict[str, Tensor]
+    labels: dict[str, Tensor]
+    classes: int
+
+
+class Tail(nn.Module):
+    """The trained blocks of a classifier.
+
+    Args:
+        task: model, with its encodings.
+        blocks: the first so many are left out.
+        classes: of the head.
+
+    Raises:
+        ConfigError: the model has no more blocks than that, or cannot be made.
+    """
+
+    def __init__(self, task: ClassificationConfig, blocks: int, classes: int) -> None:
+        super().__init__()
+        self.config = task.model
+        model: Any = create_backbone(task.model, num_classes=classes, img_size=task.data.image_size)
+        if len(model.blocks) <= blocks:
+            raise ConfigError(
+                f"frozen.blocks {blocks}: {task.model.name} has {len(model.blocks)}, of which "
+                "none is left to train"
+            )
+        model.blocks = model.blocks[blocks:]
+        zero_start(model)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith(TRAINED))
+        self.grid: tuple[int, int] = tuple(model.patch_embed.grid_size)
+        self.model: Any = model
+
+    def encodings(self) -> dict[str, PositionEncoding]:
+        """Return the encodings by their names in this module."""
+        return {n: each for n, each in self.named_modules() if isinstance(each, PositionEncoding)}
+
+    def features(self, tokens: Tensor) -> Tensor:
+        """Map outputs (B, T, width) of the frozen blocks to those of the last norm."""
+        x = tokens.float()
+        if hasattr(self.model, "places"):
+            context = self.model.places.write(*self.grid)
+            for encoding in self.model.positions:
+                x = encoding("tokens", x, context)
+        normed: Tensor = self.model.norm(self.model.blocks(x))
+        return normed
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits (B, classes)."""
+        logits: Tensor = self.model.forward_head(self.features(tokens))
+        return logits
+
+    def at(self, grid: tuple[int, int]) -> Tail:
+        """Return a copy for images of another grid, with the encodings' tables carried over.
+
+        Raises:
+            ValueError: an encoding is bound to its grid.
+        """
+        other = copy.deepcopy(self)
+        other.grid = grid
+        width, heads = self.model.embed_dim, self.model.blocks[0].attn.num_heads
+        for name, trained in self.encodings().items():
+            holder, _, number = name.rpartition(".")
+            token_side = holder == "model.positions"
+            fitting = [one for one in self.config.positions if on_tokens(one) == token_side]
+            position = fitting[int(number)]
+            own = create_encoding(position, width=width, heads=heads, grid=grid)
+            tables = {part: value.detach() for part, value in trained.named_parameters()}
+            carried = carry_over(position.name, own, trained, tables, grid, self.grid)
+            own.load_state_dict({**own.state_dict(), **carried})
+            cast(nn.ModuleList, other.get_submodule(holder))[int(number)] = own
+        return other
+
+
+def train_frozen(
+    runs: Sequence[Run],
+    frozen: FrozenConfig,
+    limit: int | None,
+    output: Path,
+    say: Callable[[str], object] = print,
+) -> None:
+    """Do the runs that are not done yet, one after another, and write their results.
+
+    Args:
+        runs: of `plan`.
+        frozen: the protocol.
+        limit: test images, spread evenly; None is all.
+        output: folder of the ablation, where the frozen blocks' outputs are kept.
+        say: gets a line for each run.
+
+    Raises:
+        ConfigError: a configuration is none of a ViT's classification, or cannot be used.
+    """
+    todo = [run for run in runs if finished(run) is None]
+    say(f"{len(runs)} runs, {len(runs) - len(todo)} of them done")
+    for number, run in enumerate(todo, 1):
+        config = _config(run)
+        stored = stored_tokens(output / TOKENS, config, frozen, limit)
+        started = time.monotonic()
+        figures, training = fit(config, frozen, stored)
+        seconds = time.monotonic() - started
+        result = {"settings": run.settings, "figures": figures, "training": training}
+        text = json.dumps({**result, "seconds": seconds}, indent=1)
+        write_text(run.folder / RESULT, text + "\n")
+        say(f"  {number}/{len(todo)} {run.name}: {seconds:.0f} s")
+
+
+def stored_tokens(
+    file: Path, config: VisionConfig, frozen: FrozenConfig, limit: int | None
+) -> Tokens:
+    """Read the outputs of the frozen blocks, or compute and store them where they are of others.
+
+    Raises:
+        ConfigError: model or images cannot be used.
+    """
+    task = config.task
+    assert isinstance(task, ClassificationConfig)
+    model = task.model.model_copy(update={"positions": ()})
+    data = task.data.model_dump(mode="json", exclude={"augment", "workers"})
+    settings = {"model": model.model_dump(mode="json"), "data": data, "limit": limit}
+    key = json.dumps({**settings, "blocks": frozen.blocks, "sizes": frozen.sizes}, sort_keys=True)
+    if not file.is_file() or _key(file) != key:
+        images = open_labelled(task.data.train, task.data.classes)
+        train = some_of(images, task.data.limit, task.data.train)
+        test = open_labelled(task.data.test, images.classes)
+        chosen = evenly_spread(len(test), limit)
+        precision = config.training.precision
+        first = task.data.image_size
+        found = dict(zip(("train", "train.labels"), _computed(
+            model, task, frozen.blocks, first, train, range(len(train)), precision
+        ), strict=True))  # fmt: skip
+        for size in frozen.sizes:
+            found[str(size)], found["test.labels"] = _computed(
+                model, task, frozen.blocks, size, test, chosen, precision
+            )
+        with atomic_write(file) as opened:
+            opened.write(save(found, {"key": key, "classes": str(len(images.classes))}))
+    with safe_open(file, "pt") as opened:
+        found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        classes = int(opened.metadata()["classes"])
+    labels = {part: found.pop(f"{part}.labels") for part in ("train", "test")}
+    return Tokens(found, labels, classes)
+
+
+def fit(
+    config: VisionConfig, frozen: FrozenConfig, stored: Tokens
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Train one run and test it at each size.
+
+    Returns:
+        Figures: `top1@SIZE` and `loss@SIZE` of the sizes that the encoding can serve; `changed`,
+        percent by which it changes the features before training; `parameters` of it, thousands;
+        `macs` of the trained part for one image, millions; `ms`, milliseconds of processor time of
+        a training image (median over steps). And `steps` and `seconds` of the training.
+
+    Raises:
+        ConfigError: the model cannot be made, or an encoding does not fit it.
+    """
+    task, training = config.task, config.training
+    assert isinstance(task, ClassificationConfig)
+    tail = _made(task, frozen, stored.classes, training.seed)
+    some = stored.of["train"][:BATCH]
+    plain = task.model_copy(update={"model": task.model.model_copy(update={"positions": ()})})
+    figures = {"changed": _changed(tail, _made(plain, frozen, stored.classes, 0), some)}
+    figures["macs"] = _macs(tail, some[:1])
+    encodings = tail.encodings()
+    own = [parameter for each in encodings.values() for parameter in each.parameters()]
+    figures["parameters"] = sum(parameter.numel() for parameter in own) / 1e3
+
+    adam = training.optimiser
+    rates = {name: frozen.encoding_rate for name, each in encodings.items() if [*each.parameters()]}
+    optimiser = build_adamw(
+        tail, adam.model_copy(update={"lr_multipliers": {**adam.lr_multipliers, **rates}})
+    )
+    batches = _batches(len(stored.labels["train"]), config)
+    half = training.precision == "bf16"
+    started, cost = time.monotonic(), []
+    tail.train()
+    for step, numbers in enumerate(batches):
+        busy = time.process_time()
+        rate = (adam.learning_rate, adam.final_learning_rate, adam.warmup_steps)
+        set_learning_rate(optimiser, learning_rate(step, len(batches), *rate))
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            logits = tail(stored.of["train"][numbers])
+        loss = functional.cross_entropy(
+            logits.float(), stored.labels["train"][numbers], label_smoothing=task.label_smoothing
+        )
+        optimiser.zero_grad()
+        loss.backward()
+        if adam.clip is not None:
+            nn.utils.clip_grad_norm_(tail.parameters(), adam.clip)
+        optimiser.step()
+        cost.append((time.process_time() - busy) / len(numbers))
+    seconds = time.monotonic() - started
+    figures["ms"] = 1e3 * float(torch.tensor(cost).median())
+    for size in frozen.sizes:
+        figures |= _tested(tail, size, stored, half)
+    return figures, {"steps": len(batches), "seconds": seconds}
+
+
+def _made(task: ClassificationConfig, frozen: FrozenConfig, classes: int, seed: int) -> Tail:
+    torch.manual_seed(seed)
+    return Tail(task, frozen.blocks, classes)
+
+
+def _batches(images: int, config: VisionConfig) -> list[Tensor]:
+    """Numbers of the images of each step; those left over at the end of an epoch are left out."""
+    training = config.training
+    if images < training.batch:
+        raise ConfigError(f"training.batch {training.batch} is more than the {images} images")
+    an_epoch = images // training.batch
+    steps = training.steps or an_epoch * (training.epochs or 1)
+    batches: list[Tensor] = []
+    for epoch in range(-(-steps // an_epoch)):
+        order = make_rng(training.seed, epoch, 0, "order").permutation(images)
+        whole = torch.from_numpy(order[: an_epoch * training.batch])
+        batches += whole.view(an_epoch, training.batch).unbind()
+    return batches[:steps]
+
+
+@torch.no_grad()
+def _changed(tail: Tail, plain: Tail, tokens: Tensor) -> float:
+    expected = plain.eval().features(tokens)
+    difference = tail.eval().features(tokens) - expected
+    return 100 * float(difference.norm() / expected.norm())
+
+
+@torch.no_grad()
+def _macs(tail: Tail, tokens: Tensor) -> float:
+    """Multiply-accumulates of matrix products, in millions."""
+    # The counter knows the products of attention only where PyTorch does them one by one.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        tail.eval()(tokens)
+    return counter.get_total_flops() / 2e6
+
+
+@torch.no_grad()
+def _tested(tail: Tail, size: int, stored: Tokens, half: bool) -> dict[str, float]:
+    """Accuracy in percent and cross-entropy in nats; nothing where the grid cannot be served."""
+    tokens, labels = stored.of[str(size)], stored.labels["test"]
+    side = size // int(tail.model.patch_embed.patch_size[0])
+    try:
+        fitting = tail.at((side, side)).eval()
+    except ValueError:
+        return {}
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        logits = torch.cat([fitting(some) for some in tokens.split(BATCH)]).float()
+    right = (logits.argmax(-1) == labels).float().mean()
+    loss = functional.cross_entropy(logits, labels)
+    return {f"top1@{size}": 100 * float(right), f"loss@{size}": float(loss)}
+
+
+@torch.no_grad()
+def _computed(
+    model: BackboneConfig,
+    task: ClassificationConfig,
+    blocks: int,
+    size: int,
+    images: LabelledImages,
+    numbers: Sequence[int],
+    precision: str,
+) -> tuple[Tensor, Tensor]:
+    """Outputs (images, tokens, width) of the first blocks, and labels (images,)."""
+    frozen: Any = create_backbone(model, num_classes=len(images.classes), img_size=size).eval()
+    frozen.blocks, frozen.norm = frozen.blocks[:blocks], nn.Identity()
+    preprocess = Preprocessing(size, task.data.mean, task.data.std)
+    tokens, labels = [], []
+    for start in range(0, len(numbers), BATCH):
+        read = [images.read(number) for number in numbers[start : start + BATCH]]
+        pixels = torch.stack([preprocess(one.image) for one in read])
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            tokens.append(frozen.forward_features(pixels).bfloat16())
+        labels += [one.label for one in read]
+    return torch.cat(tokens), torch.tensor(labels)
+
+
+def _config(run: Run) -> VisionConfig:
+    changes = [f"{key}={json.dumps(value)}" for key, value in run.settings["overrides"].items()]
+    changes.append(f"output={json.dumps(str(run.folder))}")
+    config = load_config(LAUNCH.parent / run.settings["config"], VisionConfig, changes)
+    if not isinstance(config.task, ClassificationConfig):
+        raise ConfigError(f"frozen: task.kind is {config.task.kind}, and only classification fits")
+    return config
+
+
+def _key(file: Path) -> str:
+    with safe_open(file, "pt") as opened:
+        return str((opened.metadata() or {}).get("key"))
