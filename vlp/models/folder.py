@@ -39,8 +39,11 @@ from vlp.models.vlp import VLPModel
 from vlp.positions import list_positions
 from vlp.positions.registry import plugins_of
 
-# What one model may have and another may lack: encodings and token projections.
-_OPTIONAL = r"(text|image)_tokens\.|cross_encoder\.(layers\.\d+\.(cross_)?attention\.)?positions\."
+# What one model may have and another may lack: encodings, projections of tokens and folds.
+_OPTIONAL = (
+    r"(text|image)_(tokens|folds)\.|token_score\.|"
+    r"cross_encoder\.(layers\.\d+\.(cross_)?attention\.)?positions\."
+)
 
 WEIGHTS, HEADS = "model.safetensors", "heads.safetensors"
 _TOWER = "image_encoder.vit."

@@ -40,6 +40,7 @@ class ImageTextMatching(Objective):
             batch.uniform,
             settings.group,
             settings.negatives,
+            step.model.folds_of(batch.image_ids),
         )
         rows = torch.arange(len(batch.valid), device=batch.valid.device)
         own = rows.repeat_interleave(settings.negatives)
