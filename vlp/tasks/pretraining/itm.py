@@ -47,9 +47,8 @@ class ImageTextMatching(Objective):
         rows = torch.arange(len(batch.valid), device=batch.valid.device)
         rows = rows.unflatten(0, (groups, size))[:, : settings.rows].flatten()
         if settings.rows is not None:
-            negatives = Negatives(
-                *(part.unflatten(0, (-1, count))[rows].flatten() for part in negatives)
-            )
+            of_rows = (part.unflatten(0, (-1, count))[rows].flatten() for part in negatives)
+            negatives = Negatives(*of_rows)
         own, places = rows.repeat_interleave(count), torch.arange(len(rows), device=rows.device)
         pairs = PairIndices(
             texts=torch.cat([rows, negatives.text_for_image, own]),
