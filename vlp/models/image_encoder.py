@@ -36,8 +36,8 @@ class ImageEncoder(TrainableTower):
 
     Raises:
         ConfigError: `image.architecture` names no tower of timm, or one of other patches;
-            `image.positions` an encoding that does not fit; or `image.trainable` more blocks than
-            there are.
+            `image.positions` an encoding that does not fit; `image.trainable` or
+            `image.pooled_layers` more blocks than there are.
         ValueError: images of another size than the configured one (from timm).
     """
 
@@ -53,6 +53,10 @@ class ImageEncoder(TrainableTower):
             embed.register_forward_hook(self._edited)
         for position in config.positions:
             _attach(self.vit, position)
+        if config.pooled_layers > (blocks := len(getattr(self.vit, "blocks", ()))):
+            raise ConfigError(
+                f"image.pooled_layers {config.pooled_layers}: {config.architecture} has {blocks} blocks"
+            )
         pooled = config.pooled_layers * pooled_width(config.pooling, config.width)
         self.projection = nn.Linear(pooled, embed_dim)
         width: int = self.vit.num_features  # type: ignore[assignment]

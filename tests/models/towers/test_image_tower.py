@@ -120,6 +120,11 @@ def test_pooled_layers_survive_the_pooling_of_patches():
         assert model.encode_image(stored).tokens.shape[1] == 4
 
 
+def test_no_more_layers_are_pooled_than_there_are():
+    with pytest.raises(ConfigError, match=r"pooled_layers 3: vit_tiny_patch16_224 has 2 blocks"):
+        VLPModel(sizes("vit_tiny_patch16_224", 16, pooled_layers=3))
+
+
 def test_our_own_vit_has_no_pooled_layers():
     with pytest.raises(ValueError, match="pooled_layers are of a tower; name it in architecture"):
         ImageConfig(pooled_layers=2)
