@@ -53,9 +53,11 @@ class ImageEncoder(TrainableTower):
             embed.register_forward_hook(self._edited)
         for position in config.positions:
             _attach(self.vit, position)
-        if config.pooled_layers > (blocks := len(getattr(self.vit, "blocks", ()))):
+        blocks = len(getattr(self.vit, "blocks", ()))
+        if config.pooled_layers > max(1, blocks):
             raise ConfigError(
-                f"image.pooled_layers {config.pooled_layers}: {config.architecture} has {blocks} blocks"
+                f"image.pooled_layers {config.pooled_layers}: {config.architecture} has {blocks} "
+                "blocks"
             )
         pooled = config.pooled_layers * pooled_width(config.pooling, config.width)
         self.projection = nn.Linear(pooled, embed_dim)
