@@ -50,6 +50,17 @@ def retrieval(
         Path | None,
         Option(metavar="FOLDER", help="stored features of the shards' images, by the same tower"),
     ] = None,
+    bank: Annotated[
+        list[Path] | None,
+        Option(
+            metavar="SHARDS",
+            help="shards of other pairs, such as those of training: images and captions that are "
+            "near to everything lose by it (query-bank normalisation)",
+        ),
+    ] = None,
+    bank_temperature: Annotated[
+        float, Option(metavar="T", help="with --bank: the lower, the more the nearest count")
+    ] = 0.1,
     **measured: Any,
 ) -> Any:
     """Image-text retrieval: recall in both directions.
@@ -65,6 +76,8 @@ def retrieval(
         rerank=rerank,
         rerank_by=rerank_by or "sum",
         features=features,
+        bank=bank or (),
+        bank_temperature=bank_temperature,
         **measured,
     )
 

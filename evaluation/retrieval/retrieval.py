@@ -20,7 +20,7 @@ from evaluation.core.results import Figure, Table, write_report
 from evaluation.core.samples import EvaluationError, kinds_in_words
 from evaluation.core.work_sharding import Ranks
 from evaluation.retrieval.retrieval_rows import KeyedSamples, query_rows
-from evaluation.retrieval.two_stages import DIRECTIONS, Direction, ranks_of_right
+from evaluation.retrieval.two_stages import BANK_TEMPERATURE, DIRECTIONS, Direction, ranks_of_right
 from vlp.config import Precision
 from vlp.data.features.store import StoredFeatures
 from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
@@ -40,7 +40,8 @@ class RetrievalResult:
     figures: by (stage, direction, "R@1" | "R@5" | "R@10" | "mean"), and the mean over both
     directions by (stage, "both", "mean"). predictions: one row a query: its direction, the key of
     the image's first sample and `image`, for a caption its number among the image's and its
-    text, and the rank of the first right answer by stage, from 1.
+    text, and the rank of the first right answer by stage, from 1. bank: shards whose queries
+    normalised the similarities.
     """
 
     images: int
@@ -50,6 +51,7 @@ class RetrievalResult:
     figures: dict[tuple[str, str, str], Figure]
     skipped: dict[str, int] = field(default_factory=dict)
     predictions: list[dict[str, Any]] = field(default_factory=list)
+    bank: tuple[str, ...] = ()
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -81,6 +83,8 @@ class RetrievalResult:
             cells = ["", "", "", self.mean(stage).percent()]
             rows.append([f"both, {labels[stage]}", *cells])
         notes = ["Percent; in brackets 95 % bootstrap intervals over images."]
+        if self.bank:
+            notes.append(f"Similarities are normalised by the queries of {', '.join(self.bank)}.")
         if self.skipped:
             kinds = kinds_in_words(self.skipped)
             notes.append(f"Skipped samples: {kinds}.")
@@ -95,6 +99,7 @@ class RetrievalResult:
             "images": self.images,
             "texts": self.texts,
             "rerank": self.rerank,
+            "bank": list(self.bank),
             "skipped": self.skipped,
             "figures": [
                 {"stage": stage, "direction": direction, "name": name, **figure._asdict()}
@@ -125,6 +130,8 @@ def evaluate_retrieval(
     resamples: int = 1000,
     progress: bool = False,
     features: str | Path | None = None,
+    bank: Sequence[str | Path] = (),
+    bank_temperature: float = BANK_TEMPERATURE,
 ) -> RetrievalResult:
     """Recall of a model on all pairs of some shards; the same for any number of ranks.
 
@@ -152,15 +159,21 @@ def evaluate_retrieval(
         resamples: bootstrap draws over images.
         progress: bars on the first rank.
         features: folder with stored features of the shards' images by the model's frozen tower
-            (`vlp data features`); no image is decoded then.
+            (`vlp data features`); no image is decoded then. With a bank also of its images.
+        bank: shard folders of other pairs, such as those of training, by whose queries similarities
+            are normalised (`evaluation.retrieval.query_bank`).
+        bank_temperature: of that.
 
     Raises:
-        EvaluationError: there is nothing to evaluate, or rerank is negative.
+        EvaluationError: there is nothing to evaluate, rerank is negative, or bank_temperature not
+            positive.
         ConfigError: a shard folder cannot be read, or the features are of another tower or other
             shards.
     """
     if rerank < 0:
         raise EvaluationError(f"rerank {rerank}: the number of candidates cannot be negative")
+    if bank_temperature <= 0:
+        raise EvaluationError(f"bank_temperature {bank_temperature}: it must be above 0")
     ranks = Ranks.current()
     if temperature is None:
         temperature = loaded.model.temperature().item()
@@ -179,6 +192,14 @@ def evaluate_retrieval(
         )
         with tqdm(total=len(ranks.share(len(samples))), desc="encode", disable=quiet) as bar:
             collection = encoder.collect(ranks, bar.update)
+        queries = None
+        if bank:
+            pairs = KeyedSamples(bank, None, stored, loaded.preprocess)
+            read = Encoder(
+                loaded, pairs, batch=batch, device=torch_device, precision=precision, memory=0
+            )
+            with tqdm(total=len(ranks.share(len(pairs))), desc="bank", disable=quiet) as bar:
+                queries = read.collect(ranks, bar.update)
         images = samples.images(ranks)
         all_ranks = ranks_of_right(
             encoder,
@@ -188,12 +209,15 @@ def evaluate_retrieval(
             match_batch,
             ranks,
             quiet,
+            queries,
+            bank_temperature,
         )
     return RetrievalResult(
         images=len(collection.image),
         texts=len(collection.text),
         rerank=rerank,
         shards=tuple(str(folder) for folder in shards),
+        bank=tuple(str(folder) for folder in bank),
         figures=_figures(all_ranks, collection, resamples),
         skipped=collection.skipped,
         predictions=[

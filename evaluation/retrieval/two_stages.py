@@ -13,10 +13,12 @@ from tqdm import tqdm
 from evaluation.core.encoder import Collection
 from evaluation.core.work_sharding import Ranks
 from evaluation.retrieval.pair_scoring import Encoded, PairScorer
+from evaluation.retrieval.query_bank import normalised_sides
 from evaluation.retrieval.rerank import look_up, match_pairs, nearest_pairs, reranked_ranks
 from evaluation.retrieval.search import Search, search
 
 Direction = Literal["text_to_image", "image_to_text"]
+BANK_TEMPERATURE = 0.1
 DIRECTIONS: tuple[Direction, ...] = ("text_to_image", "image_to_text")
 
 
@@ -28,6 +30,8 @@ def ranks_of_right(
     match_batch: int = 64,
     ranks: Ranks | None = None,
     quiet: bool = True,
+    bank: Collection | None = None,
+    bank_temperature: float = BANK_TEMPERATURE,
 ) -> dict[tuple[str, str], NDArray[np.int64]]:
     """Rank of each query's best right candidate, by (stage, direction).
 
@@ -39,6 +43,8 @@ def ranks_of_right(
         match_batch: most pairs of one cross-modal call.
         ranks: who shares the work.
         quiet: no bar.
+        bank: other pairs, by whose queries similarities are normalised.
+        bank_temperature: of that.
     """
     ranks = ranks or Ranks.current()
     positives: dict[Direction, NDArray[np.int64]] = {
@@ -49,6 +55,12 @@ def ranks_of_right(
         "text_to_image": (collection.text, collection.image),
         "image_to_text": (collection.image, collection.text),
     }
+    if bank is not None:
+        queries: dict[Direction, Tensor] = {"text_to_image": bank.text, "image_to_text": bank.image}
+        sides = {
+            direction: normalised_sides(*pair, queries[direction], bank_temperature)
+            for direction, pair in sides.items()
+        }
     found: dict[Direction, Search] = {
         direction: search(*sides[direction], positives[direction], rerank, ranks=ranks)
         for direction in DIRECTIONS

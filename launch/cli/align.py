@@ -22,9 +22,9 @@ from vlp import distributed
 from vlp.config import ConfigError, load_config
 from vlp.data.limits import put_in_force
 from vlp.data.shards.bad_samples import DataError
+from vlp.layers.fold_projections import fold_of
 from vlp.layers.pooling import pool_states
 from vlp.models.config import ModelConfig
-from vlp.models.fold_projections import fold_of
 from vlp.models.pretrained.local_copy import CONFIG
 from vlp.models.vlp import VLPModel
 from vlp.objectives.contrastive.canonical import Affine, PairMoments, canonical_projections

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.profiler import record_function
 
+from vlp.layers.fold_projections import FoldProjections, fold_of
 from vlp.layers.pooling import pool_states, pooled_width
 from vlp.layers.scale import Temperature
 from vlp.layers.text_embedding import BERT_DEVIATION
 from vlp.models.config import ModelConfig
 from vlp.models.cross_encoder import CrossEncoder, PairIndices
 from vlp.models.features import CrossFeatures, ImageFeatures, TextFeatures
-from vlp.models.fold_projections import FoldProjections, fold_of
 from vlp.models.image_encoder import ImageEncoder, PatchEdit
 from vlp.models.itm.token_score import TokenScore
 from vlp.models.text_encoder import TextEncoder
