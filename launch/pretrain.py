@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from vlp import distributed
-from vlp.config import ConfigError
 from vlp.training.best_checkpoint import BestCheckpoint
 from vlp.training.command import training_command
 from vlp.training.config import PretrainConfig
@@ -51,20 +50,6 @@ def build(config: PretrainConfig) -> tuple[Any, Any]:
     return task, data
 
 
-def build_to_train(config: PretrainConfig) -> tuple[Any, Any]:
-    """The pretraining task and its data, of a configuration that can be trained.
-
-    Raises:
-        ConfigError: projections that were fitted by folds would be trained.
-    """
-    if config.model.folds and (config.objectives.contrastive or config.objectives.teacher):
-        raise ConfigError(
-            "model.folds holds projections that are not trained; leave them out with "
-            "model.folds=0, or set objectives.contrastive=null and objectives.teacher=null"
-        )
-    return build(config)
-
-
 def select(config: PretrainConfig, task: Any, data: Any) -> BestCheckpoint | None:
     """What validates the run; None where it has no validation data."""
     if config.validation is None:
@@ -76,7 +61,7 @@ def select(config: PretrainConfig, task: Any, data: Any) -> BestCheckpoint | Non
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run one rank; returns the exit code."""
-    return training_command(__doc__, PretrainConfig, build_to_train, arguments, select)
+    return training_command(__doc__, PretrainConfig, build, arguments, select)
 
 
 if __name__ == "__main__":

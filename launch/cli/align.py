@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from launch.pretrain import build
@@ -22,9 +22,7 @@ from vlp import distributed
 from vlp.config import ConfigError, load_config
 from vlp.data.limits import put_in_force
 from vlp.data.shards.bad_samples import DataError
-from vlp.layers.fold_projections import fold_of
 from vlp.layers.pooling import pool_states
-from vlp.models.config import ModelConfig
 from vlp.models.pretrained.local_copy import CONFIG
 from vlp.models.vlp import VLPModel
 from vlp.objectives.contrastive.canonical import Affine, PairMoments, canonical_projections
@@ -60,10 +58,7 @@ def align(
     device = distributed.default_device()
     model.to(device)
     image, text = model.image_encoder, model.text_encoder
-    sizes = image.projection.in_features, text.projection.in_features
-    # Moments of each fold's pairs; those of all others are their sum.
-    folds = config.model.folds
-    parts = [PairMoments(*sizes) for _ in range(max(folds, 1))]
+    moments = PairMoments(image.projection.in_features, text.projection.in_features)
     total = data.batches_left(0, epochs)
     stream = data.batches(stop_after=total)
     for batch, _ in tqdm(stream, total=total, unit="batch", leave=False, disable=None):
@@ -75,51 +70,31 @@ def align(
             image.pool(patches.float()),
             pool_states(words.float(), config.model.text.pooling, there.attention_mask),
         )
-        fold = fold_of(there.image_ids, len(parts))
-        for number, part in enumerate(parts):
-            chosen = there.valid & (fold == number)
-            part.add(*(side[chosen] for side in pooled))
-    moments = PairMoments.total(parts)
-    solved, tokens = _solve(moments, config.model, shrinkage)
+        moments.add(*(side[there.valid] for side in pooled))
+    try:
+        solved = canonical_projections(moments, config.model.embed_dim, shrinkage)
+    except ValueError as error:
+        raise ConfigError(f"data.sources: {error}") from error
+    mean = moments.mean_and_covariance()[0].split([moments.x_channels, text.projection.in_features])
+    tokens = (model.image_tokens, model.text_tokens) if config.model.token_projection else ()
     for layer, found in zip((image.projection, text.projection), solved):
         layer.weight.copy_(found.weight)
         layer.bias.copy_(found.bias)
-    if config.model.token_projection:
-        model.image_tokens.weight.copy_(tokens[0])
-        model.text_tokens.weight.copy_(tokens[1])
-    for number in range(folds):
-        others = PairMoments.total(part for part in parts if part is not parts[number])
-        solved, tokens = _solve(others, config.model, shrinkage)
-        for side, found, token in zip((model.image_folds, model.text_folds), solved, tokens):
-            side.weight[number], side.bias[number] = found.weight, found.bias
-            side.token_weight[number] = token
+    for layer, found, centre in zip(tokens, solved, mean):
+        _project_tokens(layer, found, centre)
     task.save_model(out, task.state_dict())
     return moments.count, model
 
 
-def _solve(
-    moments: PairMoments, config: ModelConfig, shrinkage: float
-) -> tuple[tuple[Affine, Affine], tuple[Tensor, Tensor]]:
-    """Return the projections of pooled states, and those of tokens (D, width), of both sides."""
-    try:
-        solved = canonical_projections(moments, config.embed_dim, shrinkage)
-    except ValueError as error:
-        raise ConfigError(f"data.sources: {error}") from error
-    sides = [moments.x_channels, moments.y_channels]
-    image, text = moments.mean_and_covariance()[0].split(sides)
-    width = config.text.width
-    return solved, (_of_tokens(solved[0], image, width), _of_tokens(solved[1], text, width))
-
-
-def _of_tokens(found: Affine, centre: Tensor, width: int) -> Tensor:
-    """Return a bias-free projection of tokens (D, width) that follows that of the pooled states.
+def _project_tokens(layer: nn.Linear, found: Affine, centre: Tensor) -> None:
+    """Start a bias-free projection of tokens (D, width) from that of the pooled states.
 
     Of [CLS] and mean side by side the mean's half is taken: the mean's projection is the mean of
     the tokens' projections. What all tokens share is projected to zero, as a bias would do.
     """
-    weight, centre = found.weight[:, -width:], centre[-width:]
+    weight, centre = found.weight[:, -layer.in_features :], centre[-layer.in_features :]
     shared = centre / centre.norm().clamp(min=torch.finfo(centre.dtype).tiny)
-    return weight - torch.outer(weight @ shared, shared)
+    layer.weight.copy_(weight - torch.outer(weight @ shared, shared))
 
 
 def run_align(path: Path, out: Path, epochs: int, shrinkage: float, overrides: list[str]) -> int:

@@ -70,18 +70,6 @@ def test_several_negatives_are_those_of_several_draws(count, seed):
         assert result.has_text[k::count].tolist() == [has for *_, has in expected]
 
 
-def test_negatives_are_of_the_same_fold():
-    random = torch.Generator().manual_seed(2)
-    ids, folds = torch.arange(16), torch.arange(16) % 3
-    one = (torch.randn(16, 16, generator=random), ids, torch.ones(16) > 0)
-    uniform = torch.rand(16, 2, generator=random, dtype=torch.float64)
-    result = hard_negatives(*one, uniform, 16, 2, folds)
-    assert torch.equal(folds[result.text_for_image], folds.repeat_interleave(2))
-    assert torch.equal(folds[result.image_for_text], folds.repeat_interleave(2))
-    alone = hard_negatives(*one, uniform, 16, 1, ids)
-    assert not alone.has_text.any()
-
-
 def test_sampling_follows_the_softmax():
     uniform = torch.linspace(0, 1, 4001, dtype=torch.float64)[:-1]
     logits = torch.tensor([[0.0, 1.0, 2.0]] * 3)

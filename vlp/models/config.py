@@ -254,12 +254,6 @@ class ModelConfig(Config):
         description="share of the channels of an image's contrastive feature that is set to 0 in "
         "training; it keeps frozen towers' projections from overfitting few images",
     )
-    folds: int = Field(
-        0,
-        ge=0,
-        description="cross-fitting: parts of the training images, each with projections that "
-        "`vlp align` fits on the others; pretraining draws ITM's negatives by them; 0: none",
-    )
     token_projection: bool = Field(
         True, description="separate bias-free 256-d projections of tokens; they also feed S (Eq. 3)"
     )
@@ -278,8 +272,6 @@ class ModelConfig(Config):
                     f"{name}.pooling cls+mean needs token_projection: its projection reads two "
                     "states, a token is one"
                 )
-        if self.folds == 1 or (self.folds and not self.token_projection):
-            raise ValueError("folds must be 2 or more, or 0, and need token_projection")
         if self.text.width != self.image.width:
             raise ValueError(
                 "the cross-modal encoder needs text.width equal to image.width, not "

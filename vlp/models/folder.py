@@ -39,10 +39,10 @@ from vlp.models.vlp import VLPModel
 from vlp.positions import list_positions
 from vlp.positions.registry import plugins_of
 
-# What one model may have and another may lack: encodings, projections of tokens and folds.
+# What one model may have and another may lack: encodings, token projections, the token score.
 _OPTIONAL = (
-    r"(text|image)_(tokens|folds)\.|token_score\.|"
-    r"cross_encoder\.(layers\.\d+\.(cross_)?attention\.)?positions\."
+    r"(text|image)_tokens\.|token_score\."
+    r"|cross_encoder\.(layers\.\d+\.(cross_)?attention\.)?positions\."
 )
 
 WEIGHTS, HEADS = "model.safetensors", "heads.safetensors"

@@ -53,9 +53,6 @@ class VLPModel(nn.Module):
         if config.token_projection:
             self.text_tokens = nn.Linear(width, config.embed_dim, bias=False)
             self.image_tokens = nn.Linear(width, config.embed_dim, bias=False)
-        if config.folds:
-            self.text_folds = _folds(config, self.text_encoder.projection)
-            self.image_folds = _folds(config, self.image_encoder.projection)
         self.feature_dropout = nn.Dropout(config.feature_dropout)
         self.match_head = nn.Linear(pooled_width(config.cross.pooling, width), 2)
         if config.cross.token_score:
@@ -75,26 +72,17 @@ class VLPModel(nn.Module):
         fixed = config.cross.anchor.threshold
         self.register_buffer("anchor_threshold", torch.tensor(fixed or 0.0))
 
-    def encode_image(
-        self, pixels: Tensor, edit_patches: PatchEdit | None = None, folds: Tensor | None = None
-    ) -> ImageFeatures:
+    def encode_image(self, pixels: Tensor, edit_patches: PatchEdit | None = None) -> ImageFeatures:
         """Encode images.
 
         Args:
             pixels: (B, 3, height, width), normalised as the model folder's preprocessing does, or
                 the tower's stored output, as `ImageEncoder` takes it.
             edit_patches: as `ImageEncoder` takes it.
-            folds: (B,) int64, to be projected by the cross-fitted projections of these folds.
         """
         encoder = self.image_encoder
         found = encoder(pixels, edit_patches)
         states = encoder.on_grid(found)
-        if folds is not None:
-            return ImageFeatures(
-                states=states,
-                feature=_unit(self.image_folds.feature(encoder.pool(found), folds)),
-                tokens=_unit(self.image_folds.tokens(states[:, 1:], folds)),
-            )
         return ImageFeatures(
             states=states,
             feature=_unit(self.feature_dropout(encoder.project(found))),
@@ -102,11 +90,7 @@ class VLPModel(nn.Module):
         )
 
     def encode_text(
-        self,
-        text_ids: Tensor,
-        attention_mask: Tensor,
-        word_mask: Tensor,
-        folds: Tensor | None = None,
+        self, text_ids: Tensor, attention_mask: Tensor, word_mask: Tensor
     ) -> TextFeatures:
         """Encode texts.
 
@@ -114,27 +98,15 @@ class VLPModel(nn.Module):
             text_ids: (B, N) int64, [CLS] first.
             attention_mask: (B, N) bool, True = not padding.
             word_mask: (B, N) bool, True = a real word piece (no [CLS], [SEP], padding).
-            folds: as of `encode_image`.
         """
         states = self.text_encoder(text_ids, attention_mask)
-        if folds is None:
-            feature = self.project_text(states, attention_mask)
-            tokens = self._token_projection("text")(states)
-        else:
-            pooled = pool_states(states, self.config.text.pooling, attention_mask)
-            feature = self.text_folds.feature(pooled, folds)
-            tokens = self.text_folds.tokens(states, folds)
         return TextFeatures(
             states=states,
-            feature=_unit(feature),
-            tokens=_unit(tokens),
+            feature=_unit(self.project_text(states, attention_mask)),
+            tokens=_unit(self._token_projection("text")(states)),
             attention_mask=attention_mask,
             word_mask=word_mask,
         )
-
-    def folds_of(self, image_ids: Tensor) -> Tensor | None:
-        """Return the folds of images (B,) by which training encodes pairs, if the model has any."""
-        return fold_of(image_ids, self.config.folds) if self.config.folds else None
 
     def project_text(self, states: Tensor, attention_mask: Tensor) -> Tensor:
         """Pool and project a text's states (B, N, width), mask (B, N) -> (B, d), of any length."""
@@ -263,11 +235,6 @@ class VLPModel(nn.Module):
         shared = [self.text_encoder.projection, self.image_encoder.projection]
         own = [self.text_tokens, self.image_tokens] if self.config.token_projection else []
         return shared + own
-
-
-def _folds(config: ModelConfig, projection: nn.Linear) -> FoldProjections:
-    width, embed_dim = config.text.width, config.embed_dim
-    return FoldProjections(config.folds, projection.in_features, width, embed_dim)
 
 
 def pairs_of(images: int, texts: int, device: torch.device | None = None) -> PairIndices | None:

@@ -66,11 +66,6 @@ class ITMConfig(Config):
     negatives: int = Field(
         1, ge=1, description="wrong texts of each image, and wrong images of each text"
     )
-    rows: int | None = Field(
-        None,
-        ge=1,
-        description="rows of each group that are matched, with negatives from all of it; null: all",
-    )
     group: int = Field(
         64,
         ge=2,

@@ -37,7 +37,6 @@ def hard_negatives(
     uniform: Tensor,
     group: int,
     count: int = 1,
-    folds: Tensor | None = None,
 ) -> Negatives:
     """Sample negatives in proportion to softmax(similarity) within groups of consecutive rows.
 
@@ -47,8 +46,7 @@ def hard_negatives(
     are a systematic sample, at (u + k) / K of the CDF: a candidate comes as often as its
     probability says, so a likely one may come twice. Only the blocks on the diagonal are read. A
     negative never shows the same image and is never an empty slot; a row without candidates has
-    none (ALBEF crashes there). Rows of other `folds` (B,) are no candidates: they are projected
-    otherwise. Source: ALBEF, section 3.2.
+    none (ALBEF crashes there). Source: ALBEF, section 3.2.
 
     Raises:
         ValueError: the batch is larger than `group` and not a multiple of it.
@@ -61,9 +59,6 @@ def hard_negatives(
     blocks = blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1).double()
     ids, real = image_ids.unflatten(0, (number, size)), valid.unflatten(0, (number, size))
     allowed = (ids[:, :, None] != ids[:, None, :]) & real[:, :, None] & real[:, None, :]
-    if folds is not None:
-        fold = folds.unflatten(0, (number, size))
-        allowed = allowed & (fold[:, :, None] == fold[:, None, :])
 
     steps = torch.arange(count, device=own.device)
     own = own.repeat_interleave(count)

@@ -9,10 +9,8 @@ from launch_lab import Lab
 import vlp
 from launch.cli.align import align
 from launch.cli.main import main
-from launch.pretrain import build, build_to_train
+from launch.pretrain import build
 from vlp.config import ConfigError, load_config
-from vlp.layers.pooling import pool_states
-from vlp.objectives.contrastive.canonical import PairMoments, canonical_projections
 from vlp.training.config import PretrainConfig
 
 POOLED = ("model.image.pooling=cls+mean", "model.text.pooling=cls+mean")
@@ -73,60 +71,3 @@ def test_shrinkage_must_be_above_zero(lab, tmp_path, shrinkage):
     with pytest.raises(ConfigError, match="must be above 0"):
         align(settings(lab), tmp_path / "model", shrinkage=shrinkage)
     assert not (tmp_path / "model").exists()
-
-
-def test_projections_of_a_fold_are_those_fitted_without_its_images(lab, tmp_path):
-    config = settings(lab, "model.folds=3")
-    _, model = align(config, tmp_path / "model")
-    _, data = build(config)
-    with torch.no_grad():
-        pooled = [
-            (
-                batch.image_ids,
-                model.image_encoder.pool(model.image_encoder(batch.pixels)),
-                pool_states(
-                    model.text_encoder(batch.text_ids, batch.attention_mask),
-                    "cls+mean",
-                    batch.attention_mask,
-                ),
-                batch.valid,
-            )
-            for batch in (
-                each[0].to("cpu") for each in data.batches(stop_after=data.batches_left(0, 1))
-            )
-        ]
-    ids, images, texts, valid = (torch.cat(column) for column in zip(*pooled, strict=True))
-    folds = ids % 3
-    assert {0, 1, 2} == set(folds.tolist())
-    for fold in range(3):
-        others = valid & (folds != fold)
-        moments = PairMoments(images.shape[1], texts.shape[1])
-        moments.add(images[others], texts[others])
-        for side, found in zip(
-            (model.image_folds, model.text_folds),
-            canonical_projections(moments, config.model.embed_dim),
-            strict=True,
-        ):
-            # Directions of equal correlation may turn; what cosines are made of may not.
-            gram = found.weight.T @ torch.cat([found.weight, found.bias[:, None]], 1)
-            own = side.weight[fold].double()
-            own = own.T @ torch.cat([own, side.bias[fold].double()[:, None]], 1)
-            assert (own - gram).abs().max() < 0.01 * gram.abs().max()
-    # Pretraining encodes by them, and starts from the folder with them.
-    started, _ = build(
-        settings(
-            lab, "model.folds=3", f"init_from={tmp_path / 'model'}", "objectives.contrastive=null",
-            "objectives.teacher=null",
-        )
-    )  # fmt: skip
-    assert torch.equal(started.model.text_folds.weight, model.text_folds.weight)
-    rows = torch.arange(4)
-    picked = model.image_folds.feature(images[:4], folds[:4])
-    for row in rows.tolist():
-        weight, bias = (getattr(model.image_folds, name)[folds[row]] for name in ("weight", "bias"))
-        torch.testing.assert_close(picked[row], images[row] @ weight.T + bias)
-
-
-def test_folds_are_refused_beside_objectives_that_would_train_projections(lab, tmp_path):
-    with pytest.raises(ConfigError, match=r"model.folds=0, or set objectives.contrastive=null"):
-        build_to_train(settings(lab, "model.folds=2"))

@@ -7,7 +7,6 @@ Vinod's canonical ridge (1976) and directions weighted by their correlations, as
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -30,7 +29,7 @@ class PairMoments:
     """
 
     def __init__(self, x_channels: int, y_channels: int) -> None:
-        self.x_channels, self.y_channels, self.count = x_channels, y_channels, 0
+        self.x_channels, self.count = x_channels, 0
         channels = x_channels + y_channels
         self._sum = torch.zeros(channels, dtype=torch.float64)
         self._products = torch.zeros(channels, channels, dtype=torch.float64)
@@ -41,17 +40,6 @@ class PairMoments:
         self.count += len(both)
         self._sum += both.sum(0)
         self._products.addmm_(both.T, both)
-
-    @classmethod
-    def total(cls, parts: Iterable[PairMoments]) -> PairMoments:
-        """Return the moments of all pairs of one or several parts of equal channels."""
-        first, *others = parts
-        found = cls(first.x_channels, first.y_channels)
-        for part in (first, *others):
-            found.count += part.count
-            found._sum += part._sum
-            found._products += part._products
-        return found
 
     def mean_and_covariance(self) -> tuple[Tensor, Tensor]:
         """Return the mean (C,) and the covariance (C, C) of both sides side by side.

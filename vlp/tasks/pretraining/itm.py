@@ -8,8 +8,7 @@ import torch
 
 from vlp.models.cross_encoder import PairIndices
 from vlp.objectives.config import ITMConfig
-from vlp.objectives.contrastive.sample_groups import sample_groups
-from vlp.objectives.itm import Negatives, hard_negatives, itm_loss, listwise_itm_loss
+from vlp.objectives.itm import hard_negatives, itm_loss, listwise_itm_loss
 from vlp.positions.anchor_field import AnchorField
 from vlp.tasks.pretraining.contrastive import pair_temperature
 from vlp.tasks.pretraining.objective import Objective, Step, Term
@@ -20,7 +19,7 @@ class ImageTextMatching(Objective):
 
     Inputs: both encoders' outputs on the unmasked batch; `uniform` draws the negatives. Loss:
     `itm`, of pairs or of lists. Logs `itm_accuracy`. Leaves the anchor paths of the matching pairs
-    in `step.anchors`, where all rows are matched.
+    in `step.anchors`.
     """
 
     on_clean_pairs: ClassVar[bool] = True
@@ -41,15 +40,9 @@ class ImageTextMatching(Objective):
             batch.uniform,
             settings.group,
             settings.negatives,
-            step.model.folds_of(batch.image_ids),
         )
-        count, (groups, size) = settings.negatives, sample_groups(len(batch.valid), settings.group)
         rows = torch.arange(len(batch.valid), device=batch.valid.device)
-        rows = rows.unflatten(0, (groups, size))[:, : settings.rows].flatten()
-        if settings.rows is not None:
-            of_rows = (part.unflatten(0, (-1, count))[rows].flatten() for part in negatives)
-            negatives = Negatives(*of_rows)
-        own, places = rows.repeat_interleave(count), torch.arange(len(rows), device=rows.device)
+        own = rows.repeat_interleave(settings.negatives)
         pairs = PairIndices(
             texts=torch.cat([rows, negatives.text_for_image, own]),
             images=torch.cat([rows, own, negatives.image_for_text]),
@@ -57,10 +50,10 @@ class ImageTextMatching(Objective):
         crossed = step.model.cross(image, text, pairs, need_image=False)
         logits = step.model.match_logits(crossed)
         labels = torch.cat([torch.ones_like(rows), torch.zeros_like(own), torch.zeros_like(own)])
-        counted = torch.cat([batch.valid[rows], negatives.has_text, negatives.has_image])
+        counted = torch.cat([batch.valid, negatives.has_text, negatives.has_image])
         right = (logits.detach().argmax(-1) == labels) & counted
         step.statistics["itm_accuracy"] = right.sum() / counted.sum().clamp(min=1)
-        if crossed.anchors is not None and settings.rows is None:
+        if crossed.anchors is not None:
             step.anchors = AnchorField(*(part[: len(rows)].detach() for part in crossed.anchors))
         if settings.form == "pairs":
             return {"itm": Term(itm_loss(logits, labels, counted), settings.weight)}
@@ -69,8 +62,8 @@ class ImageTextMatching(Objective):
         has = torch.cat([negatives.has_text, negatives.has_image])
         loss = listwise_itm_loss(
             logits[:, 1] - logits[:, 0],
-            places.repeat(2),
-            lists.unflatten(0, (-1, count)),
-            has[::count] & batch.valid[rows].repeat(2),
+            rows.repeat(2),
+            lists.unflatten(0, (-1, settings.negatives)),
+            has[:: settings.negatives] & batch.valid.repeat(2),
         )
         return {"itm": Term(loss, settings.weight)}

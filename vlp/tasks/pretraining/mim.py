@@ -41,8 +41,7 @@ class MaskedImageModelling(Objective):
         if self.settings.output == "image":
             states = model.image_encoder.on_grid(model.image_encoder(batch.pixels, mask))
         else:
-            masked = model.encode_image(batch.pixels, mask, model.folds_of(batch.image_ids))
-            crossed = model.cross(masked, step.text)
+            crossed = model.cross(model.encode_image(batch.pixels, mask), step.text)
             assert crossed.image is not None
             states = crossed.image
         loss = mim_loss(self.head(states[:, 1:]), batch.pixels, batch.mim_mask, batch.valid)

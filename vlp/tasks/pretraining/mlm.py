@@ -59,8 +59,7 @@ class MaskedLanguageModelling(Objective):
         On a GPU, which would have to be asked for their number, R is a number of slots.
         """
         batch = step.batch
-        folds = model.folds_of(batch.image_ids)
-        masked = model.encode_text(batch.mlm_ids, batch.attention_mask, batch.word_mask, folds)
+        masked = model.encode_text(batch.mlm_ids, batch.attention_mask, batch.word_mask)
         states = model.cross(image, masked, need_image=False).text
         labels, slots = batch.mlm_labels, None
         if on_gpu(labels):

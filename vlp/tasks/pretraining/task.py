@@ -114,9 +114,7 @@ class Pretraining(PlainTask):
     def _features(self, batch: Batch) -> tuple[ImageFeatures, TextFeatures]:
         def encode(part: Batch) -> tuple[ImageFeatures, TextFeatures]:
             text = part.text_ids, part.attention_mask, part.word_mask
-            folds = self.model.folds_of(part.image_ids)
-            image = self.model.encode_image(part.pixels, folds=folds)
-            return image, self.model.encode_text(*text, folds)
+            return self.model.encode_image(part.pixels), self.model.encode_text(*text)
 
         if self.grad_cache is None:
             return encode(batch)
