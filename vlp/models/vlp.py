@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.profiler import record_function
 
-from vlp.layers.fold_projections import FoldProjections, fold_of
 from vlp.layers.pooling import pool_states, pooled_width
 from vlp.layers.scale import Temperature
 from vlp.layers.text_embedding import BERT_DEVIATION
