@@ -14,7 +14,8 @@ The list has one key a line and, in a comment above each, the sample that is kep
 take it as `--take-down`. Hashes of finished shards are kept beside it in LIST.hashes, so that an
 interrupted run goes on and the next one is quick; delete them when done. While the command runs, 62
 bytes an image lie there in columns, which tasks share; its memory is some 9 bytes an image, of
-which it maps most, where one in fifty is a duplicate.
+which it maps most, where one in fifty is a duplicate. A killed run leaves them in
+LIST.hashes/columns-*: delete these.
 """
 
 from __future__ import annotations

@@ -172,14 +172,15 @@ def stored_tokens(
     assert isinstance(task, ClassificationConfig)
     model = task.model.model_copy(update={"positions": ()})
     data = task.data.model_dump(mode="json", exclude={"augment", "workers"})
-    settings = {"model": model.model_dump(mode="json"), "data": data, "limit": limit}
+    precision = config.training.precision
+    settings = {"data": data, "limit": limit, "precision": precision}
+    settings |= {"model": model.model_dump(mode="json")}
     key = json.dumps({**settings, "blocks": frozen.blocks, "sizes": frozen.sizes}, sort_keys=True)
     if not file.is_file() or _key(file) != key:
         images = open_labelled(task.data.train, task.data.classes)
         train = some_of(images, task.data.limit, task.data.train)
         test = open_labelled(task.data.test, images.classes)
         chosen = evenly_spread(len(test), limit)
-        precision = config.training.precision
         first = task.data.image_size
         found = dict(zip(("train", "train.labels"), _computed(
             model, task, frozen.blocks, first, train, range(len(train)), precision

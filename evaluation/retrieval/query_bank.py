@@ -14,8 +14,8 @@ from torch import Tensor
 
 from evaluation.retrieval.search import similarity
 
-QUERIES = 4096
-"""Of the bank at a time."""
+CANDIDATES, QUERIES = 1024, 8192
+"""Of both sides at a time."""
 
 
 def log_mass(candidate: Tensor, bank: Tensor, temperature: float) -> Tensor:
@@ -29,12 +29,15 @@ def log_mass(candidate: Tensor, bank: Tensor, temperature: float) -> Tensor:
     Returns:
         (candidates,) float32, in units of the similarity.
     """
-    parts = [
-        (similarity(candidate, queries).double() / temperature).logsumexp(1)
-        for queries in bank.split(QUERIES)
-    ]
-    mass = torch.stack(parts).logsumexp(0) - torch.tensor(float(len(bank))).log()
-    return (temperature * mass).float()
+    count = torch.tensor(float(len(bank))).log()
+    masses = []
+    for some in candidate.split(CANDIDATES):
+        parts = [
+            (similarity(some, queries).double() / temperature).logsumexp(1)
+            for queries in bank.split(QUERIES)
+        ]
+        masses.append(temperature * (torch.stack(parts).logsumexp(0) - count))
+    return torch.cat(masses).float()
 
 
 def normalised_sides(

@@ -41,7 +41,7 @@ class RetrievalResult:
     directions by (stage, "both", "mean"). predictions: one row a query: its direction, the key of
     the image's first sample and `image`, for a caption its number among the image's and its
     text, and the rank of the first right answer by stage, from 1. bank: shards whose queries
-    normalised the similarities.
+    normalised the similarities, at bank_temperature; bank_skipped: samples left out of it.
     """
 
     images: int
@@ -52,6 +52,8 @@ class RetrievalResult:
     skipped: dict[str, int] = field(default_factory=dict)
     predictions: list[dict[str, Any]] = field(default_factory=list)
     bank: tuple[str, ...] = ()
+    bank_temperature: float = BANK_TEMPERATURE
+    bank_skipped: dict[str, int] = field(default_factory=dict)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -84,7 +86,11 @@ class RetrievalResult:
             rows.append([f"both, {labels[stage]}", *cells])
         notes = ["Percent; in brackets 95 % bootstrap intervals over images."]
         if self.bank:
-            notes.append(f"Similarities are normalised by the queries of {', '.join(self.bank)}.")
+            left_out = kinds_in_words(self.bank_skipped) if self.bank_skipped else "none"
+            notes.append(
+                f"Similarities are normalised by the queries of {', '.join(self.bank)} at "
+                f"temperature {self.bank_temperature:g}; skipped there: {left_out}."
+            )
         if self.skipped:
             kinds = kinds_in_words(self.skipped)
             notes.append(f"Skipped samples: {kinds}.")
@@ -100,6 +106,8 @@ class RetrievalResult:
             "texts": self.texts,
             "rerank": self.rerank,
             "bank": list(self.bank),
+            "bank_temperature": self.bank_temperature if self.bank else None,
+            "bank_skipped": self.bank_skipped,
             "skipped": self.skipped,
             "figures": [
                 {"stage": stage, "direction": direction, "name": name, **figure._asdict()}
@@ -218,6 +226,8 @@ def evaluate_retrieval(
         rerank=rerank,
         shards=tuple(str(folder) for folder in shards),
         bank=tuple(str(folder) for folder in bank),
+        bank_temperature=bank_temperature,
+        bank_skipped={} if queries is None else queries.skipped,
         figures=_figures(all_ranks, collection, resamples),
         skipped=collection.skipped,
         predictions=[

@@ -268,6 +268,26 @@ def test_a_damaged_configuration_is_named(saved):
         start_from(other_cross(folder), folder)
 
 
+def changed(part, **changes):
+    return VLPModel(
+        ModelConfig.model_validate(TINY_MODEL | {part: TINY_MODEL[part] | changes})
+    ).eval()
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls+mean"])
+def test_a_match_head_of_other_states_keeps_its_own_start(saved, pooling):
+    model = changed("cross", pooling=pooling)
+    own = model.match_head.weight.clone()
+    report = start_from(model, saved[0])
+    assert torch.equal(model.match_head.weight, own)
+    assert "match_head" in " ".join(report.missing)
+
+
+def test_projections_of_other_states_are_refused(saved):
+    with pytest.raises(ValueError, match=r"was trained with image\.pooling cls, not mean"):
+        start_from(changed("image", pooling="mean"), saved[0])
+
+
 def test_a_start_that_does_not_fit_is_an_error(saved):
     folder, _ = saved
     with pytest.raises(ValueError, match="missing"):

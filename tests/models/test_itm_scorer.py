@@ -87,6 +87,21 @@ def test_scores_of_pooled_words_are_those_of_the_model(layout, pooling, layers):
     torch.testing.assert_close(shared, plain, rtol=1e-6, atol=1e-6)
 
 
+def test_a_token_score_needs_projected_tokens():
+    with pytest.raises(ValueError, match="token_score reads projected tokens"):
+        strong("text", ("anchor",), token_score=5, features="encoder")
+
+
+def test_weights_in_bf16_are_prepared():
+    model = strong("ace", ("anchor",), dtype=torch.float32)
+    expected = ITMScorer(model).shifts
+    for part in model.modules():
+        if isinstance(part, torch.nn.Linear):
+            part.weight.data = part.weight.data.bfloat16()
+    for shift, right in zip(ITMScorer(model).shifts, expected, strict=True):
+        torch.testing.assert_close(shift.query, right.query, rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize("position", [(), ("anchor",)])
 def test_token_scores_are_those_of_the_model(position):
     model = strong("ace", position, token_score=5)

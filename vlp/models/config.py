@@ -272,6 +272,11 @@ class ModelConfig(Config):
                     f"{name}.pooling cls+mean needs token_projection: its projection reads two "
                     "states, a token is one"
                 )
+        if self.image.pooled_layers > 1 and not self.token_projection:
+            raise ValueError(
+                "image.pooled_layers needs token_projection: its projection reads several states, "
+                "a token is one"
+            )
         if self.text.width != self.image.width:
             raise ValueError(
                 "the cross-modal encoder needs text.width equal to image.width, not "

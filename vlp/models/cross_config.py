@@ -119,6 +119,8 @@ class CrossConfig(Config):
 
     @model_validator(mode="after")
     def _possible(self) -> CrossConfig:
+        if self.token_score and self.anchor.features == "encoder":
+            raise ValueError("token_score reads projected tokens: set anchor.features=projected")
         if len(set(self.position)) < len(self.position):
             raise ValueError(f"position names an encoding twice: {', '.join(self.position)}")
         for name in ("anchor", "alignment"):

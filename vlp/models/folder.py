@@ -209,16 +209,17 @@ def read_model(folder: Path, config: ModelConfig | None = None) -> VLPModel:
 def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
     """Start a model from a folder's weights; their configurations may differ in position encodings.
 
-    Encodings and token projections that the folder lacks keep their own start (zero for ACE-RPE, so
-    that the model computes at first what the folder's does); those it has and the model has not are
-    left out. Where images have another size, the image encoder's positions are resampled, and
-    tables of the cross-modal encoder carried over (`vlp.positions.carry_over`).
+    Encodings, token projections and a token score that the folder lacks keep their own start (zero
+    for ACE-RPE, so that the model computes at first what the folder's does); those it has and the
+    model has not are left out. So is a match head that reads other states. Where images have
+    another size, the image encoder's positions are resampled, and tables of the cross-modal encoder
+    carried over (`vlp.positions.carry_over`).
 
     Raises:
         FileNotFoundError: neither a folder nor a hub name, or a file is missing in it.
         ConfigError: `config.json` is no configuration of this version's model.
-        ValueError: anything else is missing, left over, or of another shape; an encoding is bound
-            to the grid it was trained on.
+        ValueError: anything else is missing, left over, or of another shape; projections of pooled
+            states were trained on others; an encoding is bound to the grid it was trained on.
     """
     folder = local_folder(folder_or_name)
     for file in (CONFIG, WEIGHTS):
@@ -229,7 +230,11 @@ def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
         found, resized, unused = carry_encodings(model, trained, state)
     except ValueError as error:
         raise ValueError(f"{folder_or_name}: {error}") from error
-    here = model.state_dict()
+    _require_equal_pooling(model.config, trained, str(folder_or_name))
+    here, own_start = model.state_dict(), _OPTIONAL
+    if trained.cross.pooling != model.config.cross.pooling:
+        own_start = rf"match_head\.|{_OPTIONAL}"
+        found = {name: found[name] for name in found if not name.startswith("match_head.")}
     # By this model's names; those of `unused` are the folder's.
     extra = [name for name in found if name not in here and re.match(_OPTIONAL, name)]
     found = {name: tensor for name, tensor in found.items() if name not in extra}
@@ -247,9 +252,26 @@ def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
             found[positions], model.config.image.tower_grid, str(folder_or_name)
         )
         resized = [positions, *resized]
-    report = copy_weights(model, found, str(folder_or_name), [*unused, *extra], (_OPTIONAL,))
+    report = copy_weights(model, found, str(folder_or_name), [*unused, *extra], (own_start,))
     matched = [name for name in report.matched if name not in resized]
     return report._replace(matched=matched, resized=resized)
+
+
+def _require_equal_pooling(config: ModelConfig, trained: ModelConfig, name: str) -> None:
+    """Require that projections read the states they were trained on; shapes may agree otherwise.
+
+    Raises:
+        ValueError: they do not; the key is named.
+    """
+    for key, here, there in (
+        ("image.pooling", config.image.pooling, trained.image.pooling),
+        ("image.pooled_layers", config.image.pooled_layers, trained.image.pooled_layers),
+        ("text.pooling", config.text.pooling, trained.text.pooling),
+    ):
+        if here != there:
+            raise ValueError(
+                f"{name} was trained with {key} {there}, not {here}: set {key}={there}"
+            )
 
 
 def load_start(

@@ -129,7 +129,7 @@ class ImageEncoder(TrainableTower):
             indices=self.config.pooled_layers,
             norm=True,
             output_fmt="NLC",
-            return_prefix_tokens=True,
+            return_prefix_tokens=bool(vit.num_prefix_tokens),
             intermediates_only=True,
         )
         tokens = []

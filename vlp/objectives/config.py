@@ -61,7 +61,8 @@ class ITMConfig(Config):
     form: Literal["pairs", "lists"] = Field(
         "pairs",
         description="pairs: each pair matches or not, as in ALBEF; lists: which of a matching pair "
-        "and its negatives matches, as re-ranking asks",
+        "and its negatives matches, as re-ranking asks; then only differences of log-odds among "
+        "the candidates of a query mean anything",
     )
     negatives: int = Field(
         1, ge=1, description="wrong texts of each image, and wrong images of each text"

@@ -98,7 +98,7 @@ def itm_loss(logits: Tensor, labels: Tensor, weight: Tensor) -> Loss:
 
 
 @region
-def listwise_itm_loss(log_odds: Tensor, matched: Tensor, wrong: Tensor, weight: Tensor) -> Loss:
+def listwise_itm_loss(matched: Tensor, wrong: Tensor, weight: Tensor) -> Loss:
     """Compute the cross-entropy of each matching pair among its K negatives.
 
     Negatives are drawn in proportion to exp(similarity / temperature), which is the correction of
@@ -107,12 +107,11 @@ def listwise_itm_loss(log_odds: Tensor, matched: Tensor, wrong: Tensor, weight: 
     this sum.
 
     Args:
-        log_odds: (B + P,) of the pairs, the B matching ones first.
-        matched: (R,) int64, the matching pair of each list.
-        wrong: (R, K) int64, its negatives.
+        matched: (R,) log-odds of the matching pairs.
+        wrong: (R, K) log-odds of their negatives.
         weight: (R,) bool; lists that are False count nowhere.
     """
-    (log_odds,) = full_precision(log_odds)
-    lists = torch.cat([log_odds[matched][:, None], log_odds[wrong]], dim=1)
-    rows = lists.logsumexp(1) - lists[:, 0]
+    matched, wrong = full_precision(matched, wrong)
+    lists = torch.cat([matched[:, None], wrong], dim=1)
+    rows = lists.logsumexp(1) - matched
     return Loss(torch.where(weight, rows, 0).sum(), weight.sum())

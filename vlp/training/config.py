@@ -294,8 +294,8 @@ class PretrainConfig(DeepSpeedRunConfig):
     )
     init_from: str | None = Field(
         None,
-        description="model folder or hub name whose weights the run starts from; encodings and "
-        "token projections that it lacks keep their own start",
+        description="model folder or hub name whose weights the run starts from; encodings, token "
+        "projections and a token score that it lacks keep their own start",
         json_schema_extra={"resume": "path"},
     )
     model: ModelConfig = Field(ModelConfig(), description="sizes of the encoders, and ACE-RPE")

@@ -29,6 +29,7 @@ def unit(*shape):
 @pytest.mark.parametrize("at_a_time", [2, 100])
 def test_log_mass_equals_the_loop(temperature, at_a_time, monkeypatch):
     monkeypatch.setattr(query_bank, "QUERIES", at_a_time)
+    monkeypatch.setattr(query_bank, "CANDIDATES", at_a_time + 1)
     candidates, bank = unit(4, 8), unit(7, 8).flip(0)
     for candidate, mass in zip(candidates, log_mass(candidates, bank, temperature), strict=True):
         terms = [math.exp(float(candidate @ query) / temperature) for query in bank]

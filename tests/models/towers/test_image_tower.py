@@ -107,6 +107,20 @@ def test_pooled_layers_are_timms_blocks_before_the_last(name, patch, pooling, tm
     torch.testing.assert_close(averaged[:, 1:17], turned, rtol=1e-5, atol=1e-5)
 
 
+def test_towers_of_eva_without_prefix_tokens_pool_layers():
+    options = {"architecture_options": TINY | {"class_token": False, "global_pool": "avg"}}
+    config = sizes("eva02_tiny_patch14_224", 14, pooled_layers=2, pooling="mean", **options)
+    with torch.no_grad():
+        states = VLPModel(config).eval().image_encoder(torch.randn(2, 3, 56, 56))
+    assert states.shape == (2, 1 + 16 + 1, 32)
+
+
+def test_pooled_layers_need_a_projection_of_tokens():
+    config = sizes("vit_tiny_patch16_224", 16, pooled_layers=2).model_dump()
+    with pytest.raises(ValueError, match="pooled_layers needs token_projection"):
+        ModelConfig.model_validate(config | {"token_projection": False})
+
+
 def test_pooled_layers_survive_the_pooling_of_patches():
     config = sizes("vit_small_patch14_reg4_dinov2", 14, pool=2, pooled_layers=2, pooling="cls+mean")
     model = VLPModel(config).eval()

@@ -37,7 +37,9 @@ def path_shift(attention: Attention, groups: int) -> PathShift | None:
     for encoding in attention.positions:
         if not isinstance(encoding, PositionEncoding) or "inputs" not in encoding.hooks:
             continue
+        # Tables stay float32 where layers keep their weights in bf16.
         weight = attention.query.weight
+        weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
         unit = torch.eye(groups, dtype=weight.dtype, device=weight.device)[None]
         zeros = weight.new_zeros(1, groups, weight.shape[1])
         none = weight.new_zeros(0)
@@ -46,7 +48,7 @@ def path_shift(attention: Attention, groups: int) -> PathShift | None:
         inputs = [table[0] for table in encoding("inputs", zeros, zeros, zeros, context)]
         projections = attention.query, attention.key, attention.value
         moved = [
-            by_head(attention, functional.linear(table, projection.weight)[None])[0]
+            by_head(attention, functional.linear(table, projection.weight.to(table))[None])[0]
             for table, projection in zip(inputs, projections)
         ]
         return PathShift(*inputs, *moved)

@@ -51,19 +51,17 @@ class ImageTextMatching(Objective):
         logits = step.model.match_logits(crossed)
         labels = torch.cat([torch.ones_like(rows), torch.zeros_like(own), torch.zeros_like(own)])
         counted = torch.cat([batch.valid, negatives.has_text, negatives.has_image])
-        right = (logits.detach().argmax(-1) == labels) & counted
-        step.statistics["itm_accuracy"] = right.sum() / counted.sum().clamp(min=1)
         if crossed.anchors is not None:
             step.anchors = AnchorField(*(part[: len(rows)].detach() for part in crossed.anchors))
         if settings.form == "pairs":
+            right = (logits.detach().argmax(-1) == labels) & counted
+            step.statistics["itm_accuracy"] = right.sum() / counted.sum().clamp(min=1)
             return {"itm": Term(itm_loss(logits, labels, counted), settings.weight)}
         # Two lists a row: its image with wrong texts, its text with wrong images.
-        lists = torch.arange(2 * len(own), device=rows.device) + len(rows)
-        has = torch.cat([negatives.has_text, negatives.has_image])
-        loss = listwise_itm_loss(
-            logits[:, 1] - logits[:, 0],
-            rows.repeat(2),
-            lists.unflatten(0, (-1, settings.negatives)),
-            has[:: settings.negatives] & batch.valid.repeat(2),
-        )
-        return {"itm": Term(loss, settings.weight)}
+        odds = (logits[:, 1] - logits[:, 0]).split([len(rows), 2 * len(own)])
+        matched, wrong = odds[0].repeat(2), odds[1].unflatten(0, (-1, settings.negatives))
+        has = torch.cat([negatives.has_text, negatives.has_image])[:: settings.negatives]
+        has = has & batch.valid.repeat(2)
+        won = (matched > wrong.amax(1)).detach() & has
+        step.statistics["itm_accuracy"] = won.sum() / has.sum().clamp(min=1)
+        return {"itm": Term(listwise_itm_loss(matched, wrong, has), settings.weight)}

@@ -1,8 +1,8 @@
 """Weights that compute in bf16, and the float32 masters that an optimiser moves.
 
 Autocast casts a float32 weight to bf16 at each step, and its gradient back. A weight kept in bf16
-is multiplied as it is, so a forward pass has the same bits. Its update is often smaller than what
-bf16 can add, so AdamW moves a float32 copy, which alone is saved.
+is multiplied as it is, so products under autocast have the same bits. Its update is often smaller
+than what bf16 can add, so AdamW moves a float32 copy, which alone is saved.
 """
 
 from __future__ import annotations
