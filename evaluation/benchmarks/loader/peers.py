@@ -78,6 +78,20 @@ def _endless(loader: Any) -> Iterator[Any]:
         yield from loader
 
 
+def _batches(loader: Any, data: Any, settings: Settings) -> Iterator[Any]:
+    """Batches of a DataLoader class, without end."""
+    return _endless(
+        loader(
+            data,
+            batch_size=settings.batch,
+            num_workers=settings.workers,
+            prefetch_factor=4,
+            drop_last=True,
+            persistent_workers=True,
+        )
+    )
+
+
 def webdataset_batches(settings: Settings) -> Iterator[Any]:
     """Batches of webdataset, which shuffles the shards and 1,000 samples."""
     import webdataset
@@ -111,16 +125,7 @@ def litdata_batches(folder: Path, settings: Settings) -> Iterator[Any]:
             return prepare(super().__getitem__(index))
 
     data = LitdataSamples(str(folder / "litdata"), shuffle=True, drop_last=True)
-    return _endless(
-        litdata.StreamingDataLoader(
-            data,
-            batch_size=settings.batch,
-            num_workers=settings.workers,
-            prefetch_factor=4,
-            drop_last=True,
-            persistent_workers=True,
-        )
-    )
+    return _batches(litdata.StreamingDataLoader, data, settings)
 
 
 def streaming_batches(folder: Path, settings: Settings) -> Iterator[Any]:
@@ -134,16 +139,7 @@ def streaming_batches(folder: Path, settings: Settings) -> Iterator[Any]:
             return prepare(super().__getitem__(index))
 
     data = StreamingSamples(local=str(folder / "mds"), shuffle=True, batch_size=settings.batch)
-    return _endless(
-        DataLoader(
-            data,
-            batch_size=settings.batch,
-            num_workers=settings.workers,
-            prefetch_factor=4,
-            drop_last=True,
-            persistent_workers=True,
-        )
-    )
+    return _batches(DataLoader, data, settings)
 
 
 def samples_of(shards: Path) -> Iterator[dict[str, Any]]:

@@ -49,11 +49,12 @@ class ImageTextMatching(Objective):
         )
         crossed = step.model.cross(image, text, pairs, need_image=False)
         logits = step.model.match_logits(crossed)
-        labels = torch.cat([torch.ones_like(rows), torch.zeros_like(own), torch.zeros_like(own)])
-        counted = torch.cat([batch.valid, negatives.has_text, negatives.has_image])
         if crossed.anchors is not None:
             step.anchors = AnchorField(*(part[: len(rows)].detach() for part in crossed.anchors))
         if settings.form == "pairs":
+            wrong_labels = torch.zeros_like(own)
+            labels = torch.cat([torch.ones_like(rows), wrong_labels, wrong_labels])
+            counted = torch.cat([batch.valid, negatives.has_text, negatives.has_image])
             right = (logits.detach().argmax(-1) == labels) & counted
             step.statistics["itm_accuracy"] = right.sum() / counted.sum().clamp(min=1)
             return {"itm": Term(itm_loss(logits, labels, counted), settings.weight)}
