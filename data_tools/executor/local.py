@@ -51,7 +51,8 @@ class LocalExecutor(Executor):
         with _pool(len(first), "spawn" if self._fresh else "fork") as pool:
 
             def submit(job: Job) -> Future[Result]:
-                return pool.submit(work, job)
+                with _ctrl_c_waits():  # the first one starts processes and a thread
+                    return pool.submit(work, job)
 
             yield from in_flight(submit, rest, len(first), ordered, (BrokenProcessPool,))
 
@@ -74,6 +75,22 @@ def _pool(processes: int, method: Literal["fork", "spawn"]) -> Iterator[ProcessP
         pool.shutdown(wait=True, cancel_futures=True)
         reading.close()
         writing.close()
+
+
+@contextmanager
+def _ctrl_c_waits() -> Iterator[None]:
+    """Let a Ctrl-C come at the end: a pool that is half started cannot be shut down."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python handles signals in the main thread alone
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _begin(parent: int, reading: Connection, inherited: Connection | None) -> None:

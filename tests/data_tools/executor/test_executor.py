@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import operator
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -120,6 +122,25 @@ def runs(process: str) -> bool:
     except FileNotFoundError:
         return False
     return state != "Z"
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_ctrl_c_while_the_pool_starts_is_a_ctrl_c(
+    monkeypatch: pytest.MonkeyPatch, fresh: bool
+) -> None:
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        if type(thread).__name__ == "_ExecutorManagerThread":
+            signal.raise_signal(signal.SIGINT)
+        start(thread)
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(LocalExecutor(2, fresh=fresh).map(double, range(10)))
+    assert signal.getsignal(signal.SIGINT) is before
+    assert multiprocessing.active_children() == []
 
 
 def test_wrong_executors_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
