@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from statistics import mean
+from typing import Any, Literal
 
 from evaluation.ablations.config import FineTunedConfig, MeasuredConfig
+from vlp.io import parse_json
 
 
 def evaluate_vision(model: Path, threads: int, limit: int | None) -> dict[str, float]:
@@ -55,7 +58,10 @@ def evaluate_cross_modal(model: Path, threads: int, corpus: Path) -> dict[str, f
 
 
 def evaluate_images(model: Path, threads: int, measured: MeasuredConfig) -> dict[str, float]:
-    """Evaluate recall of the dual encoder and re-ranked, and foils by kind; in percent."""
+    """Evaluate recall of the dual encoder and re-ranked, and foils by kind; in percent.
+
+    Losses at the training's end are beside them, as `last_losses` has them.
+    """
     import torch
 
     import vlp
@@ -73,7 +79,31 @@ def evaluate_images(model: Path, threads: int, measured: MeasuredConfig) -> dict
         foils = evaluate_foils(loaded, measured.shards, limit=measured.foils, resamples=1)
         for name, figure in foils.figures.items():
             figures[f"foils/{name.replace(', ', '/')}"] = 100 * figure.value
-    return figures
+    return figures | last_losses(training_log(model.parent))
+
+
+def training_log(folder: Path) -> list[dict[str, Any]]:
+    """Lines of a run's log that tell of a step; none where there is no log."""
+    file = folder / "log.jsonl"
+    if not file.is_file():
+        return []
+    rows = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(parse_json(line))
+        except ValueError:  # the last line of a run that was killed
+            continue
+    return [row for row in rows if isinstance(row, dict) and "step" in row]
+
+
+def last_losses(log: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Mean of each loss over the last fifth of a training's steps, as `training/NAME`."""
+    means: dict[str, float] = {}
+    last = [row for row in log if row["step"] > 0.8 * log[-1]["step"]]
+    for name in last[-1] if last else ():
+        if name.startswith("loss/"):
+            means[f"training/{name.removeprefix('loss/')}"] = mean(row[name] for row in last)
+    return means
 
 
 def evaluate_fine_tuned(model: Path, threads: int, fine_tuned: FineTunedConfig) -> dict[str, float]:

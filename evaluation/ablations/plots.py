@@ -11,7 +11,7 @@ import numpy as np
 from scipy import stats
 
 from evaluation.ablations.config import TableConfig
-from vlp.io import parse_json
+from evaluation.ablations.measures import training_log
 
 Values = Sequence[Mapping[str, Mapping[int, float] | None]]
 """Figures of each row: by column, by seed; None where a column is not the row's."""
@@ -69,7 +69,7 @@ def draw_curves(file: Path, runs: Mapping[str, Sequence[Path]]) -> bool:
     """
     from matplotlib.figure import Figure
 
-    logs = {name: [_log(folder) for folder in folders] for name, folders in runs.items()}
+    logs = {name: [training_log(folder) for folder in folders] for name, folders in runs.items()}
     name = next(
         (
             key
@@ -103,19 +103,6 @@ def draw_curves(file: Path, runs: Mapping[str, Sequence[Path]]) -> bool:
     axes.legend(fontsize="small")
     drawing.savefig(file, dpi=120)
     return True
-
-
-def _log(folder: Path) -> list[dict[str, Any]]:
-    file = folder / "log.jsonl"
-    if not file.is_file():
-        return []
-    rows = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        try:
-            rows.append(parse_json(line))
-        except ValueError:  # the last line of a run that was killed
-            continue
-    return [row for row in rows if isinstance(row, dict) and "step" in row]
 
 
 def _line(log: Sequence[Mapping[str, Any]], name: str) -> np.ndarray[Any, Any]:

@@ -13,7 +13,7 @@ from evaluation.__main__ import main
 from evaluation.ablations.ablation import plan, results, run_ablation
 from evaluation.ablations.budget import make_budget
 from evaluation.ablations.config import AblationConfig, MeasuredConfig
-from evaluation.ablations.measures import evaluate_images
+from evaluation.ablations.measures import evaluate_images, last_losses, training_log
 from evaluation.ablations.runs import RESULT
 from evaluation.ablations.tables import report
 from vlp.config import ConfigError, load_config
@@ -166,6 +166,18 @@ def test_retrieval_and_foils_are_measured(model_folder, scene_shards):
     assert all(0 <= figure <= 100 for figure in figures.values())
     without = evaluate_images(model_folder, 1, measured.model_copy(update={"foils": 0}))
     assert without == {name: v for name, v in figures.items() if not name.startswith("foils")}
+
+
+def test_losses_of_the_last_fifth_of_the_steps_are_measured(tmp_path):
+    rows = [
+        {"step": n, "loss/itm": n / 10, "loss/total": 1.0, "seconds": 3} for n in range(5, 55, 5)
+    ]
+    lines = [json.dumps(row) for row in rows]
+    (tmp_path / "log.jsonl").write_text("\n".join([*lines, '{"event": "stop"}', '{"step": 5']))
+    assert training_log(tmp_path) == rows
+    assert last_losses(rows) == {"training/itm": (4.5 + 5.0) / 2, "training/total": 1.0}
+    assert training_log(tmp_path / "elsewhere") == []
+    assert last_losses([]) == {}
 
 
 @pytest.mark.slow
