@@ -52,7 +52,7 @@ from torch.nn import functional
 
 from evaluation.benchmarks import harness
 from evaluation.benchmarks.harness import Measurement
-from evaluation.benchmarks.pretrain_step import WARM_UP, Trainee, random_batch
+from evaluation.benchmarks.pretrain_step import Trainee, random_batch
 from evaluation.benchmarks.stand_ins import SCALE, SHAPE, SHORTEST
 from vlp.config import ConfigError
 from vlp.data.stream.batch import Batch
@@ -65,6 +65,7 @@ ALL, ALL_ACE = "all losses", "all losses, layout ace"
 TARGETS = {ANCHORED: 1.0, ALL: 0.75}
 BERT_WIDTH, BERT_VOCABULARY = 768, 30522
 ALPHA, MOMENTUM, MASKED = 0.4, 0.995, 0.15
+WARM_UP = 2
 _PAD, _CLS, _MASK = 0, 2, 4
 
 

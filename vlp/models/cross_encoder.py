@@ -100,7 +100,8 @@ class CrossEncoder(nn.Module):
             Text states (B, N, width) and image states (B, 1 + M, width) or None.
         """
         if self.shares_images(text):
-            keys = self.image_keys(image) if keys is None and pairs is not None else keys
+            if keys is None and pairs is not None:
+                keys = self.image_keys(image)
             asked = text, text_mask, image, anchors, pairs, keys, wanted
             return self._text_alone(*asked), None
         both = self.config.layout == "ace"
@@ -143,12 +144,17 @@ class CrossEncoder(nn.Module):
 
     def image_keys(self, image: Tensor) -> ImageKeys:
         """Keys and values of images (I, 1 + M, width) in every layer, of the same shape."""
+        image = self._placed(image)
+        return tuple(layer("project", image) for layer in self.layers)
+
+    def _placed(self, image: Tensor) -> Tensor:
+        """Images (I, 1 + M, width), or several side by side, after the encodings of tokens."""
         context = PositionContext(self.grid, 1, text_queries=False)
         each = (-1, 1 + self.grid[0] * self.grid[1])
         for encoding in self.positions:
             images = image.unflatten(1, each).flatten(0, 1)
             image = encoding("tokens", images, context).reshape_as(image)
-        return tuple(layer("project", image) for layer in self.layers)
+        return image
 
     def _text_alone(
         self,
@@ -160,11 +166,14 @@ class CrossEncoder(nn.Module):
         keys: ImageKeys | None,
         wanted: Tensor | None,
     ) -> Tensor:
-        """`forward` of layouts in which no image state changes; what is shared is computed once."""
+        """`forward` of layouts in which no image state changes.
+
+        Without `keys` images are projected pair by pair, which is less where nothing is shared.
+        """
         context = PositionContext((1, text.shape[1] - 1), 1, anchors=anchors, text_queries=True)
         for encoding in self.positions:
             text = encoding("tokens", text, context)
-        keys = self.image_keys(image) if keys is None else keys
+        other = self._placed(image) if keys is None else None
         for number, layer in enumerate(self.layers):
             paired = number > 0 or pairs is None
             some = wanted if number == len(self.layers) - 1 else None
@@ -174,10 +183,11 @@ class CrossEncoder(nn.Module):
                 text = text if some is None else pick(text, some)
             if some is not None and anchors is not None:
                 context = replace(context, anchors=anchors.asked_by(some))
-            key, value = keys[number]
-            if pairs is not None:
-                key, value = (each.index_select(0, pairs.images) for each in (key, value))
-            text = layer("attend_other", text, None, None, context, (key, value))
+            shared = None if keys is None else keys[number]
+            if shared is not None and pairs is not None:
+                key, value = (each.index_select(0, pairs.images) for each in shared)
+                shared = key, value
+            text = layer("attend_other", text, other, None, context, shared)
         return text if wanted is None or len(self.layers) else pick(text, wanted)
 
 
