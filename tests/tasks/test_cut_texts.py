@@ -35,5 +35,8 @@ def test_padding_stays_where_an_encoding_reads_it(monkeypatch):
     assert step(task(cross=cross(layout="ace", position=position)), batch())
     with gpu_form():
         assert step(task(cross=cross(layout="ace", position=[])), batch())
+    compiled = task()
+    compiled.is_compiled = True
+    assert step(compiled, batch())
     with pytest.raises(ZeroDivisionError):
         step(task(), batch())

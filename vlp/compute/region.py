@@ -35,11 +35,6 @@ def region(function: Function) -> Function:
     return marked  # type: ignore[return-value]
 
 
-def is_compiled() -> bool:
-    """Return whether regions are compiled, as they are in a compiled training."""
-    return any(marked.run is not marked.function for marked in _REGIONS)
-
-
 def compile_regions(options: Mapping[str, Any] | None) -> None:
     """Compile all of them when they next run, by options of `torch.compile`; None: as written.
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from vlp.compute.gpu_form import on_gpu
-from vlp.compute.region import is_compiled
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.stream.batch import Batch
 from vlp.data.text.tokenizer import TextProcessor
@@ -84,7 +83,7 @@ class Pretraining(PlainTask):
 
     def forward(self, batch: Batch, step: int) -> StepOutput:
         """Compute losses and statistics of a batch; `step` counts optimiser steps from 0."""
-        if not (on_gpu(batch.text_ids) or is_compiled() or self.config.cross.reads_padding):
+        if not (on_gpu(batch.text_ids) or self.is_compiled or self.config.cross.reads_padding):
             batch = batch.without_padding()
         with self.autocast(batch.pixels.device):
             state = self._encode(batch, step)
