@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,16 +35,16 @@ WARM_UP = 3
 _CLS = 2
 
 
-def random_batch(inputs: Inputs, rows: int, words: int, seed: int = 0) -> Batch:
-    """Make pairs of noise with `words` words each, masked as the configuration masks."""
+def random_batch(inputs: Inputs, rows: int, words: int | Sequence[int], seed: int = 0) -> Batch:
+    """Make pairs of noise with `words` words each, or row by row, masked as the inputs say."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.rand(*shape, generator=generator)
 
-    words = min(words, inputs.max_tokens - 2)
+    of_row = torch.tensor(words).clamp(max=inputs.max_tokens - 2).expand(rows)[:, None]
     columns = torch.arange(inputs.max_tokens).expand(rows, -1)
-    attention, real = columns < words + 2, (columns > 0) & (columns <= words)
+    attention, real = columns < of_row + 2, (columns > 0) & (columns <= of_row)
     ids = (5 + random(rows, inputs.max_tokens) * (inputs.vocab_size - 5)).long()
     ids = torch.where(attention, ids, 0)
     ids[:, 0] = _CLS

@@ -173,6 +173,7 @@ class Attention(nn.Module):
         context_states: Tensor | None = None,
         mask: Tensor | None = None,
         context: PositionContext | None = None,
+        projected: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Attend from `states` to `context_states` (to themselves when None).
 
@@ -181,6 +182,8 @@ class Attention(nn.Module):
             context_states: (B, K, width) or None.
             mask: (B, K) bool, True = may be attended to.
             context: what the position hooks need.
+            projected: keys and values, (B, K, width) each, in place of `context_states`, where
+                `takes_projected`.
 
         Returns:
             (B, Q, width).
@@ -188,17 +191,14 @@ class Attention(nn.Module):
         states = cast_once(states)
         source = states if context_states is None else cast_once(context_states)
         if self._anchored(states):
-            projected = self.query(states), self.key(source), self.value(source)
+            three = self.query(states), self.key(source), self.value(source)
             (anchor,) = self.positions
-            out: Tensor = anchor("attend", *projected, self._weights(), mask, context, self.scale)
+            out: Tensor = anchor("attend", *three, self._weights(), mask, context, self.scale)
             return out if self.output is None else self.output(out)
-        query, key, value = states, source, source
-        for encoding in self.positions:
-            if isinstance(encoding, PositionEncoding) and "inputs" in encoding.hooks:
-                query, key, value = encoding("inputs", query, key, value, context)
-        query = self.query(query).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        key = self.key(key).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        value = self.value(value).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        query, key, value = self._projected(states, source, projected, context)
+        query = query.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        key = key.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        value = value.unflatten(-1, (self.heads, -1)).transpose(1, 2)
         out = attend(
             query,
             key,
@@ -213,6 +213,36 @@ class Attention(nn.Module):
         out = out.transpose(1, 2).flatten(-2)
         return out if self.output is None else self.output(out)
 
+    def _projected(
+        self,
+        states: Tensor,
+        source: Tensor,
+        given: tuple[Tensor, Tensor] | None,
+        context: PositionContext | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, (B, tokens, width) each, after the hooks `inputs`."""
+        moving = _using(self._encodings(), "inputs")
+        query = states
+        key, value = (source, source) if given is None else given
+        if given is None:
+            for encoding in moving:
+                query, key, value = encoding("inputs", query, key, value, context)
+            return self.query(query), self.key(key), self.value(value)
+        weights = self.key.weight, self.value.weight
+        for encoding in moving:
+            query, key, value = encoding("inputs_projected", query, key, value, weights, context)
+        return self.query(query), key, value
+
+    def project(self, context_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of (B, K, width), the same shape, for calls that share them."""
+        return self.key(context_states), self.value(context_states)
+
+    @property
+    def takes_projected(self) -> bool:
+        """Return whether all encodings know what to add to keys and values that are projected."""
+        moving = _using(self._encodings(), "inputs")
+        return all(isinstance(encoding, AnchorPosition) for encoding in moving)
+
     def anchor_terms(self, states: Tensor) -> Tensor | None:
         """Return the terms that all calls with such states can share; None where there are none.
 
@@ -223,6 +253,9 @@ class Attention(nn.Module):
         (anchor,) = self.positions
         terms: Tensor | None = anchor("terms", self._weights())
         return terms
+
+    def _encodings(self) -> list[PositionEncoding]:
+        return [each for each in self.positions if isinstance(each, PositionEncoding)]
 
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.query.weight, self.key.weight, self.value.weight

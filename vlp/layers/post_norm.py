@@ -29,6 +29,11 @@ class FeedForward(nn.Module):
         return contract(self.expand(x), self.activation, self.contract)
 
 
+def pick(states: Tensor, wanted: Tensor) -> Tensor:
+    """Return tokens `wanted` (B, Q) int64 of states (B, T, width)."""
+    return states.gather(1, wanted[..., None].expand(-1, -1, states.shape[2]))
+
+
 class PostNormLayer(nn.Module):
     """Self-attention and feed-forward, each dropped in part, added and normalised, as in BERT."""
 
@@ -83,24 +88,45 @@ class CrossLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, step: str, *arguments: Any) -> Any:
-        """Run `attend_self`, `attend_other` or `anchor_terms`.
+        """Run `attend_self`, `attend_other`, `project` or `anchor_terms`.
 
         They go through the module's call, where ZeRO-3 and other wrappers gather its weights.
         """
         return getattr(self, step)(*arguments)
 
-    def attend_self(self, states: Tensor, mask: Tensor | None, context: PositionContext) -> Tensor:
-        """First step: (B, T, width) -> (B, T, width)."""
-        attended = self.attention(states, mask=mask, context=context)
+    def attend_self(
+        self,
+        states: Tensor,
+        mask: Tensor | None,
+        context: PositionContext,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        """First step: (B, T, width) -> (B, T, width), or of tokens `wanted` (B, Q) alone."""
+        if wanted is None:
+            attended = self.attention(states, mask=mask, context=context)
+        else:
+            whole, states = states, pick(states, wanted)
+            attended = self.attention(states, whole, mask, context)
         return self.attention_norm(states + self.dropout(attended))
 
     def attend_other(
-        self, states: Tensor, other: Tensor, mask: Tensor | None, context: PositionContext
+        self,
+        states: Tensor,
+        other: Tensor | None,
+        mask: Tensor | None,
+        context: PositionContext,
+        projected: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Second and third step: (B, Q, width) attends to `other` (B, K, width)."""
-        return self.add_crossed(
-            states, self.cross_attention(states, other, mask=mask, context=context)
-        )
+        """Second and third step: (B, Q, width) attends to `other` (B, K, width).
+
+        Or to its keys and values, which `project` gave.
+        """
+        crossed = self.cross_attention(states, other, mask, context, projected)
+        return self.add_crossed(states, crossed)
+
+    def project(self, other: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of (B, K, width) for `attend_other`."""
+        return self.cross_attention.project(other)
 
     def anchor_terms(self, states: Tensor) -> Tensor | None:
         """Return what the cross-attention of both directions shares; see `PositionContext`."""

@@ -117,6 +117,11 @@ class CrossConfig(Config):
         "text.weights, if there are any",
     )
 
+    @property
+    def reads_padding(self) -> bool:
+        """Return whether an encoding of a stream may count padding, or is bound to a length."""
+        return not {*self.position} <= {*CROSS_MODAL, *SHORTHANDS}
+
     @model_validator(mode="after")
     def _possible(self) -> CrossConfig:
         if self.token_score and self.anchor.features == "encoder":

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from vlp.layers.post_norm import CrossLayer
+from vlp.compute.gpu_form import on_gpu
+from vlp.layers.attention import Attention
+from vlp.layers.post_norm import CrossLayer, pick
 from vlp.models.cross_config import SHORTHANDS, CrossConfig
 from vlp.positions import (
     CROSS_MODAL,
@@ -23,6 +26,10 @@ from vlp.positions.by_modality import ByModality
 
 APE_DEVIATION = 0.5
 """Of learned positions at the start: what they are added to is normalised, of deviation 1."""
+
+
+ImageKeys = tuple[tuple[Tensor, Tensor], ...]
+"""Keys and values (I, 1 + M, width) of I images for each layer's cross-attention."""
 
 
 class PairIndices(NamedTuple):
@@ -69,6 +76,8 @@ class CrossEncoder(nn.Module):
         anchors: AnchorField | None,
         pairs: PairIndices | None = None,
         need_image: bool = True,
+        keys: ImageKeys | None = None,
+        wanted: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Cross-modal states of pairs.
 
@@ -83,10 +92,18 @@ class CrossEncoder(nn.Module):
             anchors: paths of the B pairs, where the configuration has ACE-RPE.
             pairs: which text and which image each pair joins; None pairs them row by row.
             need_image: False skips what only the image output of the last layer needs.
+            keys: of the I images, from `image_keys`, for several passes over the same images.
+            wanted: tokens (B, Q) int64 that are read of each text, with Q in place of N in what
+                is returned; where `shares_images`.
 
         Returns:
             Text states (B, N, width) and image states (B, 1 + M, width) or None.
         """
+        if self.shares_images(text):
+            if keys is None and pairs is not None:
+                keys = self.image_keys(image)
+            asked = text, text_mask, image, anchors, pairs, keys, wanted
+            return self._text_alone(*asked), None
         both = self.config.layout == "ace"
         each = (-1, 1 + self.grid[0] * self.grid[1])
         words = (1, text.shape[1] - 1)
@@ -113,6 +130,65 @@ class CrossEncoder(nn.Module):
                 image = layer("attend_other", image, text, text_mask, image_asks)
             text = new_text
         return text, image if both and need_image else None
+
+    def shares_images(self, states: Tensor) -> bool:
+        """Return whether texts alone ask, of keys and values that pairs of an image share.
+
+        So it is in layouts `text` and `albef` on a CPU. On a GPU, where `states` (B, T, width) tell
+        it, a kernel takes what is projected pair by pair.
+        """
+        if self.config.layout == "ace" or on_gpu(states) or torch.compiler.is_compiling():
+            return False
+        attentions: list[Attention] = [layer.cross_attention for layer in self.layers]  # type: ignore[misc]
+        return all(attention.takes_projected for attention in attentions)
+
+    def image_keys(self, image: Tensor) -> ImageKeys:
+        """Keys and values of images (I, 1 + M, width) in every layer, of the same shape."""
+        image = self._placed(image)
+        return tuple(layer("project", image) for layer in self.layers)
+
+    def _placed(self, image: Tensor) -> Tensor:
+        """Images (I, 1 + M, width), or several side by side, after the encodings of tokens."""
+        context = PositionContext(self.grid, 1, text_queries=False)
+        each = (-1, 1 + self.grid[0] * self.grid[1])
+        for encoding in self.positions:
+            images = image.unflatten(1, each).flatten(0, 1)
+            image = encoding("tokens", images, context).reshape_as(image)
+        return image
+
+    def _text_alone(
+        self,
+        text: Tensor,
+        mask: Tensor,
+        image: Tensor,
+        anchors: AnchorField | None,
+        pairs: PairIndices | None,
+        keys: ImageKeys | None,
+        wanted: Tensor | None,
+    ) -> Tensor:
+        """`forward` of layouts in which no image state changes.
+
+        Without `keys` images are projected pair by pair, which is less where nothing is shared.
+        """
+        context = PositionContext((1, text.shape[1] - 1), 1, anchors=anchors, text_queries=True)
+        for encoding in self.positions:
+            text = encoding("tokens", text, context)
+        other = self._placed(image) if keys is None else None
+        for number, layer in enumerate(self.layers):
+            paired = number > 0 or pairs is None
+            some = wanted if number == len(self.layers) - 1 else None
+            text = layer("attend_self", text, mask, context, some if paired else None)
+            if number == 0 and pairs is not None:
+                text, mask = text[pairs.texts], mask[pairs.texts]
+                text = text if some is None else pick(text, some)
+            if some is not None and anchors is not None:
+                context = replace(context, anchors=anchors.asked_by(some))
+            shared = None if keys is None else keys[number]
+            if shared is not None and pairs is not None:
+                key, value = (each.index_select(0, pairs.images) for each in shared)
+                shared = key, value
+            text = layer("attend_other", text, other, None, context, shared)
+        return text if wanted is None or len(self.layers) else pick(text, wanted)
 
 
 def encodings_by_place(config: CrossConfig) -> dict[str, tuple[str, ...]]:

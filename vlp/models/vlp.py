@@ -13,7 +13,7 @@ from vlp.layers.pooling import pool_states, pooled_width
 from vlp.layers.scale import Temperature
 from vlp.layers.text_embedding import BERT_DEVIATION
 from vlp.models.config import ModelConfig
-from vlp.models.cross_encoder import CrossEncoder, PairIndices
+from vlp.models.cross_encoder import CrossEncoder, ImageKeys, PairIndices
 from vlp.models.features import CrossFeatures, ImageFeatures, TextFeatures
 from vlp.models.image_encoder import ImageEncoder, PatchEdit
 from vlp.models.itm.token_score import TokenScore
@@ -155,14 +155,22 @@ class VLPModel(nn.Module):
         text: TextFeatures,
         pairs: PairIndices | None = None,
         need_image: bool = True,
+        keys: ImageKeys | None = None,
+        wanted: Tensor | None = None,
     ) -> CrossFeatures:
         """Cross-modal states of B pairs, aligned rows when `pairs` is None.
 
-        `need_image=False` spares what only the image output needs.
+        Args:
+            image: features of the images.
+            text: of the texts.
+            pairs: which of either make a pair.
+            need_image: False spares what only the image output needs.
+            keys: as `CrossEncoder` takes them.
+            wanted: tokens (B, Q) int64 of each text; `text` then holds their states alone.
         """
         anchors = self.anchors(image, text, pairs)
         text_states, image_states = self.cross_encoder(
-            text.states, image.states, text.attention_mask, anchors, pairs, need_image
+            text.states, image.states, text.attention_mask, anchors, pairs, need_image, keys, wanted
         )
         mask, score = text.attention_mask, None
         if self.config.cross.token_score:

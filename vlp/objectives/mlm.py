@@ -33,6 +33,18 @@ def masked_positions(
     return _first_positions(states, labels, chosen, slots)
 
 
+def masked_columns(labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the masked tokens of each text, (B, N) -> tokens (B, Q) int64 and their labels (B, Q).
+
+    Q is the most that a text has, at least 1; rows of fewer end with other tokens, labelled -100.
+    """
+    chosen = labels != IGNORED
+    most = max(1, int(chosen.sum(1).amax()))
+    # Stable: masked tokens first, in the order of the text.
+    columns = chosen.logical_not().sort(stable=True, dim=1).indices[:, :most]
+    return columns, labels.gather(1, columns)
+
+
 @region
 def _first_positions(
     states: Tensor, labels: Tensor, chosen: Tensor, slots: int

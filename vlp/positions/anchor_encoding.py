@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from vlp.positions.anchor_attention import anchored_attention, contextual_terms
 from vlp.positions.anchor_field import AnchorField
@@ -90,6 +91,33 @@ class AnchorPosition(PositionEncoding):
             self._shifted("value", value, answering) if self.value_pooled else value,
         )
 
+    def inputs_projected(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        weights: tuple[Tensor, Tensor],
+        context: PositionContext,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Do what `inputs` does where keys and values are projected already, for pairs to share.
+
+        Projections are linear: the term of rank G is projected by itself, by way of its tables.
+
+        Args:
+            query: (B, Q, width), not projected.
+            key: (B, K, width), projected.
+            value: (B, K, width), projected.
+            weights: of the projections of key and value.
+            context: holds the paths.
+        """
+        asking, answering = _means(context)
+        of_key, of_value = weights
+        return (
+            self._shifted("query", query, asking),
+            self._shifted("key", key, answering, of_key),
+            self._shifted("value", value, answering, of_value) if self.value_pooled else value,
+        )
+
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
         """P (W W_E) / sqrt(head width), (B, heads, queries, keys) (Eq. 9)."""
         slopes = self._slopes()
@@ -154,12 +182,17 @@ class AnchorPosition(PositionEncoding):
         slopes = torch.einsum("ghd,hd->gh", vectors, self.bias_table)
         return slopes * (self.scale / math.sqrt(vectors.shape[-1]))
 
-    def _shifted(self, role: str, states: Tensor, mean: Tensor) -> Tensor:
+    def _shifted(
+        self, role: str, states: Tensor, mean: Tensor, weight: Tensor | None = None
+    ) -> Tensor:
         if role not in self.roles:
             return states
+        table = self._table(role)
+        if weight is not None:
+            table = functional.linear(table, weight)
         # One call: a sum of float32 states and a bf16 product costs ten times as much on a CPU.
         mean = mean.to(states.dtype).flatten(0, 1)
-        return torch.addmm(states.flatten(0, 1), mean, self._table(role)).view(states.shape)
+        return torch.addmm(states.flatten(0, 1), mean, table).view(states.shape)
 
     def _table(self, role: str) -> Tensor:
         """W of a role, (G, width), times the scale of the path."""

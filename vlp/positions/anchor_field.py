@@ -40,6 +40,16 @@ class AnchorField(NamedTuple):
     alignment: Tensor
     similarity: Tensor
 
+    def asked_by(self, tokens: Tensor) -> AnchorField:
+        """Return what some tokens of each text, (B, Q) int64, ask of it; `path` stays whole."""
+        index = tokens[..., None]
+        of_path = index[..., None].expand(-1, -1, *self.text_path.mT.shape[2:])
+        return self._replace(
+            text_path=self.text_path.mT.gather(1, of_path).mT,
+            text_mean=self.text_mean.gather(1, index.expand(-1, -1, self.text_mean.shape[2])),
+            alignment=self.alignment.mT.gather(1, index.expand(-1, -1, self.alignment.shape[1])).mT,
+        )
+
     @property
     def reachable(self) -> Tensor:
         """Return whether a token has a path to a patch, (B, M, N, G) bool; a path is at least 1."""

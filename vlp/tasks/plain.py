@@ -43,6 +43,8 @@ class PlainTask(nn.Module):
     """
 
     config: Any
+    is_compiled = False
+    """True once `compile_task` has compiled it: its batches then keep their sizes."""
 
     def __init__(self, precision: Precision = "float32") -> None:
         super().__init__()

@@ -78,6 +78,19 @@ class Batch(NamedTuple):
     skipped: tuple[SkippedSample, ...] = ()
     statistics: tuple[RGB, RGB] = (MEAN, STD)
 
+    def without_padding(self) -> Batch:
+        """Cut texts behind the longest of the batch: columns of padding alone go."""
+        longest = max(1, int(self.attention_mask.sum(1).amax()))
+        patches = self.word_patches
+        return self._replace(
+            text_ids=self.text_ids[:, :longest],
+            attention_mask=self.attention_mask[:, :longest],
+            word_mask=self.word_mask[:, :longest],
+            mlm_ids=self.mlm_ids[:, :longest],
+            mlm_labels=self.mlm_labels[:, :longest],
+            word_patches=None if patches is None else patches[:, :longest],
+        )
+
     def to(self, device: torch.device | str) -> Batch:
         """Move every tensor to `device`, and make float32 of pixels, normalised, or of features."""
         there = moved(self, device)

@@ -24,7 +24,6 @@ from torch.nn import functional
 from vlp.compute.gpu_form import off_cpu
 from vlp.layers.pooling import pool_states
 from vlp.layers.post_norm import CrossLayer
-from vlp.models.cross_config import SHORTHANDS
 from vlp.models.features import ImageFeatures, TextFeatures
 from vlp.models.itm.attention import (
     attend_once,
@@ -95,8 +94,7 @@ class ITMScorer:
         self.model = model
         self.config, self.grid = model.config.cross, model.config.image.grid
         self.both = self.config.layout == "ace"
-        # Encodings of a stream may count padding, or be bound to the length of training.
-        self.reads_padding = not {*self.config.position} <= {*CROSS_MODAL, *SHORTHANDS}
+        self.reads_padding = self.config.reads_padding
         self.layers: list[CrossLayer] = list(model.cross_encoder.layers)  # type: ignore[arg-type]
         groups, kind = self.config.anchor.groups, model.anchor_threshold.device.type
         with torch.no_grad(), torch.autocast(kind, enabled=False):

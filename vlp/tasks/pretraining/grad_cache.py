@@ -79,6 +79,7 @@ def _run(
         teacher=taught,
         anchors=None,
         statistics={},
+        image_keys=None,
     )
     moved, step.model.anchor_threshold = step.model.anchor_threshold, threshold
     try:

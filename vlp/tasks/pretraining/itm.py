@@ -47,7 +47,10 @@ class ImageTextMatching(Objective):
             texts=torch.cat([rows, negatives.text_for_image, own]),
             images=torch.cat([rows, own, negatives.image_for_text]),
         )
-        crossed = step.model.cross(image, text, pairs, need_image=False)
+        keys, wanted = step.keys(), None
+        if keys is not None and step.model.config.cross.pooling == "cls":
+            wanted = torch.zeros_like(pairs.texts)[:, None]
+        crossed = step.model.cross(image, text, pairs, need_image=False, keys=keys, wanted=wanted)
         logits = step.model.match_logits(crossed)
         if crossed.anchors is not None:
             step.anchors = AnchorField(*(part[: len(rows)].detach() for part in crossed.anchors))

@@ -14,7 +14,7 @@ from vlp.models.features import ImageFeatures
 from vlp.models.towers.text import word_width
 from vlp.models.vlp import VLPModel
 from vlp.objectives.config import MLMConfig, ObjectivesConfig
-from vlp.objectives.mlm import MLMHead, masked_positions, mlm_loss, prediction_slots
+from vlp.objectives.mlm import MLMHead, masked_columns, masked_positions, mlm_loss, prediction_slots
 from vlp.tasks.pretraining.objective import Objective, Step, Term
 
 
@@ -60,9 +60,12 @@ class MaskedLanguageModelling(Objective):
         """
         batch = step.batch
         masked = model.encode_text(batch.mlm_ids, batch.attention_mask, batch.word_mask)
-        states = model.cross(image, masked, need_image=False).text
-        labels, slots = batch.mlm_labels, None
+        labels, slots, keys, wanted = batch.mlm_labels, None, None, None
         if on_gpu(labels):
             slots = prediction_slots(labels.numel(), self.settings.probability)
-        states, labels = masked_positions(states, labels, batch.valid, slots)
+        elif model.cross_encoder.shares_images(masked.states):
+            keys = step.keys() if model is step.model else None
+            wanted, labels = masked_columns(labels)
+        crossed = model.cross(image, masked, need_image=False, keys=keys, wanted=wanted)
+        states, labels = masked_positions(crossed.text, labels, batch.valid, slots)
         return head(states, model.text_encoder.word_table), labels

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from vlp.config import Config
 from vlp.data.stream.batch import Batch
 from vlp.models.config import ModelConfig
+from vlp.models.cross_encoder import ImageKeys
 from vlp.models.features import ImageFeatures, TextFeatures
 from vlp.models.vlp import VLPModel
 from vlp.objectives.config import ObjectivesConfig, register_settings
@@ -26,6 +27,7 @@ class Step:
     number: optimiser steps from 0. image, text: outputs of both encoders on the unmasked batch.
     teacher: outputs of the momentum teacher, if there is one. is_logged: whether a log line is due,
     so that costly statistics are computed. anchors: paths of the matching pairs, once known.
+    image_keys: what `keys` has computed.
     """
 
     number: int
@@ -37,6 +39,14 @@ class Step:
     is_logged: bool
     anchors: AnchorField | None = None
     statistics: dict[str, Tensor] = field(default_factory=dict)
+    image_keys: ImageKeys | None = None
+
+    def keys(self) -> ImageKeys | None:
+        """Return the images' keys for all passes over clean images; None where none share them."""
+        encoder, states = self.model.cross_encoder, self.image.states
+        if self.image_keys is None and encoder.shares_images(states):
+            self.image_keys = encoder.image_keys(states)
+        return self.image_keys
 
 
 class Term(NamedTuple):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from vlp.compute.gpu_form import on_gpu
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.stream.batch import Batch
 from vlp.data.text.tokenizer import TextProcessor
@@ -31,7 +32,9 @@ from vlp.tasks.task import StepOutput
 class Pretraining(PlainTask):
     """The VLP model with the configured objectives; `forward` computes one rank's share of a batch.
 
-    Losses are scaled so that their mean over ranks is the mean over the global batch.
+    Losses are scaled so that their mean over ranks is the mean over the global batch. On a CPU, and
+    uncompiled, texts end at the longest of the share; what is learned does not depend on padding,
+    but for rounding, or where an encoding reads it (`CrossConfig.reads_padding`).
 
     Args:
         config: sizes; public weights that it names are loaded.
@@ -80,6 +83,8 @@ class Pretraining(PlainTask):
 
     def forward(self, batch: Batch, step: int) -> StepOutput:
         """Compute losses and statistics of a batch; `step` counts optimiser steps from 0."""
+        if not (on_gpu(batch.text_ids) or self.is_compiled or self.config.cross.reads_padding):
+            batch = batch.without_padding()
         with self.autocast(batch.pixels.device):
             state = self._encode(batch, step)
             terms = self._run(state, on_clean_pairs=True)

@@ -79,8 +79,10 @@ def compile_task(
     torch._dynamo.config.recompile_limit = max(FORMS, torch._dynamo.config.recompile_limit)
     # Graphs are small enough for gradients to travel while the next one runs backwards.
     torch._dynamo.config.optimize_ddp = False
-    networks = task.networks() if isinstance(task, PlainTask) else [task]
-    dynamic = False if isinstance(task, PlainTask) and task.static_shapes else None
+    networks, dynamic = [task], None
+    if isinstance(task, PlainTask):
+        task.is_compiled, networks = True, task.networks()
+        dynamic = False if task.static_shapes else None
     compile_regions(options)
     for network in networks:
         encoders = list(_encoders(network)) if how == "step" else []

@@ -1,0 +1,100 @@
+"""What passes of a step share on a CPU, and leave out, against whole passes pair by pair."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_pretraining import ALL, batch, task
+from tests_support import TINY_MODEL
+
+from vlp.compute.gpu_form import gpu_form
+from vlp.models.cross_encoder import CrossEncoder
+
+TEACHER = {"queue": 8, "warmup_steps": 0}
+
+
+def cross(**options):
+    anchor = TINY_MODEL["cross"]["anchor"] | {"threshold": 0.3} | options.pop("anchor", {})
+    return TINY_MODEL["cross"] | {"layout": "albef", "anchor": anchor} | options
+
+
+def rows():
+    found = batch()._replace(pixels=batch().pixels.double())
+    found.valid[5] = False
+    found.mlm_labels[2] = -100  # a text without a masked word
+    return found
+
+
+def step(built, one):
+    built.zero_grad()
+    if built.teacher:
+        built.teacher.forget()
+    output = built(one, 1)
+    output.loss.backward()
+    gradients = {n: p.grad.clone() for n, p in built.named_parameters() if p.grad is not None}
+    return output.losses, output.statistics, gradients
+
+
+def double(**model):
+    built = task(ALL | {"teacher": TEACHER}, **model).double()
+    built.teacher.average.module.double()
+    queue = built.teacher.queue
+    queue.image, queue.text = queue.image.double(), queue.text.double()
+    return built
+
+
+def assert_equal_steps(found, expected):
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            torch.testing.assert_close(ours[name], value, rtol=1e-6, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"position": []},
+        {},
+        {"layout": "text"},
+        {"layers": 1},
+        {"pooling": "cls+mean"},
+        {"position": ["uniform"]},
+        {"position": ["anchor", "alignment", "ape"]},
+        {"position": ["anchor", "sine-2d"]},
+        {"anchor": {"mode": "bias"}},
+        {"anchor": {"roles": ["query", "key"], "scale": 0.5}},
+        {"anchor": {"value_pooled": False, "shared_heads": True}},
+        {"anchor": {"path_gradient": True, "features": "encoder"}},
+    ],
+)
+def test_images_that_pairs_share_change_no_loss_and_no_gradient(options, monkeypatch):
+    built, one = double(cross=cross(**options)), rows()
+    found = step(built, one)
+    monkeypatch.setattr(CrossEncoder, "shares_images", lambda *_: False)
+    assert_equal_steps(found, step(built, one))
+
+
+def test_a_step_projects_each_image_once_in_a_layer(monkeypatch):
+    """And its teacher's once; whole passes project those of all pairs, and of masked texts."""
+    built, one = double(cross=cross()), rows()
+    seen = []
+    for network in (built.model, built.teacher.average.module["model"]):
+        for layer in network.cross_encoder.layers:
+            layer.cross_attention.key.register_forward_hook(
+                lambda module, given, out: seen.append(len(out))
+            )
+    step(built, one)
+    assert seen == [8] * 2 * TINY_MODEL["cross"]["layers"]
+    seen.clear()
+    monkeypatch.setattr(CrossEncoder, "shares_images", lambda *_: False)
+    step(built, one)
+    assert sorted(seen) == [8] * 4 + [24] * 2
+
+
+def test_layout_ace_and_a_gpu_share_nothing():
+    states = torch.zeros(1, 1, 16)
+    encoder = task(cross=cross()).model.cross_encoder
+    assert encoder.shares_images(states)
+    assert not task().model.cross_encoder.shares_images(states)
+    with gpu_form():
+        assert not encoder.shares_images(states)
