@@ -80,11 +80,12 @@ def _pool(processes: int, method: Literal["fork", "spawn"]) -> Iterator[ProcessP
 @contextmanager
 def _ctrl_c_waits() -> Iterator[None]:
     """Let a Ctrl-C come at the end: a pool that is half started cannot be shut down."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Python handles signals in the main thread alone
+    before = signal.getsignal(signal.SIGINT)
+    if before is None or threading.current_thread() is not threading.main_thread():
+        yield  # another language handles it, or the main thread will
         return
     came: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
     try:
         yield
     finally:

@@ -8,7 +8,9 @@ from test_pretraining import ALL, batch, task
 from tests_support import TINY_MODEL
 
 from vlp.compute.gpu_form import gpu_form
+from vlp.compute.region import compile_regions
 from vlp.models.cross_encoder import CrossEncoder
+from vlp.training.engines.compile import compile_task
 
 TEACHER = {"queue": 8, "warmup_steps": 0}
 
@@ -89,6 +91,32 @@ def test_a_step_projects_each_image_once_in_a_layer(monkeypatch):
     monkeypatch.setattr(CrossEncoder, "shares_images", lambda *_: False)
     step(built, one)
     assert sorted(seen) == [8] * 4 + [24] * 2
+
+
+@pytest.mark.parametrize("layout", ["albef", "text"])
+@pytest.mark.parametrize("how", ["step", "blocks"])
+def test_a_compiled_step_shares_nothing_and_has_the_same_losses(layout, how):
+    built, compiled = task(cross=cross(layout=layout)), task(cross=cross(layout=layout))
+    compiled.load_state_dict(built.state_dict())
+    expected = built(batch(), 1).losses
+    torch.compiler.reset()
+    compile_task(compiled, how, torch.device("cpu"), backend="eager")
+    try:
+        output = compiled(batch(), 1)
+        output.loss.backward()
+    finally:
+        compile_regions(None)
+        torch.compiler.reset()
+    assert output.losses.keys() == expected.keys()
+    for name, loss in expected.items():
+        torch.testing.assert_close(output.losses[name], loss, rtol=1e-5, atol=1e-6)
+
+
+def test_what_only_shared_passes_take_is_refused_elsewhere():
+    encoder = task().model.cross_encoder
+    text, image = torch.zeros(2, 5, 16), torch.zeros(2, 1 + 16, 16)
+    with pytest.raises(ValueError, match="share images"):
+        encoder(text, image, torch.ones(2, 5).bool(), None, wanted=torch.zeros(2, 1).long())
 
 
 def test_layout_ace_and_a_gpu_share_nothing():

@@ -106,7 +106,7 @@ class CrossLayer(nn.Module):
             attended = self.attention(states, mask=mask, context=context)
         else:
             whole, states = states, pick(states, wanted)
-            attended = self.attention(states, whole, mask, context)
+            attended = self.attention(states, whole, mask=mask, context=context)
         return self.attention_norm(states + self.dropout(attended))
 
     def attend_other(
@@ -121,7 +121,9 @@ class CrossLayer(nn.Module):
 
         Or to its keys and values, which `project` gave.
         """
-        crossed = self.cross_attention(states, other, mask, context, projected)
+        crossed = self.cross_attention(
+            states, other, mask=mask, context=context, projected=projected
+        )
         return self.add_crossed(states, crossed)
 
     def project(self, other: Tensor) -> tuple[Tensor, Tensor]:

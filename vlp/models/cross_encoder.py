@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from vlp.compute.gpu_form import on_gpu
@@ -98,10 +97,13 @@ class CrossEncoder(nn.Module):
 
         Returns:
             Text states (B, N, width) and image states (B, 1 + M, width) or None.
+
+        Raises:
+            ValueError: `keys` or `wanted` where not `shares_images`.
         """
-        if self.shares_images(text):
-            if keys is None and pairs is not None:
-                keys = self.image_keys(image)
+        if keys is not None or wanted is not None:
+            if not self.shares_images(text):
+                raise ValueError("keys and wanted are for encoders that share images")
             asked = text, text_mask, image, anchors, pairs, keys, wanted
             return self._text_alone(*asked), None
         both = self.config.layout == "ace"
@@ -137,7 +139,7 @@ class CrossEncoder(nn.Module):
         So it is in layouts `text` and `albef` on a CPU. On a GPU, where `states` (B, T, width) tell
         it, a kernel takes what is projected pair by pair.
         """
-        if self.config.layout == "ace" or on_gpu(states) or torch.compiler.is_compiling():
+        if self.config.layout == "ace" or on_gpu(states):
             return False
         attentions: list[Attention] = [layer.cross_attention for layer in self.layers]  # type: ignore[misc]
         return all(attention.takes_projected for attention in attentions)
@@ -181,6 +183,7 @@ class CrossEncoder(nn.Module):
             if number == 0 and pairs is not None:
                 text, mask = text[pairs.texts], mask[pairs.texts]
                 text = text if some is None else pick(text, some)
+                other = None if other is None else other[pairs.images]
             if some is not None and anchors is not None:
                 context = replace(context, anchors=anchors.asked_by(some))
             shared = None if keys is None else keys[number]

@@ -79,8 +79,8 @@ class Batch(NamedTuple):
     statistics: tuple[RGB, RGB] = (MEAN, STD)
 
     def without_padding(self) -> Batch:
-        """Cut texts behind the longest of the batch: columns of padding alone go."""
-        longest = max(1, int(self.attention_mask.sum(1).amax()))
+        """Cut texts behind the longest of the batch, two tokens at least: columns of padding go."""
+        longest = max(2, int(self.attention_mask.sum(1).amax()))
         patches = self.word_patches
         return self._replace(
             text_ids=self.text_ids[:, :longest],

@@ -63,7 +63,7 @@ class MaskedLanguageModelling(Objective):
         labels, slots, keys, wanted = batch.mlm_labels, None, None, None
         if on_gpu(labels):
             slots = prediction_slots(labels.numel(), self.settings.probability)
-        elif model.cross_encoder.shares_images(masked.states):
+        elif step.shares:
             keys = step.keys() if model is step.model else None
             wanted, labels = masked_columns(labels)
         crossed = model.cross(image, masked, need_image=False, keys=keys, wanted=wanted)

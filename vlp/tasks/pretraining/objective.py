@@ -27,7 +27,8 @@ class Step:
     number: optimiser steps from 0. image, text: outputs of both encoders on the unmasked batch.
     teacher: outputs of the momentum teacher, if there is one. is_logged: whether a log line is due,
     so that costly statistics are computed. anchors: paths of the matching pairs, once known.
-    image_keys: what `keys` has computed.
+    shares: passes share the images' keys, and compute the tokens that are read. image_keys: what
+    `keys` has computed.
     """
 
     number: int
@@ -39,13 +40,13 @@ class Step:
     is_logged: bool
     anchors: AnchorField | None = None
     statistics: dict[str, Tensor] = field(default_factory=dict)
+    shares: bool = False
     image_keys: ImageKeys | None = None
 
     def keys(self) -> ImageKeys | None:
         """Return the images' keys for all passes over clean images; None where none share them."""
-        encoder, states = self.model.cross_encoder, self.image.states
-        if self.image_keys is None and encoder.shares_images(states):
-            self.image_keys = encoder.image_keys(states)
+        if self.image_keys is None and self.shares:
+            self.image_keys = self.model.cross_encoder.image_keys(self.image.states)
         return self.image_keys
 
 

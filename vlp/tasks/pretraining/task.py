@@ -114,7 +114,9 @@ class Pretraining(PlainTask):
             with record_function("pass/teacher"):
                 taught = teach()  # its keys have travelled meanwhile
         is_logged = step == 0 or (step + 1) % self.log_every == 0
-        return Step(step, batch, self.model, image, text, taught, is_logged)
+        # A compiled pass has one form, whatever the number of masked words.
+        shares = not self.is_compiled and self.model.cross_encoder.shares_images(image.states)
+        return Step(step, batch, self.model, image, text, taught, is_logged, shares=shares)
 
     def _features(self, batch: Batch) -> tuple[ImageFeatures, TextFeatures]:
         def encode(part: Batch) -> tuple[ImageFeatures, TextFeatures]:
