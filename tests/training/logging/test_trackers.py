@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,21 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     two_starts(folder, "wandb")
     one = read_record(folder.path)["trackers"]["wandb"]
     found: dict[int, dict[str, str]] = {}
-    files = sorted(folder.path.glob(f"wandb/offline-run-*-{one}/*.wandb"))
-    for file in files:
+    end = time.monotonic() + 30
+    while 3 not in found and time.monotonic() < end:  # a process of wandb's writes it
+        found = history(folder, one)
+    assert {step: float(items["loss/total"]) for step, items in found.items()} == {
+        1: 1.0,
+        2: 0.5,
+        3: pytest.approx(1 / 3),
+    }
+    assert float(found[3]["validation/text_to_image R@1"]) == 0.3
+
+
+def history(folder: RunFolder, one: str) -> dict[int, dict[str, str]]:
+    """What a run of wandb has logged, by step."""
+    found: dict[int, dict[str, str]] = {}
+    for file in sorted(folder.path.glob(f"wandb/offline-run-*-{one}/*.wandb")):
         for record in records(file):
             if record.run.run_id:
                 assert (record.run.run_id, record.run.project) == (one, "toys")
@@ -51,12 +65,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             if record.history.item:
                 items = {".".join(i.nested_key) or i.key: i.value_json for i in record.history.item}
                 found.setdefault(int(items["_step"]), {}).update(items)
-    assert {step: float(items["loss/total"]) for step, items in found.items()} == {
-        1: 1.0,
-        2: 0.5,
-        3: pytest.approx(1 / 3),
-    }
-    assert float(found[3]["validation/text_to_image R@1"]) == 0.3
+    return found
 
 
 def records(file: Path) -> Iterator[wandb_internal_pb2.Record]:
