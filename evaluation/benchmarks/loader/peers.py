@@ -4,10 +4,14 @@
     python -m evaluation.benchmarks.loader.peers
 
 All sides read the same samples, JPEGs of 500 x 375, in the order each one shuffles: webdataset the
-tars of this loader, the others their own files of the same bytes. All call the same code for a
-sample's transforms: decode, random crop of 0.9..1 of the area, bicubic to `--size`, tokens, and end
-with the same uint8 batches. Ours also draws by (seed, epoch, sample, purpose), parses annotations,
-and gives ids and numbers of samples.
+tars of this loader, the others their own files of the same bytes. All have the same transforms:
+decode, random crop of 0.9..1 of the area, bicubic to `--size`, tokens, and end with the same uint8
+batches. Ours also draws by (seed, epoch, sample, purpose), parses annotations, and gives ids and
+numbers of samples. Peers are given functions; `--transforms` says by whose code these work:
+
+  ours         this loader's, so that only what surrounds the transforms differs
+  pillow       Pillow's decoding and `torchvision.transforms.v2` on its image
+  torchvision  torchvision's decoding and `torchvision.transforms.v2` on the tensor
 
 One loader process each on one core, by turns of one pass, as in `evaluation.benchmarks.loader`: the
 ratio is that of samples per CPU second, paired by rounds.
@@ -22,13 +26,17 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
+from torchvision.io import ImageReadMode, decode_jpeg
+from torchvision.transforms import v2
 
 from evaluation.benchmarks import harness
 from evaluation.benchmarks.harness import Measurement
@@ -50,18 +58,48 @@ _CHUNK = 1 << 24
 
 AUGMENT = AugmentConfig(randaugment=False, hflip=False, crop_scale=CROP)
 
+ImageTransform = Callable[[bytes], Tensor]
+
+
+def _own_image(size: int) -> ImageTransform:
+    transform, rng = TrainTransform(AUGMENT, Preprocessing(size)), np.random.default_rng(0)
+    return lambda data: transform.levels(JpegImage(data, "a sample"), rng, "")
+
+
+def _pillow_image(size: int) -> ImageTransform:
+    transform = v2.Compose([_resized_crop(size), v2.PILToTensor()])
+    return lambda data: transform(Image.open(BytesIO(data)).convert("RGB"))
+
+
+def _torchvision_image(size: int) -> ImageTransform:
+    transform = _resized_crop(size)
+
+    def prepared(data: bytes) -> Tensor:
+        coded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return transform(decode_jpeg(coded, ImageReadMode.RGB))
+
+    return prepared
+
+
+def _resized_crop(size: int) -> v2.RandomResizedCrop:
+    return v2.RandomResizedCrop(size, scale=CROP, interpolation=v2.InterpolationMode.BICUBIC)
+
+
+TRANSFORMS = {OURS: _own_image, "pillow": _pillow_image, "torchvision": _torchvision_image}
+
 
 class Prepare:
-    """A sample's transforms, for the sides that take a function."""
+    """A sample's transforms, for the sides that take a function.
 
-    def __init__(self, settings: Settings) -> None:
+    Args:
+        settings: its vocabulary and size are taken.
+        transforms: a key of `TRANSFORMS`, by whose code `image` makes levels (3, size, size) uint8
+            of a JPEG's bytes.
+    """
+
+    def __init__(self, settings: Settings, transforms: str) -> None:
         self._text = TextProcessor.load(settings.vocabulary, TOKENS)
-        self._transform = TrainTransform(AUGMENT, Preprocessing(settings.size))
-        self._rng = np.random.default_rng(0)
-
-    def image(self, data: bytes) -> Tensor:
-        """Return levels (3, size, size) uint8."""
-        return self._transform.levels(JpegImage(data, "a sample"), self._rng, "")
+        self.image = TRANSFORMS[transforms](settings.size)
 
     def text(self, caption: str) -> tuple[Tensor, Tensor]:
         """Return ids and attention mask, (tokens,) each."""
@@ -92,14 +130,13 @@ def _batches(loader: Any, data: Any, settings: Settings) -> Iterator[Any]:
     )
 
 
-def webdataset_batches(settings: Settings) -> Iterator[Any]:
+def webdataset_batches(prepare: Prepare, settings: Settings) -> Iterator[Any]:
     """Batches of webdataset, which shuffles the shards and 1,000 samples."""
     import webdataset
 
     def prepared(sample: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         return prepare({"jpg": sample["jpg"], "txt": sample["txt"].decode()})
 
-    prepare = Prepare(settings)
     shards = sorted(map(str, settings.shards.glob("*.tar")))
     data = webdataset.WebDataset(shards, shardshuffle=100, empty_check=False).shuffle(1000)
     data = data.map(prepared).batched(settings.batch, partial=False)
@@ -114,11 +151,9 @@ def webdataset_batches(settings: Settings) -> Iterator[Any]:
     )
 
 
-def litdata_batches(folder: Path, settings: Settings) -> Iterator[Any]:
+def litdata_batches(folder: Path, prepare: Prepare, settings: Settings) -> Iterator[Any]:
     """Batches of litdata, shuffled."""
     import litdata
-
-    prepare = Prepare(settings)
 
     class LitdataSamples(litdata.StreamingDataset):
         def __getitem__(self, index: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,11 +163,9 @@ def litdata_batches(folder: Path, settings: Settings) -> Iterator[Any]:
     return _batches(litdata.StreamingDataLoader, data, settings)
 
 
-def streaming_batches(folder: Path, settings: Settings) -> Iterator[Any]:
+def streaming_batches(folder: Path, prepare: Prepare, settings: Settings) -> Iterator[Any]:
     """Batches of MosaicML Streaming, shuffled by py1e."""
     import streaming
-
-    prepare = Prepare(settings)
 
     class StreamingSamples(streaming.StreamingDataset):
         def __getitem__(self, index: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -170,13 +203,16 @@ def convert(shards: Path, folder: Path) -> None:
             mds.write(sample)
 
 
-def sides(folder: Path, settings: Settings) -> dict[str, Callable[[], Iterator[Any]]]:
+def sides(
+    folder: Path, transforms: str, settings: Settings
+) -> dict[str, Callable[[], Iterator[Any]]]:
     """Return the functions that start each side."""
+    prepare = Prepare(settings, transforms)
     return {
         OURS: partial(our_batches, settings, AUGMENT, False),
-        "webdataset": partial(webdataset_batches, settings),
-        "litdata": partial(litdata_batches, folder, settings),
-        "streaming": partial(streaming_batches, folder, settings),
+        "webdataset": partial(webdataset_batches, prepare, settings),
+        "litdata": partial(litdata_batches, folder, prepare, settings),
+        "streaming": partial(streaming_batches, folder, prepare, settings),
     }
 
 
@@ -191,6 +227,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", type=int, default=256, metavar="PX")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=7, help="timed turns of each side")
+    parser.add_argument("--transforms", choices=list(TRANSFORMS), default=OURS, help="of peers")
 
 
 def run(options: argparse.Namespace, _: torch.device) -> Iterator[Measurement]:
@@ -212,7 +249,9 @@ def run(options: argparse.Namespace, _: torch.device) -> Iterator[Measurement]:
         keep_freed_memory()
         batches = options.samples // options.batch
         samples = batches * options.batch
-        found = take_turns(sides(folder, settings), batches, samples, options.rounds, 1)
+        found = take_turns(
+            sides(folder, options.transforms, settings), batches, samples, options.rounds, 1
+        )
     rows = []
     for side, own in found.items():
         low, middle, high = np.quantile(ratios(found, side), (0.25, 0.5, 0.75))
@@ -222,7 +261,8 @@ def run(options: argparse.Namespace, _: torch.device) -> Iterator[Measurement]:
     print(harness.table(["", "samples/s", "CPU ms/sample", "ours is x", "quartiles"], rows))
     for side in list(found)[1:]:
         value = statistics.median(ratios(found, side))
-        yield Measurement(f"loader/peers/{side}/ratio", value, "x", TARGET)
+        place = f"loader/peers/{options.transforms}/{side}/ratio"
+        yield Measurement(place, value, "x", TARGET)
 
 
 main = partial(harness.run_benchmark, __doc__, add_options, run, cpu_only=True)
