@@ -113,8 +113,7 @@ class CrossEncoder(nn.Module):
         image_asks = PositionContext(self.grid, 1, anchors=anchors, text_queries=False)
         for encoding in self.positions:
             text = encoding("tokens", text, text_asks)
-            images = image.unflatten(1, each).flatten(0, 1)
-            image = encoding("tokens", images, image_asks).reshape_as(image)
+        image = self._placed(image)
         for number, layer in enumerate(self.layers):
             last = number == len(self.layers) - 1
             text = layer("attend_self", text, text_mask, text_asks)
