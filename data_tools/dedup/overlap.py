@@ -1,6 +1,6 @@
 """Find the images of evaluation sets in pretraining data and list the keys to take out.
 
-    python -m data_tools overlap --pretraining shards/coco shards/vg shards/cc3m \\
+    python -m data_tools overlap --pretraining shards/coco/train shards/cc3m \\
         --evaluation shards/flickr30k/test shards/coco/test --out leaked.txt --sheet leaked.png
 
 A pretraining image is in an evaluation set if both name the same image (`source` and

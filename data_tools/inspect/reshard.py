@@ -1,8 +1,8 @@
 """Deal the samples of folders of shards into new shards of another size, or in another order.
 
     python -m data_tools reshard shards/sbu --out shards/sbu-4k --samples-per-shard 4000
-    python -m data_tools reshard shards/coco shards/vg --out shards/both --samples-per-shard 1000 \\
-        --shuffle 0 --prefix-keys
+    python -m data_tools reshard shards/coco/train shards/cc3m --out shards/both \\
+        --samples-per-shard 1000 --shuffle 0 --prefix-keys
 
 Every file of every sample is kept, byte for byte, those that nothing here reads too; only the tar's
 headers are written anew, without times and users. Without `--shuffle` the order is that of the

@@ -45,10 +45,10 @@ def train(
     """
     import yaml
 
-    from vlp.config import parse_yaml
+    from vlp.config import config_file, parse_yaml
 
     try:
-        values = parse_yaml(config.read_text("utf-8"))
+        values = parse_yaml(config_file(config).read_text("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         values = None  # the script says what is wrong with it
     script = "train_vision" if isinstance(values, dict) and "task" in values else "pretrain"

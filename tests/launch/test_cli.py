@@ -148,6 +148,17 @@ def test_info_names_versions_and_places(capsys):
     assert str(ROOT / "vlp") in said
 
 
+def test_installed_configurations_of_vision_models_are_found_from_any_folder(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    config = "configs/vision/cifar10_vit_tiny.yaml"
+    assert main(["train", "--config", config, "training.sead=1"]) == 2
+    said = capsys.readouterr().err
+    assert "'training.sead'; did you mean 'training.seed'" in said
+    assert "'task'" not in said, "read as a vision model's"
+
+
 def test_info_of_a_run_under_way(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.orig_argv", ["vlp", "train", "--config", "own.yaml"])
     folder = RunFolder(tmp_path / "run", resume=False)

@@ -6,7 +6,7 @@ overrides and validates; every failure is a `ConfigError` that names the key, th
 and the nearest valid key.
 """
 
-from vlp.config.files import load_config, merged, save_config, validated
+from vlp.config.files import config_file, load_config, merged, save_config, validated
 from vlp.config.plugins import PLUGINS, load_plugins, plugin_of, require_plugins
 from vlp.config.schema import AnyConfig, Choice, Config, ConfigError, LocalPath, Precision
 from vlp.config.yaml_text import dump_yaml, parse_yaml
@@ -19,6 +19,7 @@ __all__ = [
     "ConfigError",
     "LocalPath",
     "Precision",
+    "config_file",
     "dump_yaml",
     "load_config",
     "load_plugins",
