@@ -46,6 +46,14 @@ def retrieval(
             "replace it"
         ),
     ] = None,
+    temperature: Annotated[
+        float | None,
+        Option(
+            metavar="T",
+            help="of the similarity in that sum: half of the model's own, its default, halves the "
+            "weight of the match score",
+        ),
+    ] = None,
     features: Annotated[
         Path | None,
         Option(metavar="FOLDER", help="stored features of the shards' images, by the same tower"),
@@ -71,10 +79,13 @@ def retrieval(
 
     if rerank_by is not None and not rerank:
         raise typer.BadParameter("--rerank-by says how to re-rank: give --rerank K too")
+    if temperature is not None and (not rerank or rerank_by == "match" or temperature <= 0):
+        raise typer.BadParameter("--temperature T, above 0, goes with --rerank K by sum")
     return evaluate_retrieval(
         load_model(model),
         rerank=rerank,
         rerank_by=rerank_by or "sum",
+        temperature=temperature,
         features=features,
         bank=bank or (),
         bank_temperature=bank_temperature,

@@ -59,7 +59,7 @@ SMALLER = {
     "from_towers.yaml": (
         *("model.image.weights=null", f"model.image.architecture_options={TOWER}"),
         *("model.image.image_size=56", "model.image.width=24", "data.vocabulary=words"),
-        "model.image.pooled_layers=2",
+        *("model.image.pooled_layers=2", "objectives.contrastive.token.group=8"),
         *("model.text.weights=null", "model.text.vocab_size=200"),
         *(f"model.text.{pair}" for pair in LAYER.split()),
         "model.text.trainable=all",
