@@ -50,7 +50,7 @@ def retrieval(
         float | None,
         Option(
             metavar="T",
-            help="of the similarity in that sum: half of the model's own, its default, halves the "
+            help="of the similarity in that sum (default: the model's own); half of it halves the "
             "weight of the match score",
         ),
     ] = None,

@@ -42,6 +42,7 @@ class RetrievalResult:
     the image's first sample and `image`, for a caption its number among the image's and its
     text, and the rank of the first right answer by stage, from 1. bank: shards whose queries
     normalised the similarities, at bank_temperature; bank_skipped: samples left out of it.
+    temperature: re-ranking added its score to similarity / temperature; None: it took its place.
     """
 
     images: int
@@ -54,6 +55,7 @@ class RetrievalResult:
     bank: tuple[str, ...] = ()
     bank_temperature: float = BANK_TEMPERATURE
     bank_skipped: dict[str, int] = field(default_factory=dict)
+    temperature: float | None = None
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -85,6 +87,8 @@ class RetrievalResult:
             cells = ["", "", "", self.mean(stage).percent()]
             rows.append([f"both, {labels[stage]}", *cells])
         notes = ["Percent; in brackets 95 % bootstrap intervals over images."]
+        if self.rerank and self.temperature is not None:
+            notes.append(f"Re-ranked by similarity / {self.temperature:.3g} + match score.")
         if self.bank:
             left_out = kinds_in_words(self.bank_skipped) if self.bank_skipped else "none"
             notes.append(
@@ -105,6 +109,7 @@ class RetrievalResult:
             "images": self.images,
             "texts": self.texts,
             "rerank": self.rerank,
+            "temperature": self.temperature,
             "bank": list(self.bank),
             "bank_temperature": self.bank_temperature if self.bank else None,
             "bank_skipped": self.bank_skipped,
@@ -173,7 +178,7 @@ def evaluate_retrieval(
         bank_temperature: of that.
 
     Raises:
-        EvaluationError: there is nothing to evaluate, rerank is negative, or bank_temperature not
+        EvaluationError: there is nothing to evaluate, rerank is negative, or a temperature not
             positive.
         ConfigError: a shard folder cannot be read, or the features are of another tower or other
             shards.
@@ -182,8 +187,12 @@ def evaluate_retrieval(
         raise EvaluationError(f"rerank {rerank}: the number of candidates cannot be negative")
     if bank_temperature <= 0:
         raise EvaluationError(f"bank_temperature {bank_temperature}: it must be above 0")
+    if temperature is not None and temperature <= 0:
+        raise EvaluationError(f"temperature {temperature}: it must be above 0")
     ranks = Ranks.current()
-    if temperature is None:
+    if rerank_by == "match":
+        temperature = None
+    elif temperature is None:
         temperature = loaded.model.temperature().item()
     stored = None if features is None else StoredFeatures(features)
     require_tower(stored, loaded.model)
@@ -213,7 +222,7 @@ def evaluate_retrieval(
             encoder,
             collection,
             rerank,
-            temperature if rerank_by == "sum" else None,
+            temperature,
             match_batch,
             ranks,
             quiet,
@@ -228,6 +237,7 @@ def evaluate_retrieval(
         bank=tuple(str(folder) for folder in bank),
         bank_temperature=bank_temperature,
         bank_skipped={} if queries is None else queries.skipped,
+        temperature=temperature if rerank else None,
         figures=_figures(all_ranks, collection, resamples),
         skipped=collection.skipped,
         predictions=[
