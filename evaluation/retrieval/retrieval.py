@@ -42,7 +42,7 @@ class RetrievalResult:
     the image's first sample and `image`, for a caption its number among the image's and its
     text, and the rank of the first right answer by stage, from 1. bank: shards whose queries
     normalised the similarities, at bank_temperature; bank_skipped: samples left out of it.
-    temperature: re-ranking added its score to similarity / temperature; None: it took its place.
+    temperature: re-ranking added its score to similarity / temperature; None: it added to none.
     """
 
     images: int
@@ -87,7 +87,7 @@ class RetrievalResult:
             cells = ["", "", "", self.mean(stage).percent()]
             rows.append([f"both, {labels[stage]}", *cells])
         notes = ["Percent; in brackets 95 % bootstrap intervals over images."]
-        if self.rerank and self.temperature is not None:
+        if self.temperature is not None:
             notes.append(f"Re-ranked by similarity / {self.temperature:.3g} + match score.")
         if self.bank:
             left_out = kinds_in_words(self.bank_skipped) if self.bank_skipped else "none"
