@@ -40,6 +40,13 @@ RUN_CONFIGS = {
 
 ABLATIONS = ROOT / "configs" / "ablation" / "results"
 
+PLOT = """\
+![Paired differences from each table's reference](NAME.svg)
+
+*Paired differences from each table's reference with 95 % intervals over seeds; a filled dot has
+p < 0.05 after Holm's correction.*
+"""
+
 _pages: dict[str, str] = {}
 
 
@@ -61,7 +68,8 @@ def on_config(config: Any) -> Any:
         if "Reference" in entry:
             entry["Reference"] = nav
         if "Results" in entry:
-            entry["Results"].append({"Ablation tables": sorted(ablations)})
+            tables = sorted(path for path in ablations if path.endswith(".md"))
+            entry["Results"].append({"Ablation tables": tables})
     return config
 
 
@@ -102,8 +110,12 @@ def _package_of(path: str) -> str:
 
 
 def _ablation_pages() -> dict[str, str]:
-    """Return findings and tables of each ablation, without links to files outside the site."""
-    from evaluation.ablations.stored_tables import stored_tables
+    """Return findings, a drawing of the tests and the tables of each ablation.
+
+    They have no links to files outside the site.
+    """
+    from evaluation.ablations.plots import draw_differences
+    from evaluation.ablations.stored_tables import paired_tests, stored_tables
 
     link = re.compile(r"(?<!!)\[([^]]+)\]\((?!https?:)[^)]*\)")
     pages = {}
@@ -111,7 +123,11 @@ def _ablation_pages() -> dict[str, str]:
         if table.results():
             file = ABLATIONS / f"{name}.md"
             said = file.read_text("utf-8") if file.is_file() else f"# {name}\n"
-            pages[f"results/ablation/{name}.md"] = link.sub(r"\1", said) + "\n" + table.markdown()
+            parts = [link.sub(r"\1", said), table.markdown()]
+            if tests := paired_tests(table.config(), table.results()):
+                parts.insert(1, PLOT.replace("NAME", name))
+                pages[f"results/ablation/{name}.svg"] = draw_differences(tests)
+            pages[f"results/ablation/{name}.md"] = "\n".join(parts)
     return pages
 
 

@@ -91,32 +91,40 @@ def image_columns(
         ConfigError: the folder cannot be written.
     """
     with ExitStack() as stack:
-        try:
+        with _writing(folder):
             if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
             name = stack.enter_context(TemporaryDirectory(prefix="columns-", dir=folder))
-            images = _written(shards, Path(name))
-        except OSError as error:
-            place = error.filename or folder
-            raise ConfigError(f"{place}: cannot be written ({error.strerror})") from error
-        yield images
+        yield _written(shards, Path(name))
 
 
 def _written(shards: Iterable[NDArray[np.void]], folder: Path) -> ImageColumns:
     counts, found = [0], np.zeros(3, np.int64)
     with ExitStack() as stack:
-        files = {
-            name: stack.enter_context(open(folder / name, "wb")) for name in (*_FIELDS, *_FLAGS)
-        }
+        with _writing(folder):
+            files = {
+                name: stack.enter_context(open(folder / name, "wb")) for name in (*_FIELDS, *_FLAGS)
+            }
         for records in shards:
-            for name in _FIELDS:
-                np.ascontiguousarray(records[name]).tofile(files[name])
             state, second = records["state"], records["second"]
             paired = second.copy()
             paired[:-1] |= second[1:]
             usable = ~paired & (state != UNREADABLE)
-            usable.tofile(files["usable"])
-            (usable & (state == READABLE)).tofile(files["textured"])
+            with _writing(folder):
+                for name in _FIELDS:
+                    np.ascontiguousarray(records[name]).tofile(files[name])
+                usable.tofile(files["usable"])
+                (usable & (state == READABLE)).tofile(files["textured"])
             counts.append(len(records))
             found += [(state == UNREADABLE).sum(), (state == FLAT_IMAGE).sum(), second.sum()]
     return ImageColumns(folder, np.cumsum(counts)[1:], *found.tolist())
+
+
+@contextmanager
+def _writing(folder: Path | None) -> Iterator[None]:
+    """Name the file or folder that cannot be written; numpy says of a full disk how much is."""
+    try:
+        yield
+    except OSError as error:
+        place, why = error.filename or folder, error.strerror or error
+        raise ConfigError(f"{place}: cannot be written ({why})") from error

@@ -78,7 +78,7 @@ class CrossConfig(Config):
     layer. A text is a grid of one row.
     """
 
-    layers: int = Field(6, ge=0, description="number of layers")
+    layers: Count = Field(6, description="number of layers")
     heads: Count = Field(12, description="attention heads of every layer; a divisor of the width")
     intermediate: int = Field(
         3072, ge=1, description="channels between both layers of a feed-forward block"

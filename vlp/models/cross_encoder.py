@@ -190,7 +190,7 @@ class CrossEncoder(nn.Module):
                 key, value = (each.index_select(0, pairs.images) for each in shared)
                 shared = key, value
             text = layer("attend_other", text, other, None, context, shared)
-        return text if wanted is None or len(self.layers) else pick(text, wanted)
+        return text
 
 
 def encodings_by_place(config: CrossConfig) -> dict[str, tuple[str, ...]]:

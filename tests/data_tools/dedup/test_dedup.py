@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
+from collections.abc import Iterator
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -22,6 +24,7 @@ from data_tools.dedup.perceptual_hash import RECORD, differing_bits, fine_distan
 from data_tools.executor.executor import Executor
 from data_tools.executor.local import LocalExecutor
 from data_tools.sources.image_sources import Originals
+from vlp.config import ConfigError
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_index import ShardWriter
 
@@ -193,6 +196,25 @@ def drops_of(
     shards = [images[start : start + 7] for start in range(0, len(images), 7)]
     with image_columns(shards, folder) as columns:
         return duplicate_images(columns, distance, executor)
+
+
+def test_a_full_disk_is_named_and_a_reading_error_is_not_called_one(tmp_path: Path) -> None:
+    def shards() -> Iterator[np.ndarray]:
+        raise OSError(5, "Input/output error", "shard-000000.npy")
+        yield
+
+    with pytest.raises(OSError, match=r"Input/output error"), image_columns(shards()):
+        pass
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, hard))
+    try:
+        many = [np.zeros(1 << 12, RECORD)] * 8
+        refused = pytest.raises(ConfigError, match=r"columns-.*: cannot be written \(.*written\)")
+        with refused, image_columns(many, tmp_path / "hashes"):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list((tmp_path / "hashes").iterdir())
 
 
 def by_hand(images: np.ndarray, distance: int) -> set[int]:
