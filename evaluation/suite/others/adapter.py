@@ -55,7 +55,7 @@ class AdaptedModel(nn.Module):
         self.config = ModelConfig.model_validate(
             {
                 "image": {"image_size": size, "patch_size": next(_divisors(size))},
-                "cross": {"layers": 0, "position": []},
+                "cross": {"position": []},  # of its settings evaluations read this alone
             }
         )
         self.cross_encoder = nn.Module()
