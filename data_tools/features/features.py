@@ -33,7 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--precision", choices=("float32", "bf16"), default="float32", help="of the tower's pass"
     )
     parser.add_argument(
-        "--batch", type=int, default=64, metavar="N", help="views of one pass (default: 64)"
+        "--batch",
+        type=int,
+        default=64,
+        metavar="N",
+        help="views held at once, one of each image to a pass of the tower (default: 64)",
     )
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
 
@@ -53,7 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     if config.data.sampler != "indexed":
         raise ConfigError("data.sampler: features are stored by index; it must be indexed")
     with distributed.process_group():
-        writer = feature_writer(config, arguments)
+        settings = arguments.views, arguments.dtype, arguments.precision
+        writer = feature_writer(config, arguments.out, *settings)
         written = writer.write(arguments.batch, config.data.workers)
         if distributed.rank() == 0:
             print(_summary(writer, written))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,12 +21,21 @@ from vlp.models.vlp import VLPModel
 from vlp.training.config import PretrainConfig
 
 
-def feature_writer(config: PretrainConfig, arguments: argparse.Namespace) -> FeatureWriter:
+def feature_writer(
+    config: PretrainConfig,
+    out: Path,
+    views: int = 1,
+    dtype: Literal["float16", "bfloat16"] = "float16",
+    precision: Literal["float32", "bf16"] = "float32",
+) -> FeatureWriter:
     """Return the writer of a configuration's features; the tower is on this rank's device.
 
     Args:
         config: names the shards, the tower and the augmentation.
-        arguments: of the command `features`.
+        out: folder of the features.
+        views: of each image; the first is plain, the others are augmented.
+        dtype: that they are stored in.
+        precision: of the tower's pass.
 
     Raises:
         ConfigError: the weights or shards cannot be read, or do not fit.
@@ -43,8 +52,8 @@ def feature_writer(config: PretrainConfig, arguments: argparse.Namespace) -> Fea
     averages = config.model.image.average_hflip
     plain = encoder.hflip_averaged_tower if averages else encoder.tower
 
-    def tower(views: Tensor) -> Tensor:
-        states = [plain(views[:, 0]), *map(encoder.tower, views[:, 1:].unbind(1))]
+    def tower(seen: Tensor) -> Tensor:
+        states = [plain(seen[:, 0]), *map(encoder.tower, seen[:, 1:].unbind(1))]
         return torch.stack([encoder.pooled(each) for each in states], dim=1)
 
     with torch.no_grad():
@@ -56,11 +65,11 @@ def feature_writer(config: PretrainConfig, arguments: argparse.Namespace) -> Fea
         image_size=side,
         mean=preprocessing.mean,
         std=preprocessing.std,
-        augment=config.data.augment if arguments.views > 1 else None,
-        views=arguments.views,
+        augment=config.data.augment if views > 1 else None,
+        views=views,
         seed=config.training.seed,
-        precision=arguments.precision,
-        dtype=arguments.dtype,
+        precision=precision,
+        dtype=dtype,
         tokens=tokens,
         width=width,
         kinds=KINDS,
@@ -75,7 +84,7 @@ def feature_writer(config: PretrainConfig, arguments: argparse.Namespace) -> Fea
         ),
     )
     transform = TrainTransform(config.data.augment, preprocessing)
-    return FeatureWriter(arguments.out, header, tower, device, sources, transform)
+    return FeatureWriter(out, header, tower, device, sources, transform)
 
 
 def _model(config: PretrainConfig) -> VLPModel:

@@ -66,7 +66,7 @@ class FeatureWriter:
         """Write this rank's share of the shards that are missing; every rank must call it.
 
         Args:
-            batch: views of one pass of the tower.
+            batch: views held at once; a pass of the tower takes one view of each of their images.
             workers: processes that decode.
 
         Raises:

@@ -55,8 +55,12 @@ def retrieval(
         ),
     ] = None,
     features: Annotated[
-        Path | None,
-        Option(metavar="FOLDER", help="stored features of the shards' images, by the same tower"),
+        list[Path] | None,
+        Option(
+            metavar="FOLDER",
+            help="stored features of the images, of the bank's too, by the same tower; one folder "
+            "or several",
+        ),
     ] = None,
     bank: Annotated[
         list[Path] | None,
@@ -67,8 +71,11 @@ def retrieval(
         ),
     ] = None,
     bank_temperature: Annotated[
-        float, Option(metavar="T", help="with --bank: the lower, the more the nearest count")
-    ] = 0.1,
+        float | None,
+        Option(
+            metavar="T", help="with --bank: the lower, the more the nearest count (default: 0.1)"
+        ),
+    ] = None,
     **measured: Any,
 ) -> Any:
     """Image-text retrieval: recall in both directions.
@@ -76,7 +83,10 @@ def retrieval(
     With --rerank the cross-modal encoder re-ranks the best candidates.
     """
     from evaluation.retrieval.retrieval import evaluate_retrieval
+    from evaluation.retrieval.two_stages import BANK_TEMPERATURE
 
+    if bank_temperature is not None and not bank:
+        raise typer.BadParameter("--bank-temperature goes with --bank SHARDS")
     if rerank_by is not None and not rerank:
         raise typer.BadParameter("--rerank-by says how to re-rank: give --rerank K too")
     if temperature is not None and (not rerank or rerank_by == "match" or temperature <= 0):
@@ -86,9 +96,9 @@ def retrieval(
         rerank=rerank,
         rerank_by=rerank_by or "sum",
         temperature=temperature,
-        features=features,
+        features=features or (),
         bank=bank or (),
-        bank_temperature=bank_temperature,
+        bank_temperature=BANK_TEMPERATURE if bank_temperature is None else bank_temperature,
         **measured,
     )
 

@@ -148,7 +148,8 @@ class TryIt:
     def search(self, text: str, top: int = 8, rerank: int = 4) -> list[CaptionedImage]:
         """Return images that fit a text, the best first, re-ranked by the cross-modal encoder.
 
-        Of each the similarity is said, and the probability of a match where that was asked.
+        Of each the similarity is said, and the probability of a match where that was asked. A match
+        score that was never trained re-ranks nothing.
 
         Raises:
             EvaluationError: the text holds no word, or there are no shards.
@@ -156,6 +157,7 @@ class TryIt:
         if self.gallery is None:
             raise EvaluationError("there is nothing to search: start the page with --shards DIR")
         gallery = self.gallery
+        rerank = rerank if self.loaded.model.match_is_trained else 0
         found = []
         for hit in gallery.search(_said(text), top, rerank):
             words = f"{hit.similarity:.2f}"
@@ -194,8 +196,9 @@ class TryIt:
         """Return how likely a text belongs to an image.
 
         Raises:
-            EvaluationError: there is no image or no text.
+            EvaluationError: there is no image or no text, or the match score was never trained.
         """
+        self._require_match()
         seen, said = self._seen(image), _said(text)
         return self._with(lambda: match_of(self.loaded, seen.features, said))
 
@@ -203,8 +206,10 @@ class TryIt:
         """Return the image, and again with the Grad-CAM map of a phrase over it, of the same size.
 
         Raises:
-            EvaluationError: there is no image, or the phrase holds no word.
+            EvaluationError: there is no image, the phrase holds no word, or the match score, whose
+                gradients make the map, was never trained.
         """
+        self._require_match()
         seen, said = self._seen(image), _said(phrase)
         with evaluating(self.loaded.model, self.device):
             heat = phrase_heat(self.loaded, seen.features, said, device=self.device)
@@ -229,6 +234,13 @@ class TryIt:
             for word in found.words
         ]
         return [CaptionedImage(plain, f"S ≥ {found.threshold:.2f}"), *words]
+
+    def _require_match(self) -> None:
+        if not self.loaded.model.match_is_trained:
+            raise EvaluationError(
+                f"{self.name}: its cross-modal encoder was never trained to match (no ITM); search "
+                "and anchors work without it"
+            )
 
     def _seen(self, given: Given) -> SeenImage:
         if isinstance(given, (str, Path)) and (file := Path(given)).is_file():

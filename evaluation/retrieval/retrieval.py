@@ -41,8 +41,9 @@ class RetrievalResult:
     directions by (stage, "both", "mean"). predictions: one row a query: its direction, the key of
     the image's first sample and `image`, for a caption its number among the image's and its
     text, and the rank of the first right answer by stage, from 1. bank: shards whose queries
-    normalised the similarities, at bank_temperature; bank_skipped: samples left out of it.
-    temperature: re-ranking added its score to similarity / temperature; None: it added to none.
+    normalised the similarities, at bank_temperature; bank_skipped: samples left out of it;
+    bank_shared: evaluated images that are in it. temperature: re-ranking added its score to
+    similarity / temperature; None: it added to none. match_trained: that score was ever trained.
     """
 
     images: int
@@ -55,7 +56,9 @@ class RetrievalResult:
     bank: tuple[str, ...] = ()
     bank_temperature: float = BANK_TEMPERATURE
     bank_skipped: dict[str, int] = field(default_factory=dict)
+    bank_shared: int = 0
     temperature: float | None = None
+    match_trained: bool = True
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -89,11 +92,18 @@ class RetrievalResult:
         notes = ["Percent; in brackets 95 % bootstrap intervals over images."]
         if self.temperature is not None:
             notes.append(f"Re-ranked by similarity / {self.temperature:.3g} + match score.")
+        if self.rerank and not self.match_trained:
+            notes.append("The match score was never trained (no ITM): re-ranking says nothing.")
         if self.bank:
             left_out = kinds_in_words(self.bank_skipped) if self.bank_skipped else "none"
             notes.append(
                 f"Similarities are normalised by the queries of {', '.join(self.bank)} at "
                 f"temperature {self.bank_temperature:g}; skipped there: {left_out}."
+            )
+        if self.bank_shared:
+            notes.append(
+                f"{self.bank_shared} of these images are in the bank, so that their own queries "
+                "are read: recall is higher than that of unseen pairs."
             )
         if self.skipped:
             kinds = kinds_in_words(self.skipped)
@@ -113,6 +123,7 @@ class RetrievalResult:
             "bank": list(self.bank),
             "bank_temperature": self.bank_temperature if self.bank else None,
             "bank_skipped": self.bank_skipped,
+            "bank_shared": self.bank_shared,
             "skipped": self.skipped,
             "figures": [
                 {"stage": stage, "direction": direction, "name": name, **figure._asdict()}
@@ -142,7 +153,7 @@ def evaluate_retrieval(
     memory: int = 2 * GIBIBYTE,
     resamples: int = 1000,
     progress: bool = False,
-    features: str | Path | None = None,
+    features: Sequence[str | Path] = (),
     bank: Sequence[str | Path] = (),
     bank_temperature: float = BANK_TEMPERATURE,
 ) -> RetrievalResult:
@@ -151,8 +162,8 @@ def evaluate_retrieval(
     Re-ranking adds the cross-modal log-odds to similarity / temperature ("sum") or replaces it
     ("match", as ALBEF does). ITM is trained against negatives drawn in proportion to
     exp(similarity / temperature), so its log-odds say what the similarity does not know yet, and
-    the sum is the log-odds against all candidates. An ITM head that has not learned anything
-    leaves the order as it is.
+    the sum is the log-odds against all candidates. A match head that was never trained says
+    nothing, and the result says so.
 
     Args:
         loaded: model, text and image preparation; the model is moved to the device and back to
@@ -171,8 +182,8 @@ def evaluate_retrieval(
         memory: bytes of token states kept for re-ranking, for images and for captions each.
         resamples: bootstrap draws over images.
         progress: bars on the first rank.
-        features: folder with stored features of the shards' images by the model's frozen tower
-            (`vlp data features`); no image is decoded then. With a bank also of its images.
+        features: folders with stored features by the model's frozen tower (`vlp data features`),
+            together of all shards, the bank's among them; no image is decoded then.
         bank: shard folders of other pairs, such as those of training, by whose queries similarities
             are normalised (`evaluation.retrieval.query_bank`).
         bank_temperature: of that.
@@ -194,8 +205,9 @@ def evaluate_retrieval(
         temperature = None
     elif temperature is None:
         temperature = loaded.model.temperature().item()
-    stored = None if features is None else StoredFeatures(features)
-    require_tower(stored, loaded.model)
+    stored = [StoredFeatures(folder) for folder in features]
+    for each in stored:
+        require_tower(each, loaded.model)
     samples = KeyedSamples(shards, limit, stored, loaded.preprocess)
     quiet = not (progress and ranks.first)
     with evaluating(loaded.model, device) as torch_device:
@@ -209,7 +221,7 @@ def evaluate_retrieval(
         )
         with tqdm(total=len(ranks.share(len(samples))), desc="encode", disable=quiet) as bar:
             collection = encoder.collect(ranks, bar.update)
-        queries = None
+        queries, shared = None, 0
         if bank:
             pairs = KeyedSamples(bank, None, stored, loaded.preprocess)
             read = Encoder(
@@ -218,6 +230,8 @@ def evaluate_retrieval(
             with tqdm(total=len(ranks.share(len(pairs))), desc="bank", disable=quiet) as bar:
                 queries = read.collect(ranks, bar.update)
         images = samples.images(ranks)
+        if bank:
+            shared = len(images.keys() & pairs.images(ranks).keys())
         all_ranks = ranks_of_right(
             encoder,
             collection,
@@ -237,6 +251,8 @@ def evaluate_retrieval(
         bank=tuple(str(folder) for folder in bank),
         bank_temperature=bank_temperature,
         bank_skipped={} if queries is None else queries.skipped,
+        bank_shared=shared,
+        match_trained=loaded.model.match_is_trained,
         temperature=temperature if rerank else None,
         figures=_figures(all_ranks, collection, resamples),
         skipped=collection.skipped,

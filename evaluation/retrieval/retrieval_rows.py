@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from evaluation.core.encoder import Collection
 from evaluation.core.samples import CaptionedSample, Samples
 from evaluation.core.work_sharding import Ranks
-from vlp.data.features.store import SourceFeatures, StoredFeatures
+from vlp.data.features.store import SourceFeatures, StoredFeatures, stored_sources
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.shards.bad_samples import SkippedSample
 
@@ -25,7 +25,8 @@ class KeyedSamples(Samples):
 
     Args:
         folders, limit: as of `Samples`.
-        features: in place of decoded images, where they are stored; plain views.
+        features: folders of stored ones, together of all samples, in place of decoded images;
+            plain views.
         preprocessing: that these were made with.
 
     Raises:
@@ -36,13 +37,13 @@ class KeyedSamples(Samples):
         self,
         folders: Sequence[str | Path],
         limit: int | None,
-        features: StoredFeatures | None,
+        features: Sequence[StoredFeatures],
         preprocessing: Preprocessing,
     ) -> None:
         super().__init__(folders, limit)
         self._stored: list[SourceFeatures] | None = None
-        if features is not None:
-            self._stored = features.require(preprocessing, self._indices)
+        if features:
+            self._stored = stored_sources(features, preprocessing, self._indices)
         self._seen: dict[int, tuple[tuple[str, str], str]] = {}
 
     def read(self, position: int, least: int | None = None) -> CaptionedSample | SkippedSample:

@@ -5,18 +5,24 @@
 
 Reads the pairs of a pretraining configuration once or several times, and writes a model folder
 whose projections are the regularised canonical correlation of the pooled states. Its recall is what
-any training of the same towers must beat.
+any training of the same towers must beat. A frozen image tower sees every image once, plain,
+however many captions it has: its features are stored beside the folder for as long as it takes,
+unless `data.features` names stored ones.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from data_tools.features.frozen_tower import feature_writer
 from launch.pretrain import build
 from vlp import distributed
 from vlp.config import ConfigError, load_config
@@ -29,6 +35,8 @@ from vlp.objectives.contrastive.canonical import Affine, PairMoments, canonical_
 from vlp.training.config import PretrainConfig
 from vlp.training.engines.environment import prepare_environment
 
+FEATURE_BATCH = 64
+
 
 @torch.no_grad()
 def align(
@@ -39,11 +47,12 @@ def align(
     Args:
         config: model and data; its objectives and training say nothing, but for the batch.
         out: model folder, made if missing.
-        epochs: passes over the data; with `captions: one` each draws another caption and view.
+        epochs: passes over the data; with `captions: one` each draws another caption, and of a
+            tower that is not frozen another view.
         shrinkage: as `canonical_projections` takes it.
 
     Returns:
-        The number of pairs, and the model.
+        The number of pairs read, and the model.
 
     Raises:
         ConfigError: the data or the towers cannot be used, `out` holds a model, or shrinkage is not
@@ -53,12 +62,37 @@ def align(
         raise ConfigError(f"{out} already holds a model; name another folder")
     if not shrinkage > 0:
         raise ConfigError(f"--shrinkage {shrinkage}: it must be above 0")
+    with _image_features(config, out) as config:
+        return _align(config, out, epochs, shrinkage)
+
+
+@contextmanager
+def _image_features(config: PretrainConfig, out: Path) -> Iterator[PretrainConfig]:
+    """Store a frozen tower's features of every image, for as long as it takes."""
+    data, image = config.data, config.model.image
+    frozen = image.trainable == 0 and image.lora is None
+    if not frozen or data.features is not None or data.sampler != "indexed":
+        yield config
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f"{out.name}-features-", dir=out.parent) as folder:
+        precision = "bf16" if config.training.precision == "bf16" else "float32"
+        writer = feature_writer(config, Path(folder), precision=precision)
+        writer.write(FEATURE_BATCH, data.workers)
+        stored = data.model_copy(update={"features": folder})
+        yield config.model_copy(update={"data": stored})
+
+
+def _align(
+    config: PretrainConfig, out: Path, epochs: int, shrinkage: float
+) -> tuple[int, VLPModel]:
     task, data = build(config)
     model: VLPModel = task.model.eval()
     device = distributed.default_device()
     model.to(device)
     image, text = model.image_encoder, model.text_encoder
     moments = PairMoments(image.projection.in_features, text.projection.in_features)
+    longest = torch.zeros((), dtype=torch.int64, device=device)
     total = data.batches_left(0, epochs)
     stream = data.batches(stop_after=total)
     for batch, _ in tqdm(stream, total=total, unit="batch", leave=False, disable=None):
@@ -71,6 +105,7 @@ def align(
             pool_states(words.float(), config.model.text.pooling, there.attention_mask),
         )
         moments.add(*(side[there.valid] for side in pooled))
+        longest += (there.attention_mask[there.valid].sum(1) == config.model.text.max_tokens).sum()
     try:
         solved = canonical_projections(moments, config.model.embed_dim, shrinkage)
     except ValueError as error:
@@ -83,6 +118,9 @@ def align(
     for layer, found, centre in zip(tokens, solved, mean):
         _project_tokens(layer, found, centre)
     task.save_model(out, task.state_dict())
+    if longest:
+        share = longest.item() / moments.count
+        print(f"{share:.1%} of the texts have model.text.max_tokens or more and are cut there")
     return moments.count, model
 
 
@@ -103,9 +141,11 @@ def run_align(path: Path, out: Path, epochs: int, shrinkage: float, overrides: l
     try:
         config = load_config(path, PretrainConfig, overrides)
         put_in_force(config.limits)
-        count, _ = align(config, out, epochs, shrinkage)
+        count, model = align(config, out, epochs, shrinkage)
     except (ConfigError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{out}: projections aligned on {count:,} pairs")
+    if count < (wide := model.config.embed_dim):
+        print(f"warning: {count} pairs do not tell {wide} directions apart; expect chance")
     return 0

@@ -50,6 +50,7 @@ def model_folder(tmp_path_factory, scene_shards) -> Path:
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("model")
     model, head = VLPModel(config), MLMHead(16, text.vocab_size)
+    model.match_head.bias.data.fill_(0.1)  # as if it were trained; odds stay
     heads = {f"mlm_head.{name}": value for name, value in head.state_dict().items()}
     save_pretrained(folder, config, model.state_dict(), text, Preprocessing(32), heads)
     return folder

@@ -40,6 +40,8 @@ class StubFeatures(NamedTuple):
 class StubModel(torch.nn.Module):
     """Features and match scores from given tables; text k of image i is row `first[i] + k`."""
 
+    match_is_trained = True
+
     def __init__(self, image, text, match, first) -> None:
         super().__init__()
         self.image, self.text, self.scores = image, text, match

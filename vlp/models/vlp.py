@@ -71,6 +71,11 @@ class VLPModel(nn.Module):
         fixed = config.cross.anchor.threshold
         self.register_buffer("anchor_threshold", torch.tensor(fixed or 0.0))
 
+    @property
+    def match_is_trained(self) -> bool:
+        """Whether any step trained the match score: its biases start at 0 and move at once."""
+        return bool(self.match_head.bias.any())
+
     def encode_image(self, pixels: Tensor, edit_patches: PatchEdit | None = None) -> ImageFeatures:
         """Encode images.
 

@@ -42,11 +42,13 @@ class Towers(Protocol):
 class AdaptedModel(nn.Module):
     """A model with features and a temperature, but without states, tokens and cross-modal layers.
 
-    Its match log-odds are the similarity over the temperature.
+    Its match log-odds are the similarity over the temperature, which was trained.
 
     Args:
         towers: of a library's file.
     """
+
+    match_is_trained = True
 
     def __init__(self, towers: Towers) -> None:
         super().__init__()

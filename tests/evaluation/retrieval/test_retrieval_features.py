@@ -40,7 +40,7 @@ def test_ranks_are_those_of_pixels_but_for_rounding(
     loaded = vlp.load(model_folder)
     plain = evaluate_retrieval(loaded, [scene_shards], rerank=4, batch=8)
     monkeypatch.setattr(samples, "decode_image", None)
-    stored = evaluate_retrieval(loaded, [scene_shards], rerank=4, batch=8, features=features)
+    stored = evaluate_retrieval(loaded, [scene_shards], rerank=4, batch=8, features=[features])
     assert (stored.images, stored.texts, stored.skipped) == (plain.images, plain.texts, {})
     assert [row | {"ranks": 0} for row in stored.predictions] == [
         row | {"ranks": 0} for row in plain.predictions
@@ -64,4 +64,4 @@ def test_another_tower_or_other_shards_are_refused(
     with torch.no_grad():
         loaded.model.image_encoder.vit.norm.bias += 1
     with pytest.raises(ConfigError, match=r"weights is '\w+' there, '\w+' here"):
-        evaluate_retrieval(loaded, [scene_shards], features=features)
+        evaluate_retrieval(loaded, [scene_shards], features=[features])

@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from launch_lab import Lab
+from torch.testing import assert_close
 
 import vlp
+from data_tools.features.frozen_tower import feature_writer
 from launch.cli.align import align
 from launch.cli.main import main
 from launch.pretrain import build
 from vlp.config import ConfigError, load_config
+from vlp.models.image_encoder import ImageEncoder
 from vlp.training.config import PretrainConfig
 
 POOLED = ("model.image.pooling=cls+mean", "model.text.pooling=cls+mean")
@@ -55,6 +58,34 @@ def test_what_all_tokens_share_is_projected_to_zero(lab, tmp_path):
 def test_both_parts_side_by_side_need_projections_of_tokens(lab):
     with pytest.raises(ConfigError, match=r"cls\+mean needs token_projection"):
         settings(lab, "model.token_projection=false")
+
+
+def test_a_frozen_tower_sees_every_image_once_and_plain(lab, tmp_path, monkeypatch):
+    """As from features that were stored before, whose folder goes when the model is written."""
+    seen = []
+    tower = ImageEncoder.tower
+    monkeypatch.setattr(
+        ImageEncoder, "tower", lambda self, pixels, *more: (
+            seen.append(len(pixels)), tower(self, pixels, *more))[1]
+    )  # fmt: skip
+    frozen = ("model.image.trainable=0", "objectives.mim=null", "data.captions=all")
+    config = settings(lab, *frozen)
+    images = sum(source.shards.total for source in build(config)[1].sources)
+    seen.clear()
+    _, model = align(config, tmp_path / "model")
+    assert sum(seen) == images + 1  # and a blank one, which tells the features' size
+    assert [file.name for file in tmp_path.iterdir()] == ["model"]
+    writer = feature_writer(config, tmp_path / "features")
+    writer.write(8, 0)
+    stored = settings(lab, *frozen, f"data.features={tmp_path / 'features'}")
+    _, other = align(stored, tmp_path / "other")
+    assert_close(model.image_encoder.projection.weight, other.image_encoder.projection.weight)
+
+
+def test_too_few_pairs_are_said(lab, tmp_path, capsys):
+    arguments = lab.arguments("aligned", *POOLED, "model.embed_dim=256")
+    assert main(["align", *arguments, "--out", str(tmp_path / "model")]) == 0
+    assert "200 pairs do not tell 256 directions apart" in capsys.readouterr().out
 
 
 def test_the_command_says_what_it_did(lab, tmp_path, capsys):

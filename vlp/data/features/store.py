@@ -79,6 +79,10 @@ class StoredFeatures:
         """Require that a tower made them; errors as of `FeatureHeader.require`."""
         self.header.require_tower(self.folder, tower)
 
+    def holds(self, index: ShardIndex) -> bool:
+        """Return whether these shards, as they are now, are among the sources."""
+        return shards_sha256(index.shards) in [source.index for source in self.header.sources]
+
     def _of(self, index: ShardIndex) -> SourceFeatures:
         known = [source.index for source in self.header.sources]
         own = shards_sha256(index.shards)
@@ -89,6 +93,21 @@ class StoredFeatures:
                 f"the index of shards must be the same); make them with: {MAKE}"
             )
         return SourceFeatures(self.folder, self.header, known.index(own), index)
+
+
+def stored_sources(
+    stores: Sequence[StoredFeatures], preprocessing: Preprocessing, indices: Sequence[ShardIndex]
+) -> list[SourceFeatures]:
+    """Return the features of each index's samples, plain views, from the folder that has them.
+
+    Raises:
+        ConfigError: as of `StoredFeatures.require`; of the first folder where none has them.
+    """
+    found = []
+    for index in indices:
+        store = next((each for each in stores if each.holds(index)), stores[0])
+        found += store.require(preprocessing, [index])
+    return found
 
 
 class SourceFeatures:
