@@ -149,9 +149,10 @@ def page(tried: TryIt) -> Any:
             with gradio.Tab("Search"):
                 wanted = typed(f"Look for, in {len(tried.gallery)} images", captions)
                 button = press("Search")
+                nearest = ", the four nearest with the probability of a match"
                 gradio.Markdown(
-                    "The best first with similarity, the four nearest with the probability of "
-                    "a match; a click makes one the image above."
+                    f"The best first with similarity{nearest if tried.can_match else ''}; a click "
+                    "makes one the image above."
                 )
                 found = tiles("found", 4, preview=False)
 
@@ -183,7 +184,7 @@ def page(tried: TryIt) -> Any:
                     return dict(tried.act(does.name, images, text))
 
                 action(button, does.name, act, inputs, [answers], samples)
-        with gradio.Tab("Match"):
+        with gradio.Tab("Match", visible=tried.can_match):
             text = typed("Does this text belong to the image?", captions)
             button = press("Match")
             matched = gradio.Label(label="Match")
@@ -195,7 +196,7 @@ def page(tried: TryIt) -> Any:
                 [matched],
                 [images, captions],
             )
-        with gradio.Tab("Ground"):
+        with gradio.Tab("Ground", visible=tried.can_match):
             phrase = typed("Where is", phrases)
             button = press("Show")
             gradio.Markdown("The image, and Grad-CAM of the phrase, from blue (weak) to red.")
@@ -227,7 +228,10 @@ def page(tried: TryIt) -> Any:
 
 def abilities(tried: TryIt) -> str:
     """Return a line on what the model was trained for, and what each other action needs."""
-    lacking = {"Search": None if tried.gallery is not None else "`--shards DIR`"}
+    lacking = {
+        "Search": None if tried.gallery is not None else "`--shards DIR`",
+        "Match and Ground": None if tried.can_match else "a model trained by ITM",
+    }
     for does, kinds in page_actions().items():
         own = tried.action is not None and tried.action.name == does.name
         lacking[does.tab] = None if own else f"a model fine-tuned for {' or '.join(kinds)}"

@@ -145,6 +145,11 @@ class TryIt:
         """Return how many images an action takes."""
         return 1 if self.kind is None else get_evaluation(self.kind).image_count(self._task)[0]
 
+    @property
+    def can_match(self) -> bool:
+        """Return whether the match score was trained; Grad-CAM takes its gradients."""
+        return self.loaded.model.match_is_trained
+
     def search(self, text: str, top: int = 8, rerank: int = 4) -> list[CaptionedImage]:
         """Return images that fit a text, the best first, re-ranked by the cross-modal encoder.
 
@@ -157,7 +162,7 @@ class TryIt:
         if self.gallery is None:
             raise EvaluationError("there is nothing to search: start the page with --shards DIR")
         gallery = self.gallery
-        rerank = rerank if self.loaded.model.match_is_trained else 0
+        rerank = rerank if self.can_match else 0
         found = []
         for hit in gallery.search(_said(text), top, rerank):
             words = f"{hit.similarity:.2f}"
@@ -236,7 +241,7 @@ class TryIt:
         return [CaptionedImage(plain, f"S ≥ {found.threshold:.2f}"), *words]
 
     def _require_match(self) -> None:
-        if not self.loaded.model.match_is_trained:
+        if not self.can_match:
             raise EvaluationError(
                 f"{self.name}: its cross-modal encoder was never trained to match (no ITM); search "
                 "and anchors work without it"

@@ -126,6 +126,7 @@ def test_a_device_that_is_not_here_is_refused_at_once(command, capsys):
         (["retrieval", "--rerank-by", "match"], "give --rerank K too"),
         (["retrieval", "--temperature", "0.1"], "goes with --rerank K by sum"),
         (["retrieval", "--rerank", "2", "--temperature", "0"], "T, above 0"),
+        (["retrieval", "--bank-temperature", "0.1"], "goes with --bank SHARDS"),
         ([*ZEROSHOT, "--match-by", "match"], "give --match too"),
         (["grounding", "--by", "similarity", "--layer", "0"], "--layer is of Grad-CAM"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import socket
 import sys
 
@@ -13,6 +14,7 @@ from broken_images import png_of
 from pair_shards import tiny_folder
 from PIL import Image
 from question_shards import AUGMENT, coloured, toy_parts, write_shards
+from safetensors.torch import load_file, save_file
 
 import vlp
 from evaluation.__main__ import main
@@ -21,6 +23,7 @@ from evaluation.demo import session
 from evaluation.demo.page import abilities, page, serve
 from evaluation.demo.session import TryIt
 from evaluation.downstream.predict_one import predict_one
+from evaluation.retrieval.retrieval import evaluate_retrieval
 from vlp.tasks.downstream import caption, vqa
 from vlp.tasks.downstream.init_from import start_parts
 from vlp.tasks.downstream.pair_classification import (
@@ -262,6 +265,23 @@ def test_a_mistake_leaves_no_older_result(tried):
         assert after.trigger_only_on_failure
         assert after.outputs == act.outputs
         assert after.fn() == (None if len(act.outputs) == 1 else [None] * len(act.outputs))
+
+
+def test_a_match_score_that_was_never_trained_ranks_nothing(
+    model_folder, scene_shards, red, tmp_path
+):
+    folder = shutil.copytree(model_folder, tmp_path / "aligned")
+    weights = load_file(folder / "model.safetensors")
+    weights["match_head.bias"].zero_()
+    save_file(weights, folder / "model.safetensors")
+    tried = TryIt(folder, [scene_shards], device="cpu")
+    assert "match" not in "".join(one.text for one in tried.search(TEXT))
+    for act in (tried.match, tried.ground):
+        with pytest.raises(EvaluationError, match=r"never trained to match \(no ITM\)"):
+            act(red, TEXT)
+    assert "Match and Ground (a model trained by ITM)" in abilities(tried)
+    result = evaluate_retrieval(tried.loaded, [scene_shards], rerank=2)
+    assert "The match score was never trained" in str(result.table())
 
 
 def test_the_page_says_what_the_model_lacks(tried, folders):

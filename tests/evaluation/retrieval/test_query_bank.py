@@ -69,6 +69,9 @@ def test_recall_equals_the_full_matrices(tmp_path, monkeypatch):
     assert result.figures != plain.figures
     assert result.to_json()["bank"] == [str(folder)]
     assert "normalised by the queries" in str(result.table())
+    assert result.to_json()["bank_shared"] == len(CAPTIONS)
+    assert f"{len(CAPTIONS)} of these images are in the bank" in str(result.table())
+    assert "are in the bank" not in str(plain.table())
 
 
 def test_a_temperature_must_be_positive(tmp_path):

@@ -16,6 +16,10 @@ from evaluation.__main__ import main
 from evaluation.core import samples
 from evaluation.retrieval.retrieval import evaluate_retrieval
 from vlp.config import ConfigError
+from vlp.data.scenes.annotation import annotation
+from vlp.data.scenes.distinct import distinct_scenes
+from vlp.data.scenes.render import encode_png, render
+from vlp.data.shards.shard_index import ShardWriter
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +54,31 @@ def test_ranks_are_those_of_pixels_but_for_rounding(
     ]
     assert (ranks[0] == ranks[1]).mean() > 0.9
     assert np.abs(ranks[0] - ranks[1]).max() <= 3
+
+
+def test_several_folders_hold_features_together(
+    model_folder, scene_shards, features, tmp_path, capsys
+):
+    """Of the evaluated images and of the bank's; one of them alone is not enough."""
+    other = tmp_path / "other"
+    with ShardWriter(other) as writer:
+        for number, scene in enumerate(distinct_scenes(50, 5)):
+            writer.write(f"{number}", encode_png(render(scene)), "png", annotation(scene))
+    model = json.loads((model_folder / "config.json").read_text())
+    del model["model_type"]
+    data = {"sources": [{"path": str(other)}], "vocabulary": str(model_folder)}
+    values = {"init_from": str(model_folder), "model": model, "data": data}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
+    command = ["features", "--config", tmp_path / "config.yaml", "--out", tmp_path / "features"]
+    assert data_tools([*map(str, command)]) == 0
+    ask = ["retrieval", "--model", str(model_folder), "--shards", str(scene_shards)]
+    ask += ["--bank", str(other), "--features", str(features)]
+    assert main(ask) == 2
+    assert f"holds no features of {other}" in capsys.readouterr().err
+    assert main([*ask, str(tmp_path / "features")]) == 0
+    table = capsys.readouterr().out
+    assert "normalised by the queries" in table
+    assert "are in the bank" not in table
 
 
 def test_another_tower_or_other_shards_are_refused(
