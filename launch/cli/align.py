@@ -76,8 +76,8 @@ def _image_features(config: PretrainConfig, out: Path) -> Iterator[PretrainConfi
         return
     out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f"{out.name}-features-", dir=out.parent) as folder:
-        precision = "bf16" if config.training.precision == "bf16" else "float32"
-        writer = feature_writer(config, Path(folder), precision=precision)
+        half = config.training.precision == "bf16"
+        writer = feature_writer(config, Path(folder), precision="bf16" if half else "float32")
         writer.write(FEATURE_BATCH, data.workers)
         stored = data.model_copy(update={"features": folder})
         yield config.model_copy(update={"data": stored})
