@@ -43,8 +43,8 @@ ABLATIONS = ROOT / "configs" / "ablation" / "results"
 PLOT = """\
 ![Paired differences from each table's reference](NAME.svg)
 
-*Paired differences from each table's reference with 95 % intervals over seeds; a filled dot has
-p < 0.05 after Holm's correction.*
+*Paired differences from each table's reference with 95 % intervals over seeds, those of two seeds
+cut off at the edge; a filled dot has p < 0.05 after Holm's correction.*
 """
 
 _pages: dict[str, str] = {}

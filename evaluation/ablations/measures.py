@@ -72,8 +72,7 @@ def evaluate_images(model: Path, threads: int, measured: MeasuredConfig) -> dict
     loaded = vlp.load(model)
     recall = evaluate_retrieval(
         loaded, measured.shards, rerank=measured.rerank, rerank_by=measured.rerank_by,
-        limit=measured.limit, resamples=1,
-        features=[measured.features] if measured.features else [],
+        limit=measured.limit, features=measured.features or (), resamples=1,
     )  # fmt: skip
     figures = {"/".join(key): 100 * figure.value for key, figure in recall.figures.items()}
     if measured.foils:

@@ -184,32 +184,33 @@ def page(tried: TryIt) -> Any:
                     return dict(tried.act(does.name, images, text))
 
                 action(button, does.name, act, inputs, [answers], samples)
-        with gradio.Tab("Match", visible=tried.can_match):
-            text = typed("Does this text belong to the image?", captions)
-            button = press("Match")
-            matched = gradio.Label(label="Match")
-            action(
-                button,
-                "match",
-                lambda image, said: dict(tried.match(image, said)),
-                [image, text],
-                [matched],
-                [images, captions],
-            )
-        with gradio.Tab("Ground", visible=tried.can_match):
-            phrase = typed("Where is", phrases)
-            button = press("Show")
-            gradio.Markdown("The image, and Grad-CAM of the phrase, from blue (weak) to red.")
-            with gradio.Row():
-                plain, heat = drawn(), drawn()
-            action(
-                button,
-                "ground",
-                tried.ground,
-                [image, phrase],
-                [plain, heat],
-                [images, phrases],
-            )
+        if tried.can_match:
+            with gradio.Tab("Match"):
+                text = typed("Does this text belong to the image?", captions)
+                button = press("Match")
+                matched = gradio.Label(label="Match")
+                action(
+                    button,
+                    "match",
+                    lambda image, said: dict(tried.match(image, said)),
+                    [image, text],
+                    [matched],
+                    [images, captions],
+                )
+            with gradio.Tab("Ground"):
+                phrase = typed("Where is", phrases)
+                button = press("Show")
+                gradio.Markdown("The image, and Grad-CAM of the phrase, from blue (weak) to red.")
+                with gradio.Row():
+                    plain, heat = drawn(), drawn()
+                action(
+                    button,
+                    "ground",
+                    tried.ground,
+                    [image, phrase],
+                    [plain, heat],
+                    [images, phrases],
+                )
         with gradio.Tab("Anchors"):
             caption = typed("Caption", captions)
             button = press("Show")

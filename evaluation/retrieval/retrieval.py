@@ -120,6 +120,7 @@ class RetrievalResult:
             "texts": self.texts,
             "rerank": self.rerank,
             "temperature": self.temperature,
+            "match_trained": self.match_trained,
             "bank": list(self.bank),
             "bank_temperature": self.bank_temperature if self.bank else None,
             "bank_skipped": self.bank_skipped,
@@ -153,7 +154,7 @@ def evaluate_retrieval(
     memory: int = 2 * GIBIBYTE,
     resamples: int = 1000,
     progress: bool = False,
-    features: Sequence[str | Path] = (),
+    features: str | Path | Sequence[str | Path] = (),
     bank: Sequence[str | Path] = (),
     bank_temperature: float = BANK_TEMPERATURE,
 ) -> RetrievalResult:
@@ -182,8 +183,8 @@ def evaluate_retrieval(
         memory: bytes of token states kept for re-ranking, for images and for captions each.
         resamples: bootstrap draws over images.
         progress: bars on the first rank.
-        features: folders with stored features by the model's frozen tower (`vlp data features`),
-            together of all shards, the bank's among them; no image is decoded then.
+        features: a folder or several with stored features by the model's frozen tower (`vlp data
+            features`), together of all shards, the bank's among them; no image is decoded then.
         bank: shard folders of other pairs, such as those of training, by whose queries similarities
             are normalised (`evaluation.retrieval.query_bank`).
         bank_temperature: of that.
@@ -205,7 +206,8 @@ def evaluate_retrieval(
         temperature = None
     elif temperature is None:
         temperature = loaded.model.temperature().item()
-    stored = [StoredFeatures(folder) for folder in features]
+    folders = [features] if isinstance(features, str | Path) else features
+    stored = [StoredFeatures(folder) for folder in folders]
     for each in stored:
         require_tower(each, loaded.model)
     samples = KeyedSamples(shards, limit, stored, loaded.preprocess)

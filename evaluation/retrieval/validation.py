@@ -99,7 +99,7 @@ def recalls(
         device=next(loaded.model.parameters()).device,
         precision=precision,
         resamples=1,
-        features=[chosen.features] if chosen.features else [],
+        features=chosen.features or (),
     )
     stage = found.stages[-1]
     figures = {"mean": found.mean(stage).value}

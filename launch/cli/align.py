@@ -5,18 +5,17 @@
 
 Reads the pairs of a pretraining configuration once or several times, and writes a model folder
 whose projections are the regularised canonical correlation of the pooled states. Its recall is what
-any training of the same towers must beat. A frozen image tower sees every image once, plain,
-however many captions it has: its features are stored beside the folder for as long as it takes,
-unless `data.features` names stored ones.
+any training of the same towers must beat. A frozen image tower that would see every image several
+times, with each of its captions, sees it once, plain: OUT/features holds what it says until the
+model is written, 2 bytes a channel of a token; a command that was interrupted goes on from there.
 """
 
 from __future__ import annotations
 
+import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,38 +61,42 @@ def align(
         raise ConfigError(f"{out} already holds a model; name another folder")
     if not shrinkage > 0:
         raise ConfigError(f"--shrinkage {shrinkage}: it must be above 0")
-    with _image_features(config, out) as config:
-        return _align(config, out, epochs, shrinkage)
+    task, data = build(config)  # so that nothing is encoded for a configuration that cannot be used
+    total = data.batches_left(0, epochs)
+    if not task.model.image_encoder.frozen or not _pays(config, data, total):
+        return _align(config, task, data, total, out, shrinkage)
+    del task, data
+    folder = out / "features"
+    half = config.training.precision == "bf16"
+    writer = feature_writer(
+        config, folder, dtype="bfloat16", precision="bf16" if half else "float32"
+    )
+    writer.write(FEATURE_BATCH, config.data.workers)
+    del writer  # and its model
+    stored = config.data.model_copy(update={"features": str(folder)})
+    task, data = build(config.model_copy(update={"data": stored}))
+    found = _align(config, task, data, total, out, shrinkage)
+    shutil.rmtree(folder)
+    return found
 
 
-@contextmanager
-def _image_features(config: PretrainConfig, out: Path) -> Iterator[PretrainConfig]:
-    """Store a frozen tower's features of every image, for as long as it takes."""
-    data, image = config.data, config.model.image
-    frozen = image.trainable == 0 and image.lora is None
-    if not frozen or data.features is not None or data.sampler != "indexed":
-        yield config
-        return
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f"{out.name}-features-", dir=out.parent) as folder:
-        half = config.training.precision == "bf16"
-        writer = feature_writer(config, Path(folder), precision="bf16" if half else "float32")
-        writer.write(FEATURE_BATCH, data.workers)
-        stored = data.model_copy(update={"features": folder})
-        yield config.model_copy(update={"data": stored})
+def _pays(config: PretrainConfig, data: Any, total: int) -> bool:
+    """Return whether a frozen tower would see images several times."""
+    if config.data.features is not None or config.data.sampler != "indexed":
+        return False
+    images = sum(index.shards.total for index in data.sources)
+    return total * config.training.batch > 2 * images
 
 
 def _align(
-    config: PretrainConfig, out: Path, epochs: int, shrinkage: float
+    config: PretrainConfig, task: Any, data: Any, total: int, out: Path, shrinkage: float
 ) -> tuple[int, VLPModel]:
-    task, data = build(config)
     model: VLPModel = task.model.eval()
     device = distributed.default_device()
     model.to(device)
     image, text = model.image_encoder, model.text_encoder
     moments = PairMoments(image.projection.in_features, text.projection.in_features)
     longest = torch.zeros((), dtype=torch.int64, device=device)
-    total = data.batches_left(0, epochs)
     stream = data.batches(stop_after=total)
     for batch, _ in tqdm(stream, total=total, unit="batch", leave=False, disable=None):
         there = batch.to(device)

@@ -73,7 +73,10 @@ class VLPModel(nn.Module):
 
     @property
     def match_is_trained(self) -> bool:
-        """Whether any step trained the match score: its biases start at 0 and move at once."""
+        """Whether any step trained the match score: its biases start at 0.
+
+        Of a loss over lists their gradients are rounding alone, from which AdamW moves them, too.
+        """
         return bool(self.match_head.bias.any())
 
     def encode_image(self, pixels: Tensor, edit_patches: PatchEdit | None = None) -> ImageFeatures:

@@ -61,25 +61,55 @@ def test_both_parts_side_by_side_need_projections_of_tokens(lab):
 
 
 def test_a_frozen_tower_sees_every_image_once_and_plain(lab, tmp_path, monkeypatch):
-    """As from features that were stored before, whose folder goes when the model is written."""
-    seen = []
-    tower = ImageEncoder.tower
-    monkeypatch.setattr(
-        ImageEncoder, "tower", lambda self, pixels, *more: (
-            seen.append(len(pixels)), tower(self, pixels, *more))[1]
-    )  # fmt: skip
+    """As from features that were stored before; the folder of its own goes in the end."""
+    seen = towers_images(monkeypatch)
     frozen = ("model.image.trainable=0", "objectives.mim=null", "data.captions=all")
     config = settings(lab, *frozen)
     images = sum(source.shards.total for source in build(config)[1].sources)
     seen.clear()
     _, model = align(config, tmp_path / "model")
     assert sum(seen) == images + 1  # and a blank one, which tells the features' size
-    assert [file.name for file in tmp_path.iterdir()] == ["model"]
-    writer = feature_writer(config, tmp_path / "features")
+    assert not (tmp_path / "model" / "features").exists()
+    writer = feature_writer(config, tmp_path / "features", dtype="bfloat16")
     writer.write(8, 0)
     stored = settings(lab, *frozen, f"data.features={tmp_path / 'features'}")
     _, other = align(stored, tmp_path / "other")
     assert_close(model.image_encoder.projection.weight, other.image_encoder.projection.weight)
+
+
+def test_an_interrupted_command_goes_on_from_its_features(lab, tmp_path, monkeypatch):
+    config = settings(lab, "model.image.trainable=0", "objectives.mim=null", "data.captions=all")
+    with monkeypatch.context() as patch:
+        patch.setattr("launch.cli.align.canonical_projections", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            align(config, tmp_path / "model")
+    seen = towers_images(monkeypatch)
+    align(config, tmp_path / "model")
+    assert seen == [1]  # the blank one, which tells the features' size
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+def towers_images(monkeypatch) -> list[int]:
+    """Images of each pass of the tower, from now on."""
+    seen, tower = [], ImageEncoder.tower
+
+    def counted(self, pixels, *more):
+        seen.append(len(pixels))
+        return tower(self, pixels, *more)
+
+    monkeypatch.setattr(ImageEncoder, "tower", counted)
+    return seen
+
+
+def interrupted(*arguments):
+    raise KeyboardInterrupt
+
+
+def test_a_configuration_that_cannot_be_used_is_refused_at_once(lab, tmp_path, monkeypatch):
+    monkeypatch.setattr(ImageEncoder, "tower", None)
+    frozen = ("model.image.trainable=0", "objectives.mim=null", "data.captions=all")
+    with pytest.raises(ConfigError, match="vocabulary"):
+        align(settings(lab, *frozen, "data.vocabulary=missing"), tmp_path / "model")
 
 
 def test_too_few_pairs_are_said(lab, tmp_path, capsys):
