@@ -47,8 +47,10 @@ for _ in range(300):
         time.sleep(0.2)
 else:
     raise last
-print("match", page.predict(handle_file("photo.jpg"), "number 3 runs", api_name="/match"))
-if "/search" in page.view_api(return_format="dict", print_info=False)["named_endpoints"]:
+offered = page.view_api(return_format="dict", print_info=False)["named_endpoints"]
+if "/match" in offered:
+    print("match", page.predict(handle_file("photo.jpg"), "number 3 runs", api_name="/match"))
+if "/search" in offered:
     print("search", len(page.predict("number 3 runs", api_name="/search")))
 """
 LAYER = "layers=1 heads=2 intermediate=64 width=24"
