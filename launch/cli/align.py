@@ -4,10 +4,11 @@
     vlp train --config configs/pretrain/from_towers.yaml init_from=runs/aligned
 
 Reads the pairs of a pretraining configuration once or several times, and writes a model folder
-whose projections are the regularised canonical correlation of the pooled states. Its recall is what
-any training of the same towers must beat. A frozen image tower that would see every image several
-times, with each of its captions, sees it once, plain: OUT/features holds what it says until the
-model is written, 2 bytes a channel of a token; a command that was interrupted goes on from there.
+whose projections are the regularised canonical correlation of the pooled states; every tenth image
+is held out to tell how strongly. Its recall is what any training of the same towers must beat. A
+frozen image tower that would see every image several times, with each of its captions, sees it
+once, plain: OUT/features holds what it says until the model is written, 2 bytes a channel of a
+token; a command that was interrupted goes on from there.
 """
 
 from __future__ import annotations
@@ -30,16 +31,28 @@ from vlp.data.shards.bad_samples import DataError
 from vlp.layers.pooling import pool_states
 from vlp.models.pretrained.local_copy import CONFIG
 from vlp.models.vlp import VLPModel
-from vlp.objectives.contrastive.canonical import Affine, PairMoments, canonical_projections
+from vlp.objectives.contrastive.canonical import (
+    Affine,
+    CanonicalCorrelation,
+    PairMoments,
+    mean_reciprocal_rank,
+)
 from vlp.training.config import PretrainConfig
 from vlp.training.engines.environment import prepare_environment
 
 FEATURE_BATCH = 64
+SHRINKAGES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+WITHOUT_HELD_OUT = 1.0
+"""Shrinkage where too few images are held out to choose it."""
+HELD_OUT = 10
+"""One image in so many is held out to choose the shrinkage; it counts in the result again."""
+FEWEST_HELD_OUT, MOST_HELD_OUT = 20, 2000
+"""Pairs that choose it."""
 
 
 @torch.no_grad()
 def align(
-    config: PretrainConfig, out: Path, epochs: int = 1, shrinkage: float = 0.1
+    config: PretrainConfig, out: Path, epochs: int = 1, shrinkage: float | None = None
 ) -> tuple[int, VLPModel]:
     """Write the model folder of a configuration with aligned projections.
 
@@ -48,7 +61,8 @@ def align(
         out: model folder, made if missing.
         epochs: passes over the data; with `captions: one` each draws another caption, and of a
             tower that is not frozen another view.
-        shrinkage: as `canonical_projections` takes it.
+        shrinkage: as `CanonicalCorrelation.projections` takes it; None: what ranks pairs of
+            held-out images best, by the projections of the others.
 
     Returns:
         The number of pairs read, and the model.
@@ -59,7 +73,7 @@ def align(
     """
     if (out / CONFIG).exists():
         raise ConfigError(f"{out} already holds a model; name another folder")
-    if not shrinkage > 0:
+    if shrinkage is not None and not shrinkage > 0:
         raise ConfigError(f"--shrinkage {shrinkage}: it must be above 0")
     task, data = build(config)  # so that nothing is encoded for a configuration that cannot be used
     total = data.batches_left(0, epochs)
@@ -89,13 +103,14 @@ def _pays(config: PretrainConfig, data: Any, total: int) -> bool:
 
 
 def _align(
-    config: PretrainConfig, task: Any, data: Any, total: int, out: Path, shrinkage: float
+    config: PretrainConfig, task: Any, data: Any, total: int, out: Path, shrinkage: float | None
 ) -> tuple[int, VLPModel]:
     model: VLPModel = task.model.eval()
     device = distributed.default_device()
     model.to(device)
     image, text = model.image_encoder, model.text_encoder
-    moments = PairMoments(image.projection.in_features, text.projection.in_features)
+    sizes = image.projection.in_features, text.projection.in_features
+    seen, held = PairMoments(*sizes), _HeldOut(*sizes)
     longest = torch.zeros((), dtype=torch.int64, device=device)
     stream = data.batches(stop_after=total)
     for batch, _ in tqdm(stream, total=total, unit="batch", leave=False, disable=None):
@@ -107,13 +122,18 @@ def _align(
             image.pool(patches.float()),
             pool_states(words.float(), config.model.text.pooling, there.attention_mask),
         )
-        moments.add(*(side[there.valid] for side in pooled))
+        apart = there.image_ids % HELD_OUT == 0
+        seen.add(*(side[there.valid & ~apart] for side in pooled))
+        held.add(*(side[there.valid & apart] for side in (*pooled, there.image_ids)))
         longest += (there.attention_mask[there.valid].sum(1) == config.model.text.max_tokens).sum()
+    moments = seen + held.moments
     try:
-        solved = canonical_projections(moments, config.model.embed_dim, shrinkage)
+        if shrinkage is None:
+            shrinkage = held.best_shrinkage(seen, config.model.embed_dim)
+        solved = CanonicalCorrelation(moments).projections(config.model.embed_dim, shrinkage)
     except ValueError as error:
         raise ConfigError(f"data.sources: {error}") from error
-    mean = moments.mean_and_covariance()[0].split([moments.x_channels, text.projection.in_features])
+    mean = moments.mean_and_covariance()[0].split(sizes)
     tokens = (model.image_tokens, model.text_tokens) if config.model.token_projection else ()
     for layer, found in zip((image.projection, text.projection), solved):
         layer.weight.copy_(found.weight)
@@ -127,6 +147,41 @@ def _align(
     return moments.count, model
 
 
+class _HeldOut:
+    """Pairs that choose the shrinkage, and the moments of all that are held out."""
+
+    def __init__(self, x_channels: int, y_channels: int) -> None:
+        self.moments = PairMoments(x_channels, y_channels)
+        self._pairs: list[tuple[Tensor, ...]] = []
+
+    def add(self, x: Tensor, y: Tensor, image_ids: Tensor) -> None:
+        """Add pairs: x (B, x_channels), y (B, y_channels), image_ids (B,)."""
+        room = max(0, MOST_HELD_OUT - self.moments.count)
+        self._pairs.append(tuple(side[:room].cpu() for side in (x, y, image_ids)))
+        self.moments.add(x, y)
+
+    def best_shrinkage(self, seen: PairMoments, channels: int) -> float:
+        """Return which of `SHRINKAGES` ranks these pairs best by projections of others, `seen`.
+
+        Raises:
+            ValueError: fewer than two pairs were seen.
+        """
+        x, y, ids = (torch.cat(side) for side in zip(*self._pairs))
+        if (images := len(ids.unique())) < FEWEST_HELD_OUT:
+            return WITHOUT_HELD_OUT
+        solver = CanonicalCorrelation(seen)
+        found = {}
+        for shrinkage in SHRINKAGES:
+            layers = solver.projections(channels, shrinkage)
+            one, other = (
+                side.double() @ layer.weight.T + layer.bias for side, layer in zip((x, y), layers)
+            )
+            found[shrinkage] = mean_reciprocal_rank(one, other, ids)
+        best = max(found, key=lambda shrinkage: found[shrinkage])
+        print(f"shrinkage {best:g} ranks the pairs of {images} held-out images best")
+        return best
+
+
 def _project_tokens(layer: nn.Linear, found: Affine, centre: Tensor) -> None:
     """Start a bias-free projection of tokens (D, width) from that of the pooled states.
 
@@ -138,7 +193,9 @@ def _project_tokens(layer: nn.Linear, found: Affine, centre: Tensor) -> None:
     layer.weight.copy_(weight - torch.outer(weight @ shared, shared))
 
 
-def run_align(path: Path, out: Path, epochs: int, shrinkage: float, overrides: list[str]) -> int:
+def run_align(
+    path: Path, out: Path, epochs: int, shrinkage: float | None, overrides: list[str]
+) -> int:
     """Align as a configuration file says; returns the exit code (2: wrong input, in one line)."""
     prepare_environment()
     try:

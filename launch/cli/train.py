@@ -94,8 +94,12 @@ def align(
     out: Annotated[Path, Option(metavar="DIR", help="model folder to write")],
     epochs: Annotated[int, Option(parser=positive, metavar="N", help="passes over the pairs")] = 1,
     shrinkage: Annotated[
-        float, Option(metavar="X", help="of covariances, as a share of the mean variance")
-    ] = 0.1,
+        float | None,
+        Option(
+            metavar="X",
+            help="of covariances, as a share of the mean variance; else held-out images choose",
+        ),
+    ] = None,
     overrides: Overrides = None,
 ) -> int:
     """Align two pretrained towers without training.

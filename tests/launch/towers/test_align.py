@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from launch_lab import Lab
@@ -9,11 +11,16 @@ from torch.testing import assert_close
 
 import vlp
 from data_tools.features.frozen_tower import feature_writer
-from launch.cli.align import align
+from launch.cli.align import SHRINKAGES, WITHOUT_HELD_OUT, _HeldOut, align
 from launch.cli.main import main
 from launch.pretrain import build
 from vlp.config import ConfigError, load_config
 from vlp.models.image_encoder import ImageEncoder
+from vlp.objectives.contrastive.canonical import (
+    CanonicalCorrelation,
+    PairMoments,
+    mean_reciprocal_rank,
+)
 from vlp.training.config import PretrainConfig
 
 POOLED = ("model.image.pooling=cls+mean", "model.text.pooling=cls+mean")
@@ -80,7 +87,7 @@ def test_a_frozen_tower_sees_every_image_once_and_plain(lab, tmp_path, monkeypat
 def test_an_interrupted_command_goes_on_from_its_features(lab, tmp_path, monkeypatch):
     config = settings(lab, "model.image.trainable=0", "objectives.mim=null", "data.captions=all")
     with monkeypatch.context() as patch:
-        patch.setattr("launch.cli.align.canonical_projections", interrupted)
+        patch.setattr("launch.cli.align.CanonicalCorrelation", interrupted)
         with pytest.raises(KeyboardInterrupt):
             align(config, tmp_path / "model")
     seen = towers_images(monkeypatch)
@@ -132,3 +139,52 @@ def test_shrinkage_must_be_above_zero(lab, tmp_path, shrinkage):
     with pytest.raises(ConfigError, match="must be above 0"):
         align(settings(lab), tmp_path / "model", shrinkage=shrinkage)
     assert not (tmp_path / "model").exists()
+
+
+def noisy_pairs(count, seed=0):
+    """Pairs of 60 channels, of which 4 strong and 16 weak ones agree in part; four an image."""
+    generator = torch.Generator().manual_seed(seed)
+    shared = torch.randn(count // 4, 20, generator=generator).repeat_interleave(4, 0)
+    strength = torch.tensor([2.0] * 4 + [0.2] * 16)
+    sides = []
+    for _ in range(2):
+        own = 0.6 * torch.randn(count, 20, generator=generator)
+        noise = torch.randn(count, 40, generator=generator)
+        sides.append(torch.cat([(shared + own) * strength, noise], 1))
+    return (*sides, torch.arange(count) // 4)
+
+
+def test_held_out_images_choose_more_shrinkage_for_fewer_pairs():
+    held_out = noisy_pairs(400, seed=1)
+    chosen = {}
+    for count in (80, 40_000):
+        seen, held = PairMoments(60, 60), _HeldOut(60, 60)
+        seen.add(*noisy_pairs(count)[:2])
+        for part in range(2):  # added in parts
+            held.add(*(side[part::2] for side in held_out))
+        chosen[count] = held.best_shrinkage(seen, 20)
+        ranks = {}
+        for shrinkage in SHRINKAGES:
+            layers = CanonicalCorrelation(seen).projections(20, shrinkage)
+            x, y = (s.double() @ p.weight.T + p.bias for s, p in zip(held_out, layers))
+            ranks[shrinkage] = mean_reciprocal_rank(x, y, held_out[2])
+        assert ranks[chosen[count]] == max(ranks.values())
+    assert chosen[80] > chosen[40_000]
+
+
+def test_few_held_out_images_choose_nothing():
+    seen, held = PairMoments(60, 60), _HeldOut(60, 60)
+    seen.add(*noisy_pairs(400)[:2])
+    held.add(*noisy_pairs(76))
+    assert held.best_shrinkage(seen, 20) == WITHOUT_HELD_OUT
+
+
+def test_held_out_images_count_in_the_projections_again(lab, tmp_path, capsys):
+    count, found = align(settings(lab), tmp_path / "found")
+    assert count == 200
+    (chosen,) = re.findall(
+        r"shrinkage (\S+) ranks the pairs of \d+ held-out", capsys.readouterr().out
+    )
+    _, given = align(settings(lab), tmp_path / "given", shrinkage=float(chosen))
+    assert_close(given.image_encoder.projection.weight, found.image_encoder.projection.weight)
+    assert not capsys.readouterr().out

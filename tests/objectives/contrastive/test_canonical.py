@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vlp.objectives.contrastive.canonical import PairMoments, canonical_projections
+from vlp.objectives.contrastive.canonical import (
+    CanonicalCorrelation,
+    PairMoments,
+    mean_reciprocal_rank,
+)
 
 
 def pairs(count=400, seed=0):
@@ -24,7 +28,7 @@ def solved(x, y, channels, shrinkage, parts=1):
     moments = PairMoments(x.shape[1], y.shape[1])
     for one, other in zip(x.chunk(parts), y.chunk(parts)):
         moments.add(one, other)
-    return canonical_projections(moments, channels, shrinkage)
+    return CanonicalCorrelation(moments).projections(channels, shrinkage)
 
 
 def test_directions_solve_the_generalised_eigenproblem():
@@ -70,3 +74,33 @@ def test_a_constant_channel_does_no_harm_and_one_pair_is_refused():
         assert layer.bias.isfinite().all()
     with pytest.raises(ValueError, match="1 pairs have no covariance"):
         solved(x[:1], y[:1], 4, 0.1)
+
+
+def test_moments_of_two_parts_add_up():
+    x, y = pairs()
+    whole, first, second = (PairMoments(6, 5) for _ in range(3))
+    whole.add(x, y)
+    first.add(x[:150], y[:150])
+    second.add(x[150:], y[150:])
+    for one, other in zip(whole.mean_and_covariance(), (first + second).mean_and_covariance()):
+        torch.testing.assert_close(one, other)
+
+
+def test_reciprocal_ranks_are_those_of_a_loop_and_spare_pairs_of_one_image():
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(30, 4, generator=generator, dtype=torch.float64) for _ in range(2))
+    ids = torch.arange(30) // 3
+    found = []
+    for one, other in ((x, y), (y, x)):
+        for i in range(30):
+            own = torch.cosine_similarity(one[i], other[i], dim=0)
+            better = sum(
+                int(torch.cosine_similarity(one[i], other[j], dim=0) >= own)
+                for j in range(30)
+                if ids[j] != ids[i]
+            )
+            found.append(1 / (1 + better))
+    assert mean_reciprocal_rank(x, y, ids) == pytest.approx(sum(found) / 60)
+    assert mean_reciprocal_rank(x, x, ids) == 1
+    # Equal vectors tell nothing: every wrong answer comes first.
+    assert mean_reciprocal_rank(torch.ones(30, 2), torch.ones(30, 2), ids) == pytest.approx(1 / 28)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
 class Affine(NamedTuple):
@@ -29,7 +30,7 @@ class PairMoments:
     """
 
     def __init__(self, x_channels: int, y_channels: int) -> None:
-        self.x_channels, self.count = x_channels, 0
+        self.x_channels, self.y_channels, self.count = x_channels, y_channels, 0
         channels = x_channels + y_channels
         self._sum = torch.zeros(channels, dtype=torch.float64)
         self._products = torch.zeros(channels, channels, dtype=torch.float64)
@@ -40,6 +41,14 @@ class PairMoments:
         self.count += len(both)
         self._sum += both.sum(0)
         self._products.addmm_(both.T, both)
+
+    def __add__(self, other: PairMoments) -> PairMoments:
+        """Return the moments of the pairs of both."""
+        both = PairMoments(self.x_channels, self.y_channels)
+        both.count = self.count + other.count
+        both._sum = self._sum + other._sum
+        both._products = self._products + other._products
+        return both
 
     def mean_and_covariance(self) -> tuple[Tensor, Tensor]:
         """Return the mean (C,) and the covariance (C, C) of both sides side by side.
@@ -53,44 +62,75 @@ class PairMoments:
         return mean, self._products / self.count - torch.outer(mean, mean)
 
 
-def canonical_projections(
-    moments: PairMoments, channels: int, shrinkage: float = 0.1
-) -> tuple[Affine, Affine]:
-    """Solve for the projections of both sides.
+class CanonicalCorrelation:
+    """The solution of a set of pairs, from which projections of any shrinkage follow.
 
     Args:
         moments: of the pairs.
-        channels: D of the shared space; directions beyond the narrower side's are zero.
-        shrinkage: share of the mean variance that is added to every variance of its side.
-
-    Returns:
-        The layers of x and y: cosines of what they give rank pairs by linear correlation.
 
     Raises:
         ValueError: fewer than two pairs were added.
     """
-    split = moments.x_channels
-    mean, covariance = moments.mean_and_covariance()
-    root_x = _inverse_root(covariance[:split, :split], shrinkage)
-    root_y = _inverse_root(covariance[split:, split:], shrinkage)
-    left, correlations, right = torch.linalg.svd(
-        root_x @ covariance[:split, split:] @ root_y, full_matrices=False
-    )
-    layers = []
-    for directions, root, centre in (
-        (left, root_x, mean[:split]),
-        (right.T, root_y, mean[split:]),
-    ):
-        weight = torch.zeros(channels, len(centre), dtype=torch.float64)
-        found = ((directions * correlations)[:, :channels].T) @ root
-        weight[: len(found)] = found
-        layers.append(Affine(weight, -weight @ centre))
-    return layers[0], layers[1]
+
+    def __init__(self, moments: PairMoments) -> None:
+        split = moments.x_channels
+        mean, covariance = moments.mean_and_covariance()
+        self._sides = [
+            _Side(mean[part], *torch.linalg.eigh(covariance[part, part]))
+            for part in (slice(None, split), slice(split, None))
+        ]
+        x, y = self._sides
+        self._between = x.vectors.T @ covariance[:split, split:] @ y.vectors
+
+    def projections(self, channels: int, shrinkage: float) -> tuple[Affine, Affine]:
+        """Solve for the projections of both sides.
+
+        Args:
+            channels: D of the shared space; directions beyond the narrower side's are zero.
+            shrinkage: share of the mean variance that is added to every variance of its side.
+
+        Returns:
+            The layers of x and y: cosines of what they give rank pairs by linear correlation.
+        """
+        x, y = (side.whitening(shrinkage) for side in self._sides)
+        left, correlations, right = torch.linalg.svd(
+            x[:, None] * self._between * y, full_matrices=False
+        )
+        layers = []
+        for directions, scale, side in zip((left, right.T), (x, y), self._sides):
+            weight = torch.zeros(channels, len(side.mean), dtype=torch.float64)
+            found = (directions * correlations)[:, :channels].T * scale @ side.vectors.T
+            weight[: len(found)] = found
+            layers.append(Affine(weight, -weight @ side.mean))
+        return layers[0], layers[1]
 
 
-def _inverse_root(covariance: Tensor, shrinkage: float) -> Tensor:
-    """Return the inverse square root of a covariance (C, C), shrunk to its mean variance."""
-    variance = covariance.diagonal().mean().clamp(min=torch.finfo(torch.float64).tiny)
-    values, vectors = torch.linalg.eigh(covariance)
-    scaled = vectors / (values.clamp(min=0) + shrinkage * variance).sqrt()
-    return scaled @ vectors.T
+class _Side(NamedTuple):
+    """Mean (C,), and variances (C,) along the covariance's eigenvectors (C, C, in columns)."""
+
+    mean: Tensor
+    variances: Tensor
+    vectors: Tensor
+
+    def whitening(self, shrinkage: float) -> Tensor:
+        """Factors (C,) along the eigenvectors, the covariance shrunk to its mean variance."""
+        mean = self.variances.mean().clamp(min=torch.finfo(torch.float64).tiny)
+        return (self.variances.clamp(min=0) + shrinkage * mean).rsqrt()
+
+
+def mean_reciprocal_rank(x: Tensor, y: Tensor, ids: Tensor) -> float:
+    """How well cosines rank pairs, 1 at best: the mean over both directions.
+
+    Args:
+        x: (P, D) of the one side.
+        y: (P, D) of the other; row i belongs to row i.
+        ids: (P,) int64; pairs of equal ids are no wrong answers for each other.
+    """
+    cosines = functional.normalize(x, dim=-1) @ functional.normalize(y, dim=-1).T
+    wrong = ids[:, None] != ids
+    own = cosines.diagonal()
+    ranks = [
+        1 + ((side >= own[:, None]) & wrong).sum(1, dtype=torch.float64)
+        for side in (cosines, cosines.T)
+    ]
+    return torch.stack(ranks).reciprocal().mean().item()
