@@ -85,6 +85,10 @@ def align(
     writer = feature_writer(
         config, folder, dtype="bfloat16", precision="bf16" if half else "float32"
     )
+    header = writer.header
+    samples = sum(source.samples for source in header.sources)
+    size = 2 * samples * header.tokens * header.width
+    print(f"{folder}: {size / 1e9:.2g} GB of stored features until the model is written")
     writer.write(FEATURE_BATCH, config.data.workers)
     del writer  # and its model
     stored = config.data.model_copy(update={"features": str(folder)})

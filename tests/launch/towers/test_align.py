@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import prod
 
 import pytest
 import torch
@@ -67,7 +68,7 @@ def test_both_parts_side_by_side_need_projections_of_tokens(lab):
         settings(lab, "model.token_projection=false")
 
 
-def test_a_frozen_tower_sees_every_image_once_and_plain(lab, tmp_path, monkeypatch):
+def test_a_frozen_tower_sees_every_image_once_and_plain(lab, tmp_path, monkeypatch, capsys):
     """As from features that were stored before; the folder of its own goes in the end."""
     seen = towers_images(monkeypatch)
     frozen = ("model.image.trainable=0", "objectives.mim=null", "data.captions=all")
@@ -76,6 +77,8 @@ def test_a_frozen_tower_sees_every_image_once_and_plain(lab, tmp_path, monkeypat
     seen.clear()
     _, model = align(config, tmp_path / "model")
     assert sum(seen) == images + 1  # and a blank one, which tells the features' size
+    size = 2 * images * (1 + prod(config.model.image.grid)) * config.model.image.width
+    assert f"features: {size / 1e9:.2g} GB" in capsys.readouterr().out
     assert not (tmp_path / "model" / "features").exists()
     writer = feature_writer(config, tmp_path / "features", dtype="bfloat16")
     writer.write(8, 0)
