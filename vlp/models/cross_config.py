@@ -31,7 +31,12 @@ class AnchorConfig(Config):
         0.99, ge=0, lt=1, description="momentum of the running quantile; 0 takes each batch's own"
     )
     hard: bool = Field(True, description="only anchors are passed through (papers.md#ace-a8)")
-    tau: float = Field(1e4, gt=0, description="tau of Eq. 4, for the soft form")
+    tau: float = Field(
+        1e4,
+        gt=0,
+        description="tau of Eq. 4, for the soft form; with 1e4, as printed, paths reach 1e20 and "
+        "gradients are not finite: 5 can be trained",
+    )
     text_window: Count | None = Field(5, description="B_t, an odd number of tokens; null: all")
     patch_window: Count | None = Field(9, description="B_p, an odd square of patches; null: all")
     metric: Literal["euclidean", "manhattan", "chebyshev"] = Field(
