@@ -46,8 +46,8 @@ WITHOUT_HELD_OUT = 1.0
 """Shrinkage where too few images are held out to choose it."""
 HELD_OUT = 10
 """One image in so many is held out to choose the shrinkage; it counts in the result again."""
-FEWEST_HELD_OUT, MOST_HELD_OUT = 20, 2000
-"""Pairs that choose it."""
+FEWEST_IMAGES, MOST_PAIRS = 20, 2000
+"""Held-out images that are enough to choose it, and pairs that do."""
 
 
 @torch.no_grad()
@@ -160,7 +160,7 @@ class _HeldOut:
 
     def add(self, x: Tensor, y: Tensor, image_ids: Tensor) -> None:
         """Add pairs: x (B, x_channels), y (B, y_channels), image_ids (B,)."""
-        room = max(0, MOST_HELD_OUT - self.moments.count)
+        room = max(0, MOST_PAIRS - self.moments.count)
         self._pairs.append(tuple(side[:room].cpu() for side in (x, y, image_ids)))
         self.moments.add(x, y)
 
@@ -170,8 +170,10 @@ class _HeldOut:
         Raises:
             ValueError: fewer than two pairs were seen.
         """
+        if not self._pairs:
+            return WITHOUT_HELD_OUT
         x, y, ids = (torch.cat(side) for side in zip(*self._pairs))
-        if (images := len(ids.unique())) < FEWEST_HELD_OUT:
+        if (images := len(ids.unique())) < FEWEST_IMAGES:
             return WITHOUT_HELD_OUT
         solver = CanonicalCorrelation(seen)
         found = {}

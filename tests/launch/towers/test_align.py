@@ -178,6 +178,7 @@ def test_held_out_images_choose_more_shrinkage_for_fewer_pairs():
 def test_few_held_out_images_choose_nothing():
     seen, held = PairMoments(60, 60), _HeldOut(60, 60)
     seen.add(*noisy_pairs(400)[:2])
+    assert held.best_shrinkage(seen, 20) == WITHOUT_HELD_OUT
     held.add(*noisy_pairs(76))
     assert held.best_shrinkage(seen, 20) == WITHOUT_HELD_OUT
 
