@@ -7,11 +7,15 @@ Vinod's canonical ridge (1976) and directions weighted by their correlations, as
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from vlp.metrics.recall import pessimistic_ranks
 
 
 class Affine(NamedTuple):
@@ -127,10 +131,7 @@ def mean_reciprocal_rank(x: Tensor, y: Tensor, ids: Tensor) -> float:
         ids: (P,) int64; pairs of equal ids are no wrong answers for each other.
     """
     cosines = functional.normalize(x, dim=-1) @ functional.normalize(y, dim=-1).T
-    wrong = ids[:, None] != ids
-    own = cosines.diagonal()
-    ranks = [
-        1 + ((side >= own[:, None]) & wrong).sum(1, dtype=torch.float64)
-        for side in (cosines, cosines.T)
-    ]
-    return torch.stack(ranks).reciprocal().mean().item()
+    own = torch.eye(len(ids), dtype=torch.bool)
+    cosines.masked_fill_((ids[:, None] == ids) & ~own, -math.inf)
+    ranks = [pessimistic_ranks(side.numpy(), own.numpy()) for side in (cosines, cosines.T)]
+    return float((1 / (1 + np.stack(ranks))).mean())
