@@ -5,7 +5,8 @@
 The plain loop takes each query with its k nearest candidates, repeats the query k times, and runs
 the cross-modal encoder over the k pairs in one call, with features of both encoders at hand and
 texts padded to `max_tokens`, as ALBEF's are. Ours is what `evaluation retrieval` runs. Model,
-layout, precision and features are the same, weights and features random.
+layout and features are the same, weights and features random. Precision is the same as well, but
+for `--precision bf16 --loop-precision float32`: ALBEF's evaluation knows float32 alone.
 
 A whole set takes hours on a CPU. So a few queries of either direction are timed in the loop, and
 a few images with all the pairs that the whole set has for them in ours; they take turns, round by
@@ -106,8 +107,9 @@ class _Timer:
 class _Set:
     """A set whose pairs are to be scored, and both ways to do it."""
 
-    def __init__(self, stand_ins: StandIns, sizes: Sizes) -> None:
+    def __init__(self, stand_ins: StandIns, sizes: Sizes, loop_precision: Precision | None) -> None:
         self.stand_ins, self.sizes = stand_ins, sizes
+        self.loop_precision = loop_precision or stand_ins.precision
         self.model = stand_ins.itm_scorer.model
         collection = stand_ins.collection
         self.right: dict[Direction, NDArray[np.int64]] = {
@@ -141,7 +143,7 @@ class _Set:
         row = torch.arange(self.sizes.nearest, device=device)
         images = images.select(row % len(images.states))
         texts = texts.select(row % len(texts.states))
-        with inference(device, self.stand_ins.precision):
+        with inference(device, self.loop_precision):
             return self.model.match(images, texts).float().cpu().numpy()
 
     def ours(self, pairs: CandidatePairs) -> NDArray[np.float32]:
@@ -167,12 +169,24 @@ class _Set:
 
 
 def measure(
-    config: ModelConfig, sizes: Sizes, device: torch.device, precision: Precision
+    config: ModelConfig,
+    sizes: Sizes,
+    device: torch.device,
+    precision: Precision,
+    loop_precision: Precision | None = None,
 ) -> RerankTimes:
-    """Time both ways on some queries and images, and compare what they say."""
+    """Time both ways on some queries and images, and compare what they say.
+
+    Args:
+        config: of the model.
+        sizes: of the set.
+        device: where.
+        precision: of ours.
+        loop_precision: of the loop; None: the same.
+    """
     model = random_model(config).to(device)
     options: dict[str, Any] = {"memory": 2 * GIBIBYTE, "device": device, "precision": precision}
-    whole = _Set(StandIns(model, sizes.images, sizes.texts, **options), sizes)
+    whole = _Set(StandIns(model, sizes.images, sizes.texts, **options), sizes, loop_precision)
     timer, draw = _Timer(device), np.random.default_rng(1)
     *images, idle = draw.choice(sizes.images, sizes.rounds + 1, replace=False).tolist()
     texts = draw.choice(sizes.texts, sizes.rounds, replace=False).tolist()
@@ -283,7 +297,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layouts", default=",".join(LAYOUTS), help="of the cross-modal encoder")
     for name, value in Sizes._field_defaults.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
-    parser.add_argument("--precision", choices=["float32", "bf16"], default="float32")
+    for option, default in (("--precision", "float32"), ("--loop-precision", None)):
+        parser.add_argument(option, choices=["float32", "bf16"], default=default)
     harness.add_config(parser, help="its `model` gives the sizes")
 
 
@@ -292,7 +307,7 @@ def run(options: argparse.Namespace, device: torch.device) -> Iterator[Measureme
     sizes = Sizes(**{name: getattr(options, name) for name in Sizes._fields})
     for layout in options.layouts.split(","):
         model = harness.load_pretraining(options, f"model.cross.layout={layout}").model
-        found = measure(model, sizes, device, options.precision)
+        found = measure(model, sizes, device, options.precision, options.loop_precision)
         print(table(layout, found), end="\n\n", flush=True)
         name, processor = f"rerank/{layout}", found.processor
         yield Measurement(f"{name}/speedup", found.speedup(), "x", 2.0, 10.0)

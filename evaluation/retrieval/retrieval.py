@@ -223,6 +223,7 @@ def evaluate_retrieval(
         )
         with tqdm(total=len(ranks.share(len(samples))), desc="encode", disable=quiet) as bar:
             collection = encoder.collect(ranks, bar.update)
+        images = samples.images(ranks)
         queries, shared = None, 0
         if bank:
             pairs = KeyedSamples(bank, None, stored, loaded.preprocess)
@@ -231,8 +232,6 @@ def evaluate_retrieval(
             )
             with tqdm(total=len(ranks.share(len(pairs))), desc="bank", disable=quiet) as bar:
                 queries = read.collect(ranks, bar.update)
-        images = samples.images(ranks)
-        if bank:
             shared = len(images.keys() & pairs.images(ranks).keys())
         all_ranks = ranks_of_right(
             encoder,
