@@ -117,6 +117,22 @@ def test_a_start_keeps_what_the_folder_lacks(saved):
     assert torch.equal(*odds)
 
 
+def test_a_start_with_other_groups_keeps_its_own_tables(saved):
+    folder, model = saved
+    groups = model.config.cross.anchor.groups // 2
+    other = other_cross(folder, anchor={**TINY_MODEL["cross"].get("anchor", {}), "groups": groups})
+    report = start_from(other, folder)
+    tables = [name for name in model.state_dict() if ".cross_attention.positions." in name]
+    assert tables
+    assert sorted(report.unused) == sorted(tables)
+    for name, tensor in other.state_dict().items():
+        if name in tables:
+            assert len(tensor) == groups
+            assert tensor.eq(0).all()
+        else:
+            assert torch.equal(tensor, model.state_dict()[name]), name
+
+
 def test_a_start_resamples_positions(saved):
     folder, model = saved
     config = ModelConfig.model_validate(

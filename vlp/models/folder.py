@@ -211,9 +211,9 @@ def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
 
     Encodings, token projections and a token score that the folder lacks keep their own start (zero
     for ACE-RPE, so that the model computes at first what the folder's does); those it has and the
-    model has not are left out. So is a match head that reads other states. Where images have
-    another size, the image encoder's positions are resampled, and tables of the cross-modal encoder
-    carried over (`vlp.positions.carry_over`).
+    model has not are left out. So are ACE-RPE's tables of another number of groups, and a match
+    head that reads other states. Where images have another size, the image encoder's positions are
+    resampled, and tables of the cross-modal encoder carried over (`vlp.positions.carry_over`).
 
     Raises:
         FileNotFoundError: neither a folder nor a hub name, or a file is missing in it.

@@ -23,7 +23,7 @@ _STREAMS = ("text", "image")
 
 class ResizedTables(NamedTuple):
     """state: all weights by this model's names; resized: names of tables of another size there;
-    unused: names in the folder of encodings that this model has not."""
+    unused: names in the folder of encodings that this model has not, or has in other groups."""
 
     state: dict[str, Tensor]
     resized: list[str]
@@ -36,21 +36,27 @@ def carry_encodings(
     """Weights of a model trained as `trained` says, its encodings found by their names.
 
     Their modules are numbered as `cross.position` lists them, so a number alone does not say whose
-    table it is. Tables of another grid become those of this model's where the encoding allows it.
+    table it is. Tables of another grid become those of this model's where the encoding allows it;
+    tables between both streams of another number of groups are left out.
 
     Raises:
         ValueError: an encoding is bound to the grid it was trained on.
     """
     theirs, ours = encodings_by_place(trained.cross), encodings_by_place(model.config.cross)
     here = model.state_dict()
+    regrouped = trained.cross.anchor.groups != model.config.cross.anchor.groups
     carried: dict[str, Tensor] = {}
     unused: list[str] = []
     for name, tensor in state.items():
         target = _target(name, theirs, ours)
-        if target is None or (target not in here and _NAME.fullmatch(name)):
-            unused.append(name)
-        else:
+        grouped = regrouped and ".cross_attention." in name
+        if target is not None and (
+            not _NAME.fullmatch(name)
+            or (target in here and not (grouped and tensor.shape != here[target].shape))
+        ):
             carried[target] = tensor
+        else:
+            unused.append(name)
     before = {name: tensor.shape for name, tensor in carried.items()}
     _to_sizes_of(model, trained, carried)
     resized = [name for name, shape in before.items() if carried[name].shape != shape]
