@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from tests_support import TINY_MODEL
 
 from vlp.models.config import ModelConfig
+from vlp.models.cross_config import CrossConfig
 from vlp.models.vlp import VLPModel
 from vlp.positions import (
     CROSS_MODAL,
@@ -136,11 +137,26 @@ def test_cross_modal_encodings_are_refused_within_a_image(name):
         ({"position": ["anchor"], "options": {"anchor": {}}}, "options of anchor"),
         ({"position": ["anchor"], "options": {"alignment": {}}}, "options of alignment"),
         ({"position": ["alignment", "uniform"]}, "`alignment` and `uniform` exclude each other"),
+        ({"position": ["anchor", "anchor-soft"]}, "names an encoding twice: anchor, anchor"),
+        ({"position": ["anchor-soft"], "anchor": {"hard": True}}, "`anchor-soft` and anchor.hard"),
+        ({"position": ["anchor-sof"]}, "did you mean 'anchor-soft'"),
     ],
 )
 def test_what_cannot_be_in_the_cross_modal_encoder_is_named(cross, message):
     with pytest.raises(ValidationError, match=message):
         ModelConfig.model_validate(TINY_MODEL | {"cross": TINY_MODEL["cross"] | cross})
+
+
+def test_soft_anchors_have_a_name():
+    """It is stored as what it stands for, and settings that are given stay."""
+    cross = TINY_MODEL["cross"] | {"position": ["alignment", "anchor-soft"]}
+    cross["anchor"] = cross.get("anchor", {}) | {"groups": 2}
+    named = ModelConfig.model_validate(TINY_MODEL | {"cross": cross}).cross
+    assert named.position == ("alignment", "anchor")
+    assert (named.anchor.hard, named.anchor.tau, named.anchor.groups) == (False, 5, 2)
+    assert CrossConfig.model_validate(named.model_dump()) == named
+    cross["anchor"]["tau"] = 2
+    assert ModelConfig.model_validate(TINY_MODEL | {"cross": cross}).cross.anchor.tau == 2
 
 
 @pytest.mark.parametrize("name", WITHIN)

@@ -17,6 +17,9 @@ Count = Annotated[int, Field(ge=1)]
 Role = Literal["query", "key", "value"]
 Dropout = Annotated[float, Field(ge=0, lt=1)]
 SHORTHANDS = ("ape", "rpe")
+SOFT = "anchor-soft"
+SOFT_TAU = 5.0
+"""The tau of Eq. 4 with which soft anchors do better than hard ones on photographs."""
 
 
 class AnchorConfig(Config):
@@ -75,9 +78,10 @@ class CrossConfig(Config):
     """Post-norm layers of self-attention, cross-attention and feed-forward.
 
     `position` lists the encodings, none or several (paper, Tables 1 and 2): `anchor` is ACE-RPE,
-    `uniform` its baseline with all paths 1, `alignment` leads words to the patches they resemble
-    (beyond the paper), `ape` a learned position for every token of either stream, `rpe` contextual
-    iRPE-product on queries and keys in the self-attention of each stream.
+    `anchor-soft` the same with soft anchors (`anchor: {hard: false, tau: 5}`, which are stored in
+    its place), `uniform` its baseline with all paths 1, `alignment` leads words to the patches they
+    resemble (beyond the paper), `ape` a learned position for every token of either stream, `rpe`
+    contextual iRPE-product on queries and keys in the self-attention of each stream.
     Every other name of `vlp.positions.list_positions()` acts on each stream by itself, with
     `options` of its own: on the tokens before the first layer, or in the self-attention of every
     layer. A text is a grid of one row.
@@ -127,6 +131,21 @@ class CrossConfig(Config):
         """Return whether an encoding of a stream may count padding, or is bound to a length."""
         return not {*self.position} <= {*CROSS_MODAL, *SHORTHANDS}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _soft(cls, values: Any) -> Any:
+        """Write `anchor-soft` as `anchor` with its settings; those that are given stay."""
+        position = values.get("position") if isinstance(values, Mapping) else None
+        if not isinstance(position, list | tuple) or SOFT not in position:
+            return values
+        given = values.get("anchor") or {}
+        given = given.model_dump(exclude_unset=True) if isinstance(given, Config) else given
+        if given.get("hard"):
+            raise ValueError(f"position `{SOFT}` and anchor.hard exclude each other")
+        position = ["anchor" if name == SOFT else name for name in position]
+        anchor = {"hard": False, "tau": SOFT_TAU} | dict(given)
+        return {**values, "position": position, "anchor": anchor}
+
     @model_validator(mode="after")
     def _possible(self) -> CrossConfig:
         if self.token_score and self.anchor.features == "encoder":
@@ -136,7 +155,7 @@ class CrossConfig(Config):
         for name in ("anchor", "alignment"):
             if {name, "uniform"} <= set(self.position):
                 raise ValueError(f"position: `{name}` and `uniform` exclude each other")
-        known = (*SHORTHANDS, *list_positions())
+        known = (*SHORTHANDS, SOFT, *list_positions())
         if unknown := [name for name in self.position if name not in known]:
             near = nearest(unknown[0], known) or f"; there are {', '.join(known)}"
             raise ValueError(f"position {unknown[0]!r} is unknown{near}")
