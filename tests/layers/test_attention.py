@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from vlp.layers.attention import Attention, attend
+from vlp.layers.attention import Attention, attend, mask_bias
 from vlp.positions import create_position
 from vlp.positions.base import PositionContext, PositionEncoding
 
@@ -131,6 +131,15 @@ def test_a_row_without_keys_is_finite():
     for fused in (False, True):
         out = layer(fused=fused)(states(2, 3), mask=torch.zeros(2, 3, dtype=torch.bool))
         assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_masks_bias_is_bit_by_bit_nothing_or_the_lowest_number(dtype):
+    mask = torch.rand(3, 30) < 0.5
+    plain = torch.zeros(3, 30, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+    bias = mask_bias(mask, dtype)
+    assert bias.dtype == dtype
+    assert torch.equal(bias.view(torch.uint8), plain.view(torch.uint8))  # also the sign of 0
 
 
 def test_under_autocast_probabilities_have_the_type_of_the_values():

@@ -18,14 +18,14 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = {
-    "pretrain": 2550,
-    "retrieval": 1530,
-    "grounding": 1530,
-    "snli_ve": 1080,
-    "nlvr2": 1330,
-    "vqa": 2400,
+    "pretrain": 2520,
+    "retrieval": 1518,
+    "grounding": 1518,
+    "snli_ve": 1062,
+    "nlvr2": 1312,
+    "vqa": 2376,
     "caption": 1040,
-    "pretrain:base": 6700,
+    "pretrain:base": 6574,
 }
 """Kernel launches of a step of 32 rows at most."""
 BASE_GIB = 12.5

@@ -108,8 +108,9 @@ def mask_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
     The lowest finite number hides a key: a row without keys gives a mean, not NaN.
     """
-    bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-    return bias.masked_fill(~mask, torch.finfo(dtype).min)
+    lowest = torch.finfo(dtype).min
+    # Lowest - lowest * mask, in one kernel: its constant is an argument, not a tensor to be filled.
+    return torch.add(torch.tensor(lowest, dtype=dtype, device="cpu"), mask, alpha=-lowest)
 
 
 def _lookups(
