@@ -1,8 +1,8 @@
 """Train a few steps of a task on the null CUDA device; print what one of them asks of a GPU.
 
 A JSON line per case of the command line, `KIND`, `KIND:base` or `KIND:base:COMPILE`: kernel
-launches of an ordinary step, host synchronisations by line of it and of a logged one, and peak
-memory in GiB.
+launches of an ordinary step, host synchronisations by line of it and of a logged one, copies to the
+GPU behind its kernels and beside them, and peak memory in GiB.
 `tests/tasks/test_null_gpu.py` starts it.
 """
 
@@ -21,6 +21,8 @@ import nullgpu
 import torch
 from question_shards import toy_text
 from tests_support import TINY_MODEL
+from torch.cuda._sanitizer import CUDASanitizer, CUDASanitizerErrors
+from torch.utils._pytree import tree_leaves
 
 from evaluation.benchmarks.pretrain_step import random_batch
 from vlp.config import load_config
@@ -28,6 +30,7 @@ from vlp.data.downstream.caption import CaptionBatch
 from vlp.data.downstream.pair_classification import PairBatch
 from vlp.data.downstream.vqa import VqaBatch
 from vlp.data.image.transforms import Preprocessing
+from vlp.data.stream.copy_stream import CopyStream
 from vlp.data.stream.input_spec import Inputs
 from vlp.data.text.tokenizer import predicted_places
 from vlp.layers.post_norm import FeedForward
@@ -65,12 +68,26 @@ class Enough(Exception):
     """All steps that are looked at are done."""
 
 
+class Asked(nullgpu.Syncs):
+    """Who waits for the device, by line; and copies to it, by whether they queue behind kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: Counter[str] = Counter()
+
+    def __call__(self, name: bytes, kind: int, size: float) -> None:
+        super().__call__(name, kind, size)
+        if b"H2D" in name:
+            behind = torch.cuda.current_stream() == torch.cuda.default_stream()
+            self.copies["behind" if behind else "beside"] += 1
+
+
 class Watched:
     """One batch again and again; counts what happens from one to the next."""
 
     def __init__(self, batch: Any) -> None:
         self.batch, self.fingerprint = batch, {"source": "none"}
-        self.steps: list[tuple[dict[str, float], Counter[str]]] = []
+        self.steps: list[tuple[dict[str, float], Asked]] = []
 
     def floor(self, samples: int) -> int:
         return samples
@@ -87,8 +104,8 @@ class Watched:
                 self.end_step()
             if number == WARM_UP:
                 torch.cuda.reset_peak_memory_stats()
-            self.waits = nullgpu.Syncs()
-            nullgpu.hook(self.waits)
+            self.asked = Asked()
+            nullgpu.hook(self.asked)
             nullgpu.reset()
             self.triton = nullgpu.counts()["triton"]  # which are never reset
             yield self.batch, ROWS * (number + 1)
@@ -99,7 +116,7 @@ class Watched:
         """Note what happened since the batch was handed out."""
         counts = nullgpu.counts()
         counts["triton"] -= self.triton
-        self.steps.append((counts, Counter(self.waits.c)))
+        self.steps.append((counts, self.asked))
         nullgpu.hook(None)
 
 
@@ -180,8 +197,9 @@ def measure(case: str) -> dict[str, Any]:
     return {
         "case": case,
         "launches": int(sum(ordinary[0][name] for name in kernels)),
-        "synchronisations": _waits(ordinary[1]),
-        "logged": _waits(logged[1]),
+        "synchronisations": _waits(ordinary[1].c),
+        "logged": _waits(logged[1].c),
+        "copies": dict(ordinary[1].copies),
         "gib": torch.cuda.max_memory_allocated() / 2**30,
     }
 
@@ -192,6 +210,30 @@ def _waits(found: Counter[Any]) -> dict[str, int]:
     for (_, line), count in found.items():
         lines[line] = max(count, lines.get(line, 0))
     return lines
+
+
+def copies() -> dict[str, Any]:
+    """Move a batch as training does, under PyTorch's search for races between streams."""
+    device = torch.device("cuda")
+    batch = random_batch(Inputs(32, (2, 2), 12, 24), ROWS, 12)
+    sanitizer = CUDASanitizer()
+    sanitizer.enable()
+    stream = CopyStream(device)
+    leaves = [leaf for leaf in tree_leaves(stream.move(batch)) if isinstance(leaf, torch.Tensor)]
+    used = [leaf + 1 for leaf in leaves]  # raises where that would be a race
+    places = {leaf.data_ptr() for leaf in leaves}
+    del leaves
+    blocks = [block for part in torch.cuda.memory_snapshot() for block in part["blocks"]]
+    freed = [block["state"] for block in blocks if block["address"] in places]
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        early = batch.to(device)
+    try:
+        early.pixels.sum()
+        found = False
+    except CUDASanitizerErrors:
+        found = True
+    sanitizer.disable()
+    return {"case": "copies", "used": len(used), "freed": freed, "finds_races": found}
 
 
 def contraction() -> dict[str, Any]:
@@ -219,4 +261,5 @@ if __name__ == "__main__":
     for case in sys.argv[1:]:
         print(json.dumps(measure(case)), flush=True)
         torch.cuda.empty_cache()
+    print(json.dumps(copies()), flush=True)
     print(json.dumps(contraction()), flush=True)

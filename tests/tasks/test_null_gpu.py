@@ -102,6 +102,18 @@ def test_a_step_launches_no_more_kernels(steps, case):
     assert 0 < steps[case]["launches"] <= SIZES[case]
 
 
+@pytest.mark.parametrize("case", SIZES)
+def test_a_batch_is_copied_beside_the_kernels(steps, case):
+    assert steps[case]["copies"].keys() == {"beside"}
+
+
+def test_a_batch_is_read_after_its_copy_and_its_memory_kept_until_then(steps):
+    found = steps["copies"]
+    assert found["finds_races"]
+    assert found["used"] > 5
+    assert found["freed"] == ["active_pending_free"] * found["used"]
+
+
 def test_the_base_model_with_32_pairs_stays_within_its_memory(steps):
     assert 8 < steps["pretrain:base"]["gib"] <= BASE_GIB
 

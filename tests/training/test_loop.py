@@ -176,6 +176,12 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_it_goes_on(
     assert same(state(tmp_path / "whole", 8), state(tmp_path / "cut", 8))
 
 
+def test_a_batch_is_asked_for_at_its_step(tmp_path: Path) -> None:
+    asked: list[int] = []
+    run(tmp_path, ToyData(before=asked.append))
+    assert asked == list(range(8))
+
+
 def test_a_finished_run_resumes_to_nothing(tmp_path: Path) -> None:
     run(tmp_path)
     before = state(tmp_path, 8)

@@ -24,6 +24,7 @@ from vlp import distributed
 from vlp.config import save_config
 from vlp.data.shards.outages import PausedDataError
 from vlp.data.stream.batch import Slots
+from vlp.data.stream.copy_stream import CopyStream
 from vlp.data.stream.rng import identity
 from vlp.io import atomic_folder, restore_folder
 from vlp.objectives.monitors.collapse import CollapseWatch
@@ -129,6 +130,7 @@ def train(
                 log.say(f"{checkpoints} holds no checkpoint; starting from the beginning")
             meter, watch, record = Meter(progress), CollapseWatch(), log.last
             together = StopTogether(stop, engine.device)
+            copies = CopyStream(engine.device)
             uncounted: list[Outcome] = []
 
             def count() -> None:
@@ -176,7 +178,7 @@ def train(
                     # Dropout is then the same after a resume, and another one on each rank.
                     place = progress.step, part, engine.rank
                     torch.manual_seed(identity("dropout", training.seed, *place))
-                    outputs.append(_micro_step(engine, batch, progress.step, beat))
+                    outputs.append(_micro_step(engine, copies, batch, progress.step, beat))
                 beat.enter("update")
                 update = engine.step(rate)
                 progress.step += 1
@@ -270,8 +272,10 @@ def _rate(config: RunConfig, step: int, total: int) -> float:
     )
 
 
-def _micro_step(engine: Engine, batch: Slots, step: int, beat: Heartbeat) -> StepOutput:
-    output = engine.forward(batch.to(engine.device), step)
+def _micro_step(
+    engine: Engine, copies: CopyStream, batch: Slots, step: int, beat: Heartbeat
+) -> StepOutput:
+    output = engine.forward(copies.move(batch), step)
     beat.enter("backward")
     engine.backward(poisoned(output.loss))
     return StepOutput(
