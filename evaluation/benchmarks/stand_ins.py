@@ -115,6 +115,7 @@ class StandIns:
             image_place=np.stack([number // self.batch, number % self.batch], axis=1),
             text_place=np.stack([rank // self.batch, rank % self.batch], axis=1),
             skipped={},
+            samples=[],
         )
 
     def _encode_images(self, block: int) -> Block:

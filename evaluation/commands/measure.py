@@ -14,6 +14,7 @@ from evaluation.commands.options import (
     Limit,
     Model,
     View,
+    Workers,
     checked,
     first_rank,
     load_model,
@@ -21,6 +22,7 @@ from evaluation.commands.options import (
     one_process,
     results_folder,
 )
+from vlp.config import Precision
 from vlp.process.command_line import Overrides, new_app
 from vlp.tasks.downstream.registry import task_kinds, task_summary
 
@@ -274,13 +276,24 @@ def foils(
 
 
 @app.command(cls=EvaluationCommand)
-def vision(model: Model, device: Device = None, limit: Limit = None) -> None:
+def vision(
+    model: Model,
+    device: Device = None,
+    precision: Annotated[
+        Precision | None,
+        Option(
+            help="default: bf16 for classes and boxes on a GPU; widgets: as trained; else float32"
+        ),
+    ] = None,
+    workers: Workers = None,
+    limit: Limit = None,
+) -> None:
     """Evaluate a vision model on its test data."""
     from evaluation.core.results import Table, write_report
     from evaluation.vision import evaluate_folder
 
     one_process("vision models are evaluated in one process")
-    figures = checked(lambda: evaluate_folder(model, limit, device))
+    figures = checked(lambda: evaluate_folder(model, limit, device, precision, workers))
     table = Table(model, ["", "value"], [[name, f"{value:.2f}"] for name, value in figures.items()])
     print(table.text())
     print(f"\nwritten to {write_report(results_folder(model), 'vision', table, figures)}")
@@ -293,6 +306,7 @@ def evaluate_all(
         Path | None, Option(metavar="DIR", help="of the results; default: the configuration's")
     ] = None,
     device: Device = None,
+    workers: Workers = None,
     overrides: Overrides = None,
 ) -> int:
     """Evaluate several models on several tasks.
@@ -306,7 +320,7 @@ def evaluate_all(
     from vlp.config import load_config
 
     loaded = load_config(config, SuiteConfig, overrides or ())
-    return _run_suite(loaded, out or Path(loaded.output), device)
+    return _run_suite(loaded, out or Path(loaded.output), device, workers)
 
 
 @app.command(cls=EvaluationCommand)
@@ -328,6 +342,7 @@ def suite(
     limit: Limit = None,
     batch: Annotated[int, Option(metavar="N", help="samples at once")] = 64,
     device: Device = None,
+    workers: Workers = None,
 ) -> int:
     """Evaluate models, also those of open_clip and transformers.
 
@@ -339,15 +354,15 @@ def suite(
     made = checked(
         lambda: suite_of(model, shards or (), labelled or (), classes, limit=limit, batch=batch)
     )
-    return _run_suite(made, out, device)
+    return _run_suite(made, out, device, workers)
 
 
-def _run_suite(config: Any, out: Path, device: str | None) -> int:
+def _run_suite(config: Any, out: Path, device: str | None, workers: int | None) -> int:
     import sys
 
     from evaluation.suite.suite import run_suite
 
-    result = run_suite(config, out, device, progress=True)
+    result = run_suite(config, out, device, workers, progress=True)
     if first_rank():
         result.save(out)
         for table in result.tables():

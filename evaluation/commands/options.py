@@ -50,6 +50,15 @@ Batch = Annotated[int, Option(parser=positive, metavar="N", help="items of one e
 InferencePrecision = Annotated[
     Precision | None, Option(help="default: bf16 on a GPU, float32 elsewhere")
 ]
+Workers = Annotated[
+    int | None,
+    Option(
+        min=0,
+        metavar="N",
+        help="processes that read and prepare images; default: on a GPU the cores of this rank up "
+        "to 8, on a CPU none",
+    ),
+]
 View = Annotated[
     Literal["image", "shuffled", "blank"],
     Option(help="the images, their patches in random order, or blank images"),
@@ -106,7 +115,7 @@ def measurement(items: str = "samples") -> Callable[[Callable[..., CommandResult
     """Make a command of a measurement over shards: it prints the table and saves the result.
 
     The decorated function takes `model`, its own options and `**measured`, the shared ones:
-    shards, limit, batch, device, precision, progress.
+    shards, limit, batch, device, precision, workers, progress.
 
     Args:
         items: plural of what --limit and --batch count.
@@ -122,6 +131,7 @@ def measurement(items: str = "samples") -> Callable[[Callable[..., CommandResult
             "limit": (_count(int | None, f"only the first N {items}"), None),
             "batch": (_count(int, f"{items} of one encoder call"), 64),
             "precision": (InferencePrecision, None),
+            "workers": (Workers, None),
             "device": (Device, None),
             "out": (
                 Annotated[

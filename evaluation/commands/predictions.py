@@ -19,6 +19,7 @@ from evaluation.commands.options import (
     Limit,
     Model,
     Shards,
+    Workers,
     first_rank,
     load_model,
 )
@@ -54,6 +55,7 @@ def predict(
         str | None, Option(help="with --image: question, hypothesis, statement or caption")
     ] = None,
     precision: InferencePrecision = None,
+    workers: Workers = None,
     device: Device = None,
 ) -> None:
     """Write predictions, also for data without labels.
@@ -78,7 +80,12 @@ def predict(
     if bool(shards) != (out is not None):
         raise typer.BadParameter("--shards and --out go together")
     if image:
-        for name, value in (("format", format), ("limit", limit), ("batch", batch)):
+        for name, value in (
+            ("format", format),
+            ("limit", limit),
+            ("batch", batch),
+            ("workers", workers),
+        ):
             if value is not None:
                 raise typer.BadParameter(f"--{name} is for --shards; --image gives one item")
         if first_rank():
@@ -97,6 +104,7 @@ def predict(
         batch=batch or 64,
         device=device,
         precision=precision,
+        workers=workers,
         progress=True,
     )
     if not first_rank():
@@ -128,6 +136,7 @@ def embed(
     limit: Limit = None,
     batch: Batch = 64,
     precision: InferencePrecision = None,
+    workers: Workers = None,
     image: Images = None,
     text: Annotated[list[str] | None, Option(metavar="TEXT...")] = None,
     device: Device = None,
@@ -172,6 +181,7 @@ def embed(
         batch=batch,
         device=device,
         precision=precision,
+        workers=workers,
         progress=True,
     )
     if first_rank():

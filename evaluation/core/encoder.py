@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from evaluation.core.block_reader import BlockReader
 from evaluation.core.eval_mode import inference
 from evaluation.core.feature_cache import Block, BlockCache
 from evaluation.core.samples import (
@@ -28,11 +31,21 @@ from vlp.models.folder import Loaded
 from vlp.models.itm.scorer import ITMScorer
 
 
+class SeenSample(NamedTuple):
+    """What is left of a sample whose image was encoded; position is that in its `Samples`."""
+
+    identity: tuple[str, str]
+    key: str
+    position: int
+    captions: list[str]
+
+
 class Collection(NamedTuple):
     """Every image once and all captions, in the order of the shards.
 
     image (I, d) and text (T, d) are unit float32 features on the device; image_of_text (T,);
-    image_place (I, 2) and text_place (T, 2) are (block, row), so that a block can be encoded again.
+    image_place (I, 2) and text_place (T, 2) are (block, row), so that a block can be encoded again;
+    samples (I,) are each image's first.
     """
 
     image: Tensor
@@ -42,6 +55,7 @@ class Collection(NamedTuple):
     image_place: NDArray[np.int64]
     text_place: NDArray[np.int64]
     skipped: dict[str, int]
+    samples: list[SeenSample]
 
     def texts_of_image(self) -> NDArray[np.int64]:
         """(I, most) caption indices of each image, filled up with -1."""
@@ -53,13 +67,36 @@ class Collection(NamedTuple):
         return table
 
 
-class _Read(NamedTuple):
-    """Result of one block of samples: features and captions of the good ones."""
+class _Encoded(NamedTuple):
+    """Result of one block of samples: features of the good ones."""
 
     features: NDArray[np.float32]
-    captions: list[list[str]]
-    identities: list[tuple[str, str]]
+    samples: list[SeenSample]
     skipped: list[SkippedSample]
+
+
+class _ReadImages(NamedTuple):
+    """A block of samples: images of the good ones, ready for the encoder; None without any."""
+
+    images: Tensor | None
+    samples: list[SeenSample]
+    skipped: list[SkippedSample]
+
+
+def _read_images(
+    samples: Samples, preprocess: Callable[[Any], Tensor], batch: int, block: int
+) -> _ReadImages:
+    """Read and prepare the images of a block, in any process."""
+    images, good, skipped = [], [], []
+    for position in range(len(samples))[_rows(block, batch)]:
+        sample = samples.read(position)
+        if isinstance(sample, CaptionedSample):
+            image: Any = sample.image
+            images.append(image if isinstance(image, Tensor) else preprocess(image))
+            good.append(SeenSample(sample.identity, sample.key, position, sample.captions))
+        else:
+            skipped.append(sample)
+    return _ReadImages(torch.stack(images) if images else None, good, skipped)
 
 
 class Encoder:
@@ -68,6 +105,7 @@ class Encoder:
     Blocks of captions hold captions of like length, and are cut to their longest: most padding is
     never computed, neither here nor in the cross-modal encoder. `itm_scorer` scores pairs of their
     features; once everything is collected, `text_widths` (blocks,) are the captions' tokens.
+    `workers` read images, as a `BlockReader` takes them.
     """
 
     def __init__(
@@ -79,6 +117,7 @@ class Encoder:
         device: torch.device,
         precision: Precision | None,
         memory: int,
+        workers: int | None = None,
     ) -> None:
         self.loaded = loaded
         self.itm_scorer = ITMScorer(loaded.model)
@@ -87,6 +126,9 @@ class Encoder:
         self.device = device
         self.precision = precision
         self.images = BlockCache(self._encode_images, memory)
+        self._reader = BlockReader(
+            partial(_read_images, samples, loaded.preprocess, batch), device, workers
+        )
         self.texts: BlockCache[int] = BlockCache(self._encode_texts, memory)
         self._tokens = TextTokens(*(torch.empty(0) for _ in TextTokens._fields))
         self.text_widths = np.zeros(0, dtype=np.int64)
@@ -98,23 +140,27 @@ class Encoder:
             EvaluationError: no sample could be used.
         """
 
-        def read(block: int) -> _Read:
+        def encode(block: int) -> _Encoded:
             encoded = self.images[block]
-            step(len(range(len(self.samples))[self._rows(block)]))
-            return _Read(_global(encoded.features), *encoded.extra)
+            step(len(range(len(self.samples))[_rows(block, self.batch)]))
+            return _Encoded(_global(encoded.features), *encoded.extra)
 
-        reads = ranks.map_blocks(-(-len(self.samples) // self.batch), read)
+        count = len(self._image_blocks)
+        with self._reader.ahead(ranks.share(count)):
+            reads = ranks.map_blocks(count, encode)
         skipped = count_kinds([skip for part in reads for skip in part.skipped])
         known: dict[tuple[str, str], int] = {}
         place: list[tuple[int, int]] = []
+        samples: list[SeenSample] = []
         captions: list[list[str]] = []
         for block, part in enumerate(reads):
-            for row, (identity, own) in enumerate(zip(part.identities, part.captions)):
-                if identity not in known:
-                    known[identity] = len(known)
+            for row, sample in enumerate(part.samples):
+                if sample.identity not in known:
+                    known[sample.identity] = len(known)
                     place.append((block, row))
+                    samples.append(sample)
                     captions.append([])
-                captions[known[identity]].extend(own)
+                captions[known[sample.identity]].extend(sample.captions)
         if not place:
             kinds = kinds_in_words(skipped)
             raise EvaluationError(
@@ -140,7 +186,16 @@ class Encoder:
             image_place=np.array(place, dtype=np.int64),
             text_place=np.stack([rank_of // self.batch, rank_of % self.batch], axis=1),
             skipped=skipped,
+            samples=samples,
         )
+
+    def reading_ahead(self) -> AbstractContextManager[None]:
+        """Have images that no memory was left for read ahead where they are wanted again."""
+        return self._reader.ahead(self._image_blocks)
+
+    @property
+    def _image_blocks(self) -> range:
+        return range(-(-len(self.samples) // self.batch))
 
     def _widths(self, mask: Tensor) -> NDArray[np.int64]:
         """Tokens to which each block of captions is cut, from their sorted masks."""
@@ -150,34 +205,23 @@ class Encoder:
         last = np.arange(0, len(lengths), self.batch) + self.batch - 1
         return lengths[last.clip(max=len(lengths) - 1)]
 
-    def _rows(self, block: int) -> slice:
-        return slice(block * self.batch, (block + 1) * self.batch)
-
     def _encode_images(self, block: int) -> Block:
-        pixels, captions, identities = [], [], []
-        skipped: list[SkippedSample] = []
-        for position in range(len(self.samples))[self._rows(block)]:
-            sample = self.samples.read(position)
-            if isinstance(sample, CaptionedSample):
-                image: Any = sample.image
-                is_stored = isinstance(image, Tensor)
-                pixels.append(image if is_stored else self.loaded.preprocess(image))
-                captions.append(sample.captions)
-                identities.append(sample.identity)
-            else:
-                skipped.append(sample)
-        extra = (captions, identities, skipped)
-        if not pixels:
-            return Block(None, extra)
-        batch = torch.stack(pixels).to(self.device)
+        read = self._reader[block]
+        if read.images is None:
+            return Block(None, (read.samples, read.skipped))
+        images = read.images.to(self.device, non_blocking=True)
         with torch.no_grad(), inference(self.device, self.precision):
-            return Block(self.loaded.model.encode_image(batch), extra)
+            return Block(self.loaded.model.encode_image(images), (read.samples, read.skipped))
 
     def _encode_texts(self, block: int) -> Block:
-        tokens = TextTokens(*(part[self._rows(block)] for part in self._tokens))
+        tokens = TextTokens(*(part[_rows(block, self.batch)] for part in self._tokens))
         cut = (part[:, : self.text_widths[block]].to(self.device) for part in tokens)
         with torch.no_grad(), inference(self.device, self.precision):
             return Block(self.loaded.model.encode_text(*cut))
+
+
+def _rows(block: int, batch: int) -> slice:
+    return slice(block * batch, (block + 1) * batch)
 
 
 def _global(features: Any) -> NDArray[np.float32]:

@@ -6,17 +6,17 @@ an EvaluationError with a line to show. The page around it is `evaluation.demo.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from PIL import Image
 
 import vlp
 from evaluation.core.encode_one import encode_one
-from evaluation.core.eval_mode import evaluating
+from evaluation.core.eval_mode import evaluating, inference
 from evaluation.core.samples import CaptionedSample, EvaluationError
 from evaluation.downstream.predict import has_task
 from evaluation.downstream.predict_one import match_of
@@ -34,8 +34,6 @@ from vlp.distributed import default_device
 from vlp.models.features import ImageFeatures
 from vlp.models.folder import Loaded
 from vlp.tasks.downstream.task import Downstream, load_task
-
-Answer = TypeVar("Answer")
 
 Given = Image.Image | str | Path | None
 """An image, or the file that was uploaded, which is decoded within the limits of samples."""
@@ -194,8 +192,8 @@ class TryIt:
             count = "1 image" if self.image_count == 1 else f"{self.image_count} images"
             raise EvaluationError(f"{task.kind} is about {count}, not {len(images)}")
         seen = [self._seen(image).image for image in images]
-        evaluation = get_evaluation(task.kind)
-        return self._with(lambda: evaluation.predict_one(task, seen, said, self.device))
+        with torch.no_grad(), evaluating(task, self.device), inference(self.device, None):
+            return get_evaluation(task.kind).predict_one(task, seen, said, self.device)
 
     def match(self, image: Given, text: str) -> list[tuple[str, float]]:
         """Return how likely a text belongs to an image.
@@ -205,7 +203,10 @@ class TryIt:
         """
         self._require_match()
         seen, said = self._seen(image), _said(text)
-        return self._with(lambda: match_of(self.loaded, seen.features, said))
+        with torch.no_grad(), evaluating(self.loaded.model, self.device):
+            features = seen.features  # float32: the maps of the other tabs are made of them, too
+            with inference(self.device, None):
+                return match_of(self.loaded, features, said)
 
     def ground(self, image: Given, phrase: str) -> tuple[Image.Image, Image.Image]:
         """Return the image, and again with the Grad-CAM map of a phrase over it, of the same size.
@@ -255,10 +256,6 @@ class TryIt:
 
     def _image(self, given: Given) -> SeenImage:
         return SeenImage(given, self._least, self.loaded, self.device)
-
-    def _with(self, say: Callable[[], Answer]) -> Answer:
-        with torch.no_grad(), evaluating(self._task or self.loaded.model, self.device):
-            return say()
 
     def _wrong_task(self, name: str) -> EvaluationError:
         own = f"was fine-tuned for {self.kind}" if self.kind else "was pretrained alone"

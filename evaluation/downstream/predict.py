@@ -39,6 +39,7 @@ def predict(
     batch: int = 64,
     device: torch.device | str | None = None,
     precision: Precision | None = None,
+    workers: int | None = None,
     progress: bool = False,
 ) -> Predictions:
     """Predict every item of some shards; the same for any number of ranks.
@@ -50,6 +51,7 @@ def predict(
         batch: items at once.
         device: where to compute; None is this rank's GPU, or the CPU.
         precision: of the model; None: bf16 on a GPU, float32 elsewhere.
+        workers: processes that read; None: this rank's cores up to 8 on a GPU, none on a CPU.
         progress: a bar on the first rank.
 
     Raises:
@@ -62,6 +64,7 @@ def predict(
         "batch": batch,
         "device": device,
         "precision": precision,
+        "workers": workers,
         "progress": progress,
     }
     if not has_task(folder):

@@ -94,6 +94,7 @@ class TaskEvaluation:
         batch: int = 64,
         device: torch.device | str | None = None,
         precision: Precision | None = None,
+        workers: int | None = None,
         resamples: int = 1000,
         progress: bool = False,
         **options: Any,
@@ -109,6 +110,7 @@ class TaskEvaluation:
             batch: items at once.
             device: where to compute; None is this rank's GPU, or the CPU.
             precision: of the model.
+            workers: processes that read; None: this rank's cores up to 8 on a GPU, none on a CPU.
             resamples: bootstrap draws over images.
             progress: a bar on the first rank.
             options: named in `options`.
@@ -124,6 +126,7 @@ class TaskEvaluation:
             batch=batch,
             device=device,
             precision=precision,
+            workers=workers,
             progress=progress,
             **options,
         )
@@ -149,6 +152,7 @@ class TaskEvaluation:
         batch: int = 64,
         device: torch.device | str | None = None,
         precision: Precision | None = None,
+        workers: int | None = None,
         progress: bool = False,
         **options: Any,
     ) -> EvaluatedItems:
@@ -164,7 +168,15 @@ class TaskEvaluation:
             return [self.row(task, *one, said) for one, said in zip(made, predicted)]
 
         with evaluating(task, device) as own_device:
-            return evaluate_blocks(dataset.items, batch, dataset.make, evaluate, progress)
+            return evaluate_blocks(
+                dataset.items,
+                batch,
+                dataset.make,
+                evaluate,
+                progress,
+                device=own_device,
+                workers=workers,
+            )
 
     def evaluate_folder(self, folder: Path, shards: Sequence[str | Path], **options: Any) -> Any:
         """Evaluate a model folder, as a job of a suite.

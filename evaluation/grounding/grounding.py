@@ -6,7 +6,8 @@ cross-attention layer (ACE-RPE, section 4.2, after ALBEF), or the cosine of word
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -24,6 +25,7 @@ from vlp.data.downstream.items import Item, Items
 from vlp.data.image.ablated_views import View, viewed
 from vlp.data.image.decode import decode_image
 from vlp.data.image.patches import patches_in_box
+from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.text.tokenizer import TextTokens
 from vlp.metrics.grounding import RIGHT_IOU, box_scores, intersection_over_union
@@ -54,6 +56,7 @@ def evaluate_grounding(
     batch: int = 32,
     device: torch.device | str | None = None,
     precision: Precision | None = None,
+    workers: int | None = None,
     resamples: int = 1000,
     progress: bool = False,
 ) -> TaskResult:
@@ -79,6 +82,7 @@ def evaluate_grounding(
         batch: expressions of one block.
         device: where to compute; None is this rank's GPU, or the CPU.
         precision: of the encoders; None: bf16 on a GPU, float32 elsewhere.
+        workers: processes that read; None: this rank's cores up to 8 on a GPU, none on a CPU.
         resamples: bootstrap draws over images.
         progress: a bar on the first rank.
 
@@ -92,7 +96,7 @@ def evaluate_grounding(
         by = made.by
         layer = made.layer if layer is None else layer
         head = made.head if head is None else head
-    items = Items(shards, lambda annotation: len(annotation.expressions or ()), limit)
+    items = Items(shards, _expressions_in, limit)
     try:
         number = layer_number(loaded.model, layer) if by == "gradcam" else 0
     except ValueError as error:
@@ -105,20 +109,18 @@ def evaluate_grounding(
             f"in the last cross-modal layer, {last}, the match reads [CLS] alone, and the first "
             f"{head} word pieces have no map; choose an earlier layer, or by similarity"
         )
-    patch_size = loaded.model.config.image.patch_size
-
-    def make(item: Item, place: int) -> GroundingExample:
-        image = decode_image(item.raw.image, item.where)
-        expression = _checked(item, image.size)
-        pixels = viewed(loaded.preprocess(image)[None], view, patch_size, place)[0]
-        return GroundingExample(pixels, loaded.text([expression]), image.size)
+    make = partial(
+        _example, loaded.preprocess, loaded.text, loaded.model.config.image.patch_size, view
+    )
 
     def score_block(made: Sequence[tuple[Item, GroundingExample]]) -> list[dict[str, Any]]:
         maps = _maps(loaded, [one for _, one in made], by, number, head, torch_device, precision)
         return [_row(item, one.size, heat) for (item, one), heat in zip(made, maps)]
 
     with evaluating(loaded.model, device) as torch_device:
-        rows, skipped = evaluate_blocks(items, batch, make, score_block, progress)
+        rows, skipped = evaluate_blocks(
+            items, batch, make, score_block, progress, device=torch_device, workers=workers
+        )
     proposed = np.array([row["right"] is not None for row in rows])
     values = {"pointing": np.array([row["hit"] for row in rows])}
     chances = {"pointing": float(np.mean([row["share"] for row in rows]))}
@@ -140,6 +142,25 @@ def evaluate_grounding(
         skipped=skipped,
         notes=(f"Maps: {made_by}{'' if head is None else f', first {head} word pieces'}.",),
     )
+
+
+def _example(
+    preprocess: Callable[[Any], torch.Tensor],
+    text: Callable[[list[str]], TextTokens],
+    patch_size: int,
+    view: View,
+    item: Item,
+    place: int,
+) -> GroundingExample:
+    """Prepare an expression and its image, in any process."""
+    image = decode_image(item.raw.image, item.where)
+    expression = _checked(item, image.size)
+    pixels = viewed(preprocess(image)[None], view, patch_size, place)[0]
+    return GroundingExample(pixels, text([expression]), image.size)
+
+
+def _expressions_in(annotation: Annotation) -> int:
+    return len(annotation.expressions or ())
 
 
 def _checked(item: Item, size: tuple[int, int]) -> str:

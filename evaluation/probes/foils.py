@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +45,7 @@ def evaluate_foils(
     batch: int = 64,
     device: torch.device | str | None = None,
     precision: Precision | None = None,
+    workers: int | None = None,
     resamples: int = 1000,
     progress: bool = False,
 ) -> TaskResult:
@@ -62,6 +64,7 @@ def evaluate_foils(
         batch: images of one encoder call.
         device: where to compute; None is this rank's GPU, or the CPU.
         precision: of the encoders; None: bf16 on a GPU, float32 elsewhere.
+        workers: processes that read; None: this rank's cores up to 8 on a GPU, none on a CPU.
         resamples: bootstrap draws over images.
         progress: a bar on the first rank.
 
@@ -70,18 +73,7 @@ def evaluate_foils(
         ConfigError: a shard folder cannot be read.
     """
     items = Items(shards, limit=limit)
-    patch_size = loaded.model.config.image.patch_size
-
-    def make(item: Item, place: int) -> FoiledImage:
-        captions = captions_of(item.raw.annotation)
-        if not captions:
-            raise BadSample("no text", item.where)
-        pixels = loaded.preprocess(decode_image(item.raw.image, item.where))
-        foils = make_foils(captions, seed, item.raw.key)
-        return FoiledImage(
-            viewed(pixels[None], view, patch_size, place)[0],
-            [(said, foil.text, foil.kind) for said, made in zip(captions, foils) for foil in made],
-        )
+    make = partial(_foiled, loaded.preprocess, loaded.model.config.image.patch_size, view, seed)
 
     def score_block(made: Sequence[tuple[Item, FoiledImage]]) -> list[dict[str, Any]]:
         with torch.no_grad(), inference(torch_device, precision):
@@ -89,7 +81,9 @@ def evaluate_foils(
 
     with evaluating(loaded.model, device) as torch_device:
         try:
-            rows, skipped = evaluate_blocks(items, batch, make, score_block, progress)
+            rows, skipped = evaluate_blocks(
+                items, batch, make, score_block, progress, device=torch_device, workers=workers
+            )
         except EvaluationError as error:
             raise EvaluationError(f"{error}; foils are made of English captions") from error
     kinds = np.array([row["kind"] for row in rows])
@@ -117,6 +111,26 @@ def examples(result: TaskResult, count: int) -> Iterator[str]:
         for row in rows.values():
             marks = ", ".join(f"{name} {row[name][0]:.3f} {row[name][1]:.3f}" for name in SCORERS)
             yield f"{kind}\n  {row['caption']}\n  {row['foil']}\n  {marks}"
+
+
+def _foiled(
+    preprocess: Callable[[Any], torch.Tensor],
+    patch_size: int,
+    view: View,
+    seed: int,
+    item: Item,
+    place: int,
+) -> FoiledImage:
+    """Prepare an image and make its foils, in any process."""
+    captions = captions_of(item.raw.annotation)
+    if not captions:
+        raise BadSample("no text", item.where)
+    pixels = preprocess(decode_image(item.raw.image, item.where))
+    foils = make_foils(captions, seed, item.raw.key)
+    return FoiledImage(
+        viewed(pixels[None], view, patch_size, place)[0],
+        [(said, foil.text, foil.kind) for said, made in zip(captions, foils) for foil in made],
+    )
 
 
 def _rows(

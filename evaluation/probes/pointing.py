@@ -10,8 +10,9 @@ In photographs things lie where the photographer aims; there controls that read 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from evaluation.core.block_reader import BlockReader
 from evaluation.core.eval_mode import evaluating, inference
 from evaluation.core.results import Figure
 from evaluation.core.samples import CaptionedSample, EvaluationError, Samples, count_kinds
@@ -36,6 +38,7 @@ from evaluation.probes.pointers import (
 from evaluation.probes.pointing_result import KINDS, KindFigures, PathFigures, PointingResult
 from vlp.config import Precision
 from vlp.data.image.patches import patches_in_box
+from vlp.data.schema import Annotation
 from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.text.word_boxes import WordBox, named_words, word_positions
 from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
@@ -49,6 +52,16 @@ from vlp.positions.anchor_field import AnchorField
 
 SMALL = 0.1
 """An object in a box of less than so much of its image is small: few of them lie in the centre."""
+
+
+class _Scene(NamedTuple):
+    """An image as the model reads it (3, size, size), its own width and height, and its words."""
+
+    number: int
+    pixels: torch.Tensor
+    size: tuple[int, int]
+    captions: list[str]
+    annotation: Annotation
 
 
 class WordPointing(NamedTuple):
@@ -79,6 +92,7 @@ def evaluate_pointing(
     batch: int = 64,
     device: torch.device | str | None = None,
     precision: Precision | None = None,
+    workers: int | None = None,
     resamples: int = 1000,
     progress: bool = False,
 ) -> PointingResult:
@@ -93,6 +107,7 @@ def evaluate_pointing(
         batch: images of one encoder call.
         device: where to compute; None is this rank's GPU, or the CPU.
         precision: of the encoders; None: bf16 on a GPU, float32 elsewhere.
+        workers: processes that read; None: this rank's cores up to 8 on a GPU, none on a CPU.
         resamples: bootstrap draws over images.
         progress: a bar on the first rank.
 
@@ -104,20 +119,24 @@ def evaluate_pointing(
     samples = Samples(shards, limit)
 
     def score_block(block: int) -> tuple[list[WordPointing], torch.Tensor, list[SkippedSample]]:
-        numbers = range(len(samples))[block * batch : (block + 1) * batch]
-        read = [(number, samples.read(number)) for number in numbers]
-        good = [(number, sample) for number, sample in read if isinstance(sample, CaptionedSample)]
+        read = reader[block]
+        good = [scene for scene in read if isinstance(scene, _Scene)]
         with torch.no_grad(), inference(torch_device, precision):
             scored, sums = _score_scenes(loaded, good, torch_device, controls)
-        bar.update(len(numbers))
-        return scored, sums, [sample for _, sample in read if isinstance(sample, SkippedSample)]
+        bar.update(len(read))
+        return scored, sums, [skip for skip in read if isinstance(skip, SkippedSample)]
 
     quiet = not (progress and ranks.first)
     with (
         evaluating(loaded.model, device) as torch_device,
         tqdm(total=len(ranks.share(len(samples))), desc="point", disable=quiet) as bar,
     ):
-        parts = ranks.map_blocks(-(-len(samples) // batch), score_block)
+        count = -(-len(samples) // batch)
+        reader = BlockReader(
+            partial(_read_block, samples, batch, loaded.preprocess), torch_device, workers
+        )
+        with reader.ahead(ranks.share(count)):
+            parts = ranks.map_blocks(count, score_block)
     skipped = count_kinds([skip for *_, skipped in parts for skip in skipped])
     scored = [word for words, *_ in parts for word in words]
     if not scored:
@@ -142,9 +161,24 @@ def evaluate_pointing(
     )
 
 
+def _read_block(
+    samples: Samples, batch: int, preprocess: Callable[[Any], torch.Tensor], block: int
+) -> list[_Scene | SkippedSample]:
+    """Read and prepare the scenes of a block, in any process."""
+    read: list[_Scene | SkippedSample] = []
+    for number in range(len(samples))[block * batch : (block + 1) * batch]:
+        sample = samples.read(number)
+        if isinstance(sample, CaptionedSample):
+            pixels, size = preprocess(sample.image), sample.image.size
+            read.append(_Scene(number, pixels, size, sample.captions, sample.annotation))
+        else:
+            read.append(sample)
+    return read
+
+
 def _score_scenes(
     loaded: Loaded,
-    scenes: Sequence[tuple[int, CaptionedSample]],
+    scenes: Sequence[_Scene],
     device: torch.device,
     controls: bool,
 ) -> tuple[list[WordPointing], torch.Tensor]:
@@ -155,11 +189,11 @@ def _score_scenes(
     sums = torch.zeros(5, groups, dtype=torch.float64)
     if not scenes:
         return scored, sums
-    pixels = torch.stack([loaded.preprocess(sample.image) for _, sample in scenes])
+    pixels = torch.stack([scene.pixels for scene in scenes])
     with last_attention(model.image_encoder, grid) if controls else nullcontext() as attended:
         images = model.encode_image(pixels.to(device))
-    for row, (number, sample) in enumerate(scenes):
-        tokens = loaded.text(sample.captions)
+    for row, scene in enumerate(scenes):
+        tokens = loaded.text(scene.captions)
         texts = model.encode_text(*(part.to(device) for part in tokens))
         patches, pieces = model.anchor_features(images, texts)
         with torch.autocast(device.type, enabled=False):
@@ -169,7 +203,7 @@ def _score_scenes(
         anchor = (similarity >= model.anchor_threshold).sum(-1).cpu().numpy()
         field = None
         if "anchor" in model.config.cross.position:
-            captions = torch.arange(len(sample.captions), device=device)
+            captions = torch.arange(len(scene.captions), device=device)
             pairs = PairIndices(captions, torch.full_like(captions, row))
             field = model.anchors(images, texts, pairs)
             sums += _path_sums(model, field, texts).cpu()
@@ -181,8 +215,9 @@ def _score_scenes(
             )
             if attended:
                 maps["image attention"] = attended[0][row].cpu().numpy()
-        names = [loaded.text.words(caption) for caption in sample.captions]
-        scored += score_words(number, sample, names, cosine, anchor, grid, maps)
+        names = [loaded.text.words(caption) for caption in scene.captions]
+        about = scene.annotation, scene.size
+        scored += score_words(scene.number, *about, names, cosine, anchor, grid, maps)
     return scored, sums
 
 
@@ -212,7 +247,8 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 
 def score_words(
     scene: int,
-    sample: CaptionedSample,
+    annotation: Annotation,
+    size: tuple[int, int],
     pieces: Sequence[Sequence[str]],
     cosine: NDArray[np.float32],
     anchors: NDArray[np.integer],
@@ -227,7 +263,8 @@ def score_words(
 
     Args:
         scene: number of the image.
-        sample: its image and annotation.
+        annotation: of the image.
+        size: its width and height in pixels.
         pieces: word pieces of each caption, [CLS] and [SEP] in.
         cosine: (captions, M, N) of whole token features.
         anchors: (captions, M, N) number of groups in which patch and token anchor.
@@ -237,15 +274,15 @@ def score_words(
     Raises:
         EvaluationError: the shards do not tell which word names which object.
     """
-    if sample.annotation.words is None:
+    if annotation.words is None:
         raise EvaluationError(
             "these shards do not know which word names what; `python -m data_tools scenes` writes "
             "some that do, and `python -m data_tools coco --instances`"
         )
-    words = [word for word in named_words(sample.annotation) if word.kind in KINDS]
+    words = [word for word in named_words(annotation) if word.kind in KINDS]
     named = [box for word in words for box in word.boxes]
-    boxes = dict.fromkeys([*map(tuple, sample.annotation.boxes or ()), *named])
-    inside = {box: patches_in_box(box, grid, sample.image.size) for box in boxes}
+    boxes = dict.fromkeys([*map(tuple, annotation.boxes or ()), *named])
+    inside = {box: patches_in_box(box, grid, size) for box in boxes}
     objects = np.stack(list(inside.values())) if inside else np.zeros((0, 1), dtype=bool)
     somewhere = np.logical_or.reduce(objects, axis=0)
     scored = []

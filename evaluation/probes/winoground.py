@@ -7,8 +7,9 @@ bag of words can answer. The scores are Winoground's (Thrush et al. 2022, sectio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from evaluation.core.block_reader import BlockReader
 from evaluation.core.eval_mode import evaluating, inference
 from evaluation.core.results import Figure, Table, write_report
 from evaluation.core.samples import EvaluationError, count_kinds
@@ -105,6 +107,7 @@ def evaluate_swaps(
     batch: int = 64,
     device: torch.device | str | None = None,
     precision: Precision | None = None,
+    workers: int | None = None,
     view: View = "image",
     resamples: int = 1000,
     progress: bool = False,
@@ -118,6 +121,7 @@ def evaluate_swaps(
         batch: swaps of one encoder call.
         device: where to compute; None is this rank's GPU, or the CPU.
         precision: of the encoders; None: bf16 on a GPU, float32 elsewhere.
+        workers: processes that read; None: this rank's cores up to 8 on a GPU, none on a CPU.
         view: what the model is shown: the images; `shuffled`, their patches in random order, so
             that nothing is where it was; `blank`, the same grey for both: only text is left.
         resamples: bootstrap draws over swaps.
@@ -129,10 +133,10 @@ def evaluate_swaps(
     """
     ranks = Ranks.current()
     places = _places(shards, limit)
-    blocks = [places[start : start + batch] for start in range(0, len(places), batch)]
+    count = -(-len(places) // batch)
 
     def score(number: int) -> tuple[NDArray[np.float32], list[str], list[SkippedSample]]:
-        read = [_read(loaded, *place) for place in blocks[number]]
+        read = reader[number]
         swaps = [swap for swap in read if isinstance(swap, Swap)]
         bar.update(len(read))
         seen = [
@@ -155,7 +159,11 @@ def evaluate_swaps(
         evaluating(loaded.model, device) as torch_device,
         tqdm(total=len(ranks.share(len(places))), desc="swap", disable=quiet) as bar,
     ):
-        parts = ranks.map_blocks(len(blocks), score)
+        reader = BlockReader(
+            partial(_read_block, places, batch, loaded.preprocess), torch_device, workers
+        )
+        with reader.ahead(ranks.share(count)):
+            parts = ranks.map_blocks(count, score)
     skipped = count_kinds([skip for _, _, skipped in parts for skip in skipped])
     scores = np.concatenate([scores for scores, _, _ in parts])
     kinds = np.array([kind for _, kinds, _ in parts for kind in kinds])
@@ -210,7 +218,20 @@ def _places(shards: Sequence[str | Path], limit: int | None) -> list[tuple[Shard
     return places[:limit]
 
 
-def _read(loaded: Loaded, index: ShardIndex, shard: int, sample: int) -> Swap | SkippedSample:
+def _read_block(
+    places: Sequence[tuple[ShardIndex, int, int]],
+    batch: int,
+    preprocess: Callable[[Any], torch.Tensor],
+    number: int,
+) -> list[Swap | SkippedSample]:
+    """Read and prepare the swaps of a block, in any process."""
+    own = places[number * batch : (number + 1) * batch]
+    return [_read(preprocess, *place) for place in own]
+
+
+def _read(
+    preprocess: Callable[[Any], torch.Tensor], index: ShardIndex, shard: int, sample: int
+) -> Swap | SkippedSample:
     try:
         raw = index.read(shard, sample)
         where = f"{index.folder / index.shards[shard].name}, {raw.key}"
@@ -222,7 +243,7 @@ def _read(loaded: Loaded, index: ShardIndex, shard: int, sample: int) -> Swap | 
         images = [decode_image(content, where) for content in (raw.image, raw.second_image)]
     except BadSample as bad:
         return SkippedSample(bad.kind, bad.where)
-    pixels = torch.stack([loaded.preprocess(image) for image in images])
+    pixels = torch.stack([preprocess(image) for image in images])
     return Swap(pixels, (raw.annotation.caption, swap["foil"]), swap["kind"])
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -11,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from evaluation.core.block_reader import BlockReader
 from evaluation.core.eval_mode import evaluating, inference
 from evaluation.core.feature_files import FeatureFiles
 from evaluation.core.samples import EvaluationError, count_kinds
@@ -26,6 +28,40 @@ from vlp.models.folder import Loaded
 
 IMAGES, CAPTIONS = "images", "captions"
 Dtype = Literal["float32", "float16"]
+
+
+class _ReadPairs(NamedTuple):
+    """A block of samples: images of the good ones, their lines, and their captions.
+
+    A caption is the row of its image, its number there and its text.
+    """
+
+    pixels: torch.Tensor | None
+    rows: list[dict[str, Any]]
+    captions: list[tuple[int, int, str]]
+    skipped: list[SkippedSample]
+
+
+def _read(
+    items: Items,
+    blocks: Sequence[range],
+    preprocess: Callable[[Any], torch.Tensor],
+    number: int,
+) -> _ReadPairs:
+    """Read and prepare a block, in any process."""
+    rows: list[dict[str, Any]] = []
+    pixels, captions, skipped = [], [], []
+    for item in blocks[number]:
+        try:
+            raw, _, where = items.read(item)
+            pixels.append(preprocess(decode_image(raw.image, where)))
+        except BadSample as bad:
+            skipped.append(SkippedSample(bad.kind, bad.where))
+            continue
+        said = raw.annotation
+        rows.append({"key": raw.key, "source": said.source, "image_id": said.image_id})
+        captions += [(len(rows) - 1, *one) for one in enumerate(captions_of(said))]
+    return _ReadPairs(torch.stack(pixels) if pixels else None, rows, captions, skipped)
 
 
 class Embedded(NamedTuple):
@@ -46,6 +82,7 @@ def embed(
     batch: int = 64,
     device: torch.device | str | None = None,
     precision: Precision | None = None,
+    workers: int | None = None,
     progress: bool = False,
 ) -> Embedded:
     """Write `images.npy`, `captions.npy` (rows, d) of unit length, and a line of JSON a row.
@@ -64,6 +101,7 @@ def embed(
         batch: images or captions of one encoder call.
         device: where to compute; None is this rank's GPU, or the CPU.
         precision: of the encoders; None: bf16 on a GPU, float32 elsewhere.
+        workers: processes that read; None: this rank's cores up to 8 on a GPU, none on a CPU.
         progress: a bar on the first rank.
 
     Raises:
@@ -76,18 +114,8 @@ def embed(
     blocks = [range(start, min(start + batch, len(items))) for start in range(0, len(items), batch)]
 
     def write(number: int) -> list[SkippedSample]:
-        rows, pixels, captions, skipped = [], [], [], []
-        for item in blocks[number]:
-            try:
-                raw, _, where = items.read(item)
-                pixels.append(loaded.preprocess(decode_image(raw.image, where)))
-            except BadSample as bad:
-                skipped.append(SkippedSample(bad.kind, bad.where))
-                continue
-            said = raw.annotation
-            rows.append({"key": raw.key, "source": said.source, "image_id": said.image_id})
-            captions += [(len(rows) - 1, *one) for one in enumerate(captions_of(said))]
-        if rows:
+        pixels, rows, captions, skipped = reader[number]
+        if pixels is not None:
             first = files.add(IMAGES, _images(loaded, pixels, torch_device, precision), rows)
             for start in range(0, len(captions), batch):
                 part = captions[start : start + batch]
@@ -105,13 +133,18 @@ def embed(
         bar.update(len(blocks[number]))
         return skipped
 
-    own = sum(len(blocks[number]) for number in ranks.share(len(blocks)))
+    share = ranks.share(len(blocks))
+    own = sum(len(blocks[number]) for number in share)
     quiet = not (progress and ranks.first)
     with (
         evaluating(loaded.model, device) as torch_device,
         tqdm(total=own, desc="embed", disable=quiet) as bar,
     ):
-        skipped = [skip for part in ranks.map_blocks(len(blocks), write) for skip in part]
+        reader = BlockReader(
+            partial(_read, items, blocks, loaded.preprocess), torch_device, workers
+        )
+        with reader.ahead(share):
+            skipped = [skip for part in ranks.map_blocks(len(blocks), write) for skip in part]
     if len(skipped) == len(items):
         raise EvaluationError(
             f"{', '.join(items.folders)}: no image could be used; the first: {skipped[0].kind}, "
@@ -139,7 +172,7 @@ def embed_inputs(
     found: list[tuple[dict[str, Any], NDArray[np.float32]]] = []
     with evaluating(loaded.model, device) as torch_device:
         if pixels:
-            rows = _images(loaded, pixels, torch_device, precision)
+            rows = _images(loaded, torch.stack(pixels), torch_device, precision)
             found += [({"image": str(path)}, row) for path, row in zip(images, rows)]
         if texts:
             rows = _texts(loaded, list(texts), torch_device, precision)
@@ -165,12 +198,12 @@ def write_inputs(
 
 def _images(
     loaded: Loaded,
-    pixels: Sequence[torch.Tensor],
+    pixels: torch.Tensor,
     device: torch.device,
     precision: Precision | None,
 ) -> NDArray[np.float32]:
     with torch.no_grad(), inference(device, precision):
-        feature = loaded.model.encode_image(torch.stack(list(pixels)).to(device)).feature
+        feature = loaded.model.encode_image(pixels.to(device, non_blocking=True)).feature
     found: NDArray[np.float32] = feature.float().cpu().numpy()
     return found
 

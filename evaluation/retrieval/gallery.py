@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from evaluation.core.encoder import Encoder
-from evaluation.core.eval_mode import evaluating
+from evaluation.core.eval_mode import evaluating, inference
 from evaluation.core.feature_cache import GIBIBYTE
 from evaluation.core.samples import CaptionedSample, EvaluationError, Samples
 from evaluation.core.work_sharding import Ranks
@@ -60,18 +60,17 @@ class Gallery:
         device: torch.device | str | None = None,
     ) -> None:
         self.loaded = loaded
-        self._samples = _PlacedSamples(shards, limit)
+        self._samples = Samples(shards, limit)
         with evaluating(loaded.model, device) as torch_device:
             self.encoder = Encoder(
                 loaded,
                 self._samples,
                 batch=batch,
                 device=torch_device,
-                precision="float32",
+                precision=None,
                 memory=GIBIBYTE,
             )
             self.collection = self.encoder.collect(Ranks.current(), lambda done: None)
-        self._places = list(self._samples.first.values())
 
     def __len__(self) -> int:
         return len(self.collection.image)
@@ -88,7 +87,7 @@ class Gallery:
         """
         if not 0 <= number < len(self):
             raise EvaluationError(f"there are {len(self)} images, none has number {number}")
-        sample = self._samples.read(self._places[number], least)
+        sample = self._samples.read(self.collection.samples[number].position, least)
         if isinstance(sample, SkippedSample):
             raise EvaluationError(f"{sample.kind}: {sample.where}")
         return sample
@@ -106,7 +105,9 @@ class Gallery:
             raise EvaluationError(f"top {top}, rerank {rerank}: at least 1 and 0")
         model = self.loaded.model
         with torch.no_grad(), evaluating(model, self.encoder.device) as torch_device:
-            query = model.encode_text(*(part.to(torch_device) for part in self.loaded.text([text])))
+            tokens = [part.to(torch_device) for part in self.loaded.text([text])]
+            with inference(torch_device, self.encoder.precision):
+                query = model.encode_text(*tokens)
             if not query.word_mask.any():
                 raise EvaluationError(f"the text {text!r} holds no word")
             scores = similarity(query.feature, self.collection.image)[0]
@@ -129,20 +130,6 @@ class Gallery:
             rows.append(features.select(torch.tensor([row], device=self.encoder.device)))
         images = ImageFeatures(*map(torch.cat, zip(*rows, strict=True)))
         first = torch.zeros(len(rows), dtype=torch.int64, device=self.encoder.device)
-        odds = self.loaded.model.match(images, text.select(first))
+        with inference(self.encoder.device, self.encoder.precision):
+            odds = self.loaded.model.match(images, text.select(first))
         return [float(odd) for odd in odds]
-
-
-class _PlacedSamples(Samples):
-    """Samples that remember where each image came first; read in order the first time."""
-
-    def __init__(self, folders: Sequence[str | Path], limit: int | None = None) -> None:
-        super().__init__(folders, limit)
-        self.first: dict[tuple[str, str], int] = {}
-
-    def read(self, position: int, least: int | None = None) -> CaptionedSample | SkippedSample:
-        """Read and decode one sample."""
-        sample = super().read(position, least)
-        if isinstance(sample, CaptionedSample):
-            self.first.setdefault(sample.identity, position)
-        return sample

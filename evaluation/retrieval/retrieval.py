@@ -19,7 +19,7 @@ from evaluation.core.json_lines import write_lines
 from evaluation.core.results import Figure, Table, write_report
 from evaluation.core.samples import EvaluationError, kinds_in_words
 from evaluation.core.work_sharding import Ranks
-from evaluation.retrieval.retrieval_rows import KeyedSamples, query_rows
+from evaluation.retrieval.retrieval_rows import StoredSamples, query_rows
 from evaluation.retrieval.two_stages import BANK_TEMPERATURE, DIRECTIONS, Direction, ranks_of_right
 from vlp.config import Precision
 from vlp.data.features.store import StoredFeatures
@@ -151,6 +151,7 @@ def evaluate_retrieval(
     match_batch: int = 64,
     device: torch.device | str | None = None,
     precision: Precision | None = None,
+    workers: int | None = None,
     memory: int = 2 * GIBIBYTE,
     resamples: int = 1000,
     progress: bool = False,
@@ -180,6 +181,7 @@ def evaluate_retrieval(
         device: where to compute; None is this rank's GPU, or the CPU.
         precision: of encoders and cross-modal encoder; None: bf16 on a GPU, float32
             elsewhere; similarities are float32 in any case.
+        workers: processes that read; None: this rank's cores up to 8 on a GPU, none on a CPU.
         memory: bytes of token states kept for re-ranking, for images and for captions each.
         resamples: bootstrap draws over images.
         progress: bars on the first rank.
@@ -210,7 +212,7 @@ def evaluate_retrieval(
     stored = [StoredFeatures(folder) for folder in folders]
     for each in stored:
         require_tower(each, loaded.model)
-    samples = KeyedSamples(shards, limit, stored, loaded.preprocess)
+    samples = StoredSamples(shards, limit, stored, loaded.preprocess)
     quiet = not (progress and ranks.first)
     with evaluating(loaded.model, device) as torch_device:
         encoder = Encoder(
@@ -220,30 +222,38 @@ def evaluate_retrieval(
             device=torch_device,
             precision=precision,
             memory=memory if rerank else 0,
+            workers=workers,
         )
         with tqdm(total=len(ranks.share(len(samples))), desc="encode", disable=quiet) as bar:
             collection = encoder.collect(ranks, bar.update)
-        images = samples.images(ranks)
         queries, shared = None, 0
         if bank:
-            pairs = KeyedSamples(bank, None, stored, loaded.preprocess)
+            pairs = StoredSamples(bank, None, stored, loaded.preprocess)
             read = Encoder(
-                loaded, pairs, batch=batch, device=torch_device, precision=precision, memory=0
+                loaded,
+                pairs,
+                batch=batch,
+                device=torch_device,
+                precision=precision,
+                memory=0,
+                workers=workers,
             )
             with tqdm(total=len(ranks.share(len(pairs))), desc="bank", disable=quiet) as bar:
                 queries = read.collect(ranks, bar.update)
-            shared = len(images.keys() & pairs.images(ranks).keys())
-        all_ranks = ranks_of_right(
-            encoder,
-            collection,
-            rerank,
-            temperature,
-            match_batch,
-            ranks,
-            quiet,
-            queries,
-            bank_temperature,
-        )
+            one, other = ({first.identity for first in c.samples} for c in (collection, queries))
+            shared = len(one & other)
+        with encoder.reading_ahead():
+            all_ranks = ranks_of_right(
+                encoder,
+                collection,
+                rerank,
+                temperature,
+                match_batch,
+                ranks,
+                quiet,
+                queries,
+                bank_temperature,
+            )
     return RetrievalResult(
         images=len(collection.image),
         texts=len(collection.text),
@@ -264,7 +274,6 @@ def evaluate_retrieval(
                 {stage: found for (stage, of), found in all_ranks.items() if of == direction},
                 direction,
                 collection,
-                images,
             )
         ],
     )

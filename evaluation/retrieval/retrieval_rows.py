@@ -10,23 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evaluation.core.encoder import Collection
-from evaluation.core.samples import CaptionedSample, Samples
-from evaluation.core.work_sharding import Ranks
+from evaluation.core.samples import Samples
 from vlp.data.features.store import SourceFeatures, StoredFeatures, stored_sources
 from vlp.data.image.transforms import Preprocessing
-from vlp.data.shards.bad_samples import SkippedSample
-
-Images = Mapping[tuple[str, str], str]
-"""Identity of each image -> key of its first sample, in the order of the shards."""
 
 
-class KeyedSamples(Samples):
-    """Samples that remember whose images were read on this rank.
+class StoredSamples(Samples):
+    """Samples whose images may be there as stored features, plain views.
 
     Args:
         folders, limit: as of `Samples`.
-        features: folders of stored ones, together of all samples, in place of decoded images;
-            plain views.
+        features: folders of them, together of all samples; without any, images are decoded.
         preprocessing: that these were made with.
 
     Raises:
@@ -44,14 +38,6 @@ class KeyedSamples(Samples):
         self._stored: list[SourceFeatures] | None = None
         if features:
             self._stored = stored_sources(features, preprocessing, self._indices)
-        self._seen: dict[int, tuple[tuple[str, str], str]] = {}
-
-    def read(self, position: int, least: int | None = None) -> CaptionedSample | SkippedSample:
-        """Read and decode one sample."""
-        sample = super().read(position, least)
-        if isinstance(sample, CaptionedSample):
-            self._seen[position] = sample.identity, sample.key
-        return sample
 
     def _image(
         self, place: tuple[int, int, int], data: bytes, where: str, least: int | None
@@ -62,21 +48,11 @@ class KeyedSamples(Samples):
         self._stored[folder].views(shard, sample, False, where)  # says where there is no image
         return self._stored[folder].read(shard, sample, view=0)
 
-    def images(self, ranks: Ranks) -> Images:
-        """The images that all ranks together have read."""
-        parts = ranks.map_blocks(ranks.world_size, lambda _: self._seen)
-        places = {place: one for part in parts for place, one in part.items()}
-        found: dict[tuple[str, str], str] = {}
-        for _, (identity, key) in sorted(places.items()):
-            found.setdefault(identity, key)
-        return found
-
 
 def query_rows(
     ranks: Mapping[str, NDArray[np.int64]],
     direction: str,
     collection: Collection,
-    images: Images,
 ) -> list[dict[str, Any]]:
     """A row for each query of one direction.
 
@@ -87,10 +63,9 @@ def query_rows(
         ranks: of each query by stage, from 0.
         direction: "text_to_image" or "image_to_text".
         collection: what was searched.
-        images: those of the collection.
     """
     queries: list[dict[str, Any]] = [
-        {"key": key, "image": "/".join(name)} for name, key in images.items()
+        {"key": first.key, "image": "/".join(first.identity)} for first in collection.samples
     ]
     if direction == "text_to_image":
         owners = collection.image_of_text

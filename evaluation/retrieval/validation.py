@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from itertools import islice
+from contextlib import closing
 
 import torch
 
+from evaluation.core.block_reader import workers_for
 from evaluation.core.eval_mode import evaluating
 from evaluation.core.samples import EvaluationError
 from evaluation.retrieval.retrieval import DIRECTIONS, evaluate_retrieval
@@ -127,7 +128,7 @@ class HeldOutLosses:
                 "features": chosen.features,
                 "sampler": "indexed",
                 "epoch_samples": None,
-                "workers": 0,
+                "workers": workers_for(distributed.default_device(), None),
                 "augment": AugmentConfig(randaugment=False, crop_scale=(1.0, 1.0), hflip=False),
             }
         )
@@ -142,14 +143,15 @@ class HeldOutLosses:
     def __call__(self, batches: int) -> Figures:
         """Compute `loss/total` and `loss/NAME` of so many batches; collective."""
         count = min(batches, self._data.batches_in_epoch(0))
+        if not count:
+            return {}
         sums: Mapping[str, torch.Tensor] = {}
-        stream = self._data.batches(0, distributed.rank(), distributed.world_size())
-        with evaluating(self._task, next(self._task.parameters()).device) as device:
-            for batch, _ in islice(stream, count):
+        stream = self._data.batches(0, distributed.rank(), distributed.world_size(), count)
+        own_device = next(self._task.parameters()).device
+        with closing(stream), evaluating(self._task, own_device) as device:
+            for batch, _ in stream:
                 output = self._task(batch.to(device), 0)
                 named = {"total": output.loss, **output.losses}
                 sums = {name: value + sums.get(name, 0.0) for name, value in named.items()}
-        if not sums:
-            return {}
         means = distributed.mean_over_ranks(torch.stack(list(sums.values())).float().cpu() / count)
         return {f"loss/{name}": value for name, value in zip(sums, means.tolist())}

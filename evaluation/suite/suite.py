@@ -114,7 +114,11 @@ class SuiteResult:
 
 
 def run_suite(
-    config: SuiteConfig, out: Path, device: str | None = None, progress: bool = False
+    config: SuiteConfig,
+    out: Path,
+    device: str | None = None,
+    workers: int | None = None,
+    progress: bool = False,
 ) -> SuiteResult:
     """Evaluate what is not there yet below `out` (MODEL/TASK), and gather everything.
 
@@ -125,6 +129,7 @@ def run_suite(
         config: models and tasks.
         out: folder of the results.
         device: where to compute; None is this rank's GPU, or the CPU.
+        workers: processes that read; None: this rank's cores up to 8 on a GPU, none on a CPU.
         progress: lines and bars on the first rank.
     """
     results: dict[tuple[str, str], dict[str, Any]] = {}
@@ -135,7 +140,7 @@ def run_suite(
         for job in entry.tasks:
             name = entry.name, job.label
             try:
-                results[name] = _result(entry, job, out, device, sums, progress)
+                results[name] = _result(entry, job, out, sums, progress, device, workers)
             except Exception as error:
                 failures[name] = " ".join(str(error).split()) or repr(error)
                 if not isinstance(error, _OF_THE_USER) and told:
@@ -151,9 +156,10 @@ def _result(
     entry: EvaluatedModel,
     job: Job,
     out: Path,
-    device: str | None,
     sums: dict[Path | OtherModel, str],
     progress: bool,
+    device: str | None,
+    workers: int | None,
 ) -> dict[str, Any]:
     """Return the saved result of one job, evaluated now where it is missing."""
     ranks, target = Ranks.current(), out / entry.name / job.label
@@ -176,7 +182,7 @@ def _result(
             print(f"{name}: kept", flush=True)
         return content
     start = time.monotonic()
-    result = run_job(job, folder, device, progress)
+    result = run_job(job, folder, device, workers, progress)
     if ranks.first:
         _save(target, result, {"key": key, "model": str(folder), "options": _options(job)})
         if progress:

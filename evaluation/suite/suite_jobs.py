@@ -88,7 +88,13 @@ def model_checksum(folder: Path) -> str:
     return whole.hexdigest()
 
 
-def run_job(job: Job, folder: Path | OtherModel, device: str | None, progress: bool) -> JobResult:
+def run_job(
+    job: Job,
+    folder: Path | OtherModel,
+    device: str | None,
+    workers: int | None,
+    progress: bool,
+) -> JobResult:
     """Evaluate a model folder, or a model of another library; the same for any number of ranks.
 
     Raises:
@@ -101,7 +107,7 @@ def run_job(job: Job, folder: Path | OtherModel, device: str | None, progress: b
     shared = {"limit", "batch", "precision"}
     own = set(type(job).model_fields) - set(Job.model_fields)
     options = job.model_dump(include=shared | own)
-    options |= {"device": device, "progress": progress}
+    options |= {"device": device, "workers": workers, "progress": progress}
     result: JobResult
     if isinstance(folder, OtherModel):
         _require_features_alone(job, folder)

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+from functools import partial
 
-from evaluation.core.eval_mode import evaluating
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from evaluation.core.block_reader import BlockReader
+from evaluation.core.eval_mode import evaluating, inference
 from evaluation.vision.chosen import evenly_spread
-from vlp.data.vision.labelled_images import open_labelled
+from vlp.config import Precision
+from vlp.data.image.transforms import Preprocessing
+from vlp.data.vision.labelled_images import LabelledImages, open_labelled
 from vlp.tasks.vision.classification import Classification
 
 BATCH = 256
 
 
 def evaluate(
-    task: Classification, limit: int | None = None, device: str | None = None
+    task: Classification,
+    limit: int | None = None,
+    device: str | None = None,
+    precision: Precision | None = None,
+    workers: int | None = None,
 ) -> dict[str, float]:
     """Top-1 and top-5 accuracy in percent, and the mean cross-entropy in nats.
 
@@ -21,6 +33,8 @@ def evaluate(
         task: what `load_task` gave.
         limit: only so many images, spread evenly over `data.test`.
         device: where to compute; None is this rank's GPU, or the CPU.
+        precision: of the model; None: bf16 on a GPU, float32 elsewhere.
+        workers: processes that read; None: this rank's cores up to 8 on a GPU, none on a CPU.
 
     Raises:
         ConfigError: `data.test` cannot be opened.
@@ -34,13 +48,27 @@ def evaluate(
     loss = 0.0
     top = min(5, len(task.classes))
     with evaluating(task, device) as torch_device, torch.no_grad():
-        for start in range(0, len(numbers), BATCH):
-            read = [images.read(number) for number in numbers[start : start + BATCH]]
-            pixels = torch.stack([preprocess(one.image) for one in read]).to(torch_device)
-            labels = torch.tensor([one.label for one in read], device=torch_device)
-            logits = task.model(pixels).float()
-            best = logits.topk(top).indices == labels[:, None]
-            hits += torch.stack([best[:, 0].sum(), best.any(-1).sum()]).cpu()
-            loss += float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
+        reader = BlockReader(partial(_read, images, preprocess, numbers), torch_device, workers)
+        blocks = range(-(-len(numbers) // BATCH))
+        with reader.ahead(blocks):
+            for block in blocks:
+                pixels, labels = (
+                    part.to(torch_device, non_blocking=True) for part in reader[block]
+                )
+                with inference(torch_device, precision):
+                    logits = task.model(pixels)
+                logits = logits.float()
+                best = logits.topk(top).indices == labels[:, None]
+                hits += torch.stack([best[:, 0].sum(), best.any(-1).sum()]).cpu()
+                loss += float(functional.cross_entropy(logits, labels, reduction="sum"))
     top1, top5 = (100 * hits / len(numbers)).tolist()
     return {"top1": top1, "top5": top5, "loss": loss / len(numbers)}
+
+
+def _read(
+    images: LabelledImages, preprocess: Preprocessing, numbers: Sequence[int], block: int
+) -> tuple[Tensor, Tensor]:
+    """Read a block's pixels (B, 3, side, side) and labels (B,), in any process."""
+    read = [images.read(number) for number in numbers[block * BATCH : (block + 1) * BATCH]]
+    pixels = torch.stack([preprocess(one.image) for one in read])
+    return pixels, torch.tensor([one.label for one in read])

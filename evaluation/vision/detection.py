@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 from torchvision.ops import box_convert
 
-from evaluation.core.eval_mode import evaluating
+from evaluation.core.block_reader import BlockReader
+from evaluation.core.eval_mode import evaluating, inference
 from evaluation.vision.chosen import evenly_spread
-from vlp.config import ConfigError
-from vlp.data.vision.detection.dataset import evaluation_pixels, open_objects
+from vlp.config import ConfigError, Precision
+from vlp.data.vision.detection.dataset import DetectionDataConfig, evaluation_pixels, open_objects
 from vlp.data.vision.detection.objects import ObjectImages
 from vlp.metrics.detection import ImageFound, ImageTruth, coco_figures
 from vlp.tasks.vision.detection import DetectionTask
@@ -21,7 +25,11 @@ BATCH = 16
 
 
 def evaluate(
-    task: DetectionTask, limit: int | None = None, device: str | None = None
+    task: DetectionTask,
+    limit: int | None = None,
+    device: str | None = None,
+    precision: Precision | None = None,
+    workers: int | None = None,
 ) -> dict[str, float]:
     """COCO's figures in percent on `data.test`; see `vlp.metrics.detection.FIGURES`.
 
@@ -33,6 +41,8 @@ def evaluate(
         task: what `load_task` gave.
         limit: only so many images, spread evenly.
         device: where to compute; None is this rank's GPU, or the CPU.
+        precision: of the model; None: bf16 on a GPU, float32 elsewhere.
+        workers: processes that read; None: this rank's cores up to 8 on a GPU, none on a CPU.
 
     Raises:
         ConfigError: `data.test` cannot be used, or a position encoding cannot serve a size; it is
@@ -45,7 +55,7 @@ def evaluate(
         for size in config.evaluation_sizes:
             images = open_objects(config.test, size, task.classes)
             try:
-                found = _at_size(task, images, size, limit, torch_device)
+                found = _at_size(task, images, size, limit, torch_device, precision, workers)
             except ValueError as error:
                 raise ConfigError(f"images of size {size}: {error}") from error
             suffix = f"@{size}" if figures else ""
@@ -59,27 +69,44 @@ def _at_size(
     size: int,
     limit: int | None,
     device: torch.device,
+    precision: Precision | None,
+    workers: int | None,
 ) -> dict[str, float]:
     numbers = evenly_spread(len(images), limit)
     truth: list[ImageTruth] = []
     found: dict[int, ImageFound] = {}
     waiting: dict[torch.Size, list[tuple[int, Tensor]]] = defaultdict(list)
-    for place, number in enumerate(numbers):
+    reader = BlockReader(partial(_read, images, size, task.config.data, numbers), device, workers)
+    blocks = range(-(-len(numbers) // BATCH))
+    with reader.ahead(blocks):
+        for one, pixels in chain.from_iterable(map(reader.__getitem__, blocks)):
+            same = waiting[pixels.shape]
+            same.append((len(truth), pixels))
+            truth.append(one)
+            if len(same) == BATCH:
+                found |= _detected(task, same, truth, device, precision)
+                same.clear()
+    for same in waiting.values():
+        found |= _detected(task, same, truth, device, precision)
+    return coco_figures(truth, [found[place] for place in range(len(numbers))], task.classes)
+
+
+def _read(
+    images: ObjectImages,
+    size: int,
+    data: DetectionDataConfig,
+    numbers: Sequence[int],
+    block: int,
+) -> list[tuple[ImageTruth, Tensor]]:
+    """Read the truth and the pixels of a block's images, in any process."""
+    found = []
+    for number in numbers[block * BATCH : (block + 1) * BATCH]:
         read = images.read(number)
         sides = read.boxes[:, 2:] - read.boxes[:, :2]
         boxes = np.concatenate([read.boxes[:, :2], sides], -1)
-        truth.append(
-            ImageTruth(read.width, read.height, boxes, read.labels, read.areas, read.crowds)
-        )
-        pixels = evaluation_pixels(read, size, task.config.data)
-        same = waiting[pixels.shape]
-        same.append((place, pixels))
-        if len(same) == BATCH:
-            found |= _detected(task, same, truth, device)
-            same.clear()
-    for same in waiting.values():
-        found |= _detected(task, same, truth, device)
-    return coco_figures(truth, [found[place] for place in range(len(numbers))], task.classes)
+        truth = ImageTruth(read.width, read.height, boxes, read.labels, read.areas, read.crowds)
+        found.append((truth, evaluation_pixels(read, size, data)))
+    return found
 
 
 def _detected(
@@ -87,11 +114,13 @@ def _detected(
     images: list[tuple[int, Tensor]],
     truth: list[ImageTruth],
     device: torch.device,
+    precision: Precision | None,
 ) -> dict[int, ImageFound]:
     """One detection for each query: its best class, and that one's probability (DETR)."""
     if not images:
         return {}
-    logits, boxes = task.model([pixels.to(device) for _, pixels in images])
+    with inference(device, precision):
+        logits, boxes = task.model([pixels.to(device, non_blocking=True) for _, pixels in images])
     scores, labels = logits[-1].softmax(-1)[..., :-1].max(-1)
     corners = box_convert(boxes[-1].double(), "cxcywh", "xywh").cpu().numpy()
     return {

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from evaluation.core.eval_mode import evaluating
+from evaluation.core.eval_mode import evaluating, inference
 from evaluation.vision.chosen import evenly_spread
+from vlp.config import Precision
 from vlp.data.vision.arc.grid_variants import GridVariant, held_out_variants
 from vlp.data.vision.arc.grids import (
     GridDataConfig,
@@ -32,7 +33,13 @@ class _Question(NamedTuple):
     sample: GridSample
 
 
-def evaluate(task: Grids, limit: int | None = None, device: str | None = None) -> dict[str, float]:
+def evaluate(
+    task: Grids,
+    limit: int | None = None,
+    device: str | None = None,
+    precision: Precision | None = None,
+    workers: int | None = None,
+) -> dict[str, float]:
     """Percent of templates that greedy writing gets wholly right, border and padding too.
 
     `original/TASK` is of the task's test pairs as they are, `exact/TASK` of `data.variants`
@@ -44,6 +51,8 @@ def evaluate(task: Grids, limit: int | None = None, device: str | None = None) -
         task: what `load_task` gave.
         limit: only so many questions, spread evenly over all tasks, pairs and variants.
         device: where to compute; None is this rank's GPU, or the CPU.
+        precision: of the model; None: float32, since one token decides over a template.
+        workers: none are needed, the grids are in memory.
 
     Raises:
         ConfigError: `data.path` cannot be opened, or its tasks do not fit.
@@ -62,7 +71,8 @@ def evaluate(task: Grids, limit: int | None = None, device: str | None = None) -
             given = collate_grids(config.size, [one.sample for one in part]).to(torch_device)
             # Greedy writing gives a template where all its tokens are the likeliest ones after
             # those before them, which one pass over the template itself tells.
-            likeliest = task.model(question_of(given), given.outputs).argmax(-1)
+            with inference(torch_device, precision or "float32"):
+                likeliest = task.model(question_of(given), given.outputs).argmax(-1)
             for one, hit in zip(part, (likeliest == given.outputs).all(-1).tolist(), strict=True):
                 right["exact" if one.varied else "original"][one.name].append(hit)
     figures = {}

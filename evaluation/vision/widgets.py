@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
-from evaluation.core.eval_mode import evaluating
+from evaluation.core.block_reader import BlockReader
+from evaluation.core.eval_mode import evaluating, inference
 from evaluation.vision.chosen import evenly_spread
+from vlp.config import Precision
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.vision.widgets.dataset import Collate, encode_screen
 from vlp.data.vision.widgets.screen_sets import Screens, open_screens
@@ -22,7 +25,11 @@ LINES = 100
 
 
 def evaluate(
-    task: Widgets, limit: int | None = None, device: str | None = None
+    task: Widgets,
+    limit: int | None = None,
+    device: str | None = None,
+    precision: Precision | None = None,
+    workers: int | None = None,
 ) -> dict[str, float]:
     """BLEU-1 to 4, ROUGE-L, CIDEr, METEOR, all times 100 as the paper prints them, and more.
 
@@ -37,6 +44,8 @@ def evaluate(
         task: what `load_task` gave.
         limit: only so many screens, spread evenly over the test part.
         device: where to compute; None is this rank's GPU, or the CPU.
+        precision: of the model; None is that of its training.
+        workers: processes that read; None: this rank's cores up to 8 on a GPU, none on a CPU.
 
     Raises:
         CaptionToolError: pycocoevalcap or, with `java`, a Java runtime is missing.
@@ -51,12 +60,15 @@ def evaluate(
     references: list[Sequence[str]] = []
     boxes: list[tuple[int, ...]] = []
     with evaluating(task, device) as torch_device:
-        for start in range(0, len(numbers), BATCH):
-            read = [screens.read(number) for number in numbers[start : start + BATCH]]
-            candidates += _said(task, read, torch_device)
-            for screen in read:
-                references += screen.captions.values()
-                boxes += [_lines(screen.widgets[number].box) for number in screen.captions]
+        reader = BlockReader(partial(_read, screens, numbers), torch_device, workers)
+        blocks = range(-(-len(numbers) // BATCH))
+        with reader.ahead(blocks):
+            for block in blocks:
+                read = reader[block]
+                candidates += _said(task, read, torch_device, precision)
+                for screen in read:
+                    references += screen.captions.values()
+                    boxes += [_lines(screen.widgets[number].box) for number in screen.captions]
     tokenizer: TokenizerName = "ptb" if config.java else "plain"
     scores = caption_scores(candidates, references, tokenizer, meteor=config.java)
     figures = {name: 100 * value for name, value in scores.corpus.items()}
@@ -74,7 +86,14 @@ def evaluate(
     return figures
 
 
-def _said(task: Widgets, screens: Sequence[Screen], device: torch.device) -> list[str]:
+def _read(screens: Screens, numbers: Sequence[int], block: int) -> list[Screen]:
+    """Read a block of screens, in any process."""
+    return [screens.read(number) for number in numbers[block * BATCH : (block + 1) * BATCH]]
+
+
+def _said(
+    task: Widgets, screens: Sequence[Screen], device: torch.device, precision: Precision | None
+) -> list[str]:
     """One caption for every captioned widget, in the order of the screens."""
     data, text = task.config.data, task.text
     encoded = [
@@ -85,7 +104,7 @@ def _said(task: Widgets, screens: Sequence[Screen], device: torch.device) -> lis
     if not encoded:
         return []
     batch = Collate(text)(encoded).to(device)
-    with task.autocast(device):
+    with inference(device, precision) if precision else task.autocast(device):
         ids = task.model.generate(batch, data.max_caption + 1, task.config.beams)
     return [text.sentence(row) for row in ids.tolist()]
 

@@ -25,10 +25,14 @@ LABEL = "label"
 class Classed(NamedTuple):
     """An image, the number of its class, its key (or file), and what equal images share."""
 
-    image: Image.Image
+    image: Image.Image | None
     label: int
     key: str
     image_id: str
+
+    def without_images(self) -> Classed:
+        """Return what is left once the image is prepared."""
+        return self._replace(image=None)
 
 
 class _Source(Protocol):

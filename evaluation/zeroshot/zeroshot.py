@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,6 +67,7 @@ def evaluate_zeroshot(
     batch: int = 64,
     device: torch.device | str | None = None,
     precision: Precision | None = None,
+    workers: int | None = None,
     resamples: int = 1000,
     progress: bool = False,
 ) -> ZeroShotResult:
@@ -84,6 +86,7 @@ def evaluate_zeroshot(
         batch: images of one encoder call.
         device: where to compute; None is this rank's GPU, or the CPU.
         precision: of the encoders; None: bf16 on a GPU, float32 elsewhere.
+        workers: processes that read; None: this rank's cores up to 8 on a GPU, none on a CPU.
         resamples: bootstrap draws over images.
         progress: a bar on the first rank.
 
@@ -128,7 +131,13 @@ def evaluate_zeroshot(
             prompts, lambda texts: encode(texts).feature.double().cpu().numpy(), Ranks.current()
         )
         rows, skipped = evaluate_blocks(
-            images, batch, lambda one, _: loaded.preprocess(one.image), score_block, progress
+            images,
+            batch,
+            partial(_pixels, loaded.preprocess),
+            score_block,
+            progress,
+            device=torch_device,
+            workers=workers,
         )
     return _result(rows, skipped, images.folders, prompts, top, resamples)
 
@@ -147,6 +156,10 @@ def reordered(
     found = np.asarray(scores, dtype=np.float64) - np.max(scores) + lowest - 1
     np.put_along_axis(found, near, np.where(np.isnan(new), lowest, new), axis=1)
     return found
+
+
+def _pixels(preprocess: Callable[[Any], Tensor], one: Classed, number: int) -> Tensor:
+    return preprocess(one.image)
 
 
 def _log_odds(

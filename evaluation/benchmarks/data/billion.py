@@ -185,7 +185,7 @@ def start_one(folder: Path, scale: Scale, rank: int) -> Start:
         [worker] = multiprocessing.active_children()
         memory = max(memory, _memory(str(worker.pid)))
         grown = max(grown, _memory("self")[0] - before)
-        batches.close()  # type: ignore[attr-defined]
+        batches.close()
     first, resumed = seconds
     return Start(opened, max(0.0, laid_out), first, resumed, of_index, grown, *memory)
 

@@ -17,6 +17,7 @@ from vlp.data.text.word_boxes import named_words, word_positions
 from vlp.positions.anchor import anchor_distance, anchor_path, group_similarity
 
 # A 4 x 4 grid of 8 px patches; two objects of four and one patches.
+SIZE = (32, 32)
 LEFT, RIGHT = (0, 0, 16, 16), (24, 24, 8, 8)
 PIECES = [["[CLS]", "re", "##d", "square", "blue", "star", "[SEP]"]]
 
@@ -29,12 +30,12 @@ def two_objects() -> CaptionedSample:
         for index, word, kind, box in words
     ]
     annotation = Annotation(captions=["red square blue star"], words=entries)
-    return CaptionedSample(Image.new("RGB", (32, 32)), annotation.captions, annotation, ("s", "0"))
+    return CaptionedSample(Image.new("RGB", SIZE), annotation.captions, annotation, ("s", "0"))
 
 
 def ask(cosine, anchors=None, pieces=PIECES):
     anchors = np.zeros_like(cosine, dtype=int) if anchors is None else anchors
-    return score_words(0, two_objects(), pieces, cosine, anchors, (4, 4))
+    return score_words(0, two_objects().annotation, SIZE, pieces, cosine, anchors, (4, 4))
 
 
 def test_each_word_is_asked_at_its_own_tokens():
@@ -190,9 +191,9 @@ def test_a_word_of_several_boxes_hits_any_of_them():
     words = [
         {**sample.annotation.words[0].model_dump(), "kind": "objects", "others": [list(RIGHT)]}
     ]
-    several = sample._replace(annotation=Annotation(captions=sample.captions, words=words))
+    several = Annotation(captions=sample.captions, words=words)
     cosine = np.zeros((1, 16, 7), np.float32)
     cosine[0, 15, 1:3] = 1
-    (word,) = score_words(0, several, PIECES, cosine, np.zeros((1, 16, 7), int), (4, 4))
+    (word,) = score_words(0, several, SIZE, PIECES, cosine, np.zeros((1, 16, 7), int), (4, 4))
     assert (KINDS[word.kind], word.hit, word.share) == ("objects", True, 5 / 16)
     assert word.bar == 1  # both objects are meant

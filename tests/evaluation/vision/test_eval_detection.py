@@ -63,14 +63,14 @@ class Oracle(torch.nn.Module):
         return Detections(logits, boxes)
 
 
-@pytest.mark.parametrize("limit", [None, 5])
-def test_right_answers_have_full_precision_at_every_size(limit):
+@pytest.mark.parametrize(("limit", "workers"), [(None, None), (5, None), (None, 2)])
+def test_right_answers_have_full_precision_at_every_size(limit, workers):
     source = {"format": "scenes", "count": 21, "split": "val"}
     task = DetectionTask(config(test=source, test_sizes=[48, 80]), CLASSES)
     images = open_objects(task.config.data.test, 48)
     order = range(21) if limit is None else (0, 5, 10, 15, 20)
     task.model = Oracle(images, [*order, *order])
-    figures = evaluate(task, limit, "cpu")
+    figures = evaluate(task, limit, "cpu", workers=workers)
     for name in ("AP", "AP50", "AP75", "AP@80", "AR100@80"):
         assert figures[name] == pytest.approx(100)
     count = limit or 21

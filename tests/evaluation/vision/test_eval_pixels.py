@@ -60,6 +60,8 @@ def test_bits_are_those_of_every_image_in_batches_of_any_size(folder, monkeypatc
         figures = evaluate(made)
         assert figures["bits_per_dim"] == pytest.approx(whole, rel=1e-5)
         assert figures["bits_red"] == pytest.approx(red, rel=1e-5)
+    monkeypatch.setattr(evaluation_pixels, "TOKENS", 3 * 48)
+    assert evaluate(made, workers=2) == evaluate(made)
     colours = [figures[f"bits_{colour}"] for colour in ("red", "green", "blue")]
     assert sum(colours) / 3 == pytest.approx(whole, rel=1e-5)
     assert evaluate(made, limit=3)["bits_per_dim"] == pytest.approx(few, rel=1e-5)

@@ -41,7 +41,7 @@ def task():
 def answers(monkeypatch, task, what):
     """Let the model say `what(screen, captions)` of each captioned widget."""
 
-    def said(_, screens, device):
+    def said(_, screens, *computing):
         return [what(screen, both) for screen in screens for both in screen.captions.values()]
 
     monkeypatch.setattr(widgets, "_said", said)
@@ -92,7 +92,9 @@ def test_a_model_is_judged_by_what_it_generates(task) -> None:
     screens = open_screens(task.config.data.screens, "test")
     read = [screens.read(n) for n in (0, 3, 5, 8)]
     task.eval()
-    said = [one for screen in read for one in widgets._said(task, [screen], torch.device("cpu"))]
+    said = [
+        one for screen in read for one in widgets._said(task, [screen], torch.device("cpu"), None)
+    ]
     wanted = [both for screen in read for both in screen.captions.values()]
     scores = caption_scores(said, wanted, "plain", meteor=False)
     assert figures["rouge_l"] == pytest.approx(100 * scores.corpus["rouge_l"])

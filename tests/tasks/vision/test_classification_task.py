@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
+from evaluation.core.samples import EvaluationError
+from evaluation.vision import classification as evaluation_classification
 from evaluation.vision import evaluate_folder
 from vlp.config import ConfigError
 from vlp.data.vision.classification import LabelledBatch
@@ -92,7 +94,9 @@ def test_an_empty_batch_gives_a_loss_of_zero():
     out.loss.backward()
 
 
-def test_it_learns_what_only_positions_tell_and_is_evaluated_from_its_folder(corners, tmp_path):
+def test_it_learns_what_only_positions_tell_and_is_evaluated_from_its_folder(
+    corners, tmp_path, monkeypatch
+):
     encoding = {"name": "learned-2d", "options": {"deviation": 0.5}}
     task, data = build_task(config(corners, [encoding]), 16, 0, "float32")
     optimiser = torch.optim.AdamW(task.parameters(), lr=3e-3)
@@ -110,6 +114,15 @@ def test_it_learns_what_only_positions_tell_and_is_evaluated_from_its_folder(cor
     assert figures["top1"] > 90
     assert figures["loss"] < 0.4
     assert evaluate_folder(folder, limit=2)["top1"] in (0, 50, 100)
+    monkeypatch.setattr(evaluation_classification, "BATCH", 10)
+    assert evaluate_folder(folder, workers=2) == evaluate_folder(folder)
+    (corners / "below" / "3.png").write_bytes(b"no image")
+    said = []
+    for workers in (0, 2):
+        with pytest.raises(EvaluationError, match="unreadable image") as caught:
+            evaluate_folder(folder, workers=workers)
+        said.append(str(caught.value).partition(" at 0x")[0])  # Pillow names an address
+    assert said[0] == said[1]
 
 
 def test_the_start_of_a_training_is_known_from_its_folder_and_seed(corners, tmp_path):

@@ -24,6 +24,10 @@ class Item(NamedTuple):
     part: int
     where: str
 
+    def without_images(self) -> Item:
+        """Return what is left once its images are decoded."""
+        return self._replace(raw=self.raw._replace(image=b"", second_image=None))
+
 
 class Items:
     """Items of shard folders, in their order, by number.

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
-import multiprocessing
-import os
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Generator
 from itertools import islice, takewhile
 from typing import Any
 
@@ -16,12 +10,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from vlp.config import ConfigError
-from vlp.data.shards import outages
 from vlp.data.shards.bad_samples import DataError, SkippedShareWatch
 from vlp.data.stream.batch import Slots
 from vlp.data.stream.batch_sampler import Answers, Prefetch, ShardAwareBatchSampler
 from vlp.data.stream.sampler import EndlessSampler, TrainingSampler
-from vlp.process.lock import end_with_parent
+from vlp.data.stream.workers import running, worker_settings
 
 
 class OrderedData:
@@ -96,7 +89,7 @@ class OrderedData:
         rank: int = 0,
         world_size: int = 1,
         stop_after: int | None = None,
-    ) -> Iterator[tuple[Any, int]]:
+    ) -> Generator[tuple[Any, int], None, None]:
         """Yield one rank's share of the global batches, epoch after epoch without end.
 
         Args:
@@ -135,12 +128,8 @@ class OrderedData:
     def _settings(self) -> dict[str, Any]:
         return {
             "collate_fn": self.collate,
-            "num_workers": self.workers,
-            "prefetch_factor": 4 if self.workers else None,
-            "worker_init_fn": partial(_prepare_worker, os.getpid(), outages.retries())
-            if self.workers
-            else None,
             "pin_memory": torch.cuda.is_available(),
+            **worker_settings(self.workers, prefetch=4),
         }
 
     def _watched(
@@ -150,45 +139,14 @@ class OrderedData:
         rank: int,
         world_size: int,
         stop_after: int | None,
-    ) -> Iterator[tuple[Any, int]]:
-        batches = iter(loader)
-        # A generator that is never closed, as after an exception, must not leave workers behind.
-        stop = getattr(batches, "_shutdown_workers", None)
-        if stop is not None:
-            atexit.register(stop)
-        for worker in getattr(batches, "_workers", ()):
-            # PyTorch terminates one that does not end, as in an outage; it ignores SIGTERM.
-            worker.terminate = worker.kill
+    ) -> Generator[tuple[Any, int], None, None]:
         try:
-            watch = SkippedShareWatch(self.sampler, self.max_skipped_share, rank, world_size)
-            steps = islice(self.sampler.steps(samples_consumed, self.batch), stop_after)
-            for step, batch in zip(steps, batches):
-                watch.see(step.epoch, batch)
-                yield batch, step.consumed
+            with running(loader) as batches:
+                watch = SkippedShareWatch(self.sampler, self.max_skipped_share, rank, world_size)
+                steps = islice(self.sampler.steps(samples_consumed, self.batch), stop_after)
+                for step, batch in zip(steps, batches):
+                    watch.see(step.epoch, batch)
+                    yield batch, step.consumed
         except DataError as error:
             # PyTorch puts a worker's traceback into the message, before what the worker said.
             raise type(error)(str(error).rpartition("DataError: ")[2].strip()) from error
-        finally:
-            if stop is not None:
-                atexit.unregister(stop)
-                stop()
-
-
-def _prepare_worker(parent: int, retries: Any, number: int) -> None:
-    outages.share_retries(retries)
-    # Ctrl-C and a scheduler's SIGTERM reach every process of the job. The main process answers them
-    # (it writes a checkpoint); workers end when it stops or closes them, and with it: they inherit
-    # the lock of the run's folder, which must not outlive it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if os.getppid() == parent:
-        end_with_parent(signal.SIGKILL, parent)
-    else:  # a fork server's, which itself stays as long as it has workers
-        threading.Thread(target=_end_with_main_process, daemon=True).start()
-
-
-def _end_with_main_process() -> None:
-    main_process = multiprocessing.parent_process()
-    if main_process is not None:
-        main_process.join()
-        os.kill(os.getpid(), signal.SIGKILL)

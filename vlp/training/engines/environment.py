@@ -29,10 +29,15 @@ def prepare_environment() -> None:
         keep_freed_memory()
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         if "OMP_NUM_THREADS" not in os.environ:
-            local = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
-            there = getattr(os, "sched_getaffinity", None)  # not on macOS
-            cores = len(there(0)) if there else os.cpu_count() or 1
-            torch.set_num_threads(max(1, cores // local))
+            torch.set_num_threads(cores_of_rank())
+
+
+def cores_of_rank() -> int:
+    """Return this rank's share of the cores of its machine that it may use, at least 1."""
+    local = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    there = getattr(os, "sched_getaffinity", None)  # not on macOS
+    cores = len(there(0)) if there else os.cpu_count() or 1
+    return max(1, cores // local)
 
 
 def keep_freed_memory() -> bool:

@@ -1,0 +1,171 @@
+"""Blocks that worker processes read: equal to those of one process, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from multiprocessing import active_children
+from typing import NamedTuple
+
+import psutil
+import pytest
+import torch
+
+from evaluation.core import block_reader
+from evaluation.core.block_reader import BlockReader, workers_for
+from evaluation.core.samples import EvaluationError
+from vlp.config import ConfigError
+from vlp.data.shards.sample_files import BadSample
+
+CPU = torch.device("cpu")
+
+
+class Read(NamedTuple):
+    rows: list[tuple[torch.Tensor, torch.Tensor]]
+    scalar: torch.Tensor
+    empty: torch.Tensor
+    text: str
+    process: int
+
+
+def read(block: int) -> Read:
+    draw = torch.Generator().manual_seed(block)
+    rows = [
+        (torch.rand(3, 5, generator=draw).T, torch.randint(9, (7,), generator=draw) > 4)
+        for _ in range(4)
+    ]
+    return Read(
+        rows, torch.tensor(block / 3).bfloat16(), torch.empty(0, 2), f"{block}", os.getpid()
+    )
+
+
+def same(one: Read, other: Read) -> bool:
+    pairs = [pair for rows in zip(one.rows, other.rows, strict=True) for pair in zip(*rows)]
+    pairs += [(one.scalar, other.scalar), (one.empty, other.empty)]
+    return one.text == other.text and all(
+        torch.equal(a, b) and a.dtype == b.dtype for a, b in pairs
+    )
+
+
+@pytest.mark.parametrize("order", [[1, 2, 3, 4], [1, 2, 5, 6, 2, 3], [0, 3, 9, 4]])
+def test_values_are_the_same_in_any_order(order: list[int]) -> None:
+    reader = BlockReader(read, CPU, workers=2)
+    before = torch.get_rng_state()
+    with reader.ahead(range(1, 7)):
+        found = {block: reader[block] for block in order}
+    assert all(same(value, read(block)) for block, value in found.items())
+    assert {block for block in order if found[block].process == os.getpid()} == {
+        block for block in order if block not in range(1, 7)
+    }
+    assert torch.equal(torch.get_rng_state(), before)
+    assert active_children() == []
+    assert same(reader[2], read(2))
+    assert active_children() == []
+
+
+def test_without_workers_this_process_reads() -> None:
+    reader = BlockReader(read, CPU)
+    with reader.ahead(range(4)):
+        assert reader[0].process == os.getpid()
+
+
+def failing(error: Exception, block: int) -> int:
+    if block == 1:
+        raise error
+    return block
+
+
+class Local(Exception):
+    """Cannot be sent to another process."""
+
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__(f"{one} and {other}")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        BadSample("no text", "shards/a.tar, 7"),
+        EvaluationError("these shards hold something else"),
+        ConfigError("shards: it cannot be read"),
+        FileNotFoundError(2, "No such file", "a.tar"),
+        KeyError("name"),
+    ],
+)
+def test_an_error_comes_as_it_is(error: Exception) -> None:
+    reader = BlockReader(partial(failing, error), CPU, workers=2)
+    with reader.ahead(range(4)):
+        assert reader[0] == 0
+        with pytest.raises(type(error)) as caught:
+            reader[1]
+        assert str(caught.value) == str(error)
+        assert type(caught.value) is type(error)
+        assert "test_block_reader.py" in "".join(caught.value.__notes__)
+        assert reader[2] == 2
+    assert active_children() == []
+
+
+def test_an_error_that_cannot_be_sent_keeps_its_words() -> None:
+    reader = BlockReader(partial(failing, Local(3, 4)), CPU, workers=1)
+    with pytest.raises(Exception, match="3 and 4"), reader.ahead(range(4)):
+        reader[1]
+    assert active_children() == []
+
+
+def test_no_process_outlives_an_exception_of_the_caller() -> None:
+    reader = BlockReader(read, CPU, workers=2)
+
+    def interrupted() -> None:
+        with reader.ahead(range(9)):
+            reader[0]
+            assert len(active_children()) == 2
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert active_children() == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_outlives_an_interrupted_command(number: signal.Signals) -> None:
+    process = subprocess.Popen(
+        [sys.executable, __file__],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "started\n"
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) >= 2
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal does
+    else:
+        process.kill()
+    _, said = process.communicate(timeout=60)
+    if number == signal.SIGINT:
+        assert said.rstrip().endswith("KeyboardInterrupt")
+    _, orphans = psutil.wait_procs(family, timeout=10)
+    assert orphans == []
+
+
+def test_a_gpu_has_workers_and_a_cpu_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda")
+    for cores, expected in ((1, 1), (6, 6), (64, 8)):
+        monkeypatch.setattr(block_reader, "cores_of_rank", lambda cores=cores: cores)
+        assert workers_for(gpu, None) == expected
+        assert workers_for(CPU, None) == 0
+    assert (workers_for(CPU, 3), workers_for(gpu, 0)) == (3, 0)
+
+
+if __name__ == "__main__":
+    slow = BlockReader(read, CPU, workers=2)
+    with slow.ahead(range(100)):
+        slow[0]
+        print("started", flush=True)
+        time.sleep(60)

@@ -1,0 +1,174 @@
+"""Evaluations whose images worker processes read: equal to the digit, bad samples among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from multiprocessing import active_children
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pair_shards import annotated_shards, tiny_folder
+from question_shards import coloured, photo, write_shards
+
+import vlp
+from data_tools.generate.scenes import make_sample
+from evaluation.__main__ import main
+from evaluation.core.samples import EvaluationError
+from evaluation.downstream import evaluate_task
+from evaluation.grounding.grounding import evaluate_grounding
+from evaluation.probes.foils import evaluate_foils
+from evaluation.probes.pointing import evaluate_pointing
+from evaluation.probes.winoground import evaluate_swaps
+from evaluation.retrieval import validation
+from evaluation.retrieval.embed import embed
+from evaluation.retrieval.retrieval import evaluate_retrieval
+from evaluation.retrieval.validation import HeldOutLosses
+from evaluation.zeroshot.prompts import Prompts
+from evaluation.zeroshot.zeroshot import evaluate_zeroshot
+from vlp.data.scenes.annotation import annotation
+from vlp.data.scenes.sample import sample_scene
+from vlp.data.schema import Annotation
+from vlp.data.shards.shard_index import ShardWriter
+from vlp.tasks.downstream.init_from import start_parts
+from vlp.tasks.downstream.pair_classification import PairClassification, SnliVeConfig
+from vlp.tasks.pretraining import Pretraining
+from vlp.training.config import PretrainConfig
+
+WORKERS = (0, 2)
+
+
+@pytest.fixture(scope="module")
+def bad_shards(tmp_path_factory) -> Path:
+    """Two images that cannot be decoded, two without text, and one that is whole."""
+    scene = annotation(sample_scene(0, 50))
+    samples = [(b"", scene), (photo(), Annotation()), (photo(side=20), scene)]
+    return write_shards(tmp_path_factory.mktemp("bad"), [*samples, *samples[:2]], per_shard=2)
+
+
+@pytest.fixture(scope="module")
+def loaded(model_folder):
+    return vlp.load(model_folder)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "options"),
+    [
+        (evaluate_retrieval, {"rerank": 4, "memory": 0}),
+        (evaluate_foils, {"view": "shuffled"}),
+        (evaluate_grounding, {"by": "similarity"}),
+        (evaluate_pointing, {"controls": True}),
+    ],
+)
+def test_results_are_the_same(
+    loaded, scene_shards, bad_shards, evaluate: Callable[..., Any], options: dict[str, Any]
+) -> None:
+    shards = [bad_shards, scene_shards]
+    alone, helped = (
+        evaluate(loaded, shards, batch=4, resamples=20, workers=workers, **options)
+        for workers in WORKERS
+    )
+    assert alone.skipped["unreadable image"] >= 2
+    assert alone.skipped == helped.skipped
+    assert alone == helped
+    assert active_children() == []
+
+
+def test_classes_and_swaps_are_the_same(loaded, tmp_path) -> None:
+    with ShardWriter(tmp_path / "swaps", samples_per_shard=4) as writer:
+        for number in range(5):
+            one = make_sample("swaps", 0, 32, number)
+            image = b"" if number == 3 else one.image
+            writer.write(one.key, image, "png", one.annotation, one.second_image)
+    alone, helped = (
+        evaluate_swaps(loaded, [tmp_path / "swaps"], batch=2, view="shuffled", workers=workers)
+        for workers in WORKERS
+    )
+    assert alone.to_json() == helped.to_json()
+    assert alone.skipped == {"unreadable image": 1}
+    names = ("red", "green", "blue")
+    labelled = [(photo(name), Annotation(label=name)) for name in names] + [(b"", Annotation())]
+    shards = write_shards(tmp_path / "labelled", labelled, per_shard=2)
+    prompts = Prompts(names, names, ("{}",))
+    alone, helped = (
+        evaluate_zeroshot(loaded, [shards], prompts, batch=2, workers=workers)
+        for workers in WORKERS
+    )
+    assert alone == helped
+    assert alone.skipped == {"no class": 1}
+
+
+def test_a_fine_tuned_task_is_the_same(tmp_path) -> None:
+    said = [
+        Annotation(hypothesis="a red circle", label=label)
+        for label in ("neutral", "perhaps", None, "entailment", "neutral")
+    ]
+    shards = annotated_shards(tmp_path / "shards", said, photo())
+    parts, _ = start_parts(str(tiny_folder(tmp_path / "model")), {})
+    config = SnliVeConfig.model_validate({"data": {"train": ["unused"]}})
+    task = PairClassification(config, parts)
+    alone, helped = (evaluate_task(task, [shards], batch=2, workers=n) for n in WORKERS)
+    assert alone == helped
+    assert alone.skipped == {"unknown label": 1}
+
+
+def test_features_are_the_same_files(loaded, scene_shards, bad_shards, tmp_path) -> None:
+    shards = [bad_shards, scene_shards]
+    for workers in WORKERS:
+        found = embed(loaded, shards, tmp_path / f"{workers}", batch=4, workers=workers)
+        assert found.skipped == {"unreadable image": 2}
+    assert files(tmp_path / "0") == files(tmp_path / "2")
+
+
+def test_held_out_losses_are_the_same(model_folder, scene_shards, bad_shards, monkeypatch) -> None:
+    config = PretrainConfig.model_validate(
+        {
+            "model": vlp.load(model_folder).model.config.model_dump(),
+            "data": {
+                "sources": ["unused"],
+                "canonical_streams": 1,
+                "vocabulary": str(model_folder),
+                "max_skipped_share": 0.9,
+            },
+            "objectives": {"contrastive": {}, "itm": {}},
+            "training": {"batch": 4, "precision": "float32"},
+            "validation": {"shards": [str(bad_shards), str(scene_shards)], "batches": 3},
+        }
+    )
+    assert config.validation is not None
+    torch.manual_seed(0)
+    task = Pretraining(config.model, config.objectives, str(model_folder), log_every=1)
+    found = []
+    for workers in WORKERS:
+        monkeypatch.setattr(validation, "workers_for", lambda *_, workers=workers: workers)
+        losses = HeldOutLosses(config, config.validation, task)
+        found.append(losses(3))
+        assert active_children() == []
+    assert found[0] == found[1]
+    assert found[0].keys() >= {"loss/total", "loss/itm"}
+    assert losses(0) == {}
+
+
+def test_commands_take_their_number(model_folder, scene_shards, bad_shards, tmp_path) -> None:
+    command = ["retrieval", "--model", str(model_folder), "--batch", "8", "--rerank", "3"]
+    command += ["--shards", str(scene_shards), str(bad_shards)]
+    for workers in WORKERS:
+        chosen = ["--workers", f"{workers}", "--out", str(tmp_path / f"{workers}")]
+        assert main([*command, *chosen]) == 0
+    assert files(tmp_path / "0") == files(tmp_path / "2")
+
+
+def test_data_of_another_kind_are_refused_in_the_same_words(loaded, tmp_path) -> None:
+    shards = write_shards(tmp_path / "shards", coloured(5), per_shard=2)
+    said = []
+    for workers in WORKERS:
+        with pytest.raises(EvaluationError, match="is not a swap") as caught:
+            evaluate_swaps(loaded, [shards], batch=2, workers=workers)
+        said.append(str(caught.value))
+    assert said[0] == said[1]
+    assert active_children() == []
