@@ -22,7 +22,7 @@ import argparse
 import gc
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -42,7 +42,8 @@ from evaluation.benchmarks.pretrain_step import (
 from vlp.config import ConfigError
 from vlp.data.stream.batch import Batch
 from vlp.metrics.bootstrap import percentile_interval
-from vlp.training.config import PretrainConfig
+from vlp.training.config import Compile, PretrainConfig
+from vlp.training.engines.compile import Backend
 from vlp.training.engines.environment import keep_freed_memory
 
 WITH, WITHOUT = "with ACE-RPE", "without"
@@ -96,6 +97,8 @@ def measure(
     words: int,
     device: torch.device,
     profiled_steps: int = 3,
+    how: Compile = "none",
+    backend: Backend = "inductor",
 ) -> Overhead:
     """Run the benchmark.
 
@@ -106,14 +109,17 @@ def measure(
         words: real words of every text, fewer where they do not fit.
         device: where.
         profiled_steps: steps of each variant for the rows of passes.
+        how: both are compiled.
+        backend: of `torch.compile`.
     """
     configs = variants(config)
     batch = random_batch(config.inputs, rows, words).to(device)
+    makers = {name: partial(Trainee, c, device, how, backend) for name, c in configs.items()}
     peak = {}
-    for name, each in configs.items():
+    for name, make in makers.items():
         gc.collect()  # what an earlier task left would be freed, and counted, during this one
-        peak[name] = harness.peak_memory(partial(_two_steps, each, batch, device), device)
-    trainees = {name: Trainee(each, device) for name, each in configs.items()}
+        peak[name] = harness.peak_memory(partial(_two_steps, make, batch), device)
+    trainees = {name: make() for name, make in makers.items()}
     turns = {name: partial(trainee.step, batch) for name, trainee in trainees.items()}
     timed = harness.interleave(turns, steps, WARM_UP)
     medians = {name: median_parts(taken) for name, taken in timed.items()}
@@ -153,9 +159,9 @@ def added_share(
     return float(np.median(ratios)) - 1, (float(low) - 1, float(high) - 1)
 
 
-def _two_steps(config: PretrainConfig, batch: Batch, device: torch.device) -> None:
+def _two_steps(make: Callable[[], Trainee], batch: Batch) -> None:
     """Build a task and train it: only the second step has the optimiser's state beside it."""
-    trainee = Trainee(config, device)
+    trainee = make()
     for _ in range(2):
         trainee.step(batch)
 

@@ -26,7 +26,8 @@ from evaluation.benchmarks.harness import Measurement
 from vlp.data.stream.batch import Batch
 from vlp.data.stream.input_spec import Inputs
 from vlp.tasks.pretraining import Pretraining
-from vlp.training.config import PretrainConfig
+from vlp.training.config import Compile, PretrainConfig
+from vlp.training.engines.compile import Backend, compile_task
 from vlp.training.engines.environment import keep_freed_memory
 from vlp.training.optimiser import build_adamw
 
@@ -66,15 +67,22 @@ def random_batch(inputs: Inputs, rows: int, words: int | Sequence[int], seed: in
 
 
 class Trainee:
-    """One pretraining task with its optimiser."""
+    """One pretraining task with its optimiser, as it is written or compiled."""
 
-    def __init__(self, config: PretrainConfig, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: PretrainConfig,
+        device: torch.device,
+        how: Compile = "none",
+        backend: Backend = "inductor",
+    ) -> None:
         training = config.training
         torch.manual_seed(training.seed)
         # Log lines, and the statistics for them, are due at step 0 and every `log_every` steps.
         self.task = Pretraining(
             config.model, config.objectives, "", training.precision, log_every=1_000_000
         ).to(device)
+        compile_task(self.task, how, device, backend)
         self.optimiser = build_adamw(self.task, training.optimiser)
         self.clip = training.optimiser.clip
         self.device, self.steps = device, 0
@@ -96,6 +104,17 @@ class Trainee:
         timed("optimiser", self._update)
         seconds["step"] = sum(seconds.values())
         return seconds
+
+    def run(self, batch: Batch, steps: int) -> float:
+        """Train on `batch` so often, and wait for the device at the end; return seconds a step."""
+
+        def work() -> None:
+            for _ in range(steps):
+                self.steps += 1
+                self.task(batch, self.steps).loss.backward()
+                self._update()
+
+        return harness.seconds(work, self.device) / steps
 
     def _update(self) -> None:
         if self.clip is not None:

@@ -35,7 +35,7 @@ def gpu(
 ) -> int:
     """Check correctness and speed on this machine's GPUs, in eight minutes.
 
-    OUT gets check.md, a table of promised and measured figures, figures.jsonl, a profiler trace,
+    OUT gets check.md, a table of promised and measured figures, figures.jsonl, profiler traces,
     and a log of each part. The exit code is 1 where a part fails or a result is wrong, and 2
     without a GPU; a figure of speed below its promise is no failure.
 

@@ -10,10 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlp.layers.attention import Attention
-from vlp.positions import PositionContext, anchor_attention, create_position
+from evaluation.benchmarks.gpu.kernels import layer_and_field, outputs_and_gradients
+from vlp.positions import anchor_attention, create_position
 from vlp.positions.anchor_attention import anchored_attention, contextual_terms
-from vlp.positions.anchor_field import with_prefix
 
 pytest.importorskip("triton")
 from interpreted_triton import interpreted
@@ -25,45 +24,12 @@ def _interpreted():
         yield
 
 
-def layer_and_field(grid=(2, 3), words=5, heads=2, channels=4, groups=3, rows=2, **options):
-    """An attention whose tables are not zero, and paths that need not be consistent."""
-    width = heads * channels
-    position = create_position("anchor", width=width, heads=heads, groups=groups, **options)
-    for parameter in position.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    layer = Attention(width, heads, output=False, positions=[position])
-    real = torch.rand(rows, words) < 0.7
-    path = torch.rand(rows, grid[0] * grid[1], words, groups)
-    path = torch.where((path < 0.6) & real[:, None, :, None], 1 + 5 * path, 0.0)
-    return layer, with_prefix(path, path, real)
-
-
-def run(
-    layer, field, kernel, text_queries=True, device="cpu", dtype=torch.float32, wrap=lambda f: f
-):
-    """Output and gradients of a layer, by the kernel or explicitly; the last row is all padding."""
-    layer.zero_grad()
-    generator = torch.Generator().manual_seed(7)
-    rows, patches, words, _ = field.path.shape
-    width = layer.query.in_features
-    text, image = (
-        torch.randn(rows, tokens, width, generator=generator).to(device, dtype).requires_grad_()
-        for tokens in (words, patches)
-    )
-    mask = torch.rand(rows, words, generator=generator) < 0.6
-    mask[-1] = False
-    states, other, mask = (text, image, None) if text_queries else (image, text, mask.to(device))
+def run(layer, field, kernel, *options, **named):
+    """Output and gradients of a layer, by the kernel, which a CPU interprets, or explicitly."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer, "fused", None if kernel else False)
-        if kernel and device == "cpu":
+        if kernel and not layer.query.weight.is_cuda:
             patch.setattr(layer, "_anchored", lambda states: True)
-        context = PositionContext(anchors=field, text_queries=text_queries)
-        out = wrap(layer)(states, other, mask, context)
-    weight = torch.randn(out.shape, generator=generator).to(out)
-    (out * weight).sum().backward()
-    leaves = {"text": text, "image": image} | dict(layer.named_parameters())
-    leaves |= {name: x for name, x in field._asdict().items() if x.is_leaf and x.requires_grad}
-    return {"out": out.detach()} | {name: x.grad.detach().clone() for name, x in leaves.items()}
+        return outputs_and_gradients(layer, field, kernel, *options, **named)
 
 
 def assert_equal(explicit, kernel, tolerance=1e-5):
@@ -107,9 +73,6 @@ def test_gradients_of_paths(options, text_queries):
     )
     explicit = run(layer, field, False, text_queries)
     assert explicit[side].any()
-    for name in (side, "image_mean", "text_mean"):
-        if (leaf := getattr(field, name)).requires_grad:
-            leaf.grad = None
     assert_equal(explicit, run(layer, field, True, text_queries))
 
 
@@ -126,7 +89,7 @@ def test_half_precision_within_rounding(dtype):
     layer, field = layer_and_field()
     exact = run(layer, field, False)
     half = type(field)(*(x.to(dtype) for x in field))
-    explicit, kernel = (run(layer.to(dtype), half, k, dtype=dtype) for k in (False, True))
+    explicit, kernel = (run(layer.to(dtype), half, k) for k in (False, True))
     for name, expected in exact.items():
         assert kernel[name].dtype == dtype
         error, usual = ((x[name].float() - expected).abs().max() for x in (kernel, explicit))
@@ -210,6 +173,6 @@ def test_on_a_gpu(options, text_queries, dtype, tolerance):
     layer, field = layer_and_field((16, 16), 30, 12, 64, 8, rows=4, **options)
     exact = run(layer, field, False, text_queries)
     layer, field = layer.to("cuda", dtype), type(field)(*(x.to("cuda", dtype) for x in field))
-    first, second = (run(layer, field, True, text_queries, "cuda", dtype) for _ in range(2))
+    first, second = (run(layer, field, True, text_queries) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert_equal(exact, {name: x.cpu().float() for name, x in first.items()}, tolerance)

@@ -9,13 +9,12 @@ GPU behind its kernels and beside them, and peak memory in GiB.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import nullgpu
 import torch
@@ -24,6 +23,7 @@ from tests_support import TINY_MODEL
 from torch.cuda._sanitizer import CUDASanitizer, CUDASanitizerErrors
 from torch.utils._pytree import tree_leaves
 
+from evaluation.benchmarks.gpu.waits import LOG_EVERY, counted_waits, watched_config, watched_steps
 from evaluation.benchmarks.pretrain_step import random_batch
 from vlp.config import load_config
 from vlp.data.downstream.caption import CaptionBatch
@@ -47,14 +47,10 @@ from vlp.tasks.downstream.vqa import Vqa
 from vlp.tasks.pretraining import Pretraining
 from vlp.training.config import PretrainConfig
 from vlp.training.engines.compile import compile_task
-from vlp.training.engines.ddp import DdpEngine
-from vlp.training.loop import train
-from vlp.training.run_folder import RunFolder
 
 ROWS = 32
-LOG_EVERY = 4
-WARM_UP = 2 * LOG_EVERY  # the first steps allocate
 BASE = "configs/pretrain/base.yaml"
+NO_WEIGHTS = ["model.text.weights=null", "model.image.weights=null"]
 PLACE = {"data": {"train": ["none"], "canonical_streams": 1}}
 PAIRS = {"data": {"sources": [{"path": "none"}]}}
 
@@ -64,12 +60,21 @@ torch.Tensor.erfinv_ = lambda self: (
 )  # of initial weights; PyTorch compiles it at its first call
 
 
-class Enough(Exception):
-    """All steps that are looked at are done."""
+class Asked(NamedTuple):
+    """What a step asks of the device.
+
+    Kernel launches, waits of the host by line, copies to it by whether they queue behind kernels,
+    and peak memory.
+    """
+
+    launches: int
+    waits: dict[str, int]
+    copies: dict[str, int]
+    gib: float
 
 
-class Asked(nullgpu.Syncs):
-    """Who waits for the device, by line; and copies to it, by whether they queue behind kernels."""
+class Hook(nullgpu.Syncs):
+    """Notes who waits for the device, by line, and copies to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,42 +87,22 @@ class Asked(nullgpu.Syncs):
             self.copies["behind" if behind else "beside"] += 1
 
 
-class Watched:
-    """One batch again and again; counts what happens from one to the next."""
-
-    def __init__(self, batch: Any) -> None:
-        self.batch, self.fingerprint = batch, {"source": "none"}
-        self.steps: list[tuple[dict[str, float], Asked]] = []
-
-    def floor(self, samples: int) -> int:
-        return samples
-
-    def batches_left(self, samples: int, epochs: int) -> int:
-        return 1000
-
-    def samples_in_epoch(self, epoch: int) -> int:
-        return 10**9
-
-    def batches(self, *_: Any) -> Iterator[tuple[Any, int]]:
-        for number in range(WARM_UP + LOG_EVERY):
-            if number > WARM_UP:
-                self.end_step()
-            if number == WARM_UP:
-                torch.cuda.reset_peak_memory_stats()
-            self.asked = Asked()
-            nullgpu.hook(self.asked)
-            nullgpu.reset()
-            self.triton = nullgpu.counts()["triton"]  # which are never reset
-            yield self.batch, ROWS * (number + 1)
-        self.end_step()
-        raise Enough
-
-    def end_step(self) -> None:
-        """Note what happened since the batch was handed out."""
-        counts = nullgpu.counts()
-        counts["triton"] -= self.triton
-        self.steps.append((counts, self.asked))
-        nullgpu.hook(None)
+@contextlib.contextmanager
+def asked() -> Iterator[list[Asked]]:
+    """Give a list that gets what is asked within the context."""
+    found: list[Asked] = []
+    hook = Hook()
+    torch.cuda.reset_peak_memory_stats()
+    nullgpu.hook(hook)
+    nullgpu.reset()
+    triton = nullgpu.counts()["triton"]  # which are never reset
+    yield found
+    counts = nullgpu.counts()
+    nullgpu.hook(None)
+    kernels = ("launch", "triton", "gemm", "memset", "d2d")
+    launches = int(sum(counts[name] for name in kernels) - triton)
+    gib = torch.cuda.max_memory_allocated() / 2**30
+    found.append(Asked(launches, _waits(Counter(hook.c)), dict(hook.copies), gib))
 
 
 def pretraining(config: PretrainConfig) -> tuple[Any, Any]:
@@ -176,32 +161,32 @@ def downstream(kind: str, model: ModelConfig) -> tuple[Any, Any]:
 def measure(case: str) -> dict[str, Any]:
     """Train on one case."""
     kind, size, how = (*case.split(":"), "", "")[:3]
-    none = ["model.text.weights=null", "model.image.weights=null"]
-    run = [f"training.batch={ROWS}", f"training.log_every={LOG_EVERY}", "training.steps=1000",
-           "training.trackers=[]", "data.canonical_streams=16",
-           "training.max_non_finite=1000000", f"training.compile={how or 'none'}"]  # fmt: skip
-    config = load_config(BASE, PretrainConfig, [*none, *run])
+    config = load_config(BASE, PretrainConfig, [*NO_WEIGHTS, f"training.compile={how or 'none'}"])
+    config = watched_config(config, ROWS)
     if size != "base":
         small = ModelConfig.model_validate(TINY_MODEL)
         config = config.model_copy(update={"model": small})
     task, batch = pretraining(config) if kind == "pretrain" else downstream(kind, config.model)
-    data = Watched(batch)
-    with tempfile.TemporaryDirectory() as folder:
-        config = config.model_copy(update={"output": folder})
-        compile_task(task, config.training.compile, torch.device("cuda"))
-        engine = DdpEngine(task, config.training)
-        with contextlib.suppress(Enough):
-            train(config, task, data, engine, RunFolder(Path(folder), True))
-    ordinary, logged = data.steps[0], data.steps[-1]
-    kernels = ("launch", "triton", "gemm", "memset", "d2d")
+    compile_task(task, config.training.compile, torch.device("cuda"))
+    steps = [found for (found,) in watched_steps(config, task, batch, asked)]
     return {
         "case": case,
-        "launches": int(sum(ordinary[0][name] for name in kernels)),
-        "synchronisations": _waits(ordinary[1].c),
-        "logged": _waits(logged[1].c),
-        "copies": dict(ordinary[1].copies),
-        "gib": torch.cuda.max_memory_allocated() / 2**30,
+        "launches": steps[0].launches,
+        "synchronisations": steps[0].waits,
+        "logged": steps[-1].waits,
+        "copies": steps[0].copies,
+        "gib": max(step.gib for step in steps),
     }
+
+
+def warned() -> dict[str, Any]:
+    """Count waits of a step of pretraining as `vlp check gpu` does, by PyTorch's warnings."""
+    config = load_config(BASE, PretrainConfig, NO_WEIGHTS)
+    small = ModelConfig.model_validate(TINY_MODEL)
+    config = watched_config(config.model_copy(update={"model": small}), ROWS)
+    watch = functools.partial(counted_waits, torch.device("cuda"))
+    steps = watched_steps(config, *pretraining(config), watch)
+    return {"case": "warned", "ordinary": steps[0], "logged": steps[-1]}
 
 
 def _waits(found: Counter[Any]) -> dict[str, int]:
@@ -261,5 +246,6 @@ if __name__ == "__main__":
     for case in sys.argv[1:]:
         print(json.dumps(measure(case)), flush=True)
         torch.cuda.empty_cache()
+    print(json.dumps(warned()), flush=True)
     print(json.dumps(copies()), flush=True)
     print(json.dumps(contraction()), flush=True)

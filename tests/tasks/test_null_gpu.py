@@ -97,6 +97,12 @@ def test_a_step_waits_for_nothing_and_a_logged_one_once(steps, case):
     assert "outcomes.py" in line
 
 
+def test_waits_are_those_of_which_pytorch_warns(steps):
+    """So `vlp check gpu` counts them."""
+    assert steps["warned"]["ordinary"] == []
+    assert len(steps["warned"]["logged"]) == 1
+
+
 @pytest.mark.parametrize("case", SIZES)
 def test_a_step_launches_no_more_kernels(steps, case):
     assert 0 < steps[case]["launches"] <= SIZES[case]

@@ -16,7 +16,15 @@ from typing import NamedTuple
 import torch
 
 from evaluation.benchmarks import harness
-from evaluation.benchmarks.gpu import correctness, device, engines, speed
+from evaluation.benchmarks.gpu import (
+    correctness,
+    device,
+    engines,
+    equal_work,
+    kernels,
+    speed,
+    waits,
+)
 from evaluation.benchmarks.gpu.figures import CheckedFigure, Setting
 from vlp.config import load_config
 from vlp.io import write_text
@@ -27,26 +35,30 @@ class Part(NamedTuple):
     """One part: what measures, seconds that it may take, whether it is small on a GPU, too."""
 
     measure: Callable[[Setting], Iterator[CheckedFigure]]
-    limit: int
+    limit: float
     tiny: bool = False
 
 
 PARTS = {
     "A device": Part(device.measure, 20),
-    "B kernels": Part(correctness.kernels, 30),
+    "B kernels": Part(kernels.kernels, 90),
     "B losses": Part(correctness.losses, 60, tiny=True),
     "B tasks": Part(correctness.tasks, 30, tiny=True),
-    "B waits": Part(correctness.waits, 20, tiny=True),
+    "B waits": Part(waits.waits, 20, tiny=True),
     "B engines": Part(engines.resuming, 60, tiny=True),
-    "C pretraining": Part(speed.pretraining, 120),
-    "C ACE-RPE": Part(speed.anchors, 40),
-    "C encodings": Part(speed.encodings, 50),
-    "C re-ranking": Part(speed.reranking, 30),
+    "C step": Part(speed.whole_steps, 150),
+    "C blocks": Part(speed.blocks, 60),
+    "C ACE-RPE": Part(speed.anchors, 70),
+    "C equal work": Part(equal_work.equal_work, 40),
+    "C re-ranking": Part(speed.reranking, 40),
     "C loader": Part(speed.loading, 20),
+    "C encodings": Part(speed.encodings, 50),
 }
-"""By name, in order; the limits add up to eight minutes."""
+"""By name, in order; the last have what time the others leave them of `SECONDS`."""
 SEVERAL = {"D engines": Part(engines.several, 120, tiny=True)}
-"""Where there are several GPUs."""
+"""Where there are several GPUs, with time of their own."""
+SECONDS = 480
+"""Of all parts of one GPU together."""
 
 _TINY = (
     "model.text.layers=1",
@@ -77,7 +89,7 @@ def run_check(config: Path, out: Path, dry: bool = False, only: str = "") -> int
 
     Args:
         config: of the pretraining that is timed.
-        out: folder of `check.md`, `figures.jsonl`, a trace and a log of each part.
+        out: folder of `check.md`, `figures.jsonl`, profiler traces and a log of each part.
         dry: go through all parts on the CPU at tiny sizes, without promises of speed.
         only: a prefix of the names of parts.
 
@@ -96,6 +108,7 @@ def run_check(config: Path, out: Path, dry: bool = False, only: str = "") -> int
     public = ("model.text.weights=null", "model.image.weights=null")
     found: dict[str, list[CheckedFigure]] = {}
     failures: dict[str, str] = {}
+    left = float(SECONDS)
     for name, part in parts.items():
         if not name.startswith(only):
             continue
@@ -103,10 +116,13 @@ def run_check(config: Path, out: Path, dry: bool = False, only: str = "") -> int
         rows = (4,) if dry else (32, 64, 128)
         setting = Setting(load_config(config, PretrainConfig, changes), rows, place, dry, out)
         began = time.perf_counter()
-        found[name], failure = _in_process(name, part, setting)
+        limit = part.limit if name in SEVERAL else max(0.0, min(part.limit, left))
+        found[name], failure = _in_process(name, part._replace(limit=limit), setting)
+        taken = time.perf_counter() - began
+        left -= taken
         if failure:
             failures[name] = failure
-        print(f"{name}: {failure or 'done'}, {time.perf_counter() - began:.0f} s", flush=True)
+        print(f"{name}: {failure or 'done'}, {taken:.0f} s", flush=True)
     _add_demand(found)
     if not dry:
         print(f"\n{_table(found)}")
@@ -131,27 +147,32 @@ def _in_process(name: str, part: Part, setting: Setting) -> tuple[list[CheckedFi
     figures.write_text("", encoding="utf-8")
     fork = multiprocessing.get_context("forkserver")
     fork.set_forkserver_preload([__name__, "vlp.training.engines.deepspeed"])
-    process = fork.Process(target=_run, args=(name, setting, figures, log))
+    process = fork.Process(target=_run, args=(part.measure, setting, figures, log))
     process.start()
     process.join(part.limit if not setting.dry else None)
     failure = None
     if process.is_alive():
         process.kill()
         process.join()
-        failure = f"took more than {part.limit} s"
+        failure = f"took more than {part.limit:.0f} s"
     elif process.exitcode:
         failure = f"failed, see {log}"
     lines = figures.read_text(encoding="utf-8").splitlines()
     return [CheckedFigure(**json.loads(line)) for line in lines], failure
 
 
-def _run(name: str, setting: Setting, figures: Path, log: Path) -> None:
+def _run(
+    measure: Callable[[Setting], Iterator[CheckedFigure]],
+    setting: Setting,
+    figures: Path,
+    log: Path,
+) -> None:
     """Run a part in this process, its output to a log."""
     with log.open("w", encoding="utf-8") as output, figures.open("a", encoding="utf-8") as found:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
         try:
-            for figure in (PARTS | SEVERAL)[name].measure(setting):
+            for figure in measure(setting):
                 found.write(json.dumps(figure._asdict()) + "\n")
                 found.flush()
         except BaseException:
@@ -166,7 +187,7 @@ def _run(name: str, setting: Setting, figures: Path, log: Path) -> None:
 def _add_demand(found: dict[str, list[CheckedFigure]]) -> None:
     """Add how many loader workers the fastest pretraining needs."""
     loaded = [f.value for f in found.get("C loader", []) if f.name == speed.LOADED]
-    steps = [f.value for f in found.get("C pretraining", []) if f.unit == "pairs/s"]
+    steps = [f.value for f in found.get("C step", []) if f.unit == "pairs/s"]
     if loaded and steps:
         needed = CheckedFigure("loader workers that feed the GPU", max(steps) / loaded[0], "cores")
         found["C loader"].append(needed)
@@ -181,6 +202,7 @@ def _page(found: dict[str, list[CheckedFigure]], failures: dict[str, str], dry: 
     where = harness.device_name(torch.device("cpu" if dry else "cuda"))
     head = "A dry run: figures of speed mean nothing." if dry else f"Device: {where}."
     lines = [f"# vlp check gpu\n\n{head} {time.strftime('%Y-%m-%d')}\n"]
+    lines += [f"{', '.join(device.versions())}\n"]
     lines += ["| part | figure | promised | measured | holds |", "|---|---|---|---|---|"]
     for name, figures in found.items():
         lines += [f"| {' | '.join([name, *figure.cells()])} |" for figure in figures]

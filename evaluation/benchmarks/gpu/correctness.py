@@ -1,17 +1,15 @@
-"""Part B: kernels, losses and gradients, downstream tasks, and waits for the device."""
+"""Part B: losses and gradients of a step, and steps of downstream tasks."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from evaluation.benchmarks.gpu.figures import CheckedFigure, Setting
-from evaluation.benchmarks.pretrain_step import Trainee, random_batch
+from evaluation.benchmarks.pretrain_step import random_batch
 from vlp.data.downstream.caption import CaptionBatch
 from vlp.data.downstream.pair_classification import PairBatch
 from vlp.data.downstream.vqa import VqaBatch
@@ -19,7 +17,6 @@ from vlp.data.image.transforms import Preprocessing
 from vlp.data.text.tokenizer import TextProcessor, bert_tokenizer
 from vlp.models.folder import Loaded
 from vlp.models.vlp import VLPModel
-from vlp.positions.anchor import anchor_distance, anchor_path
 from vlp.tasks.downstream.caption import CaptionConfig, CaptionTask
 from vlp.tasks.downstream.grounding import Grounding, GroundingConfig
 from vlp.tasks.downstream.pair_classification import (
@@ -37,31 +34,6 @@ ROWS = 4
 _WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red", "circle", "yes", "no"]
 
 
-def kernels(setting: Setting) -> Iterator[CheckedFigure]:
-    """Compare the paths of ACE-RPE with PyTorch's, and a second run of them with the first."""
-    device, grid, words = setting.device, (4, 5), 7
-    generator = torch.Generator().manual_seed(0)
-    similarity = 2 * torch.rand(3, 20, words, 2, generator=generator) - 1
-    mask = torch.arange(words).expand(3, -1) < torch.tensor([[7], [4], [0]])
-
-    def paths(place: torch.device, kernel: bool) -> tuple[Tensor, Tensor]:
-        given = similarity.to(place).requires_grad_()
-        path, _ = anchor_path(anchor_distance(given, 0.5), grid, mask.to(place), kernel=kernel)
-        path.square().sum().backward()
-        assert given.grad is not None
-        return path.detach(), given.grad
-
-    ours, again, plain = paths(device, True), paths(device, True), paths(device, False)
-    host = paths(torch.device("cpu"), False)
-    same = all(torch.equal(one, other) for one, other in zip(ours, again))
-    yield CheckedFigure(
-        "paths: repeatable bit by bit", float(same), "", at_least=1, correctness=True
-    )
-    for name, other in (("PyTorch's", plain), ("a CPU's", host)):
-        error = max(float((a.cpu() - b.cpu()).abs().max()) for a, b in zip(ours, other))
-        yield CheckedFigure(f"paths: from {name}", error, "", at_most=1e-5, correctness=True)
-
-
 def losses(setting: Setting) -> Iterator[CheckedFigure]:
     """Compare losses and gradients of a float32 step on the device with a CPU's."""
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -72,7 +44,7 @@ def losses(setting: Setting) -> Iterator[CheckedFigure]:
         torch.manual_seed(0)
         settings = setting.config
         task = Pretraining(settings.model, settings.objectives, "", "float32", log_every=10**6)
-        compile_task(task.to(place), how, place, backend="eager" if setting.dry else "inductor")
+        compile_task(task.to(place), how, place, setting.backend)
         loss = task(batch.to(place), 1).loss
         loss.backward()
         gradients = [p.grad.flatten().cpu() for p in task.parameters() if p.grad is not None]
@@ -144,37 +116,3 @@ def _downstream(setting: Setting) -> dict[str, tuple[nn.Module, Any]]:
             VqaBatch(pairs.pixels, *read, answer, owners, shares, pairs.valid),
         ),
     }
-
-
-class _Reads(TorchDispatchMode):
-    """Counts operations that hand a number of the device to the CPU."""
-
-    count = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
-def waits(setting: Setting) -> Iterator[CheckedFigure]:
-    """Count the waits for the device in the forward and backward pass of a step."""
-    trainee = Trainee(setting.config, setting.device)
-    batch = random_batch(setting.config.inputs, ROWS, 3).to(setting.device)
-    trainee.step(batch)
-    on_gpu = setting.device.type == "cuda"
-    with warnings.catch_warnings(record=True) as caught, _Reads() as reads:
-        warnings.simplefilter("always")
-        if on_gpu:
-            torch.cuda.set_sync_debug_mode("warn")
-        trainee.task(batch, 2).loss.backward()
-        if on_gpu:
-            torch.cuda.set_sync_debug_mode("default")
-    found = sum("synchronizing" in str(one.message) for one in caught) if on_gpu else reads.count
-    for one in caught:
-        print(f"{one.filename}:{one.lineno}: {one.message}")
-    promise = 0 if on_gpu else None  # forms for a CPU read numbers, which costs nothing there
-    yield CheckedFigure(
-        "waits for the device in a step", found, "", at_most=promise, correctness=on_gpu
-    )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+import shutil
+import subprocess
 from collections.abc import Iterator
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -35,11 +37,28 @@ def _fastest(setting: Setting, work: partial[torch.Tensor]) -> float:
 
 def measure(setting: Setting) -> Iterator[CheckedFigure]:
     """Print versions; yield rates."""
-    print(f"{harness.device_name(setting.device)}; Python {platform.python_version()}")
-    for package in PACKAGES:
-        try:
-            print(package, version(package))
-        except PackageNotFoundError:
-            print(package, "is not installed")
+    print(harness.device_name(setting.device), *versions(), sep="\n")
     yield CheckedFigure("bf16 product", product_rate(setting) / 1e12, "TFLOP/s")
     yield CheckedFigure("memory", bandwidth(setting) / 1e9, "GB/s")
+
+
+def versions() -> list[str]:
+    """List versions of Python, packages, CUDA, cuDNN and the driver; some may be missing."""
+    found: dict[str, object] = {"Python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    found |= {"CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version()}
+    found["driver"] = _driver()
+    return [f"{name} {number or 'missing'}" for name, number in found.items()]
+
+
+def _driver() -> str | None:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    question = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    told = subprocess.run(question, capture_output=True, text=True, timeout=30, check=False)
+    return told.stdout.partition("\n")[0].strip() if told.returncode == 0 else None

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from vlp.config import Precision
 from vlp.training.config import PretrainConfig
 
 
@@ -22,6 +23,16 @@ class Setting(NamedTuple):
     device: torch.device
     dry: bool
     out: Path
+
+    @property
+    def precision(self) -> Precision:
+        """Number format of timed work."""
+        return "float32" if self.dry else "bf16"
+
+    @property
+    def backend(self) -> str:
+        """Backend of `torch.compile`; a dry run captures graphs and compiles none."""
+        return "eager" if self.dry else "inductor"
 
 
 class CheckedFigure(NamedTuple):

@@ -8,19 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from evaluation.benchmarks.albef_step import (
-    ALBEF,
+from evaluation.benchmarks.albef_step import ALBEF, FormerPreTrainedModel, Speeds, main, table
+from evaluation.benchmarks.gpu.equal_work import (
     ALL,
     ALL_ACE,
     ANCHORED,
     EQUAL,
-    FormerPreTrainedModel,
     OwnStep,
-    Speeds,
     StepSizes,
     caption_lengths,
-    main,
-    table,
     variants,
 )
 from evaluation.benchmarks.pretrain_step import random_batch

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from evaluation.benchmarks.gpu import check, roofline
+from evaluation.benchmarks.gpu import check, kernels, roofline, waits
+from evaluation.benchmarks.gpu.equal_work import ALL, EQUAL
 from evaluation.benchmarks.gpu.figures import CheckedFigure, Setting
 from evaluation.benchmarks.pretrain_step import Trainee, random_batch
 from vlp.config import load_config
+from vlp.layers.attention import Attention
+from vlp.positions import anchor_attention, anchor_encoding
 from vlp.training.config import PretrainConfig
 
 CONFIG = Path(__file__).parents[3] / "configs/pretrain/base.yaml"
@@ -31,11 +36,20 @@ def test_every_part_runs_dry(tmp_path: Path) -> None:
     figures = [json.loads(line) for line in lines]
     parts = {figure["part"] for figure in figures}
     assert parts == check.PARTS.keys() | check.SEVERAL.keys()
+    measured = {figure["name"] for figure in figures}
+    assert {
+        f"waits for the device in one {kind} step" for kind in ("ordinary", "logged")
+    } < measured
+    assert {f"pretraining, 4 pairs, {how}: launches" for how in ("step", "blocks")} < measured
+    assert {f"ALBEF's sizes, 4 pairs, {name}" for name in (EQUAL, ALL)} < measured
+    assert sum(name.startswith("re-ranking, layout") for name in measured) == 6
     assert all(figure["holds"] for figure in figures if figure["correctness"])
-    assert sum(figure["correctness"] for figure in figures) > 15
-    assert (tmp_path / "trace.json.gz").stat().st_size > 1000
+    assert sum(figure["correctness"] for figure in figures) > 30
+    for how in ("step", "blocks"):
+        assert (tmp_path / f"trace_{how}.json.gz").stat().st_size > 1000
     page = (tmp_path / "check.md").read_text()
     assert "dry run" in page
+    assert f"torch {version('torch')}" in page
     assert page.count("\n| ") == 1 + len(figures)
 
 
@@ -46,12 +60,66 @@ def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert not (tmp_path / "out").exists()
 
 
-def test_a_part_that_fails_is_named(tmp_path: Path, tiny: PretrainConfig) -> None:
+def wrong(_: Setting) -> Iterator[CheckedFigure]:
+    """A result that is wrong."""
+    yield CheckedFigure("one and one", 3, "", at_most=2, correctness=True)
+
+
+def slow(_: Setting) -> Iterator[CheckedFigure]:
+    """A figure of speed below its promise."""
+    yield CheckedFigure("speed", 1, "pairs/s", at_least=2)
+
+
+def failing(_: Setting) -> Iterator[CheckedFigure]:
+    """A part that fails after its first figure."""
+    yield CheckedFigure("first", 1, "")
+    raise KeyError("second")
+
+
+@pytest.mark.parametrize(("part", "status"), [(wrong, 1), (slow, 0), (failing, 1)])
+def test_exit_status(
+    part: Callable[[Setting], Iterator[CheckedFigure]],
+    status: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(check, "PARTS", {"Z part": check.Part(part, 60)})
+    assert check.run_check(CONFIG, tmp_path, dry=True, only="Z") == status
+    assert ("wrong: one and one: 3" in capsys.readouterr().err) == (part is wrong)
+    (line,) = (tmp_path / "figures.jsonl").read_text().splitlines()
+    assert json.loads(line)["holds"] == (part is failing)
+    page = (tmp_path / "check.md").read_text()
+    assert ("Z part: failed" in page) == (part is failing)
+    assert ("KeyError" in (tmp_path / "Z_part.log").read_text()) == (part is failing)
+
+
+def test_kernels_are_compared_with_the_explicit_path(
+    tmp_path: Path, tiny: PretrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of attention run in Triton's interpreter; an error in one is seen."""
+    pytest.importorskip("triton")
+    from interpreted_triton import interpreted
+
+    monkeypatch.setattr(Attention, "_anchored", lambda self, states: self.fused is not False)
     setting = Setting(tiny, (4,), torch.device("cpu"), True, tmp_path)
-    figures, failure = check._in_process("Z", check.PARTS["A device"], setting)
-    assert figures == []
-    assert failure is not None
-    assert "KeyError: 'Z'" in (tmp_path / "Z.log").read_text()
+    with interpreted():
+        assert all(figure.holds for figure in kernels.kernels(setting))
+        right = anchor_attention.anchored_attention
+        monkeypatch.setattr(
+            anchor_encoding, "anchored_attention", lambda *a, **o: 1.1 * right(*a, **o)
+        )
+        found = kernels.kernels(setting)
+        assert not next(each for each in found if "from the explicit path" in each.name).holds
+
+
+def test_waits_are_counted() -> None:
+    numbers = torch.arange(3.0)
+    with waits.counted_waits(torch.device("cpu")) as found:
+        numbers.sum().item()
+        numbers.square().sum()
+        bool(numbers[0] > 1)
+    assert len(found) == 2
 
 
 def test_a_figure_holds_its_promise_or_not() -> None:
