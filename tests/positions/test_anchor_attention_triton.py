@@ -2,90 +2,83 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-from pathlib import Path
+from itertools import product
 
 import pytest
 import torch
 
 from vlp.positions import anchor_attention
 
-triton = pytest.importorskip("triton")
-from vlp.positions import anchor_attention_triton, anchor_shift_triton  # noqa: E402
+pytest.importorskip("triton")
+from compiled_triton import usage
 
-SIZES = {
-    "GROUPS": 8,
-    "MANY": 16,
-    "CHANNELS": 64,
-    "WIDE": 64,
-    "PRECISION": "ieee",
-    "BLOCK": 32,
-    "POOLED": True,
+from vlp.positions import anchor_attention_triton, anchor_shift_triton
+
+SIZES = {"GROUPS": 8, "MANY": 16, "PRECISION": "ieee", "BLOCK": 32, "POOLED": True}
+ARCHITECTURES = [80, 90, 100]
+TOKENS = {"text": (30, 257), "image": (257, 30)}
+"""Queries and keys of the base model, by the side that asks."""
+ALWAYS = {
+    ("forward", "text", "contextual", 64, 90),
+    ("backward", "text", "contextual", 64, 90),
+    ("backward", "image", "contextual", 64, 90),
+    ("forward", "text", "contextual", 128, 80),
+    ("backward", "text", "contextual", 32, 100),
+    ("forward", "image", "bias", 64, 80),
+    ("backward", "text", "bias", 32, 90),
+    ("backward", "image", "bias", 128, 100),
+    ("path", "text", "bias", 64, 90),
 }
-"""Of the base model: width 768, 12 heads; 257 image and 30 text tokens."""
-
-
-@pytest.mark.parametrize("arch", [80, 90, 100])
-@pytest.mark.parametrize(
-    ("kernel", "text_queries"), [("forward", True), ("backward", True), ("backward", False)]
-)
-def test_compiles_for_gpus_that_are_not_there_without_spills(
-    kernel, text_queries, arch, tmp_path, monkeypatch
-):
-    queries, keys = (30, 257) if text_queries else (257, 30)
-    options = anchor_attention.block_sizes(queries, keys, 64, torch.bfloat16, kernel == "forward")
-    single = {"ONE_BLOCK": options["KEYS"] >= keys, "MASKED": not text_queries}
-    constants = SIZES | options | single | {"CONTEXTUAL": True}
-    function = getattr(anchor_attention_triton, f"{kernel}_kernel")
-    registers, spilled = usage(function, constants, arch, tmp_path, monkeypatch)
-    print(
-        f"{kernel}, {queries} x {keys}, sm_{arch}: {registers} registers, {spilled} bytes spilled"
+"""Of all kernels, sides that ask, modes, head widths and architectures; the others are slow."""
+CASES = [
+    pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.slow)
+    for case in product(
+        ("forward", "backward", "path"), TOKENS, ("contextual", "bias"), (32, 64, 128),
+        ARCHITECTURES,
     )
-    assert spilled == 0
+]  # fmt: skip
+SPILLED = {
+    ("backward", "text", "contextual", 128, 80): 32,
+    ("forward", "image", "contextual", 32, 100): 16,
+    ("forward", "image", "bias", 32, 80): 16,
+    ("forward", "text", "bias", 64, 80): 16,
+    ("path", "text", "bias", 32, 100): 8,
+    ("path", "image", "bias", 32, 100): 8,
+    ("path", "text", "bias", 64, 100): 8,
+}
+"""Bytes of a thread at most, where there are any.
+
+But for the first, the compiler ends the registers at 168 or 128, so that one more program runs at a
+time. Blocks of 16 tokens would spill nothing in the first, and give the tensor cores less to do.
+"""
 
 
-@pytest.mark.parametrize("kernel", ["shift", "shift_backward", "path"])
-def test_the_other_kernels_compile(kernel, tmp_path, monkeypatch):
-    constants = SIZES | {"QUERIES": 32, "KEYS": 32, "CONTEXTUAL": False, "MASKED": True}
-    module = anchor_attention_triton if kernel == "path" else anchor_shift_triton
-    function = getattr(module, f"{kernel}_kernel")
-    assert usage(function, constants, 90, tmp_path, monkeypatch)[1] == 0
+@pytest.mark.parametrize(("kernel", "asking", "mode", "width", "arch"), CASES)
+def test_compiles_for_gpus_that_are_not_there(kernel, asking, mode, width, arch, tmp_path):
+    queries, keys = TOKENS[asking]
+    options = anchor_attention.block_sizes(
+        queries, keys, width, torch.bfloat16, kernel == "forward"
+    )
+    options |= {"ONE_BLOCK": options["KEYS"] >= keys, "MASKED": asking == "image"}
+    constants = SIZES | options | {"CHANNELS": width, "WIDE": width}
+    constants["CONTEXTUAL"] = mode == "contextual"
+    function = getattr(anchor_attention_triton, f"{kernel}_kernel")
+    float32 = ("rows", "shares", "query_sum", "terms")
+    states = ("query", "key", "value", "path", "query_mean", "key_mean", "out", "above")
+    gradients = ("query_gradient", "key_gradient", "value_gradient", "path_gradient")
+    types = dict.fromkeys(states + gradients, "*bf16") | dict.fromkeys(float32, "*fp32")
+    types |= {"mask": "*u8", "scale": "fp32"}
+    even = ("query_pair", "key_pair", "value_pair", "path_pair", "path_query", "path_group")
+    registers, spilled = usage(function, constants, types, arch, tmp_path, even)
+    case = kernel, asking, mode, width, arch
+    print(*case, f"{queries} x {keys}: {registers} registers, {spilled} bytes spilled")
+    assert spilled <= SPILLED.get(case, 0)
 
 
-def usage(function, constants, arch, folder, monkeypatch):
-    """Registers of a thread and bytes it spills, as NVIDIA's tools say."""
-    from triton.backends import backends
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    if "nvidia" not in backends:
-        pytest.skip("this Triton has no compiler for NVIDIA")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
-    integers = {"width", "queries", "keys", "heads", "path_query", "path_key", "path_group"}
-    float32 = {"rows", "shares", "query_sum", "terms"}
-    signature, aligned = {}, {}
-    options = {"num_warps": constants.get("num_warps", 4)}
-    for place, name in enumerate(function.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name == "scale":
-            signature[name] = "fp32"
-        elif name in integers or name.endswith("_pair"):
-            signature[name] = "i32"
-        else:
-            kind = "fp32" if name in float32 or "POOLED" in function.arg_names else "bf16"
-            signature[name] = "*u8" if name == "mask" else f"*{kind}"
-        if name in signature and signature[name] not in ("constexpr", "fp32"):
-            aligned[(place,)] = [["tt.divisibility", 16]]
-    for name in ("queries", "keys", "heads", "path_key"):
-        if name in signature:
-            aligned.pop((function.arg_names.index(name),))
-    used = {name: value for name, value in constants.items() if name in function.arg_names}
-    source = ASTSource(function, signature, used, aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    binary = folder / "kernel.cubin"
-    binary.write_bytes(compiled.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    told = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True)
-    return tuple(int(re.search(rf"{what}:(\d+)", told.stdout)[1]) for what in ("REG", "STACK"))
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("kernel", ["shift", "shift_backward"])
+def test_kernels_of_the_shifts_spill_nothing(kernel, arch, tmp_path):
+    function = getattr(anchor_shift_triton, f"{kernel}_kernel")
+    tensors = [name for name in function.arg_names if name != "width"]
+    types = dict.fromkeys(tensors, "*fp32")
+    assert usage(function, SIZES, types, arch, tmp_path, ("width",))[1] == 0
