@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import timm
 import torch
 from torch import nn
+from transformers import ViTConfig, ViTModel
 
 from vlp.layers import attention as attention_module
 from vlp.layers import flex
@@ -59,6 +62,11 @@ def refused(*_):
     raise AssertionError("FlexAttention was called")
 
 
+def said(caplog):
+    """Messages of this package alone: the compiler has its own."""
+    return [record.message for record in caplog.records if record.name.startswith("vlp.")]
+
+
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_equals_the_dense_bias(name):
     positions, states = [encoding(*LOOKUPS[name])], projected()
@@ -87,9 +95,24 @@ def test_several_encodings_are_added_up():
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("other", ["none", "another bias", "values", "mask", "dropout"])
-def test_where_it_does_not_fit_attention_stays_as_it_was(other, monkeypatch):
+DEPARTURES = {
+    "none": "no encoding adds lookups to the logits",
+    "another bias": "DirectionalDistance adds to the logits what is no lookup",
+    "values": "RelativePosition reads the probabilities",
+    "mask": "a mask or a bias beside the encodings is added to the logits",
+    "dropout": "probabilities are dropped",
+}
+
+
+@pytest.mark.parametrize("other", DEPARTURES)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_where_it_does_not_fit_attention_stays_as_it_was_and_says_so_once(
+    other, compiled, monkeypatch, caplog
+):
     monkeypatch.setattr(attention_module, "flex_attend", refused)
+    flex.log_departure.cache_clear()
+    torch.compiler.reset()
+    run = torch.compile(attend, backend="eager", fullgraph=True) if compiled else attend
     positions, states, options = [encoding(*LOOKUPS["k"])], projected(), {}
     if other == "none":
         positions = []
@@ -103,15 +126,82 @@ def test_where_it_does_not_fit_attention_stays_as_it_was(other, monkeypatch):
         options["dropout"] = 0.5
     found, expected = [], []
     for out, fused in ((found, "flex"), (expected, True)):
-        torch.manual_seed(0)
-        out.append(attend(*states, positions, CONTEXT, fused=fused, **options))
+        for _ in range(2):
+            torch.manual_seed(0)
+            out.append(run(*states, positions, CONTEXT, fused=fused, **options))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    line = f"attention runs without FlexAttention, because {DEPARTURES[other]}"
+    assert said(caplog) == [line]
+
+
+def vit(**options):
+    return timm.create_model(
+        "vit_tiny_patch16_224", img_size=48, patch_size=16, embed_dim=32, depth=2, num_heads=2,
+        **options,
+    )  # fmt: skip
+
+
+def swin():
+    return timm.create_model(
+        "swin_tiny_patch4_window7_224", img_size=32, window_size=4, embed_dim=16, depths=(2,),
+        num_heads=(2,),
+    )  # fmt: skip
+
+
+def with_dropout():
+    config = ViTConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
+        image_size=48, attention_probs_dropout_prob=0.1,
+    )  # fmt: skip
+    return ViTModel(config)
+
+
+@pytest.mark.parametrize(
+    ("make", "names", "reason"),
+    [
+        (vit, ["rope-axial"], "no encoding adds lookups"),
+        (vit, ["alibi-2d"], "DirectionalDistance adds to the logits what is no lookup"),
+        (
+            vit,
+            ["irpe-product", "alibi-2d"],
+            "DirectionalDistance adds to the logits what is no lookup",
+        ),
+        (partial(vit, attn_drop_rate=0.1), ["irpe-product"], "probabilities are dropped"),
+        (with_dropout, ["irpe-product"], "probabilities are dropped"),
+        (swin, ["irpe-product"], "a mask or a bias"),
+    ],
+)
+def test_attach_refuses_what_flex_attention_cannot_compute(make, names, reason):
+    model = make()
+    for name in names[:-1]:
+        attach(model, name, fused="flex")
+    before = [type(part) for part in model.modules()]
+    with pytest.raises(ValueError, match=f"fused='flex' cannot be, because {reason}"):
+        attach(model, names[-1], fused="flex" if len(names) == 1 else None)
+    assert [type(part) for part in model.modules()] == before
+    attach(model, names[-1], fused=True)
+
+
+def test_attach_refuses_values_in_their_role():
+    with pytest.raises(
+        ValueError, match="cannot be, because RelativePosition reads the probabilities"
+    ):
+        attach(vit(), "irpe-product", on="qv", fused="flex")
+
+
+def test_swin_without_its_biases_says_that_shifted_windows_are_masked(caplog):
+    flex.log_departure.cache_clear()
+    flex._unfused.cache_clear()
+    model = attach(swin(), "irpe-product", fused="flex", absolute="drop").eval()
+    with torch.no_grad():
+        model(torch.randn(1, 3, 32, 32))
+    unmasked, masked = said(caplog)
+    assert "unfused on a CPU" in unmasked
+    assert "a mask or a bias" in masked
 
 
 def test_in_a_timm_model():
-    model = timm.create_model(
-        "vit_tiny_patch16_224", img_size=48, patch_size=16, embed_dim=32, depth=2, num_heads=2
-    )
+    model = vit()
     attach(model, "irpe-product", on="qk", fused="flex").eval()
     for name, parameter in model.named_parameters():
         if "positions" in name:
@@ -149,7 +239,7 @@ def test_unfused_on_a_cpu_is_logged_once(caplog):
     for _ in range(2):
         with torch.no_grad():
             attend(*states, [position], CONTEXT, fused="flex")
-    assert [record.message for record in caplog.records] == ["FlexAttention runs unfused on a CPU"]
+    assert said(caplog) == ["FlexAttention runs unfused on a CPU"]
 
 
 @pytest.mark.slow

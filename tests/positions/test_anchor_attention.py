@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evaluation.benchmarks.gpu.kernels import layer_and_field, outputs_and_gradients
-from vlp.positions import anchor_attention, create_position
+from vlp.compute.gpu_form import gpu_form
+from vlp.layers import attention as attention_module
+from vlp.positions import PositionContext, anchor_attention, create_position
 from vlp.positions.anchor_attention import anchored_attention, contextual_terms
 
 pytest.importorskip("triton")
@@ -163,6 +165,26 @@ def test_layers_that_the_kernel_does_not_take(caplog):
     layer.positions.append(create_position("alignment", heads=2))
     assert not layer._anchored(states)
     assert not layer_and_field(roles=("query", "key"))[0]._anchored(states)
+
+
+def test_a_compiled_layer_that_runs_unfused_says_so_once(caplog):
+    attention_module._log_explicit.cache_clear()
+    torch.compiler.reset()
+    layer, field = layer_and_field()
+    layer.positions.append(create_position("alignment", heads=2))
+    text, image = torch.randn(2, 5, 8), torch.randn(2, field.path.shape[1], 8)
+    context = PositionContext(anchors=field, text_queries=True)
+    with caplog.at_level(logging.INFO), gpu_form():
+        for _ in range(2):
+            found = torch.compile(layer, backend="eager", fullgraph=True)(
+                text, image, None, context
+            )
+    torch.testing.assert_close(found, layer(text, image, None, context))
+    assert [record.message for record in caplog.records if "unfused" in record.message] == [
+        "attention with ACE-RPE runs unfused: its kernel needs Triton, heads of at most 256 "
+        "channels, no float64, and it alone in the layer; here are heads of width 4, "
+        "torch.float32 and 2 encodings"
+    ]
 
 
 @pytest.mark.gpu

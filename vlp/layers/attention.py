@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vlp.compute.gpu_form import off_cpu, on_gpu
-from vlp.layers.flex import flex_attend
+from vlp.compute.once import once
+from vlp.layers.flex import departure, flex_attend, log_departure
 from vlp.positions.anchor import has_triton
 from vlp.positions.anchor_encoding import AnchorPosition
 from vlp.positions.base import PositionContext, PositionEncoding
-from vlp.positions.lookup import Lookup, LookupPosition
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,8 @@ def attend(
         fused: use scaled_dot_product_attention where no `value` hook needs the probabilities; None
             chooses by device: fused on accelerators, explicit on CPU, where the backward of the
             fused kernel is slow in bf16. "flex" has FlexAttention look tables up where lookups are
-            all that is added to the logits and there is no dropout, and else is as True.
+            all that is added to the logits and there is no dropout, and else is as True, which is
+            logged once for each reason.
         dropout: share of the probabilities that is dropped.
         probabilities: what the probabilities pass through on the explicit path, so that hooks may
             read or replace them; it stands in place of the dropout there. The fused path never has
@@ -62,10 +63,12 @@ def attend(
     for encoding in _using(hooked, "rotate"):
         query, key = encoding("rotate", query, key, context)
     at_logits, at_value = _using(hooked, "bias"), _using(hooked, "value")
-    if fused == "flex" and not at_value and bias is None and not dropout:
-        lookups = _lookups(at_logits, query, key, context)
-        if lookups:
-            return flex_attend(query, key, value, lookups, scale)
+    if fused == "flex":
+        reason = departure(hooked, bias is not None, dropout > 0)
+        if reason is None:
+            found = [each("lookups", query, key, context) for each in at_logits]
+            return flex_attend(query, key, value, list(chain.from_iterable(found)), scale)
+        log_departure(reason)
     for encoding in at_logits:
         addition = encoding("bias", query, key, context)
         if addition is not None:
@@ -111,21 +114,6 @@ def mask_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     lowest = torch.finfo(dtype).min
     # Lowest - lowest * mask, in one kernel: its constant is an argument, not a tensor to be filled.
     return torch.add(torch.tensor(lowest, dtype=dtype, device="cpu"), mask, alpha=-lowest)
-
-
-def _lookups(
-    encodings: Iterable[PositionEncoding],
-    query: Tensor,
-    key: Tensor,
-    context: PositionContext | None,
-) -> list[Lookup]:
-    """Return all that encodings add to the logits, nothing where one adds something else."""
-    found: list[Lookup] = []
-    for encoding in encodings:
-        if not isinstance(encoding, LookupPosition):
-            return []
-        found += encoding("lookups", query, key, context)
-    return found
 
 
 def _using(encodings: Iterable[PositionEncoding], hook: str) -> list[PositionEncoding]:
@@ -269,14 +257,14 @@ class Attention(nn.Module):
         if anchors[0].hooks == {"inputs"}:  # SDPA has no need of probabilities either
             return False
         alone = len(self.positions) == 1 and type(self.probabilities) is nn.Identity
-        width = states.shape[-1] // self.heads
+        width = self.query.out_features // self.heads
         fits = alone and width <= 256 and states.dtype != torch.float64 and has_triton()
-        if not fits and not torch.compiler.is_compiling():
+        if not fits:
             _log_explicit(width, len(self.positions), states.dtype)
         return fits
 
 
-@functools.cache
+@once
 def _log_explicit(width: int, encodings: int, dtype: torch.dtype) -> None:
     logger.info(
         "attention with ACE-RPE runs unfused: its kernel needs Triton, %s, and it alone in the "

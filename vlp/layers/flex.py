@@ -10,14 +10,16 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vlp.positions.lookup import Lookup
+from vlp.compute.once import once
+from vlp.positions.base import PositionEncoding
+from vlp.positions.lookup import Lookup, LookupPosition
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +70,35 @@ def flex_attend(
         kernel = _compiled(_form(query, key, value, terms, scale))
     out: Tensor = kernel(query, key, value, score_mod=add, scale=scale)
     return out
+
+
+def departure(encodings: Iterable[PositionEncoding], bias: bool, dropout: bool) -> str | None:
+    """Return why attention cannot be that of `flex_attend`, None where it can.
+
+    Args:
+        encodings: all of the layer.
+        bias: whether anything else is added to the logits, such as a mask.
+        dropout: whether probabilities are dropped.
+    """
+    looks_up = False
+    for encoding in encodings:
+        name, hooks = type(encoding).__name__, encoding.hooks
+        if "value" in hooks:
+            return f"{name} reads the probabilities"
+        if "bias" in hooks and not isinstance(encoding, LookupPosition):
+            return f"{name} adds to the logits what is no lookup"
+        looks_up = looks_up or "bias" in hooks
+    if not looks_up:
+        return "no encoding adds lookups to the logits"
+    if bias:
+        return "a mask or a bias beside the encodings is added to the logits"
+    return "probabilities are dropped" if dropout else None
+
+
+@once
+def log_departure(reason: str) -> None:
+    """Say that attention departs from `flex_attend`, once for each reason."""
+    logger.warning("attention runs without FlexAttention, because %s", reason)
 
 
 @functools.cache

@@ -66,7 +66,8 @@ def attach(
         absolute: "keep" or "drop" the model's own positions: `pos_embed`, relative position biases
             and rotations.
         fused: how the layers of attention compute, see `vlp.layers.attention.attend`; None leaves
-            them as they are. "flex" trains on a GPU alone.
+            them as they are. "flex" trains on a GPU alone, and takes layers whose logits get
+            lookups and nothing else.
         options: of the encoding. `width`, `heads` and `grid` are known here and not needed.
 
     Returns:
@@ -75,14 +76,17 @@ def attach(
     Raises:
         ValueError: another model, layers of attention that are not known, encodings of
             cross-modal attention, options that the encoding lacks, dropped patches (which lie on
-            no grid) under an encoding of attention, or `fused` where no layer of attention has an
-            encoding.
+            no grid) under an encoding of attention, `fused` where no layer of attention has an
+            encoding, or "flex" where a layer has an encoding that reads probabilities, no lookup,
+            another one's bias or the model's own, or dropout of probabilities. A mask that comes
+            with a batch is logged.
     """
     if absolute not in ("keep", "drop"):
         raise ValueError(f"absolute is 'keep' or 'drop', not {absolute!r}")
     if fused not in (None, True, False, "flex"):
         raise ValueError(f"fused is True, False, 'flex' or None, not {fused!r}")
     from vlp.layers.backbones.adapters import sizes_of
+    from vlp.layers.backbones.departures import refuse_departures
 
     adapter, encoding = _adapter(model), _Encoding(name, on, options)
     layers = adapter.layers()
@@ -102,6 +106,7 @@ def attach(
             f"{encoding.name} acts on tokens"
         )
     per_layer = [] if on_tokens else [_for_layer(encoding, adapter, layer) for layer in layers]
+    refuse_departures(adapter, layers, per_layer, fused, absolute == "drop")
 
     # Nothing was changed so far; from here on nothing fails.
     adapter.prepare()
