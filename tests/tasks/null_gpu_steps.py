@@ -3,6 +3,7 @@
 A JSON line per case of the command line, `KIND`, `KIND:base` or `KIND:base:COMPILE`: kernel
 launches of an ordinary step, host synchronisations by line of it and of a logged one, copies to the
 GPU behind its kernels and beside them, and peak memory in GiB.
+`KIND:unanchored` is `KIND:base` without ACE-RPE.
 `tests/tasks/test_null_gpu.py` starts it.
 """
 
@@ -161,9 +162,11 @@ def downstream(kind: str, model: ModelConfig) -> tuple[Any, Any]:
 def measure(case: str) -> dict[str, Any]:
     """Train on one case."""
     kind, size, how = (*case.split(":"), "", "")[:3]
-    config = load_config(BASE, PretrainConfig, [*NO_WEIGHTS, f"training.compile={how or 'none'}"])
-    config = watched_config(config, ROWS)
-    if size != "base":
+    run = [*NO_WEIGHTS, f"training.compile={how or 'none'}"]
+    if size == "unanchored":
+        run.append("model.cross.position=[]")
+    config = watched_config(load_config(BASE, PretrainConfig, run), ROWS)
+    if not size:
         small = ModelConfig.model_validate(TINY_MODEL)
         config = config.model_copy(update={"model": small})
     task, batch = pretraining(config) if kind == "pretrain" else downstream(kind, config.model)

@@ -26,6 +26,7 @@ SIZES = {
     "vqa": 2376,
     "caption": 1040,
     "pretrain:base": 6574,
+    "pretrain:unanchored": 6420,
 }
 """Kernel launches of a step of 32 rows at most."""
 BASE_GIB = 12.5
@@ -106,6 +107,11 @@ def test_waits_are_those_of_which_pytorch_warns(steps):
 @pytest.mark.parametrize("case", SIZES)
 def test_a_step_launches_no_more_kernels(steps, case):
     assert 0 < steps[case]["launches"] <= SIZES[case]
+
+
+def test_ace_rpe_adds_few_launches(steps):
+    without = steps["pretrain:unanchored"]["launches"]
+    assert without < steps["pretrain:base"]["launches"] <= 1.03 * without
 
 
 @pytest.mark.parametrize("case", SIZES)

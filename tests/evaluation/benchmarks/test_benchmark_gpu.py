@@ -152,6 +152,31 @@ def test_work_grows_with_the_pairs(tiny: PretrainConfig) -> None:
     assert 1.7 * few.flops < more.flops < 2.3 * few.flops
 
 
+def predicted(rows: int, *changes: str) -> dict[str, roofline.Work]:
+    """Work of a step of the base model, compiled as a whole."""
+    public = ("model.text.weights=null", "model.image.weights=null", "training.compile=step")
+    return roofline.predictions(load_config(CONFIG, PretrainConfig, (*public, *changes)), rows)
+
+
+def test_the_base_model_compiled_is_predicted_to_reach_its_share_of_the_peak() -> None:
+    """The goal of docs/results/gpu.md, for an H100 and 64 pairs, at the far end as at the near."""
+    works, gpu = predicted(64), roofline.GPUS["H100"]
+    near, far = (
+        works[end.name].flops / works[end.name].seconds(gpu, end) / gpu.flops
+        for end in (roofline.FUSED, roofline.COMPILED)
+    )
+    assert 0.35 <= far < near < 0.75
+
+
+def test_ace_rpe_adds_few_bytes_to_a_step() -> None:
+    """Inputs and results of operators, without what a kernel writes for itself."""
+    moved = []
+    for changes in ((), ("model.cross.position=[]",)):
+        work = predicted(32, *changes)[roofline.WRITTEN.name]
+        moved.append(work.product_bytes + work.other_bytes)
+    assert moved[1] < moved[0] <= 1.02 * moved[1]
+
+
 def test_a_time_is_bound_by_products_bytes_or_launches() -> None:
     gpu, (fused, _, written) = roofline.GPU(1e12, 1e9), roofline.ASSUMPTIONS
     assert roofline.Work(75e10, 0, 0, 1).seconds(gpu, fused) == pytest.approx(1)
