@@ -299,9 +299,10 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.save_for_backward(*tensors, *output)
     ctx.heads, ctx.scale = heads, scale
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # else zeros are made for what has no gradient
 
 
-def _differentiate(ctx: Any, above: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, above: Tensor, _: None) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
     query_mean, key_mean, terms = tensors[5:8]
     arguments = (*tensors, above, ctx.heads, ctx.scale)
