@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -41,10 +42,28 @@ def inference(device: torch.device, precision: Precision | None) -> Iterator[Non
         with autocast(device, precision or "float32"):
             yield
         return
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        with autocast(device, "bf16"):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+    with _TF32, autocast(device, "bf16"):
+        yield
+
+
+class _Tf32:
+    """TF32 for float32 products of the process, until the last thread inside has left."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._before = threading.Lock(), 0, ""
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._before = torch.get_float32_matmul_precision()
+                torch.set_float32_matmul_precision("high")
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                torch.set_float32_matmul_precision(self._before)
+
+
+_TF32 = _Tf32()

@@ -13,7 +13,7 @@ from evaluation.core.eval_mode import evaluating
 from evaluation.core.samples import EvaluationError
 from evaluation.retrieval.retrieval import DIRECTIONS, evaluate_retrieval
 from vlp import distributed
-from vlp.config import ConfigError, Precision
+from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig, SourceConfig
 from vlp.data.features.store import StoredFeatures
 from vlp.data.pretrain.loader import PretrainData
@@ -59,7 +59,7 @@ def select(config: PretrainConfig, task: Pretraining, data: PretrainData) -> Bes
     ) -> Figures:
         if whole is not None:
             whole.load_state_dict(strip_prefix(task.state_dict() | parameters(), "model."))
-        return recalls(loaded, chosen, limit, training.precision) | losses(batches)
+        return recalls(loaded, chosen, limit, config) | losses(batches)
 
     every = training.evaluate_every
     if every is None:
@@ -83,8 +83,13 @@ def _is_cut_up(training: LoopConfig) -> bool:
 Figures = dict[str, float]
 
 
+def readers(config: PretrainConfig) -> int:
+    """Return how many processes of a rank read for a validation: no more than for training."""
+    return min(config.data.workers, workers_for(distributed.default_device(), None))
+
+
 def recalls(
-    loaded: Loaded, chosen: ValidationConfig, limit: int | None, precision: Precision
+    loaded: Loaded, chosen: ValidationConfig, limit: int | None, config: PretrainConfig
 ) -> Figures:
     """Compute the mean of all recalls and each recall, of the last stage.
 
@@ -98,7 +103,8 @@ def recalls(
         rerank=chosen.rerank,
         limit=limit,
         device=next(loaded.model.parameters()).device,
-        precision=precision,
+        precision=config.training.precision,
+        workers=readers(config),
         resamples=1,
         features=chosen.features or (),
     )
@@ -128,7 +134,7 @@ class HeldOutLosses:
                 "features": chosen.features,
                 "sampler": "indexed",
                 "epoch_samples": None,
-                "workers": workers_for(distributed.default_device(), None),
+                "workers": readers(config),
                 "augment": AugmentConfig(randaugment=False, crop_scale=(1.0, 1.0), hflip=False),
             }
         )

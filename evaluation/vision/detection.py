@@ -81,7 +81,7 @@ def _at_size(
     with reader.ahead(blocks):
         for one, pixels in chain.from_iterable(map(reader.__getitem__, blocks)):
             same = waiting[pixels.shape]
-            same.append((len(truth), pixels))
+            same.append((len(truth), pixels.clone()))  # a view would keep its whole block
             truth.append(one)
             if len(same) == BATCH:
                 found |= _detected(task, same, truth, device, precision)

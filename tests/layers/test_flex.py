@@ -159,7 +159,6 @@ def with_dropout():
 @pytest.mark.parametrize(
     ("make", "names", "reason"),
     [
-        (vit, ["rope-axial"], "no encoding adds lookups"),
         (vit, ["alibi-2d"], "DirectionalDistance adds to the logits what is no lookup"),
         (
             vit,
@@ -180,6 +179,11 @@ def test_attach_refuses_what_flex_attention_cannot_compute(make, names, reason):
         attach(model, names[-1], fused="flex" if len(names) == 1 else None)
     assert [type(part) for part in model.modules()] == before
     attach(model, names[-1], fused=True)
+
+
+def test_attach_takes_what_may_still_come_and_dropout_that_does_not_act():
+    model = attach(vit(attn_drop_rate=0.1).eval(), "rope-axial", fused="flex")
+    attach(model, "irpe-product", fused="flex")
 
 
 def test_attach_refuses_values_in_their_role():

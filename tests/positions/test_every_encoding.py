@@ -138,7 +138,7 @@ def test_cross_modal_encodings_are_refused_within_a_image(name):
         ({"position": ["anchor"], "options": {"alignment": {}}}, "options of alignment"),
         ({"position": ["alignment", "uniform"]}, "`alignment` and `uniform` exclude each other"),
         ({"position": ["anchor", "anchor-soft"]}, "names an encoding twice: anchor, anchor"),
-        ({"position": ["anchor-soft"], "anchor": {"hard": True}}, "`anchor-soft` and anchor.hard"),
+        ({"position": ["anchor-soft"], "anchor": 5}, "should be a valid dictionary"),
         ({"position": ["anchor-sof"]}, "did you mean 'anchor-soft'"),
     ],
 )
@@ -157,6 +157,10 @@ def test_soft_anchors_have_a_name():
     assert CrossConfig.model_validate(named.model_dump()) == named
     cross["anchor"]["tau"] = 2
     assert ModelConfig.model_validate(TINY_MODEL | {"cross": cross}).cross.anchor.tau == 2
+    # Over a stored configuration, which has every setting.
+    stored = CrossConfig().model_dump() | {"position": ("anchor-soft",)}
+    anchor = CrossConfig.model_validate(stored).anchor
+    assert (anchor.hard, anchor.tau) == (False, 5)
 
 
 @pytest.mark.parametrize("name", WITHIN)

@@ -72,6 +72,9 @@ def flex_attend(
     return out
 
 
+NO_LOOKUPS = "no encoding adds lookups to the logits"
+
+
 def departure(encodings: Iterable[PositionEncoding], bias: bool, dropout: bool) -> str | None:
     """Return why attention cannot be that of `flex_attend`, None where it can.
 
@@ -89,7 +92,7 @@ def departure(encodings: Iterable[PositionEncoding], bias: bool, dropout: bool) 
             return f"{name} adds to the logits what is no lookup"
         looks_up = looks_up or "bias" in hooks
     if not looks_up:
-        return "no encoding adds lookups to the logits"
+        return NO_LOOKUPS
     if bias:
         return "a mask or a bias beside the encodings is added to the logits"
     return "probabilities are dropped" if dropout else None

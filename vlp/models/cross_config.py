@@ -18,8 +18,8 @@ Role = Literal["query", "key", "value"]
 Dropout = Annotated[float, Field(ge=0, lt=1)]
 SHORTHANDS = ("ape", "rpe")
 SOFT = "anchor-soft"
-SOFT_TAU = 5.0
-"""The tau of Eq. 4 with which soft anchors do better than hard ones on photographs."""
+HARD_TAU, SOFT_TAU = 1e4, 5.0
+"""Tau of Eq. 4: as the paper prints it, and with which soft anchors do better on photographs."""
 
 
 class AnchorConfig(Config):
@@ -35,7 +35,7 @@ class AnchorConfig(Config):
     )
     hard: bool = Field(True, description="only anchors are passed through (papers.md#ace-a8)")
     tau: float = Field(
-        1e4,
+        HARD_TAU,
         gt=0,
         description="tau of Eq. 4, for the soft form; with 1e4, as printed, paths reach 1e20 and "
         "gradients are not finite: 5 can be trained",
@@ -134,17 +134,18 @@ class CrossConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _soft(cls, values: Any) -> Any:
-        """Write `anchor-soft` as `anchor` with its settings; those that are given stay."""
+        """Write `anchor-soft` as `anchor` with its settings; another tau than the default stays."""
         position = values.get("position") if isinstance(values, Mapping) else None
         if not isinstance(position, list | tuple) or SOFT not in position:
             return values
-        given = values.get("anchor") or {}
-        given = given.model_dump(exclude_unset=True) if isinstance(given, Config) else given
-        if given.get("hard"):
-            raise ValueError(f"position `{SOFT}` and anchor.hard exclude each other")
-        position = ["anchor" if name == SOFT else name for name in position]
-        anchor = {"hard": False, "tau": SOFT_TAU} | dict(given)
-        return {**values, "position": position, "anchor": anchor}
+        given = values.get("anchor", {})
+        given = given.model_dump() if isinstance(given, AnchorConfig) else given
+        if not isinstance(given, Mapping):
+            return values
+        tau = given.get("tau", HARD_TAU)
+        anchor = {**given, "hard": False, "tau": SOFT_TAU if tau == HARD_TAU else tau}
+        names = ["anchor" if name == SOFT else name for name in position]
+        return {**values, "position": names, "anchor": anchor}
 
     @model_validator(mode="after")
     def _possible(self) -> CrossConfig:

@@ -57,6 +57,7 @@ PARTS = {
 """By name, in order; the last have what time the others leave them of `SECONDS`."""
 SEVERAL = {"D engines": Part(engines.several, 120, tiny=True)}
 """Where there are several GPUs, with time of their own."""
+LATE = "took more than"
 SECONDS = 480
 """Of all parts of one GPU together."""
 
@@ -94,7 +95,8 @@ def run_check(config: Path, out: Path, dry: bool = False, only: str = "") -> int
         only: a prefix of the names of parts.
 
     Returns:
-        0; 1 where a part failed or a figure of correctness breaks its promise; 2 without a GPU.
+        0; 1 where a part failed or a figure of correctness breaks its promise; 2 without a GPU. A
+        measurement of speed that there was no time for is no failure.
 
     Raises:
         ConfigError: the configuration cannot be used.
@@ -108,6 +110,7 @@ def run_check(config: Path, out: Path, dry: bool = False, only: str = "") -> int
     public = ("model.text.weights=null", "model.image.weights=null")
     found: dict[str, list[CheckedFigure]] = {}
     failures: dict[str, str] = {}
+    wrong = 0
     left = float(SECONDS)
     for name, part in parts.items():
         if not name.startswith(only):
@@ -122,6 +125,8 @@ def run_check(config: Path, out: Path, dry: bool = False, only: str = "") -> int
         left -= taken
         if failure:
             failures[name] = failure
+            only_late = name.startswith("C") and failure.startswith(LATE)
+            wrong += not only_late
         print(f"{name}: {failure or 'done'}, {taken:.0f} s", flush=True)
     _add_demand(found)
     if not dry:
@@ -133,11 +138,11 @@ def run_check(config: Path, out: Path, dry: bool = False, only: str = "") -> int
         for figure in figures
     )
     write_text(out / "figures.jsonl", "\n".join(lines) + "\n")
-    wrong = [f for each in found.values() for f in each if f.correctness and not f.holds]
-    for figure in wrong:
+    for figure in (f for each in found.values() for f in each if f.correctness and not f.holds):
+        wrong += 1
         print(f"wrong: {figure.name}: {figure.value:g}", file=sys.stderr)
     print(f"\nwritten to {out}")
-    return 1 if wrong or failures else 0
+    return 1 if wrong else 0
 
 
 def _in_process(name: str, part: Part, setting: Setting) -> tuple[list[CheckedFigure], str | None]:
@@ -154,7 +159,7 @@ def _in_process(name: str, part: Part, setting: Setting) -> tuple[list[CheckedFi
     if process.is_alive():
         process.kill()
         process.join()
-        failure = f"took more than {part.limit:.0f} s"
+        failure = f"{LATE} {part.limit:.0f} s"
     elif process.exitcode:
         failure = f"failed, see {log}"
     lines = figures.read_text(encoding="utf-8").splitlines()

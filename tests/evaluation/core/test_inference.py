@@ -37,6 +37,20 @@ def test_a_gpu_with_bf16_computes_in_it_and_float32_products_in_tf32(able, kind,
     assert state(GPU) == (None, "highest")
 
 
+def test_tf32_ends_with_the_last_of_several_threads():
+    with (
+        patch("torch.cuda.is_bf16_supported", return_value=True),
+        patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False),
+    ):
+        first, second = inference(GPU, None), inference(GPU, None)
+        for context in (first, second):
+            context.__enter__()
+        first.__exit__(None, None, None)
+        assert torch.get_float32_matmul_precision() == "high"
+        second.__exit__(None, None, None)
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
 @pytest.mark.parametrize(("precision", "kind"), [("float32", None), ("bf16", torch.bfloat16)])
 def test_a_gpu_computes_in_what_is_asked_for(precision, kind):
     with (

@@ -77,9 +77,9 @@ def attach(
         ValueError: another model, layers of attention that are not known, encodings of
             cross-modal attention, options that the encoding lacks, dropped patches (which lie on
             no grid) under an encoding of attention, `fused` where no layer of attention has an
-            encoding, or "flex" where a layer has an encoding that reads probabilities, no lookup,
-            another one's bias or the model's own, or dropout of probabilities. A mask that comes
-            with a batch is logged.
+            encoding, or "flex" where a layer has an encoding that reads probabilities, another
+            one's bias or the model's own, or drops probabilities as it is. Layers without a
+            lookup, and a mask that comes with a batch, are logged when they run.
     """
     if absolute not in ("keep", "drop"):
         raise ValueError(f"absolute is 'keep' or 'drop', not {absolute!r}")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vlp.layers.backbones.adapters import Adapter, SwinAdapter
-from vlp.layers.flex import departure
+from vlp.layers.flex import NO_LOOKUPS, departure
 from vlp.positions.base import PositionEncoding
 
 OWN_BIASES = ("relative_position_bias_table", "cpb_mlp", "rel_pos", "rel_pos_h")
@@ -39,8 +39,8 @@ def refuse_departures(
             continue
         taken = drop and isinstance(adapter, SwinAdapter)
         biased = not taken and any(getattr(layer, one, None) is not None for one in OWN_BIASES)
-        reason = departure(encodings, biased, _dropout(layer) > 0)
-        if reason is not None:
+        reason = departure(encodings, biased, layer.training and _dropout(layer) > 0)
+        if reason not in (None, NO_LOOKUPS):  # one that is attached next may look up
             raise ValueError(f"fused='flex' cannot be, because {reason}")
 
 
