@@ -38,7 +38,7 @@ from evaluation.benchmarks.stand_ins import StandIns, random_model
 from evaluation.core.eval_mode import inference
 from evaluation.core.feature_cache import GIBIBYTE
 from evaluation.core.work_sharding import Ranks
-from evaluation.retrieval.pair_scoring import PairScorer
+from evaluation.retrieval.pair_scoring import PairScorer, match_batch_for
 from evaluation.retrieval.rerank import CandidatePairs, match_pairs, nearest_pairs, reranked_ranks
 from evaluation.retrieval.search import Search, search
 from evaluation.retrieval.two_stages import DIRECTIONS, Direction
@@ -58,7 +58,7 @@ class Sizes(NamedTuple):
     texts: int = 5000
     nearest: int = 128
     rounds: int = 2
-    match_batch: int = 64
+    match_batch: int | None = None
 
 
 class RerankTimes(NamedTuple):
@@ -149,7 +149,8 @@ class _Set:
     def ours(self, pairs: CandidatePairs) -> NDArray[np.float32]:
         """Scores of some pairs as `evaluation retrieval` finds them."""
         groups, order = self.scorer.groups(pairs), self.scorer.order(pairs)
-        return match_pairs(pairs, self.scorer, groups, order, self.sizes.match_batch, ranks=Ranks())
+        batch = match_batch_for(self.stand_ins.device, self.sizes.match_batch)
+        return match_pairs(pairs, self.scorer, groups, order, batch, ranks=Ranks())
 
     def shelves_of(self, image: int) -> list[CandidatePairs]:
         """All pairs of an image, by shelf of texts."""

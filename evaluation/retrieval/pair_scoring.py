@@ -27,6 +27,14 @@ TOKENS_HELD = 2**18
 """Of texts, padding counted; a gibibyte of prepared states at width 768."""
 
 
+def match_batch_for(device: torch.device, given: int | None = None) -> int:
+    """Return the most pairs of one call: as given, or what a device is busy with.
+
+    A GPU is done with 64 short texts before the next call is there.
+    """
+    return given or (64 if device.type == "cpu" else 1024)
+
+
 class Encoded(Protocol):
     """Blocks of encoded images and captions, and what scores pairs of them: an `Encoder`."""
 

@@ -148,7 +148,7 @@ def evaluate_retrieval(
     temperature: float | None = None,
     limit: int | None = None,
     batch: int = 64,
-    match_batch: int = 64,
+    match_batch: int | None = None,
     device: torch.device | str | None = None,
     precision: Precision | None = None,
     workers: int | None = None,
@@ -177,7 +177,7 @@ def evaluate_retrieval(
         temperature: of the similarity in "sum"; None is the model's own.
         limit: only the first so many samples.
         batch: images or captions of one encoder call.
-        match_batch: most pairs of one cross-modal call.
+        match_batch: most pairs of one cross-modal call; None: 64 on a CPU, 1,024 elsewhere.
         device: where to compute; None is this rank's GPU, or the CPU.
         precision: of encoders and cross-modal encoder; None: bf16 on a GPU, float32
             elsewhere; similarities are float32 in any case.

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from evaluation.core.encoder import Collection
 from evaluation.core.work_sharding import Ranks
-from evaluation.retrieval.pair_scoring import Encoded, PairScorer
+from evaluation.retrieval.pair_scoring import Encoded, PairScorer, match_batch_for
 from evaluation.retrieval.query_bank import normalised_sides
 from evaluation.retrieval.rerank import look_up, match_pairs, nearest_pairs, reranked_ranks
 from evaluation.retrieval.search import Search, search
@@ -27,7 +27,7 @@ def ranks_of_right(
     collection: Collection,
     rerank: int = 0,
     temperature: float | None = None,
-    match_batch: int = 64,
+    match_batch: int | None = None,
     ranks: Ranks | None = None,
     quiet: bool = True,
     bank: Collection | None = None,
@@ -40,7 +40,7 @@ def ranks_of_right(
         collection: global features of all images and captions.
         rerank: candidates of each query that the cross-modal encoder sees; 0 is none.
         temperature: of the similarity that is added to the cross-modal score; None adds none.
-        match_batch: most pairs of one cross-modal call.
+        match_batch: most pairs of one cross-modal call; None: `match_batch_for` the device.
         ranks: who shares the work.
         quiet: no bar.
         bank: other pairs, by whose queries similarities are normalised.
@@ -84,7 +84,7 @@ def _rerank_scores(
     encoded: Encoded,
     collection: Collection,
     found: Mapping[Direction, Search],
-    batch: int,
+    match_batch: int | None,
     ranks: Ranks,
     quiet: bool,
 ) -> dict[Direction, NDArray[np.floating]]:
@@ -97,7 +97,7 @@ def _rerank_scores(
             scorer,
             scorer.groups(pairs),
             scorer.order(pairs),
-            batch,
+            match_batch_for(encoded.device, match_batch),
             ranks=ranks,
             step=bar.update,
         )

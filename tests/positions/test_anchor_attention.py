@@ -99,6 +99,19 @@ def test_half_precision_within_rounding(dtype):
         assert error <= 1.5 * usual + rounding, name
 
 
+@pytest.mark.parametrize("mode", ["contextual", "bias"])
+@pytest.mark.parametrize("text_queries", [True, False])
+def test_bfloat16_over_many_keys_errs_no_more_than_the_explicit_path(text_queries, mode):
+    """A row's mean gradient, taken from a rounded output, would err four times as much."""
+    layer, field = layer_and_field((8, 8), 30, channels=64, groups=8, mode=mode)
+    exact = run(layer, field, False, text_queries)
+    half = type(field)(*(x.bfloat16() for x in field))
+    explicit, kernel = (run(layer.bfloat16(), half, k, text_queries) for k in (False, True))
+    for name, expected in exact.items():
+        error, usual = ((x[name].float() - expected).norm() for x in (kernel, explicit))
+        assert error <= 1.2 * usual, name
+
+
 @given(
     grid=st.tuples(st.integers(1, 3), st.integers(1, 3)),
     words=st.integers(1, 4),
@@ -190,11 +203,16 @@ def test_a_compiled_layer_that_runs_unfused_says_so_once(caplog):
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("text_queries", [True, False])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
-def test_on_a_gpu(options, text_queries, dtype, tolerance):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu(options, text_queries, dtype):
     layer, field = layer_and_field((16, 16), 30, 12, 64, 8, rows=4, **options)
     exact = run(layer, field, False, text_queries)
     layer, field = layer.to("cuda", dtype), type(field)(*(x.to("cuda", dtype) for x in field))
     first, second = (run(layer, field, True, text_queries) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
-    assert_equal(exact, {name: x.cpu().float() for name, x in first.items()}, tolerance)
+    if dtype == torch.float32:
+        return assert_equal(exact, {name: x.cpu() for name, x in first.items()}, 1e-4)
+    explicit = run(layer, field, False, text_queries)
+    for name, expected in exact.items():
+        error, usual = ((x[name].cpu().float() - expected).norm() for x in (first, explicit))
+        assert error <= 1.5 * usual, name

@@ -244,5 +244,5 @@ def test_on_a_gpu(grid, tokens, groups, text_window, patch_window, metric):
     assert_equal(plain, kernel)
     leaf = distance.requires_grad_()
     path, _ = anchor_path(leaf, grid, mask, text_window, patch_window, metric)
-    assert "WindowedPath" in str(path.grad_fn.next_functions)  # below the view
+    assert "windowed_path" in str(path.grad_fn.next_functions)  # below the view
     torch.testing.assert_close(path.detach(), kernel[0], rtol=0, atol=0)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -41,6 +43,7 @@ def interpreted() -> Iterator[None]:
         builder = interpreter.interpreter_builder
         unchecked = dataclasses.replace(builder.options, sanitize_overflow=False)
         patch.setattr(builder, "options", unchecked)
+        patch.setattr(interpreter, "_convert_float", _rounded(interpreter._convert_float))
         for name, module in {**MODULES, "anchor": anchor_triton}.items():
             spec = importlib.util.spec_from_file_location(f"{name}_interpreted", module.__file__)
             assert spec is not None
@@ -64,3 +67,17 @@ def interpreted() -> Iterator[None]:
                 setattr(owner, name, value)
         for name in set(vars(owner)) - set(attributes):
             delattr(owner, name)
+
+
+def _rounded(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """Round float32 to the nearest bfloat16, as a GPU does; the interpreter cuts it off."""
+
+    def rounded(x: Any, kind: Any, into: Any, rounding_mode: Any) -> Any:
+        if (kind, into) == (triton.language.float32, triton.language.bfloat16):
+            bits = np.ascontiguousarray(x).view(np.uint32)
+            up = 0x7FFF + ((bits >> 16) & 1)
+            found = np.where(np.isnan(x), bits | 0x400000, bits + up) >> 16
+            return found.astype(np.uint16)
+        return convert(x, kind, into, rounding_mode)
+
+    return rounded

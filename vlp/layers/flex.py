@@ -23,6 +23,20 @@ from vlp.positions.lookup import Lookup, LookupPosition
 
 logger = logging.getLogger(__name__)
 
+BLOCKS: Any = {
+    "BLOCK_M": 64,
+    "BLOCK_N": 64,
+    "BLOCK_M1": 32,
+    "BLOCK_N1": 64,
+    "BLOCK_M2": 64,
+    "BLOCK_N2": 32,
+}
+"""Queries and keys of a block, forward and in the two halves of the backward pass.
+
+Beside them the kernel holds a block of ids and of looked up numbers for each term: PyTorch's own
+sizes of 128 take more shared memory than an H100 has.
+"""
+
 
 def flex_attend(
     query: Tensor,
@@ -49,17 +63,13 @@ def flex_attend(
     Raises:
         RuntimeError: on a GPU it cannot be compiled into one kernel (from PyTorch).
     """
-    whole = (*query.shape[:3], -1)
-    terms = [lookup._replace(per_row=lookup.per_row.expand(whole)) for lookup in lookups]
+    terms = [term for lookup in lookups for term in _terms(lookup, (*query.shape[:3], -1))]
 
     def add(logit: Tensor, batch: Tensor, head: Tensor, asks: Tensor, answers: Tensor) -> Tensor:
-        for per_row, ids, of_keys in terms:
+        for per_row, pairs, of_keys in terms:
             token = answers if of_keys else asks
-            if ids is None:
-                logit = logit + per_row[batch, head, token, 0]
-                continue
-            for pairs in ids.unbind():
-                logit = logit + per_row[batch, head, token, pairs[asks, answers]]
+            row = 0 if pairs is None else pairs[asks, answers]
+            logit = logit + per_row[batch, head, token, row]
         return logit
 
     if torch.compiler.is_compiling():  # part of the graph around it
@@ -68,8 +78,18 @@ def flex_attend(
         kernel = _unfused()
     else:
         kernel = _compiled(_form(query, key, value, terms, scale))
-    out: Tensor = kernel(query, key, value, score_mod=add, scale=scale)
+    out: Tensor = kernel(query, key, value, score_mod=add, scale=scale, kernel_options=BLOCKS)
     return out
+
+
+def _terms(lookup: Lookup, shape: tuple[int, ...]) -> list[Lookup]:
+    """Split a lookup into terms of one table of ids each, int32: the kernel holds blocks of them.
+
+    Every term has a view of the numbers of its own, as the kernel has a gradient of a tensor only
+    where it is read once.
+    """
+    tables = [None] if lookup.ids is None else lookup.ids.int().unbind()
+    return [lookup._replace(per_row=lookup.per_row.expand(shape), ids=ids) for ids in tables]
 
 
 NO_LOOKUPS = "no encoding adds lookups to the logits"

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Results = tuple[Tensor, Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -103,12 +104,11 @@ def _attention(
     terms: Tensor,
     heads: int,
     scale: float,
-) -> tuple[Tensor, Tensor]:
+) -> Results:
     inputs = _Inputs(query, key, value, path, mask, query_mean, key_mean, terms, heads, True)
-    out = query.new_empty(query.shape)
-    rows = query.new_empty(len(query), heads, 2, query.shape[1], dtype=torch.float32)
-    inputs.launch("forward", inputs.query_blocks * heads, scale, out, rows)
-    return out, rows
+    results = _results(query, key, heads)
+    inputs.launch("forward", inputs.query_blocks * heads, scale, *results)
+    return results
 
 
 @torch.library.custom_op("vlp::anchor_attention_backward", mutates_args=())
@@ -122,6 +122,7 @@ def _attention_backward(
     key_mean: Tensor | None,
     terms: Tensor,
     out: Tensor,
+    rest: Tensor,
     rows: Tensor,
     above: Tensor,
     heads: int,
@@ -134,7 +135,7 @@ def _attention_backward(
     shares = query.new_empty(len(query), *terms.shape, dtype=torch.float32)
     above = above.contiguous()
     inputs.launch(
-        "backward", heads, scale, out, rows, above, *gradients, sums, shares, ONE_BLOCK=single
+        "backward", heads, scale, out, rest, rows, above, *gradients, sums, shares, ONE_BLOCK=single
     )
     return (*gradients, shares.sum(0))  # type: ignore[return-value]
 
@@ -150,6 +151,7 @@ def _path_gradient(
     key_mean: Tensor | None,
     terms: Tensor,
     out: Tensor,
+    rest: Tensor,
     rows: Tensor,
     above: Tensor,
     heads: int,
@@ -158,7 +160,7 @@ def _path_gradient(
     inputs = _Inputs(query, key, value, path, mask, query_mean, key_mean, terms, heads)
     gradient = path.new_empty(path.shape)
     programs = inputs.query_blocks * inputs.key_blocks * path.shape[3]
-    inputs.launch("path", programs, scale, out, rows, above.contiguous(), gradient)
+    inputs.launch("path", programs, scale, out, rest, rows, above.contiguous(), gradient)
     return gradient
 
 
@@ -214,6 +216,21 @@ def block_sizes(
     return found | {"num_warps": 4 if forward else 8}
 
 
+def _results(query: Tensor, key: Tensor, heads: int) -> Results:
+    """Make the output, what rounding takes off it, and two numbers of each row.
+
+    The backward pass subtracts from the gradients of a row's weights their mean, which it takes
+    from the output where the keys fill several blocks. Rounded to bfloat16 the output would leave
+    there several times the error of the explicit path, so the rest of it is kept, too.
+    """
+    channels = query.shape[2] // heads
+    blocks = block_sizes(query.shape[1], key.shape[1], channels, query.dtype, forward=False)
+    has_rest = query.dtype != torch.float32 and key.shape[1] > blocks["KEYS"]
+    rest = query.new_empty(query.shape if has_rest else 0)
+    rows = query.new_empty(len(query), heads, 2, query.shape[1], dtype=torch.float32)
+    return query.new_empty(query.shape), rest, rows
+
+
 class _Inputs:
     """What all kernels of one attention are given, in the order and the form they take it."""
 
@@ -259,14 +276,27 @@ class _Inputs:
         }
 
     def launch(
-        self, kernel: str, programs: int, scale: float, *results: Tensor, **options: bool
+        self,
+        kernel: str,
+        programs: int,
+        scale: float,
+        out: Tensor,
+        rest: Tensor,
+        *results: Tensor,
+        **options: bool,
     ) -> None:
         """Run a kernel with `programs` programs a pair."""
         if not self.pairs * programs:
             return
-        with torch.cuda.device(results[0].get_device()):
+        with torch.cuda.device(out.get_device()):
             getattr(_kernels("anchor_attention"), f"{kernel}_kernel")[(self.pairs * programs,)](
-                *self.tensors, *results, *self.sizes, scale, **self.options, **options
+                *self.tensors,
+                *(out, rest, *results),
+                *self.sizes,
+                scale,
+                HAS_REST=rest.numel() > 0,
+                **self.options,
+                **options,
             )
 
 
@@ -294,15 +324,15 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     *tensors, heads, scale = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.heads, ctx.scale = heads, scale
-    ctx.mark_non_differentiable(output[1])
+    ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # else zeros are made for what has no gradient
 
 
-def _differentiate(ctx: Any, above: Tensor, _: None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, above: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
     query_mean, key_mean, terms = tensors[5:8]
     arguments = (*tensors, above, ctx.heads, ctx.scale)
@@ -331,10 +361,8 @@ def _differentiate_tables(ctx: Any, above: Tensor) -> tuple[Tensor | None, ...]:
 
 
 @_attention.register_fake
-def _(query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    heads = arguments[-2]
-    rows = query.new_empty(query.shape[0], heads, 2, query.shape[1], dtype=torch.float32)
-    return query.new_empty(query.shape), rows
+def _(query: Tensor, key: Tensor, *arguments: Any) -> Results:
+    return _results(query, key, heads=arguments[-2])
 
 
 @_attention_backward.register_fake

@@ -40,6 +40,24 @@ def _store(
 
 
 @triton.jit
+def _rest(x: tl.tensor, kind: tl.constexpr) -> tl.tensor:
+    """What rounding takes off float32 numbers."""
+    return (x - x.to(kind).to(tl.float32)).to(kind)
+
+
+@triton.jit
+def _level(
+    out: tl.tensor, rest: tl.tensor, of_out: tl.tensor, token: tl.tensor, tokens: tl.tensor,
+    width: tl.tensor, CHANNELS: tl.constexpr, WIDE: tl.constexpr, HAS_REST: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Products of outputs and their gradients: what those of a row's weights have in the mean."""
+    found = _tile(out, token, tokens, width, CHANNELS, WIDE).to(tl.float32)
+    if HAS_REST:
+        found += _tile(rest, token, tokens, width, CHANNELS, WIDE).to(tl.float32)
+    return tl.sum(of_out.to(tl.float32) * found, 1)
+
+
+@triton.jit
 def _logits(
     query: tl.tensor, key: tl.tensor, path: tl.tensor, here: tl.tensor, inside: tl.tensor,
     path_group: tl.tensor, slopes: tl.tensor, mask: tl.tensor, asking: tl.tensor,
@@ -64,15 +82,19 @@ def _logits(
 def forward_kernel(
     query: tl.tensor, key: tl.tensor, value: tl.tensor, path: tl.tensor, mask: tl.tensor,
     query_mean: tl.tensor, key_mean: tl.tensor, terms: tl.tensor,
-    out: tl.tensor, rows: tl.tensor,
+    out: tl.tensor, rest: tl.tensor, rows: tl.tensor,
     query_pair: tl.tensor, key_pair: tl.tensor, value_pair: tl.tensor,
     path_pair: tl.tensor, path_query: tl.tensor, path_key: tl.tensor, path_group: tl.tensor,
     queries: tl.tensor, keys: tl.tensor, heads: tl.tensor, scale: tl.tensor,
     GROUPS: tl.constexpr, MANY: tl.constexpr, CHANNELS: tl.constexpr, WIDE: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_REST: tl.constexpr,
     CONTEXTUAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the output (B, Q, width), and each row's largest logit and sum of exponentials."""
+    """Write the output (B, Q, width), and each row's largest logit and sum of exponentials.
+
+    With `HAS_REST`, what rounding takes off the output as well, and the weights of the sum are not
+    rounded either.
+    """
     head = tl.program_id(0) % heads
     block = (tl.program_id(0) // heads) % tl.cdiv(queries, QUERIES)
     pair = (tl.program_id(0) // heads // tl.cdiv(queries, QUERIES)).to(tl.int64)
@@ -121,6 +143,8 @@ def forward_kernel(
         total = total * shrink + tl.sum(weight, 1)
         gathered *= shrink[:, None]
         gathered += tl.dot(weight.to(kind), v, input_precision=PRECISION)
+        if HAS_REST:
+            gathered += tl.dot(_rest(weight, kind), v, input_precision=PRECISION)
         if CONTEXTUAL:
             along *= shrink[:, None]
             for group in tl.range(0, GROUPS, disable_licm=True):
@@ -131,12 +155,17 @@ def forward_kernel(
                 along += tl.where(groups[None, :] == group, added, 0.0)
     if CONTEXTUAL:
         embed = _tile(terms + GROUPS * width, groups, GROUPS, width, CHANNELS, WIDE).to(kind)
-        along = (along / total[:, None]).to(kind)
-        gathered = gathered / total[:, None] + tl.dot(along, embed, input_precision=PRECISION)
+        along /= total[:, None]
+        gathered /= total[:, None]
+        gathered += tl.dot(along.to(kind), embed, input_precision=PRECISION)
+        if HAS_REST:
+            gathered += tl.dot(_rest(along, kind), embed, input_precision=PRECISION)
     else:
         gathered /= total[:, None]
-    out += pair * queries * width + column
-    _store(out, gathered.to(kind), asks, queries, width, CHANNELS, WIDE)
+    place = pair * queries * width + column
+    _store(out + place, gathered.to(kind), asks, queries, width, CHANNELS, WIDE)
+    if HAS_REST:
+        _store(rest + place, _rest(gathered, kind), asks, queries, width, CHANNELS, WIDE)
     rows += (pair * heads + head) * 2 * queries + asks
     tl.store(rows, largest, mask=asks < queries)
     tl.store(rows + queries, total, mask=asks < queries)
@@ -146,14 +175,14 @@ def forward_kernel(
 def backward_kernel(
     query: tl.tensor, key: tl.tensor, value: tl.tensor, path: tl.tensor, mask: tl.tensor,
     query_mean: tl.tensor, key_mean: tl.tensor, terms: tl.tensor,
-    out: tl.tensor, rows: tl.tensor, above: tl.tensor,
+    out: tl.tensor, rest: tl.tensor, rows: tl.tensor, above: tl.tensor,
     query_gradient: tl.tensor, key_gradient: tl.tensor, value_gradient: tl.tensor,
     query_sum: tl.tensor, shares: tl.tensor,
     query_pair: tl.tensor, key_pair: tl.tensor, value_pair: tl.tensor,
     path_pair: tl.tensor, path_query: tl.tensor, path_key: tl.tensor, path_group: tl.tensor,
     queries: tl.tensor, keys: tl.tensor, heads: tl.tensor, scale: tl.tensor,
     GROUPS: tl.constexpr, MANY: tl.constexpr, CHANNELS: tl.constexpr, WIDE: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, ONE_BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_REST: tl.constexpr, ONE_BLOCK: tl.constexpr,
     CONTEXTUAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write the gradients of the states, and each pair's share in that of the terms.
@@ -229,8 +258,13 @@ def backward_kernel(
                     along += tl.where(chosen, tl.sum(weight * steps, 1)[:, None], 0.0)
                 along = tl.trans(along.to(kind))
                 table_share += tl.dot(along, of_out, input_precision=PRECISION)
-            result = _tile(out + place, asks, queries, width, CHANNELS, WIDE)
-            level = tl.sum(of_out.to(tl.float32) * result.to(tl.float32), 1)
+            if ONE_BLOCK:
+                level = tl.sum(weight * of_weight, 1)
+            else:
+                level = _level(
+                    out + place, rest + place, of_out, asks, queries, width, CHANNELS, WIDE,
+                    HAS_REST,
+                )  # fmt: skip
             of_logits = weight * (of_weight - level[:, None])
             if not CONTEXTUAL:
                 for group in tl.range(0, GROUPS, disable_licm=True):
@@ -280,12 +314,12 @@ def backward_kernel(
 def path_kernel(
     query: tl.tensor, key: tl.tensor, value: tl.tensor, path: tl.tensor, mask: tl.tensor,
     query_mean: tl.tensor, key_mean: tl.tensor, terms: tl.tensor,
-    out: tl.tensor, rows: tl.tensor, above: tl.tensor, path_gradient: tl.tensor,
+    out: tl.tensor, rest: tl.tensor, rows: tl.tensor, above: tl.tensor, path_gradient: tl.tensor,
     query_pair: tl.tensor, key_pair: tl.tensor, value_pair: tl.tensor,
     path_pair: tl.tensor, path_query: tl.tensor, path_key: tl.tensor, path_group: tl.tensor,
     queries: tl.tensor, keys: tl.tensor, heads: tl.tensor, scale: tl.tensor,
     GROUPS: tl.constexpr, MANY: tl.constexpr, CHANNELS: tl.constexpr, WIDE: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_REST: tl.constexpr,
     CONTEXTUAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write the gradient of one group's paths, (B, Q, K, G) contiguous: a sum over the heads.
@@ -296,9 +330,9 @@ def path_kernel(
     program = tl.program_id(0)
     group = program % GROUPS
     key_block = (program // GROUPS) % tl.cdiv(keys, KEYS)
-    rest = program // GROUPS // tl.cdiv(keys, KEYS)
-    asks = (rest % tl.cdiv(queries, QUERIES)) * QUERIES + tl.arange(0, QUERIES)
-    pair = (rest // tl.cdiv(queries, QUERIES)).to(tl.int64)
+    block = program // GROUPS // tl.cdiv(keys, KEYS)
+    asks = (block % tl.cdiv(queries, QUERIES)) * QUERIES + tl.arange(0, QUERIES)
+    pair = (block // tl.cdiv(queries, QUERIES)).to(tl.int64)
     answers = key_block * KEYS + tl.arange(0, KEYS)
     inside = (asks[:, None] < queries) & (answers[None, :] < keys)
     here = asks[:, None] * path_query + answers[None, :] * path_key
@@ -338,8 +372,9 @@ def path_kernel(
             sum_of_heads += weight * slope[:, None]
         else:
             v = _tile(value + pair * value_pair + column, answers, keys, width, CHANNELS, WIDE)
-            result = _tile(out + place, asks, queries, width, CHANNELS, WIDE)
-            level = tl.sum(of_out.to(tl.float32) * result.to(tl.float32), 1)
+            level = _level(
+                out + place, rest + place, of_out, asks, queries, width, CHANNELS, WIDE, HAS_REST
+            )
             of_weight = tl.dot(of_out, tl.trans(v), input_precision=PRECISION) - level[:, None]
             slope = tl.load(terms + group * heads + head).to(tl.float32)
             sum_of_heads += weight * of_weight * slope

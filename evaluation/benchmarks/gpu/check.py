@@ -9,7 +9,9 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,27 +34,35 @@ from vlp.training.config import PretrainConfig
 
 
 class Part(NamedTuple):
-    """One part: what measures, seconds that it may take, whether it is small on a GPU, too."""
+    """One part: what measures, seconds that it may take.
+
+    beside: it measures no speed, and runs beside others; tiny: small on a GPU, too.
+    """
 
     measure: Callable[[Setting], Iterator[CheckedFigure]]
     limit: float
+    beside: bool = False
     tiny: bool = False
 
 
 PARTS = {
-    "A device": Part(device.measure, 20),
-    "B kernels": Part(kernels.kernels, 90),
-    "B losses": Part(correctness.losses, 60, tiny=True),
-    "B tasks": Part(correctness.tasks, 30, tiny=True),
-    "B waits": Part(waits.waits, 20, tiny=True),
-    "B engines": Part(engines.resuming, 60, tiny=True),
-    "C step": Part(speed.whole_steps, 150),
-    "C blocks": Part(speed.blocks, 60),
-    "C ACE-RPE": Part(speed.anchors, 70),
+    "A device": Part(device.measure, 30),
+    "B kernels": Part(kernels.kernels, 150, beside=True),
+    "B losses": Part(correctness.losses, 150, beside=True, tiny=True),
+    "B tasks": Part(correctness.tasks, 90, beside=True, tiny=True),
+    "B waits": Part(waits.waits, 90, beside=True, tiny=True),
+    "B engines": Part(engines.resuming, 150, beside=True, tiny=True),
+    "C compiling blocks": Part(speed.compiling_blocks, 150, beside=True),
+    "C compiling without ACE-RPE": Part(speed.compiling_anchors, 150, beside=True),
+    "C compiling step": Part(speed.compiling_steps, 150, beside=True),
+    "C blocks": Part(speed.blocks, 90),
+    "C step": Part(speed.whole_steps, 90),
+    "C ACE-RPE": Part(speed.anchors, 90),
+    "C encodings": Part(speed.encodings, 90),
+    "C re-ranking": Part(speed.reranking, 60),
     "C equal work": Part(equal_work.equal_work, 40),
-    "C re-ranking": Part(speed.reranking, 40),
-    "C loader": Part(speed.loading, 20),
-    "C encodings": Part(speed.encodings, 50),
+    "C loader": Part(speed.loading, 30),
+    "C sizes": Part(speed.sizes, 120),
 }
 """By name, in order; the last have what time the others leave them of `SECONDS`."""
 SEVERAL = {"D engines": Part(engines.several, 120, tiny=True)}
@@ -110,24 +120,28 @@ def run_check(config: Path, out: Path, dry: bool = False, only: str = "") -> int
     public = ("model.text.weights=null", "model.image.weights=null")
     found: dict[str, list[CheckedFigure]] = {}
     failures: dict[str, str] = {}
-    wrong = 0
-    left = float(SECONDS)
-    for name, part in parts.items():
-        if not name.startswith(only):
-            continue
+    chosen = {name: part for name, part in parts.items() if name.startswith(only)}
+    ends = time.monotonic() + SECONDS
+
+    def run(name: str, part: Part) -> None:
         changes = (*public, *(_TINY if dry or part.tiny else ()))
         rows = (4,) if dry else (32, 64, 128)
         setting = Setting(load_config(config, PretrainConfig, changes), rows, place, dry, out)
-        began = time.perf_counter()
-        limit = part.limit if name in SEVERAL else max(0.0, min(part.limit, left))
+        began = time.monotonic()
+        limit = part.limit if name in SEVERAL else max(0.0, min(part.limit, ends - began))
         found[name], failure = _in_process(name, part._replace(limit=limit), setting)
-        taken = time.perf_counter() - began
-        left -= taken
         if failure:
             failures[name] = failure
-            only_late = name.startswith("C") and failure.startswith(LATE)
-            wrong += not only_late
-        print(f"{name}: {failure or 'done'}, {taken:.0f} s", flush=True)
+        print(f"{name}: {failure or 'done'}, {time.monotonic() - began:.0f} s", flush=True)
+
+    fork = multiprocessing.get_context("forkserver")
+    fork.set_forkserver_preload([__name__, "vlp.training.engines.deepspeed"])
+    for several in _turns(chosen, dry):
+        with ThreadPoolExecutor(len(several)) as pool:
+            list(pool.map(run, several, (chosen[name] for name in several)))
+    found = {name: found[name] for name in chosen}
+    late = {n for n, failure in failures.items() if n.startswith("C") and LATE in failure}
+    wrong = len(failures.keys() - late)
     _add_demand(found)
     if not dry:
         print(f"\n{_table(found)}")
@@ -145,13 +159,19 @@ def run_check(config: Path, out: Path, dry: bool = False, only: str = "") -> int
     return 1 if wrong else 0
 
 
+def _turns(parts: Mapping[str, Part], dry: bool) -> Iterator[list[str]]:
+    """Yield names of parts that run at one time; a dry run, on few cores, does one by one."""
+    for beside, group in groupby(parts, lambda name: parts[name].beside and not dry):
+        names = list(group)
+        yield from [names] if beside else ([name] for name in names)
+
+
 def _in_process(name: str, part: Part, setting: Setting) -> tuple[list[CheckedFigure], str | None]:
     """Run a part; return its figures, those before a failure, too, and the failure."""
     stem = setting.out / name.replace(" ", "_")
     figures, log = stem.with_suffix(".jsonl"), stem.with_suffix(".log")
     figures.write_text("", encoding="utf-8")
     fork = multiprocessing.get_context("forkserver")
-    fork.set_forkserver_preload([__name__, "vlp.training.engines.deepspeed"])
     process = fork.Process(target=_run, args=(part.measure, setting, figures, log))
     process.start()
     process.join(part.limit if not setting.dry else None)

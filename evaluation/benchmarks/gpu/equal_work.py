@@ -32,7 +32,8 @@ _CPU = torch.device("cpu")
 
 def equal_work(setting: Setting) -> Iterator[CheckedFigure]:
     """Time the variants by turns, as written, in sizes of ALBEF's pretraining."""
-    rows, precision, steps = setting.rows[0], setting.precision, 1 if setting.dry else 5
+    rows, precision = setting.middle, setting.precision
+    steps = 1 if setting.dry else 5
     sizes = StepSizes(768, 12, 6, 6, 256, rows, 30, 65536)
     if setting.dry:
         sizes = StepSizes(64, 1, 1, 1, 32, rows, 12, 16)

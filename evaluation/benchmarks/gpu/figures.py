@@ -25,6 +25,11 @@ class Setting(NamedTuple):
     out: Path
 
     @property
+    def middle(self) -> int:
+        """Pairs of the timed steps that the promises are of."""
+        return self.rows[len(self.rows) // 2]
+
+    @property
     def precision(self) -> Precision:
         """Number format of timed work."""
         return "float32" if self.dry else "bf16"

@@ -40,13 +40,14 @@ def test_every_part_runs_dry(tmp_path: Path) -> None:
     assert {
         f"waits for the device in one {kind} step" for kind in ("ordinary", "logged")
     } < measured
-    assert {f"pretraining, 4 pairs, {how}: launches" for how in ("step", "blocks")} < measured
+    ways = ("none", "blocks", "step")
+    assert {f"pretraining, 4 pairs, {how}: launches" for how in ways} < measured
     assert {f"ALBEF's sizes, 4 pairs, {name}" for name in (EQUAL, ALL)} < measured
-    assert sum(name.startswith("re-ranking, layout") for name in measured) == 6
+    assert sum("scores differ" in name for name in measured) == 3  # layouts
     assert all(figure["holds"] for figure in figures if figure["correctness"])
     assert sum(figure["correctness"] for figure in figures) > 30
-    for how in ("step", "blocks"):
-        assert (tmp_path / f"trace_{how}.json.gz").stat().st_size > 1000
+    for how in ways:
+        assert (tmp_path / f"trace_{how}_4.json.gz").stat().st_size > 1000
     page = (tmp_path / "check.md").read_text()
     assert "dry run" in page
     assert f"torch {version('torch')}" in page
@@ -111,6 +112,15 @@ def test_kernels_are_compared_with_the_explicit_path(
         )
         found = kernels.kernels(setting)
         assert not next(each for each in found if "from the explicit path" in each.name).holds
+        assert not next(each for each in found if "error, in the explicit" in each.name).holds
+
+
+@pytest.mark.parametrize("dry", [True, False])
+def test_parts_that_measure_no_speed_run_beside_each_other(dry: bool) -> None:
+    turns = list(check._turns(check.PARTS, dry))
+    assert [name for names in turns for name in names] == list(check.PARTS)
+    together = [names for names in turns if len(names) > 1]
+    assert together == ([] if dry else [[n for n, part in check.PARTS.items() if part.beside]])
 
 
 def test_waits_are_counted() -> None:
