@@ -52,17 +52,17 @@ PARTS = {
     "B tasks": Part(correctness.tasks, 90, beside=True, tiny=True),
     "B waits": Part(waits.waits, 90, beside=True, tiny=True),
     "B engines": Part(engines.resuming, 150, beside=True, tiny=True),
-    "C compiling blocks": Part(speed.compiling_blocks, 150, beside=True),
-    "C compiling without ACE-RPE": Part(speed.compiling_anchors, 150, beside=True),
-    "C compiling step": Part(speed.compiling_steps, 150, beside=True),
+    "C compiling blocks": Part(speed.compiling_blocks, 240, beside=True),
+    "C compiling without ACE-RPE": Part(speed.compiling_without_anchors, 240, beside=True),
+    "C compiling step": Part(speed.compiling_steps, 240, beside=True),
     "C blocks": Part(speed.blocks, 90),
-    "C step": Part(speed.whole_steps, 90),
     "C ACE-RPE": Part(speed.anchors, 90),
-    "C encodings": Part(speed.encodings, 90),
+    "C sizes": Part(speed.sizes, 60),
     "C re-ranking": Part(speed.reranking, 60),
+    "C encodings": Part(speed.encodings, 90),
     "C equal work": Part(equal_work.equal_work, 40),
     "C loader": Part(speed.loading, 30),
-    "C sizes": Part(speed.sizes, 120),
+    "C step": Part(speed.whole_steps, 120),
 }
 """By name, in order; the last have what time the others leave them of `SECONDS`."""
 SEVERAL = {"D engines": Part(engines.several, 120, tiny=True)}

@@ -33,6 +33,7 @@ from vlp.training.config import Compile, PretrainConfig
 from vlp.training.engines.compile import compile_task
 
 WORDS = 15
+WAYS: tuple[Compile, ...] = ("none", "blocks")
 # Share of the measured product rate, in percent, by pairs of a compiled step.
 PROMISED_SHARE = {64: 35.0, 128: 50.0}
 ACE_SHARE = 1.0
@@ -43,8 +44,7 @@ LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemsetAsync", "cudaMemcpy
 
 def blocks(setting: Setting) -> Iterator[CheckedFigure]:
     """Time steps of the middle number of pairs, compiled by `blocks` and as they are written."""
-    ways: tuple[Compile, ...] = ("blocks", "none")
-    return chain.from_iterable(_pretraining(setting, how, setting.middle) for how in ways)
+    return chain.from_iterable(_pretraining(setting, how, setting.middle) for how in WAYS)
 
 
 def whole_steps(setting: Setting) -> Iterator[CheckedFigure]:
@@ -53,34 +53,31 @@ def whole_steps(setting: Setting) -> Iterator[CheckedFigure]:
 
 
 def sizes(setting: Setting) -> Iterator[CheckedFigure]:
-    """Time steps of all other numbers of pairs, compiled by `blocks`."""
+    """Time steps of all other numbers of pairs, as they are written: each size is compiled anew."""
     others = [rows for rows in setting.rows if rows != setting.middle]
-    return chain.from_iterable(_pretraining(setting, "blocks", rows) for rows in others)
+    return chain.from_iterable(_pretraining(setting, "none", rows) for rows in others)
 
 
 def compiling_blocks(setting: Setting) -> Iterator[CheckedFigure]:
-    """Compile what `blocks` and `sizes` time, whose results the compiler keeps on disk."""
-    for rows in setting.rows[len(setting.rows) // 2 :]:
-        yield _compiling(setting, "blocks", rows)
+    """Compile what `blocks` times; the compiler keeps it on disk."""
+    yield _compiling(setting, "blocks")
 
 
-def compiling_anchors(setting: Setting) -> Iterator[CheckedFigure]:
-    """Compile what `anchors` and `sizes` time beside that."""
+def compiling_without_anchors(setting: Setting) -> Iterator[CheckedFigure]:
+    """Compile what `anchors` times beside that."""
     plain = setting._replace(config=overhead.variants(setting.config)[overhead.WITHOUT])
-    yield _compiling(plain, "blocks", setting.middle, " without ACE-RPE")
-    yield _compiling(setting, "blocks", setting.rows[0])
+    yield _compiling(plain, "blocks", " without ACE-RPE")
 
 
 def compiling_steps(setting: Setting) -> Iterator[CheckedFigure]:
     """Compile what `whole_steps` times."""
-    yield _compiling(setting, "step", setting.middle)
+    yield _compiling(setting, "step")
 
 
-def _compiling(setting: Setting, how: Compile, rows: int, of: str = "") -> CheckedFigure:
-    batch = random_batch(setting.config.inputs, rows, WORDS).to(setting.device)
+def _compiling(setting: Setting, how: Compile, of: str = "") -> CheckedFigure:
+    batch = random_batch(setting.config.inputs, setting.middle, WORDS).to(setting.device)
     seconds = Trainee(setting.config, setting.device, how, setting.backend).run(batch, 1)
-    _forget()
-    name = f"pretraining{of}, {rows} pairs, {how}: first step, beside other parts"
+    name = f"pretraining{of}, {setting.middle} pairs, {how}: first step, beside other parts"
     return CheckedFigure(name, seconds, "s")
 
 
@@ -154,8 +151,7 @@ def anchors(setting: Setting) -> Iterator[CheckedFigure]:
         rounds = burst = 1
     configs = overhead.variants(setting.config)
     batch = random_batch(setting.config.inputs, rows, WORDS).to(setting.device)
-    ways: tuple[Compile, ...] = ("none", "blocks")
-    for how in ways:
+    for how in WAYS:
         trainees = {
             name: Trainee(config, setting.device, how, setting.backend)
             for name, config in configs.items()
