@@ -57,6 +57,7 @@ PARTS = {
     "C compiling step": Part(speed.compiling_steps, 240, beside=True),
     "C blocks": Part(speed.blocks, 90),
     "C ACE-RPE": Part(speed.anchors, 90),
+    "C attention": Part(speed.attention, 20),
     "C sizes": Part(speed.sizes, 60),
     "C re-ranking": Part(speed.reranking, 60),
     "C encodings": Part(speed.encodings, 90),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.profiler import profile
 from torch.utils.flop_counter import FlopCounterMode
@@ -20,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from evaluation.benchmarks import harness, overhead, positions, rerank
 from evaluation.benchmarks.gpu.device import product_rate
 from evaluation.benchmarks.gpu.figures import CheckedFigure, Setting
+from evaluation.benchmarks.gpu.kernels import layer_and_field
 from evaluation.benchmarks.gpu.waits import counted_waits, waits_figure
 from evaluation.benchmarks.loader.__main__ import TOKENS, Settings, our_batches
 from evaluation.benchmarks.loader.shards import make_shards, save_vocabulary
@@ -29,6 +32,9 @@ from vlp.config import Precision
 from vlp.data.config import AugmentConfig
 from vlp.data.stream.batch import Batch
 from vlp.io import write_text
+from vlp.layers.attention import Attention
+from vlp.positions import PositionContext
+from vlp.positions.anchor_field import AnchorField
 from vlp.training.config import Compile, PretrainConfig
 from vlp.training.engines.compile import compile_task
 
@@ -134,7 +140,7 @@ def _write_kernels(path: Path, events: Iterable[Any]) -> float:
     """Write the kernels of a profile by their time; return the seconds of all."""
     spent: dict[str, list[int]] = defaultdict(list)
     for event in events:
-        if event.device_type() == DeviceType.CUDA:
+        if event.device_type() == DeviceType.CUDA and not event.is_user_annotation():
             spent[event.name()].append(event.duration_ns())
     lines = [
         f"{sum(times) / 1e6:9.3f} ms {len(times):5d} {name}\n"
@@ -183,6 +189,45 @@ def _peak(config: PretrainConfig, batch: Batch, device: torch.device) -> int:
         Trainee(config, device).run(batch, 2)
 
     return harness.peak_memory(two_steps, device)
+
+
+def attention(setting: Setting) -> Iterator[CheckedFigure]:
+    """Time a cross-attention with ACE-RPE beside the same without, forward and backward."""
+    sizes, rows, calls = ((16, 16), 30, 12, 64, 8), setting.middle, 10
+    if setting.dry:
+        sizes, calls = ((2, 3), 5, 2, 4, 3), 1
+    torch.manual_seed(0)
+    anchored, field = layer_and_field(*sizes, rows=rows)
+    plain = Attention(anchored.query.in_features, anchored.heads, output=False)
+    dtype = torch.float32 if setting.dry else torch.bfloat16
+    field = AnchorField(*(part.to(setting.device, dtype) for part in field))
+    for text_asks in (True, False):
+        context = PositionContext(anchors=field, text_queries=text_asks)
+        words, patches = (
+            torch.randn(rows, tokens, anchored.query.in_features).to(setting.device, dtype)
+            for tokens in (field.path.shape[2], field.path.shape[1])
+        )
+        states, other = (words, patches) if text_asks else (patches, words)
+        states.requires_grad_()
+
+        def work(layer: nn.Module, states: Tensor, other: Tensor, context: Any) -> None:
+            for _ in range(calls):
+                layer(states, other, None, context).square().sum().backward()
+
+        layers = {"with": anchored, "without": plain}
+        runs = {
+            name: partial(
+                harness.seconds,
+                partial(work, layer.to(setting.device, dtype), states, other, context),
+                setting.device,
+            )
+            for name, layer in layers.items()
+        }
+        taken = harness.interleave(runs, 1 if setting.dry else 9, warm_up=1)
+        medians = {name: statistics.median(seconds) / calls for name, seconds in taken.items()}
+        name = f"cross-attention, {rows} pairs, {'text' if text_asks else 'image'} asks"
+        yield CheckedFigure(f"{name}, with ACE-RPE", 1e6 * medians["with"], "us")
+        yield CheckedFigure(f"{name}, without", 1e6 * medians["without"], "us")
 
 
 def encodings(setting: Setting) -> Iterator[CheckedFigure]:
