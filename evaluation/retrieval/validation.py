@@ -101,6 +101,7 @@ def recalls(
         loaded,
         chosen.shards,
         rerank=chosen.rerank,
+        match_batch=64,  # beside a training there is little memory left
         limit=limit,
         device=next(loaded.model.parameters()).device,
         precision=config.training.precision,

@@ -258,6 +258,29 @@ def test_compiled_on_a_cpu():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 128])
+def test_half_precision_on_a_gpu(width):
+    """Held against float32, FlexAttention errs no more than the dense bias in bf16 does."""
+    position = create_position("irpe-product", width=2 * width, heads=2, roles=["query", "key"])
+    for parameter in position.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    position = position.cuda()
+    states = [torch.randn(2, 2, TOKENS, width, device="cuda") for _ in range(3)]
+    upwards = torch.randn_like(states[0])
+
+    def gradients(fused, dtype):
+        leaves = [state.to(dtype).requires_grad_() for state in states]
+        out = attend(*leaves, [position], CONTEXT, fused=fused)
+        return torch.autograd.grad((out * upwards).sum(), [*leaves, *position.parameters()])
+
+    exact = gradients(False, torch.float32)
+    dense, found = (gradients(fused, torch.bfloat16) for fused in (False, "flex"))
+    for expected, usual, one in zip(exact, dense, found, strict=True):
+        error, most = ((x.float() - expected).norm() for x in (one, usual))
+        assert error <= 2 * most + torch.finfo(torch.bfloat16).eps * expected.norm() / 4
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_on_a_gpu(name):
     position = encoding(*LOOKUPS[name]).cuda()

@@ -42,13 +42,11 @@ SPILLED = {
     ("backward", "text", "contextual", 128, 100): 8,
     ("backward", "image", "contextual", 128, 80): 8,
     ("backward", "image", "bias", 128, 90): 24,
+    ("backward", "image", "bias", 32, 90): 8,
     ("forward", "text", "bias", 128, 90): 16,
     ("forward", "image", "contextual", 32, 100): 16,
     ("forward", "image", "bias", 32, 80): 16,
     ("forward", "text", "bias", 64, 80): 16,
-    ("path", "text", "bias", 32, 100): 8,
-    ("path", "image", "bias", 32, 100): 8,
-    ("path", "text", "bias", 64, 100): 8,
 }
 """Bytes of a thread at most, where there are any.
 

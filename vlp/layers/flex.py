@@ -31,10 +31,10 @@ BLOCKS: Any = {
     "BLOCK_M2": 64,
     "BLOCK_N2": 32,
 }
-"""Queries and keys of a block, forward and in the two halves of the backward pass.
+"""Queries and keys of a block in half precision, forward and in both halves of the backward pass.
 
 Beside them the kernel holds a block of ids and of looked up numbers for each term: PyTorch's own
-sizes of 128 take more shared memory than an H100 has.
+sizes, up to 128, take more shared memory than an H100 has. Those of float32 are small enough.
 """
 
 
@@ -78,15 +78,16 @@ def flex_attend(
         kernel = _unfused()
     else:
         kernel = _compiled(_form(query, key, value, terms, scale))
-    out: Tensor = kernel(query, key, value, score_mod=add, scale=scale, kernel_options=BLOCKS)
+    options = BLOCKS if query.element_size() == 2 else None
+    out: Tensor = kernel(query, key, value, score_mod=add, scale=scale, kernel_options=options)
     return out
 
 
 def _terms(lookup: Lookup, shape: tuple[int, ...]) -> list[Lookup]:
-    """Split a lookup into terms of one table of ids each, int32: the kernel holds blocks of them.
+    """Split a lookup into terms of one table each, whose ids are (T, T), int32.
 
-    Every term has a view of the numbers of its own, as the kernel has a gradient of a tensor only
-    where it is read once.
+    The kernel holds blocks of ids. Every term has a view of the numbers of its own, as the kernel
+    has a gradient of a tensor only where it is read once.
     """
     tables = [None] if lookup.ids is None else lookup.ids.int().unbind()
     return [lookup._replace(per_row=lookup.per_row.expand(shape), ids=ids) for ids in tables]

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+BLOCK = 32
+"""Most queries and keys of a block in the backward pass."""
 Results = tuple[Tensor, Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -160,7 +162,9 @@ def _path_gradient(
     inputs = _Inputs(query, key, value, path, mask, query_mean, key_mean, terms, heads)
     gradient = path.new_empty(path.shape)
     programs = inputs.query_blocks * inputs.key_blocks * path.shape[3]
-    inputs.launch("path", programs, scale, out, rest, rows, above.contiguous(), gradient)
+    results = rest, rows, above.contiguous(), gradient
+    single = inputs.key_blocks == 1
+    inputs.launch("path", programs, scale, out, *results, ONE_BLOCK=single)
     return gradient
 
 
@@ -208,26 +212,27 @@ def block_sizes(
         dtype: of the states.
         forward: False for all that computes gradients.
     """
-    most = 64 if forward and dtype != torch.float32 and channels <= 64 else 32
+    most = 64 if forward and dtype != torch.float32 and channels <= 64 else BLOCK
     found = {
         name: min(most, max(16, _power_of_two(tokens)))
         for name, tokens in (("QUERIES", queries), ("KEYS", keys))
     }
-    return found | {"num_warps": 4 if forward else 8}
+    # In blocks of 32 by 32 tokens eight warps hold the same numbers twice, and half as many
+    # programs run at a time; wider heads need them for their registers.
+    return found | {"num_warps": 4 if forward or channels <= 64 else 8}
 
 
 def _results(query: Tensor, key: Tensor, heads: int) -> Results:
-    """Make the output, what rounding takes off it, and two numbers of each row.
+    """Make the output, its rounding residual, both (B, Q, width), and rows (B, heads, 2, Q).
 
     The backward pass subtracts from the gradients of a row's weights their mean, which it takes
-    from the output where the keys fill several blocks. Rounded to bfloat16 the output would leave
-    there several times the error of the explicit path, so the rest of it is kept, too.
+    from the output where the keys fill several blocks. An output rounded to half precision would
+    leave there several times the error of the explicit path, so its residual is kept, too, and
+    else has no elements. In float32 nothing is rounded, but for products in TF32.
     """
-    channels = query.shape[2] // heads
-    blocks = block_sizes(query.shape[1], key.shape[1], channels, query.dtype, forward=False)
-    has_rest = query.dtype != torch.float32 and key.shape[1] > blocks["KEYS"]
+    has_rest = query.dtype != torch.float32 and key.shape[1] > BLOCK
     rest = query.new_empty(query.shape if has_rest else 0)
-    rows = query.new_empty(len(query), heads, 2, query.shape[1], dtype=torch.float32)
+    rows = query.new_empty(query.shape[0], heads, 2, query.shape[1], dtype=torch.float32)
     return query.new_empty(query.shape), rest, rows
 
 

@@ -41,7 +41,7 @@ def _store(
 
 @triton.jit
 def _rest(x: tl.tensor, kind: tl.constexpr) -> tl.tensor:
-    """What rounding takes off float32 numbers."""
+    """Return the rounding residual of float32 numbers of any shape."""
     return (x - x.to(kind).to(tl.float32)).to(kind)
 
 
@@ -50,7 +50,7 @@ def _level(
     out: tl.tensor, rest: tl.tensor, of_out: tl.tensor, token: tl.tensor, tokens: tl.tensor,
     width: tl.tensor, CHANNELS: tl.constexpr, WIDE: tl.constexpr, HAS_REST: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Products of outputs and their gradients: what those of a row's weights have in the mean."""
+    """Return the mean gradient of each row's weights, (BLOCK,): output times its gradient."""
     found = _tile(out, token, tokens, width, CHANNELS, WIDE).to(tl.float32)
     if HAS_REST:
         found += _tile(rest, token, tokens, width, CHANNELS, WIDE).to(tl.float32)
@@ -319,7 +319,7 @@ def path_kernel(
     path_pair: tl.tensor, path_query: tl.tensor, path_key: tl.tensor, path_group: tl.tensor,
     queries: tl.tensor, keys: tl.tensor, heads: tl.tensor, scale: tl.tensor,
     GROUPS: tl.constexpr, MANY: tl.constexpr, CHANNELS: tl.constexpr, WIDE: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_REST: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_REST: tl.constexpr, ONE_BLOCK: tl.constexpr,
     CONTEXTUAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write the gradient of one group's paths, (B, Q, K, G) contiguous: a sum over the heads.
@@ -372,10 +372,15 @@ def path_kernel(
             sum_of_heads += weight * slope[:, None]
         else:
             v = _tile(value + pair * value_pair + column, answers, keys, width, CHANNELS, WIDE)
-            level = _level(
-                out + place, rest + place, of_out, asks, queries, width, CHANNELS, WIDE, HAS_REST
-            )
-            of_weight = tl.dot(of_out, tl.trans(v), input_precision=PRECISION) - level[:, None]
+            of_weight = tl.dot(of_out, tl.trans(v), input_precision=PRECISION)
+            if ONE_BLOCK:
+                level = tl.sum(weight * of_weight, 1)
+            else:
+                level = _level(
+                    out + place, rest + place, of_out, asks, queries, width, CHANNELS, WIDE,
+                    HAS_REST,
+                )  # fmt: skip
+            of_weight -= level[:, None]
             slope = tl.load(terms + group * heads + head).to(tl.float32)
             sum_of_heads += weight * of_weight * slope
     into = path_gradient + (pair * queries + asks[:, None]) * keys * GROUPS

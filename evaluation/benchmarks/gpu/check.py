@@ -45,16 +45,18 @@ class Part(NamedTuple):
     tiny: bool = False
 
 
+COMPILING = "C compiling"
 PARTS = {
     "A device": Part(device.measure, 30),
-    "B kernels": Part(kernels.kernels, 150, beside=True),
-    "B losses": Part(correctness.losses, 150, beside=True, tiny=True),
-    "B tasks": Part(correctness.tasks, 90, beside=True, tiny=True),
-    "B waits": Part(waits.waits, 90, beside=True, tiny=True),
-    "B engines": Part(engines.resuming, 150, beside=True, tiny=True),
-    "C compiling blocks": Part(speed.compiling_blocks, 240, beside=True),
-    "C compiling without ACE-RPE": Part(speed.compiling_without_anchors, 240, beside=True),
-    "C compiling step": Part(speed.compiling_steps, 240, beside=True),
+    "B kernels": Part(kernels.kernels, 240, beside=True),
+    "B losses": Part(correctness.losses, 240, beside=True, tiny=True),
+    "B tasks": Part(correctness.tasks, 240, beside=True, tiny=True),
+    "B waits": Part(waits.waits, 240, beside=True, tiny=True),
+    "B engines": Part(engines.resuming, 240, beside=True, tiny=True),
+    f"{COMPILING} blocks": Part(speed.compiling_blocks, 240, beside=True),
+    f"{COMPILING} without ACE-RPE": Part(speed.compiling_without_anchors, 240, beside=True),
+    f"{COMPILING} step": Part(speed.compiling_steps, 240, beside=True),
+    "C step": Part(speed.whole_steps, 90),
     "C blocks": Part(speed.blocks, 90),
     "C ACE-RPE": Part(speed.anchors, 90),
     "C attention": Part(speed.attention, 20),
@@ -63,7 +65,6 @@ PARTS = {
     "C encodings": Part(speed.encodings, 90),
     "C equal work": Part(equal_work.equal_work, 40),
     "C loader": Part(speed.loading, 30),
-    "C step": Part(speed.whole_steps, 120),
 }
 """By name, in order; the last have what time the others leave them of `SECONDS`."""
 SEVERAL = {"D engines": Part(engines.several, 120, tiny=True)}
@@ -107,7 +108,8 @@ def run_check(config: Path, out: Path, dry: bool = False, only: str = "") -> int
 
     Returns:
         0; 1 where a part failed or a figure of correctness breaks its promise; 2 without a GPU. A
-        measurement of speed that there was no time for is no failure.
+        measurement of speed that there was no time for is no failure, and neither is one whose
+        graphs could not be compiled ahead of it, such as for want of memory.
 
     Raises:
         ConfigError: the configuration cannot be used.
@@ -141,8 +143,8 @@ def run_check(config: Path, out: Path, dry: bool = False, only: str = "") -> int
         with ThreadPoolExecutor(len(several)) as pool:
             list(pool.map(run, several, (chosen[name] for name in several)))
     found = {name: found[name] for name in chosen}
-    late = {n for n, failure in failures.items() if n.startswith("C") and LATE in failure}
-    wrong = len(failures.keys() - late)
+    failures = {name: failures[name] for name in chosen if name in failures}
+    wrong = sum(not _harmless(*each) for each in failures.items())
     _add_demand(found)
     if not dry:
         print(f"\n{_table(found)}")
@@ -158,6 +160,11 @@ def run_check(config: Path, out: Path, dry: bool = False, only: str = "") -> int
         print(f"wrong: {figure.name}: {figure.value:g}", file=sys.stderr)
     print(f"\nwritten to {out}")
     return 1 if wrong else 0
+
+
+def _harmless(name: str, failure: str) -> bool:
+    """Return whether a part that failed says nothing of correctness."""
+    return name.startswith(COMPILING) or (name.startswith("C") and failure.startswith(LATE))
 
 
 def _turns(parts: Mapping[str, Part], dry: bool) -> Iterator[list[str]]:
