@@ -115,6 +115,20 @@ def test_kernels_are_compared_with_the_explicit_path(
         assert not next(each for each in found if "error, in the explicit" in each.name).holds
 
 
+@pytest.mark.parametrize(
+    ("name", "failure", "harmless"),
+    [
+        ("C step", f"{check.LATE} 90 s", True),
+        ("C step", "failed, see C_step.log", False),
+        ("B kernels", f"{check.LATE} 240 s", False),
+        (f"{check.COMPILING} step", "failed, see C_compiling_step.log", True),
+    ],
+)
+def test_which_failures_say_nothing_of_correctness(name: str, failure: str, harmless: bool) -> None:
+    assert name in check.PARTS
+    assert check._harmless(name, failure) == harmless
+
+
 @pytest.mark.parametrize("dry", [True, False])
 def test_parts_that_measure_no_speed_run_beside_each_other(dry: bool) -> None:
     turns = list(check._turns(check.PARTS, dry))

@@ -11,7 +11,7 @@ from evaluation.core.encoder import Encoder
 from evaluation.core.samples import Samples
 from evaluation.core.work_sharding import Ranks
 from evaluation.retrieval import pair_scoring as matching
-from evaluation.retrieval.pair_scoring import PairScorer, shelves
+from evaluation.retrieval.pair_scoring import PairScorer, match_batch_for, shelves
 from evaluation.retrieval.rerank import CandidatePairs, match_pairs
 
 ALL = 2**30
@@ -101,3 +101,9 @@ def test_shelves_are_full_but_not_too_full(widths, rows, tokens):
         assert len(here) == 1 or len(here) * rows * here.max() <= tokens
         following = widths[shelf == number + 1][:1]
         assert not len(following) or (len(here) + 1) * rows * following.max() > tokens
+
+
+@pytest.mark.parametrize(("device", "pairs"), [("cpu", 64), ("cuda", 1024)])
+def test_calls_are_as_large_as_a_device_needs_them(device, pairs):
+    assert match_batch_for(torch.device(device)) == pairs
+    assert match_batch_for(torch.device(device), 7) == 7
