@@ -35,7 +35,8 @@ def test_every_part_runs_dry(tmp_path: Path) -> None:
     lines = (tmp_path / "figures.jsonl").read_text().splitlines()
     figures = [json.loads(line) for line in lines]
     parts = {figure["part"] for figure in figures}
-    assert parts == check.PARTS.keys() | check.SEVERAL.keys()
+    # A dry run has one number of pairs, and no others to time.
+    assert parts == (check.PARTS.keys() | check.SEVERAL.keys()) - {"C sizes"}
     measured = {figure["name"] for figure in figures}
     assert {
         f"waits for the device in one {kind} step" for kind in ("ordinary", "logged")
