@@ -118,7 +118,7 @@ def measure(
     peak = {}
     for name, make in makers.items():
         gc.collect()  # what an earlier task left would be freed, and counted, during this one
-        peak[name] = harness.peak_memory(partial(_two_steps, make, batch), device)
+        peak[name] = harness.peak_memory(partial(two_steps, make, batch), device)
     trainees = {name: make() for name, make in makers.items()}
     turns = {name: partial(trainee.step, batch) for name, trainee in trainees.items()}
     timed = harness.interleave(turns, steps, WARM_UP)
@@ -159,7 +159,7 @@ def added_share(
     return float(np.median(ratios)) - 1, (float(low) - 1, float(high) - 1)
 
 
-def _two_steps(make: Callable[[], Trainee], batch: Batch) -> None:
+def two_steps(make: Callable[[], Trainee], batch: Batch) -> None:
     """Build a task and train it: only the second step has the optimiser's state beside it."""
     trainee = make()
     for _ in range(2):

@@ -47,14 +47,22 @@ def _rest(x: tl.tensor, kind: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _level(
-    out: tl.tensor, rest: tl.tensor, of_out: tl.tensor, token: tl.tensor, tokens: tl.tensor,
-    width: tl.tensor, CHANNELS: tl.constexpr, WIDE: tl.constexpr, HAS_REST: tl.constexpr,
+    weight: tl.tensor, of_weight: tl.tensor, out: tl.tensor, rest: tl.tensor, of_out: tl.tensor,
+    token: tl.tensor, tokens: tl.tensor, width: tl.tensor, CHANNELS: tl.constexpr,
+    WIDE: tl.constexpr, HAS_REST: tl.constexpr, ONE_BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return the mean gradient of each row's weights, (BLOCK,): output times its gradient."""
-    found = _tile(out, token, tokens, width, CHANNELS, WIDE).to(tl.float32)
-    if HAS_REST:
-        found += _tile(rest, token, tokens, width, CHANNELS, WIDE).to(tl.float32)
-    return tl.sum(of_out.to(tl.float32) * found, 1)
+    """Return the mean gradient of each row's weights, (QUERIES,).
+
+    It is taken from the block where that has all keys, else it is output times its gradient.
+    """
+    if ONE_BLOCK:
+        level = tl.sum(weight * of_weight, 1)
+    else:
+        found = _tile(out, token, tokens, width, CHANNELS, WIDE).to(tl.float32)
+        if HAS_REST:
+            found += _tile(rest, token, tokens, width, CHANNELS, WIDE).to(tl.float32)
+        level = tl.sum(of_out.to(tl.float32) * found, 1)
+    return level
 
 
 @triton.jit
@@ -258,13 +266,10 @@ def backward_kernel(
                     along += tl.where(chosen, tl.sum(weight * steps, 1)[:, None], 0.0)
                 along = tl.trans(along.to(kind))
                 table_share += tl.dot(along, of_out, input_precision=PRECISION)
-            if ONE_BLOCK:
-                level = tl.sum(weight * of_weight, 1)
-            else:
-                level = _level(
-                    out + place, rest + place, of_out, asks, queries, width, CHANNELS, WIDE,
-                    HAS_REST,
-                )  # fmt: skip
+            level = _level(
+                weight, of_weight, out + place, rest + place, of_out, asks, queries, width,
+                CHANNELS, WIDE, HAS_REST, ONE_BLOCK,
+            )  # fmt: skip
             of_logits = weight * (of_weight - level[:, None])
             if not CONTEXTUAL:
                 for group in tl.range(0, GROUPS, disable_licm=True):
@@ -373,13 +378,10 @@ def path_kernel(
         else:
             v = _tile(value + pair * value_pair + column, answers, keys, width, CHANNELS, WIDE)
             of_weight = tl.dot(of_out, tl.trans(v), input_precision=PRECISION)
-            if ONE_BLOCK:
-                level = tl.sum(weight * of_weight, 1)
-            else:
-                level = _level(
-                    out + place, rest + place, of_out, asks, queries, width, CHANNELS, WIDE,
-                    HAS_REST,
-                )  # fmt: skip
+            level = _level(
+                weight, of_weight, out + place, rest + place, of_out, asks, queries, width,
+                CHANNELS, WIDE, HAS_REST, ONE_BLOCK,
+            )  # fmt: skip
             of_weight -= level[:, None]
             slope = tl.load(terms + group * heads + head).to(tl.float32)
             sum_of_heads += weight * of_weight * slope

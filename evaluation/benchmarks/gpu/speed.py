@@ -25,15 +25,13 @@ from evaluation.benchmarks.gpu.waits import counted_waits, waits_figure
 from evaluation.benchmarks.loader.__main__ import TOKENS, Settings, our_batches
 from evaluation.benchmarks.loader.shards import make_shards, save_vocabulary
 from evaluation.benchmarks.pretrain_step import WARM_UP, Trainee, random_batch
-from vlp.compute.region import compile_regions
 from vlp.config import Precision
 from vlp.data.config import AugmentConfig
-from vlp.data.stream.batch import Batch
 from vlp.io import write_text
 from vlp.layers.attention import Attention
 from vlp.positions import PositionContext
 from vlp.positions.anchor_field import AnchorField
-from vlp.training.config import Compile, PretrainConfig
+from vlp.training.config import Compile
 from vlp.training.engines.compile import compile_task
 
 WORDS = 15
@@ -173,19 +171,13 @@ def anchors(setting: Setting) -> Iterator[CheckedFigure]:
         yield CheckedFigure(f"{name}: the same, most of 95 %", 100 * high, "%")
         del trainees, runs
         _forget()
-    peak = {name: _peak(config, batch, setting.device) for name, config in configs.items()}
+    peak = {}
+    for name, config in configs.items():
+        make = partial(Trainee, config, setting.device)
+        work = partial(overhead.two_steps, make, batch)
+        peak[name] = harness.peak_memory(work, setting.device)
     memory = 100 * (peak[overhead.WITH] / peak[overhead.WITHOUT] - 1)
     yield CheckedFigure("ACE-RPE, as written: added peak memory", memory, "%", at_most=2.0)
-
-
-def _peak(config: PretrainConfig, batch: Batch, device: torch.device) -> int:
-    """Measure the bytes of a training's second step, with all that it holds."""
-    compile_regions(None)
-
-    def two_steps() -> None:
-        Trainee(config, device).run(batch, 2)
-
-    return harness.peak_memory(two_steps, device)
 
 
 def attention(setting: Setting) -> Iterator[CheckedFigure]:
