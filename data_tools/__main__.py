@@ -44,14 +44,18 @@ class DataCommand(ModuleCommand):
     """A data tool: wrong input and interruption end with one line."""
 
     def invoke(self, ctx: Any) -> int:
-        """Run the tool; returns the exit code (2: wrong input, 130: interrupted)."""
+        """Run the tool; returns the exit code (1: lost data, 2: wrong input, 130: interrupted)."""
         from vlp.config import ConfigError
+        from vlp.data.shards.bad_samples import DataError
 
         try:
             return super().invoke(ctx)
         except ConfigError as error:
             print(f"data_tools {self.name}: {error}", file=sys.stderr)
             return 2
+        except DataError as error:
+            print(f"data_tools {self.name}: {error.told}", file=sys.stderr)
+            return 1
         except KeyboardInterrupt:
             print(
                 f"\ndata_tools {self.name}: interrupted; finished shards stay, run the same "

@@ -81,7 +81,7 @@ def _run(started: float) -> int:
 def _pretrain() -> None:
     import torch
 
-    from vlp.tasks.plain import is_emulated
+    from vlp.compute.precision import is_emulated
     from vlp.training.engines.environment import free_port
 
     environment = dict(os.environ)

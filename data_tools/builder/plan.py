@@ -16,6 +16,7 @@ from data_tools.builder.write_shard import RETRIED, ShardItem, ShardJob
 from data_tools.sources.image_sources import Originals
 from vlp.config import ConfigError
 from vlp.data.shards.sample_files import contents
+from vlp.data.shards.tar import readable
 
 
 class Pieces:
@@ -51,9 +52,9 @@ class Pieces:
         seen: set[str] = set()
         for item in wanted:
             if isinstance(item, Refused):
-                self.refused[item.kind].append(item.id)
+                self.refused[item.kind].append(readable(item.id))
             elif not item.key.isprintable() or not item.key or {*item.key} & {*"./ "}:
-                self.refused["bad key"].append(item.key)
+                self.refused["bad key"].append(readable(item.key))
             elif item.key in seen:
                 self.refused["duplicate key"].append(item.key)
             elif not has_text(item.annotation):

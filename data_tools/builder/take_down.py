@@ -1,7 +1,8 @@
-"""Take-down lists: one key, image id or URL a line; `#` starts a comment. Written and honoured."""
+"""Take-down lists: one key, image id or URL a line; `# ` starts a comment. Written and honoured."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +12,8 @@ from data_tools.scan.shard_reader import Shard, ShardReader
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation
 from vlp.io import atomic_write
+
+_COMMENT = re.compile(r"(?:^|\s)#(?:\s|$)")
 
 
 class SamplesToRemove(NamedTuple):
@@ -40,7 +43,10 @@ class TakeDown:
 
     @classmethod
     def read(cls, path: Path | None) -> TakeDown:
-        """Read the list; empty lines and what follows ` #` (or a `#` in front) do not count.
+        """Read the list; empty lines and comments do not count.
+
+        A comment is `# ` with what follows, at the start of a line or behind white space: keys and
+        URLs may hold a `#`.
 
         Raises:
             ConfigError: it cannot be read.
@@ -48,11 +54,10 @@ class TakeDown:
         if path is None:
             return cls()
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}: the take-down list cannot be read ({error})") from error
-        # A URL may hold a `#`, so it starts a comment only behind white space.
-        lines = (f" {line}".split(" #")[0].strip() for line in text.splitlines())
+        lines = (_COMMENT.split(line)[0].strip() for line in text.splitlines())
         return cls(frozenset(line for line in lines if line))
 
     def names(self, key: str, annotation: Annotation) -> bool:

@@ -47,6 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Here, so that help does not wait for PyTorch.
     from data_tools.features.frozen_tower import feature_writer
     from vlp import distributed
+    from vlp.compute.precision import advise
     from vlp.training.config import PretrainConfig
 
     for name in ("views", "batch"):
@@ -57,6 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     if config.data.sampler != "indexed":
         raise ConfigError("data.sampler: features are stored by index; it must be indexed")
     with distributed.process_group():
+        advise("--precision", arguments.precision)
         settings = arguments.views, arguments.dtype, arguments.precision
         writer = feature_writer(config, arguments.out, *settings)
         written = writer.write(arguments.batch, config.data.workers)

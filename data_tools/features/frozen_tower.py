@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from vlp import distributed
 from vlp.data.features.header import FeatureHeader, FeatureSource, shards_sha256
 from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.shards.cache import ShardCache
+from vlp.data.shards.remote import is_url
 from vlp.data.shards.sample_files import KINDS
 from vlp.data.shards.shard_index import ShardIndex
 from vlp.models.folder import load_start
@@ -75,7 +77,7 @@ def feature_writer(
         kinds=KINDS,
         sources=tuple(
             FeatureSource(
-                name=Path(source.path).name,
+                name=_name(source.path),
                 shards=len(index.shards),
                 samples=index.shards.total,
                 index=shards_sha256(index.shards),
@@ -85,6 +87,11 @@ def feature_writer(
     )
     transform = TrainTransform(config.data.augment, preprocessing)
     return FeatureWriter(out, header, tower, device, sources, transform)
+
+
+def _name(source: str) -> str:
+    """Return the last part of a source's place, without what a URL may hold behind it."""
+    return Path(urlsplit(source).path if is_url(source) else source).name
 
 
 def _model(config: PretrainConfig) -> VLPModel:

@@ -7,6 +7,7 @@ import sys
 import zipfile
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,7 +74,8 @@ class Originals:
     """Finds images by name in folders (two levels deep), tars and zips.
 
     The first place that has one wins. A folder that holds tars or zips stands for those too. A name
-    is looked for by its last part; where several files share that, the folders before it decide.
+    is looked for by its last part; where several files share that, the folders before it decide. It
+    is nowhere if a folder of that name is there and does not hold it.
 
     Raises:
         ConfigError: a place does not exist, or a file is neither a tar nor a zip.
@@ -84,6 +86,7 @@ class Originals:
         self._containers: list[Path] = []
         self._found: dict[str, FoundFile] = {}
         self._more: dict[str, list[FoundFile]] = {}
+        self._known: dict[str, bool] = {}
         for place in places:
             if place.is_dir():
                 self._add_folder(place)
@@ -98,10 +101,24 @@ class Originals:
         found = self._found.get(base)
         if found is None:
             return None
-        if folder and not _agree(found.folder, folder):
+        if folder and not self._agrees(found, folder):
             others = self._more.get(base, ())
-            found = next((other for other in others if _agree(other.folder, folder)), found)
+            agreeing = next((other for other in others if self._agrees(other, folder)), None)
+            if agreeing is None and self._knows(folder):
+                return None
+            found = agreeing or found
         return self._location(base, found)
+
+    def _agrees(self, found: FoundFile, wanted: str) -> bool:
+        place = f"{self._containers[found.container].as_posix()}/{found.folder}".rstrip("/")
+        return _agree(found.folder, wanted) or f"/{place}".endswith(f"/{wanted}")
+
+    def _knows(self, wanted: str) -> bool:
+        """Return whether some file lies in a folder of this name, where others are missing then."""
+        if wanted not in self._known:
+            files = chain(self._found.values(), *self._more.values())
+            self._known[wanted] = any(self._agrees(file, wanted) for file in files)
+        return self._known[wanted]
 
     def read(self, name: str) -> bytes | None:
         """Return the bytes of an image, or None where there is none.

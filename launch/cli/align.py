@@ -25,6 +25,7 @@ from tqdm import tqdm
 from data_tools.features.frozen_tower import feature_writer
 from launch.pretrain import build
 from vlp import distributed
+from vlp.compute.precision import advise
 from vlp.config import ConfigError, load_config
 from vlp.data.limits import put_in_force
 from vlp.data.shards.bad_samples import DataError
@@ -76,6 +77,7 @@ def align(
     if shrinkage is not None and not shrinkage > 0:
         raise ConfigError(f"--shrinkage {shrinkage}: it must be above 0")
     task, data = build(config)  # so that nothing is encoded for a configuration that cannot be used
+    advise("training.precision", config.training.precision)
     total = data.batches_left(0, epochs)
     if not task.model.image_encoder.frozen or not _pays(config, data, total):
         return _align(config, task, data, total, out, shrinkage)

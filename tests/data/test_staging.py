@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from shard_server import serve
 
 from data_tools.__main__ import main
@@ -96,6 +97,21 @@ def test_data_tools_read_and_write_s3(
     assert "s3://bucket/new: 7 files put" in said
     assert not any(room.iterdir()), "copies go with the command"
     assert {path.name for path in tmp_path.iterdir()} == {"shards", "new", "got", "staging"}
+
+
+def test_the_index_is_put_last(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put: list[str] = []
+    plain = MemoryFileSystem.put_file
+
+    def told(self: Any, local: str, remote: str, *more: Any, **options: Any) -> Any:
+        put.append(remote.rpartition("/")[2])
+        return plain(self, local, remote, *more, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", told)
+    arguments = ["--samples-per-shard", "2", "--processes", "1"]
+    assert main(["reshard", str(shards), "--out", "memory://last/x", *arguments]) == 0
+    assert put[-1] == "index.npz"
+    assert any(name.endswith(".tar") for name in put)
 
 
 def test_a_tool_that_writes_beside_what_it_reads_does_so_in_the_store(

@@ -83,6 +83,11 @@ class AugmentConfig(Config):
         "crop keeps image_size pixels; some levels off",
     )
 
+    @property
+    def keeps_images(self) -> bool:
+        """True where images stay as evaluation prepares them."""
+        return not (self.randaugment or self.hflip) and self.crop_scale == (1.0, 1.0)
+
 
 class DataConfig(Config):
     """Streaming order, text and image preparation of pretraining."""

@@ -107,6 +107,8 @@ class StagedPlace:
         Raises:
             ConfigError: the store does not take it; the copy stays then.
         """
+        from vlp.data.shards.index import INDEX_NAME
+
         now = self._states()
         new = [name for name, state in now.items() if self._fetched.get(name) != state]
         gone = self._fetched.keys() - now.keys()
@@ -116,7 +118,7 @@ class StagedPlace:
                 f"{self.path}"
             )
         # Whoever reads meanwhile finds no index of shards that are not there yet.
-        for name in sorted(new, key=lambda name: (name.endswith(".json"), name)):
+        for name in sorted(new, key=lambda name: (PurePosixPath(name).name == INDEX_NAME, name)):
             self._try(self._files.put_file, str(self._local(name)), self._remote(name))
         for name in gone:
             self._try(self._files.rm_file, self._remote(name))

@@ -22,17 +22,6 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
     return torch.autocast(device.type, AUTOCAST.get(precision), enabled=precision in AUTOCAST)
 
 
-def is_emulated(device: torch.device, precision: str) -> bool:
-    """Return whether a CPU has no instructions for a precision, and takes ten times as long."""
-    if (
-        device.type != "cpu"
-        or precision not in AUTOCAST
-        or not torch.backends.mkldnn.is_available()
-    ):
-        return False
-    return not getattr(torch.ops.mkldnn, f"_is_mkldnn_{precision}_supported")()
-
-
 class PlainTask(nn.Module):
     """Base of tasks whose state is their parameters and buffers; see `vlp.tasks.task.Task`.
 
@@ -60,8 +49,8 @@ class PlainTask(nn.Module):
         return False
 
     def networks(self) -> list[nn.Module]:
-        """Return what computes in a step: the task itself, and modules beside its parameters."""
-        return [self]
+        """Return what computes in a step: the task itself, and its teachers."""
+        return [self, *self.teachers()]
 
     def step_output(
         self,

@@ -43,6 +43,8 @@ from vlp.data.schema import Annotation, Box, Expression
 
 LICENCE = "that of the data set which the lists were made from"
 
+UNKNOWN = "albef"
+"""Source of images whose path tells none."""
 # What the folders of the usual layouts say about where an image is from.
 _SOURCES = {
     "flickr30k": re.compile("flickr30k", re.IGNORECASE),
@@ -262,5 +264,7 @@ def _of_image(image: str, content: dict[str, Any]) -> SampleSpec:
 
 def _identity(image: str) -> tuple[str, str]:
     path = str(PurePosixPath(image).with_suffix(""))
-    source = next((name for name, said in _SOURCES.items() if said.search(path)), "albef")
-    return image_identity(image, source)
+    source = next((name for name, said in _SOURCES.items() if said.search(path)), UNKNOWN)
+    source, image_id = image_identity(image, source)
+    # Lists may mix corpora that number their images alike.
+    return source, path.strip("/.") if source == UNKNOWN else image_id

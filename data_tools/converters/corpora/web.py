@@ -204,7 +204,7 @@ def _write_urls(
     out = arguments.out / URLS_NAME
     counts: dict[str, int] = {}
     written, nothing = 0, Originals(())
-    with atomic_write(out, "w", durable=True) as file:
+    with atomic_write(out, "w", durable=True, error=ConfigError) as file:
         # As img2dataset reads it: a header, and quotes around what holds quotes.
         lines = csv.writer(file, delimiter="\t", lineterminator="\n")
         lines.writerow(("url", "caption"))

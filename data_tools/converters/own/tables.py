@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import csv
 import re
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from data_tools.builder.sample_spec import Refused
 from data_tools.converters.own.columns import IMAGES, Named, find_columns, plain
@@ -125,8 +126,10 @@ def _delimited(path: Path, where: str, named: Named, faults: Faults) -> OwnTable
             names[1 - (place or 0)] = "caption"
 
     def rows(wanted: Sequence[str]) -> Iterator[Located]:
+        bare = delimiter == "\t" and not _quotes_end_cells(path)
+        quoting: Literal[0, 3] = csv.QUOTE_NONE if bare else csv.QUOTE_MINIMAL
         with open(path, encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file, delimiter=delimiter)
+            reader = csv.reader(file, delimiter=delimiter, quoting=quoting, strict=True)
             try:
                 for number, cells in enumerate(reader):
                     if (not number and not headless) or not cells:
@@ -143,6 +146,19 @@ def _delimited(path: Path, where: str, named: Named, faults: Faults) -> OwnTable
                 ) from error
 
     return OwnTable(names, rows)
+
+
+def _quotes_end_cells(path: Path) -> bool:
+    """Return whether a tab separated file's quotes enclose whole cells; else they are of captions.
+
+    Where they are not, a caption that starts with one would take the rows behind it in.
+    """
+    with open(path, encoding="utf-8-sig", errors="replace", newline="") as file:
+        try:
+            deque(csv.reader(file, delimiter="\t", strict=True), maxlen=0)
+        except csv.Error:
+            return False
+    return True
 
 
 def is_image_name(cell: str) -> bool:

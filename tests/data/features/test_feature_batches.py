@@ -117,6 +117,26 @@ def test_captions_with_a_side_meet_no_flipped_view(shards, configuration, make_f
     assert flipped[False] > 10
 
 
+def test_images_that_are_not_augmented_have_their_plain_view(
+    shards, configuration, make_features, tmp_path
+):
+    """As held-out losses ask for; the folder's other views were augmented."""
+    config = configuration(shards, captions="all")
+    out = make_features(config, tmp_path / "out", "--views", 3)
+    augment = "data.augment={randaugment: false, crop_scale: [1, 1], hflip: false}"
+    stored = StoredFeatures(out).require(Preprocessing(16), data_of(config).sources)[0]
+    batch = next(data_of(config, f"data.features={out}", augment).batches())[0]
+    plain = torch.stack([stored.read(shard, n, 0) for shard, n in places_of(stored)])
+    found = batch.pixels[batch.valid]
+    assert len(found)
+    assert all((row == plain).flatten(1).all(1).any() for row in found)
+    assert stored.views(0, 0, True, "") == [0]
+
+
+def places_of(stored):
+    return [(shard, n) for shard, (_, count) in enumerate(stored._shards) for n in range(count)]
+
+
 def test_a_folder_that_does_not_fit_is_named(shards, configuration, make_features, tmp_path):
     config = configuration(shards)
     out = make_features(config, tmp_path / "out", "--views", 2)

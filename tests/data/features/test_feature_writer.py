@@ -15,12 +15,15 @@ import torch
 from test_work_sharding import launch
 
 from data_tools.__main__ import main
+from data_tools.features.frozen_tower import _name as named
+from data_tools.features.write_features import FeatureWriter
 from vlp.data.config import AugmentConfig
 from vlp.data.features.header import HEADER_NAME, FeatureHeader
 from vlp.data.features.store import BAD, FLIPPED, PLAIN
 from vlp.data.image.decode import decode_image
 from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.schema import Annotation
+from vlp.data.shards.bad_samples import DataError
 from vlp.data.shards.shard_index import ShardIndex, ShardWriter
 from vlp.data.stream.rng import make_rng
 
@@ -156,8 +159,9 @@ def test_a_second_command_is_refused_by_all_ranks(make_shards, configuration, tm
 
 
 def test_another_command_does_not_go_on(
-    make_shards, configuration, make_features, tmp_path, capsys
+    make_shards, configuration, make_features, tmp_path, capsys, monkeypatch
 ):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
     config = configuration(make_shards(count=5))
     out = make_features(config, tmp_path / "out")
     before = contents(out)
@@ -216,6 +220,32 @@ def test_what_float16_cannot_hold_is_refused(
     assert main(["features", "--config", str(config), "--out", str(tmp_path / "out")]) == 2
     assert "which float16 cannot hold; use --dtype bfloat16" in capsys.readouterr().err
     make_features(config, tmp_path / "wide", "--dtype", "bfloat16")
+
+
+def test_a_precision_without_instructions_is_said(
+    make_shards, configuration, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    options = ["features", "--config", str(configuration(make_shards(count=5)))]
+    for precision, said in (("float32", ""), ("bf16", "--precision: this CPU has no instructions")):
+        out = ["--out", str(tmp_path / precision), "--precision", precision]
+        assert main([*options, *out]) == 0
+        assert capsys.readouterr().err.startswith(said)
+
+
+def test_data_that_is_lost_is_one_line(make_shards, configuration, tmp_path, capsys, monkeypatch):
+    def lost(*arguments):
+        raise DataError("Caught DataError in a worker.\nTraceback ...\nDataError: a shard is gone")
+
+    monkeypatch.setattr(FeatureWriter, "write", lost)
+    options = ["features", "--config", str(configuration(make_shards())), "--out", str(tmp_path)]
+    assert main(options) == 1
+    assert capsys.readouterr().err == "data_tools features: a shard is gone\n"
+
+
+def test_a_header_names_a_store_without_its_secret():
+    assert named("http://user:word@host/a/train?token=secret") == "train"
+    assert named("s3://bucket/train") == named("shards/train") == "train"
 
 
 def test_wrong_options_are_one_line(make_shards, configuration, tmp_path, capsys):

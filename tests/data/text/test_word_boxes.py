@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from vlp.data.schema import Annotation
+from vlp.data.schema import Annotation, captions_of
 from vlp.data.text.tokenizer import SPECIALS, TextProcessor, bert_tokenizer
 from vlp.data.text.word_boxes import (
     OTHER,
@@ -68,3 +68,11 @@ def test_a_word_of_several_boxes_names_what_lies_in_any():
     ]
     shown = named_patches(scene, 0, ["[CLS]", "dogs", "mat", "[SEP]"], 4, (2, 2), (8, 8))
     assert shown.tolist()[1:3] == [[OWN, OWN, OTHER, OTHER], [OTHER, OTHER, OWN, OWN]]
+
+
+def test_captions_of_words_are_numbered_without_blank_ones():
+    word = {"index": 0, "word": "red", "kind": "colour", "box": [0, 0, 1, 1]}
+    words = [word | {"caption": number} for number in range(4)]
+    annotation = Annotation.model_validate({"captions": [" ", "red", "red dog"], "words": words})
+    assert [named.caption for named in named_words(annotation)] == [0, 1]
+    assert captions_of(annotation) == ["red", "red dog"]

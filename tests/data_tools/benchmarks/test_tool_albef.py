@@ -158,7 +158,7 @@ def test_captions_of_both_layouts(tmp_path: Path) -> None:
             "version": 1, "captions": ["a", "b"], "source": "coco", "image_id": "9",
         },
         "data_other_x_1": {
-            "version": 1, "captions": ["three"], "source": "albef", "image_id": "x.1",
+            "version": 1, "captions": ["three"], "source": "albef", "image_id": "data/other/x.1",
         },
     }  # fmt: skip
 

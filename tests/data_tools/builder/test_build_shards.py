@@ -22,6 +22,7 @@ from data_tools.builder.build_shards import (
     build_shards,
     print_manifest,
 )
+from data_tools.builder.take_down import Line, TakeDown, write_list
 from data_tools.executor.local import LocalExecutor
 from data_tools.sources.image_sources import Originals
 from vlp.config import ConfigError
@@ -77,6 +78,7 @@ def test_shards_hold_what_was_wanted_and_the_manifest_what_failed(
         wanted(2),
         wanted(13)._replace(key="a.b"),
         wanted(13)._replace(key="a/b"),
+        wanted(13)._replace(key="caf\udce9"),
         wanted(14, caption=" "),
     ]
     manifest = build(places, out, FOUR._replace(licence="of toys"), samples)
@@ -87,7 +89,7 @@ def test_shards_hold_what_was_wanted_and_the_manifest_what_failed(
         ["k010", "k011"],
     ]
     assert failures_of(manifest) == {
-        "bad key": ["a.b", "a/b"],
+        "bad key": ["a.b", "a/b", r"caf\xe9"],
         "duplicate key": ["k002"],
         "missing image": ["k003", "k009"],
         "no text": ["k014"],
@@ -228,6 +230,15 @@ def test_take_down_changes_only_the_shards_that_held_a_sample(
     build(places, tmp_path / "all", samples=samples)
     build(places, out, samples=samples)
     assert files_of(out) == files_of(tmp_path / "all")
+
+
+def test_a_written_list_names_its_keys_whatever_they_are(tmp_path: Path) -> None:
+    said = tmp_path / "take_down.txt"
+    keys = ["#beach", "a#b", "plain"]
+    assert write_list(said, "a heading", (Line(tmp_path, key, "looks alike") for key in keys)) == 3
+    assert TakeDown.read(said).lines == {*keys}
+    said.write_text("\ufeffk005 # why\nk006\t# why\n#\n# of all\n", encoding="utf-8")
+    assert TakeDown.read(said).lines == {"k005", "k006"}
 
 
 def test_a_shard_whose_samples_are_all_taken_down_goes(places: Path, tmp_path: Path) -> None:

@@ -167,6 +167,11 @@ def test_urls_to_download(tsv: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "img2dataset --url_list" in printed
 
 
+def test_urls_that_cannot_be_written(tsv: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["cc3m", "--annotations", str(tsv), "--urls-only", "--out", str(tsv)]) == 2
+    assert f"{tsv / 'urls.tsv'}: cannot be written" in capsys.readouterr().err
+
+
 def test_the_real_list_of_cc3m(shared: Path, tmp_path: Path) -> None:
     path = shared / "data" / "web_formats" / "cc3m_val_400.tsv"
     images = {f"{number:08d}.jpg": raw_image(number) for number in range(400)}

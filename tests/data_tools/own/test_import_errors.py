@@ -15,6 +15,7 @@ from made_shards import encoded, photo
 from own_forms import Files, as_csv, as_tar, as_zip, images, pairs, rows, write
 
 from data_tools.__main__ import main
+from vlp.data.shards.shard_index import ShardIndex
 
 
 @pytest.fixture
@@ -153,6 +154,41 @@ def test_split_column_of_something_else(tmp_path: Path, refused: Callable[..., s
     place = write(tmp_path / "mine", {**images(), "table.csv": table})
     said = refused(place, "--split-column", "part")
     assert "--split-column: 'one' is no split; it should hold train, val or test" in said
+
+
+@pytest.mark.parametrize("name", ["table.tsv", "table.token"])
+def test_a_quotation_mark_in_a_tab_separated_caption_is_the_captions(
+    tmp_path: Path, name: str
+) -> None:
+    write(tmp_path / "photos", images())
+    said = ['"Sold out" says a sign', '"never closed', 'a 5" cake', "plain", 'the end"']
+    names = sorted(images())
+    lines = [f"{image}#0\t{said[n % len(said)]} {n}" for n, image in enumerate(names)]
+    table = write(tmp_path, {name: "\n".join(lines).encode()}) / name
+    options = ["--images", str(tmp_path / "photos"), "--out", str(tmp_path / "out")]
+    assert main(["import", str(table), *options, "--split", "1", "0", "0"]) == 0
+    stored = ShardIndex.open(tmp_path / "out" / "train")
+    found = [stored.read(0, number).annotation.captions for number in range(len(names))]
+    assert sorted(caption for captions in found for caption in captions) == sorted(
+        f"{said[n % len(said)]} {n}" for n in range(len(names))
+    )
+
+
+def test_quotes_that_enclose_tab_separated_cells_go(tmp_path: Path) -> None:
+    write(tmp_path / "photos", images())
+    lines = [f'"{name}"\t"it says ""{n}"""' for n, name in enumerate(sorted(images()))]
+    table = write(tmp_path, {"table.tsv": "\n".join(lines).encode()}) / "table.tsv"
+    options = ["--images", str(tmp_path / "photos"), "--out", str(tmp_path / "out")]
+    assert main(["import", str(table), *options, "--split", "1", "0", "0"]) == 0
+    captions = ShardIndex.open(tmp_path / "out" / "train").read(0, 0).annotation.captions
+    assert captions[0].startswith('it says "')
+
+
+def test_a_quote_that_is_left_open_in_a_csv_is_refused(
+    tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    write(tmp_path, {"table.csv": b'image,caption\na.jpg,"open\nb.jpg,shut\n'})
+    assert "is a quote left open" in refused(tmp_path / "table.csv")
 
 
 def test_damaged_files(tmp_path: Path, refused: Callable[..., str]) -> None:

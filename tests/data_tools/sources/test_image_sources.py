@@ -51,6 +51,18 @@ def test_the_first_place_wins_and_folders_tell_equal_names_apart(tmp_path: Path)
     assert Originals([second, first]).read("train/a.jpg") == b"later"
 
 
+def test_an_image_that_its_own_folder_lacks_is_not_another_folders(tmp_path: Path) -> None:
+    for name in ("cc3m/1.jpg", "cc3m/2.jpg", "sbu/2.jpg"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(name.encode())
+    for places in ([tmp_path], [tmp_path / "cc3m", tmp_path / "sbu"]):
+        originals = Originals(places)
+        assert originals.read("images/cc3m/1.jpg" if len(places) == 1 else "cc3m/1.jpg")
+        assert originals.read("sbu/2.jpg") == b"sbu/2.jpg"
+        assert originals.read("sbu/1.jpg") is None
+        assert originals.read("elsewhere/1.jpg") == b"cc3m/1.jpg"
+
+
 def test_what_is_damaged_or_gone(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such folder, tar or zip"):
         Originals([tmp_path / "nowhere"])

@@ -128,10 +128,13 @@ def test_too_few_pairs_are_said(lab, tmp_path, capsys):
     assert "200 pairs do not tell 256 directions apart" in capsys.readouterr().out
 
 
-def test_the_command_says_what_it_did(lab, tmp_path, capsys):
-    arguments = lab.arguments("aligned", *POOLED)
+def test_the_command_says_what_it_did(lab, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    arguments = lab.arguments("aligned", *POOLED, "training.precision=bf16")
     assert main(["align", *arguments, "--out", str(tmp_path / "model")]) == 0
-    assert "aligned on 200 pairs" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "aligned on 200 pairs" in told.out
+    assert "training.precision: this CPU has no instructions for bf16" in told.err
     assert (tmp_path / "model" / "model.safetensors").is_file()
     assert main(["align", *arguments, "--out", str(tmp_path / "model")]) == 2
     assert "already holds a model" in capsys.readouterr().err

@@ -60,7 +60,7 @@ class StoredFeatures:
         Args:
             preprocessing: that they must have been made with.
             indices: of the shards; a part of the folder's sources, in any order.
-            augment: that of their views from the second on; None asks for none of these.
+            augment: that of their views from the second on; None: the first alone is given.
 
         Raises:
             ConfigError: they were made otherwise or of other shards, or are not complete.
@@ -73,7 +73,7 @@ class StoredFeatures:
         if augment is not None and self.header.augment is not None:
             wanted["augment"] = augment.model_dump(mode="json")
         self.header.require(self.folder, wanted)
-        return [self._of(index) for index in indices]
+        return [self._of(index, augment is None) for index in indices]
 
     def require_tower(self, tower: TowerKey) -> None:
         """Require that a tower made them; errors as of `FeatureHeader.require`."""
@@ -83,7 +83,7 @@ class StoredFeatures:
         """Return whether these shards, as they are now, are among the sources."""
         return shards_sha256(index.shards) in [source.index for source in self.header.sources]
 
-    def _of(self, index: ShardIndex) -> SourceFeatures:
+    def _of(self, index: ShardIndex, plain: bool) -> SourceFeatures:
         known = [source.index for source in self.header.sources]
         own = shards_sha256(index.shards)
         if own not in known:
@@ -92,7 +92,7 @@ class StoredFeatures:
                 f"{self.folder}: holds no features of {index.folder} as it is now (it has {names}; "
                 f"the index of shards must be the same); make them with: {MAKE}"
             )
-        return SourceFeatures(self.folder, self.header, known.index(own), index)
+        return SourceFeatures(self.folder, self.header, known.index(own), index, plain)
 
 
 def stored_sources(
@@ -118,6 +118,7 @@ class SourceFeatures:
         header: the folder's.
         number: of the source there.
         index: of its shards.
+        plain: `views` gives the first alone.
 
     Attributes:
         blank: zeros, in the shape and type of one view.
@@ -126,8 +127,15 @@ class SourceFeatures:
         ConfigError: features of a shard are missing, or of another size than the header says.
     """
 
-    def __init__(self, folder: Path, header: FeatureHeader, number: int, index: ShardIndex) -> None:
-        self.folder, self.header, self.number = folder, header, number
+    def __init__(
+        self,
+        folder: Path,
+        header: FeatureHeader,
+        number: int,
+        index: ShardIndex,
+        plain: bool,
+    ) -> None:
+        self.folder, self.header, self.number, self.plain = folder, header, number, plain
         dtype: torch.dtype = getattr(torch, header.dtype)
         self.blank = torch.zeros(header.tokens, header.width, dtype=dtype)
         self._shards = [(entry.name, entry.samples) for entry in index.shards]
@@ -150,6 +158,8 @@ class SourceFeatures:
         if codes[0] >= BAD:
             kinds = self.header.kinds[codes[0] - BAD :] or ("unreadable image",)  # a damaged code
             raise BadSample(kinds[0], where)
+        if self.plain:
+            return [0]
         return [view for view, code in enumerate(codes) if flipped or code == PLAIN]
 
     def read(self, shard: int, sample: int, view: int) -> Tensor:

@@ -80,7 +80,8 @@ class PretrainData(OrderedData):
         self.features = features = None
         if config.features is not None:
             self.features = StoredFeatures(config.features)
-            features = self.features.require(self.preprocessing, self.sources, config.augment)
+            augment = None if config.augment.keeps_images else config.augment
+            features = self.features.require(self.preprocessing, self.sources, augment)
         self.captioned = CaptionedSamples(
             self.sources or cast("Sequence[ShardIndex]", self.listed),
             config.captions == "all",

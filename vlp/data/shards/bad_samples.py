@@ -24,6 +24,11 @@ class SkippedSample(NamedTuple):
 class DataError(Redacted, RuntimeError):
     """The data cannot carry the run any further; the message is meant for the person."""
 
+    @property
+    def told(self) -> str:
+        """The message alone: PyTorch puts a worker's traceback before what the worker said."""
+        return str(self).rpartition("DataError: ")[2].strip()
+
 
 class Shared(Protocol):
     """Interface of a training order that the watch needs."""

@@ -66,7 +66,7 @@ def stored_files(
         most = max(_LEAST_UNPACKED, limits().unpacked_ratio * file.stat().st_size)
         with tarfile.open(file) as archive:
             for number, info in enumerate(_headers(archive)):
-                name = PurePosixPath(_readable(info.name))
+                name = PurePosixPath(readable(info.name))
                 read = info.isreg() and wanted(name)
                 if read and info.size > _MAX_HELD:
                     raise tarfile.ReadError(f"{name} is said to hold {info.size} bytes")
@@ -138,7 +138,7 @@ def members_in(
                     return members, beyond(limit)
                 if not info.isreg() or info.issparse():
                     continue
-                name = _readable(info.name)
+                name = readable(info.name)
                 if info.offset_data + info.size > size:
                     return members, f"cut off inside {name}"
                 members.append(Member(name, info.offset_data, info.size))
@@ -182,7 +182,7 @@ def _headers(
     """Yield the members of an archive; a size that leads backwards, or in a circle, is an error."""
     while (info := archive.next()) is not None:
         if info.size < 0 or archive.offset < info.offset_data:
-            raise tarfile.ReadError(f"{_readable(info.name)} is said to hold {info.size} bytes")
+            raise tarfile.ReadError(f"{readable(info.name)} is said to hold {info.size} bytes")
         # tarfile keeps every header it has seen; a shard is read once, front to back.
         archive.members = []  # type: ignore[attr-defined]
         if reader is not None:
@@ -205,5 +205,6 @@ def _behind(file: IO[bytes], end: int) -> str | None:
     return None
 
 
-def _readable(name: str) -> str:
+def readable(name: str) -> str:
+    """Return a file's name as messages and reports can hold it."""
     return name.translate(_UNREADABLE)

@@ -148,5 +148,4 @@ class OrderedData:
                     watch.see(step.epoch, batch)
                     yield batch, step.consumed
         except DataError as error:
-            # PyTorch puts a worker's traceback into the message, before what the worker said.
-            raise type(error)(str(error).rpartition("DataError: ")[2].strip()) from error
+            raise type(error)(error.told) from error

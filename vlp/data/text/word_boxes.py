@@ -35,17 +35,26 @@ class WordBox(NamedTuple):
 
 
 def named_words(annotation: Annotation) -> list[WordBox]:
-    """Return the words of captions that are known to name something; mostly none."""
+    """Return the words of captions that are known to name something; mostly none.
+
+    Their captions are numbered as `captions_of` gives them; words of others are left out.
+    """
+    if not annotation.words:
+        return []
+    written = annotation.captions or [annotation.caption or ""]
+    given = (number for number, text in enumerate(written) if text.strip())
+    place = {number: at for at, number in enumerate(given)}
     return [
         WordBox(
-            word.caption,
+            place[word.caption],
             word.index,
             word.word,
             word.kind,
             tuple(word.box),
             tuple(tuple(box) for box in word.others or ()),
         )
-        for word in annotation.words or ()
+        for word in annotation.words
+        if word.caption in place
     ]
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vlp.tasks.plain import is_emulated
-from vlp.training import command
+from vlp.compute.precision import advise, is_emulated
 
 
 def test_only_a_cpu_emulates_and_only_half_precision(monkeypatch):
@@ -19,7 +18,8 @@ def test_only_a_cpu_emulates_and_only_half_precision(monkeypatch):
 
 
 @pytest.mark.parametrize("supported", [True, False])
-def test_a_training_says_so(supported, monkeypatch, capsys):
+def test_the_setting_is_named(supported, monkeypatch, capsys):
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported)
-    command._advise("bf16")
-    assert ("float32 is several times as fast here" in capsys.readouterr().err) is not supported
+    advise("training.precision", "bf16")
+    told = "training.precision: this CPU has no instructions for bf16; float32 is several times"
+    assert (told in capsys.readouterr().err) is not supported
