@@ -133,6 +133,23 @@ def test_a_row_without_keys_is_finite():
         assert out.isfinite().all()
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_row_without_keys_gives_a_mean_where_logits_are_low(dtype, fused):
+    class Low(PositionEncoding):
+        def bias(self, query, key, context):
+            return torch.full((), -100, dtype=query.dtype)
+
+    query = torch.full((1, 1, 2, 8), 6, dtype=dtype)
+    value = torch.arange(3, dtype=dtype)[:, None].expand(1, 1, 3, 8)
+    nothing = mask_bias(torch.zeros(1, 1, 1, 3, dtype=torch.bool), dtype)
+    for encodings in ([], [Low()]):
+        out = attend(
+            query, -query[:, :, :1].expand_as(value), value, encodings, None, nothing, fused
+        )
+        torch.testing.assert_close(out, torch.ones_like(out))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_a_masks_bias_is_bit_by_bit_nothing_or_the_lowest_number(dtype):
     mask = torch.rand(3, 30) < 0.5

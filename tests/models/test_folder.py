@@ -133,6 +133,22 @@ def test_a_start_with_other_groups_keeps_its_own_tables(saved):
             assert torch.equal(tensor, model.state_dict()[name]), name
 
 
+def test_a_configured_threshold_stays_and_a_running_one_is_the_folders(saved):
+    folder, _ = saved
+    fixed = other_cross(folder, anchor={"groups": 2, "threshold": 0.05})
+    report = start_from(fixed, folder)
+    assert float(fixed.anchor_threshold) == pytest.approx(0.05)
+    assert report.missing == report.unused == ["anchor_threshold"]
+    assert "anchor_threshold" not in report.matched
+
+    running = other_cross(folder)
+    report = start_from(running, folder)
+    assert float(running.anchor_threshold) == pytest.approx(0.37)
+    assert "anchor_threshold" in report.matched
+    assert not report.missing
+    assert not report.unused
+
+
 def test_a_start_resamples_positions(saved):
     folder, model = saved
     config = ModelConfig.model_validate(
@@ -296,7 +312,8 @@ def test_a_match_head_of_other_states_keeps_its_own_start(saved, pooling):
     own = model.match_head.weight.clone()
     report = start_from(model, saved[0])
     assert torch.equal(model.match_head.weight, own)
-    assert "match_head" in " ".join(report.missing)
+    assert report.missing == ["match_head"]
+    assert report.unused == ["match_head.bias", "match_head.weight"]
 
 
 def test_projections_of_other_states_are_refused(saved):

@@ -10,7 +10,13 @@ from vlp.models.config import ModelConfig
 from vlp.models.itm import scorer as module
 from vlp.models.itm.scorer import ITMScorer, PreparedTexts
 from vlp.models.vlp import VLPModel
-from vlp.positions import CROSS_MODAL, list_positions
+from vlp.positions import (
+    CROSS_MODAL,
+    PositionEncoding,
+    list_positions,
+    register_position,
+    registry,
+)
 
 LENGTHS = torch.tensor([6, 8, 4, 12, 3])
 ANCHORS = [
@@ -141,6 +147,53 @@ def test_every_encoding_of_the_streams_is_kept(name):
     plain, shared = both_ways(model, *encoded(model))
     torch.testing.assert_close(shared, plain, rtol=1e-6, atol=1e-6)
     assert ITMScorer(model).reads_padding
+
+
+@pytest.fixture
+def _own_encodings(monkeypatch):
+    """Two encodings of one's own, for a test."""
+    monkeypatch.setattr(registry, "_ENCODINGS", dict(registry._ENCODINGS))
+    kept = list(CROSS_MODAL)
+
+    @register_position("test-content", cross_modal=True)
+    class Content(PositionEncoding):
+        def __init__(self, heads: int) -> None:
+            super().__init__()
+            self.factors = torch.nn.Parameter(torch.ones(heads, 1, 1))
+
+        def bias(self, query, key, context):
+            field = context.anchors
+            path = field.text_path if context.text_queries else field.path
+            content = query.mean(-1)[..., None] * key.mean(-1)[:, :, None]
+            return self.factors * content * (1 + path.mean(-1)[:, None])
+
+    @register_position("test-turn", cross_modal=True)
+    class Turn(PositionEncoding):
+        def rotate(self, query, key, context):
+            rows, columns = context.grid
+            places = torch.arange(context.prefix_tokens + rows * columns).to(query.dtype)
+            return query * places.cos()[:, None], key.roll(1, -1)
+
+    yield
+    CROSS_MODAL[:] = kept
+
+
+@pytest.mark.usefixtures("_own_encodings")
+@pytest.mark.parametrize("layout", ["text", "albef", "ace"])
+@pytest.mark.parametrize("own", ["test-content", "test-turn"])
+@pytest.mark.parametrize("others", [(), ("anchor",)])
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_encodings_of_ones_own_are_kept(layout, own, others, layers, pooling):
+    model = strong(layout, (own, *others), layers, pooling=pooling)
+    features = encoded(model)
+    plain, shared = both_ways(model, *features)
+    torch.testing.assert_close(shared, plain, rtol=1e-6, atol=1e-6)
+    assert ITMScorer(model).reads_padding
+    for layer in model.cross_encoder.layers:
+        layer.cross_attention.positions = layer.cross_attention.positions[1:]
+    without, _ = both_ways(model, *features)
+    assert (without - plain).abs().max() > 1e-3  # it was seen
 
 
 def test_float32_and_bf16_agree_with_the_model():

@@ -12,6 +12,7 @@ from tests_support import TINY_MODEL
 from vlp.models.config import ModelConfig
 from vlp.models.cross_encoder import PairIndices
 from vlp.models.vlp import VLPModel
+from vlp.positions import PositionContext, PositionEncoding, register_position, registry
 
 
 def tiny(**cross):
@@ -50,6 +51,36 @@ def test_paper_sizes_are_exact():
     assert sum(count(part) for part in parts) == 163_599_104
     assert count(model.text_tokens) == count(model.image_tokens) == 196_608
     assert model.image_encoder.vit.pos_embed.shape == (1, 577, 768)
+
+
+def test_linear_layers_of_encodings_keep_their_own_start(monkeypatch):
+    monkeypatch.setattr(registry, "_ENCODINGS", {**registry._ENCODINGS})
+
+    @register_position("own-gate")
+    class Gate(PositionEncoding):
+        def __init__(self, width: int, heads: int) -> None:
+            super().__init__()
+            self.gate = torch.nn.Linear(width // heads, 1)
+            torch.nn.init.ones_(self.gate.weight)
+            torch.nn.init.ones_(self.gate.bias)
+
+        def bias(self, query, key, context: PositionContext):
+            return self.gate(key).mT
+
+    sizes = {
+        "image": TINY_MODEL["image"] | {"positions": [{"name": "own-gate"}]},
+        "cross": TINY_MODEL["cross"] | {"position": ("own-gate", "anchor")},
+    }
+    model = VLPModel(ModelConfig.model_validate(TINY_MODEL | sizes))
+    linear = [
+        (name, part) for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)
+    ]
+    gates = [part for name, part in linear if ".positions." in name]
+    assert len(gates) == 1 + 2 * 2  # of the tower's block, and of both streams in both layers
+    assert all(part.weight.eq(1).all() and part.bias.eq(1).all() for part in gates)
+    others = [part for name, part in linear if ".positions." not in name and part.bias is not None]
+    assert others
+    assert not any(part.bias.any() for part in others)
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from vlp.positions import PositionContext
+from vlp.positions import PositionContext, create_fitting_position
 from vlp.positions.grid_tokens import require_grid_tokens
+
+BOUND = (
+    *("alibi-2d", "irpe-cross", "irpe-euclidean", "irpe-product", "irpe-quantization", "shaw"),
+    *("huang", "sasa", "transformer-xl", "sape", "learned-1d", "learned-2d", "object"),
+)
 
 
 def test_the_grid_of_the_context_comes_before_that_of_the_options():
@@ -26,3 +32,13 @@ def test_the_grid_of_the_context_comes_before_that_of_the_options():
 def test_other_tokens_are_named(context, queries, keys, message):
     with pytest.raises(ValueError, match=message):
         require_grid_tokens("x", context, None, queries, keys, prefix_bucket=False)
+
+
+@pytest.mark.parametrize("name", BOUND)
+def test_as_many_tokens_with_coordinates_are_no_grid(name):
+    encoding = create_fitting_position(name, {"width": 16, "heads": 2, "grid": (4, 4)})
+    (hook,) = encoding.hooks & {"tokens", "bias"}
+    states = [torch.randn(1, 16, 16)] if hook == "tokens" else [torch.randn(1, 2, 16, 8)] * 2
+    assert encoding(hook, *states, PositionContext()).isfinite().all()
+    with pytest.raises(ValueError, match=f"{name} needs a grid, but these tokens have coordinates"):
+        encoding(hook, *states, PositionContext(coordinates=torch.rand(1, 16, 2)))

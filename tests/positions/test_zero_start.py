@@ -20,7 +20,13 @@ def made(name=None, **options):
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("fourier", {}), ("mlp", {}), ("sine-2d", {"mlp": 8}), ("rope-mixed", {})],
+    [
+        *[(name, {}) for name in ("fourier", "mlp", "rope-mixed")],
+        *[(f"learned-{dimensions}d", {}) for dimensions in (1, 2, 4)],
+        ("learned-2d", {"mixer": True}),
+        ("fourier", {"mlp": False, "projection": True}),
+        ("sine-2d", {"mlp": 8}),
+    ],
 )
 def test_the_function_stays_and_the_encoding_learns(name, options):
     images = torch.randn(2, 3, 32, 32)
@@ -33,8 +39,11 @@ def test_the_function_stays_and_the_encoding_learns(name, options):
     assert any(p.grad is not None and p.grad.abs().max() > 0 for p in own.values())
 
 
-def test_what_cannot_be_silenced_stays():
-    model = made("sape")
+@pytest.mark.parametrize(
+    ("name", "options"), [("sape", {}), ("fourier", {"mlp": False, "projection": False})]
+)
+def test_what_cannot_be_silenced_stays(name, options):
+    model = made(name, **options)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     zero_start(model)
     for name, value in model.state_dict().items():

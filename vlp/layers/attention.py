@@ -14,6 +14,7 @@ from torch.nn import functional
 from vlp.compute.gpu_form import off_cpu, on_gpu
 from vlp.compute.once import once
 from vlp.layers.flex import departure, flex_attend, log_departure
+from vlp.positions.alignment import AlignmentBias
 from vlp.positions.anchor import has_triton
 from vlp.positions.anchor_encoding import AnchorPosition
 from vlp.positions.base import PositionContext, PositionEncoding
@@ -73,7 +74,7 @@ def attend(
         addition = encoding("bias", query, key, context)
         if addition is not None:
             bias = addition if bias is None else bias + addition
-    bias = None if bias is None else bias.to(query.dtype)
+    bias = None if bias is None else _finite(bias.to(query.dtype))
     fused = off_cpu(query) if fused is None else fused
     if fused and not at_value:
         return functional.scaled_dot_product_attention(
@@ -82,7 +83,7 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     logits = (query * scale) @ key.transpose(-2, -1)
     if bias is not None:
-        logits = logits + bias
+        logits = _finite(logits + bias)
     attention = logits.softmax(-1).to(value.dtype)
     if probabilities is not None:
         attention = probabilities(attention)
@@ -114,6 +115,16 @@ def mask_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     lowest = torch.finfo(dtype).min
     # Lowest - lowest * mask, in one kernel: its constant is an argument, not a tensor to be filled.
     return torch.add(torch.tensor(lowest, dtype=dtype, device="cpu"), mask, alpha=-lowest)
+
+
+def _finite(logits: Tensor) -> Tensor:
+    """Return logits to which a mask's bias was added, in float16 without the -inf of such sums.
+
+    In other types the lowest number plus a logit is the lowest number.
+    """
+    if logits.dtype != torch.float16:
+        return logits
+    return logits.clamp(min=torch.finfo(logits.dtype).min)
 
 
 def _using(encodings: Iterable[PositionEncoding], hook: str) -> list[PositionEncoding]:
@@ -172,7 +183,7 @@ class Attention(nn.Module):
             mask: (B, K) bool, True = may be attended to.
             context: what the position hooks need.
             projected: keys and values, (B, K, width) each, in place of `context_states`, where
-                `takes_projected`.
+                `takes_apart`.
 
         Returns:
             (B, Q, width).
@@ -227,10 +238,13 @@ class Attention(nn.Module):
         return self.key(context_states), self.value(context_states)
 
     @property
-    def takes_projected(self) -> bool:
-        """Return whether all encodings know what to add to keys and values that are projected."""
-        moving = _using(self._encodings(), "inputs")
-        return all(isinstance(encoding, AnchorPosition) for encoding in moving)
+    def takes_apart(self) -> bool:
+        """Return whether calls may share projected keys and values, and ask for some queries alone.
+
+        Of encodings of one's own nothing is known: they may read or turn queries and keys, or read
+        whole grids.
+        """
+        return all(type(each) in (AnchorPosition, AlignmentBias) for each in self._encodings())
 
     def anchor_terms(self, states: Tensor) -> Tensor | None:
         """Return the terms that all calls with such states can share; None where there are none.

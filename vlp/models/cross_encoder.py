@@ -136,12 +136,12 @@ class CrossEncoder(nn.Module):
         """Return whether texts alone ask, of keys and values that pairs of an image share.
 
         So it is in layouts `text` and `albef` on a CPU. On a GPU, where `states` (B, T, width) tell
-        it, a kernel takes what is projected pair by pair.
+        it, a kernel takes what is projected pair by pair; encodings of one's own do, too.
         """
         if self.config.layout == "ace" or on_gpu(states):
             return False
         attentions: list[Attention] = [layer.cross_attention for layer in self.layers]  # type: ignore[misc]
-        return all(attention.takes_projected for attention in attentions)
+        return all(attention.takes_apart for attention in attentions)
 
     def image_keys(self, image: Tensor) -> ImageKeys:
         """Keys and values of images (I, 1 + M, width) in every layer, of the same shape."""

@@ -32,7 +32,7 @@ from vlp.models.pretrained.load import (
     resample_positions,
 )
 from vlp.models.pretrained.local_copy import CONFIG, local_folder
-from vlp.models.pretrained.position_tables import carry_encodings
+from vlp.models.pretrained.position_tables import ENCODINGS, carry_encodings
 from vlp.models.towers.image import fit_image_tower
 from vlp.models.towers.lora import merged_lora
 from vlp.models.vlp import VLPModel
@@ -40,10 +40,7 @@ from vlp.positions import list_positions
 from vlp.positions.registry import plugins_of
 
 # What one model may have and another may lack: encodings, token projections, the token score.
-_OPTIONAL = (
-    r"(text|image)_tokens\.|token_score\."
-    r"|cross_encoder\.(layers\.\d+\.(cross_)?attention\.)?positions\."
-)
+_OPTIONAL = rf"(text|image)_tokens\.|token_score\.|{ENCODINGS}\."
 
 WEIGHTS, HEADS = "model.safetensors", "heads.safetensors"
 _TOWER = "image_encoder.vit."
@@ -211,9 +208,10 @@ def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
 
     Encodings, token projections and a token score that the folder lacks keep their own start (zero
     for ACE-RPE, so that the model computes at first what the folder's does); those it has and the
-    model has not are left out. So are ACE-RPE's tables of another number of groups, and a match
-    head that reads other states. Where images have another size, the image encoder's positions are
-    resampled, and tables of the cross-modal encoder carried over (`vlp.positions.carry_over`).
+    model has not are left out. So are ACE-RPE's tables of another number of groups, a match head
+    that reads other states, and the anchor threshold where this model's configuration fixes it.
+    Where images have another size, the image encoder's positions are resampled, and tables of
+    encodings carried over (`vlp.positions.carry_over`).
 
     Raises:
         FileNotFoundError: neither a folder nor a hub name, or a file is missing in it.
@@ -231,12 +229,19 @@ def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
     except ValueError as error:
         raise ValueError(f"{folder_or_name}: {error}") from error
     _require_equal_pooling(model.config, trained, str(folder_or_name))
-    here, own_start = model.state_dict(), _OPTIONAL
-    if trained.cross.pooling != model.config.cross.pooling:
-        own_start = rf"match_head\.|{_OPTIONAL}"
-        found = {name: found[name] for name in found if not name.startswith("match_head.")}
+    here = model.state_dict()
+    kept = {
+        r"match_head\.": trained.cross.pooling != model.config.cross.pooling,
+        r"anchor_threshold$": model.config.cross.anchor.threshold is not None,
+    }
+    own_start = tuple(pattern for pattern, keeps in kept.items() if keeps)
     # By this model's names; those of `unused` are the folder's.
-    extra = [name for name in found if name not in here and re.match(_OPTIONAL, name)]
+    extra = [
+        name
+        for name in found
+        if any(re.match(pattern, name) for pattern in own_start)
+        or (name not in here and re.match(_OPTIONAL, name))
+    ]
     found = {name: tensor for name, tensor in found.items() if name not in extra}
     positions = "image_encoder.vit.pos_embed"
     if model.config.image.architecture:
@@ -252,7 +257,9 @@ def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
             found[positions], model.config.image.tower_grid, str(folder_or_name)
         )
         resized = [positions, *resized]
-    report = copy_weights(model, found, str(folder_or_name), [*unused, *extra], (own_start,))
+    report = copy_weights(
+        model, found, str(folder_or_name), [*unused, *extra], (*own_start, _OPTIONAL)
+    )
     matched = [name for name in report.matched if name not in resized]
     return report._replace(matched=matched, resized=resized)
 

@@ -19,7 +19,7 @@ from vlp.models.image_encoder import ImageEncoder, PatchEdit
 from vlp.models.itm.token_score import TokenScore
 from vlp.models.text_encoder import TextEncoder
 from vlp.models.towers.text import with_architecture
-from vlp.positions import CROSS_MODAL
+from vlp.positions import CROSS_MODAL, PositionEncoding
 from vlp.positions.anchor_field import AnchorField, anchor_field, joined_fields, uniform_field
 
 # BERT's and ViT's start at 768 channels. A narrower image or cross-modal encoder starts with more,
@@ -276,10 +276,11 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _initialise(deviation: float, *modules: nn.Module) -> None:
-    """BERT's and ViT's start: normal weights and zero biases."""
+    """BERT's and ViT's start: normal weights and zero biases; encodings keep their own start."""
     for module in modules:
-        for part in module.modules():
-            if isinstance(part, nn.Linear):
-                nn.init.normal_(part.weight, std=deviation)
-                if part.bias is not None:
-                    nn.init.zeros_(part.bias)
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=deviation)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        if not isinstance(module, PositionEncoding):
+            _initialise(deviation, *module.children())

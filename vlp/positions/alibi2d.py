@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from vlp.positions.base import PositionContext, PositionEncoding
+from vlp.positions.grid_tokens import require_grid_tokens
 from vlp.positions.shared import shared
 
 Ratio = Literal["paper", "code"]
@@ -144,18 +145,10 @@ class DirectionalDistance(PositionEncoding):
         Raises:
             ValueError: the tokens are not prefix and grid, or no grid is known.
         """
-        grid, prefix = context.grid or self.grid, context.prefix_tokens
-        if grid is None:
-            raise ValueError("alibi-2d needs a grid, in its options or in the context")
-        tokens = prefix + grid[0] * grid[1]
-        if (query.shape[-2], key.shape[-2]) != (tokens, tokens):
-            raise ValueError(
-                f"alibi-2d: {prefix} prefix tokens and a {grid[0]} x {grid[1]} grid are {tokens} "
-                f"tokens that attend to themselves, not {query.shape[-2]} queries and "
-                f"{key.shape[-2]} keys"
-            )
-        options = self.heads, self.ratio, self.variant
-        return _cached_bias((grid[0], grid[1]), prefix, *options, query.dtype, query.device)
+        queries, keys = query.shape[-2], key.shape[-2]
+        grid = require_grid_tokens("alibi-2d", context, self.grid, queries, keys)
+        options = context.prefix_tokens, self.heads, self.ratio, self.variant
+        return _cached_bias(grid, *options, query.dtype, query.device)
 
 
 @shared(kept=8)

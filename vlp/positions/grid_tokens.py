@@ -1,8 +1,36 @@
-"""The check of encodings whose pairs need a grid: tokens are the prefix and the grid's patches."""
+"""The checks of encodings that need a grid: there is one, and tokens are its prefix and patches."""
 
 from __future__ import annotations
 
 from vlp.positions.base import PositionContext
+
+
+def grid_at_hand(
+    name: str, context: PositionContext, grid: tuple[int, int] | None
+) -> tuple[int, int]:
+    """Return the context's grid, else that of the options.
+
+    Args:
+        name: the encoding's, for the message.
+        context: see `PositionContext`.
+        grid: (rows, columns) where the context names none.
+
+    Returns:
+        (rows, columns).
+
+    Raises:
+        ValueError: no grid, or tokens with coordinates, which lie on none.
+    """
+    if context.grid is not None:
+        return context.grid
+    if context.coordinates is not None:
+        raise ValueError(
+            f"{name} needs a grid, but these tokens have coordinates, as those of a batch have "
+            "where images are padded or their grids differ: batch images of one grid, unpadded"
+        )
+    if grid is None:
+        raise ValueError(f"{name} needs a grid, in its options or in the context")
+    return grid
 
 
 def require_grid_tokens(
@@ -27,12 +55,11 @@ def require_grid_tokens(
         (rows, columns).
 
     Raises:
-        ValueError: no grid, a prefix without its bucket, or other tokens than prefix and grid.
+        ValueError: see `grid_at_hand`; a prefix without its bucket, or other tokens than prefix
+            and grid.
     """
-    grid, prefix = context.grid or grid, context.prefix_tokens
-    if grid is None:
-        raise ValueError(f"{name} needs a grid, in its options or in the context")
-    rows, columns = grid
+    rows, columns = grid_at_hand(name, context, grid)
+    prefix = context.prefix_tokens
     if prefix and not prefix_bucket:
         raise ValueError(f"{name}: {prefix} prefix tokens, but prefix_bucket is False")
     tokens = prefix + rows * columns

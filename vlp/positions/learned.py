@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vlp.positions.base import PositionContext
 from vlp.positions.coordinates import require_grid, token_coordinates, vertical_first
+from vlp.positions.grid_tokens import grid_at_hand
 from vlp.positions.mixer import TokenEncoding
 
 COMBINATIONS = ("concat", "sum")
@@ -57,7 +58,7 @@ class LearnedPosition(TokenEncoding):
 
         Raises:
             ValueError: more tokens than places, fewer than the prefix, or another grid than the
-                table's.
+                table's, or none.
         """
         length = x.shape[-2] - context.prefix_tokens
         if not 0 <= length <= len(self.table):
@@ -65,9 +66,11 @@ class LearnedPosition(TokenEncoding):
                 f"learned-1d has {len(self.table)} places, which do not fit {x.shape[-2]} tokens "
                 f"of which {context.prefix_tokens} are prefix"
             )
-        if self.grid is not None and context.grid is not None and context.grid != self.grid:
+        if self.grid is None:
+            return self.table[None, :length]
+        if (grid := grid_at_hand(self.name, context, self.grid)) != self.grid:
             raise ValueError(
-                f"learned-1d was made for a {_size(self.grid)} grid, not {_size(context.grid)}"
+                f"learned-1d was made for a {_size(self.grid)} grid, not {_size(grid)}"
             )
         return self.table[None, :length]
 
@@ -116,10 +119,11 @@ class LearnedGridPosition(TokenEncoding):
         """Row and column vectors of the patches: (1, rows * columns, width).
 
         Raises:
-            ValueError: a larger grid than the tables', or tokens that are not prefix and grid.
+            ValueError: no grid or a larger one than the tables', or tokens that are not prefix and
+                grid.
         """
         largest = (len(self.table_rows), len(self.table_columns))
-        rows, columns = grid = context.grid or largest
+        rows, columns = grid = grid_at_hand(self.name, context, largest)
         if rows > largest[0] or columns > largest[1]:
             raise ValueError(
                 f"learned-2d has vectors for a {_size(largest)} grid, not for {_size(grid)}"

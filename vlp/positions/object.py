@@ -7,6 +7,7 @@ from torch import Tensor
 
 from vlp.positions.base import PositionContext
 from vlp.positions.coordinates import patch_centres, require_grid
+from vlp.positions.grid_tokens import grid_at_hand
 from vlp.positions.mixer import TokenEncoding
 from vlp.positions.sine import sinusoid
 
@@ -107,9 +108,7 @@ class ObjectPosition(TokenEncoding):
         Raises:
             ValueError: no grid, tokens that are not prefix and grid, or boxes outside of it.
         """
-        grid = context.grid or self.grid
-        if grid is None:
-            raise ValueError("object needs a grid, in its options or in the context")
+        grid = grid_at_hand(self.name, context, self.grid)
         require_grid(self.name, grid, x, context)
         kind = torch.promote_types(x.dtype, torch.float32)
         where = patch_centres(grid, kind, x.device)[None] - 0.5

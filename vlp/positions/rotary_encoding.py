@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vlp.positions.base import PositionContext, PositionEncoding
+from vlp.positions.grid_tokens import grid_at_hand
 from vlp.positions.rotary import (
     Layout,
     cosine_and_sine,
@@ -119,9 +120,7 @@ class _GridRotary(_Rotary):
         self.spread = self.grid if rescale else None
 
     def _grid(self, query: Tensor, context: PositionContext) -> tuple[int, int]:
-        grid, prefix = context.grid or self.grid, context.prefix_tokens
-        if grid is None:
-            raise ValueError(f"{self.name} needs a grid, in its options or in the context")
+        grid, prefix = grid_at_hand(self.name, context, self.grid), context.prefix_tokens
         expected = prefix + grid[0] * grid[1]
         if query.shape[-2] != expected:
             raise ValueError(

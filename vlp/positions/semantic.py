@@ -22,6 +22,7 @@ from vlp.positions.cope import (
     interpolate,
     require_shapes,
 )
+from vlp.positions.grid_tokens import require_grid_tokens
 
 Mode = Literal["key", "query"]
 Summation = Literal["between", "suffix"]
@@ -183,21 +184,15 @@ class SemanticPosition(PositionEncoding):
         Raises:
             ValueError: the tokens are not prefix and grid.
         """
-        grid, prefix = context.grid or self.grid, context.prefix_tokens
-        tokens = prefix + grid[0] * grid[1]
-        if (query.shape[-2], key.shape[-2]) != (tokens, tokens):
-            raise ValueError(
-                f"sape: {prefix} prefix tokens and a {grid[0]} x {grid[1]} grid are {tokens} "
-                f"tokens that attend to themselves, not {query.shape[-2]} queries and "
-                f"{key.shape[-2]} keys"
-            )
+        grid = require_grid_tokens("sape", context, self.grid, query.shape[-2], key.shape[-2])
+        prefix = context.prefix_tokens
         queries, keys = full_precision(query[..., prefix:, :], key[..., prefix:, :])
         total = None
         for mode in self.modes:
             term = sape_bias(
                 queries,
                 keys,
-                (grid[0], grid[1]),
+                grid,
                 self.tables_x[mode],
                 self.tables_y[mode],
                 mode,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from vlp.positions.fourier import FourierPosition
+from vlp.positions.learned import LearnedBoxPosition, LearnedGridPosition, LearnedPosition
 from vlp.positions.modulator import Modulator
 from vlp.positions.rotary_encoding import RotaryMixed
 
@@ -13,14 +15,25 @@ from vlp.positions.rotary_encoding import RotaryMixed
 def zero_start(module: nn.Module) -> None:
     """Set to zero what silences each encoding in a module, and can still be trained from there.
 
-    These are the last layer of MLPs on places (`fourier`, `mlp`, sinusoids with `mlp`) and the
+    These are the last layer of MLPs on places (`fourier`, `mlp`, sinusoids with `mlp`), the
+    projection of `fourier`, the tables of `learned-1d`, `learned-2d` and `learned-4d`, and the
     frequencies of `rope-mixed`. Most other tables start at zero by themselves. What has no
     parameter that would silence it stays as it is: `alibi-2d`, `rope-1d`, `rope-axial`, sinusoids
-    without MLP, `object`; and `sape`, whose equal tables would never move.
+    without MLP, `fourier` without MLP and projection, `object`; and `sape`, whose equal tables
+    would never move.
     """
     for part in module.modules():
         if isinstance(part, Modulator):
-            nn.init.zeros_(part.dense_out.weight)
-            nn.init.zeros_(part.dense_out.bias)
+            _silence(part.dense_out)
+        elif isinstance(part, FourierPosition) and isinstance(part.modulator, nn.Linear):
+            _silence(part.modulator)
+        elif isinstance(part, LearnedPosition | LearnedGridPosition | LearnedBoxPosition):
+            for table in part.UNDECAYED:
+                nn.init.zeros_(getattr(part, table))
         elif isinstance(part, RotaryMixed):
             part.frequency_table.zero_()
+
+
+def _silence(layer: nn.Linear) -> None:
+    for parameter in layer.parameters():
+        nn.init.zeros_(parameter)

@@ -264,14 +264,15 @@ def test_statistics_follow_the_tower_and_the_configuration():
     assert torch.allclose(batch.pixels[0, :, 0, 0], expected)
 
 
+@pytest.mark.parametrize("positions", [[], [{"name": "alibi-2d"}]])
 @torch.no_grad()
-def test_model_folder_needs_no_public_weights_and_starts_another_size(tmp_path):
+def test_model_folder_needs_no_public_weights_and_starts_another_size(positions, tmp_path):
     from vlp.data.image.transforms import Preprocessing
     from vlp.data.text.tokenizer import SPECIALS, TextProcessor
     from vlp.models.folder import save_pretrained
 
     name = "vit_small_patch14_reg4_dinov2"
-    config = sizes(name, 14, weights="nowhere")
+    config = sizes(name, 14, weights="nowhere", positions=positions)
     model = VLPModel(config).eval()
     text = TextProcessor(bert_tokenizer({word: i for i, word in enumerate(SPECIALS)}), 12)
     preprocess = Preprocessing(56, *config.image.statistics)
@@ -280,7 +281,7 @@ def test_model_folder_needs_no_public_weights_and_starts_another_size(tmp_path):
     pixels = torch.randn(1, 3, 56, 56)
     assert torch.equal(loaded.model.encode_image(pixels).states, model.encode_image(pixels).states)
     assert loaded.preprocess.mean == (0.485, 0.456, 0.406)
-    larger = VLPModel(sizes(name, 14, squares=6)).eval()
+    larger = VLPModel(sizes(name, 14, squares=6, positions=positions)).eval()
     report = start_from(larger, tmp_path)
     assert report.resized == ["image_encoder.vit.pos_embed"]
     assert larger.encode_image(torch.randn(1, 3, 84, 84)).states.shape == (1, 37, 32)

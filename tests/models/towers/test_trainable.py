@@ -52,6 +52,15 @@ def test_number_of_last_blocks_that_are_trained(image):
     assert trained(whole) == {name for name, _ in whole.named_parameters()}
 
 
+def test_norms_of_token_encodings_are_embeddings():
+    positions = [{"name": "fourier", "options": {"norm": True}}]
+    encoder = model(image={"positions": positions, "trainable": 1}).image_encoder
+    norms = {n for n, _ in encoder.named_parameters() if "positions." in n and "norm" in n}
+    assert len(norms) == 4
+    assert not norms & trained(encoder)
+    assert {encoder.layer_distances()[name] for name in norms} == {encoder.depth + 1}
+
+
 def test_frozen_tower_keeps_no_graph_and_stays_in_evaluation_mode():
     frozen = model({"trainable": 0}, DROPPING | {"trainable": 0}).train()
     pixels = torch.randn(4, 3, 28, 28)

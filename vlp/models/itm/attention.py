@@ -1,6 +1,7 @@
 """Attention of one image and many texts with what one side alone decides computed once.
 
-The functions give what `vlp.layers` computes for each pair by itself, up to rounding.
+The functions give what `vlp.layers` computes for each pair by itself, up to rounding, where
+`Attention.takes_apart` says so of the cross-attention.
 """
 
 from __future__ import annotations
@@ -147,14 +148,13 @@ def attend_once(
 
 def attend_texts(
     attention: Attention,
-    query: Tensor | None,
+    query: Tensor,
     text: Tensor,
     mask: Tensor,
     context: PositionContext,
     shift: PathShift | None,
 ) -> Tensor:
     """Return the cross-attention of one image's queries (1, heads, 1 + M, head width) to texts."""
-    assert query is not None
     field, keys, values = context.anchors, text, text
     if shift is not None and field is not None:
         query = query + field.image_mean[:, None] @ shift.query

@@ -10,6 +10,8 @@ by itself is taken apart here; the scores are the same up to rounding.
   and values that are shared get a term of rank G instead of being projected for each pair.
 - Where the score reads [CLS] alone (`cross.pooling: cls`), it is the only query of the last layer.
   A single query needs no projected keys and values, as q (W y) = (W^T q) y.
+
+Where the cross-attention holds an encoding of one's own, the first of these is all that is shared.
 """
 
 from __future__ import annotations
@@ -70,7 +72,8 @@ class PreparedImage(NamedTuple):
     """One image: states (1, 1 + M, width), in layout `ace` after the first self-attention.
 
     tokens (M, D) are for paths. keys and values hold (heads, 1 + M, head width) for each layer
-    that all texts can share; query (1, heads, 1 + M, head width) is layout `ace`'s, of the first.
+    that all texts can share, none where the cross-attention is not taken apart; query (1, heads,
+    1 + M, head width) is layout `ace`'s, of the first.
     """
 
     states: Tensor
@@ -94,11 +97,13 @@ class ITMScorer:
         self.model = model
         self.config, self.grid = model.config.cross, model.config.image.grid
         self.both = self.config.layout == "ace"
-        self.reads_padding = self.config.reads_padding
         self.layers: list[CrossLayer] = list(model.cross_encoder.layers)  # type: ignore[arg-type]
+        attentions = [layer.cross_attention for layer in self.layers]
+        self.apart = all(each.takes_apart for each in attentions)
+        self.reads_padding = self.config.reads_padding or not self.apart
         groups, kind = self.config.anchor.groups, model.anchor_threshold.device.type
         with torch.no_grad(), torch.autocast(kind, enabled=False):
-            self.shifts = [path_shift(layer.cross_attention, groups) for layer in self.layers]
+            self.shifts = [path_shift(each, groups) if self.apart else None for each in attentions]
 
     @torch.no_grad()
     def prepare_texts(self, text: TextFeatures) -> PreparedTexts:
@@ -119,13 +124,14 @@ class ITMScorer:
         if self.both:
             states = image_self_attention(self.layers[0], states, context)
         tokens = image.states[:, 1:] if self.config.anchor.features == "encoder" else image.tokens
-        asked = [layer.cross_attention for layer in self.layers[: 1 if self.both else None]]
+        shared = self.layers[: 1 if self.both else None] if self.apart else []
+        asked = [layer.cross_attention for layer in shared]
         return PreparedImage(
             states,
             tokens[0],
             keys=[by_head(each, each.key(states))[0] for each in asked],
             values=[by_head(each, each.value(states))[0] for each in asked],
-            query=by_head(asked[0], asked[0].query(states)) if self.both else None,
+            query=by_head(asked[0], asked[0].query(states)) if asked and self.both else None,
         )
 
     @torch.no_grad()
@@ -146,7 +152,8 @@ class ITMScorer:
             self._image_asks(field),
         )
         text, mask, image = texts.states, texts.attention_mask, prepared.states
-        alone = self.config.pooling == "cls"
+        image = image if self.apart else image.expand(len(text), -1, -1)
+        alone = self.apart and self.config.pooling == "cls"
         for number, (layer, shift) in enumerate(zip(self.layers, self.shifts)):
             attention, last = layer.cross_attention, number == len(self.layers) - 1
             if number and self.both:
@@ -163,7 +170,7 @@ class ITMScorer:
             else:
                 crossed = attention(text, image, None, text_asks)
             if self.both and not last:
-                if number:
+                if number or prepared.query is None:
                     answer = attention(image, text, mask, image_asks)
                 else:
                     answer = attend_texts(attention, prepared.query, text, mask, image_asks, shift)

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import product
 from typing import NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from vlp.models.config import ModelConfig
 from vlp.models.cross_encoder import StreamEncodings, encodings_by_place
+from vlp.models.image_encoder import ImageEncoder
 from vlp.models.vlp import VLPModel
-from vlp.positions import CROSS_MODAL, PositionEncoding
-from vlp.positions.carry_over import carry_over
+from vlp.positions import PositionEncoding, acts_on_tokens
+from vlp.positions.carry_over import Grid, carry_over
 
-_NAME = re.compile(
-    r"(?P<lead>cross_encoder\.(?:layers\.\d+\.(?P<attention>(?:cross_)?attention)\.)?positions)"
-    r"\.(?P<number>\d+)\.(?P<part>.+)"
+ENCODINGS = (
+    r"(?:cross_encoder\.(?:layers\.\d+\.(?:cross_)?attention\.)?"
+    r"|image_encoder\.vit\.(?:blocks\.\d+\.attn\.)?)positions"
 )
-_STREAMS = ("text", "image")
+"""Names of the lists of encodings in a model."""
+
+_NAME = re.compile(rf"(?P<list>{ENCODINGS})\.(?P<number>\d+)\.(?P<part>.+)")
+_CROSS = "cross_encoder.positions"
+_CROSS_LAYERS = "cross_encoder.layers.*.attention.positions"
+_TOWER = "image_encoder.vit.positions"
+_TOWER_LAYERS = "image_encoder.vit.blocks.*.attn.positions"
+
+Lists = Mapping[str, tuple[tuple[str, int], ...]]
+"""Encodings in each list, `*` standing for every layer: a name, and how often it came before."""
 
 
 class ResizedTables(NamedTuple):
@@ -30,19 +42,32 @@ class ResizedTables(NamedTuple):
     unused: list[str]
 
 
+class _Trained(NamedTuple):
+    """An encoding that was trained on another grid: the path of this model's, and its own module.
+
+    name: for messages.
+    """
+
+    path: str
+    name: str
+    module: nn.Module
+    grid: Grid
+    trained_grid: Grid
+
+
 def carry_encodings(
     model: VLPModel, trained: ModelConfig, state: Mapping[str, Tensor]
 ) -> ResizedTables:
     """Weights of a model trained as `trained` says, its encodings found by their names.
 
-    Their modules are numbered as `cross.position` lists them, so a number alone does not say whose
-    table it is. Tables of another grid become those of this model's where the encoding allows it;
-    tables between both streams of another number of groups are left out.
+    Their modules are numbered as `cross.position` and `image.positions` list them, so a number
+    alone does not say whose table it is. Tables of another grid become those of this model's where
+    the encoding allows it; tables between both streams of another number of groups are left out.
 
     Raises:
         ValueError: an encoding is bound to the grid it was trained on.
     """
-    theirs, ours = encodings_by_place(trained.cross), encodings_by_place(model.config.cross)
+    theirs, ours = _lists(trained), _lists(model.config)
     here = model.state_dict()
     regrouped = trained.cross.anchor.groups != model.config.cross.anchor.groups
     carried: dict[str, Tensor] = {}
@@ -63,54 +88,103 @@ def carry_encodings(
     return ResizedTables(carried, resized, unused)
 
 
-def _target(
-    name: str, theirs: Mapping[str, tuple[str, ...]], ours: Mapping[str, tuple[str, ...]]
-) -> str | None:
+def _lists(config: ModelConfig) -> Lists:
+    cross = encodings_by_place(config.cross)
+    tower = [position.name for position in config.image.positions]
+    lists = {
+        _CROSS: cross["tokens"],
+        _CROSS_LAYERS: cross["attention"],
+        "cross_encoder.layers.*.cross_attention.positions": cross["cross_attention"],
+        _TOWER: [name for name in tower if acts_on_tokens(name)],
+        _TOWER_LAYERS: [name for name in tower if not acts_on_tokens(name)],
+    }
+    return {
+        place: tuple((name, names[:number].count(name)) for number, name in enumerate(names))
+        for place, names in lists.items()
+    }
+
+
+def _target(name: str, theirs: Lists, ours: Lists) -> str | None:
     """The name here of a weight there; None where it is of an encoding that is not here."""
     found = _NAME.fullmatch(name)
     if found is None:
         return name
-    place, number = found["attention"] or "tokens", int(found["number"])
+    place, number = re.sub(r"\.\d+\.", ".*.", found["list"]), int(found["number"])
     if number >= len(theirs[place]) or theirs[place][number] not in ours[place]:
         return None
-    return f"{found['lead']}.{ours[place].index(theirs[place][number])}.{found['part']}"
+    return f"{found['list']}.{ours[place].index(theirs[place][number])}.{found['part']}"
 
 
 def _to_sizes_of(model: VLPModel, trained: ModelConfig, state: dict[str, Tensor]) -> None:
-    """Bring the tables of each stream's encodings to the model's grids, in place."""
+    """Bring the tables of the image tower's and each stream's encodings to the model's grids."""
+    for path, name, old, grid, trained_grid in (
+        *_of_tower(model, trained),
+        *_of_streams(model, trained),
+    ):
+        tables = {
+            key.removeprefix(f"{path}."): tensor
+            for key, tensor in state.items()
+            if key.startswith(f"{path}.")
+        }
+        encoding = model.get_submodule(path)
+        assert isinstance(encoding, PositionEncoding)
+        assert isinstance(old, PositionEncoding)
+        carried = carry_over(name, encoding, old, tables, grid, trained_grid)
+        state |= {f"{path}.{part}": table for part, table in carried.items()}
+
+
+def _of_tower(model: VLPModel, trained: ModelConfig) -> Iterator[_Trained]:
+    """Yield the encodings of an image tower whose grid is another."""
+    grids = model.config.image.tower_grid, trained.image.tower_grid
+    vit = model.image_encoder.vit
+    # Those of a NaFlexViT are made for one grid, whatever the size of the images.
+    if grids[0] == grids[1] or not trained.image.positions or not hasattr(vit, "patch_embed"):
+        return
+    with torch.device("meta"):
+        there = nn.ModuleDict({"image_encoder": ImageEncoder(trained.image, trained.embed_dim)})
+    layers = {_TOWER: 1, _TOWER_LAYERS: len(getattr(vit, "blocks", ()))}
+    for name, paths, their_path in _of_both(model.config, trained, layers):
+        old = there.get_submodule(their_path)
+        for path in paths:
+            yield _Trained(path, f"{name} of the image tower", old, *grids)
+
+
+def _of_streams(model: VLPModel, trained: ModelConfig) -> Iterator[_Trained]:
+    """Yield the encodings of the cross-modal encoder's streams where a grid is another."""
+    here = model.config
     grids = {
-        "text": ((1, trained.text.max_tokens - 1), (1, model.config.text.max_tokens - 1)),
-        "image": (trained.image.grid, model.config.image.grid),
+        "text": ((1, here.text.max_tokens - 1), (1, trained.text.max_tokens - 1)),
+        "image": (here.image.grid, trained.image.grid),
     }
-    if all(before == after for before, after in grids.values()):
+    if all(grid == trained_grid for grid, trained_grid in grids.values()):
         return
     there = StreamEncodings(
         trained.cross, trained.text.width, trained.text.max_tokens, trained.image.grid
     )
-    theirs = {name for names in encodings_by_place(trained.cross).values() for name in names}
-    ours = encodings_by_place(model.config.cross)
-    layers = range(len(model.cross_encoder.layers))
-    leads = {
-        "tokens": ["cross_encoder.positions"],
-        "attention": [f"cross_encoder.layers.{number}.attention.positions" for number in layers],
-    }
-    for place, each_lead in leads.items():
-        for number, name in enumerate(ours[place]):
-            if name not in theirs or name in CROSS_MODAL:
-                continue
-            made = there.make(name)
-            for path in (f"{lead}.{number}.{stream}" for lead in each_lead for stream in _STREAMS):
-                stream = path.rpartition(".")[2]
-                tables = {
-                    key.removeprefix(f"{path}."): tensor
-                    for key, tensor in state.items()
-                    if key.startswith(f"{path}.")
-                }
-                encoding, old = model.get_submodule(path), made.get_submodule(stream)
-                assert isinstance(encoding, PositionEncoding)
-                assert isinstance(old, PositionEncoding)
-                before, after = grids[stream]
-                for part, table in carry_over(
-                    f"{name} of the {stream} stream", encoding, old, tables, after, before
-                ).items():
-                    state[f"{path}.{part}"] = table
+    layers = {_CROSS: 1, _CROSS_LAYERS: len(model.cross_encoder.layers)}
+    for name, paths, _ in _of_both(here, trained, layers):
+        old = there.make(name)
+        for path, stream in product(paths, grids):
+            module = old.get_submodule(stream)
+            yield _Trained(
+                f"{path}.{stream}", f"{name} of the {stream} stream", module, *grids[stream]
+            )
+
+
+def _of_both(
+    config: ModelConfig, trained: ModelConfig, layers: Mapping[str, int]
+) -> Iterator[tuple[str, list[str], str]]:
+    """Yield the encodings that both list: name, path here in each layer, path there in the first.
+
+    Args:
+        config: of this model.
+        trained: of the other.
+        layers: number of layers of each list.
+    """
+    theirs, ours = _lists(trained), _lists(config)
+    for place, count in layers.items():
+        for number, encoding in enumerate(ours[place]):
+            if encoding in theirs[place]:
+                paths = [f"{place.replace('*', str(n))}.{number}" for n in range(count)]
+                their_path = f"{place.replace('*', '0')}.{theirs[place].index(encoding)}"
+                yield encoding[0], paths, their_path

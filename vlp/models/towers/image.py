@@ -67,7 +67,10 @@ def fit_image_tower(tower: nn.Module, state: Mapping[str, Tensor]) -> dict[str, 
     Raises:
         ValueError: timm cannot convert them.
     """
-    convert = getattr(sys.modules[type(tower).__module__], "checkpoint_filter_fn", None)
+    # The class of a tower with encodings is made of timm's.
+    modules = (sys.modules[kind.__module__] for kind in type(tower).__mro__)
+    known = (getattr(module, "checkpoint_filter_fn", None) for module in modules)
+    convert = next(filter(None, known), None)
     try:
         return dict(convert(dict(state), tower)) if convert else dict(state)
     except Exception as error:  # of any name or shape

@@ -36,7 +36,7 @@ def add_lora(model: VLPModel) -> None:
         targets = list(settings.targets)
         wanted = LoraConfig(
             r=settings.rank,
-            lora_alpha=settings.alpha,
+            lora_alpha=settings.alpha,  # type: ignore[arg-type]  # it takes any number
             target_modules=targets,
             exclude_modules=list(encoder.AFTER),
         )

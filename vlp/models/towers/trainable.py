@@ -30,8 +30,9 @@ class TrainableTower(nn.Module):
     def layer_distances(self) -> dict[str, int]:
         """Return how far each parameter of the tower lies below its top, by name.
 
-        Norms after the last block have 0, the last block 1, the one before 2, embeddings one more
-        than the first block (the layer ids of BEiT's layer-wise rates, counted from the top).
+        Norms after the last block have 0, the last block 1, the one before 2, embeddings and the
+        encodings of tokens, norms within them included, one more than the first block (the layer
+        ids of BEiT's layer-wise rates, counted from the top).
         """
         block = re.compile(rf"{re.escape(self.blocks)}\.(\d+)\.")
         distances: dict[str, int] = {}
@@ -41,7 +42,8 @@ class TrainableTower(nn.Module):
             if within := block.match(name):
                 distances[name] = self.depth - int(within[1])
             else:
-                is_top = "norm" in name.lower() and 1 in distances.values()
+                is_norm = "norm" in name.lower() and "positions." not in name
+                is_top = is_norm and 1 in distances.values()
                 distances[name] = 0 if is_top else self.depth + 1
         return distances
 
