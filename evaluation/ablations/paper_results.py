@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
+
+from data_tools.generate.scenes import PARTS, SETTINGS_NAME
 
 SOURCE = "the ACE-RPE paper"
 
@@ -52,7 +55,13 @@ def split_of(table: PaperTable, shards: Sequence[str]) -> str | None:
 
 
 def _is(data: str, folder: str) -> bool:
-    return re.search(_NAMES[data], folder, re.IGNORECASE) is not None
+    return not _generated(Path(folder)) and bool(re.search(_NAMES[data], folder, re.IGNORECASE))
+
+
+def _generated(folder: Path) -> bool:
+    """Return whether the settings of `vlp data scenes` lie in a folder, or beside its part."""
+    above = folder.name in PARTS and (folder.parent / SETTINGS_NAME).is_file()
+    return above or (folder / SETTINGS_NAME).is_file()
 
 
 _NAMES: Mapping[str, str] = {

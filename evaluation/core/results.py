@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +45,16 @@ class Table(NamedTuple):
         align = ["---", *["---:"] * (len(self.head) - 1)]
         drawn = [f"| {' | '.join(line)} |" for line in (self.head, align, *self.rows)]
         return "\n".join([f"**{self.title}**", "", *drawn, "", *self.notes]) + "\n"
+
+
+def attributed(notes: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Yield each note once, after the names that have it where not all do."""
+    said: dict[str, list[str]] = {}
+    for name, own in notes.items():
+        for note in dict.fromkeys(own):
+            said.setdefault(note, []).append(name)
+    for note, names in said.items():
+        yield note if len(names) == len(notes) else f"{', '.join(names)}: {note}"
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> list[str]:

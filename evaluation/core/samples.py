@@ -12,6 +12,7 @@ from PIL import Image
 from vlp.data.image.decode import decode_image
 from vlp.data.schema import Annotation, captions_of
 from vlp.data.shards.bad_samples import SkippedSample
+from vlp.data.shards.remote import is_url
 from vlp.data.shards.shard_index import BadSample, ShardIndex
 from vlp.io import Redacted
 
@@ -51,6 +52,7 @@ class Samples:
         if not folders:
             raise EvaluationError("no shard folder is given")
         self.folders = [str(folder) for folder in folders]
+        self._sources = [_place_of(folder) for folder in self.folders]
         self._indices = [ShardIndex.open(Path(folder)) for folder in folders]
         self._places = [
             (folder, shard, sample)
@@ -88,9 +90,10 @@ class Samples:
             return SkippedSample(bad.kind, bad.where)
         image_id = raw.annotation.image_id
         if image_id is None:
-            identity = (self.folders[folder], where)
+            shard_name = index.shards[shard].name
+            identity = (self._sources[folder], f"{shard_name}, {raw.key}")
         else:
-            identity = (raw.annotation.source or self.folders[folder], image_id)
+            identity = (raw.annotation.source or self._sources[folder], image_id)
         return CaptionedSample(image, captions, raw.annotation, identity, raw.key)
 
     def _image(
@@ -98,6 +101,11 @@ class Samples:
     ) -> Any:
         """Decode the image at (folder, shard, sample)."""
         return decode_image(data, where, least)
+
+
+def _place_of(folder: str) -> str:
+    """Return the same for every spelling of a folder."""
+    return folder if is_url(folder) else str(Path(folder).resolve())
 
 
 def count_kinds(skipped: Sequence[SkippedSample]) -> dict[str, int]:

@@ -18,6 +18,7 @@ import vlp
 from evaluation.core.encode_one import encode_one
 from evaluation.core.eval_mode import evaluating, inference
 from evaluation.core.samples import CaptionedSample, EvaluationError
+from evaluation.core.untrained_match import NEVER_MATCHED
 from evaluation.downstream.predict import has_task
 from evaluation.downstream.predict_one import match_of
 from evaluation.downstream.registry import get_evaluation, page_actions
@@ -244,8 +245,7 @@ class TryIt:
     def _require_match(self) -> None:
         if not self.can_match:
             raise EvaluationError(
-                f"{self.name}: its cross-modal encoder was never trained to match (no ITM); search "
-                "and anchors work without it"
+                f"{self.name}: {NEVER_MATCHED}; search and anchors work without it"
             )
 
     def _seen(self, given: Given) -> SeenImage:

@@ -12,6 +12,7 @@ import vlp
 from evaluation.core.encode_one import encode_one
 from evaluation.core.eval_mode import evaluating, inference
 from evaluation.core.samples import EvaluationError
+from evaluation.core.untrained_match import NEVER_MATCHED
 from evaluation.downstream.predict import has_task
 from evaluation.downstream.registry import get_evaluation
 from evaluation.probes.anchor_maps import read_pair
@@ -56,7 +57,7 @@ def predict_one(
 
     Raises:
         EvaluationError: an image cannot be read, there are too many or too few, or the text is
-            missing or not wanted.
+            missing or not wanted, or is to match an image by a score that was never trained.
         FileNotFoundError: there is no such model.
     """
     try:
@@ -64,6 +65,10 @@ def predict_one(
     except ValueError as error:
         raise EvaluationError(" ".join(str(error).split())) from error
     _check(source, len(images), text)
+    if isinstance(source, Loaded) and not source.model.match_is_trained:
+        raise EvaluationError(
+            f"{folder}: {NEVER_MATCHED}; `vlp evaluate retrieval` and `vlp anchors` work without it"
+        )
     opened = [read_pair(path, "").image for path in images]
     model = source if isinstance(source, Downstream) else source.model
     with (

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from evaluation.core.results import Figure, Table, write_report
 from evaluation.core.samples import EvaluationError, kinds_in_words
+from vlp.data.image.ablated_views import View
 from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
 
 
@@ -23,7 +24,7 @@ class TaskResult:
     figures: shares between 0 and 1 by name, the first is the main one. predictions: one row an
     item, with the ids that a submission needs; those with truth have `scores`, the item's
     value by figure, and `image`, which items of one image share. skipped: bad samples by kind.
-    notes: what belongs under the table.
+    notes: what belongs under the table. view: what the model was shown, where there is a choice.
     """
 
     kind: str
@@ -33,6 +34,7 @@ class TaskResult:
     predictions: list[dict[str, Any]]
     skipped: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    view: View | None = None
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -59,6 +61,7 @@ class TaskResult:
             "items": self.items,
             "skipped": self.skipped,
             "notes": list(self.notes),
+            **({} if self.view is None else {"view": self.view}),
             "figures": {name: figure._asdict() for name, figure in self.figures.items()},
         }
 

@@ -34,6 +34,8 @@ class RetrievalJob(Job):
     def _used(self) -> RetrievalJob:
         if self.rerank_by == "match" and not self.rerank:
             raise ValueError("rerank_by says how to re-rank: give rerank, too")
+        if self.temperature is not None and (not self.rerank or self.rerank_by == "match"):
+            raise ValueError("temperature is of re-ranking by sum: give rerank, too")
         return self
 
 
@@ -61,6 +63,7 @@ class RetrievalEvaluation(TaskEvaluation):
             figures=figures,
             predictions=found.predictions,
             skipped=found.skipped,
+            notes=found.notes,
         )
 
     def evaluate_folder(self, folder: Path, shards: Sequence[str | Path], **options: Any) -> Any:

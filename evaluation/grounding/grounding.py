@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from evaluation.core.eval_mode import evaluating, inference
 from evaluation.core.samples import EvaluationError
+from evaluation.core.untrained_match import untrained_match_notes
 from evaluation.downstream.blocks import evaluate_blocks, image_name
 from evaluation.downstream.result import TaskResult, clustered_figures, keep_scores
 from evaluation.grounding.gradcam import grad_cam, layer_number
@@ -132,6 +133,8 @@ def evaluate_grounding(
     counted = {name: proposed for name in values if name != "pointing"}
     figures = clustered_figures(values, [row["image"] for row in rows], chances, resamples, counted)
     keep_scores(rows, values, counted)
+    trained = loaded.model.match_is_trained or by != "gradcam"
+    first = "" if head is None else f", first {head} word pieces"
     made_by = f"Grad-CAM of cross-modal layer {number}" if by == "gradcam" else "cosine of tokens"
     return TaskResult(
         kind="grounding",
@@ -140,7 +143,11 @@ def evaluate_grounding(
         figures=figures,
         predictions=[{name: row[name] for name in SAID if name in row} for row in rows],
         skipped=skipped,
-        notes=(f"Maps: {made_by}{'' if head is None else f', first {head} word pieces'}.",),
+        notes=(
+            f"Maps: {made_by}{first}. View: {view}.",
+            *untrained_match_notes(trained, "Grad-CAM"),
+        ),
+        view=view,
     )
 
 

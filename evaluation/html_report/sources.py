@@ -26,7 +26,7 @@ _MODELS = ("best", "model")
 _TAILS = {"best", "model", "evaluation"}
 _ARROWS = {"text_to_image": "text → image", "image_to_text": "image → text", "both": "both"}
 _FIGURE = {"value", "low", "high"}
-_ABOUT = {"task", "shards", "skipped", "notes", "figures", "kinds", "rerank"}
+_ABOUT = {"task", "shards", "skipped", "notes", "figures", "kinds", "rerank", "bank_shared"}
 
 
 class StoredResult(NamedTuple):

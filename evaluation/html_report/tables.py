@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from evaluation.ablations.paper_results import SOURCE, PaperTable, paper_tables, split_of
-from evaluation.core.results import Figure, Table
+from evaluation.core.results import Figure, Table, attributed
 from evaluation.core.samples import kinds_in_words
 from evaluation.downstream.registry import get_evaluation
 from evaluation.html_report.sources import Source, StoredResult
@@ -19,7 +19,7 @@ WIDEST = 8
 """With more figures than so many, they are the rows, and the runs the columns."""
 
 _PROBES = {
-    "pointing": "Pointing of words (generated corpus)",
+    "pointing": "Pointing of words",
     "swaps": "Swapped arrangements (generated corpus)",
     "foils": "Captions with one thing exchanged",
     "vision": "Vision models",
@@ -142,7 +142,7 @@ def _notes(rows: Sequence[ResultRow]) -> Iterator[str]:
         if result.skipped:
             kinds = kinds_in_words(result.skipped)
             yield f"{result.file.parent}: skipped {kinds}."
-    yield from dict.fromkeys(note for row in rows for note in row.result.notes)
+    yield from attributed({row.run: row.result.notes for row in rows})
 
 
 def _cited(

@@ -17,6 +17,7 @@ from evaluation.core.encode_one import encode_one
 from evaluation.core.eval_mode import evaluating
 from evaluation.core.samples import CaptionedSample, EvaluationError, Samples
 from evaluation.grounding.gradcam import grad_cam, layer_number
+from evaluation.probes.kept_captions import count_kept_captions
 from vlp.data.image.decode import decode_image
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample
@@ -153,7 +154,7 @@ def first_samples(shards: Sequence[str | Path], count: int) -> list[CaptionedSam
     samples = Samples(shards)
     usable: list[CaptionedSample] = []
     for number in range(len(samples)):
-        sample = samples.read(number)
+        sample = count_kept_captions(samples.read(number))
         if isinstance(sample, CaptionedSample):
             usable.append(sample)
         if len(usable) == count:

@@ -12,6 +12,7 @@ import torch
 
 from evaluation.core.eval_mode import evaluating, inference
 from evaluation.core.samples import EvaluationError
+from evaluation.core.untrained_match import untrained_match_notes
 from evaluation.downstream.blocks import evaluate_blocks, image_name
 from evaluation.downstream.result import TaskResult, clustered_figures, keep_scores
 from vlp.config import Precision
@@ -97,8 +98,11 @@ def evaluate_foils(
     figures = clustered_figures(values, images, dict.fromkeys(values, 0.5), resamples, counted)
     keep_scores(rows, values, counted)
     pairs = ", ".join(f"{(kinds == kind).sum()} {kind}" for kind in FOIL_KINDS if kind in kinds)
-    notes = (f"Pairs of {len(set(images))} images: {pairs}. View: {view}.",)
-    return TaskResult("foils", len(rows), items.folders, figures, rows, skipped, notes)
+    notes = (
+        f"Pairs of {len(set(images))} images: {pairs}. View: {view}.",
+        *untrained_match_notes(loaded.model.match_is_trained, "`match`"),
+    )
+    return TaskResult("foils", len(rows), items.folders, figures, rows, skipped, notes, view)
 
 
 def examples(result: TaskResult, count: int) -> Iterator[str]:

@@ -26,7 +26,9 @@ from evaluation.core.block_reader import BlockReader
 from evaluation.core.eval_mode import evaluating, inference
 from evaluation.core.results import Figure
 from evaluation.core.samples import CaptionedSample, EvaluationError, Samples, count_kinds
+from evaluation.core.untrained_match import untrained_match_notes
 from evaluation.core.work_sharding import Ranks
+from evaluation.probes.kept_captions import count_kept_captions
 from evaluation.probes.pointers import (
     centre_map,
     last_attention,
@@ -152,12 +154,14 @@ def evaluate_pointing(
         for word, share in zip(scored, mean_boxes):
             word.shares["mean box"] = share
         by_kind["small object"] = [word for word in by_kind["object"] if word.share < SMALL]
+    trained = loaded.model.match_is_trained or not controls
     return PointingResult(
         scenes=len({word.scene for word in scored}),
         shards=tuple(map(str, shards)),
         kinds={kind: _figures(words, resamples) for kind, words in by_kind.items() if words},
         skipped=skipped,
         paths=_paths(torch.stack([sums for _, sums, _ in parts]).sum(0)),
+        remarks=untrained_match_notes(trained, "Grad-CAM"),
     )
 
 
@@ -167,7 +171,7 @@ def _read_block(
     """Read and prepare the scenes of a block, in any process."""
     read: list[_Scene | SkippedSample] = []
     for number in range(len(samples))[block * batch : (block + 1) * batch]:
-        sample = samples.read(number)
+        sample = count_kept_captions(samples.read(number))
         if isinstance(sample, CaptionedSample):
             pixels, size = preprocess(sample.image), sample.image.size
             read.append(_Scene(number, pixels, size, sample.captions, sample.annotation))

@@ -57,7 +57,7 @@ class PointingResult:
 
     Kinds are `colour`, `shape`, `object`, and `objects`: words that may name any of several; with
     controls also `small object`, those of `object` in small boxes.
-    paths: None for a model without ACE-RPE.
+    paths: None for a model without ACE-RPE. remarks: notes of the model, under the table.
     """
 
     scenes: int
@@ -65,6 +65,7 @@ class PointingResult:
     kinds: dict[str, KindFigures]
     skipped: dict[str, int] = field(default_factory=dict)
     paths: PathFigures | None = None
+    remarks: tuple[str, ...] = ()
 
     def table(self) -> Table:
         """One row for each kind of word, or with controls one column, in percent."""
@@ -102,7 +103,7 @@ class PointingResult:
                 f"{self.paths.reachable:.1%} have a path; a word's paths have a standard deviation "
                 f"of {self.paths.spread:.2f}."
             )
-        return notes
+        return [*notes, *self.remarks]
 
     def _pointers(self) -> tuple[list[str], list[list[str]]]:
         """Return head and rows of the table with controls: two columns for each kind of word."""
@@ -136,6 +137,7 @@ class PointingResult:
             "shards": list(self.shards),
             "scenes": self.scenes,
             "skipped": self.skipped,
+            "notes": list(self.remarks),
             "kinds": kinds,
             "paths": None if self.paths is None else self.paths._asdict(),
         }

@@ -22,6 +22,7 @@ from evaluation.core.block_reader import BlockReader
 from evaluation.core.eval_mode import evaluating, inference
 from evaluation.core.results import Figure, Table, write_report
 from evaluation.core.samples import EvaluationError, count_kinds
+from evaluation.core.untrained_match import untrained_match_notes
 from evaluation.core.work_sharding import Ranks
 from vlp.config import Precision
 from vlp.data.image.ablated_views import View, viewed
@@ -58,7 +59,7 @@ class SwapResult:
     share of the four comparisons (each image's two captions, each caption's two images) that
     come out right; `text`, both images get their caption; `image`, both captions get their
     image; `group`, both. Ties count against the model. `scores` (swaps, scorer, score) holds
-    them one by one.
+    them one by one. `view` is what the model was shown, `notes` what belongs under the table.
     """
 
     swaps: int
@@ -68,6 +69,8 @@ class SwapResult:
     kinds: tuple[str, ...]
     scorers: tuple[str, ...] = SCORERS
     skipped: dict[str, int] = field(default_factory=dict)
+    view: View = "image"
+    notes: tuple[str, ...] = ()
 
     def table(self) -> Table:
         """One row for each scorer and kind, in percent."""
@@ -80,7 +83,7 @@ class SwapResult:
             for kind in (*self.kinds, "all")
         ]
         chance = ["chance", *(f"{100 * CHANCE[score]:.1f}" for score in SCORES)]
-        notes = ["Percent; in brackets 95 % bootstrap intervals over swaps."]
+        notes = ["Percent; in brackets 95 % bootstrap intervals over swaps.", *self.notes]
         head = ["", "text", "image", "group", "pair"]
         return Table(f"Swaps, {self.swaps} of them", head, [*rows, chance], notes)
 
@@ -91,6 +94,8 @@ class SwapResult:
             "shards": list(self.shards),
             "swaps": self.swaps,
             "skipped": self.skipped,
+            "view": self.view,
+            "notes": list(self.notes),
             "figures": {"/".join(key): figure._asdict() for key, figure in self.figures.items()},
         }
 
@@ -182,7 +187,9 @@ def evaluate_swaps(
                 figure = Figure(value, float(low[column]), float(high[column]), CHANCE[name])
                 figures[scorer, kind, name] = figure
     names = tuple(map(str, shards))
-    return SwapResult(len(kinds), names, figures, correct, present, scorers, skipped)
+    untrained = untrained_match_notes(loaded.model.match_is_trained, "`match`")
+    notes = (f"View: {view}.", *untrained)
+    return SwapResult(len(kinds), names, figures, correct, present, scorers, skipped, view, notes)
 
 
 def swap_scores(scores: NDArray[np.floating]) -> NDArray[np.float64]:

@@ -18,6 +18,7 @@ from evaluation.core.feature_cache import GIBIBYTE
 from evaluation.core.json_lines import write_lines
 from evaluation.core.results import Figure, Table, write_report
 from evaluation.core.samples import EvaluationError, kinds_in_words
+from evaluation.core.untrained_match import untrained_match_notes
 from evaluation.core.work_sharding import Ranks
 from evaluation.retrieval.retrieval_rows import StoredSamples, query_rows
 from evaluation.retrieval.two_stages import BANK_TEMPERATURE, DIRECTIONS, Direction, ranks_of_right
@@ -73,6 +74,29 @@ class RetrievalResult:
         """Mean of R@1, R@5 and R@10, of one direction or of both."""
         return self.figures[stage, direction, MEAN]
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """How the figures were made, as it stands under every table of them."""
+        notes: list[str] = []
+        if self.rerank:
+            by = "the match score alone"
+            if self.temperature is not None:
+                by = f"similarity / {self.temperature:.3g} + match score"
+            notes.append(f"The top {self.rerank} were re-ranked by {by}.")
+            notes += untrained_match_notes(self.match_trained, "re-ranking")
+        if self.bank:
+            left_out = kinds_in_words(self.bank_skipped) if self.bank_skipped else "none"
+            notes.append(
+                f"Similarities are normalised by the queries of {', '.join(self.bank)} at "
+                f"temperature {self.bank_temperature:g}; skipped there: {left_out}."
+            )
+        if self.bank_shared:
+            notes.append(
+                f"{self.bank_shared} of these images are in the bank, so that their own queries "
+                "are read: recall is higher than that of unseen pairs."
+            )
+        return tuple(notes)
+
     def table(self) -> Table:
         """Recall in percent with intervals, and chance, for the terminal or Markdown."""
         columns = [*(f"R@{k}" for k in RECALL_AT), MEAN]
@@ -89,22 +113,7 @@ class RetrievalResult:
         for stage in self.stages:
             cells = ["", "", "", self.mean(stage).percent()]
             rows.append([f"both, {labels[stage]}", *cells])
-        notes = ["Percent; in brackets 95 % bootstrap intervals over images."]
-        if self.temperature is not None:
-            notes.append(f"Re-ranked by similarity / {self.temperature:.3g} + match score.")
-        if self.rerank and not self.match_trained:
-            notes.append("The match score was never trained (no ITM): re-ranking says nothing.")
-        if self.bank:
-            left_out = kinds_in_words(self.bank_skipped) if self.bank_skipped else "none"
-            notes.append(
-                f"Similarities are normalised by the queries of {', '.join(self.bank)} at "
-                f"temperature {self.bank_temperature:g}; skipped there: {left_out}."
-            )
-        if self.bank_shared:
-            notes.append(
-                f"{self.bank_shared} of these images are in the bank, so that their own queries "
-                "are read: recall is higher than that of unseen pairs."
-            )
+        notes = ["Percent; in brackets 95 % bootstrap intervals over images.", *self.notes]
         if self.skipped:
             kinds = kinds_in_words(self.skipped)
             notes.append(f"Skipped samples: {kinds}.")
@@ -126,6 +135,7 @@ class RetrievalResult:
             "bank_skipped": self.bank_skipped,
             "bank_shared": self.bank_shared,
             "skipped": self.skipped,
+            "notes": list(self.notes),
             "figures": [
                 {"stage": stage, "direction": direction, "name": name, **figure._asdict()}
                 for (stage, direction, name), figure in self.figures.items()

@@ -30,6 +30,7 @@ _IDENTITY = {
     "question_id": ("key", "question_id", "question"),
     "image_id": ("key", "image_id"),
     "point": ("key", "id", "text"),
+    "foil": ("key", "kind", "caption", "foil"),
     "prediction": ("key", "identifier", "pairID", "text"),
     "key": ("key", "text"),
 }

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evaluation.core.results import Table
+from evaluation.core.results import Table, attributed
 from evaluation.core.samples import EvaluationError, kinds_in_words
 from evaluation.core.saved_results import Saved, saved_figures
 from evaluation.core.work_sharding import Ranks
@@ -87,17 +87,14 @@ class SuiteResult:
         return Table(title, ["", *columns, "chance"], rows, notes)
 
     def _notes(self, label: str, models: Sequence[str]) -> Iterator[str]:
-        """Yield notes under a task's tables, with the models where not all have them."""
-        said: dict[str, list[str]] = {}
+        """Return notes under a task's tables, with the models where not all have them."""
+        notes: dict[str, list[str]] = {}
         for model in models:
             content = self.results[model, label]
-            notes = list(content.get("notes") or ())
+            notes[model] = list(content.get("notes") or ())
             if content.get("skipped"):
-                notes.append(f"Skipped: {kinds_in_words(content['skipped'])}.")
-            for note in notes:
-                said.setdefault(note, []).append(model)
-        for note, of in said.items():
-            yield note if len(of) == len(models) else f"{', '.join(of)}: {note}"
+                notes[model].append(f"Skipped: {kinds_in_words(content['skipped'])}.")
+        return attributed(notes)
 
     def _summary(self, saved: dict[tuple[str, str], Saved]) -> Table:
         rows = []

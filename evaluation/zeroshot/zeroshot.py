@@ -17,6 +17,7 @@ from evaluation.core.eval_mode import evaluating, inference
 from evaluation.core.feature_cache import GIBIBYTE, Block, BlockCache
 from evaluation.core.results import Figure, Table
 from evaluation.core.samples import EvaluationError
+from evaluation.core.untrained_match import untrained_match_notes
 from evaluation.core.work_sharding import Ranks
 from evaluation.downstream.blocks import evaluate_blocks
 from evaluation.downstream.result import TaskResult, clustered_figures, keep_scores
@@ -139,7 +140,8 @@ def evaluate_zeroshot(
             device=torch_device,
             workers=workers,
         )
-    return _result(rows, skipped, images.folders, prompts, top, resamples)
+    untrained = untrained_match_notes(model.match_is_trained or not top, "their new order")
+    return _result(rows, skipped, images.folders, prompts, top, resamples, untrained)
 
 
 def reordered(
@@ -205,6 +207,7 @@ def _result(
     prompts: Prompts,
     top: int,
     resamples: int,
+    untrained: tuple[str, ...],
 ) -> ZeroShotResult:
     classes = len(prompts.labels)
     ranks = {name: np.array([row["ranks"][name] for row in rows]) for name in rows[0]["ranks"]}
@@ -228,6 +231,7 @@ def _result(
     notes = [f"{classes} classes, {len(prompts.templates)} prompts each."]
     if top:
         notes.append(f"The best {top} classes were scored again by the cross-modal encoder.")
+    notes += untrained
     if len(own) < classes:
         notes.append(f"There are images of {len(own)} classes.")
     return ZeroShotResult(

@@ -24,6 +24,7 @@ from vlp.data.scenes.sample import sample_scene
 from vlp.data.schema import Annotation, Expression
 from vlp.data.shards.shard_index import ShardWriter
 from vlp.models.decoder.answer_likelihood import answer_likelihood
+from vlp.models.vlp import VLPModel
 from vlp.tasks.downstream import caption, vqa
 from vlp.tasks.downstream.init_from import start_parts
 from vlp.tasks.downstream.pair_classification import (
@@ -342,3 +343,9 @@ def test_permutations_are_named_by_their_keys(panelled, tmp_path, capsys):
     command = ["predict", "--model", folder, "--shards", *twice]
     assert main([*command, "--out", str(tmp_path / "twice.csv")]) == 2
     assert "predicted more than once" in capsys.readouterr().err
+
+
+def test_a_score_that_was_never_trained_answers_nothing(folders, files, monkeypatch):
+    monkeypatch.setattr(VLPModel, "match_is_trained", False)
+    with pytest.raises(EvaluationError, match=r"never trained to match \(no ITM\)"):
+        predict_one(folders["plain"], files[:1], "a red circle")

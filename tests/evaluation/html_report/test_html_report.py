@@ -61,7 +61,7 @@ LOG = [
         "samples_per_second": 60,
     },
 ]
-POINTING = ["Pointing of words (generated corpus)"]
+POINTING = ["Pointing of words"]
 TRAINING = {
     "ended": "finished", "step": 40, "total_steps": 40, "seconds": 3725.0,
     "samples_per_second": 55.0,
@@ -342,7 +342,7 @@ def test_notes_say_code_and_stand_apart(tmp_path):
     assert "any object" in Page(report.html()).text
     assert "always `<b>`.\n\nMore." in report.markdown()
     assert r"always \texttt{\textless{}b\textgreater{}}. More." in report.latex()
-    assert r"\label{tab:pointing-of-words-generated-corpus}" in report.latex()
+    assert r"\label{tab:pointing-of-words}" in report.latex()
 
 
 def test_a_run_has_links_to_its_parts(pretrained):
@@ -442,3 +442,27 @@ def test_results_without_intervals_are_shown_without(tmp_path):
     (table,) = result_tables(read_sources([tmp_path]))
     assert table.rows == [[tmp_path.name, "41.0", "89.5"]] or table.rows[0][1] in ("41.0", "41.1")
     assert not any("bootstrap" in note for note in table.notes)
+
+
+def test_generated_shards_do_not_stand_beside_the_papers_data(tmp_path):
+    for name in ("snli_ve_val", "nlvr2_val", "snli_ve/test"):
+        (tmp_path / name).mkdir(parents=True)
+    shards = [str(tmp_path / name) for name in ("snli_ve_val", "snli_ve/test")]
+    assert paper_tables("snli_ve", shards)
+    (tmp_path / "scenes.json").write_text("{}")
+    for kind in ("snli_ve", "nlvr2"):
+        assert paper_tables(kind, [str(tmp_path / f"{kind}_val")]) == []
+    assert paper_tables("snli_ve", shards[1:]), "beside a generated corpus, but no part of it"
+    (tmp_path / "snli_ve" / "test" / "scenes.json").write_text("{}")
+    assert paper_tables("snli_ve", shards[1:]) == []
+
+
+def test_a_note_of_one_run_names_it(tmp_path):
+    figures = {"accuracy": Figure(0.5, 0.4, 0.6, 0.0)._asdict()}
+    for run, notes in (("a", ["Both.", "Alone."]), ("b", ["Both."])):
+        (tmp_path / run).mkdir()
+        found = {"task": "snli_ve", "figures": figures, "notes": notes}
+        (tmp_path / run / "snli_ve.json").write_text(json.dumps(found))
+    (table,) = result_tables(read_sources([tmp_path / "a", tmp_path / "b"]))
+    assert "Both." in table.notes
+    assert "a: Alone." in table.notes

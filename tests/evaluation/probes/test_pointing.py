@@ -10,6 +10,7 @@ from retrieval_stub import png
 
 import vlp
 from evaluation.core.samples import CaptionedSample, EvaluationError, Samples
+from evaluation.probes.anchor_maps import first_samples
 from evaluation.probes.pointing import KINDS, evaluate_pointing, score_words
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_index import ShardWriter
@@ -197,3 +198,32 @@ def test_a_word_of_several_boxes_hits_any_of_them():
     (word,) = score_words(0, several, SIZE, PIECES, cosine, np.zeros((1, 16, 7), int), (4, 4))
     assert (KINDS[word.kind], word.hit, word.share) == ("objects", True, 5 / 16)
     assert word.bar == 1  # both objects are meant
+
+
+def write_captions(folder, captions, number):
+    """Two words of caption `number`; the same image and boxes each time."""
+    sample = two_objects()
+    words = [word.model_copy(update={"caption": number}) for word in sample.annotation.words]
+    with ShardWriter(folder) as writer:
+        writer.write("0", png((1, 2, 3)), "png", Annotation(captions=captions, words=words))
+    return folder
+
+
+def test_blank_captions_are_not_counted(model_folder, tmp_path):
+    loaded, said = vlp.load(model_folder), "a red square above a blue star"
+    plain = write_captions(tmp_path / "plain", [said, "two dogs"], 0)
+    blank = write_captions(tmp_path / "blank", [" ", said, "", "two dogs"], 1)
+    found = [evaluate_pointing(loaded, [folder]).kinds for folder in (plain, blank)]
+    assert found[0] == found[1]
+    (sample,) = first_samples([blank], 1)
+    assert [word.caption for word in named_words(sample.annotation)] == [0] * 4
+    assert sample.annotation.captions == sample.captions
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_word_of_a_caption_that_is_blank_or_not_there_is_a_bad_annotation(
+    model_folder, tmp_path, number
+):
+    folder = write_captions(tmp_path / "bad", [" ", "a red square"], number)
+    with pytest.raises(EvaluationError, match=r"'bad annotation': 1"):
+        evaluate_pointing(vlp.load(model_folder), [folder])

@@ -77,3 +77,18 @@ def test_recall_equals_the_full_matrices(tmp_path, monkeypatch):
 def test_a_temperature_must_be_positive(tmp_path):
     with pytest.raises(EvaluationError, match="bank_temperature 0: it must be above 0"):
         evaluate_retrieval(make_stub(CAPTIONS), [tmp_path], bank_temperature=0)
+
+
+def test_the_bank_is_known_however_its_folder_is_spelled(tmp_path, monkeypatch):
+    monkeypatch.setattr("evaluation.core.encoder.ITMScorer", StubITMScorer)
+    monkeypatch.chdir(tmp_path)
+    write_numbered(tmp_path / "numbered", CAPTIONS)
+    (tmp_path / "link").symlink_to("numbered")
+    stub = make_stub(CAPTIONS)
+    for bank in ("numbered", "./link/"):
+        result = evaluate_retrieval(stub, [tmp_path / "numbered"], bank=[bank])
+        assert result.bank_shared == len(CAPTIONS)
+        assert result.to_json()["notes"] == list(result.notes)
+        assert len(result.notes) == 2
+    twice = evaluate_retrieval(stub, ["numbered", "./link"])
+    assert twice.images == len(CAPTIONS), "the same images"

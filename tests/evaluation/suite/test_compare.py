@@ -209,3 +209,20 @@ def test_the_command_prints_and_writes(statements, tmp_path, capsys):
     assert "McNemar" in printed
     written = json.loads((tmp_path / "compare.json").read_text())
     assert written["figures"]["accuracy"]["items"] == 24
+
+
+def test_foils_are_known_by_what_was_exchanged(tmp_path):
+    def foils(*names):
+        return [
+            {"key": "0", "image": "0", "kind": "colour", "caption": "a red dog", "foil": foil,
+             "scores": {"dual, all": 1.0}}
+            for foil in names
+        ]  # fmt: skip
+
+    write_lines(tmp_path / "a.jsonl", foils("a blue dog", "a green dog"))
+    write_lines(tmp_path / "b.jsonl", foils("a green dog", "a blue dog"))
+    result = compare(tmp_path / "a.jsonl", tmp_path / "b.jsonl", resamples=2, permutations=2)
+    assert result.differences["dual, all"].items == 2
+    write_lines(tmp_path / "b.jsonl", foils("a blue dog", "a pink dog"))
+    with pytest.raises(EvaluationError, match="lacks 0 colour a red dog a pink dog"):
+        compare(tmp_path / "a.jsonl", tmp_path / "b.jsonl")

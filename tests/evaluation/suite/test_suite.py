@@ -209,6 +209,27 @@ JOB = {"task": "retrieval", "shards": ["s"], "model": "m"}
             ],
             "layer is of Grad-CAM",
         ),
+        (
+            [{"name": "a", "tasks": [{**JOB, "task": "retrieval", "temperature": 0.1}]}],
+            "temperature is of re-ranking by sum",
+        ),
+        (
+            [
+                {
+                    "name": "a",
+                    "tasks": [
+                        {
+                            **JOB,
+                            "task": "retrieval",
+                            "temperature": 0.1,
+                            "rerank": 2,
+                            "rerank_by": "match",
+                        }
+                    ],
+                }
+            ],
+            "temperature is of re-ranking by sum",
+        ),
         ([{"name": "a", "tasks": [JOB, JOB]}], "give each a `name`"),
         ([{"name": "a", "tasks": [{"task": "swaps", "shards": ["s"]}]}], "has a model"),
         ([{"name": "a", "tasks": [JOB]}, {"name": "a", "tasks": [JOB]}], "are called 'a'"),
