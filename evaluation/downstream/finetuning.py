@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from vlp.tasks.downstream.init_from import start_parts
 from vlp.tasks.downstream.registry import get_task
 from vlp.tasks.downstream.retrieval import PairsTask
 from vlp.tasks.downstream.task import Downstream
-from vlp.training.best_checkpoint import BestCheckpoint
+from vlp.training.best_checkpoint import BestCheckpoint, Parameters
 from vlp.training.command import run_training
+from vlp.training.engines.sharding import shards_parameters
 from vlp.training.finetune_config import FinetuneConfig
 
 _TRIED = 16
@@ -64,6 +66,8 @@ def build_task(config: FinetuneConfig) -> tuple[Downstream | PairsTask, Any]:
     )
     if isinstance(task, Distilled):
         task.start_teacher(_epoch_steps(config, data))
+    if isinstance(task, PairsTask):
+        task.log_every = training.log_every
     return task, data
 
 
@@ -82,10 +86,22 @@ def select(
     if not folders:
         return None
 
-    def validate(_: object = None, limit: int | None = limit) -> Mapping[str, float]:
-        device = next(task.parameters()).device
+    whole = _copy(task) if shards_parameters(training) else None
+    validated = whole or task
+
+    def validate(
+        parameters: Parameters = task.state_dict, limit: int | None = limit
+    ) -> Mapping[str, float]:
+        if whole is not None:
+            whole.load_state_dict(task.state_dict() | parameters())
+        device = next(validated.parameters()).device
         result = evaluate_task(
-            task, folders, limit=limit, device=device, precision=training.precision, resamples=1
+            validated,
+            folders,
+            limit=limit,
+            device=device,
+            precision=training.precision,
+            resamples=1,
         )
         return result.metrics
 
@@ -98,6 +114,14 @@ def select(
     except (EvaluationError, CaptionToolError) as error:
         raise ConfigError(f"the model cannot be validated while it is trained: {error}") from error
     return selection
+
+
+def _copy(task: Downstream | PairsTask) -> Downstream | PairsTask:
+    """Return a copy whose parameters stay whole where ZeRO-3 leaves a rank parts of the task's."""
+    whole = copy.deepcopy(task).to(distributed.default_device())
+    if isinstance(whole, Distilled | PairsTask):
+        whole.teacher = None  # teaches nothing here
+    return whole
 
 
 def _epoch_steps(config: FinetuneConfig, data: Any) -> int:

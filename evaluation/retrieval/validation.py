@@ -23,8 +23,8 @@ from vlp.models.folder import Loaded
 from vlp.tasks.pretraining import Pretraining
 from vlp.tasks.pretraining.teacher import strip_prefix
 from vlp.training.best_checkpoint import BestCheckpoint, Parameters
-from vlp.training.config import LoopConfig, PretrainConfig, ValidationConfig
-from vlp.training.engines.deepspeed_config import deepspeed_config
+from vlp.training.config import PretrainConfig, ValidationConfig
+from vlp.training.engines.sharding import shards_parameters
 
 _TRIED = 16
 """Samples that are evaluated before the training."""
@@ -51,7 +51,7 @@ def select(config: PretrainConfig, task: Pretraining, data: PretrainData) -> Bes
             StoredFeatures(chosen.features)
     task.to(distributed.default_device())
     # ZeRO-3 and FSDP leave a rank parts of the parameters, of which the match score needs all.
-    whole = copy.deepcopy(task.model) if _is_cut_up(training) else None
+    whole = copy.deepcopy(task.model) if shards_parameters(training) else None
     loaded = Loaded(whole or task.model, data.text, data.preprocessing)
 
     def validate(
@@ -71,13 +71,6 @@ def select(config: PretrainConfig, task: Pretraining, data: PretrainData) -> Bes
     except EvaluationError as error:
         raise ConfigError(f"validation: {error}") from error
     return selection
-
-
-def _is_cut_up(training: LoopConfig) -> bool:
-    if training.engine != "deepspeed":
-        return training.engine == "fsdp"
-    settings = deepspeed_config(training, distributed.world_size())
-    return bool(settings["zero_optimization"]["stage"] == 3)
 
 
 Figures = dict[str, float]

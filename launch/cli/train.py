@@ -43,15 +43,13 @@ def train(
     \b
       vlp train --config configs/pretrain/base.yaml training.batch=256
     """
-    import yaml
-
-    from vlp.config import config_file, parse_yaml
+    from vlp.config import ConfigError, read_values
 
     try:
-        values = parse_yaml(config_file(config).read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        values = None  # the script says what is wrong with it
-    script = "train_vision" if isinstance(values, dict) and "task" in values else "pretrain"
+        values, _ = read_values(config)
+    except ConfigError:
+        values = {}  # the script says what is wrong with it
+    script = "train_vision" if "task" in values else "pretrain"
     arguments = ["--config", str(config), *(overrides or ()), *(["--resume"] if resume else ())]
     if (several := _several(ranks)) > 1:
         return launch_ranks(several, ["train", *arguments])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.core import TyperGroup
@@ -16,6 +18,7 @@ from typer.core import TyperGroup
 from data_tools.__main__ import COMMANDS
 from launch import demo
 from launch.cli.main import commands, main
+from launch.cli.train import train
 from vlp.process.lock import FolderLock
 from vlp.training.logging.run_record import record_start
 from vlp.training.run_folder import RunFolder
@@ -191,3 +194,20 @@ def test_the_demo_keeps_a_finished_run(tmp_path, monkeypatch, capsys):
     assert model.exists()
     assert main(["demo", "--fresh"]) == 0
     assert not model.exists()
+
+
+@pytest.mark.parametrize("inherited", ["base.yaml", "nowhere.yaml"])
+def test_an_inherited_task_is_trained_as_a_vision_model(inherited, tmp_path, monkeypatch):
+    (tmp_path / "base.yaml").write_text("task: {kind: classification}\n")
+    child = tmp_path / "child.yaml"
+    child.write_text(f"inherit: {inherited}\noutput: run\n")
+    called = []
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(
+        importlib,
+        "import_module",
+        lambda name: SimpleNamespace(main=lambda _: called.append(name) or 0),
+    )
+    assert train(child) == 0
+    expected = "train_vision" if inherited == "base.yaml" else "pretrain"
+    assert called == [f"launch.{expected}"]

@@ -11,6 +11,7 @@ import torch
 from pair_shards import entailment_shards, tiny_folder
 from safetensors.torch import load_file
 
+from evaluation.downstream import evaluate_task
 from vlp.config import load_config
 from vlp.tasks.downstream.registry import task_kinds
 from vlp.tasks.downstream.task import load_task
@@ -109,6 +110,25 @@ def test_two_runs_of_one_seed_are_equal_to_the_bit_and_so_is_a_resumed_one(teach
 
 
 @pytest.mark.distributed
+def test_a_run_of_zero_3_is_validated(tmp_path):
+    start = tiny_folder(tmp_path / "start")
+    shards = entailment_shards(tmp_path / "shards", 12)
+    zero = tmp_path / "zero3.json"  # cuts up every parameter, however small
+    settings = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    zero.write_text(json.dumps({"zero_optimization": settings}))
+    run([
+        *("--config", str(CONFIGS / "scenes_snli_ve.yaml"), f"init_from={start}"),
+        *(f"task.data.{part}=[{shards}]" for part in ("train", "validation")),
+        *("task.data.canonical_streams=2", "task.teacher={}", "training.precision=float32"),
+        *("training.engine=deepspeed", f"training.deepspeed={zero}", "training.batch=4"),
+        *("training.steps=2", "training.evaluate_every=1", f"output={tmp_path / 'run'}"),
+    ], 2)  # fmt: skip
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    found = evaluate_task(load_task(tmp_path / "run" / "best"), [shards], resamples=1)
+    assert report["best"]["accuracy"] == pytest.approx(found.metrics["accuracy"])
+
+
+@pytest.mark.distributed
 def test_what_cannot_be_used_is_one_line_and_code_2(tmp_path):
     start = tiny_folder(tmp_path / "start")
     train = entailment_shards(tmp_path / "train", 4)
@@ -122,6 +142,9 @@ def test_what_cannot_be_used_is_one_line_and_code_2(tmp_path):
         "did you mean": [f"init_from={start}", *data, "training.evaluate_evry=3"],
         "cannot be shared equally": [f"init_from={start}", *data, "training.batch=9"],
         "no figure 'acuracy'": [f"init_from={start}", *judged, "training.metric=acuracy"],
+        "starts with 'modl'": [
+            *(f"init_from={start}", *data, "training.optimiser.lr_multipliers={modl: 2}"),
+        ],
         "nowhere: there is no": [f"init_from={start}", *data[:1], "task.data.validation=[nowhere]"],
     }
     for words, arguments in cases.items():

@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pydantic import ValidationError
 from tests_support import TINY_MODEL, tiny_text
 
 import vlp
-import vlp.objectives.config as objectives_config
-from vlp.config import Config
 from vlp.data.stream.batch import Batch
 from vlp.models.config import ModelConfig
 from vlp.objectives.config import ObjectivesConfig
 from vlp.objectives.itm import hard_negatives
-from vlp.objectives.loss import Loss
-from vlp.tasks.pretraining import Objective, Pretraining, Term, objective, register_objective
-from vlp.tasks.pretraining import task as pretraining_task
+from vlp.tasks.pretraining import Pretraining
 
 ROWS, TOKENS = 8, 12
 ALL = {"itm": {"group": 8}, "teacher": None}
 TENSORS = Batch._fields.index("word_patches")  # fields that every batch has
 
 
-def task(objectives=ALL, precision="float32", vocabulary="unused", **model):
+def task(objectives=ALL, precision="float32", vocabulary="unused", init_from=None, **model):
     torch.manual_seed(1)
     config = ModelConfig.model_validate(TINY_MODEL | model)
     settings = ObjectivesConfig.model_validate(objectives)
-    built = Pretraining(config, settings, vocabulary, precision, log_every=1)
+    built = Pretraining(config, settings, vocabulary, precision, log_every=1, init_from=init_from)
     for name, parameter in built.named_parameters():
         if "table" in name:
             torch.nn.init.normal_(parameter, std=0.05)
@@ -299,6 +294,29 @@ def test_soft_targets_change_the_loss_by_their_share():
         assert torch.equal(plain.losses[name], mixed.losses[name])
 
 
+def test_soft_targets_do_not_enter_in_evaluation():
+    hard = task(WITH_TEACHER | {"teacher": WITH_TEACHER["teacher"] | {"alpha": 0.0}}).eval()
+    soft = task(WITH_TEACHER).eval()
+    with torch.no_grad():
+        plain, mixed = hard(batch(), 0).losses, soft(batch(), 0).losses
+    assert all(torch.equal(plain[name], mixed[name]) for name in plain)
+
+
+def test_a_frozen_tower_averages_flips_in_evaluation_alone():
+    image = TINY_MODEL["image"] | {"trainable": 0, "average_hflip": True}
+    built = task(ALL | {"mim": None}, image=image)
+    seen = []
+    after = built.model.image_encoder.after_tower
+    built.model.image_encoder.after_tower = lambda states: seen.append(states) or after(states)
+    with torch.no_grad():
+        for training in (True, False):
+            built.train(training)(batch(), 0)
+    encoder, pixels = built.model.image_encoder, batch().pixels
+    torch.testing.assert_close(seen[0], encoder.tower(pixels))
+    torch.testing.assert_close(seen[-1], encoder.hflip_averaged_tower(pixels))
+    assert not torch.allclose(seen[0], seen[-1])
+
+
 def test_bf16_stays_near_float32():
     with torch.no_grad():
         exact, mixed = task()(batch(), 0), task(precision="bf16")(batch(), 0)
@@ -331,68 +349,3 @@ def test_training_learns_the_pairs():
     assert output.losses["token"] < 0.5 * first["token"]
     assert output.losses["mlm"] < 0.5 * first["mlm"]
     assert output.statistics["itm_accuracy"] > 0.8
-
-
-class ToyConfig(Config):
-    """Settings of an objective outside the package."""
-
-    weight: float = 1.0
-
-
-class Toy(Objective):
-    """Pull image and text features together, through a layer of its own."""
-
-    def __init__(self, settings, objectives, model):
-        super().__init__(settings, objectives, model)
-        self.layer = torch.nn.Linear(model.embed_dim, model.embed_dim)
-
-    def modules(self):
-        return {"toy_head": self.layer}
-
-    def __call__(self, step):
-        distance = (self.layer(step.image.feature) - step.text.feature).square().sum(-1)
-        valid = step.batch.valid
-        step.statistics["toy_rows"] = valid.sum()
-        loss = Loss(torch.where(valid, distance, 0).sum(), valid.sum())
-        return {"toy": Term(loss, self.settings.weight)}
-
-
-@pytest.fixture
-def toy_objective(monkeypatch):
-    monkeypatch.setattr(objective, "OBJECTIVES", dict(objective.OBJECTIVES))
-    monkeypatch.setattr(objectives_config, "_registered", {})
-    monkeypatch.setattr(pretraining_task, "OBJECTIVES", objective.OBJECTIVES)
-    register_objective("toy", Toy, ToyConfig)
-
-
-def test_an_objective_from_outside_is_trained(toy_objective):
-    built = task({"contrastive": None, "itm": None, "teacher": None, "toy": {"weight": 0.5}})
-    optimiser = torch.optim.AdamW(built.parameters(), 3e-3)
-    start = built.toy_head.weight.detach().clone()
-    for step in range(2):
-        output = built(batch(), step)
-        parts = output.losses
-        expected = parts["mlm"] + parts["mim"] + 0.5 * parts["toy"]
-        torch.testing.assert_close(output.loss.detach(), expected)
-        output.loss.backward()
-        optimiser.step()
-        optimiser.zero_grad()
-    assert list(output.losses)[-1] == "toy"
-    assert output.statistics["toy_rows"] == ROWS
-    assert not torch.equal(built.toy_head.weight, start)
-
-
-def test_settings_of_a_registered_objective_are_checked(toy_objective):
-    alone = {"contrastive": None, "itm": None, "mlm": None, "mim": None}
-    config = ObjectivesConfig.model_validate(alone | {"toy": {"weight": 2}})
-    assert config.toy == ToyConfig(weight=2.0)
-    assert ObjectivesConfig.model_validate(config.model_dump(mode="json")) == config
-    for wrong, key in (({"toys": {}}, "toys"), ({"toy": {"wait": 1}}, "toy.wait")):
-        with pytest.raises(ValidationError) as caught:
-            ObjectivesConfig.model_validate(wrong)
-        (problem,) = caught.value.errors()
-        assert (".".join(problem["loc"]), problem["type"]) == (key, "extra_forbidden")
-    with pytest.raises(ValueError, match="registered already"):
-        register_objective("toy", Toy)
-    with pytest.raises(ValueError, match=r"objectives\.mlm is a key already"):
-        objectives_config.register_settings("mlm", ToyConfig)

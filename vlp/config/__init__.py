@@ -6,7 +6,14 @@ overrides and validates; every failure is a `ConfigError` that names the key, th
 and the nearest valid key.
 """
 
-from vlp.config.files import config_file, load_config, merged, save_config, validated
+from vlp.config.files import (
+    config_file,
+    load_config,
+    merged,
+    read_values,
+    save_config,
+    validated,
+)
 from vlp.config.plugins import PLUGINS, load_plugins, plugin_of, require_plugins
 from vlp.config.schema import AnyConfig, Choice, Config, ConfigError, LocalPath, Precision
 from vlp.config.yaml_text import dump_yaml, parse_yaml
@@ -26,6 +33,7 @@ __all__ = [
     "merged",
     "parse_yaml",
     "plugin_of",
+    "read_values",
     "require_plugins",
     "save_config",
     "validated",

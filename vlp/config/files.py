@@ -35,7 +35,7 @@ def load_config(
         ConfigError: the file is missing or not YAML, inheritance loops, a key is unknown (the
             nearest valid key is named), or a value has the wrong type.
     """
-    values, origins = _read(config_file(path), ())
+    values, origins = read_values(path)
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not key:
@@ -56,6 +56,18 @@ def load_config(
     if isinstance(plugins, list) and all(isinstance(each, str) for each in plugins):
         load_plugins(plugins)  # what they register is then known to the schema
     return validated(values, schema, path, origins)
+
+
+def read_values(path: str | Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Read a configuration file and those it inherits from, without validation.
+
+    Returns:
+        The merged values, and by dotted key the file in which each stands.
+
+    Raises:
+        ConfigError: a file is missing or not YAML, or inheritance loops.
+    """
+    return _read(config_file(path), ())
 
 
 def validated(

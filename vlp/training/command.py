@@ -117,6 +117,7 @@ def _run(
     select: Select[AnyRun] | None,
     signals: StopSignals,
 ) -> int:
+    from vlp.compute.precision import advise
     from vlp.layers.stream import set_half_streams
     from vlp.training.loop import train
     from vlp.training.run_folder import RunFolder
@@ -137,24 +138,13 @@ def _run(
             checkpoint_activations(task, config.training.activation_checkpointing)
             for network in (task, *task.teachers()):
                 set_half_streams(network, config.training.residual == "bf16")
+            engine = make_engine(task)
         except ConfigError as error:
             return _refuse(str(error))
-        _advise(config.training.precision)
-        report = train(config, task, data, make_engine(task), folder, resume, best, signals)
+        advise("training.precision", config.training.precision)
+        report = train(config, task, data, engine, folder, resume, best, signals)
     distributed.any_rank(False)  # no rank leaves before the report is written: launchers kill
     return REQUEUE if report["ended"] == "stopped" else 0
-
-
-def _advise(precision: str) -> None:
-    """Say on rank 0 that this machine computes a precision slowly."""
-    from vlp.tasks.plain import is_emulated
-
-    if distributed.rank() == 0 and is_emulated(distributed.default_device(), precision):
-        print(
-            f"training.precision: this CPU has no instructions for {precision}; float32 is several "
-            "times as fast here",
-            file=sys.stderr,
-        )
 
 
 def _engine(training: LoopConfig) -> Callable[[Any], Engine]:

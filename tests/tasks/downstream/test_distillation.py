@@ -127,6 +127,14 @@ def test_without_a_teacher_and_in_evaluation_the_loss_is_the_plain_one(tmp_path)
     assert untaught.extra_state() == {}
 
 
+def test_what_a_run_sets_on_networks_reaches_the_teacher(tmp_path):
+    task, _ = snli_ve(tmp_path)
+    assert (task.teachers(), task.networks()) == ([], [task])
+    task.start_teacher(10)
+    assert task.teachers() == [task.teacher.module]
+    assert task.networks() == [task, task.teacher.module]
+
+
 def test_the_teacher_follows_the_whole_student_and_gets_no_gradient(tmp_path):
     task, data = nlvr2(tmp_path)
     taught(task)

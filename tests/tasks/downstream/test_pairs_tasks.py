@@ -101,6 +101,32 @@ def test_each_is_judged_by_its_own_evaluation(shards, tmp_path):
     assert progress.best == found.metrics["mean"]
 
 
+def test_a_model_that_ranks_hold_in_parts_is_validated_by_its_whole_parameters(shards, tmp_path):
+    config = settings(tiny_folder(tmp_path / "start"), shards, "retrieval")
+    parts = {"engine": "deepspeed", "deepspeed": "zero3"}
+    sharded = config.model_copy(update={"training": config.training.model_copy(update=parts)})
+    task, data = build_task(sharded)
+    selection = select(sharded, task, data)
+    selection.validate(before := Progress(), lambda: dict(task.named_parameters()))
+    torch.manual_seed(3)
+    moved = {name: torch.randn_like(value) for name, value in task.named_parameters()}
+    expected, _ = build_task(config)
+    expected.load_state_dict(expected.state_dict() | moved)
+    for parameter in task.parameters():
+        parameter.data = torch.empty(0)
+    selection.validate(progress := Progress(), lambda: moved)
+    assert progress.best_figures == evaluate_task(expected, [shards], resamples=1).metrics
+    assert progress.best_figures != before.best_figures
+
+
+@pytest.mark.parametrize("kind", ["retrieval", "grounding"])
+def test_statistics_are_of_the_steps_that_are_logged(kind, shards, tmp_path):
+    config = settings(tiny_folder(tmp_path / "start"), shards, kind)
+    training = config.training.model_copy(update={"log_every": 3})
+    task, _ = build_task(config.model_copy(update={"training": training}))
+    assert task.log_every == 3
+
+
 @pytest.mark.parametrize("kind", ["retrieval", "grounding"])
 def test_groups_that_do_not_fit_are_refused(kind, shards, tmp_path):
     objectives = OBJECTIVES | {"itm": {"group": 3}}

@@ -61,6 +61,14 @@ def test_auto_classes_find_both_models(tuned):
     assert isinstance(answering, vlp.VlpForQuestionAnswering)
 
 
+@pytest.mark.parametrize("device_map", ["auto", {"": "cpu"}, "cpu"])
+def test_a_device_map_of_one_device_is_taken(tuned, device_map):
+    folder, _, _ = tuned
+    model = vlp.VlpForQuestionAnswering.from_pretrained(folder, device_map=device_map)
+    expected = "cuda" if device_map == "auto" and torch.cuda.is_available() else "cpu"
+    assert next(model.parameters()).device.type == expected
+
+
 def test_one_image_and_several_questions(tuned, photo):
     folder, task, _ = tuned
     model = vlp.VlpForQuestionAnswering.from_pretrained(folder)

@@ -57,9 +57,9 @@ class Distilled(Downstream):
     teacher: Teacher[Any] | None = None
     _warmup_steps = 0
 
-    def networks(self) -> list[nn.Module]:
-        """Return the task, and its teacher."""
-        return [self] if self.teacher is None else [self, self.teacher.module]
+    def teachers(self) -> list[nn.Module]:
+        """Return the teacher, if there is one."""
+        return [] if self.teacher is None else [self.teacher.module]
 
     def start_teacher(self, epoch_steps: int) -> None:
         """Copy the task as its teacher, where one is configured.

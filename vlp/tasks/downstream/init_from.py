@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from vlp.config import ConfigError, merged
+from vlp.config import ConfigError, merged, require_plugins
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.io import parse_json
@@ -18,6 +18,7 @@ from vlp.models.pretrained.load import LoadReport
 from vlp.models.pretrained.local_copy import CONFIG, local_folder
 from vlp.models.towers.lora import add_lora
 from vlp.models.vlp import VLPModel
+from vlp.positions import list_positions
 
 
 def start_parts(start: str, changes: Mapping[str, Any]) -> tuple[Loaded, LoadReport]:
@@ -29,7 +30,8 @@ def start_parts(start: str, changes: Mapping[str, Any]) -> tuple[Loaded, LoadRep
             positions are resampled; encodings and projections that the folder lacks start anew.
 
     Raises:
-        ConfigError: it is no model folder, or the changed model cannot start from its weights.
+        ConfigError: it is no model folder, an encoding's plugin is not imported, or the changed
+            model cannot start from its weights.
     """
     try:
         folder = local_folder(start)
@@ -37,6 +39,7 @@ def start_parts(start: str, changes: Mapping[str, Any]) -> tuple[Loaded, LoadRep
     except (OSError, json.JSONDecodeError) as error:
         raise ConfigError(f"start: {start} is no model folder ({error})") from error
     plain.pop("model_type", None)
+    require_plugins(plain.pop("plugins", {}), list_positions(), "encoding", folder / CONFIG)
     try:
         config = ModelConfig.model_validate(merged(plain, changes))
     except ValidationError as error:

@@ -23,6 +23,7 @@ from vlp.objectives.config import ObjectivesConfig
 from vlp.objectives.running_quantile import move_threshold
 from vlp.tasks.plain import PlainTask, Precision
 from vlp.tasks.pretraining.grad_cache import chunks, in_chunks, joined, recomputed, select
+from vlp.tasks.pretraining.heads import start_heads
 from vlp.tasks.pretraining.monitors import anchor_shares, collapse, word_cosines
 from vlp.tasks.pretraining.objective import OBJECTIVES, Objective, Step, Term
 from vlp.tasks.pretraining.teacher import MomentumTeacher, strip_prefix
@@ -42,7 +43,7 @@ class Pretraining(PlainTask):
         vocabulary: tokenizer that goes into the model folder.
         precision: "bf16" and "fp16" run the passes under autocast, "float32" does not.
         log_every: steps between the statistics that cost time.
-        init_from: model folder whose weights come last, over public ones.
+        init_from: model folder whose weights come last, over public ones, and those of its heads.
         model: of this configuration, taken as it is in place of a new one.
         grad_cache: rows that have activations at a time; None is all.
 
@@ -74,6 +75,8 @@ class Pretraining(PlainTask):
                 self.objectives[name] = kind(settings, objectives, config)
                 for module_name, module in self.objectives[name].modules().items():
                     self.add_module(module_name, module)
+        if init_from is not None:
+            self.weight_reports += start_heads(self._saved_heads(), init_from)
         self.teacher: MomentumTeacher | None = None
         if objectives.teacher:
             student: dict[str, nn.Module] = {"model": self.model}
@@ -104,7 +107,9 @@ class Pretraining(PlainTask):
         encoder = self.model.image_encoder
         if encoder.frozen and batch.pixels.ndim == 4:  # the teacher's tower is the same
             with record_function("pass/clean"):
-                batch = batch._replace(pixels=encoder.tower(batch.pixels))
+                averaged = encoder.config.average_hflip and not self.training
+                tower = encoder.hflip_averaged_tower if averaged else encoder.tower
+                batch = batch._replace(pixels=tower(batch.pixels))
         if self.teacher is not None:
             with record_function("pass/teacher"):
                 teach = self.teacher.start(batch, step, self.training)
@@ -169,10 +174,6 @@ class Pretraining(PlainTask):
         """Return True but for texts in groups, which are as long as the longest of each."""
         return self.config.text.length_groups == 1
 
-    def networks(self) -> list[nn.Module]:
-        """Return the task, and its teacher."""
-        return [self] if self.teacher is None else [self, self.teacher.average.module]
-
     def after_step(
         self, parameters: Callable[[], dict[str, Tensor]], applied: Tensor | None = None
     ) -> None:
@@ -201,10 +202,14 @@ class Pretraining(PlainTask):
         if self.teacher is not None:
             self.teacher.load_state_dict(state)
 
+    def _saved_heads(self) -> dict[str, nn.Module]:
+        """Return the objectives' modules that go into the model folder, by name."""
+        saved = [objective for objective in self.objectives.values() if objective.saves_modules]
+        return {name: module for one in saved for name, module in one.modules().items()}
+
     def save_model(self, folder: Path, state: dict[str, Tensor]) -> None:
         """Write the model folder; `state` is the full `state_dict` of this task."""
-        saved = [o for o in self.objectives.values() if o.saves_modules]
-        heads = tuple(f"{name}." for objective in saved for name in objective.modules())
+        heads = tuple(f"{name}." for name in self._saved_heads())
         save_pretrained(
             folder,
             self.config,

@@ -51,8 +51,9 @@ class TeacherOutput(NamedTuple):
     """Output of the teacher for objectives.
 
     image, text: its features of the unmasked batch. keys: those of the batch, then those of the
-    queue. alpha: share of its soft targets in the targets at this step. modules: `model` and the
-    copied heads by name, for soft targets of other inputs; call them without gradient.
+    queue. alpha: share of its soft targets in the targets at this step, 0 in evaluation. modules:
+    `model` and the copied heads by name, for soft targets of other inputs; call them without
+    gradient.
     """
 
     image: ImageFeatures
@@ -125,7 +126,9 @@ class MomentumTeacher:
             torch.cat([fresh.image_ids, past.image_ids]),
             torch.cat([fresh.valid, past.valid]),
         )
-        alpha = soft_target_share(step, self.settings.alpha, self.settings.warmup_steps)
+        settings = self.settings
+        share = soft_target_share(step, settings.alpha, settings.warmup_steps)
+        alpha = share if training else 0.0
         return TeacherOutput(image, text, keys, alpha, self.average.module)
 
     def after_step(

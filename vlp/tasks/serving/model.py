@@ -250,7 +250,7 @@ class VlpModel(PreTrainedModel):
         if config is None or changes:
             config = VlpConfig.from_pretrained(folder, **changes)
         model = read_model(folder, config.sizes)
-        model = placed(model, _device(device_map), None if dtype == "auto" else dtype)
+        model = placed(model, one_device(device_map), None if dtype == "auto" else dtype)
         config.name_or_path = str(pretrained_model_name_or_path)
         return cls(config, model).eval()
 
@@ -304,8 +304,12 @@ def _contrastive(logits: Tensor) -> Tensor:
     return (both[0] + both[1]) / 2
 
 
-def _device(device_map: Any) -> Any:
-    """Return the one device that a map of transformers names."""
+def one_device(device_map: Any) -> Any:
+    """Return the one device that a map of transformers names.
+
+    Raises:
+        ValueError: it names several.
+    """
     if isinstance(device_map, Mapping):
         devices = set(device_map.values())
         if len(devices) > 1:

@@ -17,7 +17,7 @@ from vlp.models.pretrained.local_copy import hub_options, local_folder
 from vlp.tasks.downstream.task import load_task
 from vlp.tasks.downstream.vqa import Vqa
 from vlp.tasks.serving.config import VlpConfig
-from vlp.tasks.serving.model import words_between
+from vlp.tasks.serving.model import one_device, words_between
 from vlp.tasks.serving.outputs import VlpAnswers
 
 
@@ -123,7 +123,7 @@ class VlpForQuestionAnswering(PreTrainedModel):
         answers = dict(enumerate(task.answers))
         own = VlpConfig.of(task.model.config, id2label=answers)
         own.name_or_path = str(pretrained_model_name_or_path)
-        placed(task, device_map, None if dtype == "auto" else dtype)
+        placed(task, one_device(device_map), None if dtype == "auto" else dtype)
         return cls(own, task).eval()
 
     def save_pretrained(  # type: ignore[override]
