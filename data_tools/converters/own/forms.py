@@ -225,18 +225,22 @@ def _side_files(
     elif place.is_file() or any(".tar/" in path for path in images):
         title = "an archive of images with their captions beside them"
 
+    # Cameras write IMG_1.JPG, and what describes them IMG_1.TXT.
+    parts = (path.rpartition(".") for path in sides)
+    beside = {f"{stem}.{extension.lower()}": f"{stem}.{extension}" for stem, _, extension in parts}
+
     def read() -> Iterator[OwnImage]:
         splits = _folder_splits(images)
         for image in images:
             stem = image.rpartition(".")[0]
             captions: list[str] = []
             url = None
-            for path in (f"{stem}{suffix}" for suffix in _SIDES):
-                if path not in sides:
+            for path in (beside.get(f"{stem}{suffix}") for suffix in _SIDES):
+                if path is None:
                     continue
                 try:
                     text = tree.read_text(path)
-                    if path.endswith(".json"):
+                    if path.lower().endswith(".json"):
                         content = parse_json(text)
                         captions = captions or texts_in(content)
                         url = content.get("url") if isinstance(content, dict) else None
@@ -310,7 +314,7 @@ def _may_be_table(path: str, stems: set[str]) -> bool:
 
 def _is_side(path: str, stems: set[str]) -> bool:
     base, _, extension = path.rpartition(".")
-    return f".{extension}" in _SIDES and base in stems
+    return f".{extension.lower()}" in _SIDES and base in stems
 
 
 def _suffix(path: str) -> str:

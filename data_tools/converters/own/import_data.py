@@ -258,7 +258,7 @@ def _build(
         if not chosen and not (arguments.out / split).exists():
             continue
         specs = (_spec(dealt.samples[place], keys[place], name) for place in chosen)
-        parts.append(CorpusPart(split, [*specs, *(lost if split == SPLITS[0] else ())]))
+        parts.append(CorpusPart(split, [*specs, *(() if parts else lost)]))
     settings = {
         "max_words": arguments.max_words,
         "name": name,
@@ -294,9 +294,11 @@ def _keys(paths: Sequence[str]) -> list[str]:
     counts = Counter(keys)
     seen: Counter[str] = Counter()
     for place, key in enumerate(keys):
-        if counts[key] > 1:
+        while counts[key] > 1:
             seen[key] += 1
-            keys[place] = f"{key}-{seen[key]}"
+            if (numbered := f"{key}-{seen[key]}") not in counts:
+                keys[place] = numbered
+                break
     return keys
 
 

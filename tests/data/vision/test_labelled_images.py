@@ -72,6 +72,17 @@ def test_folders_tars_and_shards_hold_the_same(folder, tmp_path):
         assert labels == [0] * 8 + [1] * 8
 
 
+def test_hidden_files_and_folders_are_no_images(folder, tmp_path):
+    (folder / ".ipynb_checkpoints").mkdir()
+    (folder / ".ipynb_checkpoints" / "0-checkpoint.png").write_bytes(png((0, 0, 0)))
+    (folder / "red" / "._0.png").write_bytes(b"of a Mac")
+    as_tar(folder, tmp_path / "all.tar", "w")
+    for place in (folder, tmp_path / "all.tar"):
+        images = open_labelled(place, None)
+        assert images.classes == CLASSES
+        assert len(images) == 16
+
+
 def test_classes_of_shards_may_be_numbers(tmp_path):
     with ShardWriter(tmp_path) as writer:
         for number in range(3):

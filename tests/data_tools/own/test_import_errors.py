@@ -191,6 +191,44 @@ def test_a_quote_that_is_left_open_in_a_csv_is_refused(
     assert "is a quote left open" in refused(tmp_path / "table.csv")
 
 
+def test_captions_beside_a_cameras_images(tmp_path: Path) -> None:
+    files = {}
+    for number in range(4):
+        files[f"IMG_{number}.JPG"] = encoded(photo(number))
+        files[f"IMG_{number}.TXT"] = f"picture {number}".encode()
+    place = write(tmp_path / "mine", files)
+    assert (
+        main(["import", str(place), "--out", str(tmp_path / "out"), "--split", "1", "0", "0"]) == 0
+    )
+    stored = ShardIndex.open(tmp_path / "out" / "train")
+    assert stored.shards.total == 4
+    assert stored.read(0, 0).annotation.captions == ["picture 0"]
+
+
+def test_numbers_of_keys_leave_other_keys_alone(tmp_path: Path) -> None:
+    files: Files = {}
+    for number, name in enumerate(("x.jpg", "x.png", "x-1.jpg")):
+        files[name] = encoded(photo(number), "PNG" if name.endswith("png") else "JPEG")
+    files["table.csv"] = b"image,caption\nx.jpg,one\nx.png,two\nx-1.jpg,three\n"
+    place = write(tmp_path / "mine", files)
+    assert (
+        main(["import", str(place), "--out", str(tmp_path / "out"), "--split", "1", "0", "0"]) == 0
+    )
+    assert ShardIndex.open(tmp_path / "out" / "train").shards.total == 3
+
+
+def test_faults_without_a_train_split_are_counted(tmp_path: Path) -> None:
+    write(tmp_path / "photos", images())
+    lines = [f"{name},a caption,{'val' if n % 2 else 'test'}" for n, name in enumerate(images())]
+    table = "\n".join(["image,caption,split", *lines, "short"])
+    path = write(tmp_path, {"table.csv": table.encode()}) / "table.csv"
+    options = ["--images", str(tmp_path / "photos"), "--out", str(tmp_path / "out")]
+    assert main(["import", str(path), *options]) == 0
+    parts = [tmp_path / "out" / split / "manifest.json" for split in ("val", "test")]
+    failures = [json.loads(part.read_text())["failures"] for part in parts]
+    assert sorted(kind for found in failures for kind in found) == ["row of another layout"]
+
+
 def test_damaged_files(tmp_path: Path, refused: Callable[..., str]) -> None:
     packed = gzip.compress(as_tar(tmp_path / "a.tar", pairs()).read_bytes())
     cut = {"cut.tar.gz": packed[: len(packed) // 2], "no.zip": b"PK\x03\x04 no zip"}

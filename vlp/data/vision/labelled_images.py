@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -100,7 +100,7 @@ class _Some:
 
 class _FromFolder:
     def __init__(self, folder: Path, classes: Sequence[str] | None) -> None:
-        self._files = sorted(file for file in folder.glob("*/*") if file.suffix.lower() in SUFFIXES)
+        self._files = sorted(file for file in folder.glob("*/*") if _in_class_folder(file))
         self.classes = _classes((file.parent.name for file in self._files), classes, folder)
         self._number = {name: number for number, name in enumerate(self.classes)}
 
@@ -157,8 +157,10 @@ class _ClassShards:
         return Labelled(decode_image(raw.image, where), self._number[str(label)], where)
 
 
-def _in_class_folder(name: PurePosixPath) -> bool:
-    return name.suffix.lower() in SUFFIXES and bool(name.parent.name)
+def _in_class_folder(name: PurePath) -> bool:
+    """Return whether this is an image of a class; hidden files and folders are of systems."""
+    hidden = name.name.startswith(".") or name.parent.name.startswith(".")
+    return name.suffix.lower() in SUFFIXES and bool(name.parent.name) and not hidden
 
 
 def _classes(found: Iterable[str], wanted: Sequence[str] | None, where: Path) -> tuple[str, ...]:
