@@ -29,20 +29,22 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from data_tools.builder.build_corpus import CorpusPart, build_parts
+from data_tools.builder.build_shards import MANIFEST_NAME
 from data_tools.builder.caption_cleaning import add_caption_arguments, clean_captions
 from data_tools.builder.options import add_build_arguments, build_options
 from data_tools.builder.sample_spec import Refused, SampleSpec
+from data_tools.builder.write_shard import RETRIED
 from data_tools.converters.own.columns import Named
 from data_tools.converters.own.file_tree import FileTree
 from data_tools.converters.own.forms import Form, OwnImage, recognise
 from data_tools.converters.own.hub import PREFIX, hub_form
 from data_tools.converters.own.next_steps import next_steps
 from data_tools.executor.options import executor_of
-from data_tools.sources.annotation_rows import Faults
+from data_tools.sources.annotation_rows import Faults, read_json
 from data_tools.sources.archives import unpacking_room
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation
-from vlp.data.shards.sample_files import BadSample
+from vlp.data.shards.sample_files import BadSample, contents
 
 if TYPE_CHECKING:
     from data_tools.converters.own.content import Dealt, OwnSample
@@ -249,8 +251,14 @@ def _build(
         arguments.split_column is not None,
         arguments.exact,
     )
-    _say_split(dealt, arguments)
     keys = _keys([sample.image.image for sample in dealt.samples])
+    if arguments.retry and not dealt.given:
+        # What was missing was dealt by its name, as no bytes were known.
+        before = _splits_of(arguments.out)
+        pairs = zip(dealt.samples, keys)
+        stay = [one._replace(split=before.get(key, one.split)) for one, key in pairs]
+        dealt = dealt._replace(samples=stay)
+    _say_split(dealt, arguments)
     lost = [*faults, *(Refused("no text", image.image) for image in images if not image.captions)]
     parts = []
     for split in SPLITS:
@@ -268,6 +276,19 @@ def _build(
     if code == 0:
         print(next_steps(arguments.out, [part.name for part in parts]))
     return code
+
+
+def _splits_of(out: Path) -> dict[str, str]:
+    """Return the split of each sample that an earlier run wrote, or had no image of, by its key."""
+    found: dict[str, str] = {}
+    for folder in (path.parent for path in out.glob(f"*/{MANIFEST_NAME}")):
+        manifest = read_json(folder / MANIFEST_NAME)
+        kept = [one.key for each in sorted(folder.glob("*.tar")) for one in contents(each).samples]
+        failed = manifest["failures"]
+        for kind in RETRIED & failed.keys():
+            kept += failed[kind]["ids"]
+        found |= dict.fromkeys(kept, folder.name)
+    return found
 
 
 def _spec(sample: OwnSample, key: str, source: str) -> SampleSpec:

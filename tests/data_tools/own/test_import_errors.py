@@ -217,6 +217,22 @@ def test_numbers_of_keys_leave_other_keys_alone(tmp_path: Path) -> None:
     assert ShardIndex.open(tmp_path / "out" / "train").shards.total == 3
 
 
+def test_images_that_come_later_stay_on_their_side(tmp_path: Path) -> None:
+    """A missing image is dealt by its name, and by its bytes it would often go elsewhere."""
+    photos = tmp_path / "photos"
+    write(photos, {f"{n}.jpg": encoded(photo(n)) for n in range(0, 40, 2)})
+    lines = [f"{n}.jpg,picture {n}" for n in range(40)]
+    table = write(tmp_path, {"table.csv": "\n".join(["image,caption", *lines]).encode()})
+    command = ["import", str(table / "table.csv"), "--images", str(photos)]
+    command += ["--out", str(tmp_path / "out"), "--split", "0.4", "0.3", "0.3"]
+    assert main(command) == 0
+    for tried in (range(1, 40, 4), range(3, 40, 4), range(1)):
+        write(photos, {f"{n}.jpg": encoded(photo(n)) for n in tried})
+        assert main([*command, "--retry"]) == 0
+    found = [ShardIndex.open(tmp_path / "out" / split) for split in ("train", "val", "test")]
+    assert sum(index.shards.total for index in found) == 40
+
+
 def test_faults_without_a_train_split_are_counted(tmp_path: Path) -> None:
     write(tmp_path / "photos", images())
     lines = [f"{name},a caption,{'val' if n % 2 else 'test'}" for n, name in enumerate(images())]
