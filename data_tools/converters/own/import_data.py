@@ -260,7 +260,7 @@ def _build(
         dealt = dealt._replace(samples=stay)
     _say_split(dealt, arguments)
     lost = [*faults, *(Refused("no text", image.image) for image in images if not image.captions)]
-    parts = []
+    parts: list[CorpusPart] = []
     for split in SPLITS:
         chosen = [place for place, one in enumerate(dealt.samples) if one.split == split]
         if not chosen and not (arguments.out / split).exists():
