@@ -88,25 +88,6 @@ def test_convenience_is_free(key: str, value: Any) -> None:
     assert compare(SAVED, changed(key, value), CONFIG) == ([], [])
 
 
-@pytest.mark.parametrize(
-    ("kind", "key", "value"),
-    [
-        ("vqa", "candidates", 4),
-        ("vqa", "predict", "generate"),
-        ("caption", "java", False),
-        ("retrieval", "rerank", 0),
-    ],
-)
-def test_how_a_task_is_judged_may_change_with_a_warning(kind: str, key: str, value: Any) -> None:
-    data = {"sources": [{"path": "a"}]} if kind == "retrieval" else {"train": ["a"]}
-    saved: dict[str, Any] = {"init_from": "model", "task": {"kind": kind, "data": data}}
-    now = deepcopy(saved)
-    now["task"][key] = value
-    fatal, tolerated = compare(saved, now, FinetuneConfig.model_validate(now))
-    assert fatal == []
-    assert [line.split(":")[0] for line in tolerated] == [f"task.{key}"]
-
-
 def test_tasks_may_be_moved_and_judged_otherwise_too() -> None:
     data = {"train": ["a", "b"], "workers": 1, "max_skipped_share": 0.5, "validation": ["v"]}
     saved = {"init_from": "model", "task": {"kind": "vqa", "data": data}}

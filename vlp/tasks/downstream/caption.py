@@ -46,22 +46,10 @@ class CaptionConfig(DownstreamConfig):
     label_smoothing: float = Field(
         0.1, ge=0, lt=1, description="share of the target spread evenly over the vocabulary"
     )
-    beams: int = Field(
-        3,
-        ge=1,
-        description="beams of the search for captions",
-        json_schema_extra={"resume": "tolerated"},
-    )
-    penalty: float = Field(
-        0.6,
-        ge=0,
-        description="of length; see vlp.models.decoder.beam_search",
-        json_schema_extra={"resume": "tolerated"},
-    )
+    beams: int = Field(3, ge=1, description="beams of the search for captions")
+    penalty: float = Field(0.6, ge=0, description="of length; see vlp.models.decoder.beam_search")
     java: bool = Field(
-        True,
-        description="evaluate with the PTB tokeniser and METEOR; false goes without both",
-        json_schema_extra={"resume": "tolerated"},
+        True, description="evaluate with the PTB tokeniser and METEOR; false goes without both"
     )
 
 

@@ -69,12 +69,7 @@ class RetrievalConfig(PairsConfig):
     """Captions: each is a pair, and recall chooses the best model."""
 
     kind: Literal["retrieval"] = Field("retrieval", description="selects this class")
-    rerank: int = Field(
-        16,
-        ge=0,
-        description="candidates re-ranked on the validation data",
-        json_schema_extra={"resume": "tolerated"},
-    )
+    rerank: int = Field(16, ge=0, description="candidates re-ranked on the validation data")
 
 
 class PairsTask(Pretraining):

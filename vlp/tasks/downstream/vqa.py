@@ -43,25 +43,14 @@ class VqaConfig(DistilledConfig):
     decoder: AnswerDecoderConfig = Field(
         AnswerDecoderConfig(), description="sizes and start of the text decoder"
     )
-    predict: Predict = Field(
-        "rank",
-        description="choose from the list, or write freely",
-        json_schema_extra={"resume": "tolerated"},
-    )
+    predict: Predict = Field("rank", description="choose from the list, or write freely")
     candidates: int | None = Field(
         CANDIDATES,
         ge=1,
         description="answers whose full likelihood decides in `rank`; null: all that can win",
-        json_schema_extra={"resume": "tolerated"},
     )
-    beams: int = Field(
-        3, ge=1, description="of `generate`", json_schema_extra={"resume": "tolerated"}
-    )
-    accuracy: Version = Field(
-        "official",
-        description="the evaluator; see vlp.metrics.vqa",
-        json_schema_extra={"resume": "tolerated"},
-    )
+    beams: int = Field(3, ge=1, description="of `generate`")
+    accuracy: Version = Field("official", description="the evaluator; see vlp.metrics.vqa")
 
 
 class Vqa(Distilled):
