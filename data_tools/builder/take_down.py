@@ -1,4 +1,4 @@
-"""Take-down lists: one key, image id or URL a line; `# ` starts a comment. Written and honoured."""
+"""Take-down lists: one key, image id or URL a line, and comments. Written and honoured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vlp.config import ConfigError
 from vlp.data.schema import Annotation
 from vlp.io import atomic_write
 
-_COMMENT = re.compile(r"(?:^|\s)#(?:\s|$)")
+_COMMENT = re.compile(r"^#(?:\s|$)|\s#")
 
 
 class SamplesToRemove(NamedTuple):
@@ -45,8 +45,8 @@ class TakeDown:
     def read(cls, path: Path | None) -> TakeDown:
         """Read the list; empty lines and comments do not count.
 
-        A comment is `# ` with what follows, at the start of a line or behind white space: keys and
-        URLs may hold a `#`.
+        A comment is `# ` at the start of a line, or `#` behind white space, with what follows: keys
+        and URLs may hold and start with a `#`.
 
         Raises:
             ConfigError: it cannot be read.

@@ -7,7 +7,6 @@ import sys
 import zipfile
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -87,6 +86,7 @@ class Originals:
         self._found: dict[str, FoundFile] = {}
         self._more: dict[str, list[FoundFile]] = {}
         self._known: dict[str, bool] = {}
+        self._folders: set[tuple[int, str]] = set()
         for place in places:
             if place.is_dir():
                 self._add_folder(place)
@@ -110,14 +110,18 @@ class Originals:
         return self._location(base, found)
 
     def _agrees(self, found: FoundFile, wanted: str) -> bool:
-        place = f"{self._containers[found.container].as_posix()}/{found.folder}".rstrip("/")
-        return _agree(found.folder, wanted) or f"/{place}".endswith(f"/{wanted}")
+        return _agree(found.folder, wanted) or self._below(found.container, found.folder, wanted)
+
+    def _below(self, container: int, folder: str, wanted: str) -> bool:
+        return f"/{wanted}/" in f"/{self._containers[container].as_posix()}/{folder}/"
 
     def _knows(self, wanted: str) -> bool:
-        """Return whether some file lies in a folder of this name, where others are missing then."""
+        """Return whether some image lies in such a folder, where others are then missing."""
         if wanted not in self._known:
-            files = chain(self._found.values(), *self._more.values())
-            self._known[wanted] = any(self._agrees(file, wanted) for file in files)
+            self._known[wanted] = any(
+                _agree(folder, wanted) or self._below(container, folder, wanted)
+                for container, folder in self._folders
+            )
         return self._known[wanted]
 
     def read(self, name: str) -> bytes | None:
@@ -185,6 +189,8 @@ class Originals:
     def _add(self, name: str, found: FoundFile) -> None:
         if name.lower().endswith(_BESIDE):
             return
+        if name.lower().endswith(_IMAGES):
+            self._folders.add((found.container, found.folder))
         if name in self._found:
             self._more.setdefault(name, []).append(found)
         else:
@@ -195,6 +201,7 @@ class Originals:
 IN_FOLDER, _IN_ZIP = -1, -2
 
 _ARCHIVES = (".tar", ".zip")
+_IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 # What lies beside images and is none: to remember it would take memory.
 _BESIDE = (".txt", ".json", ".parquet", ".csv")
 

@@ -142,7 +142,10 @@ def _notes(rows: Sequence[ResultRow]) -> Iterator[str]:
         if result.skipped:
             kinds = kinds_in_words(result.skipped)
             yield f"{result.file.parent}: skipped {kinds}."
-    yield from attributed({row.run: row.result.notes for row in rows})
+    notes: dict[str, list[str]] = {}
+    for row in rows:
+        notes.setdefault(row.run, []).extend(row.result.notes)
+    yield from attributed(notes)
 
 
 def _cited(

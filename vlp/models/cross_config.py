@@ -11,6 +11,7 @@ from vlp.config import Config
 from vlp.layers.pooling import Pooling
 from vlp.positions import CROSS_MODAL, acts_on_tokens, list_positions
 from vlp.positions.options import nearest
+from vlp.positions.registry import BUILT_IN
 from vlp.positions.windows import patch_reach, text_reach
 
 Count = Annotated[int, Field(ge=1)]
@@ -128,8 +129,11 @@ class CrossConfig(Config):
 
     @property
     def reads_padding(self) -> bool:
-        """Return whether an encoding of a stream may count padding, or is bound to a length."""
-        return not {*self.position} <= {*CROSS_MODAL, *SHORTHANDS}
+        """Return whether an encoding may count padding, or is bound to a length.
+
+        Those of streams may, and those of one's own.
+        """
+        return not {*self.position} <= {*BUILT_IN, *SHORTHANDS}
 
     @model_validator(mode="before")
     @classmethod

@@ -41,7 +41,9 @@ from vlp.positions.sine import MDSinePosition, SinePosition
 from vlp.positions.transformer_xl import TransformerXLPosition
 
 ROLES = {"q": "query", "k": "key", "v": "value"}
-CROSS_MODAL = ["alignment", "anchor", "uniform"]
+BUILT_IN = ("alignment", "anchor", "uniform")
+"""This package's encodings between an image and a text."""
+CROSS_MODAL = [*BUILT_IN]
 """Encodings between an image and a text, of no use within either; those of one's own, too."""
 ENTRY_POINTS = "vlp.positions"
 

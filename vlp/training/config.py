@@ -167,8 +167,6 @@ class LoopConfig(Config):
                 "engine deepspeed writes full checkpoints alone; set checkpoint_format=full, or "
                 "choose ddp or fsdp"
             )
-        if self.static_graph and self.gradient_accumulation_steps > 1:
-            raise ValueError("static_graph needs gradient_accumulation_steps=1")
         self._require_bf16_weights_to_fit()
         require_trackers(self.trackers)
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -37,17 +38,26 @@ class Dealt(NamedTuple):
 
     Args:
         samples: in the order of the images.
+        groups: of images that look alike, a number for each sample.
         same: images left out because another has the same bytes; it got their captions.
-        alike: groups of several images that look alike.
-        torn: of those, groups that the given splits put on two sides.
         given: the splits are those of the data.
     """
 
     samples: list[OwnSample]
+    groups: list[int]
     same: int
-    alike: int
-    torn: int
     given: bool
+
+    @property
+    def alike(self) -> int:
+        """Return the number of groups of several images."""
+        return sum(count > 1 for count in Counter(self.groups).values())
+
+    @property
+    def torn(self) -> int:
+        """Return the number of groups on two sides."""
+        sides = {(group, sample.split) for group, sample in zip(self.groups, self.samples)}
+        return sum(count > 1 for count in Counter(group for group, _ in sides).values())
 
 
 class _Chunk(NamedTuple):
@@ -103,9 +113,6 @@ def deal(
     groups = np.arange(len(records)) if exact else alike_groups(records)
     given = given_splits([image.split for image in kept], splits_named)
     splits = given_or_dealt(groups, records["bytes"], given, shares)
-    sides: dict[int, set[str]] = {}
-    for group, split in zip(groups.tolist(), splits):
-        sides.setdefault(group, set()).add(split)
     readable = (records["state"] != UNREADABLE).tolist()
     digests = [f"{int(value).to_bytes(8, 'little').hex()}" for value in records["bytes"]]
     return Dealt(
@@ -113,9 +120,8 @@ def deal(
             OwnSample(image, digest if good else "", split)
             for image, digest, good, split in zip(kept, digests, readable, splits)
         ],
+        groups.tolist(),
         same=len(images) - len(kept),
-        alike=int((np.bincount(groups) > 1).sum()) if len(groups) else 0,
-        torn=sum(len(found) > 1 for found in sides.values()),
         given=any(given),
     )
 

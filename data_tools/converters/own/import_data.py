@@ -280,8 +280,12 @@ def _build(
 
 def _splits_of(out: Path) -> dict[str, str]:
     """Return the split of each sample that an earlier run wrote, or had no image of, by its key."""
+    from data_tools.converters.own.content import SPLITS
+
     found: dict[str, str] = {}
-    for folder in (path.parent for path in out.glob(f"*/{MANIFEST_NAME}")):
+    for folder in (out / split for split in SPLITS):
+        if not (folder / MANIFEST_NAME).is_file():
+            continue
         manifest = read_json(folder / MANIFEST_NAME)
         kept = [one.key for each in sorted(folder.glob("*.tar")) for one in contents(each).samples]
         failed = manifest["failures"]
@@ -333,7 +337,7 @@ def _say_split(dealt: Dealt, arguments: argparse.Namespace) -> None:
     if dealt.torn:
         print(
             f"  careful: {dealt.torn} groups of images that look alike are on two sides of the "
-            "data's own split; vlp data overlap lists them"
+            f"{'data' if dealt.given else 'first run'}'s own split; vlp data overlap lists them"
         )
     elif dealt.alike and not arguments.exact:
         print(f"  {dealt.alike} groups of images that look alike, each on one side")

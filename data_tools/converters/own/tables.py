@@ -23,6 +23,8 @@ SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet", ".arrow", 
 _IMAGE_NAME = re.compile(rf"[^\t;|]+({'|'.join(map(re.escape, IMAGE_SUFFIXES))})(#\d+)?")
 _SAMPLED = 50
 """Rows of JSON whose keys are the columns."""
+_END = "\0"
+"""A last line, which a quote that is left open takes in."""
 _BATCH = 32
 """Rows of images that are held at once."""
 
@@ -126,14 +128,17 @@ def _delimited(path: Path, where: str, named: Named, faults: Faults) -> OwnTable
             names[1 - (place or 0)] = "caption"
 
     def rows(wanted: Sequence[str]) -> Iterator[Located]:
-        bare = delimiter == "\t" and not _quotes_end_cells(path)
+        bare = delimiter == "\t" and not (line.startswith('"') or _quotes_end_cells(path))
         quoting: Literal[0, 3] = csv.QUOTE_NONE if bare else csv.QUOTE_MINIMAL
         with open(path, encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file, delimiter=delimiter, quoting=quoting, strict=True)
+            reader = csv.reader(chain(file, [_END]), delimiter=delimiter, quoting=quoting)
             try:
                 for number, cells in enumerate(reader):
-                    if (not number and not headless) or not cells:
+                    if (not number and not headless) or cells in ([], [_END]):
                         continue
+                    if cells[-1].endswith(_END):
+                        raise csv.Error("the file ends within quotes")
+                    cells = [*map(_unquoted, cells)] if bare else cells
                     place = f"{where}, line {reader.line_num}"
                     if len(cells) < len(names) or any(cells[len(names) :]):
                         faults.append(Refused("row of another layout", place))
@@ -146,6 +151,13 @@ def _delimited(path: Path, where: str, named: Named, faults: Faults) -> OwnTable
                 ) from error
 
     return OwnTable(names, rows)
+
+
+def _unquoted(cell: str) -> str:
+    """Return a cell without quotes that enclose it whole."""
+    inner = cell[1:-1].replace('""', "")
+    enclosed = len(cell) > 1 and cell[0] == cell[-1] == '"' and '"' not in inner
+    return cell[1:-1].replace('""', '"') if enclosed else cell
 
 
 def _quotes_end_cells(path: Path) -> bool:

@@ -237,8 +237,9 @@ def test_a_written_list_names_its_keys_whatever_they_are(tmp_path: Path) -> None
     keys = ["#beach", "a#b", "plain"]
     assert write_list(said, "a heading", (Line(tmp_path, key, "looks alike") for key in keys)) == 3
     assert TakeDown.read(said).lines == {*keys}
-    said.write_text("\ufeffk005 # why\nk006\t# why\n#\n# of all\n", encoding="utf-8")
-    assert TakeDown.read(said).lines == {"k005", "k006"}
+    lines = "\ufeffk005 # why\nk006\t# why\nk007 #why\n#\n# of all\n"
+    said.write_text(lines, encoding="utf-8")
+    assert TakeDown.read(said).lines == {"k005", "k006", "k007"}
 
 
 def test_a_shard_whose_samples_are_all_taken_down_goes(places: Path, tmp_path: Path) -> None:

@@ -184,6 +184,29 @@ def test_quotes_that_enclose_tab_separated_cells_go(tmp_path: Path) -> None:
     assert captions[0].startswith('it says "')
 
 
+def test_other_quotes_of_tables_are_read_as_they_were(tmp_path: Path) -> None:
+    """Quotes inside quoted cells, as R escapes them, and text behind a closed one."""
+    write(tmp_path / "photos", images())
+    one, two, *_ = sorted(images())
+    tables = {
+        "r.tsv": f'"image"\t"caption"\n"{one}"\t"a \\"stop\\" sign"\n"{two}"\t"a dog"\n',
+        "mixed.tsv": f'image\tcaption\n{one}\t"Big" dog\n{two}\t"a ""dog"""\n',
+        "plain.csv": f'image,caption\n{one},"Big" dog\n{two},"a ""dog"""',
+    }
+    found = {}
+    for name, content in tables.items():
+        path = write(tmp_path, {name: content.encode()}) / name
+        out = tmp_path / name.replace(".", "_")
+        options = ["--images", str(tmp_path / "photos"), "--out", str(out)]
+        assert main(["import", str(path), *options, "--split", "1", "0", "0"]) == 0
+        stored = ShardIndex.open(out / "train")
+        texts = [stored.read(0, n).annotation.captions for n in range(stored.shards.total)]
+        found[name] = [text for captions in texts for text in captions]
+    assert found["r.tsv"][1] == "a dog"
+    assert found["mixed.tsv"] == ['"Big" dog', 'a "dog"']
+    assert found["plain.csv"] == ["Big dog", 'a "dog"']
+
+
 def test_a_quote_that_is_left_open_in_a_csv_is_refused(
     tmp_path: Path, refused: Callable[..., str]
 ) -> None:

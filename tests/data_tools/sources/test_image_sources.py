@@ -63,6 +63,18 @@ def test_an_image_that_its_own_folder_lacks_is_not_another_folders(tmp_path: Pat
         assert originals.read("elsewhere/1.jpg") == b"cc3m/1.jpg"
 
 
+def test_what_lies_beside_or_below_a_folder_makes_no_image_missing(tmp_path: Path) -> None:
+    (tmp_path / "train" / "00").mkdir(parents=True)
+    (tmp_path / "train" / "00" / "1.jpg").write_bytes(b"below")
+    (tmp_path / "train" / "captions.tsv").write_bytes(b"no image")
+    (tmp_path / "flat").mkdir()
+    tar_of(tmp_path / "flat" / "0.tar", {"2.jpg": b"packed", "3.jpg": b"packed too"})
+    for place in (tmp_path, tmp_path / "train"):
+        assert Originals([place]).read("train/1.jpg") == b"below"
+    assert Originals([tmp_path / "flat"]).read("flat/2.jpg") == b"packed"
+    assert Originals([tmp_path / "train", tmp_path / "flat"]).read("train/2.jpg") is None
+
+
 def test_what_is_damaged_or_gone(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such folder, tar or zip"):
         Originals([tmp_path / "nowhere"])

@@ -107,10 +107,3 @@ def test_what_does_not_go_with_bf16_weights_is_named(other: dict[str, Any]):
     (key,) = other
     with pytest.raises(ValueError, match=f"weights=bf16 needs {key}="):
         LoopConfig.model_validate({"weights": "bf16", "precision": "bf16", "engine": "ddp"} | other)
-
-
-def test_a_static_graph_takes_no_accumulation():
-    assert LoopConfig(static_graph=True).static_graph
-    assert LoopConfig(gradient_accumulation_steps=2).gradient_accumulation_steps == 2
-    with pytest.raises(ValueError, match="static_graph needs gradient_accumulation_steps=1"):
-        LoopConfig(static_graph=True, gradient_accumulation_steps=2)

@@ -100,7 +100,7 @@ class ITMScorer:
         self.layers: list[CrossLayer] = list(model.cross_encoder.layers)  # type: ignore[arg-type]
         attentions = [layer.cross_attention for layer in self.layers]
         self.apart = all(each.takes_apart for each in attentions)
-        self.reads_padding = self.config.reads_padding or not self.apart
+        self.reads_padding = self.config.reads_padding
         groups, kind = self.config.anchor.groups, model.anchor_threshold.device.type
         with torch.no_grad(), torch.autocast(kind, enabled=False):
             self.shifts = [path_shift(each, groups) if self.apart else None for each in attentions]

@@ -140,9 +140,15 @@ def _of_tower(model: VLPModel, trained: ModelConfig) -> Iterator[_Trained]:
     # Those of a NaFlexViT are made for one grid, whatever the size of the images.
     if grids[0] == grids[1] or not trained.image.positions or not hasattr(vit, "patch_embed"):
         return
+    blocks = getattr(vit, "blocks", ())
+    if _lists(trained)[_TOWER_LAYERS] and blocks and not hasattr(blocks[0], "attn"):
+        raise ValueError(
+            f"{trained.image.architecture}: encodings of its attention do not carry over to "
+            "another image size"
+        )
     with torch.device("meta"):
         there = nn.ModuleDict({"image_encoder": ImageEncoder(trained.image, trained.embed_dim)})
-    layers = {_TOWER: 1, _TOWER_LAYERS: len(getattr(vit, "blocks", ()))}
+    layers = {_TOWER: 1, _TOWER_LAYERS: len(blocks)}
     for name, paths, their_path in _of_both(model.config, trained, layers):
         old = there.get_submodule(their_path)
         for path in paths:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from vlp.config import ConfigError
 from vlp.data.stream.batch import Slots
 from vlp.tasks.task import StepOutput
 from vlp.training.engines.native import NativeEngine
@@ -18,12 +19,17 @@ class DdpEngine(NativeEngine):
     """One task with a whole copy on every rank; gradients travel while the backward pass runs.
 
     They travel once a step, with the last micro-step. One rank alone runs the task as it is.
+
+    Raises:
+        ConfigError: `static_graph` with several micro-steps, which PyTorch cannot do.
     """
 
     def _spread(self, task: nn.Module) -> Callable[[Slots, int], StepOutput]:
         if self.world_size == 1:
             return task
         config = self._config
+        if config.static_graph and config.gradient_accumulation_steps > 1:
+            raise ConfigError("static_graph needs gradient_accumulation_steps=1 on several ranks")
         wrapped = DistributedDataParallel(
             task,
             device_ids=[self.device] if self.device.type == "cuda" else None,
