@@ -155,6 +155,7 @@ def own_model(folder, file):
     cross = TINY_MODEL["cross"] | {"position": ["own-bias"]}
     config = ModelConfig.model_validate(TINY_MODEL | {"cross": cross})
     model = VLPModel(config)
+    model.match_head.bias.data.fill_(0.1)  # as if it were trained; odds stay
     save_pretrained(folder, config, model.state_dict(), tiny_text(), Preprocessing(16))
     forget()
     return model
