@@ -18,6 +18,11 @@ from vlp.data.shards.tar import read_members
 DEPTH = 2
 """Levels of folders below a place that are looked through (`ab/cd/image.jpg`)."""
 
+IMAGE_SUFFIXES = (
+    *(".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp"),
+    *(".tif", ".tiff", ".heic", ".avif"),  # which shards do not hold: counted as unreadable
+)
+
 
 class ImageLocation(NamedTuple):
     """Location of the bytes of one image: a file, a part of a tar, or a member of a zip."""
@@ -189,7 +194,7 @@ class Originals:
     def _add(self, name: str, found: FoundFile) -> None:
         if name.lower().endswith(_BESIDE):
             return
-        if name.lower().endswith(_IMAGES):
+        if name.lower().endswith(IMAGE_SUFFIXES):
             self._folders.add((found.container, found.folder))
         if name in self._found:
             self._more.setdefault(name, []).append(found)
@@ -201,7 +206,6 @@ class Originals:
 IN_FOLDER, _IN_ZIP = -1, -2
 
 _ARCHIVES = (".tar", ".zip")
-_IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 # What lies beside images and is none: to remember it would take memory.
 _BESIDE = (".txt", ".json", ".parquet", ".csv")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from evaluation.core.samples import CaptionedSample
+from vlp.data.schema import caption_numbers
 from vlp.data.shards.bad_samples import SkippedSample
 
 
@@ -16,8 +17,7 @@ def count_kept_captions(
     if isinstance(sample, SkippedSample) or sample.annotation.words is None:
         return sample
     annotation = sample.annotation
-    written = annotation.captions or [annotation.caption or ""]
-    kept = [number for number, text in enumerate(written) if text.strip()]
+    kept = caption_numbers(annotation)
     words = []
     for word in sample.annotation.words:
         if word.caption not in kept:

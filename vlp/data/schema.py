@@ -133,5 +133,14 @@ def captions_of(annotation: Annotation) -> list[str]:
     White space around a caption is dropped, and a caption of nothing else does not count. Of a
     caption longer than MAX_CAPTION, its start is taken.
     """
-    texts = annotation.captions or ([annotation.caption] if annotation.caption else [])
-    return [stripped for text in texts if (stripped := text.strip()[:MAX_CAPTION])]
+    texts = _written(annotation)
+    return [texts[number].strip()[:MAX_CAPTION] for number in caption_numbers(annotation)]
+
+
+def caption_numbers(annotation: Annotation) -> list[int]:
+    """Return the places, among all captions of an annotation, of those that `captions_of` gives."""
+    return [number for number, text in enumerate(_written(annotation)) if text.strip()]
+
+
+def _written(annotation: Annotation) -> list[str]:
+    return annotation.captions or ([annotation.caption] if annotation.caption else [])

@@ -12,16 +12,18 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 
 from data_tools.sources.archives import SUFFIXES, plain_file
-from data_tools.sources.image_sources import IN_FOLDER, FoundFile, ImageLocation, Originals
+from data_tools.sources.image_sources import (
+    IMAGE_SUFFIXES,
+    IN_FOLDER,
+    FoundFile,
+    ImageLocation,
+    Originals,
+)
 from vlp.config import ConfigError
 from vlp.data.limits import beyond, limits
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.tar import append_member
 
-IMAGE_SUFFIXES = (
-    *(".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp"),
-    *(".tif", ".tiff", ".heic", ".avif"),  # which shards do not hold: counted as unreadable
-)
 ARCHIVES = (".tar", ".zip", *SUFFIXES)
 
 _AT_ONCE = 1 << 20

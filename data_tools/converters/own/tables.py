@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple
 
 from data_tools.builder.sample_spec import Refused
 from data_tools.converters.own.columns import IMAGES, Named, find_columns, plain
-from data_tools.converters.own.file_tree import IMAGE_SUFFIXES
 from data_tools.sources.annotation_rows import Faults, Located, json_lines, read_json
 from data_tools.sources.archives import TOO_MUCH, most_unpacked
+from data_tools.sources.image_sources import IMAGE_SUFFIXES
 from data_tools.sources.json_stream import streamed_list
 from vlp.config import ConfigError
 

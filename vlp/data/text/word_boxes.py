@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vlp.data.image.patches import patches_in_box
-from vlp.data.schema import Annotation
+from vlp.data.schema import Annotation, caption_numbers
 
 OWN, OTHER = 1, 2
 
@@ -41,9 +41,7 @@ def named_words(annotation: Annotation) -> list[WordBox]:
     """
     if not annotation.words:
         return []
-    written = annotation.captions or [annotation.caption or ""]
-    given = (number for number, text in enumerate(written) if text.strip())
-    place = {number: at for at, number in enumerate(given)}
+    place = {number: at for at, number in enumerate(caption_numbers(annotation))}
     return [
         WordBox(
             place[word.caption],
