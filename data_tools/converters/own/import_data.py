@@ -29,11 +29,9 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from data_tools.builder.build_corpus import CorpusPart, build_parts
-from data_tools.builder.build_shards import MANIFEST_NAME
 from data_tools.builder.caption_cleaning import add_caption_arguments, clean_captions
 from data_tools.builder.options import add_build_arguments, build_options
 from data_tools.builder.sample_spec import Refused, SampleSpec
-from data_tools.builder.write_shard import RETRIED
 from data_tools.converters.own.columns import Named
 from data_tools.converters.own.file_tree import FileTree
 from data_tools.converters.own.forms import Form, OwnImage, recognise
@@ -280,6 +278,8 @@ def _build(
 
 def _splits_of(out: Path) -> dict[str, str]:
     """Return the split of each sample that an earlier run wrote, or had no image of, by its key."""
+    from data_tools.builder.build_shards import MANIFEST_NAME
+    from data_tools.builder.write_shard import RETRIED
     from data_tools.converters.own.content import SPLITS
 
     found: dict[str, str] = {}
