@@ -19,6 +19,10 @@ settings.load_profile("vlp")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Without a network, a name that is missing would be asked of the hub for 20 seconds. Set before
+# huggingface_hub is imported, which other conftest.py do.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -117,7 +117,6 @@ def interrupted(*arguments):
 
 def test_a_configuration_that_cannot_be_used_is_refused_at_once(lab, tmp_path, monkeypatch):
     monkeypatch.setattr(ImageEncoder, "tower", None)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # or it is asked for long
     frozen = ("model.image.trainable=0", "objectives.mim=null", "data.captions=all")
     with pytest.raises(ConfigError, match="vocabulary"):
         align(settings(lab, *frozen, "data.vocabulary=missing"), tmp_path / "model")

@@ -136,7 +136,6 @@ def as_directory(folder):
 )
 def test_every_source_gives_timm_s_own_features(tmp_path, monkeypatch, form, classes):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     name = "deit_tiny_patch16_224"
     vit = random_vit(name, num_classes=classes)
     source = form(vit, tmp_path)
@@ -254,7 +253,6 @@ def test_what_a_folder_lacks_is_named(folder, tmp_path):
 
 def test_names_that_are_nowhere(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     for name, message in (
         ("acme/none", "cannot load acme/none: no such folder here, and the hub gave none"),
         ("vit_of_mine", "neither a file, a folder, a hub name .* nor a model of timm"),

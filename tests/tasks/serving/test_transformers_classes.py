@@ -36,7 +36,7 @@ def in_clean_process(imports: str, *arguments: Path) -> list[tuple[torch.Tensor,
     """Logits and log-odds of each folder, in a process that reaches no hub."""
     ran = subprocess.run(
         [sys.executable, "-c", PROBE.format(imports=imports, texts=TEXTS), *arguments],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=True,
