@@ -6,12 +6,15 @@ import json
 import sys
 
 import pytest
+import torch
 from pair_shards import tiny_folder
+from safetensors.torch import load_file, save_file
 
 from vlp.config import PLUGINS, ConfigError, load_plugins
+from vlp.models.folder import WEIGHTS
 from vlp.models.pretrained.local_copy import CONFIG
 from vlp.positions import registry
-from vlp.tasks.downstream.init_from import start_parts
+from vlp.tasks.downstream.init_from import DELTA, start_parts
 
 SOURCE = """
 from torch import nn
@@ -46,3 +49,16 @@ def test_a_folder_with_an_encoding_of_ones_own_is_a_start(plugin, tmp_path, monk
     monkeypatch.delitem(registry._ENCODINGS, "own-start")
     with pytest.raises(ConfigError, match="'own-start' comes from the plugin own_start"):
         start_parts(str(folder), {})
+
+
+@pytest.mark.parametrize(
+    ("position", "threshold", "found"),
+    [(["anchor"], None, DELTA), (["anchor"], 0.3, 0.3), ([], None, 0)],
+)
+def test_a_folder_without_anchors_gives_the_papers_threshold(tmp_path, position, threshold, found):
+    folder = tiny_folder(tmp_path / "model", position=[])
+    weights = load_file(folder / WEIGHTS)
+    save_file(weights | {"anchor_threshold": torch.zeros(())}, folder / WEIGHTS)
+    changes = {"cross": {"position": position, "anchor": {"threshold": threshold}}}
+    parts, _ = start_parts(str(folder), changes)
+    assert parts.model.anchor_threshold == pytest.approx(found)

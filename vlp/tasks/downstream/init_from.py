@@ -20,6 +20,9 @@ from vlp.models.towers.lora import add_lora
 from vlp.models.vlp import VLPModel
 from vlp.positions import list_positions
 
+DELTA = 0.05
+"""Anchor threshold where the folder has none: the paper of ACE-RPE has this one (Table 7)."""
+
 
 def start_parts(start: str, changes: Mapping[str, Any]) -> tuple[Loaded, LoadReport]:
     """Load a model folder, some of its configuration changed, as the start of fine-tuning.
@@ -28,6 +31,7 @@ def start_parts(start: str, changes: Mapping[str, Any]) -> tuple[Loaded, LoadRep
         start: model folder, or a name on the hub.
         changes: of the folder's configuration, key by key: `{image: {image_size: 384}}`. Image
             positions are resampled; encodings and projections that the folder lacks start anew.
+            Fine-tuning leaves the anchor threshold as it is: one that never ran becomes `DELTA`.
 
     Raises:
         ConfigError: it is no model folder, an encoding's plugin is not imported, or the changed
@@ -56,6 +60,8 @@ def start_parts(start: str, changes: Mapping[str, Any]) -> tuple[Loaded, LoadRep
         heads = read_heads(folder)
     except (FileNotFoundError, ValueError) as error:
         raise ConfigError(f"start: {error}") from error
+    if "anchor" in config.cross.position and model.anchor_threshold == 0:
+        model.anchor_threshold.fill_(DELTA)
     text = TextProcessor.load(folder, config.text.max_tokens)
     before = Preprocessing.load(folder)
     preprocess = Preprocessing(config.image.image_size, before.mean, before.std)
