@@ -14,7 +14,7 @@ import vlp
 from vlp.config import ConfigError, merged
 from vlp.data.image.transforms import Preprocessing
 from vlp.models.config import ModelConfig
-from vlp.models.folder import save_pretrained, start_from
+from vlp.models.folder import read_model, save_pretrained, start_from
 from vlp.models.vlp import VLPModel
 from vlp.positions import list_positions
 
@@ -147,6 +147,15 @@ def test_a_configured_threshold_stays_and_a_running_one_is_the_folders(saved):
     assert "anchor_threshold" in report.matched
     assert not report.missing
     assert not report.unused
+
+
+def test_a_folder_is_read_with_another_threshold(saved):
+    folder, model = saved
+    assert float(read_model(folder).anchor_threshold) == pytest.approx(0.37)
+    config = model.config.model_dump()
+    config["cross"]["anchor"]["threshold"] = 0.05
+    changed = read_model(folder, ModelConfig.model_validate(config))
+    assert float(changed.anchor_threshold) == pytest.approx(0.05)
 
 
 def test_a_start_resamples_positions(saved):

@@ -200,6 +200,8 @@ def read_model(folder: Path, config: ModelConfig | None = None) -> VLPModel:
         model.load_state_dict(state)
     except RuntimeError as error:
         raise ValueError(f"{weights_file} does not fit {config_file}: {error}") from error
+    if config.cross.anchor.threshold is not None:
+        model.anchor_threshold.fill_(config.cross.anchor.threshold)  # `config` may have another
     return model.eval()
 
 
