@@ -17,6 +17,8 @@ from vlp.models.config import ModelConfig
 from vlp.models.folder import read_model, save_pretrained, start_from
 from vlp.models.vlp import VLPModel
 from vlp.positions import list_positions
+from vlp.tasks.downstream.init_from import start_parts
+from vlp.tasks.model_card import model_card
 
 
 @pytest.fixture
@@ -289,6 +291,15 @@ def test_a_configuration_of_another_version_is_one_line_with_file_and_key(saved,
     assert message in said
     assert len(said.splitlines()) == 1
     assert "http" not in said
+
+
+@pytest.mark.parametrize("kind", ["vlp-vision", "bert"])
+def test_a_model_of_another_kind_is_named(saved, kind):
+    folder, _ = saved
+    (folder / "config.json").write_text(json.dumps({"model_type": kind}))
+    for read in (vlp.load, lambda folder: start_parts(str(folder), {}), model_card):
+        with pytest.raises(ConfigError, match=rf"config\.json: .* kind '{kind}', not 'vlp'"):
+            read(folder)
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff"])

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -42,6 +42,7 @@ from vlp.positions.registry import plugins_of
 # What one model may have and another may lack: encodings, token projections, the token score.
 _OPTIONAL = rf"(text|image)_tokens\.|token_score\.|{ENCODINGS}\."
 
+MODEL_TYPE = "vlp"
 WEIGHTS, HEADS = "model.safetensors", "heads.safetensors"
 _TOWER = "image_encoder.vit."
 Placed = TypeVar("Placed", bound=nn.Module)
@@ -110,7 +111,7 @@ def save_sizes(folder: Path, config: ModelConfig) -> None:
         plain[part]["weights"] = None
     names = (*config.cross.position, *(one.name for one in config.image.positions))
     plugins = plugins_of(name for name in names if name not in SHORTHANDS)
-    said = {"model_type": "vlp"} | ({"plugins": plugins} if plugins else {})
+    said = {"model_type": MODEL_TYPE} | ({"plugins": plugins} if plugins else {})
     text = json.dumps(said | plain, indent=2) + "\n"
     write_text(folder / CONFIG, text)
 
@@ -319,7 +320,17 @@ def read_config(file: Path) -> ModelConfig:
     """The sizes in a folder's `config.json`.
 
     Raises:
-        ConfigError: it is damaged, or no configuration of this version's model.
+        ConfigError: as `plain_config`, or it is no configuration of this version's model.
+    """
+    return validated(plain_config(file), ModelConfig, file)
+
+
+def plain_config(file: Path) -> dict[str, Any]:
+    """The sizes in a folder's `config.json` as they stand there.
+
+    Raises:
+        ConfigError: it is damaged or of a model of another kind, or an encoding's plugin is not
+            imported.
     """
     try:
         plain = parse_json(file.read_text(encoding="utf-8"))
@@ -327,9 +338,11 @@ def read_config(file: Path) -> ModelConfig:
         raise ConfigError(f"{file}: not valid JSON: {error}") from error
     if not isinstance(plain, dict):
         raise ConfigError(f"{file}: a configuration is a mapping of keys, not {plain!r}")
-    plain.pop("model_type", None)
+    kind = plain.pop("model_type", MODEL_TYPE)
+    if kind != MODEL_TYPE:
+        raise ConfigError(f"{file}: of a model of kind {kind!r}, not {MODEL_TYPE!r}")
     require_plugins(plain.pop("plugins", {}), list_positions(), "encoding", file)
-    return validated(plain, ModelConfig, file)
+    return plain
 
 
 def _require_room(config: ModelConfig, file: Path, weights: Path) -> None:

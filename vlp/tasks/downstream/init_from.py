@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
-from vlp.config import ConfigError, merged, require_plugins
+from vlp.config import ConfigError, merged
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.text.tokenizer import TextProcessor
-from vlp.io import parse_json
 from vlp.models.config import ModelConfig
-from vlp.models.folder import Loaded, read_heads, start_from
+from vlp.models.folder import Loaded, plain_config, read_heads, start_from
 from vlp.models.pretrained.load import LoadReport
 from vlp.models.pretrained.local_copy import CONFIG, local_folder
 from vlp.models.towers.lora import add_lora
 from vlp.models.vlp import VLPModel
-from vlp.positions import list_positions
 
 DELTA = 0.05
 """Anchor threshold where the folder has none: the paper of ACE-RPE has this one (Table 7)."""
@@ -39,11 +36,9 @@ def start_parts(start: str, changes: Mapping[str, Any]) -> tuple[Loaded, LoadRep
     """
     try:
         folder = local_folder(start)
-        plain = parse_json((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+        plain = plain_config(folder / CONFIG)
+    except OSError as error:
         raise ConfigError(f"start: {start} is no model folder ({error})") from error
-    plain.pop("model_type", None)
-    require_plugins(plain.pop("plugins", {}), list_positions(), "encoding", folder / CONFIG)
     try:
         config = ModelConfig.model_validate(merged(plain, changes))
     except ValidationError as error:
