@@ -124,11 +124,6 @@ def sync_path(path: Path) -> None:
         os.close(handle)
 
 
-def sync_folder(folder: Path) -> None:
-    """Have a folder's names on the disk."""
-    sync_path(folder)
-
-
 def unfollowed(path: str, flags: int) -> int:
     """Open a file for `open(..., opener=unfollowed)`: a symbolic link in its place is an error."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
@@ -165,7 +160,7 @@ class AtomicFile:
         self.file.close()
         self._partial.rename(self.path)
         if self._durable:
-            sync_folder(self.path.parent)
+            sync_path(self.path.parent)
 
     def abandon(self) -> None:
         """Remove the file; what was there before stays."""
@@ -239,7 +234,7 @@ def replace_folder(new: Path, place: Path) -> None:
         if place.exists():
             place.rename(former)
         new.rename(place)
-    sync_folder(place.parent)
+    sync_path(place.parent)
     shutil.rmtree(former, ignore_errors=True)
 
 

@@ -28,7 +28,7 @@ from data_tools.sources.image_sources import Originals
 from vlp.config import ConfigError
 from vlp.data.shards.index import TABLE_GLOB
 from vlp.data.shards.shard_index import INDEX_NAME, ShardIndex, index_folder
-from vlp.io import parse_json, sync_folder, write_text
+from vlp.io import parse_json, sync_path, write_text
 from vlp.process.lock import FolderLock
 
 __all__ = [
@@ -148,7 +148,7 @@ def _publish(journal: Journal, record: Record, process: int) -> None:
     else:
         written.unlink()
         place.unlink(missing_ok=True)
-    sync_folder(journal.folder)
+    sync_path(journal.folder)
     journal.add(record)
 
 

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
+from vlp.data.downstream.items import Items
 from vlp.data.image.decode import decode_image
 from vlp.data.schema import Annotation, captions_of
 from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.shards.remote import is_url
-from vlp.data.shards.shard_index import BadSample, ShardIndex
+from vlp.data.shards.sample_files import BadSample
 from vlp.io import Redacted
 
 
@@ -47,28 +48,14 @@ class Samples:
             limit: only the first so many samples.
 
         Raises:
-            EvaluationError: there is no folder or no sample.
+            ConfigError: as `Items`.
         """
-        if not folders:
-            raise EvaluationError("no shard folder is given")
-        self.folders = [str(folder) for folder in folders]
+        self._items = Items(folders, limit=limit)
+        self.folders = list(self._items.folders)
         self._sources = [_place_of(folder) for folder in self.folders]
-        self._indices = [ShardIndex.open(Path(folder)) for folder in folders]
-        self._places = [
-            (folder, shard, sample)
-            for folder, index in enumerate(self._indices)
-            for shard, entry in enumerate(index.shards)
-            for sample in range(entry.samples)
-        ]
-        if limit is not None:
-            if limit < 1:
-                raise EvaluationError(f"limit {limit}: at least one sample is needed")
-            self._places = self._places[:limit]
-        if not self._places:
-            raise EvaluationError(f"{', '.join(self.folders)}: the shards hold no sample")
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._items)
 
     def read(self, position: int, least: int | None = None) -> CaptionedSample | SkippedSample:
         """Read and decode one sample; a bad one comes back as what is wrong with it.
@@ -77,29 +64,25 @@ class Samples:
             position: of the sample.
             least: pixels that both sides keep, as `vlp.data.image.decode.decode_image` takes it.
         """
-        folder, shard, number = self._places[position]
-        index = self._indices[folder]
         try:
-            raw = index.read(shard, number)
-            where = f"{index.folder / index.shards[shard].name}, {raw.key}"
+            raw, _, where = self._items.read(position)
             captions = captions_of(raw.annotation)
             if not captions:
                 raise BadSample("no text", where)
-            image = self._image(self._places[position], raw.image, where, least)
+            image = self._image(position, raw.image, where, least)
         except BadSample as bad:
             return SkippedSample(bad.kind, bad.where)
         image_id = raw.annotation.image_id
+        folder, shard, *_ = self._items.place(position)
         if image_id is None:
-            shard_name = index.shards[shard].name
+            shard_name = self._items.indices[folder].shards[shard].name
             identity = (self._sources[folder], f"{shard_name}, {raw.key}")
         else:
             identity = (raw.annotation.source or self._sources[folder], image_id)
         return CaptionedSample(image, captions, raw.annotation, identity, raw.key)
 
-    def _image(
-        self, place: tuple[int, int, int], data: bytes, where: str, least: int | None
-    ) -> Any:
-        """Decode the image at (folder, shard, sample)."""
+    def _image(self, position: int, data: bytes, where: str, least: int | None) -> Any:
+        """Decode the image of a sample."""
         return decode_image(data, where, least)
 
 

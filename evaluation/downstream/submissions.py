@@ -1,8 +1,8 @@
 """Predictions in the file format that each benchmark takes.
 
 Rows are plain mappings. Every writer checks them first (ids given twice, ids that are no numbers
-where the benchmark wants numbers, values that it does not know, and, where the ids that were asked
-for are given, missing and strange ones), then replaces the file in one step.
+where the benchmark wants numbers, values that it does not know), then replaces the file in one
+step.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,49 +36,42 @@ class Submission(NamedTuple):
     what: str = ""
 
 
-def write_vqa(path: Path, rows: Iterable[Row], expected: Collection[Any] | None = None) -> None:
+def write_vqa(path: Path, rows: Iterable[Row]) -> None:
     """VQA's results file, a JSON list of {"question_id": number, "answer": text}.
 
     Args:
         path: the file to write.
         rows: {"question_id", "answer"}.
-        expected: ids of all questions; None: not checked.
 
     Raises:
-        EvaluationError: an id is no number, given twice, missing or strange, or an answer is no
-            text.
+        EvaluationError: an id is no number or given twice, or an answer is no text.
     """
-    _write_texts(path, rows, "question_id", "answer", expected)
+    _write_texts(path, rows, "question_id", "answer")
 
 
-def write_captions(
-    path: Path, rows: Iterable[Row], expected: Collection[Any] | None = None
-) -> None:
+def write_captions(path: Path, rows: Iterable[Row]) -> None:
     """COCO's caption results, a JSON list of {"image_id": number, "caption": text}.
 
     Args:
         path: the file to write.
         rows: {"image_id", "caption"}.
-        expected: ids of all images; None: not checked.
 
     Raises:
-        EvaluationError: an id is no number, given twice, missing or strange, or a caption is no
-            text.
+        EvaluationError: an id is no number or given twice, or a caption is no text.
     """
-    _write_texts(path, rows, "image_id", "caption", expected)
+    _write_texts(path, rows, "image_id", "caption")
 
 
-def write_nlvr2(path: Path, rows: Iterable[Row], expected: Collection[Any] | None = None) -> None:
+def write_nlvr2(path: Path, rows: Iterable[Row]) -> None:
     """NLVR2's predictions, CSV lines `identifier,True` or `identifier,False` without a header.
 
     Args:
         path: the file to write.
         rows: {"identifier", "label": bool}.
-        expected: identifiers of all statements; None: not checked.
 
     Raises:
-        EvaluationError: an identifier holds a comma, is given twice, missing or strange, or a label
-            is no truth value.
+        EvaluationError: an identifier holds a comma or is given twice, or a label is no truth
+            value.
     """
     ready = []
     for row in rows:
@@ -89,21 +82,19 @@ def write_nlvr2(path: Path, rows: Iterable[Row], expected: Collection[Any] | Non
         if not isinstance(label, bool):
             raise EvaluationError(f"{path}: label {label!r} of {identifier} is not True or False")
         ready.append((identifier, label))
-    _check_ids([identifier for identifier, _ in ready], "identifier", path, expected)
+    _check_ids([identifier for identifier, _ in ready], "identifier", path)
     write_text(path, "".join(f"{identifier},{label}\n" for identifier, label in ready))
 
 
-def write_snli_ve(path: Path, rows: Iterable[Row], expected: Collection[Any] | None = None) -> None:
+def write_snli_ve(path: Path, rows: Iterable[Row]) -> None:
     """SNLI-VE predictions, one JSON object {"pairID", "label"} a line.
 
     Args:
         path: the file to write.
         rows: {"pairID", "label"}, the label one of `LABELS`.
-        expected: pairIDs of all pairs; None: not checked.
 
     Raises:
-        EvaluationError: a pairID is given twice, missing or strange, or a label is none of the
-            three.
+        EvaluationError: a pairID is given twice, or a label is none of the three.
     """
     ready = []
     for row in rows:
@@ -111,11 +102,11 @@ def write_snli_ve(path: Path, rows: Iterable[Row], expected: Collection[Any] | N
         if label not in LABELS:
             raise EvaluationError(f"{path}: label {label!r} of {pair} is not {', '.join(LABELS)}")
         ready.append({"pairID": pair, "label": label})
-    _check_ids([row["pairID"] for row in ready], "pairID", path, expected)
+    _check_ids([row["pairID"] for row in ready], "pairID", path)
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ready))
 
 
-def write_refcoco(path: Path, rows: Iterable[Row], expected: Collection[Any] | None = None) -> None:
+def write_refcoco(path: Path, rows: Iterable[Row]) -> None:
     """Boxes for referring expressions, a JSON list of {"ref_id" or "sent_id": number, "box"}.
 
     RefCOCO has no evaluation server. `sent_id` names one expression; `ref_id` names an object, so
@@ -124,11 +115,10 @@ def write_refcoco(path: Path, rows: Iterable[Row], expected: Collection[Any] | N
     Args:
         path: the file to write.
         rows: {"sent_id" or "ref_id", "box": [x, y, width, height] in pixels}, all with the same id.
-        expected: ids of all expressions; None: not checked.
 
     Raises:
-        EvaluationError: an id is no number, given twice, missing or strange, rows name their
-            expressions by different ids, or a box is not four finite numbers with an area.
+        EvaluationError: an id is no number or given twice, rows name their expressions by
+            different ids, or a box is not four finite numbers with an area.
     """
     rows = list(rows)
     name = "sent_id" if rows and "sent_id" in rows[0] else "ref_id"
@@ -136,15 +126,13 @@ def write_refcoco(path: Path, rows: Iterable[Row], expected: Collection[Any] | N
     for row in rows:
         number = _number(row, name, path)
         ready.append((number, _box(row, f"{name} {number}", path)))
-    _check_ids([number for number, _ in ready], name, path, expected)
+    _check_ids([number for number, _ in ready], name, path)
     write_json(path, [{name: number, "box": box} for number, box in ready])
 
 
-def _write_texts(
-    path: Path, rows: Iterable[Row], name: str, text: str, expected: Collection[Any] | None
-) -> None:
+def _write_texts(path: Path, rows: Iterable[Row], name: str, text: str) -> None:
     texts = [(_number(row, name, path), _text(row, text, path)) for row in rows]
-    _check_ids([number for number, _ in texts], name, path, expected)
+    _check_ids([number for number, _ in texts], name, path)
     write_json(path, [{name: number, text: said} for number, said in texts])
 
 
@@ -192,27 +180,12 @@ def _box(row: Row, whose: str, path: Path) -> list[float]:
     return box
 
 
-def _check_ids(
-    ids: Sequence[int | str], name: str, path: Path, expected: Collection[Any] | None
-) -> None:
+def _check_ids(ids: Sequence[int | str], name: str, path: Path) -> None:
     twice = [str(one) for one, count in Counter(ids).items() if count > 1]
     if twice:
-        raise EvaluationError(f"{path}: predicted more than once: {name} {_listed(twice)}")
-    if expected is None:
-        return
-    wanted, given = {str(one) for one in expected}, {str(one) for one in ids}
-    if missing := sorted(wanted - given):
-        raise EvaluationError(f"{path}: no prediction for {name} {_listed(missing)}")
-    if strange := sorted(given - wanted):
-        raise EvaluationError(
-            f"{path}: predictions nobody asked for: {name} {_listed(strange)}; are they of another "
-            "split?"
-        )
-
-
-def _listed(ids: Sequence[str]) -> str:
-    rest = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
-    return ", ".join(ids[:_NAMED]) + rest
+        rest = f" and {len(twice) - _NAMED} more" if len(twice) > _NAMED else ""
+        said = ", ".join(twice[:_NAMED]) + rest
+        raise EvaluationError(f"{path}: predicted more than once: {name} {said}")
 
 
 def write_json(path: Path, rows: Sequence[Row]) -> None:

@@ -16,20 +16,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tqdm import tqdm
 
-from evaluation.core.block_reader import BlockReader
 from evaluation.core.eval_mode import evaluating, inference
 from evaluation.core.results import Figure, Table, write_report
-from evaluation.core.samples import EvaluationError, count_kinds
+from evaluation.core.samples import EvaluationError
 from evaluation.core.untrained_match import untrained_match_notes
-from evaluation.core.work_sharding import Ranks
+from evaluation.downstream.blocks import evaluate_blocks
 from vlp.config import Precision
+from vlp.data.downstream.items import Item, Items
 from vlp.data.image.ablated_views import View, viewed
 from vlp.data.image.decode import decode_image
 from vlp.data.scenes.negatives import SWAP_KINDS
-from vlp.data.shards.bad_samples import SkippedSample
-from vlp.data.shards.shard_index import BadSample, ShardIndex
 from vlp.data.text.tokenizer import TextTokens
 from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
 from vlp.models.features import ImageFeatures
@@ -134,62 +131,41 @@ def evaluate_swaps(
 
     Raises:
         EvaluationError: the shards hold something else than swaps, or nothing usable.
-        ConfigError: a shard folder cannot be read.
+        ConfigError: a shard folder cannot be read, or there is no swap.
     """
-    ranks = Ranks.current()
-    places = _places(shards, limit)
-    count = -(-len(places) // batch)
-
-    def score(number: int) -> tuple[NDArray[np.float32], list[str], list[SkippedSample]]:
-        read = reader[number]
-        swaps = [swap for swap in read if isinstance(swap, Swap)]
-        bar.update(len(read))
-        seen = [
-            swap._replace(pixels=viewed(swap.pixels, view, patch_size, number * batch + row))
-            for row, swap in enumerate(swaps)
-        ]
-        with torch.no_grad(), inference(torch_device, precision):
-            scores = _score(loaded, seen, torch_device, head)
-        return (
-            scores,
-            [swap.kind for swap in swaps],
-            [s for s in read if isinstance(s, SkippedSample)],
-        )
-
-    patch_size = loaded.model.config.image.patch_size
+    items = Items(shards, limit=limit)
+    make = partial(_prepared, loaded.preprocess, loaded.model.config.image.patch_size, view)
     head = word_head(loaded)
     scorers = SCORERS if head is not None else SCORERS[:2]
-    quiet = not (progress and ranks.first)
-    with (
-        evaluating(loaded.model, device) as torch_device,
-        tqdm(total=len(ranks.share(len(places))), desc="swap", disable=quiet) as bar,
-    ):
-        reader = BlockReader(
-            partial(_read_block, places, batch, loaded.preprocess), torch_device, workers
+
+    def score_block(made: Sequence[tuple[Item, Swap]]) -> list[tuple[str, NDArray[np.float32]]]:
+        swaps = [swap for _, swap in made]
+        with torch.no_grad(), inference(torch_device, precision):
+            scores = _score(loaded, swaps, torch_device, head)
+        return [(swap.kind, row) for swap, row in zip(swaps, scores)]
+
+    with evaluating(loaded.model, device) as torch_device:
+        rows, skipped = evaluate_blocks(
+            items, batch, make, score_block, progress, device=torch_device, workers=workers
         )
-        with reader.ahead(ranks.share(count)):
-            parts = ranks.map_blocks(count, score)
-    skipped = count_kinds([skip for _, _, skipped in parts for skip in skipped])
-    scores = np.concatenate([scores for scores, _, _ in parts])
-    kinds = np.array([kind for _, kinds, _ in parts for kind in kinds])
-    if not len(kinds):
-        raise EvaluationError(f"{', '.join(map(str, shards))}: no usable swap (skipped: {skipped})")
+    kinds = np.array([kind for kind, _ in rows])
+    scores = np.stack([row for _, row in rows])
     present = tuple(kind for kind in SWAP_KINDS if kind in kinds)
     figures = {}
     correct = swap_scores(scores)
     for number, scorer in enumerate(scorers):
         for kind in (*present, "all"):
-            rows = correct[kinds == kind] if kind != "all" else correct
-            means = bootstrap_means(rows[:, number].astype(float), resamples=resamples)
+            own = correct[kinds == kind] if kind != "all" else correct
+            means = bootstrap_means(own[:, number].astype(float), resamples=resamples)
             low, high = percentile_interval(means)
             for column, name in enumerate(SCORES):
-                value = float(rows[:, number, column].mean())
+                value = float(own[:, number, column].mean())
                 figure = Figure(value, float(low[column]), float(high[column]), CHANCE[name])
                 figures[scorer, kind, name] = figure
-    names = tuple(map(str, shards))
-    untrained = untrained_match_notes(loaded.model.match_is_trained, "`match`")
-    notes = (f"View: {view}.", *untrained)
-    return SwapResult(len(kinds), names, figures, correct, present, scorers, skipped, view, notes)
+    notes = (f"View: {view}.", *untrained_match_notes(loaded.model.match_is_trained, "`match`"))
+    return SwapResult(
+        len(kinds), items.folders, figures, correct, present, scorers, skipped, view, notes
+    )
 
 
 def swap_scores(scores: NDArray[np.floating]) -> NDArray[np.float64]:
@@ -210,48 +186,20 @@ def swap_scores(scores: NDArray[np.floating]) -> NDArray[np.float64]:
     return np.stack([text, image, text & image, pair], axis=-1).astype(np.float64)
 
 
-def _places(shards: Sequence[str | Path], limit: int | None) -> list[tuple[ShardIndex, int, int]]:
-    if not shards:
-        raise EvaluationError("no shard folder is given")
-    indices = [ShardIndex.open(Path(folder)) for folder in shards]
-    places = [
-        (index, shard, sample)
-        for index in indices
-        for shard, entry in enumerate(index.shards)
-        for sample in range(entry.samples)
-    ]
-    if limit is not None and limit < 1:
-        raise EvaluationError(f"limit {limit}: at least one swap is needed")
-    return places[:limit]
-
-
-def _read_block(
-    places: Sequence[tuple[ShardIndex, int, int]],
-    batch: int,
-    preprocess: Callable[[Any], torch.Tensor],
-    number: int,
-) -> list[Swap | SkippedSample]:
-    """Read and prepare the swaps of a block, in any process."""
-    own = places[number * batch : (number + 1) * batch]
-    return [_read(preprocess, *place) for place in own]
-
-
-def _read(
-    preprocess: Callable[[Any], torch.Tensor], index: ShardIndex, shard: int, sample: int
-) -> Swap | SkippedSample:
-    try:
-        raw = index.read(shard, sample)
-        where = f"{index.folder / index.shards[shard].name}, {raw.key}"
-        swap = (raw.annotation.scene or {}).get("swap")
-        if swap is None or raw.second_image is None or raw.annotation.caption is None:
-            raise EvaluationError(
-                f"{where} is not a swap; write some with `python -m data_tools scenes --swaps N`"
-            )
-        images = [decode_image(content, where) for content in (raw.image, raw.second_image)]
-    except BadSample as bad:
-        return SkippedSample(bad.kind, bad.where)
-    pixels = torch.stack([preprocess(image) for image in images])
-    return Swap(pixels, (raw.annotation.caption, swap["foil"]), swap["kind"])
+def _prepared(
+    preprocess: Callable[[Any], torch.Tensor], patch_size: int, view: View, item: Item, number: int
+) -> Swap:
+    """Read and prepare a swap, in any process."""
+    annotation = item.raw.annotation
+    swap = (annotation.scene or {}).get("swap")
+    if swap is None or item.raw.second_image is None or annotation.caption is None:
+        raise EvaluationError(
+            f"{item.where} is not a swap; write some with `python -m data_tools scenes --swaps N`"
+        )
+    images = (item.raw.image, item.raw.second_image)
+    pixels = torch.stack([preprocess(decode_image(image, item.where)) for image in images])
+    pixels = viewed(pixels, view, patch_size, number)
+    return Swap(pixels, (annotation.caption, swap["foil"]), swap["kind"])
 
 
 def word_head(loaded: Loaded) -> MLMHead | None:
@@ -301,8 +249,6 @@ def _score(
     loaded: Loaded, swaps: Sequence[Swap], device: torch.device, head: MLMHead | None
 ) -> NDArray[np.float32]:
     """(swaps, scorers, image 2, caption 2)."""
-    if not swaps:
-        return np.zeros((0, 2 if head is None else 3, 2, 2), dtype=np.float32)
     model, count = loaded.model, len(swaps)
     images = model.encode_image(torch.cat([swap.pixels for swap in swaps]).to(device))
     tokens = loaded.text([caption for swap in swaps for caption in swap.captions])

@@ -37,14 +37,12 @@ class StoredSamples(Samples):
         super().__init__(folders, limit)
         self._stored: list[SourceFeatures] | None = None
         if features:
-            self._stored = stored_sources(features, preprocessing, self._indices)
+            self._stored = stored_sources(features, preprocessing, self._items.indices)
 
-    def _image(
-        self, place: tuple[int, int, int], data: bytes, where: str, least: int | None
-    ) -> Any:
+    def _image(self, position: int, data: bytes, where: str, least: int | None) -> Any:
         if self._stored is None:
-            return super()._image(place, data, where, least)
-        folder, shard, sample = place
+            return super()._image(position, data, where, least)
+        folder, shard, sample, _ = self._items.place(position)
         self._stored[folder].views(shard, sample, False, where)  # says where there is no image
         return self._stored[folder].read(shard, sample, view=0)
 

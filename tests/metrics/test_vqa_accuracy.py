@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlp.metrics.vqa import ENOUGH, means_by_type, normalise_answer, vqa_accuracy
+from vlp.metrics.vqa import ENOUGH, normalise_answer, vqa_accuracy
 
 
 def folder(shared):
@@ -39,19 +39,14 @@ def test_the_evaluators_figures(shared, version):
         questions = {one["question_id"]: one for one in json.load(file)["annotations"]}
     expected = json.loads((place / "eval_check" / "expected_accuracy.json").read_text())[version]
     results = json.loads((place / "eval_check" / "results.json").read_text())
-    values, types = [], []
+    values = []
     for row in results:
         question = questions[row["question_id"]]
         said = Counter(one["answer"] for one in question["answers"])
         values.append(100 * vqa_accuracy(row["answer"], list(said.items()), version))
-        types.append({"answer": question["answer_type"], "question": question["question_type"]})
     assert round(sum(values) / len(values), 4) == expected["overall"]
     found = {str(row["question_id"]): round(value, 4) for row, value in zip(results, values)}
     assert found == expected["perQuestion"]
-    means = means_by_type(values, types)
-    for division, name in (("answer", "perAnswerType"), ("question", "perQuestionType")):
-        own = {kind: round(mean, 4) for (part, kind), mean in means.items() if part == division}
-        assert own == expected[name]
 
 
 @given(st.lists(st.sampled_from(["red", "blue", "green"]), min_size=4, max_size=12))
@@ -104,9 +99,3 @@ def test_answers_that_nobody_gave_do_not_count():
         vqa_accuracy("red", [("red", 0)])
     with pytest.raises(ValueError, match="unknown version 'new'"):
         vqa_accuracy("red", [("red", 1)], "new")
-
-
-def test_means_by_type():
-    types = [{"answer": "yes/no"}, {"answer": "number"}, {}, {"answer": "yes/no"}]
-    found = means_by_type([1.0, 0.5, 9.0, 0.0], types)
-    assert found == {("answer", "number"): 0.5, ("answer", "yes/no"): 0.5}

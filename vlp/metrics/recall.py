@@ -8,8 +8,6 @@ are shares between 0 and 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -54,11 +52,6 @@ def recall_at(ranks: NDArray[np.integer], k: int) -> float:
     if len(ranks) == 0:
         raise ValueError("recall of no queries")
     return float((np.asarray(ranks) < k).mean())
-
-
-def mean_recall(ranks: NDArray[np.integer], at: Sequence[int] = RECALL_AT) -> float:
-    """Mean of recall at each `at`, as papers print it."""
-    return float(np.mean([recall_at(ranks, k) for k in at]))
 
 
 def chance_recall(positives: NDArray[np.integer], candidates: int, k: int) -> float:

@@ -8,8 +8,7 @@ report. What both do to an answer is part of the metric, oddities included.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Literal
 
 Version = Literal["official", "albef_copy"]
@@ -108,17 +107,6 @@ def vqa_accuracy(
     by_those = min(1.0, max(agree - 1, 0) / enough)
     by_others = min(1.0, agree / enough)
     return (agree * by_those + (people - agree) * by_others) / people
-
-
-def means_by_type(
-    values: Sequence[float], types: Sequence[Mapping[str, str]]
-) -> dict[tuple[str, str], float]:
-    """Mean of the values of each (division, type), in alphabetical order."""
-    parts: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
-    for value, own in zip(values, types, strict=True):
-        for part in own.items():
-            parts[part].append(value)
-    return {part: sum(parts[part]) / len(parts[part]) for part in sorted(parts)}
 
 
 def _trimmed(answer: str) -> str:

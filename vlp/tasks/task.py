@@ -13,8 +13,8 @@ class StepOutput(NamedTuple):
     """Result of one forward pass on one rank's share of a global batch.
 
     loss: scalar to be backpropagated. losses: its named parts. Both are scaled so that their mean
-    over ranks is the mean over the global batch (`vlp.objectives.normalise`). statistics: scalars
-    for the log, averaged over ranks as they are.
+    over ranks is the mean over the global batch (`vlp.objectives.loss.normalise`). statistics:
+    scalars for the log, averaged over ranks as they are.
     """
 
     loss: Tensor

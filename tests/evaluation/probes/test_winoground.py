@@ -18,6 +18,7 @@ from evaluation.probes.winoground import (
     swap_scores,
     word_head,
 )
+from vlp.config import ConfigError
 from vlp.data.image.decode import decode_image
 from vlp.data.shards.shard_index import ShardIndex, ShardWriter
 
@@ -146,9 +147,9 @@ def test_report_is_written(model_folder, swap_shards, tmp_path):
 def test_other_shards_are_refused(model_folder, scene_shards):
     with pytest.raises(EvaluationError, match="is not a swap"):
         evaluate_swaps(vlp.load(model_folder), [scene_shards])
-    with pytest.raises(EvaluationError, match="limit 0"):
+    with pytest.raises(ConfigError, match="limit 0"):
         evaluate_swaps(vlp.load(model_folder), [scene_shards], limit=0)
-    with pytest.raises(EvaluationError, match="no shard folder"):
+    with pytest.raises(ConfigError, match="no shard folder"):
         evaluate_swaps(vlp.load(model_folder), [])
 
 

@@ -242,7 +242,7 @@ def test_killed_at_any_step_of_replacing_the_only_checkpoint(tmp_path: Path) -> 
         shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("write", ["write_tensors", "_write_text", "sync_folder"])
+@pytest.mark.parametrize("write", ["write_tensors", "_write_text", "sync_path"])
 def test_a_full_disk_leaves_earlier_checkpoints_and_no_half_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str
 ) -> None:

@@ -39,7 +39,8 @@ class Items:
         limit: only the first so many items.
 
     Raises:
-        ConfigError: a folder or its index cannot be read, there is no item, or a limit below 1.
+        ConfigError: a folder or its index cannot be read, there is no folder or no item, or a limit
+            is below 1.
     """
 
     def __init__(
@@ -48,14 +49,18 @@ class Items:
         parts: Parts | None = None,
         limit: int | None = None,
     ) -> None:
+        if not folders:
+            raise ConfigError("no shard folder is given")
         if limit is not None and limit < 1:
             raise ConfigError(f"limit {limit}: at least one item is needed")
         self.folders = tuple(str(folder) for folder in folders)
         self.indices = [ShardIndex.open(folder) for folder in folders]
         self._shards = [
-            (index, number) for index in self.indices for number in range(len(index.shards))
+            (folder, number)
+            for folder, index in enumerate(self.indices)
+            for number in range(len(index.shards))
         ]
-        samples = [index.shards[number].samples for index, number in self._shards]
+        samples = [self.indices[folder].shards[number].samples for folder, number in self._shards]
         self._first = np.concatenate([[0], np.cumsum(samples, dtype=np.int64)])
         # Where each sample's items end; without parts a sample's number is its item's.
         self._ends = None if parts is None else self._count(parts)
@@ -76,20 +81,30 @@ class Items:
             BadSample: its sample cannot be read.
             IndexError: there is no item of that number.
         """
+        folder, shard, sample, part = self.place(number)
+        index = self.indices[folder]
+        raw = index.read(shard, sample)
+        return Item(raw, part, f"{index.folder / index.shards[shard].name}, {raw.key}")
+
+    def place(self, number: int) -> tuple[int, int, int, int]:
+        """Return (folder, shard, sample, part) of an item.
+
+        Raises:
+            IndexError: there is no item of that number.
+        """
         if not 0 <= number < self._length:
             raise IndexError(f"there are {self._length} items, none at {number}")
         sample, part = number, 0
         if self._ends is not None:
             sample = int(np.searchsorted(self._ends, number, side="right"))
             part = number - (int(self._ends[sample - 1]) if sample else 0)
-        shard = int(np.searchsorted(self._first, sample, side="right")) - 1
-        index, number = self._shards[shard]
-        raw = index.read(number, sample - int(self._first[shard]))
-        return Item(raw, part, f"{index.folder / index.shards[number].name}, {raw.key}")
+        position = int(np.searchsorted(self._first, sample, side="right")) - 1
+        return *self._shards[position], sample - int(self._first[position]), part
 
     def _count(self, parts: Parts) -> np.ndarray:
         counts = np.zeros(int(self._first[-1]), dtype=np.int64)
-        for (index, number), first in zip(self._shards, self._first):
+        for (folder, number), first in zip(self._shards, self._first):
+            index = self.indices[folder]
             for sample in range(index.shards[number].samples):
                 try:
                     counts[first + sample] = parts(index.read_annotation(number, sample))

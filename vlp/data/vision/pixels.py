@@ -19,7 +19,6 @@ from vlp.data.stream.map_dataset import MapDatasetConfig, RngFactory, indexed_da
 from vlp.data.vision.labelled_images import LabelledImages, some_of
 
 CHANNELS = 3
-LEVELS = 256
 
 
 class PixelDataConfig(MapDatasetConfig):

@@ -22,7 +22,6 @@ from vlp.models.vlp import VLPModel
 # Cross-attention has no counterpart in BERT, the output layer none in an encoder.
 _CROSS = (r"layers\.\d+\.cross_attention\.", r"layers\.\d+\.cross_norm\.")
 _HEAD = r"head\."
-_EMBEDDING = r"embedding\."
 
 
 def start_decoder(decoder: AnswerDecoder, model: VLPModel) -> list[LoadReport]:

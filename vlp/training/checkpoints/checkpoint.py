@@ -25,7 +25,7 @@ from torch import Tensor
 from vlp import distributed
 from vlp.config import ConfigError
 from vlp.distributed import broadcast_tensors
-from vlp.io import sha256_of, sync, sync_folder, write_tensors
+from vlp.io import sha256_of, sync, sync_path, write_tensors
 from vlp.tasks.task import Task
 from vlp.training.checkpoints.places import (
     CORRUPT,
@@ -203,7 +203,7 @@ class Checkpoints:
         added = [path for path in folder.iterdir() if path.name not in sums]
         sums = {**sums, **{path.name: sha256_of(path) for path in added}}
         write_sums(folder, sums)
-        sync_folder(folder)
+        sync_path(folder)
         # The same step, after a fall-back or a validation, replaces what is there.
         self._place.publish(folder, name, [*sums, SUMS])
         names = self._place.names()
