@@ -64,6 +64,14 @@ def build_task(config: FinetuneConfig) -> tuple[Downstream | PairsTask, Any]:
     task, data = get_task(config.task.kind).build(
         config.task, parts, training.batch, training.seed, training.precision
     )
+    if isinstance(task, Downstream):
+        try:
+            taken = task.take_head(parts)
+        except ValueError as error:
+            raise ConfigError(f"start: {error}") from error
+        if parts.heads and distributed.rank() == 0:
+            said = "taken over" if taken else "of another task, starts anew"
+            print(f"{config.init_from}: head {said}", flush=True)
     if isinstance(task, Distilled):
         task.start_teacher(_epoch_steps(config, data))
     if isinstance(task, PairsTask):

@@ -224,3 +224,17 @@ def test_a_folder_with_a_key_that_is_none_is_refused_by_file_and_key(folder, tmp
     file.write_text(file.read_text().replace('"label_smoothing"', '"label_smothing"'))
     with pytest.raises(ConfigError, match=r"task\.json.*label_smothing.*label_smoothing"):
         load_task(tmp_path / "saved")
+
+
+def test_a_head_goes_on_in_its_own_task_alone(folder, tmp_path):
+    config = settings(SnliVeConfig, entailment_shards(tmp_path / "train"))
+    before, _ = built(config, folder)
+    before.save_model(tmp_path / "saved", before.state_dict())
+    torch.manual_seed(1)
+    parts, _ = start_parts(str(tmp_path / "saved"), {})
+    task, _ = build(config, parts, 4, 0, "float32")
+    assert not torch.equal(task.head[0].weight, before.head[0].weight)
+    assert task.take_head(parts)
+    assert all(torch.equal(a, b) for a, b in zip(task.parameters(), before.parameters()))
+    other = settings(Nlvr2Config, statement_shards(tmp_path / "pairs"))
+    assert not build(other, parts, 4, 0, "float32")[0].take_head(parts)

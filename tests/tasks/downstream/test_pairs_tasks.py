@@ -16,7 +16,7 @@ from vlp.config import ConfigError, validated
 from vlp.data.scenes.annotation import annotation
 from vlp.data.scenes.render import encode_png, render
 from vlp.data.scenes.sample import sample_scene
-from vlp.models.folder import from_pretrained
+from vlp.models.folder import from_pretrained, save_pretrained
 from vlp.training.finetune_config import FinetuneConfig
 from vlp.training.logging.progress import Progress
 
@@ -148,3 +148,16 @@ def test_grounding_has_one_expression_a_visit(shards, tmp_path):
     data = {"sources": [{"path": str(shards)}], "texts": "captions"}
     with pytest.raises(ConfigError, match="texts"):
         settings(tmp_path, shards, "grounding", data=data)
+
+
+@pytest.mark.parametrize(("fine_tuned", "kept"), [(False, ["mlm_head.bias"]), (True, [])])
+def test_heads_of_pretraining_stay_in_the_folder(shards, tmp_path, fine_tuned, kept):
+    start = tiny_folder(tmp_path / "start")
+    model, text, preprocess, *_ = from_pretrained(start)
+    heads = {"mlm_head.bias": torch.ones(3)}
+    save_pretrained(start, model.config, model.state_dict(), text, preprocess, heads)
+    if fine_tuned:  # then they are those of a task
+        (start / "task.json").write_text("{}")
+    task, _ = build_task(settings(start, shards, "retrieval"))
+    task.save_model(tmp_path / "saved", task.state_dict())
+    assert [*from_pretrained(tmp_path / "saved").heads] == kept

@@ -11,6 +11,7 @@ from question_shards import AUGMENT, coloured, photo, question, toy_parts, write
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation
 from vlp.models.folder import from_pretrained
+from vlp.tasks.downstream.init_from import start_parts
 from vlp.tasks.downstream.task import load_task
 from vlp.tasks.downstream.vqa import VqaConfig, build
 
@@ -196,3 +197,19 @@ def test_every_answer_of_a_question_is_seen(tmp_path) -> None:
     assert batch.owners.tolist() == [0] * 10
     torch.testing.assert_close(batch.shares.sum(), torch.tensor(1.0))
     assert task(batch, 0).loss.isfinite()
+
+
+@pytest.mark.parametrize(
+    ("decoder", "taken"),
+    [({}, True), ({"start": "none"}, False), ({"layers": 1}, False)],
+)
+def test_a_decoder_that_was_trained_for_answers_goes_on(shards, tmp_path, decoder, taken) -> None:
+    before, _ = built(shards)
+    before.save_model(tmp_path, before.state_dict())
+    torch.manual_seed(1)
+    parts, _ = start_parts(str(tmp_path), {})
+    task, _ = built(shards, parts, decoder=decoder, data={"answers": None, "most_answers": 2})
+    assert len(task.answers) < len(before.answers)
+    assert task.take_head(parts) == taken
+    same = torch.equal(task.decoder.head.bias, before.decoder.head.bias)
+    assert same == taken

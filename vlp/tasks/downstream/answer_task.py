@@ -62,6 +62,11 @@ def start(decoder: AnswerDecoder, parts: Loaded) -> None:
         logger.info("the head of masked words -> answer decoder")
 
 
+def trained_decoder_starts(config: AnswerDecoderConfig) -> bool:
+    """Return whether a decoder may start as the one of a folder that was fine-tuned before."""
+    return config.start != "none" and config.weights is None
+
+
 def marks(text: TextProcessor) -> Marks:
     """Return what starts a text ([CLS]), ends it ([SEP]) and is never said (special tokens)."""
     silent = tuple(one for one in text.special_ids if one != text.sep_id)

@@ -7,9 +7,9 @@ does there, and no text has to be made up to go through the cross-modal encoder.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -28,7 +28,13 @@ from vlp.models.decoder.answer_generation import generate
 from vlp.models.decoder.answer_likelihood import answer_likelihood
 from vlp.models.folder import Loaded
 from vlp.objectives.loss import Loss
-from vlp.tasks.downstream.answer_task import Sentences, create_decoder, marks, start
+from vlp.tasks.downstream.answer_task import (
+    Sentences,
+    create_decoder,
+    marks,
+    start,
+    trained_decoder_starts,
+)
 from vlp.tasks.downstream.registry import DownstreamTask, TaskCard, register_task
 from vlp.tasks.downstream.task import Downstream, DownstreamConfig
 from vlp.tasks.plain import Precision
@@ -74,6 +80,10 @@ class CaptionTask(Downstream):
         super().__init__(config, parts, precision)
         self.decoder = create_decoder(config.decoder, parts, config.data.max_caption)
         self._sentences = Sentences(self.text)
+
+    def goes_on_from(self, known: Mapping[str, Any]) -> bool:
+        """Return True unless the decoder's start is configured."""
+        return trained_decoder_starts(self.config.decoder)
 
     def dataset(self, folders: Sequence[str | Path], limit: int | None = None) -> CaptionDataset:
         """Return the images of shard folders, each once.

@@ -96,6 +96,30 @@ class Downstream(PlainTask):
         """Predict a class name, answer or caption for each item of a batch."""
         raise NotImplementedError
 
+    def goes_on_from(self, known: Mapping[str, Any]) -> bool:
+        """Return whether a head of this kind, trained with what `known` returned, may start it."""
+        return known == self.known()
+
+    def take_head(self, parts: Loaded) -> bool:
+        """Copy the head of a folder that was fine-tuned for the same kind of task.
+
+        Returns:
+            Whether there was one that fits.
+
+        Raises:
+            ValueError: the folder's `task.json` is damaged.
+        """
+        if parts.folder is None or not (parts.folder / TASK).is_file():
+            return False
+        config, known = read_task(parts.folder)
+        here = {n: t for n, t in self.state_dict().items() if not n.startswith(_MODEL)}
+        shapes = {name: tensor.shape for name, tensor in here.items()}
+        fits = {name: tensor.shape for name, tensor in parts.heads.items()} == shapes
+        if config["kind"] != self.kind or not fits or not self.goes_on_from(known):
+            return False
+        self.load_state_dict(dict(parts.heads), strict=False)
+        return True
+
     @property
     def prepare(self) -> ImagePreparation:
         """Return how images become pixels."""

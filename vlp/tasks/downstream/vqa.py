@@ -26,7 +26,13 @@ from vlp.models.decoder.answer_likelihood import answer_likelihood, answer_logit
 from vlp.models.decoder.answer_ranking import CANDIDATES, AnswerRanking
 from vlp.models.folder import Loaded
 from vlp.objectives.loss import Loss
-from vlp.tasks.downstream.answer_task import Sentences, create_decoder, marks, start
+from vlp.tasks.downstream.answer_task import (
+    Sentences,
+    create_decoder,
+    marks,
+    start,
+    trained_decoder_starts,
+)
 from vlp.tasks.downstream.distillation import Distilled, DistilledConfig
 from vlp.tasks.downstream.registry import DownstreamTask, TaskCard, register_task
 from vlp.tasks.plain import Precision
@@ -95,6 +101,10 @@ class Vqa(Distilled):
     def restore(cls, config: VqaConfig, parts: Loaded, known: Mapping[str, Any]) -> Self:
         """Make the task that a model folder describes, with a fresh decoder."""
         return cls(config, parts, known["answers"])
+
+    def goes_on_from(self, known: Mapping[str, Any]) -> bool:
+        """Return True unless the decoder's start is configured; lists of answers may differ."""
+        return trained_decoder_starts(self.config.decoder)
 
     def dataset(self, folders: Sequence[str | Path], limit: int | None = None) -> VqaDataset:
         """Return the questions of shard folders.
