@@ -92,6 +92,8 @@ def select(
     folders, limit = config.task.data.validation, config.task.data.validation_limit
     training = config.training
     if not folders:
+        if training.patience is not None:
+            raise ConfigError("training.patience needs task.data.validation")
         return None
 
     whole = _copy(task) if shards_parameters(training) else None

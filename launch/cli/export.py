@@ -36,10 +36,18 @@ def export(
     """
     import vlp
     from vlp.config import ConfigError
+    from vlp.tasks.downstream.task import TASK
     from vlp.tasks.serving.export import export_model
 
     try:
-        files = export_model(vlp.load(model, revision=revision), out, format.value)
+        loaded = vlp.load(model, revision=revision)
+        if (Path(loaded.folder or "") / TASK).is_file():
+            print(
+                f"{model} was fine-tuned for a task, whose head is not exported; `match` is what "
+                "it was before",
+                file=sys.stderr,
+            )
+        files = export_model(loaded, out, format.value)
     except (ConfigError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -183,3 +183,16 @@ def test_the_command_on_the_card_works(tmp_path, monkeypatch, capsys, config, op
     assert main(commands[0][3:]) == 0
     assert set(capsys.readouterr().out.split()[::2]) == set(task.config.classes)
     assert ("jsonl" in commands[1]) == (config is Nlvr2AssignmentConfig)
+
+
+def test_a_licence_stays_until_another_is_given(folder):
+    write_model_card(folder, "apache-2.0")
+    write_model_card(folder)
+    assert ModelCard.load(folder / "README.md").data.license == "apache-2.0"
+    write_model_card(folder, "mit")
+    assert ModelCard.load(folder / "README.md").data.license == "mit"
+
+
+def test_a_grounding_model_is_named_as_one(folder):
+    (folder / "grounding.json").write_text("{}")
+    assert "grounding" in model_card(folder).split("## Use")[0]

@@ -20,7 +20,10 @@ class SourceConfig(Config):
         json_schema_extra={"resume": "path"},
     )
     weight: float = Field(
-        1.0, gt=0, description="share of its samples taken in one epoch; 2 takes each twice"
+        1.0,
+        ge=1e-6,
+        allow_inf_nan=False,
+        description="share of its samples taken in one epoch; 2 takes each twice",
     )
 
     @model_validator(mode="before")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,15 +70,20 @@ def write_model_card(folder: str | Path, licence: str | None = None) -> bool:
 
     Args:
         folder: model folder.
-        licence: of the weights, by the hub's name ("apache-2.0"); None leaves it open.
+        licence: of the weights, by the hub's name ("apache-2.0"); None: that of the card that is
+            there, or open.
 
     Raises:
         FileNotFoundError: it is no model folder.
         ValueError: a file of it is damaged.
     """
     card = Path(folder) / CARD
-    if card.is_file() and MARK not in card.read_text(encoding="utf-8"):
-        return False
+    if card.is_file():
+        before = card.read_text(encoding="utf-8")
+        if MARK not in before:
+            return False
+        named = re.search(r"^license: (\S+)$", before.partition(MARK)[0], re.MULTILINE)
+        licence = named[1] if licence is None and named else licence
     write_text(card, model_card(folder, licence))
     return True
 
@@ -108,7 +114,8 @@ def model_card(folder: str | Path, licence: str | None = None) -> str:
     config = read_config(folder / CONFIG)
     task = _json(folder / "task.json").get("task") or {}
     kind, results = str(task.get("kind") or ""), list(_results(folder / RESULTS))
-    about = get_task(kind).card if kind else _WITHOUT_TASK
+    grounds = (folder / "grounding.json").is_file()
+    about = get_task(kind or "grounding").card if kind or grounds else _WITHOUT_TASK
     name = folder.resolve().parent.name if _run(folder) else folder.resolve().name
     body = [
         _front_matter(name, kind, about, "anchor" in config.cross.position, licence, results),

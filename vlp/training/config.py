@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from vlp.config import Config, ConfigError, LocalPath, Precision
 from vlp.data.config import DataConfig
@@ -17,6 +17,12 @@ from vlp.objectives.config import ObjectivesConfig
 from vlp.objectives.contrastive.sample_groups import require_whole_groups
 from vlp.training.engines.optimiser_config import OptimiserConfig
 from vlp.training.logging.trackers import TrackerName, require_trackers
+
+
+def _blocks(given: Any) -> Any:
+    """Read true and false, which would be 1 and no number, as other trainers mean them."""
+    return {True: "blocks", False: "none"}[given] if isinstance(given, bool) else given
+
 
 Compile = Literal["auto", "none", "blocks", "step"]
 
@@ -77,7 +83,9 @@ class LoopConfig(Config):
         description="every step uses the same parameters on all ranks, so that unused ones are "
         "looked for in the first step only; of engine ddp",
     )
-    activation_checkpointing: Literal["none", "blocks"] | Annotated[int, Field(ge=1)] = Field(
+    activation_checkpointing: Annotated[
+        Literal["none", "blocks"] | Annotated[int, Field(ge=1)], BeforeValidator(_blocks)
+    ] = Field(
         "none",
         description="what the backward pass computes again to need less memory: blocks, all of "
         "them, or a number, the lowest of every encoder; losses keep every bit",
@@ -142,6 +150,7 @@ class LoopConfig(Config):
     timeout: float = Field(
         1800.0,
         gt=0,
+        allow_inf_nan=False,
         description="seconds after which a rank that waits for others in a collective call fails; "
         "longer than data.outages.seconds",
         json_schema_extra={"resume": "free"},
@@ -333,11 +342,21 @@ class PretrainConfig(DeepSpeedRunConfig):
         Raises:
             ConfigError: they do not; the key and the numbers are named.
         """
+        try:
+            self._require_world_size(ranks)
+        except ConfigError as error:
+            able = self.world_sizes()
+            near = [*[n for n in able if n < ranks][-1:], *[n for n in able if n > ranks][:1]]
+            raise ConfigError(
+                f"{error}; {' or '.join(map(str, near)) or 'no number'} can"
+            ) from error
+
+    def _require_world_size(self, ranks: int) -> None:
         training = self.training
+        training.require_equal_shares(ranks)
         require_whole_groups(self.objectives, training.batch, ranks, chunk=training.grad_cache)
         if self.data.sampler == "indexed":  # a resampled stream is cut for any number of ranks
             own_streams(self.data.canonical_streams, 0, ranks)
-        training.require_equal_shares(ranks)
 
     def world_sizes(self) -> list[int]:
         """Return all numbers of ranks that `require_world_size` lets through, rising."""
@@ -345,7 +364,7 @@ class PretrainConfig(DeepSpeedRunConfig):
         for ranks in range(1, self.training.batch + 1):
             if self.training.batch % ranks == 0:
                 with suppress(ConfigError):
-                    self.require_world_size(ranks)
+                    self._require_world_size(ranks)
                     able.append(ranks)
         return able
 
@@ -364,6 +383,8 @@ class PretrainConfig(DeepSpeedRunConfig):
             )
         if mim:
             _require_maskable(self.model.image)
+        if self.validation is None and self.training.patience is not None:
+            raise ValueError("training.patience needs the held-out pairs of `validation`")
         batch, streams = self.training.batch, self.data.canonical_streams
         if batch % streams:
             raise ValueError(

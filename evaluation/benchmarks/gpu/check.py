@@ -28,7 +28,7 @@ from evaluation.benchmarks.gpu import (
     waits,
 )
 from evaluation.benchmarks.gpu.figures import CheckedFigure, Setting
-from vlp.config import load_config
+from vlp.config import ConfigError, load_config
 from vlp.io import write_text
 from vlp.training.config import PretrainConfig
 
@@ -118,12 +118,14 @@ def run_check(config: Path, out: Path, dry: bool = False, only: str = "") -> int
         print("error: PyTorch sees no GPU; --dry goes through all parts here", file=sys.stderr)
         return 2
     parts = PARTS | (SEVERAL if dry or torch.cuda.device_count() > 1 else {})
+    chosen = {name: part for name, part in parts.items() if name.startswith(only)}
+    if not chosen:
+        raise ConfigError(f"--only {only}: the parts are {', '.join(parts)}")
     out.mkdir(parents=True, exist_ok=True)
     place = torch.device("cpu" if dry else "cuda")
     public = ("model.text.weights=null", "model.image.weights=null")
     found: dict[str, list[CheckedFigure]] = {}
     failures: dict[str, str] = {}
-    chosen = {name: part for name, part in parts.items() if name.startswith(only)}
     ends = time.monotonic() + SECONDS
 
     def run(name: str, part: Part) -> None:

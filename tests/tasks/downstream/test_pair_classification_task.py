@@ -8,6 +8,7 @@ from pair_shards import annotated_shards, entailment_shards, statement_shards, t
 from tests_support import CAPTIONS
 
 from vlp.config import ConfigError
+from vlp.data.downstream.pair_classification import NLVR2_LABELS
 from vlp.data.scenes.render import encode_png, render
 from vlp.data.scenes.sample import sample_scene
 from vlp.data.schema import Annotation
@@ -238,3 +239,10 @@ def test_a_head_goes_on_in_its_own_task_alone(folder, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(task.parameters(), before.parameters()))
     other = settings(Nlvr2Config, statement_shards(tmp_path / "pairs"))
     assert not build(other, parts, 4, 0, "float32")[0].take_head(parts)
+
+
+@pytest.mark.parametrize("labels", [(False, True), ("False", "True"), ("false", "true"), (0, 1)])
+def test_statements_are_true_or_false_however_they_are_spelled(labels):
+    for number, label in enumerate(labels):
+        said = Annotation(statement="two dogs", label=label)
+        assert NLVR2_LABELS.read(said, "here") == ("two dogs", number)

@@ -213,3 +213,16 @@ def test_a_decoder_that_was_trained_for_answers_goes_on(shards, tmp_path, decode
     assert task.take_head(parts) == taken
     same = torch.equal(task.decoder.head.bias, before.decoder.head.bias)
     assert same == taken
+
+
+def test_questions_of_a_folder_weigh_less(shards, tmp_path) -> None:
+    half = write_shards(tmp_path / "half", coloured(3))
+    weights = {"train": [str(shards), str(half)], "folder_weights": {str(half): 0.5}}
+    task, _ = built(shards, data=weights)
+    own = task.dataset([shards, half])
+    full = len(task.dataset([shards]).items)
+    batch = own.collate([own.make(own.items.read(n), n) for n in (0, full - 1, full, full + 1)])
+    sums = torch.zeros(4).index_add(0, batch.owners, batch.shares)
+    torch.testing.assert_close(sums, torch.tensor([1, 1, 0.5, 0.5]))
+    with pytest.raises(ConfigError, match="folder_weights: gone is no folder of `train`"):
+        built(shards, data={"folder_weights": {"gone": 0.5}})

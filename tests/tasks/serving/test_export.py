@@ -63,11 +63,16 @@ def test_onnx(folder, tmp_path, examples, capsys):
     assert {"tokenizer.json", "processor_config.json"} <= {f.name for f in tmp_path.iterdir()}
 
 
-def test_torch_export(folder, tmp_path, examples, monkeypatch):
+def test_torch_export(folder, tmp_path, examples, monkeypatch, capsys):
     """Of the image tower; ONNX is made of the same programs of all parts."""
     monkeypatch.setattr(module, "export_parts", lambda loaded: export_parts(loaded)[:1])
     arguments = ["--model", str(folder), "--out", str(tmp_path), "--format", "torch"]
     assert main(["export", *arguments]) == 0
+    assert "not exported" not in capsys.readouterr().err
+    (folder / "task.json").write_text("{}")  # as fine-tuning leaves it
+    assert main(["export", *arguments]) == 0
+    (folder / "task.json").unlink()
+    assert "head is not exported" in capsys.readouterr().err
     inputs, expected, _ = examples["image"]
     for ours, theirs in zip(expected, torch.export.load(tmp_path / "image.pt2").module()(**inputs)):
         torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=0)

@@ -47,6 +47,10 @@ def test_answers_are_the_tasks(tuned, tmp_path):
     assert (logits.sigmoid() <= 1).all()
     (two,) = model.answer(**{name: one[:1] for name, one in inputs.items()}, top_k=2)
     assert two[0].score >= two[1].score > 0
+    (every,) = model.answer(**{name: one[:1] for name, one in inputs.items()}, top_k=50)
+    assert len(every) == len(task.answers)
+    with pytest.raises(TypeError, match="no argument 'bogus'"):
+        vlp.VlpForQuestionAnswering.from_pretrained(folder, bogus=3)
     model.save_pretrained(tmp_path)
     again = vlp.VlpForQuestionAnswering.from_pretrained(tmp_path)
     assert torch.equal(again(**inputs).logits, logits)

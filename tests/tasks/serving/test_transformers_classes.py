@@ -204,6 +204,8 @@ def test_impossible_places_are_named(folder, options, message):
 def test_options_of_from_pretrained(folder):
     changed = vlp.VlpModel.from_pretrained(folder, feature_dropout=0.5)
     assert changed.model.feature_dropout.p == 0.5
+    half = vlp.VlpModel.from_pretrained(folder, torch_dtype=torch.bfloat16)
+    assert half.dtype == torch.bfloat16
     with pytest.raises(TypeError, match="no argument 'revison'"):
         vlp.VlpModel.from_pretrained(folder, revison="main")
     with pytest.raises(FileNotFoundError, match=r"no model folder \./nowhere"):

@@ -11,6 +11,8 @@ from vlp.training.engines.environment import prepare_environment
 NAMES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR", "OMP_NUM_THREADS"),
+    *("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    *("SLURM_STEP_NUM_NODES", "SLURM_JOB_ID"),
 )
 
 
@@ -45,6 +47,27 @@ def test_a_launcher_is_not_overruled(clean: pytest.MonkeyPatch) -> None:
     assert {name: os.environ[name] for name in given} == given
     assert "MASTER_ADDR" not in os.environ
     assert distributed.threads == [4]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("nodes", "address"), [("1", "127.0.0.1"), ("2", None)])
+def test_tasks_of_srun_are_ranks(clean: pytest.MonkeyPatch, nodes: str, address: str) -> None:
+    clean.setenv("SLURM_STEP_NUM_TASKS", "6")
+    clean.setenv("SLURM_PROCID", "5")
+    clean.setenv("SLURM_LOCALID", "1")
+    clean.setenv("SLURM_STEP_TASKS_PER_NODE", "4(x1),2")
+    clean.setenv("SLURM_STEP_NUM_NODES", nodes)
+    clean.setenv("SLURM_JOB_ID", "40007")
+    prepare_environment()
+    assert [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == ["5", "6", "1"]
+    assert os.environ.get("MASTER_ADDR") == address
+    assert os.environ["MASTER_PORT"] == "20007"
+    assert distributed.threads == [2]  # type: ignore[attr-defined]
+
+
+def test_one_task_of_slurm_may_start_a_launcher(clean: pytest.MonkeyPatch) -> None:
+    clean.setenv("SLURM_PROCID", "0")
+    prepare_environment()
+    assert os.environ["WORLD_SIZE"] == "1"
 
 
 def test_the_user_says_how_many_threads(clean: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ def waiting(phase: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 @pytest.mark.parametrize(
     ("phase", "told"),
     [("start", "before its first step"), ("training", "in the midst of a step")],

@@ -38,13 +38,15 @@ class TextLabels(NamedTuple):
         if not text:
             raise BadSample("no text", f"{where}: it has no `{self.text}`")
         if label is not None and label not in self.labels:
-            known = ", ".join(str(name) for name in self.labels)
+            known = ", ".join(dict.fromkeys(map(str, self.labels)))
             raise BadSample("unknown label", f"{where}: label {label!r} is none of {known}")
         return text, None if label is None else self.labels[label]
 
 
 SNLI_VE_LABELS = TextLabels("hypothesis", {"entailment": 0, "neutral": 1, "contradiction": 2})
-NLVR2_LABELS = TextLabels("statement", {False: 0, True: 1})
+# NLVR2's own files spell labels as texts; numbers become texts when they are read.
+_TRUTH: dict[str | bool, int] = {"False": 0, "True": 1, "false": 0, "true": 1, "0": 0, "1": 1}
+NLVR2_LABELS = TextLabels("statement", {False: 0, True: 1, **_TRUTH})
 
 
 class PairExample(NamedTuple):

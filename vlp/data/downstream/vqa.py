@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Annotated, NamedTuple
 
 import torch
 from pydantic import Field
@@ -35,17 +36,21 @@ class VqaDataConfig(DownstreamDataConfig):
         "most frequent ones of `train`",
     )
     most_answers: int = Field(3129, ge=1, description="of those that are taken from `train`")
+    folder_weights: Mapping[str, Annotated[float, Field(ge=0)]] = Field(
+        {}, description="weight in the loss of the questions of a folder of `train`; of others 1"
+    )
 
 
 class VqaExample(NamedTuple):
     """pixels (3, size, size); tokens of one row; answers with the number of people, none in a test
-    set; types of the question by division, as far as the sample tells."""
+    set; types of the question by division, as far as the sample tells; weight in the loss."""
 
     pixels: Tensor
     tokens: TextTokens
     question: Question
     answers: Mapping[str, int]
     types: Mapping[str, str]
+    weight: float = 1.0
 
 
 class VqaBatch(NamedTuple):
@@ -53,8 +58,8 @@ class VqaBatch(NamedTuple):
 
     pixels (B, 3, size, size) float32; text_ids, attention_mask, word_mask (B, N); answer_ids (T, L)
     int64, [CLS] ... [SEP] and padding; owners (T,) int64, the question of each; shares (T,) float32
-    of its people, 1 a question in all; valid (B,) bool; places (R,), `predicted_places` of the
-    answers. A batch without a good question has one that is not valid.
+    of its people, together the question's weight, 1 by default; valid (B,) bool; places (R,),
+    `predicted_places` of the answers. A batch without a good question has one that is not valid.
     """
 
     pixels: Tensor
@@ -80,13 +85,19 @@ class VqaDataset(DownstreamDataset[VqaExample, VqaBatch]):
         items: the questions, `questions_in` of each sample.
         text: tokenizer of questions.
         prepare: images to pixels.
-        max_answer: see `VqaDataConfig`.
+        max_answer, weights: see `VqaDataConfig`.
     """
 
     def __init__(
-        self, items: Items, text: TextProcessor, prepare: ImagePreparation, max_answer: int
+        self,
+        items: Items,
+        text: TextProcessor,
+        prepare: ImagePreparation,
+        max_answer: int,
+        weights: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         super().__init__(items, text, prepare)
+        self.weights = dict(weights)
         self.answer_text = TextProcessor(text.tokenizer, max_answer)
 
     def make(self, item: Item, number: int, rng_for: RngFactory | None = None) -> VqaExample:
@@ -109,7 +120,13 @@ class VqaDataset(DownstreamDataset[VqaExample, VqaBatch]):
             question,
             answers,
             question_types(annotation, question),
+            self._weight(number),
         )
+
+    def _weight(self, number: int) -> float:
+        if not self.weights:
+            return 1.0
+        return self.weights.get(self.items.folders[self.items.place(number)[0]], 1.0)
 
     def require_truth(self, example: VqaExample, item: Item) -> None:
         """Check that the question has answers.
@@ -132,7 +149,7 @@ class VqaDataset(DownstreamDataset[VqaExample, VqaBatch]):
     ) -> VqaBatch:
         """Stack questions with all their answers."""
         said = [
-            (answer, row, count / sum(one.answers.values()))
+            (answer, row, one.weight * count / sum(one.answers.values()))
             for row, one in enumerate(examples)
             for answer, count in one.answers.items()
         ]

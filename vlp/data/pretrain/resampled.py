@@ -124,6 +124,7 @@ class ResampledSamples(IterableDataset[Slot]):
             (source, shard, opened), coming = coming, self._ask(rng)
             name = self.sources[source].shards[shard].name
             bad_shards += 1
+            last: object = name
             for position, sample in enumerate(_samples(name, opened())):
                 if isinstance(sample, RawSample):
                     bad_shards = 0

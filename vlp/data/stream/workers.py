@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from vlp.data.shards import outages
 from vlp.process.lock import end_with_parent
+from vlp.process.stop_signals import STOPS
 
 
 def worker_settings(workers: int, prefetch: int) -> dict[str, Any]:
@@ -58,8 +59,8 @@ def _prepare_worker(parent: int, retries: Any, number: int) -> None:
     # Ctrl-C and a scheduler's SIGTERM reach every process of the job. The main process answers them
     # (it writes a checkpoint); workers end when it stops or closes them, and with it: they inherit
     # the lock of the run's folder, which must not outlive it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for asked in STOPS:
+        signal.signal(asked, signal.SIG_IGN)
     if os.getppid() == parent:
         end_with_parent(signal.SIGKILL, parent)
     else:  # a fork server's, which itself stays as long as it has workers

@@ -14,6 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from vlp.config import ConfigError
 from vlp.data.downstream.answers import frequent_answers, read_answers
 from vlp.data.downstream.items import Items
 from vlp.data.downstream.vqa import VqaBatch, VqaDataConfig, VqaDataset, questions_in
@@ -113,7 +114,8 @@ class Vqa(Distilled):
             ConfigError: a folder cannot be read, or holds no question.
         """
         items = Items(folders, questions_in, limit)
-        return VqaDataset(items, self.text, self.prepare, self.config.data.max_answer)
+        data = self.config.data
+        return VqaDataset(items, self.text, self.prepare, data.max_answer, data.folder_weights)
 
     def remember(self, batch: VqaBatch) -> Memory:
         """Encode B questions with their images into what the decoder attends to."""
@@ -200,6 +202,8 @@ def build(
         ConfigError: start, shards, answers and batch cannot be used.
     """
     data = config.data
+    if strange := sorted(data.folder_weights.keys() - set(data.train)):
+        raise ConfigError(f"task.data.folder_weights: {strange[0]} is no folder of `train`")
     answers = (
         frequent_answers(data.train, data.most_answers)
         if data.answers is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,10 +24,24 @@ from vlp.tasks.serving.outputs import VlpOutput
 
 _PREFIX = "model."
 _IGNORED = {
-    *("adapter_kwargs", "attn_implementation", "low_cpu_mem_usage", "output_loading_info"),
+    *("adapter_kwargs", "attn_implementation", "ignore_mismatched_sizes", "low_cpu_mem_usage"),
+    *("output_loading_info", "torch_dtype"),
     *("trust_remote_code", "use_safetensors", "weights_only", "state_dict", "tp_plan"),
 }
 """Arguments of transformers' `from_pretrained` that change nothing here."""
+
+
+def known_options(options: Mapping[str, Any], known: Container[str] = ()) -> dict[str, Any]:
+    """Return those of `from_pretrained`'s options that change something.
+
+    Raises:
+        TypeError: one is neither known nor an argument of transformers.
+    """
+    changes = {name: value for name, value in options.items() if name not in _IGNORED}
+    for name in changes:
+        if name not in known:
+            raise TypeError(f"from_pretrained() has no argument {name!r}")
+    return changes
 
 
 class VlpModel(PreTrainedModel):
@@ -231,7 +245,7 @@ class VlpModel(PreTrainedModel):
             pretrained_model_name_or_path: folder, or a name on the hub.
             model_args: none.
             config: in place of the folder's.
-            dtype: such as "bfloat16"; None and "auto": as the weights are stored.
+            dtype: such as "bfloat16" (`torch_dtype` is its old name); None and "auto": float32.
             device_map: device of the whole model, such as "cuda"; "auto": a GPU if there is one.
             options: of the hub (`revision`, `token`, `cache_dir`, `local_files_only`,
                 `force_download`), or keys of the configuration.
@@ -243,10 +257,8 @@ class VlpModel(PreTrainedModel):
             TypeError: an option is unknown.
         """
         folder = local_folder(os.fspath(pretrained_model_name_or_path), **hub_options(options))
-        changes = {name: value for name, value in options.items() if name not in _IGNORED}
-        for name in changes:
-            if name not in ModelConfig.model_fields:
-                raise TypeError(f"from_pretrained() has no argument {name!r}")
+        dtype = options.get("torch_dtype") if dtype is None else dtype
+        changes = known_options(options, ModelConfig.model_fields)
         if config is None or changes:
             config = VlpConfig.from_pretrained(folder, **changes)
         model = read_model(folder, config.sizes)

@@ -67,7 +67,7 @@ class VlpProcessor(ProcessorMixin):
         if images is not None:
             data |= self.image_processor(images)
         if text is not None:
-            if isinstance(text, Sequence) and not text:
+            if not isinstance(text, str) and isinstance(text, Sequence) and not text:
                 raise ValueError("text is empty; give a string or a list of strings")
             ids, attention, words = self.text(text)
             data |= {"input_ids": ids, "attention_mask": attention.long(), "word_mask": words}

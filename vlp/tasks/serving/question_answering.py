@@ -17,7 +17,7 @@ from vlp.models.pretrained.local_copy import hub_options, local_folder
 from vlp.tasks.downstream.task import load_task
 from vlp.tasks.downstream.vqa import Vqa
 from vlp.tasks.serving.config import VlpConfig
-from vlp.tasks.serving.model import one_device, words_between
+from vlp.tasks.serving.model import known_options, one_device, words_between
 from vlp.tasks.serving.outputs import VlpAnswers
 
 
@@ -90,10 +90,10 @@ class VlpForQuestionAnswering(PreTrainedModel):
         """Return the `top_k` likeliest answers of each question, the best first.
 
         Args:
-            top_k: answers of a question.
+            top_k: answers of a question; all, where fewer are listed.
             inputs: as the processor makes them.
         """
-        scores, numbers = self(**inputs).logits.sigmoid().topk(top_k)
+        scores, numbers = self(**inputs).logits.sigmoid().topk(min(top_k, len(self.task.answers)))
         return [
             [ScoredAnswer(self.task.answers[n], s) for s, n in zip(*row)]
             for row in zip(scores.tolist(), numbers.tolist())
@@ -115,8 +115,11 @@ class VlpForQuestionAnswering(PreTrainedModel):
             FileNotFoundError: there is no such folder, or it was not fine-tuned.
             ValueError: it was fine-tuned for another task, or is damaged.
             ConfigError: a configuration in it does not fit.
+            TypeError: an option is unknown.
         """
         folder = local_folder(os.fspath(pretrained_model_name_or_path), **hub_options(options))
+        known_options(options)
+        dtype = options.get("torch_dtype") if dtype is None else dtype
         task = load_task(folder)
         if not isinstance(task, Vqa):
             raise ValueError(f"{folder} was fine-tuned for {task.kind}, not for vqa")

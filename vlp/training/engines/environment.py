@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import socket
 
 import torch
@@ -19,6 +20,7 @@ def prepare_environment() -> None:
     Without a GPU, DeepSpeed is told to use the CPU, and each rank of this machine gets its share
     of the cores unless OMP_NUM_THREADS says otherwise, and keeps the memory it has freed.
     """
+    _take_slurm_ranks()
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")
     os.environ.setdefault("LOCAL_RANK", "0")
@@ -30,6 +32,27 @@ def prepare_environment() -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(cores_of_rank())
+
+
+def _take_slurm_ranks() -> None:
+    """Take the ranks of `srun -n N python launch/pretrain.py`, where no launcher says them.
+
+    Slurm names no rendezvous: on several nodes MASTER_ADDR is to be set, as pretrain.slurm does.
+    """
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if "RANK" in os.environ or tasks == "1" or "SLURM_PROCID" not in os.environ:
+        return
+    local = re.split("[(,]", os.environ.get("SLURM_STEP_TASKS_PER_NODE", tasks))[0]  # "8(x2),4"
+    os.environ |= {
+        "RANK": os.environ["SLURM_PROCID"],
+        "WORLD_SIZE": tasks,
+        "LOCAL_RANK": os.environ["SLURM_LOCALID"],
+        "LOCAL_SIZE": local,
+    }
+    if os.environ.get("SLURM_STEP_NUM_NODES", "1") == "1":
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    port = 20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000
+    os.environ.setdefault("MASTER_PORT", str(port))
 
 
 def cores_of_rank() -> int:

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
+from vlp.process.stop_signals import STOPS
 from vlp.training.stop.launchers import Launchers
 
 REQUEUE = 75
@@ -30,7 +31,6 @@ PATIENCE = 240.0
 """Seconds to finish validating or saving once asked; a rank for which it waits may be gone."""
 
 _POLL = 1.0
-_SIGNALS = signal.SIGTERM, signal.SIGINT
 _wakes = False
 
 
@@ -44,9 +44,10 @@ os.register_at_fork(after_in_child=_fork)
 
 
 class StopSignals:
-    """Notes SIGTERM, the first Ctrl-C and the end of a launcher instead of dying of them.
+    """Notes SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, the first Ctrl-C and the end of a launcher.
 
-    A second Ctrl-C interrupts. Launchers repeat SIGTERM, so every further one changes nothing.
+    None of them kills; a SIGHUP that nohup has ignored stays so. A second Ctrl-C interrupts.
+    Launchers repeat SIGTERM, so every further one changes nothing.
     A process that was asked leaves with `REQUEUE` by itself when it does not look in time: before
     its first look at once, later within `grace` seconds or twice its longest time between looks,
     or inside `patient` within `patience` seconds.
@@ -99,8 +100,9 @@ class StopSignals:
         os.set_blocking(self._write, False)
         self._woke = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         _wakes = True
-        for number in _SIGNALS:
-            self._before[number] = signal.signal(number, self._note)
+        for number in STOPS:
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._note)
         self._thread = threading.Thread(target=self._watch, name="stop", daemon=True)
         self._thread.start()
         return self
@@ -133,7 +135,7 @@ class StopSignals:
         woken.register(self._read, select.POLLIN)
         while not self._over.is_set():
             for number in os.read(self._read, 64) if woken.poll(1000 * _POLL) else b"":
-                if number in _SIGNALS:
+                if number in STOPS:
                     self._ask(signal.Signals(number).name)
             if self._launchers.lost():
                 self._ask("the end of its launcher")
