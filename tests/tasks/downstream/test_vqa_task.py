@@ -148,11 +148,13 @@ def test_the_decoder_starts_from_the_cross_encoder_and_its_output_from_the_head(
         assert fresh.decoder.head.bias.eq(0).all()
 
 
-def test_answers_that_the_tokenizer_does_not_tell_apart_are_one(shards, tmp_path) -> None:
+def test_answers_that_the_tokenizer_does_not_tell_apart_are_one(shards, tmp_path, caplog) -> None:
     file = tmp_path / "answers.txt"
     file.write_text("10:30\nYes\nyes\n10 : 30\n")
     task, _ = built(shards, data={"answers": str(file), "max_answer": 12})
     assert task.answers == ("10:30", "Yes")
+    assert "2 of 4 answers have the word pieces of an earlier one" in caplog.text
+    assert "'yes' for one" in caplog.text
     assert task._as_listed("10 : 30") == "10:30"
     assert task._as_listed("10 : 31") == "10 : 31"
 

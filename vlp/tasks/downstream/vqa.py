@@ -6,6 +6,7 @@ attends to the text stream (ACE-RPE, section 4.2).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -14,6 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from vlp import distributed
 from vlp.config import ConfigError
 from vlp.data.downstream.answers import frequent_answers, read_answers
 from vlp.data.downstream.items import Items
@@ -38,6 +40,8 @@ from vlp.tasks.downstream.distillation import Distilled, DistilledConfig
 from vlp.tasks.downstream.registry import DownstreamTask, TaskCard, register_task
 from vlp.tasks.plain import Precision
 from vlp.tasks.task import StepOutput
+
+logger = logging.getLogger(__name__)
 
 Predict = Literal["rank", "generate"]
 
@@ -210,6 +214,14 @@ def build(
         else read_answers(data.answers)
     )
     task = Vqa(config, parts, answers, precision)
+    lost = len(answers) - len(task.answers)
+    if lost and distributed.rank() == 0:
+        told = next(answer for answer in answers if answer not in task.answers)
+        logger.warning(
+            "%d of %d answers have the word pieces of an earlier one (spelled alike, cut at "
+            "task.data.max_answer %d, or unknown words) and are answered by it; %r for one",
+            *(lost, len(answers), data.max_answer, told),
+        )
     start(task.decoder, parts)
     return task, task.dataset(data.train, data.limit).batches(data, batch, seed)
 

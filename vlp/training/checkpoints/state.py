@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -19,6 +19,7 @@ from vlp.training.resume_check import compare
 logger = logging.getLogger(__name__)
 
 VERSION = 1
+_LENGTH = ("training.steps:", "training.epochs:")
 _PROGRESS = TypeAdapter(Progress)
 
 
@@ -77,10 +78,25 @@ class States:
                 f"{path} was trained with another configuration:\n{listed}\n"
                 "Restore these keys, or choose another `output`."
             )
+        self._require_own(path, saved.get("output"), differences.tolerated)
         for line in differences.tolerated:
             logger.warning("resuming with a changed setting: %s", line)
         self._require_data(path, state.get("data", self._fingerprint))
         return progress
+
+    def _require_own(self, path: str, output: Any, changes: Sequence[str]) -> None:
+        """Refuse checkpoints of another run, as two outputs with one `checkpoint_folder` find them.
+
+        A run that goes on elsewhere, under another `output`, is as it was, but for its length.
+        """
+        own = self._config.output
+        changes = [line for line in changes if not line.startswith(_LENGTH)]
+        if self._config.training.checkpoint_folder is None or output == own or not changes:
+            return
+        raise CheckpointError(
+            f"{path} is of the run {output}, and {own} differs:\n  " + "\n  ".join(changes) + "\n"
+            "Give this run a training.checkpoint_folder of its own, or that run's `output`."
+        )
 
     def _require_data(self, path: str, saved: Mapping[str, str]) -> None:
         parts = sorted(dict(saved.items() ^ self._fingerprint.items()))
