@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from question_shards import AUGMENT, coloured, photo, question, toy_parts, write_shards
 
+from evaluation.__main__ import main
 from evaluation.core.samples import EvaluationError
 from evaluation.downstream import evaluate_task
 from evaluation.downstream.submissions import write_vqa
@@ -67,6 +68,15 @@ def test_writing_freely_and_the_other_evaluator(task, shards) -> None:
     assert "writing, 3 beams" in free.table().text()
     old = evaluate_task(task, [shards], limit=4, resamples=2, version="albef_copy")
     assert "'albef_copy'" in old.table().text()
+
+
+def test_the_command_writes_freely_and_takes_the_other_evaluator(task, shards, tmp_path) -> None:
+    task.save_model(tmp_path, task.state_dict())
+    options = ["--predict", "generate", "--version", "albef_copy"]
+    assert main(["vqa", "--model", str(tmp_path), "--shards", str(shards), *options]) == 0
+    table = (tmp_path / "evaluation/vqa.md").read_text()
+    assert "Answers by: writing" in table
+    assert "the evaluator 'albef_copy'" in table
 
 
 def test_predictions_are_a_submission(task, shards, tmp_path) -> None:
