@@ -130,7 +130,7 @@ def from_pretrained(
     Args:
         folder_or_name: model folder, or a name on the hub.
         device: where the model goes, such as "cuda"; None: the CPU. Inputs go there, too.
-        dtype: of its weights, such as "bfloat16"; None: as they are stored.
+        dtype: of its weights, such as "bfloat16"; None: float32.
         revision: branch, tag or commit of a name on the hub.
         plugins: Python files or modules that register the model's own encodings; they are imported,
             and no other, whatever the folder says.
