@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer import Option
 
+from evaluation.commands.fine_tuned import command_of
 from evaluation.commands.options import (
     Device,
     EvaluationCommand,
@@ -24,12 +25,12 @@ from evaluation.commands.options import (
 )
 from vlp.config import Precision
 from vlp.process.command_line import Overrides, new_app
-from vlp.tasks.downstream.registry import task_kinds, task_summary
+from vlp.tasks.downstream.registry import task_kinds
 
 app = new_app("Measure a model; torchrun shares the work between its ranks.")
 
-_OWN_COMMANDS = {"retrieval", "grounding", "vqa"}
-"""Tasks whose commands, below, have options of their own."""
+_ANY_MODEL = {"retrieval", "grounding"}
+"""Tasks with commands of their own below, which take any model folder."""
 
 CombineScores = Literal["sum", "match"]
 
@@ -105,58 +106,9 @@ def retrieval(
     )
 
 
-def _evaluated(kind: str, model: str, **measured: Any) -> Any:
-    from evaluation.downstream import evaluate_task
-    from vlp.tasks.downstream.task import load_task
-
-    task = checked(lambda: load_task(model))
-    if task.kind != kind:
-        raise typer.BadParameter(
-            f"{model} is fine-tuned for {task.kind}: python -m evaluation {task.kind} ..."
-        )
-    return evaluate_task(task, **measured)
-
-
-def _fine_tuned(kind: str) -> None:
-    def evaluate(model: str, **measured: Any) -> Any:
-        return _evaluated(kind, model, **measured)
-
-    summary = task_summary(kind)
-    evaluate.__doc__ = (
-        f"{summary[0].upper()}{summary[1:]}.\n\n"
-        f"Evaluates a fine-tuned model. Figures have intervals. OUT gets {kind}.json, {kind}.md "
-        f"and {kind}.predictions.jsonl."
-    )
-    app.command(kind, cls=EvaluationCommand)(measurement("samples")(evaluate))
-
-
 for _kind in task_kinds():
-    if _kind not in _OWN_COMMANDS:
-        _fine_tuned(_kind)
-
-
-@app.command(cls=EvaluationCommand)
-@measurement("questions")
-def vqa(
-    model: str,
-    predict: Annotated[
-        Literal["rank", "generate"] | None,
-        Option(help="choose from the list of answers, or write freely (default: as fine-tuned)"),
-    ] = None,
-    version: Annotated[
-        Literal["official", "albef_copy"] | None,
-        Option(
-            help="the current official evaluator, or ALBEF's older one (default: as fine-tuned)"
-        ),
-    ] = None,
-    **measured: Any,
-) -> Any:
-    """Visual question answering.
-
-    Evaluates a fine-tuned model. Figures have intervals. OUT gets vqa.json, vqa.md and
-    vqa.predictions.jsonl.
-    """
-    return _evaluated("vqa", model, predict=predict, version=version, **measured)
+    if _kind not in _ANY_MODEL:
+        app.command(_kind, cls=EvaluationCommand)(command_of(_kind))
 
 
 @app.command(cls=EvaluationCommand)

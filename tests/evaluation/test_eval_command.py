@@ -142,7 +142,7 @@ def test_options_that_would_do_nothing_are_refused(
 
 @pytest.mark.parametrize(
     ("command", "counted"),
-    [("retrieval", "samples"), ("grounding", "expressions"), ("vqa", "samples (vqa: questions)")],
+    [("retrieval", "samples"), ("grounding", "expressions"), ("vqa", "questions")],
 )
 def test_the_help_says_what_a_limit_counts(command, counted, capsys):
     with pytest.raises(SystemExit):

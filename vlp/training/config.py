@@ -12,7 +12,7 @@ from vlp.data.config import DataConfig
 from vlp.data.limits import Limits, limits
 from vlp.data.stream.input_spec import Inputs, PatchMasking
 from vlp.data.stream.sampler import own_streams
-from vlp.models.config import ImageConfig, ModelConfig
+from vlp.models.config import ModelConfig
 from vlp.objectives.config import ObjectivesConfig
 from vlp.objectives.contrastive.sample_groups import require_whole_groups
 from vlp.training.engines.optimiser_config import OptimiserConfig
@@ -382,7 +382,7 @@ class PretrainConfig(DeepSpeedRunConfig):
                 "objectives.mim=null or data.features=null"
             )
         if mim:
-            _require_maskable(self.model.image)
+            self.model.image.require_maskable()
         if self.validation is None and self.training.patience is not None:
             raise ValueError("training.patience needs the held-out pairs of `validation`")
         batch, streams = self.training.batch, self.data.canonical_streams
@@ -391,21 +391,3 @@ class PretrainConfig(DeepSpeedRunConfig):
                 f"training.batch {batch} is not a multiple of data.canonical_streams {streams}"
             )
         return self
-
-
-def _require_maskable(image: ImageConfig) -> None:
-    """Require that MIM can mask patches of the image encoder and learn from them.
-
-    Raises:
-        ValueError: patches are pooled, the encoder is frozen, or its patches cannot be replaced.
-    """
-    if image.pool > 1:
-        raise ValueError(
-            f"objectives.mim predicts single patches; image.pool {image.pool} mixes them"
-        )
-    if image.trainable == 0:
-        raise ValueError("objectives.mim trains the image encoder, which image.trainable 0 freezes")
-    if image.architecture:
-        from vlp.models.towers.image import require_editable
-
-        require_editable(image)
