@@ -238,26 +238,6 @@ class ImageConfig(Config):
         (red, green, blue), (red_std, green_std, blue_std) = self.mean or mean, self.std or std
         return (red, green, blue), (red_std, green_std, blue_std)
 
-    def require_maskable(self) -> None:
-        """Require that MIM can mask patches of the encoder and learn from them.
-
-        Raises:
-            ValueError: patches are pooled, the encoder is frozen, or its patches cannot be
-                replaced.
-        """
-        if self.pool > 1:
-            raise ValueError(
-                f"objectives.mim predicts single patches; image.pool {self.pool} mixes them"
-            )
-        if self.trainable == 0:
-            raise ValueError(
-                "objectives.mim trains the image encoder, which image.trainable 0 freezes"
-            )
-        if self.architecture:
-            from vlp.models.towers.image import require_editable
-
-            require_editable(self)
-
 
 class ModelConfig(Config):
     """The whole VLP model; `embed_dim` is the width of the shared contrastive space."""

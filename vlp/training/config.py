@@ -13,6 +13,7 @@ from vlp.data.limits import Limits, limits
 from vlp.data.stream.input_spec import Inputs, PatchMasking
 from vlp.data.stream.sampler import own_streams
 from vlp.models.config import ModelConfig
+from vlp.models.maskable import require_maskable
 from vlp.objectives.config import ObjectivesConfig
 from vlp.objectives.contrastive.sample_groups import require_whole_groups
 from vlp.training.engines.optimiser_config import OptimiserConfig
@@ -382,7 +383,7 @@ class PretrainConfig(DeepSpeedRunConfig):
                 "objectives.mim=null or data.features=null"
             )
         if mim:
-            self.model.image.require_maskable()
+            require_maskable(self.model.image)
         if self.validation is None and self.training.patience is not None:
             raise ValueError("training.patience needs the held-out pairs of `validation`")
         batch, streams = self.training.batch, self.data.canonical_streams
