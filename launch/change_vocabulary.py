@@ -10,7 +10,7 @@ from vlp.data.text.tokenizer import TextProcessor
 from vlp.models.folder import from_pretrained, save_pretrained
 from vlp.models.pretrained.change_vocabulary import with_vocabulary
 from vlp.models.pretrained.local_copy import CONFIG
-from vlp.tasks.downstream.task import TASK
+from vlp.tasks.downstream.task import has_task
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,7 +31,7 @@ def change(model: str, vocabulary: str, out: Path) -> None:
     if (out / CONFIG).exists():
         raise FileExistsError(f"{out} already holds a model")
     loaded = from_pretrained(model)
-    if loaded.folder is not None and (loaded.folder / TASK).exists():
+    if loaded.folder is not None and has_task(loaded.folder):
         raise ValueError(f"{model} is fine-tuned on a task; change the vocabulary of its start")
     text = TextProcessor.load(vocabulary, loaded.text.max_tokens)
     made, counts = with_vocabulary(loaded, text.tokenizer)

@@ -9,6 +9,7 @@ import typer
 from typer import Option
 
 from evaluation.commands.options import checked, measurement
+from vlp.metrics.vqa import Version
 from vlp.tasks.downstream.registry import task_summary
 
 
@@ -37,7 +38,7 @@ def vqa(
         Option(help="choose from the list of answers, or write freely (default: as fine-tuned)"),
     ] = None,
     version: Annotated[
-        Literal["official", "albef_copy"] | None,
+        Version | None,
         Option(
             help="the current official evaluator, or ALBEF's older one (default: as fine-tuned)"
         ),

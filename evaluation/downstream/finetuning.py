@@ -18,7 +18,7 @@ from vlp.tasks.downstream.distillation import Distilled
 from vlp.tasks.downstream.init_from import start_parts
 from vlp.tasks.downstream.registry import get_task
 from vlp.tasks.downstream.retrieval import PairsTask
-from vlp.tasks.downstream.task import Downstream
+from vlp.tasks.downstream.task import Downstream, has_task
 from vlp.training.best_checkpoint import BestCheckpoint, Parameters
 from vlp.training.command import run_training
 from vlp.training.engines.sharding import shards_parameters
@@ -69,9 +69,9 @@ def build_task(config: FinetuneConfig) -> tuple[Downstream | PairsTask, Any]:
             taken = task.take_head(parts)
         except ValueError as error:
             raise ConfigError(f"start: {error}") from error
-        if parts.heads and distributed.rank() == 0:
-            said = "taken over" if taken else "of another task, starts anew"
-            print(f"{config.init_from}: head {said}", flush=True)
+        if parts.folder and has_task(parts.folder) and distributed.rank() == 0:
+            said = "goes on" if taken else "does not fit this task, whose head starts anew"
+            print(f"{config.init_from}: its head {said}", flush=True)
     if isinstance(task, Distilled):
         task.start_teacher(_epoch_steps(config, data))
     if isinstance(task, PairsTask):

@@ -19,8 +19,7 @@ from evaluation.downstream.blocks import EvaluatedItems
 from evaluation.downstream.registry import WITHOUT_HEAD, get_evaluation
 from evaluation.downstream.task_evaluation import Row, load_for_evaluation, without
 from vlp.config import ConfigError, Precision
-from vlp.models.pretrained.local_copy import local_folder
-from vlp.tasks.downstream.task import TASK
+from vlp.tasks.downstream.task import has_task
 
 
 class Predictions(NamedTuple):
@@ -75,15 +74,6 @@ def predict(
         rows, skipped = get_evaluation(kind).predictions(task, shards, **options)
     hidden = (*get_evaluation(kind).hidden, "scores")
     return Predictions(kind, without(rows, hidden), skipped)
-
-
-def has_task(folder: str | Path) -> bool:
-    """Return whether a model folder was fine-tuned for a task with a head of its own.
-
-    Raises:
-        FileNotFoundError: there is no such model.
-    """
-    return (local_folder(folder) / TASK).is_file()
 
 
 def write_official(path: Path, predictions: Predictions) -> None:

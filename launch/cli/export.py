@@ -36,12 +36,12 @@ def export(
     """
     import vlp
     from vlp.config import ConfigError
-    from vlp.tasks.downstream.task import TASK
+    from vlp.tasks.downstream.task import has_task
     from vlp.tasks.serving.export import export_model
 
     try:
         loaded = vlp.load(model, revision=revision)
-        if (Path(loaded.folder or "") / TASK).is_file():
+        if loaded.folder is not None and has_task(loaded.folder):
             print(
                 f"{model} was fine-tuned for a task, whose head is not exported; `match` is what "
                 "it was before",

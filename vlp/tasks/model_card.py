@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +22,9 @@ from vlp.models.config import ImageConfig, ModelConfig, TextConfig
 from vlp.models.folder import HEADS, WEIGHTS, read_config
 from vlp.models.pretrained.local_copy import CONFIG, RESULTS
 from vlp.models.vlp import VLPModel
+from vlp.tasks.downstream.grounding import FILE_NAME as GROUNDING
 from vlp.tasks.downstream.registry import TaskCard, get_task
+from vlp.tasks.downstream.task import TASK
 
 CARD = "README.md"
 MARK = "<!-- Written by vlp from the files beside it; without this line it is left as it is. -->"
@@ -79,11 +80,11 @@ def write_model_card(folder: str | Path, licence: str | None = None) -> bool:
     """
     card = Path(folder) / CARD
     if card.is_file():
-        before = card.read_text(encoding="utf-8")
-        if MARK not in before:
+        from huggingface_hub import metadata_load
+
+        if MARK not in card.read_text(encoding="utf-8"):
             return False
-        named = re.search(r"^license: (\S+)$", before.partition(MARK)[0], re.MULTILINE)
-        licence = named[1] if licence is None and named else licence
+        licence = licence or (metadata_load(card) or {}).get("license")
     write_text(card, model_card(folder, licence))
     return True
 
@@ -112,9 +113,9 @@ def model_card(folder: str | Path, licence: str | None = None) -> str:
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} is not a model folder: {name} is missing")
     config = read_config(folder / CONFIG)
-    task = _json(folder / "task.json").get("task") or {}
+    task = _json(folder / TASK).get("task") or {}
     kind, results = str(task.get("kind") or ""), list(_results(folder / RESULTS))
-    grounds = (folder / "grounding.json").is_file()
+    grounds = (folder / GROUNDING).is_file()
     about = get_task(kind or "grounding").card if kind or grounds else _WITHOUT_TASK
     name = folder.resolve().parent.name if _run(folder) else folder.resolve().name
     body = [

@@ -13,7 +13,7 @@ from vlp.data.limits import Limits, limits
 from vlp.data.stream.input_spec import Inputs, PatchMasking
 from vlp.data.stream.sampler import own_streams
 from vlp.models.config import ModelConfig
-from vlp.models.maskable import require_maskable
+from vlp.models.towers.maskable import require_maskable
 from vlp.objectives.config import ObjectivesConfig
 from vlp.objectives.contrastive.sample_groups import require_whole_groups
 from vlp.training.engines.optimiser_config import OptimiserConfig
@@ -22,7 +22,7 @@ from vlp.training.logging.trackers import TrackerName, require_trackers
 
 def _blocks(given: Any) -> Any:
     """Read true and false, which would be 1 and no number, as other trainers mean them."""
-    return {True: "blocks", False: "none"}[given] if isinstance(given, bool) else given
+    return ("blocks" if given else "none") if isinstance(given, bool) else given
 
 
 Compile = Literal["auto", "none", "blocks", "step"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import socket
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ from evaluation.__main__ import main
 from evaluation.core.samples import EvaluationError
 from evaluation.downstream import evaluate_task
 from evaluation.downstream.submissions import write_vqa
+from evaluation.downstream.vqa import VqaEvaluation
 from vlp.data.schema import Annotation
 from vlp.metrics.vqa import vqa_accuracy
 from vlp.tasks.downstream.vqa import VqaConfig, build
@@ -68,6 +71,28 @@ def test_writing_freely_and_the_other_evaluator(task, shards) -> None:
     assert "writing, 3 beams" in free.table().text()
     old = evaluate_task(task, [shards], limit=4, resamples=2, version="albef_copy")
     assert "'albef_copy'" in old.table().text()
+
+
+@pytest.mark.parametrize("version", ["official", "albef_copy"])
+def test_figures_by_type_are_the_evaluators(task, shared, version) -> None:
+    place = shared / "data_tasks" / "vqa_v2"
+    with gzip.open(place / "annotations_test.json.gz") as file:
+        asked = {one["question_id"]: one for one in json.load(file)["annotations"]}
+    rows = []
+    for row in json.loads((place / "eval_check" / "results.json").read_text()):
+        one = asked[row["question_id"]]
+        answers = Counter(each["answer"] for each in one["answers"])
+        types = {"answer": one["answer_type"], "question": one["question_type"]}
+        rows.append({**row, "answers": answers, "types": types, "image": str(one["image_id"])})
+    figures = VqaEvaluation().score(task, rows, 2, version=version).figures
+    expected = json.loads((place / "eval_check" / "expected_accuracy.json").read_text())[version]
+    for division, name in (("answer", "perAnswerType"), ("question", "perQuestionType")):
+        found = {
+            kind.removeprefix(f"{division}: "): round(100 * figure.value, 4)
+            for kind, figure in figures.items()
+            if kind.startswith(f"{division}: ")
+        }
+        assert found == expected[name]
 
 
 def test_the_command_writes_freely_and_takes_the_other_evaluator(task, shards, tmp_path) -> None:

@@ -162,7 +162,7 @@ def test_a_run_keeps_its_checkpoints_there_and_goes_on_from_them(tmp_path: Path)
         run(tmp_path / "other", False)
     with pytest.raises(CheckpointError, match=r"(?s)of the run .*/run, and .*/other differs.*clip"):
         run(tmp_path / "other", True, optimiser={"learning_rate": 1e-2, "clip": 1.0})
-    report = run(tmp_path / "other", True)  # of the run, on another machine
+    report = run(tmp_path / "other", True, max_non_finite=3)  # of the run, on another machine
     assert report["resumed_at_steps"] == [4]
     assert names() == ["step_6", "step_8"]
 

@@ -21,7 +21,7 @@ from vlp.models.tower_key import require_frozen_tower
 from vlp.objectives.config import ObjectivesConfig
 from vlp.objectives.contrastive.sample_groups import require_whole_groups
 from vlp.tasks.downstream.registry import DownstreamTask, TaskCard, register_task
-from vlp.tasks.downstream.task import TASK, TaskConfig
+from vlp.tasks.downstream.task import TaskConfig, has_task
 from vlp.tasks.plain import Precision
 from vlp.tasks.pretraining import Pretraining
 
@@ -106,7 +106,7 @@ class PairsTask(Pretraining):
         model = {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
         # A head of a task is of no use without its `task.json`; those of pretraining start others.
         start = self.parts.folder
-        heads = {} if start is None or (start / TASK).is_file() else self.parts.heads
+        heads = {} if start is None or has_task(start) else self.parts.heads
         save_pretrained(folder, self.config, model, self.parts.text, self.parts.preprocess, heads)
 
 

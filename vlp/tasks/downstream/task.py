@@ -109,7 +109,7 @@ class Downstream(PlainTask):
         Raises:
             ValueError: the folder's `task.json` is damaged.
         """
-        if parts.folder is None or not (parts.folder / TASK).is_file():
+        if parts.folder is None or not has_task(parts.folder):
             return False
         config, known = read_task(parts.folder)
         here = {n: t for n, t in self.state_dict().items() if not n.startswith(_MODEL)}
@@ -168,6 +168,15 @@ def load_task(folder_or_name: str | Path) -> Downstream:
             f"{missing}, unknown {unknown}"
         )
     return task.eval()
+
+
+def has_task(folder: str | Path) -> bool:
+    """Return whether a model folder was fine-tuned for a task with a head of its own.
+
+    Raises:
+        FileNotFoundError: there is no such model.
+    """
+    return (local_folder(folder) / TASK).is_file()
 
 
 def read_task(folder: str | Path) -> tuple[dict[str, Any], Mapping[str, Any]]:

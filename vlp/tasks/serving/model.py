@@ -25,10 +25,22 @@ from vlp.tasks.serving.outputs import VlpOutput
 _PREFIX = "model."
 _IGNORED = {
     *("adapter_kwargs", "attn_implementation", "ignore_mismatched_sizes", "low_cpu_mem_usage"),
-    *("output_loading_info", "torch_dtype"),
+    "output_loading_info",
     *("trust_remote_code", "use_safetensors", "weights_only", "state_dict", "tp_plan"),
 }
 """Arguments of transformers' `from_pretrained` that change nothing here."""
+
+
+def type_of(dtype: torch.dtype | str | None, options: dict[str, Any]) -> torch.dtype | str | None:
+    """Return the type that weights are to have; None, as of "auto", leaves them.
+
+    Args:
+        dtype: argument of `from_pretrained`.
+        options: its others, which lose `torch_dtype`, the old name of it.
+    """
+    former = options.pop("torch_dtype", None)
+    dtype = former if dtype is None else dtype
+    return None if dtype == "auto" else dtype
 
 
 def known_options(options: Mapping[str, Any], known: Container[str] = ()) -> dict[str, Any]:
@@ -257,12 +269,12 @@ class VlpModel(PreTrainedModel):
             TypeError: an option is unknown.
         """
         folder = local_folder(os.fspath(pretrained_model_name_or_path), **hub_options(options))
-        dtype = options.get("torch_dtype") if dtype is None else dtype
+        dtype = type_of(dtype, options)
         changes = known_options(options, ModelConfig.model_fields)
         if config is None or changes:
             config = VlpConfig.from_pretrained(folder, **changes)
         model = read_model(folder, config.sizes)
-        model = placed(model, one_device(device_map), None if dtype == "auto" else dtype)
+        model = placed(model, one_device(device_map), dtype)
         config.name_or_path = str(pretrained_model_name_or_path)
         return cls(config, model).eval()
 

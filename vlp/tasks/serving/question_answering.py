@@ -17,7 +17,7 @@ from vlp.models.pretrained.local_copy import hub_options, local_folder
 from vlp.tasks.downstream.task import load_task
 from vlp.tasks.downstream.vqa import Vqa
 from vlp.tasks.serving.config import VlpConfig
-from vlp.tasks.serving.model import known_options, one_device, words_between
+from vlp.tasks.serving.model import known_options, one_device, type_of, words_between
 from vlp.tasks.serving.outputs import VlpAnswers
 
 
@@ -118,15 +118,15 @@ class VlpForQuestionAnswering(PreTrainedModel):
             TypeError: an option is unknown.
         """
         folder = local_folder(os.fspath(pretrained_model_name_or_path), **hub_options(options))
+        dtype = type_of(dtype, options)
         known_options(options)
-        dtype = options.get("torch_dtype") if dtype is None else dtype
         task = load_task(folder)
         if not isinstance(task, Vqa):
             raise ValueError(f"{folder} was fine-tuned for {task.kind}, not for vqa")
         answers = dict(enumerate(task.answers))
         own = VlpConfig.of(task.model.config, id2label=answers)
         own.name_or_path = str(pretrained_model_name_or_path)
-        placed(task, one_device(device_map), None if dtype == "auto" else dtype)
+        placed(task, one_device(device_map), dtype)
         return cls(own, task).eval()
 
     def save_pretrained(  # type: ignore[override]

@@ -19,7 +19,6 @@ from vlp.training.resume_check import compare
 logger = logging.getLogger(__name__)
 
 VERSION = 1
-_LENGTH = ("training.steps:", "training.epochs:")
 _PROGRESS = TypeAdapter(Progress)
 
 
@@ -87,10 +86,11 @@ class States:
     def _require_own(self, path: str, output: Any, changes: Sequence[str]) -> None:
         """Refuse checkpoints of another run, as two outputs with one `checkpoint_folder` find them.
 
-        A run that goes on elsewhere, under another `output`, is as it was, but for its length.
+        A run that goes on elsewhere, under another `output`, has data at other places and perhaps
+        another length, batch or engine there, but the optimiser that it had.
         """
         own = self._config.output
-        changes = [line for line in changes if not line.startswith(_LENGTH)]
+        changes = [line for line in changes if line.startswith("training.optimiser.")]
         if self._config.training.checkpoint_folder is None or output == own or not changes:
             return
         raise CheckpointError(
