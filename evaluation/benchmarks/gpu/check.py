@@ -56,17 +56,20 @@ PARTS = {
     f"{COMPILING} blocks": Part(speed.compiling_blocks, 240, beside=True),
     f"{COMPILING} without ACE-RPE": Part(speed.compiling_without_anchors, 240, beside=True),
     f"{COMPILING} step": Part(speed.compiling_steps, 240, beside=True),
-    "C step": Part(speed.whole_steps, 90),
+    "C attention": Part(speed.attention, 20),
+    "C loader": Part(speed.loading, 30),
+    "C equal work": Part(equal_work.equal_work, 40),
+    "C sizes": Part(speed.sizes, 60),
     "C blocks": Part(speed.blocks, 90),
     "C ACE-RPE": Part(speed.anchors, 90),
-    "C attention": Part(speed.attention, 20),
-    "C sizes": Part(speed.sizes, 60),
-    "C re-ranking": Part(speed.reranking, 60),
     "C encodings": Part(speed.encodings, 90),
-    "C equal work": Part(equal_work.equal_work, 40),
-    "C loader": Part(speed.loading, 30),
+    "C re-ranking": Part(speed.reranking, 60),
+    "C step": Part(speed.whole_steps, 90),
 }
-"""By name, in order; the last have what time the others leave them of `SECONDS`."""
+"""By name, in order; the last have what time the others leave them of `SECONDS`.
+
+What needs compiled graphs comes late: a second check, which finds them on disk, has time for it.
+"""
 SEVERAL = {"D engines": Part(engines.several, 120, tiny=True)}
 """Where there are several GPUs, with time of their own."""
 LATE = "took more than"
@@ -222,7 +225,8 @@ def _run(
 def _add_demand(found: dict[str, list[CheckedFigure]]) -> None:
     """Add how many loader workers the fastest pretraining needs."""
     loaded = [f.value for f in found.get("C loader", []) if f.name == speed.LOADED]
-    steps = [f.value for f in found.get("C step", []) if f.unit == "pairs/s"]
+    timed = (found.get(name, []) for name in ("C sizes", "C blocks", "C step"))
+    steps = [f.value for figures in timed for f in figures if f.unit == "pairs/s"]
     if loaded and steps:
         needed = CheckedFigure("loader workers that feed the GPU", max(steps) / loaded[0], "cores")
         found["C loader"].append(needed)
