@@ -245,11 +245,7 @@ def _run_ours(whole: _Set, timer: _Timer, image: int, idle: int) -> dict[int, fl
     return scores
 
 
-def _extrapolated(
-    whole: _Set,
-    timer: _Timer,
-    compared: list[_Compared],
-) -> RerankTimes:
+def _extrapolated(whole: _Set, timer: _Timer, compared: list[_Compared]) -> RerankTimes:
     sizes = whole.sizes
     queries: dict[Direction, int] = {"text_to_image": sizes.texts, "image_to_text": sizes.images}
     seconds = {

@@ -68,7 +68,7 @@ PARTS = {
 }
 """By name, in order; the last have what time the others leave them of `SECONDS`.
 
-What needs compiled graphs comes late: a second check, which finds them on disk, has time for it.
+Short ones come first: a second check, which finds compiled graphs on disk, has time for the rest.
 """
 SEVERAL = {"D engines": Part(engines.several, 120, tiny=True)}
 """Where there are several GPUs, with time of their own."""
