@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from evaluation.benchmarks.gpu.kernels import layer_and_field, outputs_and_gradients
 from vlp.compute.gpu_form import gpu_form
 from vlp.layers import attention as attention_module
-from vlp.positions import PositionContext, anchor_attention, create_position
+from vlp.positions import PositionContext, create_position
 from vlp.positions.anchor_attention import anchored_attention, contextual_terms
 
 pytest.importorskip("triton")
@@ -156,17 +156,19 @@ def test_operators_keep_the_rules_of_custom_operators():
     tables = [position.tables[role].detach().requires_grad_() for role in ALL]
     weights = [each.weight.detach().requires_grad_() for each in (layer.query,) * 3]
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(anchor_attention._terms, (*tables, *weights, True), test_utils=tests)
+    torch.library.opcheck(
+        torch.ops.vlp.anchor_terms.default, (*tables, *weights, True), test_utils=tests
+    )
     states = [torch.randn(1, tokens, 4, requires_grad=True) for tokens in (5, 7, 7)]
     terms = contextual_terms(*tables, *weights).detach().requires_grad_()
     means = field.text_mean, field.image_mean
     arguments = (*states, field.text_path, None, *means, terms, 1, 0.5)
-    torch.library.opcheck(anchor_attention._attention, arguments, test_utils=tests)
+    torch.library.opcheck(torch.ops.vlp.anchor_attention.default, arguments, test_utils=tests)
     half = [torch.randn(1, tokens, 4).bfloat16().requires_grad_() for tokens in (5, 40, 40)]
     means = torch.rand(1, 5, 3).bfloat16(), torch.rand(1, 40, 3).bfloat16()
     arguments = (*half, torch.rand(1, 5, 40, 3).bfloat16(), None, *means, terms, 1, 0.5)
-    torch.library.opcheck(anchor_attention._attention, arguments, test_utils=tests)
-    assert anchor_attention._attention(*arguments)[1].shape == (1, 5, 4)
+    torch.library.opcheck(torch.ops.vlp.anchor_attention.default, arguments, test_utils=tests)
+    assert torch.ops.vlp.anchor_attention(*arguments)[1].shape == (1, 5, 4)
 
 
 def test_compiles_as_one_graph():

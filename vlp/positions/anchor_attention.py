@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vlp.positions.kernel_operator import KernelOperator
+
 BLOCK = 32
 """Most queries and keys of a block in the backward pass."""
 Results = tuple[Tensor, Tensor, Tensor]
@@ -49,7 +51,7 @@ def contextual_terms(
         pooled: False adds nothing to the values' projection (papers.md#ace-a22).
     """
     tables, weights = (query, key, value), (of_query, of_key, of_value)
-    terms: Tensor = torch.ops.vlp.anchor_terms(*tables, *weights, pooled)
+    terms: Tensor = _terms(*tables, *weights, pooled)
     return terms
 
 
@@ -82,9 +84,8 @@ def anchored_attention(
     """
     scale = (query.shape[-1] // heads) ** -0.5 if scale is None else scale
     asking, answering = (None, None) if means is None else means
-    out: Tensor = torch.ops.vlp.anchor_attention(
-        query, key, value, path, mask, asking, answering, terms, heads, scale
-    )[0]
+    inputs = query, key, value, path, mask, asking, answering, terms, heads, scale
+    out: Tensor = _attention(*inputs)[0]
     return out
 
 
@@ -94,8 +95,7 @@ def _kernels(of: str) -> ModuleType:
     return importlib.import_module(f"vlp.positions.{of}_triton")
 
 
-@torch.library.custom_op("vlp::anchor_attention", mutates_args=())
-def _attention(
+def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -113,8 +113,7 @@ def _attention(
     return results
 
 
-@torch.library.custom_op("vlp::anchor_attention_backward", mutates_args=())
-def _attention_backward(
+def _attend_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -142,8 +141,7 @@ def _attention_backward(
     return (*gradients, shares.sum(0))  # type: ignore[return-value]
 
 
-@torch.library.custom_op("vlp::anchor_path_gradient", mutates_args=())
-def _path_gradient(
+def _differentiate_path(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -168,8 +166,7 @@ def _path_gradient(
     return gradient
 
 
-@torch.library.custom_op("vlp::anchor_terms", mutates_args=())
-def _terms(
+def _project_tables(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -183,8 +180,7 @@ def _terms(
     return terms
 
 
-@torch.library.custom_op("vlp::anchor_terms_backward", mutates_args=())
-def _terms_backward(
+def _project_tables_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -341,11 +337,11 @@ def _differentiate(ctx: Any, above: Tensor, *_: None) -> tuple[Tensor | None, ..
     tensors = ctx.saved_tensors
     query_mean, key_mean, terms = tensors[5:8]
     arguments = (*tensors, above, ctx.heads, ctx.scale)
-    *states, shares = torch.ops.vlp.anchor_attention_backward(*arguments)
+    *states, shares = _attention_backward(*arguments)
     wanted = ctx.needs_input_grad
     of_path = of_query_mean = of_key_mean = None
     if wanted[3]:
-        of_path = torch.ops.vlp.anchor_path_gradient(*arguments)
+        of_path = _path_gradient(*arguments)
     if wanted[5]:
         of_query_mean = (states[0].float() @ terms[0].mT).to(query_mean.dtype)
     if wanted[6]:
@@ -361,35 +357,37 @@ def _keep_tables(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate_tables(ctx: Any, above: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = torch.ops.vlp.anchor_terms_backward(*ctx.saved_tensors, above, ctx.pooled)
+    gradients = _terms_backward(*ctx.saved_tensors, above, ctx.pooled)
     return *gradients, None
 
 
-@_attention.register_fake
-def _(query: Tensor, key: Tensor, *arguments: Any) -> Results:
+def _empty_results(query: Tensor, key: Tensor, *arguments: Any) -> Results:
     return _results(query, key, heads=arguments[-2])
 
 
-@_attention_backward.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> Gradients:
+def _empty_gradients(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> Gradients:
     shares = query.new_empty(arguments[4].shape, dtype=torch.float32)
     return *(x.new_empty(x.shape) for x in (query, key, value)), shares  # type: ignore[return-value]
 
 
-@_path_gradient.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, path: Tensor, *arguments: Any) -> Tensor:
+def _empty_path(query: Tensor, key: Tensor, value: Tensor, path: Tensor, *_: Any) -> Tensor:
     return path.new_empty(path.shape)
 
 
-@_terms.register_fake
-def _(query: Tensor, *arguments: Any) -> Tensor:
+def _empty_terms(query: Tensor, *_: Any) -> Tensor:
     return query.new_empty(4, *query.shape, dtype=torch.float32)
 
 
-@_terms_backward.register_fake
-def _(*arguments: Any) -> list[Tensor]:
+def _empty_tables(*arguments: Any) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in arguments[:6]]
 
 
-_attention.register_autograd(_differentiate, setup_context=_keep)
-_terms.register_autograd(_differentiate_tables, setup_context=_keep_tables)
+_attention = KernelOperator("anchor_attention", _attend, _empty_results, _keep, _differentiate)
+_attention_backward = KernelOperator(
+    "anchor_attention_backward", _attend_backward, _empty_gradients
+)
+_path_gradient = KernelOperator("anchor_path_gradient", _differentiate_path, _empty_path)
+_terms = KernelOperator(
+    "anchor_terms", _project_tables, _empty_terms, _keep_tables, _differentiate_tables
+)
+_terms_backward = KernelOperator("anchor_terms_backward", _project_tables_backward, _empty_tables)

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from vlp.positions.kernel_operator import KernelOperator
 from vlp.positions.windows import Metric
 
 _BLOCK = 256
@@ -54,7 +54,7 @@ def windowed_path(
     """
     note = distance.requires_grad and torch.is_grad_enabled()
     window = [*grid, text_reach, patch_reach]
-    path, reachable, _ = torch.ops.vlp.windowed_path(distance, words, window, metric, note)
+    path, reachable, _ = _path(distance, words, window, metric, note)
     return path, reachable
 
 
@@ -64,8 +64,7 @@ def _kernels() -> ModuleType:
     return importlib.import_module("vlp.positions.anchor_triton")
 
 
-@torch.library.custom_op("vlp::windowed_path", mutates_args=())
-def _forward(
+def _launch(
     distance: Tensor, words: Tensor | None, window: list[int], metric: str, note: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     path, reachable, winner = _results(distance, words, window, metric, note)
@@ -87,7 +86,6 @@ def _forward(
     return path, reachable, winner
 
 
-@_forward.register_fake
 def _results(
     distance: Tensor, words: Tensor | None, window: list[int], metric: str, note: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -97,8 +95,7 @@ def _results(
     return path, reachable, torch.empty_like(path if note else path[:0], dtype=kind)
 
 
-@torch.library.custom_op("vlp::windowed_path_backward", mutates_args=())
-def _backward(above: Tensor, winner: Tensor, window: list[int], metric: str) -> Tensor:
+def _launch_backward(above: Tensor, winner: Tensor, window: list[int], metric: str) -> Tensor:
     gradient = torch.empty_like(winner, dtype=above.dtype)
     if gradient.numel():
         with torch.cuda.device(gradient.get_device()):
@@ -113,7 +110,6 @@ def _backward(above: Tensor, winner: Tensor, window: list[int], metric: str) -> 
     return gradient
 
 
-@_backward.register_fake
 def _gradient(above: Tensor, winner: Tensor, window: list[int], metric: str) -> Tensor:
     return torch.empty_like(winner, dtype=above.dtype)
 
@@ -124,14 +120,14 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.mark_non_differentiable(*output[1:])
 
 
-@once_differentiable
 def _differentiate(ctx: Any, above: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     (winner,) = ctx.saved_tensors
-    gradient = torch.ops.vlp.windowed_path_backward(above, winner, ctx.window, ctx.metric)
+    gradient = _path_backward(above, winner, ctx.window, ctx.metric)
     return gradient, None, None, None, None
 
 
-_forward.register_autograd(_differentiate, setup_context=_keep)
+_path = KernelOperator("windowed_path", _launch, _results, _keep, _differentiate)
+_path_backward = KernelOperator("windowed_path_backward", _launch_backward, _gradient)
 
 
 def _options(path: Tensor, window: list[int], metric: str) -> dict[str, Any]:

@@ -25,10 +25,13 @@ class Teacher(Generic[Student]):
 
     def __init__(self, student: Student) -> None:
         self.module: Student = copy.deepcopy(student).float().eval().requires_grad_(False)
+        self._device: torch.device | str | None = None
 
     def to(self, device: torch.device | str) -> Teacher[Student]:
         """Move the weights to `device`."""
-        self.module.to(device)
+        if device != self._device:  # else every step walks the modules
+            self.module.to(device)
+            self._device = device
         return self
 
     @torch.no_grad()

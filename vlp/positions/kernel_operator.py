@@ -1,0 +1,75 @@
+"""A function that launches kernels, as an operator of `torch.library`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+Differentiate = Callable[..., tuple[Tensor | None, ...]]
+_PLAIN = Tensor, nn.Parameter
+
+
+class KernelOperator:
+    """Call a function as the operator `vlp::name` where something traces, else directly.
+
+    `torch.compile`, fake tensors and dispatch modes see the operator, which breaks no graph. A
+    direct call computes the same: PyTorch's dispatcher and its checks of an operator in Python take
+    the host longer than the launch does.
+
+    Args:
+        name: of the operator.
+        function: the launch, with types that `torch.library.custom_op` reads; its first argument
+            is a tensor.
+        fake: makes empty results for the same arguments.
+        keep: called as `setup_context(ctx, inputs, output)` of `torch.autograd.Function`.
+        differentiate: its `backward`, differentiable no further; None has no gradient.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        fake: Callable[..., Any],
+        keep: Callable[..., None] | None = None,
+        differentiate: Differentiate | None = None,
+    ) -> None:
+        defined = torch.library.custom_op(f"vlp::{name}", function, mutates_args=())
+        defined.register_fake(fake)
+        self.direct = function
+        if differentiate is not None:
+            assert keep is not None
+            differentiate = once_differentiable(differentiate)
+            defined.register_autograd(differentiate, setup_context=keep)
+            self.direct = _autograd_function(function, keep, differentiate)
+        self.operator = getattr(torch.ops.vlp, name)
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Return what the function returns."""
+        traced = (
+            torch.compiler.is_compiling()
+            or is_in_torch_dispatch_mode()
+            or type(arguments[0]) not in _PLAIN
+            or arguments[0].is_meta
+        )
+        return self.operator(*arguments) if traced else self.direct(*arguments)
+
+
+def _autograd_function(
+    function: Callable[..., Any], keep: Callable[..., None], differentiate: Differentiate
+) -> Callable[..., Any]:
+    class Function(torch.autograd.Function):
+        # Beside a `setup_context`, `apply` reads the signature anew, longer than a launch takes.
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            output = function(*inputs)
+            keep(ctx, inputs, output)
+            return output
+
+        backward = staticmethod(differentiate)
+
+    return Function.apply
