@@ -15,6 +15,7 @@ import torch
 from launch_lab import CHECKPOINT_EVERY, STEPS, Lab
 from safetensors.torch import load_file
 
+from vlp.models.folder import read_model
 from vlp.training.checkpoints.checkpoint import verify
 from vlp.training.stop.signals import REQUEUE
 
@@ -99,6 +100,26 @@ def test_killed_between_checkpoints_then_resumed_is_bitwise_the_same(
         assert {k: v for k, v in one.items() if k not in TIMES} == {
             k: v for k, v in two.items() if k not in TIMES
         }
+
+
+def test_a_checkpoint_becomes_a_model_folder_and_its_run_goes_on(lab: Lab, whole: Whole) -> None:
+    name = "early"
+    run = lab.output(whole(0, 1))
+    lab.begin_with(run.name, CHECKPOINT_EVERY, name)
+    step = lab.output(name) / "checkpoints" / f"step_{CHECKPOINT_EVERY}"
+    arguments = [COMMAND, *lab.arguments(name, lab.zero(0)), "--resume"]
+    with pytest.raises(FileNotFoundError, match=f"--resume training.steps={CHECKPOINT_EVERY}$"):
+        read_model(step)
+    with pytest.raises(FileNotFoundError, match=f"; {run / 'model'} is one$"):
+        read_model(run)
+
+    ranks.run([*arguments, f"training.steps={CHECKPOINT_EVERY}"], 1)
+    weights = load_file(step / "weights.safetensors")
+    for key, held in load_file(lab.output(name) / "model" / "model.safetensors").items():
+        assert torch.equal(held, weights[f"model.{key}"]), key
+    ranks.run(arguments, 1)
+    for file in ("weights.safetensors", "optimiser.safetensors", "extra.safetensors"):
+        assert (final(lab, name) / file).read_bytes() == (final(lab, run.name) / file).read_bytes()
 
 
 @pytest.mark.integration

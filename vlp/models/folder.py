@@ -192,7 +192,7 @@ def read_model(folder: Path, config: ModelConfig | None = None) -> VLPModel:
     config_file, weights_file = folder / CONFIG, folder / WEIGHTS
     for file in (config_file, weights_file):
         if not file.is_file():
-            raise FileNotFoundError(f"{folder} is not a model folder: {file.name} is missing")
+            raise FileNotFoundError(_no_model(folder, folder, file.name))
     config = config or read_config(config_file)
     _require_room(config, config_file, weights_file)
     model = VLPModel(config)
@@ -204,6 +204,17 @@ def read_model(folder: Path, config: ModelConfig | None = None) -> VLPModel:
     if config.cross.anchor.threshold is not None:
         model.anchor_threshold.fill_(config.cross.anchor.threshold)  # `config` may have another
     return model.eval()
+
+
+def _no_model(name: str | Path, folder: Path, missing: str) -> str:
+    """Say that a folder holds no model, and where there may be one."""
+    said = f"{name} is not a model folder: {missing} is missing"
+    if (folder / "state.json").is_file():
+        steps = folder.name.removeprefix("step_")
+        said += f"; of a checkpoint, its run writes one with --resume training.steps={steps}"
+    elif (folder / "model" / CONFIG).is_file():
+        said += f"; {Path(name) / 'model'} is one"
+    return said
 
 
 def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
@@ -225,7 +236,7 @@ def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
     folder = local_folder(folder_or_name)
     for file in (CONFIG, WEIGHTS):
         if not (folder / file).is_file():
-            raise FileNotFoundError(f"{folder_or_name} is not a model folder: {file} is missing")
+            raise FileNotFoundError(_no_model(folder_or_name, folder, file))
     state, trained = _read_weights(folder / WEIGHTS), read_config(folder / CONFIG)
     try:
         found, resized, unused = carry_encodings(model, trained, state)
