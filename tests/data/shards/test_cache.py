@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,66 @@ def test_processes_share_a_cache_that_is_too_small(server: ShardServer, tmp_path
     limit = room_for(server, 0, 1) + 100
     together(_fetch_in_any_order, tmp_path / "cache", limit, files)
     assert on_disk(tmp_path / "cache") <= limit
+
+
+def test_a_file_that_becomes_whole_while_files_are_counted_is_counted(
+    server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes its name between the looks at its two places; it stays in the list of the cache."""
+    first, second = file_of(server, 0), file_of(server, 1)
+    cache = ShardCache(tmp_path / "cache", room_for(server, 0, 1))
+    os.close(cache.open(first))
+    path = cache.folder / first.path
+    part = path.with_name(path.name + ".part")
+    places = (str(path), str(part))
+    stat, looks = os.stat, 0
+
+    def renamed_after_each_look(name: Any, *arguments: Any, **options: Any) -> os.stat_result:
+        nonlocal looks
+        try:
+            return stat(name, *arguments, **options)
+        finally:
+            if str(name) in places:
+                looks += 1
+                with suppress(FileNotFoundError):
+                    part.rename(path)
+
+    path.rename(part)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", renamed_after_each_look)
+        assert cache.used() >= first.bytes
+    path.rename(part)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", renamed_after_each_look)
+        os.close(cache.open(second))
+    assert looks > 1
+    assert cache.used() == room_for(server, 0, 1)
+
+
+def test_a_file_that_becomes_whole_while_room_is_made_counts_as_there(
+    server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not found under the name it was fetched as, it is not taken for removed."""
+    read, fetched, wanted = (file_of(server, number) for number in range(3))
+    cache = ShardCache(tmp_path / "cache", room_for(server, 0, 1) + 100)
+    handle = cache.open(read)
+    os.close(cache.open(fetched))
+    path = cache.folder / fetched.path
+    part = path.with_name(path.name + ".part")
+    path.rename(part)
+    open_file = os.open
+
+    def renamed_before(name: Any, *arguments: Any, **options: Any) -> int:
+        if str(name) == str(part):
+            with suppress(FileNotFoundError):
+                part.rename(path)
+        return open_file(name, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", renamed_before)
+    os.close(cache.open(wanted))
+    assert held(cache) == [0, 2]
+    assert on_disk(cache.folder) <= cache.limit
+    os.close(handle)
 
 
 def test_readers_of_a_file_fetched_meanwhile_keep_nobody_waiting(

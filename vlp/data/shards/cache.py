@@ -222,14 +222,12 @@ class ShardCache:
                 kept = [path for path in listed if any(map(os.path.exists, self._places(path)))]
                 content = json.dumps([*kept, file.path], indent=0)
                 write_text(self.folder / _FETCHED, content, durable=True)
-            files = sorted(self._files())
-            used = sum(size for _, size, _ in files)
-            for _, size, path in files:
-                if used <= self.limit:
-                    return
-                if _remove_unused(path):
-                    used -= size
-            if used > self.limit:
+            excess = self.used() - self.limit
+            for _, size, path in sorted(self._files()):
+                if excess > 0 and _remove_unused(path):
+                    excess -= size
+            # Counted again: what was not where it had been seen may have been renamed, not removed.
+            if self.used() > self.limit:
                 raise _Full
 
     def _files(self) -> Iterator[tuple[float, int, str]]:
@@ -248,9 +246,12 @@ class ShardCache:
             return []
 
     def _places(self, path: str) -> tuple[str, str]:
-        """Return where a file is when it is whole, and while it is fetched."""
+        """Return where a file is while it is fetched, and when it is whole.
+
+        Looked at in this order: a file that is renamed meanwhile is seen, if anything, twice.
+        """
         place = str(self.folder / path)
-        return place, place + _PART
+        return place + _PART, place
 
     def __getstate__(self) -> dict[str, Any]:
         return {"folder": self.folder, "limit": self.limit}
