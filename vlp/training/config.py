@@ -177,6 +177,18 @@ class LoopConfig(Config):
                 "engine deepspeed writes full checkpoints alone; set checkpoint_format=full, or "
                 "choose ddp or fsdp"
             )
+        if self.engine == "deepspeed" and self.gradient_reduction != "float32":
+            raise ValueError(
+                "engine deepspeed takes no gradient_reduction; set it to float32 (the file of "
+                "training.deepspeed has communication_data_type), or choose ddp or fsdp"
+            )
+        if self.engine != "ddp" and self.static_graph:
+            raise ValueError(f"static_graph is of engine ddp, not of {self.engine}")
+        if self.keep_every is not None and self.keep_every % self.checkpoint_every:
+            raise ValueError(
+                f"keep_every {self.keep_every} is no multiple of checkpoint_every "
+                f"{self.checkpoint_every}: most of its steps have no checkpoint"
+            )
         self._require_bf16_weights_to_fit()
         require_trackers(self.trackers)
         return self

@@ -103,7 +103,7 @@ def test_the_last_k_stay_and_the_newest_is_loaded(tmp_path: Path) -> None:
 
 
 def test_every_so_manyth_step_stays_beside_the_last(tmp_path: Path) -> None:
-    config = toy_config(keep_last=1, keep_every=4)
+    config = toy_config(keep_last=1, checkpoint_every=1, keep_every=4)
     save(tmp_path, range(1, 11), config)
     assert names(tmp_path) == ["step_10", "step_4", "step_8"]
     progress = Checkpoints(tmp_path, config).load(*fresh(config))
