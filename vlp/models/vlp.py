@@ -155,6 +155,7 @@ class VLPModel(nn.Module):
                 anchor.metric,
                 anchor.hard,
                 anchor.tau,
+                "alignment" in cross.position,
             )
 
     def cross(

@@ -39,7 +39,7 @@ class AlignmentBias(PositionEncoding):
         Raises:
             ValueError: no similarities in the context.
         """
-        if context.anchors is None:
+        if context.anchors is None or context.anchors.alignment is None:
             raise ValueError("alignment needs similarities in its context; it is cross-attention's")
         alignment = context.anchors.alignment  # (B, 1 + M, N)
         if context.text_queries:

@@ -28,16 +28,17 @@ class AnchorField(NamedTuple):
     reachable. On a CPU each has the keys of its direction side by side in memory, as image-to-text
     and text-to-image multiply them in every layer; on a GPU both are views of one tensor, as the
     kernel takes any strides. image_mean (B, 1 + M, G) and text_mean (B, N, G) are the averages of
-    Eq. 10; alignment (B, 1 + M, N) is the mean over groups of S of Eq. 3, 0 for what is no word;
-    similarity (B, M, N, G), S itself, is kept for statistics. All but it are computed in float32
-    and then kept in the autocast type, in which every layer multiplies them.
+    Eq. 10; alignment (B, 1 + M, N) is the mean over groups of S of Eq. 3, 0 for what is no word,
+    or None where nobody asks for it; similarity (B, M, N, G), S itself, is kept for statistics.
+    All but it are computed in float32 and then kept in the autocast type, in which every layer
+    multiplies them.
     """
 
     path: Tensor
     text_path: Tensor
     image_mean: Tensor
     text_mean: Tensor
-    alignment: Tensor
+    alignment: Tensor | None
     similarity: Tensor
 
     def asked_by(self, tokens: Tensor) -> AnchorField:
@@ -47,13 +48,21 @@ class AnchorField(NamedTuple):
         return self._replace(
             text_path=self.text_path.mT.gather(1, of_path).mT,
             text_mean=self.text_mean.gather(1, index.expand(-1, -1, self.text_mean.shape[2])),
-            alignment=self.alignment.mT.gather(1, index.expand(-1, -1, self.alignment.shape[1])).mT,
+            alignment=None if self.alignment is None else _asked(self.alignment, index),
         )
+
+    def first(self, pairs: int) -> AnchorField:
+        """Return the field of the first pairs, without gradients."""
+        return AnchorField(*(None if part is None else part[:pairs].detach() for part in self))
 
     @property
     def reachable(self) -> Tensor:
         """Return whether a token has a path to a patch, (B, M, N, G) bool; a path is at least 1."""
         return self.path[:, 1:] > 0
+
+
+def _asked(alignment: Tensor, index: Tensor) -> Tensor:
+    return alignment.mT.gather(1, index.expand(-1, -1, alignment.shape[1])).mT
 
 
 @region
@@ -69,6 +78,7 @@ def anchor_field(
     metric: Metric = "euclidean",
     hard: bool = True,
     tau: float = 1e4,
+    aligned: bool = True,
 ) -> AnchorField:
     """Eqs 3-7 and the averages of Eq. 10 for a batch of pairs, in float32 or better.
 
@@ -85,6 +95,7 @@ def anchor_field(
         metric: patch distance.
         hard: only anchors are passed through; False is Eq. 4 with a finite tau (papers.md#ace-a8).
         tau: of the soft form.
+        aligned: give `alignment`, too.
     """
     with torch.autocast(image_tokens.device.type, enabled=False):
         similarity = group_similarity(_float(image_tokens), _float(text_tokens), groups)
@@ -96,7 +107,7 @@ def anchor_field(
             patch_window,
             metric,
         )
-    return with_prefix(path, similarity, word_mask)
+    return with_prefix(path, similarity, word_mask, aligned)
 
 
 def joined_fields(fields: Sequence[AnchorField]) -> AnchorField:
@@ -110,12 +121,13 @@ def joined_fields(fields: Sequence[AnchorField]) -> AnchorField:
         # Side by side in memory as `with_prefix` leaves them.
         return torch.cat([tensor.transpose(2, 3) for tensor in tensors], dim=-1).transpose(2, 3)
 
+    aligned = [field.alignment for field in fields if field.alignment is not None]
     return AnchorField(
         path=torch.cat([field.path.transpose(2, 3) for field in fields], dim=1).transpose(2, 3),
         text_path=joined([field.text_path for field in fields]),
         image_mean=torch.cat([field.image_mean for field in fields], dim=1),
         text_mean=torch.stack([field.text_mean for field in fields]).mean(0),
-        alignment=torch.cat([field.alignment for field in fields], dim=1),
+        alignment=torch.cat(aligned, dim=1) if aligned else None,
         similarity=torch.cat([field.similarity for field in fields], dim=1),
     )
 
@@ -129,13 +141,16 @@ def uniform_field(word_mask: Tensor, patches: int, groups: int) -> AnchorField:
     return with_prefix(path, path, word_mask)
 
 
-def with_prefix(path: Tensor, similarity: Tensor, word_mask: Tensor) -> AnchorField:
+def with_prefix(
+    path: Tensor, similarity: Tensor, word_mask: Tensor, aligned: bool = True
+) -> AnchorField:
     """Add the averages of Eq. 10 and a zero row for the image's [CLS] (papers.md#ace-a25).
 
     Args:
         path: (B, M, N, G), patches without [CLS].
         similarity: S_G of the same shape.
         word_mask: (B, N), True for words.
+        aligned: give `alignment`, too.
     """
     pairs, patches, words, groups = path.shape
     dtype = _compute_dtype(path)
@@ -149,13 +164,16 @@ def with_prefix(path: Tensor, similarity: Tensor, word_mask: Tensor) -> AnchorFi
     else:
         image_asks = short.new_zeros(pairs, 1 + patches, groups, words)
         image_asks[:, 1:] = short.transpose(2, 3)
-    alignment = similarity.mean(-1) * word_mask[:, None]
+    alignment = None
+    if aligned:
+        alignment = similarity.mean(-1) * word_mask[:, None]
+        alignment = functional.pad(alignment, (0, 0, 1, 0)).to(dtype)
     return AnchorField(
         path=image_asks.transpose(2, 3),
         text_path=text_asks.transpose(2, 3),
         image_mean=functional.pad(mean_over_words(path, word_mask), (0, 0, 1, 0)).to(dtype),
         text_mean=mean_over_patches(path).to(dtype),
-        alignment=functional.pad(alignment, (0, 0, 1, 0)).to(dtype),
+        alignment=alignment,
         similarity=similarity,
     )
 

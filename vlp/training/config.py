@@ -116,8 +116,7 @@ class LoopConfig(Config):
     )
     checkpoint_folder: str | None = Field(
         None,
-        description="folder, or URL that fsspec knows, of the run's checkpoints; null: "
-        "`checkpoints` in `output`",
+        description="folder or fsspec URL of the run's checkpoints; null: `checkpoints` in `output`",
         json_schema_extra={"resume": "free"},
     )
     keep_last: int = Field(
@@ -168,27 +167,22 @@ class LoopConfig(Config):
     def _ends(self) -> LoopConfig:
         if self.epochs is None and self.steps is None:
             raise ValueError("one of epochs and steps must be a number")
-        if self.engine == "fsdp" and not isinstance(self, PretrainTrainingConfig):
-            raise ValueError("engine fsdp is of pretraining alone; choose ddp or deepspeed")
-        if self.engine == "fsdp" and self.compile in ("blocks", "step"):
-            raise ValueError("engine fsdp is not compiled; set compile=none, or choose ddp")
-        if self.engine == "deepspeed" and self.checkpoint_format == "sharded":
-            raise ValueError(
-                "engine deepspeed writes full checkpoints alone; set checkpoint_format=full, or "
-                "choose ddp or fsdp"
-            )
-        if self.engine == "deepspeed" and self.gradient_reduction != "float32":
-            raise ValueError(
-                "engine deepspeed takes no gradient_reduction; set it to float32 (the file of "
-                "training.deepspeed has communication_data_type), or choose ddp or fsdp"
-            )
-        if self.engine != "ddp" and self.static_graph:
-            raise ValueError(f"static_graph is of engine ddp, not of {self.engine}")
-        if self.keep_every is not None and self.keep_every % self.checkpoint_every:
-            raise ValueError(
-                f"keep_every {self.keep_every} is no multiple of checkpoint_every "
-                f"{self.checkpoint_every}: most of its steps have no checkpoint"
-            )
+        engine, every = self.engine, self.keep_every
+        for wrong, message in (
+            (engine == "fsdp" and not isinstance(self, PretrainTrainingConfig),
+             "engine fsdp is of pretraining alone; choose ddp or deepspeed"),
+            (engine == "fsdp" and self.compile in ("blocks", "step"),
+             "engine fsdp is not compiled; set compile=none, or choose ddp"),
+            (engine == "deepspeed" and self.checkpoint_format == "sharded", "engine deepspeed "
+             "writes full checkpoints alone; set checkpoint_format=full, or choose ddp or fsdp"),
+            (engine == "deepspeed" and self.gradient_reduction == "bf16", "engine deepspeed "
+             "takes no gradient_reduction=bf16; set float32, or choose ddp or fsdp"),
+            (engine != "ddp" and self.static_graph, f"static_graph is of engine ddp, not {engine}"),
+            (every and every % self.checkpoint_every, f"keep_every {every} is no multiple of "
+             f"checkpoint_every {self.checkpoint_every}: most of its steps have no checkpoint"),
+        ):  # fmt: skip
+            if wrong:
+                raise ValueError(message)
         self._require_bf16_weights_to_fit()
         require_trackers(self.trackers)
         return self

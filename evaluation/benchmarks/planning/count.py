@@ -120,7 +120,7 @@ def _count(config: PretrainConfig, rows: int, words: int) -> StepCount:
         for network in task.networks():
             memory.leave_out([*network.parameters(), *network.buffers()])
         if task.teacher:
-            memory.leave_out(task.teacher.queue.state_dict().values())
+            memory.leave_out(task.teacher.state_dict().values())
         for number, block in enumerate(all_blocks(task)):
             uses.append(0)
             block.register_forward_pre_hook(partial(_use, uses, number))

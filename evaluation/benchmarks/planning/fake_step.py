@@ -114,6 +114,8 @@ def fake_step(
     with fake, gpu_form():
         for network in task.networks():
             network.to_empty(device="cpu")
+        if task.teacher:
+            task.teacher.average.to("cpu")  # which is no part of a step
         fields: dict[str, Any] = {
             name: fake.from_tensor(value) if isinstance(value, Tensor) else value
             for name, value in batch._asdict().items()

@@ -8,6 +8,8 @@ from typing import NamedTuple
 from torch import nn
 
 from evaluation.benchmarks.planning.collectives import DDP_BUCKETS, FLOAT
+from vlp.compute.half_weights import half_weights
+from vlp.tasks.plain import AUTOCAST
 from vlp.tasks.pretraining import Pretraining
 from vlp.training.config import LoopConfig
 from vlp.training.engines.blocks import block_stacks
@@ -95,10 +97,14 @@ def _zero(size: float, trained: float, training: LoopConfig, ranks: int) -> Iter
 
 
 def _teacher(teacher: nn.Module, training: LoopConfig, ranks: int) -> float:
-    """Engine fsdp cuts the teacher's blocks like the student's; others hold it whole."""
+    """Engine fsdp cuts the teacher's blocks like the student's; others hold it whole.
+
+    They also keep the weights of products in half precision.
+    """
     size = FLOAT * _numel(teacher)
     if training.engine != "fsdp":
-        return size
+        rounded = half_weights(teacher).values() if training.precision in AUTOCAST else ()
+        return size + FLOAT / 2 * sum(weight.numel() for weight in rounded)
     cut = FLOAT * sum(_numel(block) for stack in block_stacks(teacher) for block in stack)
     return size - cut + cut / ranks
 

@@ -117,3 +117,39 @@ def test_moves_only_where_the_step_was_applied():
     one.update(dict(student.named_parameters()), 0.9, applied=torch.tensor(True))
     other.update(dict(student.named_parameters()), 0.9)
     torch.testing.assert_close(one.module.layer.weight, other.module.layer.weight)
+
+
+def test_weights_of_products_are_kept_rounded_beside_float32():
+    student = Student()
+    plain, rounded = Teacher(student), Teacher(student, torch.bfloat16)
+    rounded.to("cpu")
+    for step in range(20):
+        with torch.no_grad():
+            student.layer.weight.add_(0.001)
+        for teacher in (plain, rounded):
+            weights, buffers = dict(student.named_parameters()), dict(student.named_buffers())
+            teacher.update(weights, 0.995, buffers, torch.tensor(step != 3))
+    expected, found = plain.state_dict(), rounded.state_dict()
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    for name, weight in rounded.module.named_parameters():
+        assert weight.dtype == torch.bfloat16
+        assert torch.equal(weight, found[name].bfloat16())
+        assert not torch.equal(weight.float(), found[name])
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_rounded_weights_are_restored_with_float32_ones(first):
+    student = Student()
+    teacher, again = Teacher(student, torch.bfloat16), Teacher(Student(), torch.bfloat16)
+    teacher.to("cpu")
+    state = {name: value.clone() for name, value in teacher.state_dict().items()}
+    if first:
+        again.load_state_dict(state)
+    again.to("cpu")
+    if not first:
+        again.load_state_dict(state)
+    found = again.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in state.items())
+    assert torch.equal(again.module.layer.weight, teacher.module.layer.weight)
+    assert again.module.layer.weight.dtype == torch.bfloat16

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from evaluation.benchmarks.pretrain_step import random_batch
 from vlp.tasks.pretraining import Pretraining
-from vlp.training.config import LoopConfig, PretrainConfig
+from vlp.training.config import LoopConfig, PretrainConfig, PretrainTrainingConfig
 from vlp.training.engines.base import WEIGHTS, write_snapshot
 from vlp.training.engines.ddp import DdpEngine
 from vlp.training.engines.masters import Masters
@@ -45,6 +45,20 @@ def test_the_first_loss_is_that_of_float32_weights_and_later_ones_are_near():
     kept, masters = (train(engine_of(weights), 0, 20) for weights in ("float32", "bf16"))
     assert kept[0] == masters[0]
     assert masters == pytest.approx(kept, rel=0.01)
+
+
+def test_a_teacher_that_keeps_rounded_weights_changes_no_bit():
+    rounded, cast = engine_of("float32"), engine_of("float32")
+    cast.module.teacher.average._products = None
+    assert train(rounded, 0, 6) == train(cast, 0, 6)
+    kinds = [
+        next(one.module.teacher.average.module.model.cross_encoder.parameters()).dtype
+        for one in (rounded, cast)
+    ]
+    assert kinds == [torch.bfloat16, torch.float32]
+    found, expected = rounded.module.extra_state(), cast.module.extra_state()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_weights_are_bf16_and_all_that_is_saved_is_float32(tmp_path: Path):
@@ -107,3 +121,30 @@ def test_what_does_not_go_with_bf16_weights_is_named(other: dict[str, Any]):
     (key,) = other
     with pytest.raises(ValueError, match=f"weights=bf16 needs {key}="):
         LoopConfig.model_validate({"weights": "bf16", "precision": "bf16", "engine": "ddp"} | other)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"gradient_reduction": "bf16"}, "engine deepspeed takes no gradient_reduction"),
+        ({"static_graph": True}, "static_graph is of engine ddp, not deepspeed"),
+        ({"engine": "fsdp", "static_graph": True}, "static_graph is of engine ddp, not fsdp"),
+        (
+            {"checkpoint_every": 300, "keep_every": 1000},
+            "keep_every 1000 is no multiple of checkpoint_every 300",
+        ),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        PretrainTrainingConfig.model_validate(values)
+
+
+def test_their_own_engine_takes_them() -> None:
+    ddp = LoopConfig.model_validate({"gradient_reduction": "bf16", "static_graph": True})
+    assert ddp.gradient_reduction == "bf16"
+    assert ddp.static_graph
+    fsdp = PretrainTrainingConfig.model_validate({"engine": "fsdp", "gradient_reduction": "bf16"})
+    assert fsdp.gradient_reduction == "bf16"
+    kept = LoopConfig.model_validate({"checkpoint_every": 250, "keep_every": 1000})
+    assert kept.keep_every == 1000

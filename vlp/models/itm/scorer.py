@@ -212,7 +212,7 @@ class ITMScorer:
             )
             windows = anchor.text_window, anchor.patch_window
             path, _ = anchor_path(distance, self.grid, words, *windows, anchor.metric)
-        return with_prefix(path, similarity, words)
+        return with_prefix(path, similarity, words, "alignment" in self.config.position)
 
 
 def _first_query(context: PositionContext) -> PositionContext:
@@ -222,7 +222,7 @@ def _first_query(context: PositionContext) -> PositionContext:
         field = field._replace(
             text_path=field.text_path[:, :1],
             text_mean=field.text_mean[:, :1],
-            alignment=field.alignment[:, :, :1],
+            alignment=None if field.alignment is None else field.alignment[:, :, :1],
         )
     return PositionContext(context.grid, 1, anchors=field, text_queries=True)
 

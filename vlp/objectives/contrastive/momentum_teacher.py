@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from vlp.compute.half_weights import half_weights
 from vlp.distributed import local, sharded_like, whole
 
 Student = TypeVar("Student", bound=nn.Module)
@@ -21,18 +22,39 @@ class Teacher(Generic[Student]):
     neither the optimiser nor DeepSpeed nor `state_dict()` of the holder sees them. Weights are
     float32 whatever the student computes in: a bfloat16 average with momentum 0.995 never moves.
     Call it under `torch.no_grad()` through `module`.
+
+    Args:
+        student: what is copied.
+        products: type in which autocast takes weights of linear and convolutional layers. From the
+            first `to` on `module` holds them in it, unless they are sharded, and the float32 ones
+            are beside it: autocast would cast them anew in each call.
     """
 
-    def __init__(self, student: Student) -> None:
+    def __init__(self, student: Student, products: torch.dtype | None = None) -> None:
         self.module: Student = copy.deepcopy(student).float().eval().requires_grad_(False)
+        self._products = products
+        self._exact: dict[str, Tensor] = {}
+        self._rounded: list[nn.Parameter] = []
         self._device: torch.device | str | None = None
 
+    @torch.no_grad()
     def to(self, device: torch.device | str) -> Teacher[Student]:
         """Move the weights to `device`."""
         if device != self._device:  # else every step walks the modules
             self.module.to(device)
             self._device = device
+            self._exact = {name: weight.to(device) for name, weight in self._exact.items()}
+            self._round()
         return self
+
+    def _round(self) -> None:
+        """Keep the weights of products in their own type beside float32, from here on."""
+        products = half_weights(self.module) if self._products and not self._exact else {}
+        for name, weight in products.items():
+            if local(weight) is weight:
+                self._exact[name] = weight.data
+                self._rounded.append(weight)
+                weight.data = weight.data.to(self._products)
 
     @torch.no_grad()
     def update(
@@ -54,7 +76,7 @@ class Teacher(Generic[Student]):
             KeyError: a weight of the teacher is not among the names.
             ValueError: a weight has another shape, as an ungathered shard has.
         """
-        teacher = dict(self.module.named_parameters())
+        teacher = {**dict(self.module.named_parameters()), **self._exact}
         _check(teacher, named_parameters)
         weights, student = [], []
         for name, weight in teacher.items():
@@ -68,6 +90,8 @@ class Teacher(Generic[Student]):
             moves = torch._foreach_sub(student, weights)
             torch._foreach_mul_(moves, applied * (1 - momentum))
             torch._foreach_add_(weights, moves)
+        if self._exact:
+            torch._foreach_copy_(self._rounded, list(self._exact.values()))
         if named_buffers is not None:
             for name, buffer in self.module.named_buffers():
                 if name in named_buffers:
@@ -75,12 +99,15 @@ class Teacher(Generic[Student]):
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return weights and buffers by name, sharded ones as they are, for the checkpoint."""
-        return dict(self.module.state_dict())
+        return {**self.module.state_dict(), **self._exact}
 
+    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state_dict` gave; missing or unknown names are errors."""
         held = self.module.state_dict()
         self.module.load_state_dict({n: sharded_like(v, held.get(n)) for n, v in state.items()})
+        for name, weight in self._exact.items():
+            weight.copy_(state[name])
 
 
 def _check(teacher: Mapping[str, Tensor], student: Mapping[str, Tensor]) -> None:

@@ -17,6 +17,7 @@ from vlp.objectives.config import MomentumConfig
 from vlp.objectives.contrastive.momentum_teacher import Teacher, soft_target_share
 from vlp.objectives.precision import full_precision
 from vlp.tasks.downstream.task import Downstream, DownstreamConfig
+from vlp.tasks.plain import AUTOCAST
 from vlp.tasks.pretraining.teacher import strip_prefix
 
 _PREFIX = "teacher."
@@ -70,7 +71,7 @@ class Distilled(Downstream):
         if (settings := self.config.teacher) is not None:
             asked = settings.warmup_steps
             self._warmup_steps = epoch_steps if asked is None else asked
-            self.teacher = Teacher(self)
+            self.teacher = Teacher(self, AUTOCAST.get(self.precision))
 
     def soft_target(
         self, step: int, device: torch.device, logits: Callable[[Self], Tensor]

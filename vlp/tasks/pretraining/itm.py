@@ -9,7 +9,6 @@ import torch
 from vlp.models.cross_encoder import PairIndices
 from vlp.objectives.config import ITMConfig
 from vlp.objectives.itm import hard_negatives, itm_loss, listwise_itm_loss
-from vlp.positions.anchor_field import AnchorField
 from vlp.tasks.pretraining.contrastive import pair_temperature
 from vlp.tasks.pretraining.objective import Objective, Step, Term
 
@@ -53,7 +52,7 @@ class ImageTextMatching(Objective):
         crossed = step.model.cross(image, text, pairs, need_image=False, keys=keys, wanted=wanted)
         logits = step.model.match_logits(crossed)
         if crossed.anchors is not None:
-            step.anchors = AnchorField(*(part[: len(rows)].detach() for part in crossed.anchors))
+            step.anchors = crossed.anchors.first(len(rows))
         if settings.form == "pairs":
             wrong_labels = torch.zeros_like(own)
             labels = torch.cat([torch.ones_like(rows), wrong_labels, wrong_labels])

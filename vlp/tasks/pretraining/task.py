@@ -21,7 +21,7 @@ from vlp.models.towers.lora import add_lora
 from vlp.models.vlp import VLPModel
 from vlp.objectives.config import ObjectivesConfig
 from vlp.objectives.running_quantile import move_threshold
-from vlp.tasks.plain import PlainTask, Precision
+from vlp.tasks.plain import AUTOCAST, PlainTask, Precision
 from vlp.tasks.pretraining.grad_cache import chunks, in_chunks, joined, recomputed, select
 from vlp.tasks.pretraining.heads import start_heads
 from vlp.tasks.pretraining.monitors import anchor_shares, collapse, word_cosines
@@ -82,7 +82,8 @@ class Pretraining(PlainTask):
             student: dict[str, nn.Module] = {"model": self.model}
             for objective in self.objectives.values():
                 student |= objective.modules() if objective.taught else {}
-            self.teacher = MomentumTeacher(objectives.teacher, student, config.embed_dim)
+            products = AUTOCAST.get(precision)
+            self.teacher = MomentumTeacher(objectives.teacher, student, config.embed_dim, products)
 
     def forward(self, batch: Batch, step: int) -> StepOutput:
         """Compute losses and statistics of a batch; `step` counts optimiser steps from 0."""

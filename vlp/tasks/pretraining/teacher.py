@@ -77,13 +77,18 @@ class MomentumTeacher:
         settings: momentum, queue, and share of the soft targets.
         student: `model`, and the heads whose predictions objectives ask of the teacher.
         width: channels of a key.
+        products: see `Teacher`.
     """
 
     def __init__(
-        self, settings: TeacherConfig, student: Mapping[str, nn.Module], width: int
+        self,
+        settings: TeacherConfig,
+        student: Mapping[str, nn.Module],
+        width: int,
+        products: torch.dtype | None = None,
     ) -> None:
         self.settings = settings
-        self.average = Teacher(nn.ModuleDict(student))
+        self.average = Teacher(nn.ModuleDict(student), products)
         self.queue = KeyQueue(settings.queue, width)
         self._new_keys: list[Keys] = []
         self._keys_step = 0

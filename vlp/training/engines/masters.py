@@ -7,15 +7,11 @@ than what bf16 can add, so AdamW moves a float32 copy, which alone is saved.
 
 from __future__ import annotations
 
-from collections import Counter
-
 import torch
 from torch import Tensor, nn
 
 from vlp import distributed
-
-LAYERS = (nn.Linear, nn.Conv2d)
-"""Layers whose weights autocast takes in bf16."""
+from vlp.compute.half_weights import half_weights
 
 
 class Masters:
@@ -31,16 +27,8 @@ class Masters:
     @torch.no_grad()
     def take(self, module: nn.Module) -> None:
         """Cast a module's weights to bf16 in place; every rank keeps rank 0's as masters."""
-        named = list(module.named_parameters(remove_duplicate=False))
-        uses = Counter(id(parameter) for _, parameter in named)
-        own = {
-            id(parameter)
-            for layer in module.modules()
-            if isinstance(layer, LAYERS)
-            for parameter in layer.parameters(recurse=False)
-        }
-        for name, weight in named:
-            if weight.requires_grad and uses[id(weight)] == 1 and id(weight) in own:
+        for name, weight in half_weights(module).items():
+            if weight.requires_grad:
                 whole = distributed.tensor_from_rank_0(weight.detach().cpu().contiguous())
                 self._weights[name] = weight
                 self._masters[name] = weight.detach().clone().copy_(whole)

@@ -133,4 +133,4 @@ def test_engines_that_cut_states_up_need_less(config: Path) -> None:
         assert cut["optimiser"] == size / 4
     assert zero1["parameters"] == size * 9 / 8
     assert fsdp["parameters"] == size / 8
-    assert fsdp["teacher"] < zero1["teacher"] < size
+    assert fsdp["teacher"] < zero1["teacher"] < 1.5 * size
