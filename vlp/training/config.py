@@ -116,7 +116,7 @@ class LoopConfig(Config):
     )
     checkpoint_folder: str | None = Field(
         None,
-        description="folder or fsspec URL of the run's checkpoints; null: `checkpoints` in `output`",
+        description="folder or fsspec URL of the run's checkpoints; null: those of `output`",
         json_schema_extra={"resume": "free"},
     )
     keep_last: int = Field(
