@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -127,3 +127,23 @@ def split_of(value: Any) -> str | None:
     """Return train, val or test for a usual name of one; None for anything else."""
     name = str(value).strip().lower()
     return next((split for split, names in SPLIT_NAMES.items() if name in names), None)
+
+
+def require_splits(counts: Mapping[str, int], where: str) -> None:
+    """Refuse names of which some are splits and others are not; one split alone may be chance.
+
+    Args:
+        counts: of images by name.
+        where: the names are, for messages.
+
+    Raises:
+        ConfigError: two different splits stand beside a name of none.
+    """
+    known = {name: split_of(name) for name in sorted(counts)}
+    splits = [split for split in SPLIT_NAMES if split in known.values()]
+    strange = [name for name, split in known.items() if split is None]
+    if strange and len(splits) > 1:
+        raise ConfigError(
+            f"{where}: {strange[0]!r} ({counts[strange[0]]} images) is no split, but stands beside "
+            f"{' and '.join(splits)}; it should be train, val or test"
+        )

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from data_tools.converters.own.columns import SPLIT_NAMES, split_of
+from data_tools.converters.own.columns import SPLIT_NAMES, require_splits, split_of
 from data_tools.converters.own.file_tree import FileTree
 from data_tools.converters.own.forms import OwnImage
 from data_tools.dedup.alike_groups import alike_groups
@@ -95,7 +95,7 @@ def deal(
         exact: images that look alike, but differ in their bytes, may go to two sides.
 
     Raises:
-        ConfigError: that column holds something else than names of splits.
+        ConfigError: that column, or one of splits, holds something else than their names.
     """
     records = _records(images, tree, executor)
     first: dict[int, int] = {}
@@ -134,14 +134,16 @@ def given_splits(names: Sequence[str | None], named: bool) -> list[str | None]:
         named: the command line says that they are splits.
 
     Raises:
-        ConfigError: they are said to be splits, and one of them is no name of one.
+        ConfigError: one is no name of a split, and they are said to be splits or others are.
     """
-    known = {name: split_of(name) for name in set(names) if name is not None}
+    counts = Counter(name for name in names if name is not None)
+    known = {name: split_of(name) for name in counts}
     strange = sorted(name for name, split in known.items() if split is None)
     if strange and named:
         raise ConfigError(
             f"--split-column: {strange[0]!r} is no split; it should hold train, val or test"
         )
+    require_splits(counts, "splits of the data")
     if strange or (len(set(known.values())) < 2 and not named):
         return [None] * len(names)
     return [None if name is None else known[name] for name in names]

@@ -14,6 +14,7 @@ from data_tools.converters.own.columns import (
     Named,
     find_columns,
     no_columns,
+    require_splits,
     split_of,
     texts_in,
 )
@@ -230,7 +231,7 @@ def _side_files(
     beside = {f"{stem}.{extension.lower()}": f"{stem}.{extension}" for stem, _, extension in parts}
 
     def read() -> Iterator[OwnImage]:
-        splits = _folder_splits(images)
+        splits = _folder_splits(images, place)
         for image in images:
             stem = image.rpartition(".")[0]
             captions: list[str] = []
@@ -276,17 +277,21 @@ def _start_of(path: Path) -> bytes:
         return file.read(1 << 20)
 
 
-def _folder_splits(images: Sequence[str]) -> dict[str, str]:
-    """Return the split of each image where folders have the names of splits: `train/a.jpg`."""
+def _folder_splits(images: Sequence[str], place: Path) -> dict[str, str]:
+    """Return the split of each image where folders have the names of splits: `train/a.jpg`.
+
+    Raises:
+        ConfigError: several have, and another one has none.
+    """
     folders = [path.split("/")[:-1] for path in images]
     depth = 0
     while folders and all(len(parts) > depth for parts in folders):
-        names = {parts[depth] for parts in folders}
-        if len(names) > 1:
-            known = {name: split_of(name.removesuffix(".tar")) for name in names}
-            if None in known.values():
-                return {}
-            return {path: known[parts[depth]] or "" for path, parts in zip(images, folders)}
+        names = [parts[depth].removesuffix(".tar") for parts in folders]
+        if len(set(names)) > 1:
+            require_splits(Counter(names), f"folders of {place}")
+            known = {path: split_of(name) for path, name in zip(images, names)}
+            splits = {path: split for path, split in known.items() if split is not None}
+            return splits if len(splits) == len(images) else {}
         depth += 1
     return {}
 

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from made_shards import encoded, photo
-from own_forms import as_csv, captions_of, images, pairs, rows, structs, write
+from own_forms import Files, as_csv, captions_of, images, pairs, rows, structs, write
 from raw_images import files_of
 from test_import_forms import stored
 
 from data_tools.__main__ import main
 from data_tools.converters.own.content import SPLITS, given_or_dealt, given_splits
+from vlp.config import ConfigError
 
 HALVES = ["--split", "0.4", "0.3", "0.3"]
 
@@ -90,6 +91,37 @@ def test_splits_by_name(by: str, tmp_path: Path) -> None:
     }
 
 
+def _in_parts(parts: list[str]) -> Files:
+    """The image and text number `n` in the folder `parts[n % len(parts)]`."""
+    texts = {f"{name.rpartition('.')[0]}.txt": b"a dog" for name in images()}
+    return {
+        f"{parts[int(name.split()[1][:2]) % len(parts)]}/{name}": data
+        for name, data in {**images(), **texts}.items()
+    }
+
+
+@pytest.mark.parametrize("by", ["folders", "column"])
+def test_a_name_of_no_split_beside_splits_is_refused(
+    by: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Else all images would be dealt anew, those of test into train."""
+    parts = ["train", "extra", "test", "train"]
+    if by == "folders":
+        place = write(tmp_path / "mine", _in_parts(parts))
+    else:
+        table = [{**row, "split": parts[row["number"] % 4]} for row in rows()]
+        place = write(tmp_path / "mine", {**images(), "table.csv": as_csv(table)})
+    assert main(["import", str(place), "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "'extra' (4 images) is no split, but stands beside train and test" in said
+
+
+def test_folders_that_one_split_is_among_by_chance(tmp_path: Path) -> None:
+    place = write(tmp_path / "mine", _in_parts(["train", "bus", "boat"]))
+    assert main(["import", str(place), "--out", str(tmp_path / "out"), *HALVES]) == 0
+    assert {split for split, _ in stored(tmp_path / "out").values()} == set(SPLITS)
+
+
 @given(
     groups=st.lists(st.integers(0, 30), min_size=1, max_size=60),
     shares=st.sampled_from([(0.9, 0.05, 0.05), (0.5, 0.25, 0.25), (0.8, 0.2, 0.0), (1.0, 0, 0)]),
@@ -128,6 +160,8 @@ def test_names_that_divide_nothing_are_no_splits() -> None:
     assert given_splits(["train", "train", None], False) == [None] * 3
     assert given_splits(["en", "de", "train"], False) == [None] * 3
     assert given_splits(["train", "Validation", None], False) == ["train", "val", None]
+    with pytest.raises(ConfigError, match=r"'extra' \(2 images\) is no split"):
+        given_splits(["train", "extra", "Validation", None, "extra"], False)
 
 
 def test_a_second_run_goes_on_and_refuses_other_data(
