@@ -129,6 +129,12 @@ def split_of(value: Any) -> str | None:
     return next((split for split, names in SPLIT_NAMES.items() if name in names), None)
 
 
+def said_split(value: Any) -> str | None:
+    """Return the name of a split as a row has it; None where the row has none."""
+    name = "" if value is None or value != value else str(value).strip()
+    return name or None
+
+
 def require_splits(counts: Mapping[str, int], where: str) -> None:
     """Refuse names of which some are splits and others are not; one split alone may be chance.
 

@@ -41,12 +41,14 @@ class Dealt(NamedTuple):
         groups: of images that look alike, a number for each sample.
         same: images left out because another has the same bytes; it got their captions.
         given: the splits are those of the data.
+        unsplit: samples that the data gives no split, though it gives others one.
     """
 
     samples: list[OwnSample]
     groups: list[int]
     same: int
     given: bool
+    unsplit: int = 0
 
     @property
     def alike(self) -> int:
@@ -123,6 +125,7 @@ def deal(
         groups.tolist(),
         same=len(images) - len(kept),
         given=any(given),
+        unsplit=given.count(None) if any(given) else 0,
     )
 
 
@@ -155,11 +158,11 @@ def given_or_dealt(
     given: Sequence[str | None],
     shares: Sequence[float],
 ) -> list[str]:
-    """Return the split of each image: the given one, else that of its group.
+    """Return the split of each image: the given one, else that of its group, else train.
 
-    A group goes where its smallest digest lies in [0, 1): below the share of test, below that and
-    the share of val, or above. So an image stays where it is when others come. Only where a split
-    would be empty, the smallest digests fill it.
+    Where none is given, a group goes where its smallest digest lies in [0, 1): below the share of
+    test, below that and the share of val, or above. So an image stays where it is when others come.
+    Only where a split would be empty, the smallest digests fill it.
 
     Args:
         groups: number of each image's group.
@@ -173,7 +176,9 @@ def given_or_dealt(
     _, val, test = shares
     level = smallest / 2.0**64
     dealt = np.where(level < test, "test", np.where(level < test + val, "val", "train"))
-    if not any(given):
+    if any(given):
+        dealt[:] = "train"
+    else:
         _fill(dealt, level, dict(zip(SPLITS, shares)))
     of_group: dict[int, str] = {}
     for group, split in zip(groups.tolist(), given):

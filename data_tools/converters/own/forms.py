@@ -15,6 +15,7 @@ from data_tools.converters.own.columns import (
     find_columns,
     no_columns,
     require_splits,
+    said_split,
     split_of,
     texts_in,
 )
@@ -198,7 +199,7 @@ def _table_images(
                     continue
                 image = _resolved(str(said), folder, tree, beside)
             split = row.get(one.columns.split) if one.columns.split else one.split
-            yield OwnImage(image, captions, None if split in (None, "") else str(split))
+            yield OwnImage(image, captions, said_split(split))
 
 
 def _resolved(name: str, folder: str, tree: FileTree, beside: Path | None) -> str:
@@ -283,16 +284,19 @@ def _folder_splits(images: Sequence[str], place: Path) -> dict[str, str]:
     Raises:
         ConfigError: several have, and another one has none.
     """
-    folders = [path.split("/")[:-1] for path in images]
-    depth = 0
-    while folders and all(len(parts) > depth for parts in folders):
-        names = [parts[depth].removesuffix(".tar") for parts in folders]
-        if len(set(names)) > 1:
-            require_splits(Counter(names), f"folders of {place}")
-            known = {path: split_of(name) for path, name in zip(images, names)}
+    folders = {path: path.split("/")[:-1] for path in images}
+    for depth in range(max(map(len, folders.values()), default=0)):
+        # An image above these folders is of no split.
+        names = {
+            path: parts[depth].removesuffix(".tar")
+            for path, parts in folders.items()
+            if len(parts) > depth
+        }
+        if len(set(names.values())) > 1:
+            require_splits(Counter(names.values()), f"folders of {place}")
+            known = {path: split_of(name) for path, name in names.items()}
             splits = {path: split for path, split in known.items() if split is not None}
-            return splits if len(splits) == len(images) else {}
-        depth += 1
+            return splits if len(splits) == len(names) else {}
     return {}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from data_tools.builder.sample_spec import Refused
-from data_tools.converters.own.columns import Named, find_columns, no_columns, texts_in
+from data_tools.converters.own.columns import Named, find_columns, no_columns, said_split, texts_in
 from data_tools.converters.own.file_tree import FileTree
 from data_tools.converters.own.forms import Form, OwnImage, value_image
 from data_tools.sources.annotation_rows import Faults
@@ -76,7 +76,7 @@ def hub_form(place: str, tree: FileTree, named: Named, faults: Faults) -> Form:
                     continue
                 captions = [text for key in columns.captions for text in texts_in(row[key])]
                 said = row[columns.split] if columns.split else split
-                yield OwnImage(image, captions, str(said))
+                yield OwnImage(image, captions, said_split(said))
 
     title = f"a data set of the hub with {', '.join(parts)}, streamed"
     return Form(title, [f"{place}: {columns}"], rows(), every_image=False)

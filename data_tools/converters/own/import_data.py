@@ -15,8 +15,9 @@ PLACE is a folder, a file, an archive, or a data set of the hub. These forms are
 
 Several rows of one image, lists of captions and several lines of a .txt are several captions. An
 image is named by its bytes: equal ones become one sample. Splits of the data's own are kept, in a
-column (--split-column) or as names of folders or files; else the bytes decide, and images that look
-alike stay on one side. The command may be interrupted and run again: finished shards stay.
+column (--split-column) or as names of folders or files, and images without one go into train. Where
+there are none the bytes decide, and images that look alike stay on one side. The command may be
+interrupted and run again: finished shards stay.
 """
 
 from __future__ import annotations
@@ -332,6 +333,11 @@ def _say_split(dealt: Dealt, arguments: argparse.Namespace) -> None:
     how = "as the data has it" if dealt.given else "by the images' bytes"
     shown = ", ".join(f"{split} {count}" for split, count in sorted(counts.items(), reverse=True))
     print(f"  split {how}: {shown}")
+    if dealt.unsplit:
+        print(
+            f"  {dealt.unsplit} images have no split there: they go into train, or where an image "
+            "is that looks alike"
+        )
     if dealt.same:
         print(f"  {dealt.same} images have the bytes of another one, which got their captions")
     if dealt.torn:

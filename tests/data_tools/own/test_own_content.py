@@ -116,6 +116,35 @@ def test_a_name_of_no_split_beside_splits_is_refused(
     assert "'extra' (4 images) is no split, but stands beside train and test" in said
 
 
+@pytest.mark.parametrize("by", ["folders", "column"])
+def test_images_without_a_split_beside_others_go_into_train(
+    by: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    if by == "folders":
+        files = _in_parts(["val", "test", "."])
+        place = write(tmp_path / "mine", files)
+    else:
+        table = [{**row, "split": ("val", "test", " ")[row["number"] % 3]} for row in rows()]
+        place = write(tmp_path / "mine", {**images(), "table.csv": as_csv(table)})
+    out = tmp_path / "out"
+    assert main(["import", str(place), "--out", str(out), "--split", "0.1", "0.4", "0.5"]) == 0
+    printed = capsys.readouterr().out
+    assert "split as the data has it: val 6, train 5, test 5" in printed
+    assert "5 images have no split there: they go into train" in printed
+    found = stored(out)
+    sides = [found[data][0] for data in images().values()]
+    assert sides == [("val", "test", "train")[number % 3] for number in range(16)]
+
+
+def test_an_unsplit_image_stays_with_those_that_look_like_it() -> None:
+    groups, digests = np.array([0, 0, 1]), np.array([1, 2, 3], np.uint64)
+    assert given_or_dealt(groups, digests, ["test", None, None], (0.1, 0.4, 0.5)) == [
+        "test",
+        "test",
+        "train",
+    ]
+
+
 def test_folders_that_one_split_is_among_by_chance(tmp_path: Path) -> None:
     place = write(tmp_path / "mine", _in_parts(["train", "bus", "boat"]))
     assert main(["import", str(place), "--out", str(tmp_path / "out"), *HALVES]) == 0
