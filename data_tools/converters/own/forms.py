@@ -235,24 +235,32 @@ def _side_files(
         splits = _folder_splits(images, place)
         for image in images:
             stem = image.rpartition(".")[0]
-            captions: list[str] = []
-            url = None
-            for path in (beside.get(f"{stem}{suffix}") for suffix in _SIDES):
-                if path is None:
-                    continue
-                try:
-                    text = tree.read_text(path)
-                    if path.lower().endswith(".json"):
-                        content = parse_json(text)
-                        captions = captions or texts_in(content)
-                        url = content.get("url") if isinstance(content, dict) else None
-                    else:
-                        captions += [line for line in text.splitlines() if line.strip()]
-                except (BadSample, ValueError):
-                    faults.append(Refused("bad annotation", path))
-            yield OwnImage(image, captions, splits.get(image), url if url else None)
+            paths = [beside[name] for end in _SIDES if (name := f"{stem}{end}") in beside]
+            lines, content = _read_sides(paths, tree, faults)
+            about = content if isinstance(content, dict) else {}
+            stated = texts_in(about.get("captions")) or texts_in(about.get("caption"))
+            # Both files of img2dataset hold the same. Elsewhere the rule is that of training.
+            captions = (lines or stated) if downloaded else (stated or lines)
+            url = about.get("url") or None
+            yield OwnImage(image, captions or texts_in(content), splits.get(image), url)
 
     return Form(title, [f"captions from {shown} beside the images"], read())
+
+
+def _read_sides(paths: Iterable[str], tree: FileTree, faults: Faults) -> tuple[list[str], Any]:
+    """Return the lines of the texts beside an image, and what the JSON there holds."""
+    lines: list[str] = []
+    content = None
+    for path in paths:
+        try:
+            text = tree.read_text(path)
+            if path.lower().endswith(".json"):
+                content = parse_json(text)
+            else:
+                lines += [line for line in text.split("\n") if line.strip()]
+        except (BadSample, ValueError):
+            faults.append(Refused("bad annotation", path))
+    return lines, content
 
 
 def _karpathy(on_disk: Path, path: str, tree: FileTree, beside: Path | None) -> Form | None:

@@ -1,0 +1,55 @@
+"""Captions in files beside the images, and which of several files they are taken from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from made_shards import encoded, photo
+from own_forms import write
+
+from data_tools.__main__ import main
+from vlp.data.shards.shard_index import ShardIndex
+
+
+def imported(place: Path, *options: str) -> list[list[str]]:
+    """The captions of each image, all of them in train."""
+    out = place.parent / "out"
+    command = ["import", str(place), "--out", str(out), "--processes", "1"]
+    assert main([*command, "--split", "1", "0", "0", *options]) == 0
+    index = ShardIndex.open(out / "train")
+    return [index.read(0, number).annotation.captions or [] for number in range(index.shards.total)]
+
+
+def test_captions_of_the_json_come_before_those_of_the_text(tmp_path: Path) -> None:
+    """Training on the same files reads the text only where the JSON has no caption."""
+    about = [
+        {"caption": "of the JSON"},
+        {"caption": "one", "captions": ["several", "of the JSON"]},
+        {"title": "IMG_2", "caption": ""},
+        {"title": "of nothing else"},
+    ]
+    files = {}
+    for number, content in enumerate(about):
+        files[f"{number}.jpg"] = encoded(photo(number))
+        files[f"{number}.json"] = json.dumps(content).encode()
+        files[f"{number}.txt"] = b"of the text" if number < 3 else b""
+    assert imported(write(tmp_path / "mine", files)) == [
+        ["of the JSON"],
+        ["several", "of the JSON"],
+        ["of the text"],
+        ["of nothing else"],
+    ]
+
+
+def test_a_caption_ends_where_its_line_does(tmp_path: Path) -> None:
+    """Not at other characters that Unicode calls the end of a line."""
+    texts = ["a dog\u2028on grass\r\ntwo dogs\r\n", "one\x85caption\x0bmore"]
+    files = {}
+    for number, text in enumerate(texts):
+        files[f"{number}.jpg"] = encoded(photo(number))
+        files[f"{number}.txt"] = text.encode()
+    assert imported(write(tmp_path / "mine", files)) == [
+        ["a dog on grass", "two dogs"],
+        ["one caption more"],
+    ]
