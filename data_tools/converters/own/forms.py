@@ -110,8 +110,8 @@ def recognise(
     sides = [path for path in files if _is_side(path, stems)]
     if described or saved:
         tables = described or saved
-    elif 2 * len(sides) >= len(images) > 0:
-        return _side_files(tree, images, set(sides), faults, place)
+    elif 2 * len(sides) >= len(images) > 0 and named == Named():
+        return _side_files(tree, images, set(sides), named, faults, place)
     found, refused = [], None
     for path in tables:
         on_disk = tree.on_disk(path)
@@ -139,7 +139,7 @@ def recognise(
         is_whole &= not any(one.table.bytes_columns for one in found)
         return Form(title, took, rows, every_image=is_whole)
     if sides:
-        return _side_files(tree, images, set(sides), faults, place)
+        return _side_files(tree, images, set(sides), named, faults, place)
     if refused is not None:
         raise refused
     if images:
@@ -186,7 +186,7 @@ def _table_images(
             value = row.get(one.columns.image)
             if isinstance(value, list) and len(value) == 1:
                 value = value[0]
-            captions = [text for name in one.columns.captions for text in texts_in(row.get(name))]
+            captions = _texts_of(row, one.columns.captions)
             try:
                 image = value_image(value, f"{stem}-{number:06d}", tree)
             except BadSample as bad:
@@ -215,7 +215,12 @@ def _resolved(name: str, folder: str, tree: FileTree, beside: Path | None) -> st
 
 
 def _side_files(
-    tree: FileTree, images: Sequence[str], sides: set[str], faults: Faults, place: Path
+    tree: FileTree,
+    images: Sequence[str],
+    sides: set[str],
+    named: Named,
+    faults: Faults,
+    place: Path,
 ) -> Form:
     counts = Counter(_suffix(path) for path in sides)
     shown = ", ".join(f"{count} {suffix}" for suffix, count in counts.most_common())
@@ -232,19 +237,34 @@ def _side_files(
     beside = {f"{stem}.{extension.lower()}": f"{stem}.{extension}" for stem, _, extension in parts}
 
     def read() -> Iterator[OwnImage]:
-        splits = _folder_splits(images, place)
+        splits = {} if named.split else _folder_splits(images, place)
+        unseen = [name for name in (named.image, *(named.captions or ()), named.split) if name]
         for image in images:
             stem = image.rpartition(".")[0]
             paths = [beside[name] for end in _SIDES if (name := f"{stem}{end}") in beside]
             lines, content = _read_sides(paths, tree, faults)
             about = content if isinstance(content, dict) else {}
-            stated = texts_in(about.get("captions")) or texts_in(about.get("caption"))
-            # Both files of img2dataset hold the same. Elsewhere the rule is that of training.
-            captions = (lines or stated) if downloaded else (stated or lines)
-            url = about.get("url") or None
-            yield OwnImage(image, captions or texts_in(content), splits.get(image), url)
+            unseen = [name for name in unseen if name not in about]
+            stated = _texts_of(about, named.captions or ("captions",))
+            if named.captions is None:
+                stated = stated or _texts_of(about, ("caption",))
+                # Both files of img2dataset hold the same. Elsewhere the rule is that of training.
+                stated = (lines or stated) if downloaded else (stated or lines)
+                stated = stated or texts_in(content)
+            split = said_split(about.get(named.split)) if named.split else splits.get(image)
+            yield OwnImage(image, stated, split, about.get("url") or None)
+        if unseen:
+            raise ConfigError(
+                f"{place}: neither a table nor a .json file beside an image has {', '.join(unseen)}"
+            )
 
+    if named.captions:
+        shown = f"{', '.join(map(repr, named.captions))} of .json"
     return Form(title, [f"captions from {shown} beside the images"], read())
+
+
+def _texts_of(about: dict[str, Any], names: Iterable[str]) -> list[str]:
+    return [text for name in names for text in texts_in(about.get(name))]
 
 
 def _read_sides(paths: Iterable[str], tree: FileTree, faults: Faults) -> tuple[list[str], Any]:

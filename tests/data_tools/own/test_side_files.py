@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from made_shards import encoded, photo
-from own_forms import write
+from own_forms import Files, as_csv, write
 
 from data_tools.__main__ import main
 from vlp.data.shards.shard_index import ShardIndex
@@ -53,3 +54,46 @@ def test_a_caption_ends_where_its_line_does(tmp_path: Path) -> None:
         ["a dog on grass", "two dogs"],
         ["one caption more"],
     ]
+
+
+def _both() -> Files:
+    """Eight images with a JSON and a text beside each."""
+    files = {}
+    for number in range(8):
+        about = {"alt": f"alt {number}", "long": [f"long {number}"], "caption": "not this"}
+        files[f"{number}.jpg"] = encoded(photo(number))
+        files[f"{number}.json"] = json.dumps(about | {"fold": "train" if number else "x"}).encode()
+        files[f"{number}.txt"] = b"nor this"
+    return files
+
+
+def test_named_keys_of_the_json_files(tmp_path: Path) -> None:
+    place = write(tmp_path / "mine", _both())
+    assert imported(place, "--caption", "long", "alt") == [
+        [f"long {number}", f"alt {number}"] for number in range(8)
+    ]
+
+
+def test_a_table_with_the_named_columns_comes_before_files_beside_the_images(
+    tmp_path: Path,
+) -> None:
+    table = as_csv([{"image": f"{number}.jpg", "alt": f"table {number}"} for number in range(8)])
+    place = write(tmp_path / "mine", {**_both(), "table.csv": table})
+    assert imported(place, "--caption", "alt") == [[f"table {number}"] for number in range(8)]
+
+
+def test_a_named_split_of_the_json_files(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    command = ["import", str(write(tmp_path / "mine", _both())), "--out", str(tmp_path / "out")]
+    assert main([*command, "--split-column", "fold"]) == 2
+    assert "--split-column: 'x' is no split" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--image", "--caption", "--split-column"])
+def test_a_named_column_that_is_nowhere(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    table = as_csv([{"image": f"{number}.jpg", "text": "a dog"} for number in range(8)])
+    place = write(tmp_path / "mine", {**_both(), "table.csv": table})
+    assert main(["import", str(place), "--out", str(tmp_path / "out"), option, "gone"]) == 2
+    said = capsys.readouterr().err
+    assert "neither a table nor a .json file beside an image has gone" in said
