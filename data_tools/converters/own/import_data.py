@@ -316,7 +316,7 @@ def _keys(paths: Sequence[str]) -> list[str]:
     while all(len(one) > shared + 1 and one[shared] == parts[0][shared] for one in parts):
         shared += 1
     stems = ["/".join(one[shared:]).rpartition(".")[0] or one[-1] for one in parts]
-    keys = ["_".join(stem.replace("/", "_").replace(".", "_").split()) for stem in stems]
+    keys = [_key(stem) for stem in stems]
     counts = Counter(keys)
     seen: Counter[str] = Counter()
     for place, key in enumerate(keys):
@@ -326,6 +326,12 @@ def _keys(paths: Sequence[str]) -> list[str]:
                 keys[place] = numbered
                 break
     return keys
+
+
+def _key(stem: str) -> str:
+    """Return a name with `_` for what a key cannot hold, such as the joiners of an emoji."""
+    joined = "_".join(stem.split())
+    return "".join("_" if sign in "./" or not sign.isprintable() else sign for sign in joined)
 
 
 def _say_split(dealt: Dealt, arguments: argparse.Namespace) -> None:
