@@ -44,6 +44,7 @@ from data_tools.sources.archives import unpacking_room
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample, contents
+from vlp.data.shards.tar import readable
 
 if TYPE_CHECKING:
     from data_tools.converters.own.content import Dealt, OwnSample
@@ -105,9 +106,9 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             tree, form = _opened(arguments, room, faults)
             name = arguments.name or _name_of(arguments.place)
-            print(f"{arguments.place}: {form.title}")
+            print(readable(f"{arguments.place}: {form.title}"))
             for line in form.took:
-                print(f"  {line}")
+                print(f"  {readable(line)}")
             images, dropped = _cleaned(form, faults, arguments)
             tree.flush()
             _require_captions(images, form, tree, arguments)
@@ -182,7 +183,7 @@ def _require_captions(
         ConfigError: there are such, and the command line does not allow them.
     """
     missing = [image.image for image in images if tree.find(image.image) is None]
-    there, first = len(images) - len(missing), next(iter(missing), "")
+    there, first = len(images) - len(missing), readable(next(iter(missing), ""))
     allowed = arguments.allow_missing_images and there
     if len(missing) > there and not allowed:
         help = "name their folder with --images"
@@ -205,7 +206,10 @@ def _require_captions(
     if not without:
         return
     total = len(images) + len(without) - sum(not image.captions for image in images)
-    counts = f"{total} images, and {len(without)} of them have no caption (first: {without[0]})"
+    counts = (
+        f"{total} images, and {len(without)} of them have no caption (first: "
+        f"{readable(without[0])})"
+    )
     if len(without) == total or not arguments.allow_missing_captions:
         raise ConfigError(
             f"{arguments.place}: {counts}; write them, or leave these images out with "
@@ -229,7 +233,7 @@ def _show(images: Sequence[OwnImage], tree: FileTree) -> None:
         except BadSample as bad:
             size = bad.kind
         more = f" (and {len(image.captions) - 1} more)" if len(image.captions) > 1 else ""
-        print(f"    {image.image}, {size}: {image.captions[0]!r}{more}")
+        print(f"    {readable(image.image)}, {size}: {image.captions[0]!r}{more}")
 
 
 def _build(
@@ -303,7 +307,7 @@ def _spec(sample: OwnSample, key: str, source: str) -> SampleSpec:
         captions=image.captions,
         source=source,
         image_id=sample.digest or None,
-        file=image.image,
+        file=readable(image.image),
         **more,
     )
     return SampleSpec(key, (image.image,), annotation)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+import pytest
 from made_shards import encoded, photo
 from own_forms import Files, write
 
 from data_tools.__main__ import main
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_index import ShardIndex
+from vlp.data.shards.tar import readable
 
 ALL_TRAIN = ["--split", "1", "0", "0"]
 
@@ -37,3 +40,39 @@ def test_signs_that_are_not_seen_are_replaced_in_keys(tmp_path: Path) -> None:
         "c_d": ["picture 2"],
         "\U0001f469_\U0001f373": ["picture 3"],
     }
+
+
+def _with_names_that_are_no_text(folder: Path) -> Path:
+    folder.mkdir()
+    for number in range(2):
+        name = os.fsencode(folder / f"caf{number}") + b"\xe9"
+        try:
+            Path(os.fsdecode(name + b".jpg")).write_bytes(encoded(photo(number)))
+        except OSError:
+            pytest.skip("this file system takes names in UTF-8 only")
+        Path(os.fsdecode(name + b".txt")).write_text(f"picture {number}")
+    return folder
+
+
+def test_names_that_are_not_utf_8(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    found = imported(_with_names_that_are_no_text(tmp_path / "mine"))
+    assert {key: annotation.captions for key, annotation in found.items()} == {
+        "caf0_": ["picture 0"],
+        "caf1_": ["picture 1"],
+    }
+    stored = {(annotation.model_extra or {})["file"] for annotation in found.values()}
+    assert stored == {readable(f"caf{number}\udce9.jpg") for number in range(2)}
+    capsys.readouterr().out.encode("utf-8", "strict")
+
+
+def test_names_that_are_not_utf_8_in_messages(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    place = _with_names_that_are_no_text(tmp_path / "mine")
+    Path(os.fsdecode(os.fsencode(place / "caf0") + b"\xe9.txt")).write_text("")
+    command = ["import", str(place), "--out", str(tmp_path / "out"), *ALL_TRAIN]
+    assert main(command) == 2
+    said = f"1 of them have no caption (first: {readable('caf0' + chr(0xDCE9))}.jpg)"
+    assert said in capsys.readouterr().err
+    assert main([*command, "--allow-missing-captions"]) == 0
+    assert said in capsys.readouterr().out
