@@ -32,6 +32,9 @@ FORMS = (
     "output, or a tar or zip of one of these"
 )
 
+BAD_ANNOTATION = "bad annotation"
+"""Kind of the faults of files beside images."""
+
 _SIDES = (".txt", ".caption", ".json")
 _KINDS = {
     ".csv": "a CSV table",
@@ -278,8 +281,9 @@ def _read_sides(paths: Iterable[str], tree: FileTree, faults: Faults) -> tuple[l
                 content = parse_json(text)
             else:
                 lines += [line for line in text.split("\n") if line.strip()]
-        except (BadSample, ValueError):
-            faults.append(Refused("bad annotation", path))
+        except (BadSample, ValueError) as error:
+            where = error.where if isinstance(error, BadSample) else f"{path}: {error}"
+            faults.append(Refused(BAD_ANNOTATION, where))
     return lines, content
 
 

@@ -35,7 +35,7 @@ from data_tools.builder.options import add_build_arguments, build_options
 from data_tools.builder.sample_spec import Refused, SampleSpec
 from data_tools.converters.own.columns import Named
 from data_tools.converters.own.file_tree import FileTree
-from data_tools.converters.own.forms import Form, OwnImage, recognise
+from data_tools.converters.own.forms import BAD_ANNOTATION, Form, OwnImage, recognise
 from data_tools.converters.own.hub import PREFIX, hub_form
 from data_tools.converters.own.next_steps import next_steps
 from data_tools.executor.options import executor_of
@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
                 print(f"  {readable(line)}")
             images, dropped = _cleaned(form, faults, arguments)
             tree.flush()
-            _require_captions(images, form, tree, arguments)
+            _require_captions(images, form, tree, faults, arguments)
             _show(images, tree)
             return _build(images, [*faults, *dropped], tree, name, arguments)
         except OSError as error:
@@ -175,7 +175,11 @@ def _cleaned(
 
 
 def _require_captions(
-    images: Sequence[OwnImage], form: Form, tree: FileTree, arguments: argparse.Namespace
+    images: Sequence[OwnImage],
+    form: Form,
+    tree: FileTree,
+    faults: Faults,
+    arguments: argparse.Namespace,
 ) -> None:
     """Refuse images without captions, and a table most of whose images are nowhere.
 
@@ -213,9 +217,17 @@ def _require_captions(
     if len(without) == total or not arguments.allow_missing_captions:
         raise ConfigError(
             f"{arguments.place}: {counts}; write them, or leave these images out with "
-            "--allow-missing-captions"
+            f"--allow-missing-captions{_unread(faults)}"
         )
     print(f"  {counts}: left out")
+
+
+def _unread(faults: Faults) -> str:
+    """Return how many annotations cannot be read, and the first one, as the end of a message."""
+    bad = [fault.id for fault in faults if fault.kind == BAD_ANNOTATION]
+    if not bad:
+        return ""
+    return f"; {len(bad)} annotations cannot be read (first: {readable(bad[0])})"
 
 
 def _show(images: Sequence[OwnImage], tree: FileTree) -> None:

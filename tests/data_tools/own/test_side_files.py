@@ -97,3 +97,23 @@ def test_a_named_column_that_is_nowhere(
     assert main(["import", str(place), "--out", str(tmp_path / "out"), option, "gone"]) == 2
     said = capsys.readouterr().err
     assert "neither a table nor a .json file beside an image has gone" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "reason"),
+    [
+        ("0.json", b'{"caption": "cut off', "Unterminated string"),
+        ("0.json", b'{"caption": "\xe9"}', "not UTF-8"),
+        ("0.txt", b"caf\xe9", "not UTF-8"),
+    ],
+)
+def test_annotations_that_cannot_be_read_are_no_missing_captions(
+    name: str, data: bytes, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    files = {f"{number}.jpg": encoded(photo(number)) for number in range(3)}
+    files |= {f"{number}.txt": b"a dog" for number in (1, 2)} | {name: data}
+    place = write(tmp_path / "mine", files)
+    assert main(["import", str(place), "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "1 of them have no caption (first: 0.jpg)" in said
+    assert f"; 1 annotations cannot be read (first: {name}: {reason}" in said
