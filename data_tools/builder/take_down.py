@@ -107,6 +107,15 @@ def write_list(path: Path, heading: str, lines: Iterable[Line]) -> int:
     return count
 
 
+def warn_of_shared_keys(shared: int) -> None:
+    """Print a warning where keys of a list are also those of so many samples that are kept."""
+    if shared:
+        print(
+            f"  careful: {shared} samples that are kept have the same key as a dropped one of "
+            "another folder; use the part of the list under '# of FOLDER' for each folder alone"
+        )
+
+
 def _keys(wanted: SamplesToRemove) -> list[str]:
     with ShardReader(wanted.shard.path) as opened:
         return [opened.samples[number].key for number in wanted.numbers]

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from data_tools.builder.take_down import Line, keys_of, write_list
+from data_tools.builder.take_down import Line, keys_of, warn_of_shared_keys, write_list
 from data_tools.dedup.dedup_options import (
     add_near_duplicate_options,
     hash_folder,
@@ -151,9 +151,4 @@ def _say_what_was_left(images: ImageColumns, drops: Drops) -> None:
     ):
         if count:
             print(f"  {count} {what}")
-    shared = kept_with_dropped_keys(images, drops.dropped)
-    if shared:
-        print(
-            f"  careful: {shared} samples that are kept have the same key as a dropped one of "
-            "another folder; use the part of the list under '# of FOLDER' for each folder alone"
-        )
+    warn_of_shared_keys(kept_with_dropped_keys(images, drops.dropped))

@@ -17,14 +17,14 @@ nothing for those of pretraining.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_tools.builder.take_down import Line, keys_of, write_list
+from data_tools.builder.take_down import Line, keys_of, warn_of_shared_keys, write_list
 from data_tools.dedup.dedup_options import (
     add_near_duplicate_options,
     hash_folder,
@@ -141,10 +141,11 @@ def run(arguments: argparse.Namespace) -> int:
     places = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     theirs = Evaluation(evaluation, np.concatenate(parts), places)
     images = EvaluationImages(theirs.records, distance)
-    found, samples, unreadable = [], 0, int((theirs.records["state"] == UNREADABLE).sum())
+    found, gone, samples, unreadable = [], [], 0, int((theirs.records["state"] == UNREADABLE).sum())
     hashed = hash_shards(pretraining, hashes, executor, "pretraining")
     for number, records in enumerate(hashed):
         found.append(images.matches(records, number))
+        gone.append(records["key"][_is_shown(records, found[-1])])
         samples += int((~records["second"]).sum())
         unreadable += int((records["state"] == UNREADABLE).sum())
     matches = np.concatenate(found)
@@ -156,11 +157,38 @@ def run(arguments: argparse.Namespace) -> int:
     _print_counts(matches, theirs)
     if unreadable:
         print(f"  {unreadable} images cannot be decoded (see verify): only name and bytes count")
+    if len({shard.folder for shard in pretraining}) > 1:
+        again = hash_shards(pretraining, hashes, executor, "keys")
+        warn_of_shared_keys(_kept_with_dropped_keys(again, found, np.concatenate(gone)))
     pairs = _pairs_to_show(matches, pretraining, theirs, arguments.pairs)
     if arguments.sheet is not None and pairs:
         draw_pairs(pairs, arguments.sheet)
         print(f"{arguments.sheet}: {len(pairs)} pairs, the most different first")
     return 0
+
+
+def _is_shown(records: NDArray[np.void], matches: NDArray[np.void]) -> NDArray[np.bool_]:
+    """Return which images of a shard are of samples on the list."""
+    return np.isin(records["sample"], matches["sample"])
+
+
+def _kept_with_dropped_keys(
+    hashed: Iterable[NDArray[np.void]],
+    found: Sequence[NDArray[np.void]],
+    gone: NDArray[np.uint64],
+) -> int:
+    """Count the samples that are not on the list and have a key that is.
+
+    Args:
+        hashed: RECORDs of each shard of pretraining.
+        found: its matches.
+        gone: keys of the list.
+    """
+    shared = 0
+    for records, matches in zip(hashed, found):
+        stay = ~_is_shown(records, matches) & ~records["second"]
+        shared += int(np.isin(records["key"][stay], gone).sum())
+    return shared
 
 
 def _lines(

@@ -91,6 +91,20 @@ def test_evaluation_sets_are_counted_apart(
     assert listed(tmp_path / "list.txt").count("all") == 1
 
 
+def test_the_same_key_in_two_folders_is_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    first = write(tmp_path / "first", {"x": jpeg(1), "y": jpeg(2)})
+    second = write(tmp_path / "second", {"x": jpeg(3), "z": jpeg(4)})
+    searched = write(tmp_path / "searched", {"e": jpeg(1)})
+    command = ("overlap", "--evaluation", searched, "--out", tmp_path / "list.txt")
+    assert run(*command, "--pretraining", first, second) == 0
+    assert listed(tmp_path / "list.txt") == ["x"]
+    assert "careful: 1 samples that are kept have the same key" in capsys.readouterr().out
+    assert run(*command, "--pretraining", first) == 0
+    assert "careful" not in capsys.readouterr().out
+
+
 def test_nothing_shared(tmp_path: Path, evaluation: Path, capsys: pytest.CaptureFixture) -> None:
     clean = write(tmp_path / "clean", {f"k{n}": jpeg(200 + n) for n in range(5)})
     out, sheet = tmp_path / "list.txt", tmp_path / "sheet.png"
