@@ -19,7 +19,7 @@ DEPTH = 2
 """Levels of folders below a place that are looked through (`ab/cd/image.jpg`)."""
 
 IMAGE_SUFFIXES = (
-    *(".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp"),
+    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp"),
     *(".tif", ".tiff", ".heic", ".avif"),  # which shards do not hold: counted as unreadable
 )
 

@@ -76,3 +76,19 @@ def test_names_that_are_not_utf_8_in_messages(
     assert said in capsys.readouterr().err
     assert main([*command, "--allow-missing-captions"]) == 0
     assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("suffix", ["jfif", "JPE"])
+@pytest.mark.parametrize("by", ["files", "table"])
+def test_other_names_of_a_jpeg(by: str, suffix: str, tmp_path: Path) -> None:
+    """Browsers save a JPEG as `.jfif`."""
+    files = {f"{number}.{suffix}": encoded(photo(number)) for number in range(3)}
+    if by == "files":
+        files |= {f"{number}.txt": f"picture {number}".encode() for number in range(3)}
+    else:
+        lines = [f"{number}.{suffix},picture {number}" for number in range(3)]
+        files["table.csv"] = "\n".join(lines).encode()
+    found = imported(write(tmp_path / "mine", files))
+    assert {key: annotation.captions for key, annotation in found.items()} == {
+        str(number): [f"picture {number}"] for number in range(3)
+    }
