@@ -17,7 +17,7 @@ from vlp.layers.flex import departure, flex_attend, log_departure
 from vlp.positions.alignment import AlignmentBias
 from vlp.positions.anchor import has_triton
 from vlp.positions.anchor_encoding import AnchorPosition
-from vlp.positions.base import PositionContext, PositionEncoding
+from vlp.positions.base import PositionContext, PositionEncoding, hooks_of
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,8 @@ def attend(
         query: (B, heads, Q, head width), projected; scaled here.
         key: (B, heads, K, head width).
         value: (B, heads, K, head width).
-        encodings: position encodings, whose `rotate`, `bias` and `value` hooks are called.
+        encodings: position encodings or wrappers around them, whose `rotate`, `bias` and `value`
+            hooks are called.
         context: what the hooks need.
         bias: added to the scaled logits, broadcasts to (B, heads, Q, K), such as `mask_bias`.
         fused: use scaled_dot_product_attention where no `value` hook needs the probabilities; None
@@ -59,8 +60,11 @@ def attend(
 
     Returns:
         (B, heads, Q, head width).
+
+    Raises:
+        TypeError: among the encodings is a module that is none and wraps none.
     """
-    hooked = [encoding for encoding in encodings if isinstance(encoding, PositionEncoding)]
+    hooked = list(encodings)
     for encoding in _using(hooked, "rotate"):
         query, key = encoding("rotate", query, key, context)
     at_logits, at_value = _using(hooked, "bias"), _using(hooked, "value")
@@ -127,8 +131,8 @@ def _finite(logits: Tensor) -> Tensor:
     return logits.clamp(min=torch.finfo(logits.dtype).min)
 
 
-def _using(encodings: Iterable[PositionEncoding], hook: str) -> list[PositionEncoding]:
-    return [encoding for encoding in encodings if hook in encoding.hooks]
+def _using(encodings: Iterable[nn.Module], hook: str) -> list[nn.Module]:
+    return [encoding for encoding in encodings if hook in hooks_of(encoding)]
 
 
 class Attention(nn.Module):
@@ -221,7 +225,7 @@ class Attention(nn.Module):
         context: PositionContext | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, (B, tokens, width) each, after the hooks `inputs`."""
-        moving = _using(self._encodings(), "inputs")
+        moving = _using(self.positions, "inputs")
         query = states
         key, value = (source, source) if given is None else given
         if given is None:
@@ -244,7 +248,7 @@ class Attention(nn.Module):
         Of encodings of one's own nothing is known: they may read or turn queries and keys, or read
         whole grids.
         """
-        return all(type(each) in (AnchorPosition, AlignmentBias) for each in self._encodings())
+        return all(type(each) in (AnchorPosition, AlignmentBias) for each in self.positions)
 
     def anchor_terms(self, states: Tensor) -> Tensor | None:
         """Return the terms that all calls with such states can share; None where there are none.
@@ -256,9 +260,6 @@ class Attention(nn.Module):
         (anchor,) = self.positions
         terms: Tensor | None = anchor("terms", self._weights())
         return terms
-
-    def _encodings(self) -> list[PositionEncoding]:
-        return [each for each in self.positions if isinstance(each, PositionEncoding)]
 
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.query.weight, self.key.weight, self.value.weight

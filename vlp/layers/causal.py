@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vlp.layers.attention import attend, mask_bias
-from vlp.positions.base import PositionContext, PositionEncoding
+from vlp.positions.base import PositionContext, PositionEncoding, hooks_of
 
 
 class Past:
@@ -59,7 +59,7 @@ class CausalAttention(nn.Module):
         if width % heads:
             raise ValueError(f"{heads} heads do not divide width {width}")
         for encoding in positions:
-            if other := sorted(encoding.hooks - {"rotate", "bias", "value"}):
+            if other := sorted(hooks_of(encoding) - {"rotate", "bias", "value"}):
                 raise ValueError(
                     f"{type(encoding).__name__} acts on {', '.join(other)}, for which causal "
                     "self-attention has no place"
@@ -104,9 +104,9 @@ class CausalAttention(nn.Module):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, context: PositionContext | None
     ) -> Tensor:
-        encodings = [one for one in self.positions if isinstance(one, PositionEncoding)]
+        encodings = list(self.positions)
         slow = query.device.type == "cpu" and query.dtype not in (torch.float32, torch.float64)
-        if slow or any(encoding.hooks - {"rotate"} for encoding in encodings):
+        if slow or any(hooks_of(encoding) - {"rotate"} for encoding in encodings):
             tokens = query.shape[-2]
             earlier = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril()
             bias = mask_bias(earlier, query.dtype)

@@ -15,10 +15,10 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vlp.compute.once import once
-from vlp.positions.base import PositionEncoding
+from vlp.positions.base import hooks_of
 from vlp.positions.lookup import Lookup, LookupPosition
 
 logger = logging.getLogger(__name__)
@@ -96,17 +96,17 @@ def _terms(lookup: Lookup, shape: tuple[int, ...]) -> list[Lookup]:
 NO_LOOKUPS = "no encoding adds lookups to the logits"
 
 
-def departure(encodings: Iterable[PositionEncoding], bias: bool, dropout: bool) -> str | None:
+def departure(encodings: Iterable[nn.Module], bias: bool, dropout: bool) -> str | None:
     """Return why attention cannot be that of `flex_attend`, None where it can.
 
     Args:
-        encodings: all of the layer.
+        encodings: all of the layer; what is in a wrapper is not looked up by the kernel.
         bias: whether anything else is added to the logits, such as a mask.
         dropout: whether probabilities are dropped.
     """
     looks_up = False
     for encoding in encodings:
-        name, hooks = type(encoding).__name__, encoding.hooks
+        name, hooks = type(encoding).__name__, hooks_of(encoding)
         if "value" in hooks:
             return f"{name} reads the probabilities"
         if "bias" in hooks and not isinstance(encoding, LookupPosition):

@@ -89,3 +89,20 @@ class PositionEncoding(nn.Module):
     def value(self, attention: Tensor, context: PositionContext) -> Tensor | None:
         """Added to the output (batch, heads, queries, head width), from the attention weights."""
         return None
+
+
+def hooks_of(encoding: nn.Module) -> frozenset[str]:
+    """Return the hooks of an encoding, or of the one in a wrapper, which is called in its place.
+
+    Wrappers are modules around it, such as those of activation checkpointing, `torch.compile`, FSDP
+    and peft's `modules_to_save`.
+
+    Raises:
+        TypeError: the module is no PositionEncoding and holds none.
+    """
+    if isinstance(encoding, PositionEncoding):
+        return encoding.hooks
+    for part in encoding.modules():
+        if isinstance(part, PositionEncoding):
+            return part.hooks
+    raise TypeError(f"{type(encoding).__name__} is no PositionEncoding and wraps none")

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vlp.positions.base import PositionContext, PositionEncoding
+from vlp.positions.base import PositionContext, PositionEncoding, hooks_of
 
 
 class ByModality(PositionEncoding):
@@ -29,7 +29,7 @@ class ByModality(PositionEncoding):
     def hooks(self) -> frozenset[str]:
         """Those of either side."""
         sides = [side for side in (self.text, self.image) if side is not None]
-        return frozenset[str]().union(*(side.hooks for side in sides))
+        return frozenset[str]().union(*(hooks_of(side) for side in sides))
 
     def tokens(self, x: Tensor, context: PositionContext) -> Tensor:
         """Token embeddings of one stream; see the base."""
@@ -55,6 +55,6 @@ class ByModality(PositionEncoding):
 
     def _dispatch(self, hook: str, context: PositionContext, *tensors: Tensor) -> Any:
         side = self.text if context.text_queries else self.image
-        if side is None or hook not in side.hooks:
+        if side is None or hook not in hooks_of(side):
             return getattr(PositionEncoding, hook)(self, *tensors, context)
         return side(hook, *tensors, context)

@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from vlp.layers.attention import Attention, attend, mask_bias
 from vlp.layers.post_norm import CrossLayer
-from vlp.positions import PositionContext, PositionEncoding
+from vlp.positions import PositionContext
 from vlp.positions.anchor_field import AnchorField
+from vlp.positions.base import hooks_of
 
 
 class PathShift(NamedTuple):
@@ -36,7 +37,7 @@ class PathShift(NamedTuple):
 def path_shift(attention: Attention, groups: int) -> PathShift | None:
     """Read off the hook `inputs`: zeros with a mean path of 1 in one group give its table's row."""
     for encoding in attention.positions:
-        if not isinstance(encoding, PositionEncoding) or "inputs" not in encoding.hooks:
+        if "inputs" not in hooks_of(encoding):
             continue
         # Tables stay float32 where layers keep their weights in bf16.
         weight = attention.query.weight
@@ -193,9 +194,8 @@ def _with_values(
     return out
 
 
-def _with_hook(attention: Attention, hook: str) -> list[PositionEncoding]:
-    hooked = [each for each in attention.positions if isinstance(each, PositionEncoding)]
-    return [encoding for encoding in hooked if hook in encoding.hooks]
+def _with_hook(attention: Attention, hook: str) -> list[nn.Module]:
+    return [encoding for encoding in attention.positions if hook in hooks_of(encoding)]
 
 
 def by_head(attention: Attention, states: Tensor) -> Tensor:
