@@ -8,6 +8,7 @@ weights and names stay.
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any, ClassVar
 
 import torch
@@ -176,6 +177,12 @@ def _patches(module: nn.Module) -> nn.Conv2d | nn.Linear | None:
 
 
 def _attends(module: nn.Module) -> bool:
-    """Return whether a module projects states and asks its configuration how to attend."""
+    """Return whether a module projects states and asks its configuration how to attend.
+
+    Some layers of transformers do not ask: an encoding of theirs would have no effect.
+    """
     has = module._modules.keys()
-    return hasattr(module, "config") and any(has >= set(names) for names in PROJECTIONS)
+    if not hasattr(module, "config") or not any(has >= set(names) for names in PROJECTIONS):
+        return False
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
