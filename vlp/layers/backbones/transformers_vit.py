@@ -24,6 +24,10 @@ INTERFACE = "vlp_positions"
 PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"))
 
 
+class TransformersPlaces(Places):
+    """Places of such a model; a pickle names this class, and so imports what attends."""
+
+
 class TransformersAdapter(Adapter):
     """A ViT, DeiT, BEiT, DINOv2, DINOv3, CLIP, SigLIP or SigLIP 2 of transformers."""
 
@@ -96,7 +100,7 @@ class TransformersAdapter(Adapter):
     def prepare(self) -> None:
         """Make the model say where its tokens lie."""
         if not hasattr(self.model, "places"):
-            places = self.model.places = Places(self.prefix_tokens)
+            places = self.model.places = TransformersPlaces(self.prefix_tokens)
             if isinstance(self._projection, nn.Conv2d):
                 self._projection.register_forward_hook(places.see_convolution)
             else:
