@@ -168,3 +168,9 @@ def test_under_autocast_probabilities_have_the_type_of_the_values():
         out = attention(x)
     assert taken[0].dtype == out.dtype == torch.bfloat16
     torch.testing.assert_close(out.float(), attention(x), atol=0.03, rtol=0.03)
+
+
+def test_encodings_of_tokens_are_refused():
+    encoding = create_position("learned-1d", width=WIDTH, length=6)
+    with pytest.raises(ValueError, match="LearnedPosition acts on tokens"):
+        layer(positions=[encoding])

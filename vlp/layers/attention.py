@@ -151,6 +151,10 @@ class Attention(nn.Module):
 
     On the explicit path the probabilities (batch, heads, queries, keys) pass through the submodule
     `probabilities`, where a forward hook may read or replace them; the fused path never has them.
+
+    Raises:
+        ValueError: an encoding that acts on tokens alone; of others the hook `tokens` is left to
+            the model.
     """
 
     def __init__(
@@ -163,6 +167,11 @@ class Attention(nn.Module):
         scale: float | None = None,
     ) -> None:
         super().__init__()
+        for encoding in positions:
+            if hooks_of(encoding) == {"tokens"}:
+                raise ValueError(
+                    f"{type(encoding).__name__} acts on tokens, for which attention has no place"
+                )
         self.heads, self.fused, self.scale = heads, fused, scale
         self.query = nn.Linear(width, width)
         self.key = nn.Linear(width, width)
