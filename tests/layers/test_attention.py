@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from vlp.layers.attention import Attention, attend, mask_bias
+from vlp.layers.causal import CausalAttention
 from vlp.positions import create_position
 from vlp.positions.base import PositionContext, PositionEncoding
 
@@ -174,3 +175,27 @@ def test_encodings_of_tokens_are_refused():
     encoding = create_position("learned-1d", width=WIDTH, length=6)
     with pytest.raises(ValueError, match="LearnedPosition acts on tokens"):
         layer(positions=[encoding])
+
+
+@pytest.mark.parametrize("kind", [Attention, CausalAttention])
+@pytest.mark.parametrize("name", ["irpe-product", "rope-axial"])
+def test_encodings_that_know_their_grid_need_no_context(kind, name):
+    encoding = create_position(name, width=WIDTH, heads=HEADS, grid=(2, 3))
+    attention, x = kind(WIDTH, HEADS, positions=[encoding]).double(), states(2, 6)
+    assert torch.equal(attention(x), attention(x, context=PositionContext((2, 3))))
+    attention.positions[0] = create_position(name, width=WIDTH, heads=HEADS).double()
+    with pytest.raises(ValueError, match=f"{name} needs a grid"):
+        attention(x)
+
+
+def test_encodings_of_inputs_say_what_they_miss():
+    encoding = create_position("anchor", width=WIDTH, heads=HEADS, groups=2)
+    with pytest.raises(ValueError, match="needs anchor paths in its context"):
+        layer(positions=[encoding])(states(2, 6))
+
+
+def test_without_a_context_attention_compiles_into_one_graph():
+    encoding = create_position("irpe-product", width=WIDTH, heads=HEADS, grid=(2, 3))
+    attention, x = layer(positions=[encoding]), states(2, 6)
+    compiled = torch.compile(attention, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), attention(x))

@@ -22,6 +22,8 @@ from vlp.positions.base import PositionContext, PositionEncoding, hooks_of
 logger = logging.getLogger(__name__)
 
 Fused = bool | Literal["flex"] | None
+NO_CONTEXT = PositionContext()
+"""What hooks get where there is no context; encodings that know their grid need no more."""
 
 
 def attend(
@@ -44,7 +46,7 @@ def attend(
         value: (B, heads, K, head width).
         encodings: position encodings or wrappers around them, whose `rotate`, `bias` and `value`
             hooks are called.
-        context: what the hooks need.
+        context: what the hooks need; None is `NO_CONTEXT`.
         bias: added to the scaled logits, broadcasts to (B, heads, Q, K), such as `mask_bias`.
         fused: use scaled_dot_product_attention where no `value` hook needs the probabilities; None
             chooses by device: fused on accelerators, explicit on CPU, where the backward of the
@@ -63,8 +65,10 @@ def attend(
 
     Raises:
         TypeError: among the encodings is a module that is none and wraps none.
+        ValueError: an encoding needs more than the context names.
     """
     hooked = list(encodings)
+    context = NO_CONTEXT if context is None else context
     for encoding in _using(hooked, "rotate"):
         query, key = encoding("rotate", query, key, context)
     at_logits, at_value = _using(hooked, "bias"), _using(hooked, "value")
@@ -194,13 +198,14 @@ class Attention(nn.Module):
             states: (B, Q, width).
             context_states: (B, K, width) or None.
             mask: (B, K) bool, True = may be attended to.
-            context: what the position hooks need.
+            context: what the position hooks need; see `attend`.
             projected: keys and values, (B, K, width) each, in place of `context_states`, where
                 `takes_apart`.
 
         Returns:
             (B, Q, width).
         """
+        context = NO_CONTEXT if context is None else context
         states = cast_once(states)
         source = states if context_states is None else cast_once(context_states)
         if self._anchored(states):
@@ -231,7 +236,7 @@ class Attention(nn.Module):
         states: Tensor,
         source: Tensor,
         given: tuple[Tensor, Tensor] | None,
-        context: PositionContext | None,
+        context: PositionContext,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, (B, tokens, width) each, after the hooks `inputs`."""
         moving = _using(self.positions, "inputs")

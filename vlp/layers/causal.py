@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vlp.layers.attention import attend, mask_bias
+from vlp.layers.attention import NO_CONTEXT, attend, mask_bias
 from vlp.positions.base import PositionContext, PositionEncoding, hooks_of
 
 
@@ -78,7 +78,7 @@ class CausalAttention(nn.Module):
 
         Args:
             states: the whole sequence, or with `past` the one token that comes next.
-            context: what the position hooks need.
+            context: what the position hooks need; see `attend`.
             past: what came before; gets the new token. Only without encodings, whose hooks need the
                 whole sequence.
 
@@ -90,7 +90,7 @@ class CausalAttention(nn.Module):
             for project in (self.query, self.key, self.value)
         )
         if past is None:
-            out = self._attend(query, key, value, context)
+            out = self._attend(query, key, value, context or NO_CONTEXT)
         else:
             if self.positions or states.shape[-2] != 1:
                 raise ValueError(
@@ -102,7 +102,7 @@ class CausalAttention(nn.Module):
         return self.output(out.transpose(1, 2).flatten(-2))
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, context: PositionContext | None
+        self, query: Tensor, key: Tensor, value: Tensor, context: PositionContext
     ) -> Tensor:
         encodings = list(self.positions)
         slow = query.device.type == "cpu" and query.dtype not in (torch.float32, torch.float64)
