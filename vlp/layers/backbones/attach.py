@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vlp.positions.base import PositionEncoding
+from vlp.positions.options import checked_options
 from vlp.positions.registry import (
     CROSS_MODAL,
     create_position,
@@ -60,7 +61,7 @@ def attach(
             with RoPE), BEiT, ViT with relative positions, NaFlexViT, SAM, SAM 2 or Hiera; of
             transformers a ViT, DeiT, BEiT, DINOv2, DINOv3, CLIP vision model, SigLIP or SigLIP 2
             vision model.
-        name: one of `list_positions()`, or a callable that makes a PositionEncoding.
+        name: one of `list_positions()`, or its class, or a callable that makes a PositionEncoding.
         on: where the encoding acts, letters of "qkv": what other encodings call roles, and `sape`
             calls mode; None is the encoding's default.
         absolute: "keep" or "drop" the model's own positions: `pos_embed`, relative position biases
@@ -74,6 +75,7 @@ def attach(
         The model.
 
     Raises:
+        TypeError: an encoding that exists, or a class or callable that makes none.
         ValueError: another model, layers of attention that are not known, encodings of
             cross-modal attention, options that the encoding lacks, dropped patches (which lie on
             no grid) under an encoding of attention, `fused` where no layer of attention has an
@@ -174,16 +176,41 @@ class _Encoding:
     """An encoding to be made, as often as a model needs it."""
 
     def __init__(self, name: str | Factory, on: str | None, options: Mapping[str, Any]) -> None:
+        """Check the name and the roles.
+
+        Raises:
+            TypeError: a module that exists, a class of no encodings, or what cannot be called.
+            ValueError: see `_parameters` and `place_roles`.
+        """
+        other = isinstance(name, type) and not issubclass(name, PositionEncoding)
+        if other or isinstance(name, nn.Module) or not (isinstance(name, str) or callable(name)):
+            what = name.__name__ if isinstance(name, type) else f"a {type(name).__name__}"
+            raise TypeError(
+                f"{what} is no encoding to be made: give its name or class, a module is made for "
+                "every layer"
+            )
         self.name = name if isinstance(name, str) else getattr(name, "__name__", repr(name))
         self.make: Factory = partial(create_position, name) if isinstance(name, str) else name
         self.parameters = frozenset(_parameters(name))
+        # Names check their options anyway; a constructor with ** may pass on what it does not name.
+        self.checks = isinstance(name, type) and not _passes_on(name)
         self.options = place_roles(self.name, on, options, self.parameters)
 
     def __call__(self, like: Tensor, training: bool, **sizes: Any) -> PositionEncoding:
-        """Return one module with those sizes that it has, on a weight's device and in its type."""
+        """Return one module with those sizes that it has, on a weight's device and in its type.
+
+        Raises:
+            TypeError: what was made is no encoding.
+            ValueError: options that the encoding lacks or misses, or of another type.
+        """
         known = {size: value for size, value in sizes.items() if size in self.parameters}
+        options = {**known, **self.options}
+        if self.checks:
+            options = checked_options(f"position encoding {self.name!r}", self.make, options)
         with torch.device("cpu"):  # constructors check numbers, which the device `meta` lacks
-            encoding = self.make(**{**known, **self.options})
+            encoding = self.make(**options)
+        if not isinstance(encoding, PositionEncoding):
+            raise TypeError(f"{self.name} makes no PositionEncoding, but {type(encoding).__name__}")
         return encoding.to(device=like.device, dtype=like.dtype).train(training)
 
     def acts_on_tokens(self, made: PositionEncoding) -> bool:
@@ -206,6 +233,13 @@ def _for_layer(encoding: _Encoding, adapter: Any, layer: Any) -> PositionEncodin
     weight, width, heads = sizes_of(layer)
     sizes = {"width": width, "heads": heads, "grid": adapter.layer_grid(layer)}
     return encoding(weight, layer.training, **sizes)
+
+
+def _passes_on(make: Factory) -> bool:
+    """Return whether options without a name of their own are taken, too."""
+    return any(
+        each.kind is each.VAR_KEYWORD for each in inspect.signature(make).parameters.values()
+    )
 
 
 def _parameters(name: str | Factory) -> Iterable[str]:
