@@ -54,7 +54,9 @@ def attach(
     then leaves, and the image size is fixed), dynamic image sizes, `set_input_size`, activation
     checkpointing, copies, pickles, `torch.compile`, `torch.export` and `torch.jit.trace` work as
     before; `torch.jit.script` does not. Timm's `no_weight_decay` names the encodings' tables, too.
-    Encodings that are bound to one grid raise on another.
+    Encodings that are bound to one grid raise on another. Under activation checkpointing a backward
+    pass must not hold images of two grids with equally many patches, such as 2 x 8 and 4 x 4: the
+    layers that it runs again would take the later grid for both.
 
     Args:
         model: of timm a ViT, DeiT, Swin, Swin V2, Eva (EVA, EVA-02, DINOv3, Perception Encoder, ViT
