@@ -206,6 +206,20 @@ def write_text(
         file.write(text)
 
 
+def write_json(
+    path: Path,
+    value: Any,
+    indent: int = 2,
+    *,
+    durable: bool = False,
+    error: type[Exception] | None = None,
+    **form: Any,
+) -> None:
+    """Replace a file by a value as JSON; arguments as of `atomic_write`, `form` of `json.dumps`."""
+    text = json.dumps(value, indent=indent, **form) + "\n"
+    write_text(path, text, durable=durable, error=error)
+
+
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield the path of a folder to be made, which replaces `folder` when the block ends well.

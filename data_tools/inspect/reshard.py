@@ -17,7 +17,6 @@ Needs 10 bytes of disk a sample while it runs, and with `--shuffle` 8 bytes of m
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -42,7 +41,7 @@ from vlp.data.shards.index import BLOCK, ROW, sample_rows
 from vlp.data.shards.lru import LRUCache
 from vlp.data.shards.sample_files import grouped
 from vlp.data.shards.tar import append_member, close_tar, members_in
-from vlp.io import atomic_write, parse_json, write_text
+from vlp.io import atomic_write, parse_json, write_json
 from vlp.process.lock import FolderLock
 
 RESHARD_VERSION = 1
@@ -116,7 +115,7 @@ def _reshard(
         total = int(counts.sum())
         if not total:
             raise ConfigError("there are no samples in these folders")
-        _keep_settings(out, settings)
+        write_json(out / SETTINGS_NAME, settings, error=ConfigError)
         _sweep(out)
         order = Order(total, arguments.samples_per_shard, arguments.shuffle)
         missing = [n for n in range(len(order)) if not (out / shard_name(n)).exists()]
@@ -269,10 +268,6 @@ def _refuse_others(out: Path, settings: dict[str, object]) -> None:
             f"{out} was begun with other shards in these folders, or they were written "
             f"anew since: choose another --out, or delete {out}"
         )
-
-
-def _keep_settings(out: Path, settings: dict[str, object]) -> None:
-    write_text(out / SETTINGS_NAME, json.dumps(settings, indent=2) + "\n", error=ConfigError)
 
 
 def _settings(arguments: argparse.Namespace, shards: Sequence[Shard]) -> dict[str, object]:

@@ -14,7 +14,6 @@ billion samples are compared on disk (in TMPDIR, 16 bytes a sample).
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -28,7 +27,7 @@ from data_tools.inspect.shard_stats import ShardTally, Tally, joined, tally_shar
 from data_tools.scan.repeated_ids import RepeatedIds
 from data_tools.scan.shard_reader import Shard, ShardReader, scan, shards_of
 from vlp.config import ConfigError
-from vlp.io import atomic_write, write_text
+from vlp.io import atomic_write, write_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -145,8 +144,7 @@ class _Count:
             },
         }
         out: Path = self._arguments.out
-        text = json.dumps(summary, indent=1, ensure_ascii=False) + "\n"
-        write_text(out, text, error=ConfigError)
+        write_json(out, summary, indent=1, error=ConfigError, ensure_ascii=False)
         draw(summary, out.with_suffix(".png"))
         return summary
 

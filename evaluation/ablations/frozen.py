@@ -29,7 +29,7 @@ from vlp.config import ConfigError, load_config
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.stream.rng import make_rng
 from vlp.data.vision.labelled_images import LabelledImages, open_labelled, some_of
-from vlp.io import atomic_write, write_text
+from vlp.io import atomic_write, write_json
 from vlp.models.vision.backbone import create_backbone
 from vlp.models.vision.config import BackboneConfig
 from vlp.models.vision.encodings import create_encoding, on_tokens
@@ -155,8 +155,7 @@ def train_frozen(
         figures, training = fit(config, frozen, stored)
         seconds = time.monotonic() - started
         result = {"settings": run.settings, "figures": figures, "training": training}
-        text = json.dumps({**result, "seconds": seconds}, indent=1)
-        write_text(run.folder / RESULT, text + "\n")
+        write_json(run.folder / RESULT, {**result, "seconds": seconds}, indent=1)
         say(f"  {number}/{len(todo)} {run.name}: {seconds:.0f} s")
 
 

@@ -22,7 +22,7 @@ from pydantic import AfterValidator
 from data_tools.executor.executor import go_on
 from data_tools.executor.local import LocalExecutor
 from vlp.config import ConfigError
-from vlp.io import parse_json, write_text
+from vlp.io import parse_json, write_json
 from vlp.process.lock import end_with_parent
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
@@ -152,7 +152,7 @@ def execute(run: Run, evaluate: Evaluate | None, threads: int) -> float:
         trained = parse_json(report.read_text(encoding="utf-8"))
         result["training"] = {"steps": trained["step"], "seconds": trained["seconds"]}
     result["seconds"] = time.monotonic() - started
-    write_text(run.folder / RESULT, json.dumps(result, indent=1) + "\n")
+    write_json(run.folder / RESULT, result, indent=1)
     return time.monotonic() - started
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from evaluation.ablations.seed_tests import (
 )
 from evaluation.core.latex import latex
 from evaluation.core.results import Table
+from vlp.io import write_json
 
 
 def report(
@@ -49,7 +49,7 @@ def report(
     (folder / "report.md").write_text(markdown, encoding="utf-8")
     (folder / "report.tex").write_text(latex(drawn), encoding="utf-8")
     stored = [each.to_json() for each in compared]
-    (folder / "report.json").write_text(json.dumps(stored, indent=1, allow_nan=False) + "\n")
+    write_json(folder / "report.json", stored, indent=1, allow_nan=False)
     write_csv(folder / "figures.csv", results)
     if results:
         draw_means(folder / "figures.png", [(each.table, each.values) for each in compared])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from vlp.io import write_json
 
 
 class Figure(NamedTuple):
@@ -72,8 +73,6 @@ def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
 def write_report(folder: str | Path, name: str, table: Table, figures: dict[str, Any]) -> Path:
     """Write `name.json` and `name.md` into a folder, made if missing, and return it."""
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    content = json.dumps(figures, indent=2, allow_nan=False) + "\n"
-    (folder / f"{name}.json").write_text(content, encoding="utf-8")
+    write_json(folder / f"{name}.json", figures, allow_nan=False)
     (folder / f"{name}.md").write_text(table.markdown(), encoding="utf-8")
     return folder

@@ -20,7 +20,7 @@ from evaluation.suite.others import OtherModel
 from evaluation.suite.suite_config import EvaluatedModel, SuiteConfig
 from evaluation.suite.suite_jobs import job_key, model_of, run_job
 from vlp.config import ConfigError
-from vlp.io import atomic_folder, parse_json
+from vlp.io import atomic_folder, parse_json, write_json
 
 JOB = "job.json"
 _OF_THE_USER = (ConfigError, EvaluationError, FileNotFoundError, ValueError)
@@ -63,8 +63,7 @@ class SuiteResult:
         folder.mkdir(parents=True, exist_ok=True)
         text = "\n".join(table.markdown() for table in self.tables())
         (folder / "all.md").write_text(text, encoding="utf-8")
-        content = json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n"
-        (folder / "all.json").write_text(content, encoding="utf-8")
+        write_json(folder / "all.json", self.to_json(), allow_nan=False)
 
     def _of_task(self, label: str, saved: dict[tuple[str, str], Saved]) -> Table | None:
         columns = [model for model in self.models if (model, label) in saved]
@@ -207,4 +206,4 @@ def _save(folder: Path, result: Any, about: dict[str, Any]) -> None:
     """Save a result; the folder gets its name when it is complete."""
     with atomic_folder(folder) as partial:
         result.save(partial)
-        (partial / JOB).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        write_json(partial / JOB, about)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from vlp.config import ConfigError, load_plugins, require_plugins, validated
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.text.tokenizer import TextProcessor
-from vlp.io import parse_json, write_tensors, write_text
+from vlp.io import parse_json, write_json, write_tensors
 from vlp.models.config import ModelConfig
 from vlp.models.cross_config import SHORTHANDS
 from vlp.models.pretrained.load import (
@@ -112,8 +112,7 @@ def save_sizes(folder: Path, config: ModelConfig) -> None:
     names = (*config.cross.position, *(one.name for one in config.image.positions))
     plugins = plugins_of(name for name in names if name not in SHORTHANDS)
     said = {"model_type": MODEL_TYPE} | ({"plugins": plugins} if plugins else {})
-    text = json.dumps(said | plain, indent=2) + "\n"
-    write_text(folder / CONFIG, text)
+    write_json(folder / CONFIG, said | plain)
 
 
 def from_pretrained(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +20,7 @@ from evaluation.benchmarks.planning.plan import (
 )
 from vlp.config import ConfigError, load_config
 from vlp.data.shards.shard_index import ShardIndex
-from vlp.io import as_url, write_text
+from vlp.io import as_url, write_json
 from vlp.process.command_line import nearest
 from vlp.training.config import PretrainConfig
 
@@ -101,7 +100,7 @@ def run_plan(
 
 def _end(found: Mapping[str, Any], json_file: Path | None) -> int:
     if json_file is not None:
-        write_text(json_file, json.dumps(found, indent=2) + "\n")
+        write_json(json_file, found)
     return 0 if found["fits"] else 2
 
 

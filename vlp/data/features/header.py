@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig
 from vlp.data.shards.index import ShardTable
-from vlp.io import write_text
+from vlp.io import write_json
 
 HEADER_NAME = "features.json"
 _ROWS_AT_ONCE = 2**13
@@ -82,8 +82,8 @@ class FeatureHeader(_HeaderPart):
         Raises:
             ConfigError: the folder cannot be written.
         """
-        text = json.dumps(self.model_dump(mode="json"), indent=2) + "\n"
-        write_text(folder / HEADER_NAME, text, durable=True, error=ConfigError)
+        plain = self.model_dump(mode="json")
+        write_json(folder / HEADER_NAME, plain, durable=True, error=ConfigError)
 
     @classmethod
     def read(cls, folder: Path) -> FeatureHeader:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from vlp.data.image.any_image import as_image
 from vlp.data.image.decode import upright_rgb
 from vlp.data.image.jpeg import JpegImage, levels_of
 from vlp.data.image.randaugment import randaugment
-from vlp.io import parse_json, write_text
+from vlp.io import parse_json, write_json
 
 FILE_NAME = "processor_config.json"
 """transformers' name of the file, and its form."""
@@ -95,7 +94,7 @@ class Preprocessing:
             "image_std": self.std,
         }
         said = {"processor_class": "VlpProcessor", "image_processor": image_processor}
-        write_text(Path(folder) / FILE_NAME, json.dumps(said, indent=2) + "\n")
+        write_json(Path(folder) / FILE_NAME, said)
 
     @classmethod
     def load(cls, folder: str | Path) -> Preprocessing:

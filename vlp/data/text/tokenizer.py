@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from torch import Tensor
 
 from vlp.config import ConfigError
-from vlp.io import may_be_on_hub
+from vlp.io import may_be_on_hub, write_json
 
 # Ids 0-4, in this order, in every vocabulary trained here.
 PAD, UNK, CLS, SEP, MASK = SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -137,8 +136,7 @@ class TextProcessor:
             "sep_token": self._names[SEP],
             "mask_token": self._names[MASK],
         }
-        text = json.dumps(settings, indent=2) + "\n"
-        (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+        write_json(folder / "tokenizer_config.json", settings)
 
     @classmethod
     def load(cls, name: str | Path, max_tokens: int) -> TextProcessor:

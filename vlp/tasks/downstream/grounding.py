@@ -6,7 +6,6 @@ validation data chooses the best model.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from vlp.config import Config, validated
 from vlp.data.pretrain.loader import PretrainData
-from vlp.io import parse_json
+from vlp.io import parse_json, write_json
 from vlp.models.folder import Loaded
 from vlp.tasks.downstream.registry import DownstreamTask, TaskCard, register_task
 from vlp.tasks.downstream.retrieval import PairsConfig, PairsDataConfig, PairsTask, pairs
@@ -66,7 +65,7 @@ class Grounding(PairsTask):
         """Write the model folder, with the settings of the map that chose it."""
         super().save_model(folder, state)
         made = self.settings.model_dump(mode="json", include={*MapConfig.model_fields})
-        (folder / FILE_NAME).write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
+        write_json(folder / FILE_NAME, made)
 
 
 def map_of(folder: Path | None) -> MapConfig:

@@ -20,7 +20,7 @@ from vlp.data.downstream.dataset import DownstreamDataset
 from vlp.data.downstream.images import ImagePreparation
 from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.text.tokenizer import TextProcessor
-from vlp.io import parse_json
+from vlp.io import parse_json, write_json
 from vlp.models.folder import Loaded, from_pretrained, save_pretrained
 from vlp.models.pretrained.local_copy import local_folder
 from vlp.models.vlp import VLPModel
@@ -139,7 +139,7 @@ class Downstream(PlainTask):
         said = {"task": self.config.model_dump(mode="json"), "known": self.known()}
         if (plugin := plugin_of(type(self.config))) is not None:
             said["plugins"] = {self.kind: plugin}
-        (folder / TASK).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+        write_json(folder / TASK, said)
 
 
 def load_task(folder_or_name: str | Path) -> Downstream:

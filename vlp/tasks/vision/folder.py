@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from vlp.config import Config
-from vlp.io import parse_json, write_tensors
+from vlp.io import parse_json, write_json, write_tensors
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 MODEL_TYPE = "vlp-vision"
@@ -28,9 +28,8 @@ def save_task(
         state: full weights and buffers of the task, by name.
         known: what the data told when it was opened, such as class names; plain JSON values.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     plain = {"model_type": MODEL_TYPE, "task": config.model_dump(mode="json"), "known": known or {}}
-    (folder / CONFIG).write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / CONFIG, plain)
     weights = {name: value.detach().cpu().clone() for name, value in state.items()}
     write_tensors(folder / WEIGHTS, weights, {"format": "pt"})
 

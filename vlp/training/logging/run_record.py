@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import re
 import socket
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import vlp
-from vlp.io import HIDDEN, parse_json, redacted, redacted_values, write_text
+from vlp.io import HIDDEN, parse_json, redacted, redacted_values, write_json, write_text
 from vlp.training.run_folder import RunFolder
 
 PACKAGES = (
@@ -71,7 +70,7 @@ def record_start(
     }
     record = read_record(folder.path)
     record["starts"] = [*record.get("starts", []), start]
-    _write(folder, record)
+    write_json(folder.path / "run.json", record, indent=1)
     if changes:
         (folder.path / "git").mkdir(exist_ok=True)
         hidden = _SECRET.sub(rf"\1{HIDDEN}", redacted(changes))
@@ -93,7 +92,7 @@ def tracker_id(folder: RunFolder, tracker: str, make: Callable[[], str]) -> str:
     known = record.setdefault("trackers", {})
     if tracker not in known:
         known[tracker] = make()
-        _write(folder, record)
+        write_json(folder.path / "run.json", record, indent=1)
     return str(known[tracker])
 
 
@@ -111,10 +110,6 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
-
-
-def _write(folder: RunFolder, record: Mapping[str, Any]) -> None:
-    write_text(folder.path / "run.json", json.dumps(record, indent=1) + "\n")
 
 
 def _repositories() -> tuple[list[dict[str, Any]], str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import platform
 import resource
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vlp.io import write_text
+from vlp.io import write_json
 from vlp.training.engines.base import Engine
 from vlp.training.logging.log import flatten
 from vlp.training.logging.progress import Progress
@@ -61,7 +60,7 @@ def write_report(
     }
     if folder is not None and folder.path.is_dir():
         try:
-            write_text(folder.report, json.dumps(report, indent=1) + "\n")
+            write_json(folder.report, report, indent=1)
         except OSError as error:  # a full disk, say; the run itself is to end as it was ending
             logger.warning("cannot write %s: %s", folder.report, error)
     return report
