@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from vlp.positions.base import PositionContext, PositionEncoding
 from vlp.positions.grid_tokens import require_grid_tokens
+from vlp.positions.options import require_known
 from vlp.positions.shared import shared
 
 Ratio = Literal["paper", "code"]
@@ -44,7 +45,7 @@ def slopes(
     """
     if heads < 1:
         raise ValueError(f"alibi-2d needs at least one head, not {heads}")
-    _require("ratio", ratio, get_args(Ratio))
+    require_known("alibi-2d ratio", ratio, get_args(Ratio))
     if ratio == "paper":
         exponents = [8 * head / heads for head in range(heads)]
     else:
@@ -92,7 +93,7 @@ def bias(
     """
     if height < 1 or width < 1:
         raise ValueError(f"a grid of {height} x {width} has no patches")
-    _require("variant", variant, get_args(Variant))
+    require_known("alibi-2d variant", variant, get_args(Variant))
     left, right = slopes(heads, ratio)[..., None, None]
     place = torch.arange(height * width, device=left.device)
     down = (place // width)[None, :] - (place // width)[:, None]
@@ -164,8 +165,3 @@ def _cached_bias(
     """(1, heads, T, T). Few are kept, as one of a large grid takes hundreds of megabytes."""
     patches = bias(*grid, heads, ratio, variant, dtype=dtype, device=device)
     return functional.pad(patches, (prefix, 0, prefix, 0))[None]
-
-
-def _require(what: str, name: str, known: tuple[str, ...]) -> None:
-    if name not in known:
-        raise ValueError(f"unknown alibi-2d {what} {name!r}; one of {', '.join(known)}")

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from vlp.positions.options import require_known
+
 Method = Literal["euclidean", "quantization", "cross", "product"]
 IndexFunction = Literal["piecewise", "clip"]
 Variant = Literal["rank", "squared"]
@@ -80,7 +82,7 @@ def table_size(method: Method, ratio: float = 1.9, prefix_tokens: int = 0) -> in
     Raises:
         ValueError: unknown method, ratio not positive, negative prefix.
     """
-    _require("method", method, get_args(Method))
+    require_known("bucket method", method, get_args(Method))
     if not 0 < ratio < math.inf:
         raise ValueError(f"the bucket ratio must be positive, not {ratio}")
     if prefix_tokens < 0:
@@ -131,9 +133,9 @@ def bucket_ids(
         ValueError: an unknown name, an empty grid, a negative prefix, a ratio not positive.
     """
     size = table_size(method, ratio, prefix_tokens)
-    _require("function", function, get_args(IndexFunction))
-    _require("variant", variant, get_args(Variant))
-    _require("universe", universe, get_args(Universe))
+    require_known("bucket function", function, get_args(IndexFunction))
+    require_known("bucket variant", variant, get_args(Variant))
+    require_known("bucket universe", universe, get_args(Universe))
     if height < 1 or width < 1:
         raise ValueError(f"a grid of {height} x {width} has no patches")
     index = _index_function(function, ratio)
@@ -180,8 +182,3 @@ def _rank(squared: Tensor, universe: Universe) -> Tensor:
         reach = torch.arange(math.isqrt(int(squared.max())) + 1, device=squared.device)
         known = reach[:, None].square() + reach.square()
     return torch.searchsorted(known.unique(), squared.contiguous())
-
-
-def _require(what: str, name: str, known: tuple[str, ...]) -> None:
-    if name not in known:
-        raise ValueError(f"unknown bucket {what} {name!r}; one of {', '.join(known)}")

@@ -20,6 +20,7 @@ from torch.nn import functional
 from vlp.positions.base import PositionEncoding
 from vlp.positions.clipped import ClippedPosition
 from vlp.positions.cope import ContextualPosition
+from vlp.positions.grid_tokens import grid_size
 from vlp.positions.irpe import RelativePosition
 from vlp.positions.learned import LearnedGridPosition, LearnedPosition
 from vlp.positions.rotary_encoding import RotaryAxial, RotaryMixed
@@ -53,8 +54,8 @@ def carry_over(
     if grid == trained_grid:
         return dict(tables)
     sizes = (
-        f"{name} was trained on a {_size(trained_grid)} grid and does not carry over to "
-        f"{_size(grid)}"
+        f"{name} was trained on a {grid_size(trained_grid)} grid and does not carry over to "
+        f"{grid_size(grid)}"
     )
     if reason := _bound(encoding, trained, grid, trained_grid):
         raise ValueError(f"{sizes}: {reason}")
@@ -133,7 +134,3 @@ def _resampled(table: Tensor, grid: Grid) -> Tensor:
         image, size=grid, mode="bicubic", antialias=True, align_corners=False
     )
     return resampled[0].permute(1, 2, 0).to(table.dtype)
-
-
-def _size(grid: Grid) -> str:
-    return f"{grid[0]} x {grid[1]}"

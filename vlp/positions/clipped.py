@@ -11,6 +11,7 @@ from vlp.positions.base import PositionContext
 from vlp.positions.buckets import Method, bucket_ids, table_size
 from vlp.positions.grid_tokens import require_grid_tokens
 from vlp.positions.lookup import LookupPosition
+from vlp.positions.options import require_known
 from vlp.positions.shared import shared
 
 Offsets = Literal["product", "axes", "raster"]
@@ -60,8 +61,7 @@ def clipped_size(offsets: Offsets, reach: int, prefix_tokens: int = 0) -> int:
     Raises:
         ValueError: an unknown name, a reach below 1, a negative prefix.
     """
-    if offsets not in get_args(Offsets):
-        raise ValueError(f"unknown offsets {offsets!r}; one of {', '.join(get_args(Offsets))}")
+    require_known("offsets", offsets, get_args(Offsets))
     if reach < 1 or reach != int(reach):
         raise ValueError(f"the reach of clipped offsets must be a whole number from 1 on: {reach}")
     return table_size(_METHODS[offsets], reach / 2, prefix_tokens)

@@ -5,6 +5,11 @@ from __future__ import annotations
 from vlp.positions.base import PositionContext
 
 
+def grid_size(grid: tuple[int, int]) -> str:
+    """Return a grid's rows and columns as messages name them."""
+    return f"{grid[0]} x {grid[1]}"
+
+
 def grid_at_hand(
     name: str, context: PositionContext, grid: tuple[int, int] | None
 ) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vlp.positions.base import PositionContext
 from vlp.positions.buckets import IndexFunction, Method, Universe, Variant, bucket_ids, table_size
-from vlp.positions.grid_tokens import require_grid_tokens
+from vlp.positions.grid_tokens import grid_size, require_grid_tokens
 from vlp.positions.lookup import Lookup, LookupPosition, attended_rows, products, scalars
 from vlp.positions.shared import shared
 
@@ -167,8 +167,8 @@ class RelativePosition(LookupPosition):
         grid = require_grid_tokens(self.name, context, self.grid, queries, keys, self.prefix_bucket)
         if self.fixed_grid and self.grid is not None and grid != self.grid:
             raise ValueError(
-                f"{self.name} ranks the distances of a {_size(self.grid)} grid and does not carry "
-                f"over to {_size(grid)}"
+                f"{self.name} ranks the distances of a {grid_size(self.grid)} grid and does not "
+                f"carry over to {grid_size(grid)}"
             )
         return _cached_ids(
             device,
@@ -187,7 +187,3 @@ def _cached_ids(device: torch.device, size: int, **buckets: Any) -> Tensor:
     if ids.ndim == 2:
         return ids[None].to(device)
     return torch.stack([ids[0], ids[1] + size]).to(device)
-
-
-def _size(grid: tuple[int, int]) -> str:
-    return f"{grid[0]} x {grid[1]}"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vlp.positions.base import PositionContext
 from vlp.positions.coordinates import require_grid, token_coordinates, vertical_first
-from vlp.positions.grid_tokens import grid_at_hand
+from vlp.positions.grid_tokens import grid_at_hand, grid_size
 from vlp.positions.mixer import TokenEncoding
 
 COMBINATIONS = ("concat", "sum")
@@ -70,7 +70,7 @@ class LearnedPosition(TokenEncoding):
             return self.table[None, :length]
         if (grid := grid_at_hand(self.name, context, self.grid)) != self.grid:
             raise ValueError(
-                f"learned-1d was made for a {_size(self.grid)} grid, not {_size(grid)}"
+                f"learned-1d was made for a {grid_size(self.grid)} grid, not {grid_size(grid)}"
             )
         return self.table[None, :length]
 
@@ -109,7 +109,7 @@ class LearnedGridPosition(TokenEncoding):
         if combine == "concat" and width % 2:
             raise ValueError(f"learned-2d: width {width} has no halves for rows and columns")
         if min(grid) < 1:
-            raise ValueError(f"learned-2d: a grid of {_size(grid)} has no patches")
+            raise ValueError(f"learned-2d: a grid of {grid_size(grid)} has no patches")
         self.combine = combine
         channels = width // 2 if combine == "concat" else width
         self.table_rows = _table(grid[0], channels, deviation, self.name)
@@ -126,7 +126,7 @@ class LearnedGridPosition(TokenEncoding):
         rows, columns = grid = grid_at_hand(self.name, context, largest)
         if rows > largest[0] or columns > largest[1]:
             raise ValueError(
-                f"learned-2d has vectors for a {_size(largest)} grid, not for {_size(grid)}"
+                f"learned-2d has vectors for a {grid_size(largest)} grid, not for {grid_size(grid)}"
             )
         require_grid(self.name, grid, x, context)
         down = self.table_rows[:rows, None].expand(-1, columns, -1)
@@ -211,7 +211,3 @@ def _require_combination(name: str, combine: str) -> None:
 
 def _combine(vectors: list[Tensor], combine: str) -> Tensor:
     return torch.cat(vectors, -1) if combine == "concat" else functools.reduce(torch.add, vectors)
-
-
-def _size(grid: tuple[int, int]) -> str:
-    return f"{grid[0]} x {grid[1]}"

@@ -24,6 +24,12 @@ class EncodingOption(NamedTuple):
     default: Any
 
 
+def require_known(what: str, name: str, known: tuple[str, ...]) -> None:
+    """Raise ValueError for a name that is not known; `what` says of what it is."""
+    if name not in known:
+        raise ValueError(f"unknown {what} {name!r}; one of {', '.join(known)}")
+
+
 def options_of(make: Callable[..., Any]) -> list[EncodingOption]:
     """Return the options of what makes an encoding, in order."""
     return [

@@ -15,6 +15,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from vlp.positions.options import require_known
+
 Layout = Literal["interleaved", "half"]
 
 
@@ -211,5 +213,4 @@ def turn(x: Tensor, cosine: Tensor, sine: Tensor, layout: Layout = "interleaved"
 
 def require_layout(layout: str) -> None:
     """Raise ValueError for a layout of pairs that `turn` does not know."""
-    if layout not in get_args(Layout):
-        raise ValueError(f"unknown rotary layout {layout!r}; one of {', '.join(get_args(Layout))}")
+    require_known("rotary layout", layout, get_args(Layout))

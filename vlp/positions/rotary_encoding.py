@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vlp.positions.base import PositionContext, PositionEncoding
-from vlp.positions.grid_tokens import grid_at_hand
+from vlp.positions.grid_tokens import grid_at_hand, grid_size
 from vlp.positions.rotary import (
     Layout,
     cosine_and_sine,
@@ -113,7 +113,7 @@ class _GridRotary(_Rotary):
     ) -> None:
         super().__init__(name, width, heads, theta, layout, axes=2)
         if grid is not None and min(grid) < 1:
-            raise ValueError(f"{name}: a grid of {_size(grid)} has no patches")
+            raise ValueError(f"{name}: a grid of {grid_size(grid)} has no patches")
         if rescale and grid is None:
             raise ValueError(f"{name}: rescale needs the trained grid, but grid is None")
         self.grid = None if grid is None else (grid[0], grid[1])
@@ -124,7 +124,7 @@ class _GridRotary(_Rotary):
         expected = prefix + grid[0] * grid[1]
         if query.shape[-2] != expected:
             raise ValueError(
-                f"{self.name}: {prefix} prefix tokens and a {_size(grid)} grid are {expected} "
+                f"{self.name}: {prefix} prefix tokens and a {grid_size(grid)} grid are {expected} "
                 f"tokens, not {query.shape[-2]}"
             )
         return grid[0], grid[1]
@@ -278,7 +278,3 @@ def _places(
 ) -> Tensor:
     """Columns and rows of a grid after its prefix, (tokens, 2)."""
     return functional.pad(grid_places(*grid, spread), (0, 0, prefix, 0)).to(device, dtype)
-
-
-def _size(grid: tuple[int, int]) -> str:
-    return f"{grid[0]} x {grid[1]}"

@@ -23,6 +23,7 @@ from vlp.positions.cope import (
     require_shapes,
 )
 from vlp.positions.grid_tokens import require_grid_tokens
+from vlp.positions.options import require_known
 
 Mode = Literal["key", "query"]
 Summation = Literal["between", "suffix"]
@@ -84,8 +85,8 @@ def sape_bias(
         ValueError: unknown mode or summation, tokens that are not the grid, shapes that do not
             fit.
     """
-    _require("mode", mode, get_args(Mode))
-    _require("summation", summation, get_args(Summation))
+    require_known("SaPE mode", mode, get_args(Mode))
+    require_known("SaPE summation", summation, get_args(Summation))
     require_shapes("SaPE", query, key, table_x, table_y)
     rows, columns = grid
     if min(rows, columns) < 1 or query.shape[-2] != rows * columns:
@@ -161,8 +162,8 @@ class SemanticPosition(PositionEncoding):
             raise ValueError(
                 f"sape: the deviation must be positive, not {deviation}: equal tables never move"
             )
-        _require("mode", mode, (*get_args(Mode), "both"))
-        _require("summation", summation, get_args(Summation))
+        require_known("SaPE mode", mode, (*get_args(Mode), "both"))
+        require_known("SaPE summation", summation, get_args(Summation))
         self.grid = (grid[0], grid[1])
         self.gate_scale, self.bias_scale, self.summation = gate_scale, bias_scale, summation
         modes: tuple[Mode, ...] = ("key", "query") if mode == "both" else (mode,)
@@ -276,8 +277,3 @@ def _lines(x: Tensor, rows: int, columns: int, upright: bool) -> Tensor:
 def _tokens(lines: Tensor, upright: bool) -> Tensor:
     """Return the inverse of `_lines`."""
     return (lines.transpose(-3, -2) if upright else lines).flatten(-3, -2)
-
-
-def _require(what: str, name: str, known: tuple[str, ...]) -> None:
-    if name not in known:
-        raise ValueError(f"unknown SaPE {what} {name!r}; one of {', '.join(known)}")

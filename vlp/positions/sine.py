@@ -16,6 +16,7 @@ from vlp.positions.coordinates import (
 )
 from vlp.positions.mixer import TokenEncoding
 from vlp.positions.modulator import Modulator
+from vlp.positions.options import require_known
 
 LAYOUTS = ("halves", "interleaved")
 
@@ -278,8 +279,7 @@ class MDSinePosition(TokenEncoding):
 
 def _waves(angles: Tensor, layout: str) -> Tensor:
     """(..., pairs) -> (..., 2 pairs)."""
-    if layout not in LAYOUTS:
-        raise ValueError(f"unknown layout {layout!r}; one of {', '.join(LAYOUTS)}")
+    require_known("layout", layout, LAYOUTS)
     if layout == "halves":
         return torch.cat([angles.sin(), angles.cos()], -1)
     return torch.stack([angles.sin(), angles.cos()], -1).flatten(-2)
