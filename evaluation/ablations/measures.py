@@ -8,7 +8,7 @@ from statistics import mean
 from typing import Any, Literal
 
 from evaluation.ablations.config import FineTunedConfig, MeasuredConfig
-from vlp.io import parse_json
+from vlp.training.run_folder import read_log
 
 
 def evaluate_vision(model: Path, threads: int, limit: int | None) -> dict[str, float]:
@@ -79,21 +79,7 @@ def evaluate_images(model: Path, threads: int, measured: MeasuredConfig) -> dict
         foils = evaluate_foils(loaded, measured.shards, limit=measured.foils, resamples=1)
         for name, figure in foils.figures.items():
             figures[f"foils/{name.replace(', ', '/')}"] = 100 * figure.value
-    return figures | last_losses(training_log(model.parent))
-
-
-def training_log(folder: Path) -> list[dict[str, Any]]:
-    """Lines of a run's log that tell of a step; none where there is no log."""
-    file = folder / "log.jsonl"
-    if not file.is_file():
-        return []
-    rows = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        try:
-            rows.append(parse_json(line))
-        except ValueError:  # the last line of a run that was killed
-            continue
-    return [row for row in rows if isinstance(row, dict) and "step" in row]
+    return figures | last_losses(read_log(model.parent / "log.jsonl")[0])
 
 
 def last_losses(log: Sequence[Mapping[str, Any]]) -> dict[str, float]:

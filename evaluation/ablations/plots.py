@@ -12,7 +12,7 @@ import numpy as np
 from scipy import stats
 
 from evaluation.ablations.config import TableConfig
-from evaluation.ablations.measures import training_log
+from vlp.training.run_folder import read_log
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -129,7 +129,10 @@ def draw_curves(file: Path, runs: Mapping[str, Sequence[Path]]) -> bool:
     """
     from matplotlib.figure import Figure
 
-    logs = {name: [training_log(folder) for folder in folders] for name, folders in runs.items()}
+    logs = {
+        name: [read_log(folder / "log.jsonl")[0] for folder in folders]
+        for name, folders in runs.items()
+    }
     name = next(
         (
             key

@@ -16,6 +16,7 @@ from vlp.io import parse_json, redacted_values
 from vlp.models.folder import WEIGHTS
 from vlp.models.pretrained.local_copy import CONFIG
 from vlp.tasks.downstream.task import TASK
+from vlp.training.run_folder import read_log
 
 LOOKED_FOR = (
     "results (KIND.json in it, or in evaluation/, best/evaluation/, model/evaluation/), "
@@ -111,7 +112,9 @@ def _read(folder: Path, name: str) -> Source:
     run = next((path for path in (folder, *folder.absolute().parents[:2]) if _is_run(path)), None)
     if run is not None and (run == folder or _belongs(folder, run)):
         source.config = redacted_values(_yaml(run / "config.yaml", source))
-        source.log = _log(run / "log.jsonl", source)
+        source.log, bad = read_log(run / "log.jsonl")
+        if bad:
+            source.missing.append(f"{run / 'log.jsonl'}: {bad} lines cannot be read")
         source.training = _json(run / "report.json", source)
     source.results = list(_results(folder, source))
     if not (source.model or source.config or source.log or source.training or source.results):
@@ -174,27 +177,6 @@ def _json(file: Path, source: Source) -> dict[str, Any]:
 def _damaged(file: Path, error: Exception, source: Source) -> dict[str, Any]:
     source.missing.append(f"{file} cannot be read ({' '.join(str(error).split())})")
     return {}
-
-
-def _log(file: Path, source: Source) -> list[dict[str, Any]]:
-    """Lines with a step; those cut off by a kill, or still being written, are left out."""
-    rows, bad = [], 0
-    try:
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        return []
-    for line in filter(str.strip, lines):
-        try:
-            row = parse_json(line)
-        except ValueError:
-            row = None
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append(row)
-        else:
-            bad += 1
-    if bad:
-        source.missing.append(f"{file}: {bad} lines cannot be read")
-    return rows
 
 
 def _results(folder: Path, source: Source) -> Iterator[StoredResult]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from vlp.config import ConfigError
+from vlp.io import parse_json
 from vlp.process.lock import is_lock
 
 
@@ -39,3 +41,25 @@ class RunFolder:
                 f"output: {self.path} is not empty; continue its run with --resume, or choose "
                 "another folder with output=…"
             )
+
+
+def read_log(file: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the lines of a run's log that tell of a step, and how many others it has.
+
+    Others were cut off by a kill, or are still being written. A file that is missing has no lines.
+    """
+    rows, bad = [], 0
+    try:
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return [], 0
+    for line in filter(str.strip, lines):
+        try:
+            row = parse_json(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+        else:
+            bad += 1
+    return rows, bad

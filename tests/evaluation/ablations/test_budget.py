@@ -13,11 +13,12 @@ from evaluation.__main__ import main
 from evaluation.ablations.ablation import plan, results, run_ablation
 from evaluation.ablations.budget import make_budget
 from evaluation.ablations.config import AblationConfig, MeasuredConfig
-from evaluation.ablations.measures import evaluate_images, last_losses, training_log
+from evaluation.ablations.measures import evaluate_images, last_losses
 from evaluation.ablations.runs import RESULT
 from evaluation.ablations.tables import report
 from vlp.config import ConfigError, load_config
 from vlp.training.config import PretrainConfig
+from vlp.training.run_folder import read_log
 
 ROOT = Path(__file__).resolve().parents[3]
 PHOTOGRAPHS = ROOT / "configs/ablation/flickr8k_towers.yaml"
@@ -174,9 +175,9 @@ def test_losses_of_the_last_fifth_of_the_steps_are_measured(tmp_path):
     ]
     lines = [json.dumps(row) for row in rows]
     (tmp_path / "log.jsonl").write_text("\n".join([*lines, '{"event": "stop"}', '{"step": 5']))
-    assert training_log(tmp_path) == rows
+    assert read_log(tmp_path / "log.jsonl") == (rows, 2)
     assert last_losses(rows) == {"training/itm": (4.5 + 5.0) / 2, "training/total": 1.0}
-    assert training_log(tmp_path / "elsewhere") == []
+    assert read_log(tmp_path / "elsewhere") == ([], 0)
     assert last_losses([]) == {}
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from vlp.io import parse_json, redacted, unfollowed, write_text
+from vlp.io import redacted, unfollowed, write_text
 from vlp.training.logging.trackers import Tracker, TrackerName
-from vlp.training.run_folder import RunFolder
+from vlp.training.run_folder import RunFolder, read_log
 
 
 class _StandardError:
@@ -154,13 +154,6 @@ def _drop_later(path: Path, step: int) -> list[dict[str, Any]]:
     """Keep the lines up to a step; returns them."""
     if not path.exists():
         return []
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = parse_json(line)
-        except ValueError:
-            continue  # a line cut off by a kill
-        if record["step"] <= step:
-            kept.append(record)
+    kept = [record for record in read_log(path)[0] if record["step"] <= step]
     write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
     return kept
