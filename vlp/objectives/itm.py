@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vlp.compute.full_precision import full_precision
 from vlp.compute.region import region
 from vlp.objectives.contrastive.sample_groups import sample_groups
 from vlp.objectives.loss import Loss
-from vlp.objectives.precision import full_precision
 
 
 class Negatives(NamedTuple):

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vlp.compute.full_precision import full_precision
 from vlp.compute.region import region
 from vlp.objectives.loss import Loss
-from vlp.objectives.precision import full_precision
 
 IGNORED = -100
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from vlp.compute.full_precision import at_least_float32
 from vlp.compute.gpu_form import on_gpu
 from vlp.positions import distance_transform
 from vlp.positions.windowed_path import fits, windowed_path
@@ -51,8 +52,8 @@ def group_similarity(image: Tensor, text: Tensor, groups: int) -> Tensor:
         raise ValueError(f"{groups} groups do not divide {width} channels")
     dtype = image.dtype
     with torch.autocast(image.device.type, enabled=False):
-        patches = _unit(_at_least_float32(image).unflatten(-1, (groups, -1))).transpose(-3, -2)
-        tokens = _unit(_at_least_float32(text).unflatten(-1, (groups, -1))).transpose(-3, -2)
+        patches = _unit(at_least_float32(image).unflatten(-1, (groups, -1))).transpose(-3, -2)
+        tokens = _unit(at_least_float32(text).unflatten(-1, (groups, -1))).transpose(-3, -2)
         similarity = patches @ tokens.transpose(-2, -1)  # (..., G, M, N)
     return similarity.movedim(-3, -1).to(dtype)
 
@@ -89,7 +90,7 @@ def anchor_distance(
     if not tau > 0:
         raise ValueError(f"tau must be positive, not {tau}")
     dtype = similarity.dtype
-    similarity = _at_least_float32(similarity)
+    similarity = at_least_float32(similarity)
     anchor = similarity >= threshold
     # Entries below delta are raised to it: where() alone would let 1/0 into the gradient.
     raised = similarity.clamp(min=threshold)
@@ -158,7 +159,7 @@ def anchor_path(
         return path.view(shape), reachable.view(shape)
 
     # Groups first: tokens then lie side by side in memory, as `group_similarity` leaves them.
-    plane = _at_least_float32(distance).movedim(-1, 1).unflatten(2, grid)
+    plane = at_least_float32(distance).movedim(-1, 1).unflatten(2, grid)
     if _in_place(plane):
         path, reachable = torch.empty_like(plane), torch.empty_like(plane, dtype=torch.bool)
         part = _rows_in_cache(plane)
@@ -191,7 +192,7 @@ def embed_path(path: Tensor, table: Tensor) -> Tensor:
         (..., M, N, D), in the type of `path`.
     """
     with torch.autocast(path.device.type, enabled=False):
-        embedding = _at_least_float32(path) @ _at_least_float32(table)
+        embedding = at_least_float32(path) @ at_least_float32(table)
     return embedding.to(path.dtype)
 
 
@@ -223,10 +224,6 @@ def mean_over_patches(path: Tensor) -> Tensor:
         (..., N, G).
     """
     return path.mean(-3)
-
-
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from vlp.compute.full_precision import at_least_float32
 from vlp.positions.base import PositionEncoding
 from vlp.positions.clipped import ClippedPosition
 from vlp.positions.cope import ContextualPosition
@@ -129,7 +130,7 @@ def _clipped_rows(encoding: ClippedPosition, reach: int) -> Tensor:
 
 def _resampled(table: Tensor, grid: Grid) -> Tensor:
     """(rows, columns, width) on another grid, bicubic as timm resamples a ViT's positions."""
-    image = table.to(torch.promote_types(table.dtype, torch.float32)).permute(2, 0, 1)[None]
+    image = at_least_float32(table).permute(2, 0, 1)[None]
     resampled = functional.interpolate(
         image, size=grid, mode="bicubic", antialias=True, align_corners=False
     )

@@ -7,12 +7,11 @@ SaPE, which repeats CoPE as its Eqs 7, 8 and 11.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from vlp.compute.full_precision import full_precision
 from vlp.positions.base import PositionContext, PositionEncoding
 
 
@@ -173,12 +172,6 @@ def interpolate(values: Tensor, places: Tensor) -> Tensor:
     below = places.long().clamp(0, last)
     steps = functional.pad(values.diff(dim=-1), (0, 1))  # no step leads beyond the last place
     return values.gather(-1, below) + (places - below) * steps.gather(-1, below)
-
-
-def full_precision(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Bring tensors to one type, float32 at least."""
-    dtype = functools.reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
-    return tuple(x.to(dtype) for x in tensors)
 
 
 def require_shapes(name: str, query: Tensor, key: Tensor, *tables: Tensor) -> None:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from vlp.compute.full_precision import at_least_float32
 from vlp.positions.base import PositionContext, PositionEncoding
 
 
@@ -83,7 +84,7 @@ def products(
         of_keys: the states are those of keys: scale * states_j . table[ids_ij].
     """
     per_row = states @ table.to(states.dtype).transpose(-2, -1)
-    return Lookup(_at_least_float32(per_row) * scale, ids, of_keys)
+    return Lookup(at_least_float32(per_row) * scale, ids, of_keys)
 
 
 def scalars(table: Tensor, ids: Tensor, scale: float = 1.0) -> Lookup:
@@ -94,7 +95,7 @@ def scalars(table: Tensor, ids: Tensor, scale: float = 1.0) -> Lookup:
         ids: (tables, T, T).
         scale: factor of the result.
     """
-    return Lookup(_at_least_float32(table)[None, :, None] * scale, ids)
+    return Lookup(at_least_float32(table)[None, :, None] * scale, ids)
 
 
 def attended_rows(attention: Tensor, table: Tensor, ids: Tensor) -> Tensor:
@@ -108,7 +109,7 @@ def attended_rows(attention: Tensor, table: Tensor, ids: Tensor) -> Tensor:
     Returns:
         (batch, heads, T, channels), of attention's dtype.
     """
-    weights = _at_least_float32(attention)
+    weights = at_least_float32(attention)
     per_row = weights.new_zeros(*weights.shape[:-1], table.shape[1])
     for pairs in ids.unbind():
         per_row = per_row.scatter_add(-1, pairs.expand_as(weights), weights)
@@ -117,7 +118,3 @@ def attended_rows(attention: Tensor, table: Tensor, ids: Tensor) -> Tensor:
 
 def _sum(terms: Iterable[Tensor]) -> Tensor:
     return functools.reduce(lambda one, other: one + other, terms)
-
-
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x.float() if x.element_size() < 4 else x

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vlp.compute.full_precision import at_least_float32
 from vlp.positions.base import PositionContext
 from vlp.positions.coordinates import patch_centres, require_grid
 from vlp.positions.grid_tokens import grid_at_hand
@@ -35,7 +36,7 @@ def object_ids(boxes: Tensor, grid: tuple[int, int]) -> Tensor:
     rows, columns = grid
     if boxes.shape[-1] != 4 or boxes.ndim < 2:
         raise ValueError(f"object boxes are (..., K, 4), not {tuple(boxes.shape)}")
-    x, y, width, height = boxes.to(torch.promote_types(boxes.dtype, torch.float32)).unbind(-1)
+    x, y, width, height = at_least_float32(boxes).unbind(-1)
     right, bottom = x + width, y + height
     real = (width != 0) & (height != 0)
     inside = (

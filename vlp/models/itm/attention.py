@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from vlp.compute.full_precision import at_least_float32
 from vlp.layers.attention import Attention, attend, mask_bias
 from vlp.layers.post_norm import CrossLayer
 from vlp.positions import PositionContext
@@ -40,8 +41,7 @@ def path_shift(attention: Attention, groups: int) -> PathShift | None:
         if "inputs" not in hooks_of(encoding):
             continue
         # Tables stay float32 where layers keep their weights in bf16.
-        weight = attention.query.weight
-        weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        weight = at_least_float32(attention.query.weight)
         unit = torch.eye(groups, dtype=weight.dtype, device=weight.device)[None]
         zeros = weight.new_zeros(1, groups, weight.shape[1])
         none = weight.new_zeros(0)

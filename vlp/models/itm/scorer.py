@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from vlp.compute.full_precision import at_least_float32
 from vlp.compute.gpu_form import off_cpu
 from vlp.layers.pooling import pool_states
 from vlp.layers.post_norm import CrossLayer
@@ -203,8 +204,8 @@ class ITMScorer:
             return None
         with torch.autocast(words.device.type, enabled=False):
             # One product for the tokens of all texts, (M, T N, G), then pair by pair in memory.
-            tokens = _wide(texts.tokens).flatten(0, 1)
-            similarity = group_similarity(_wide(image.tokens), tokens, anchor.groups)
+            tokens = at_least_float32(texts.tokens).flatten(0, 1)
+            similarity = group_similarity(at_least_float32(image.tokens), tokens, anchor.groups)
             similarity = similarity.unflatten(1, words.shape).permute(1, 3, 0, 2).contiguous()
             similarity = similarity.permute(0, 2, 3, 1)
             distance = anchor_distance(
@@ -231,8 +232,3 @@ def _padded(field: Tensor, tokens: int) -> Tensor:
     """(T, N) or (T, N, channels) with zeros, False in masks, up to N = tokens."""
     short = tokens - field.shape[1]
     return functional.pad(field, (0, 0, 0, short) if field.ndim == 3 else (0, short))
-
-
-def _wide(x: Tensor) -> Tensor:
-    """Float32 at least."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))

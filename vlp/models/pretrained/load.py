@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vlp.compute.full_precision import at_least_float32
 from vlp.config import ConfigError
 from vlp.models.pretrained.load_towers import (
     IMAGE_OWN,
@@ -307,7 +308,7 @@ def resample_positions(
             f"{source}: positions {tuple(positions.shape)} are not (1, 1 + a square, width)"
         )
     # In half precision the result would be rounded once more.
-    positions = positions.to(torch.promote_types(positions.dtype, torch.float32))
+    positions = at_least_float32(positions)
     return resample_abs_pos_embed(
         positions, [rows, columns], num_prefix_tokens=1, antialias=antialias, verbose=False
     )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vlp.compute.full_precision import full_precision, no_autocast
 from vlp.compute.region import region
 from vlp.objectives.contrastive.cross_entropy import candidate_cross_entropy
 from vlp.objectives.loss import Loss
-from vlp.objectives.precision import full_precision, no_autocast
 
 
 def positives(image_ids: Tensor, candidate_image_ids: Tensor) -> Tensor:

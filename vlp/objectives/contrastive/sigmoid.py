@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from vlp.compute.full_precision import full_precision, no_autocast
 from vlp.distributed import pass_on, world_size
 from vlp.objectives.contrastive.itc import positives
 from vlp.objectives.loss import Loss
-from vlp.objectives.precision import full_precision, no_autocast
 
 
 class LearnedBias(nn.Module):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vlp.objectives.precision import full_precision
+from vlp.compute.full_precision import full_precision
 
 logger = logging.getLogger(__name__)
 

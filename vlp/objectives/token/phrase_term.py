@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vlp.compute.full_precision import full_precision, no_autocast
 from vlp.compute.region import region
 from vlp.objectives.loss import Loss
-from vlp.objectives.precision import full_precision, no_autocast
 
 REACH = 2
 """Words this far apart can belong to one phrase."""

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from vlp.compute.full_precision import full_precision
 from vlp.compute.region import region
 from vlp.objectives.contrastive.cross_entropy import candidate_cross_entropy
 from vlp.objectives.contrastive.sample_groups import sample_groups
 from vlp.objectives.loss import Loss
-from vlp.objectives.precision import full_precision
 from vlp.objectives.token.word_response import word_response
 
 

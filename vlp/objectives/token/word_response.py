@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from vlp.objectives.precision import no_autocast
+from vlp.compute.full_precision import no_autocast
 
 
 def word_response(

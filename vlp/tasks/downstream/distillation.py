@@ -13,9 +13,9 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from vlp.compute.full_precision import full_precision
 from vlp.objectives.config import MomentumConfig
 from vlp.objectives.contrastive.momentum_teacher import Teacher, soft_target_share
-from vlp.objectives.precision import full_precision
 from vlp.tasks.downstream.task import Downstream, DownstreamConfig
 from vlp.tasks.plain import AUTOCAST
 from vlp.tasks.pretraining.teacher import strip_prefix

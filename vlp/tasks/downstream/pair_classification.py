@@ -16,6 +16,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
+from vlp.compute.full_precision import full_precision
 from vlp.data.downstream.items import Items
 from vlp.data.downstream.nlvr2_assignment import AssignmentDataset
 from vlp.data.downstream.pair_classification import (
@@ -27,7 +28,6 @@ from vlp.data.downstream.pair_classification import (
 from vlp.data.stream.loader import OrderedData
 from vlp.models.folder import Loaded
 from vlp.objectives.loss import Loss
-from vlp.objectives.precision import full_precision
 from vlp.tasks.downstream.distillation import Distilled, DistilledConfig
 from vlp.tasks.downstream.registry import DownstreamTask, TaskCard, register_task
 from vlp.tasks.plain import Precision

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
+from vlp.compute.full_precision import full_precision
 from vlp.config import Config
 from vlp.data.stream.loader import OrderedData
 from vlp.data.stream.rng import make_rng
@@ -20,7 +21,6 @@ from vlp.layers.fused import fuse_by_device
 from vlp.models.vision.backbone import create_backbone
 from vlp.models.vision.config import BackboneConfig
 from vlp.objectives.loss import Loss
-from vlp.objectives.precision import full_precision
 from vlp.tasks.plain import PlainTask, Precision
 from vlp.tasks.task import StepOutput
 from vlp.tasks.vision.folder import save_task

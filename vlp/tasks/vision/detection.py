@@ -9,6 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from vlp.compute.full_precision import full_precision
 from vlp.config import Config, ConfigError
 from vlp.data.stream.loader import OrderedData
 from vlp.data.vision.detection.dataset import (
@@ -21,7 +22,6 @@ from vlp.data.vision.detection.dataset import (
 from vlp.models.vision.detection import Detr, DetrConfig
 from vlp.objectives.detection.set_prediction import SetLosses, set_losses
 from vlp.objectives.loss import Loss
-from vlp.objectives.precision import full_precision
 from vlp.tasks.plain import PlainTask, Precision
 from vlp.tasks.task import StepOutput
 from vlp.tasks.vision.folder import save_task
