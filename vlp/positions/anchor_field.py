@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -51,9 +51,9 @@ class AnchorField(NamedTuple):
             alignment=None if self.alignment is None else _asked(self.alignment, index),
         )
 
-    def first(self, pairs: int) -> AnchorField:
-        """Return the field of the first pairs, without gradients."""
-        return AnchorField(*(None if part is None else part[:pairs].detach() for part in self))
+    def each(self, change: Callable[[Tensor], Tensor]) -> AnchorField:
+        """Return the field with every tensor changed."""
+        return AnchorField._make(None if part is None else change(part) for part in self)
 
     @property
     def reachable(self) -> Tensor:

@@ -30,7 +30,6 @@ from vlp.data.config import AugmentConfig
 from vlp.io import write_text
 from vlp.layers.attention import Attention
 from vlp.positions import PositionContext
-from vlp.positions.anchor_field import AnchorField
 from vlp.training.config import Compile
 from vlp.training.engines.compile import compile_task
 
@@ -189,7 +188,7 @@ def attention(setting: Setting) -> Iterator[CheckedFigure]:
     anchored, field = layer_and_field(*sizes, rows=rows)
     plain = Attention(anchored.query.in_features, anchored.heads, output=False)
     dtype = torch.float32 if setting.dry else torch.bfloat16
-    field = AnchorField(*(part.to(setting.device, dtype) for part in field))
+    field = field.each(lambda part: part.to(setting.device, dtype))
     for text_asks in (True, False):
         context = PositionContext(anchors=field, text_queries=text_asks)
         words, patches = (

@@ -34,7 +34,7 @@ class Teacher(Generic[Student]):
         self.module: Student = copy.deepcopy(student).float().eval().requires_grad_(False)
         self._products = products
         self._exact: dict[str, Tensor] = {}
-        self._rounded: list[nn.Parameter] = []
+        self._rounded: list[Tensor] = []
         self._device: torch.device | str | None = None
 
     @torch.no_grad()

@@ -52,7 +52,7 @@ class ImageTextMatching(Objective):
         crossed = step.model.cross(image, text, pairs, need_image=False, keys=keys, wanted=wanted)
         logits = step.model.match_logits(crossed)
         if crossed.anchors is not None:
-            step.anchors = crossed.anchors.first(len(rows))
+            step.anchors = crossed.anchors.each(lambda part: part[: len(rows)].detach())
         if settings.form == "pairs":
             wrong_labels = torch.zeros_like(own)
             labels = torch.cat([torch.ones_like(rows), wrong_labels, wrong_labels])
