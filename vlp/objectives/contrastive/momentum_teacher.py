@@ -35,11 +35,12 @@ class Teacher(Generic[Student]):
         self._products = products
         self._exact: dict[str, Tensor] = {}
         self._rounded: list[Tensor] = []
-        self._device: torch.device | str | None = None
+        self._device: torch.device | None = None
 
     @torch.no_grad()
     def to(self, device: torch.device | str) -> Teacher[Student]:
         """Move the weights to `device`."""
+        device = torch.device(device)
         if device != self._device:  # else every step walks the modules
             self.module.to(device)
             self._device = device
