@@ -222,8 +222,11 @@ class ShardCache:
                 kept = [path for path in listed if any(map(os.path.exists, self._places(path)))]
                 content = json.dumps([*kept, file.path], indent=0)
                 write_text(self.folder / _FETCHED, content, durable=True)
-            excess = self.used() - self.limit
-            for _, size, path in sorted(self._files()):
+            files = sorted(self._files())
+            excess = sum(size for _, size, _ in files) - self.limit
+            if excess <= 0:
+                return
+            for _, size, path in files:
                 if excess > 0 and _remove_unused(path):
                     excess -= size
             # Counted again: what was not where it had been seen may have been renamed, not removed.

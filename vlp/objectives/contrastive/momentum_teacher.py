@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from vlp.compute.half_weights import half_weights
+from vlp.compute.half_weights import RoundedWeights, half_weights
 from vlp.distributed import local, sharded_like, whole
 
 Student = TypeVar("Student", bound=nn.Module)
@@ -33,8 +33,7 @@ class Teacher(Generic[Student]):
     def __init__(self, student: Student, products: torch.dtype | None = None) -> None:
         self.module: Student = copy.deepcopy(student).float().eval().requires_grad_(False)
         self._products = products
-        self._exact: dict[str, Tensor] = {}
-        self._rounded: list[Tensor] = []
+        self._rounded = RoundedWeights()
         self._device: torch.device | None = None
 
     @torch.no_grad()
@@ -44,18 +43,12 @@ class Teacher(Generic[Student]):
         if device != self._device:  # else every step walks the modules
             self.module.to(device)
             self._device = device
-            self._exact = {name: weight.to(device) for name, weight in self._exact.items()}
-            self._round()
+            self._rounded.to(device)
+            if self._products and not self._rounded.held():
+                weights = half_weights(self.module).items()
+                unsharded = {name: weight for name, weight in weights if local(weight) is weight}
+                self._rounded.keep(unsharded, self._products)
         return self
-
-    def _round(self) -> None:
-        """Keep the weights of products in their own type beside float32, from here on."""
-        products = half_weights(self.module) if self._products and not self._exact else {}
-        for name, weight in products.items():
-            if local(weight) is weight:
-                self._exact[name] = weight.data
-                self._rounded.append(weight)
-                weight.data = weight.data.to(self._products)
 
     @torch.no_grad()
     def update(
@@ -77,7 +70,7 @@ class Teacher(Generic[Student]):
             KeyError: a weight of the teacher is not among the names.
             ValueError: a weight has another shape, as an ungathered shard has.
         """
-        teacher = {**dict(self.module.named_parameters()), **self._exact}
+        teacher = {**dict(self.module.named_parameters()), **self._rounded.held()}
         _check(teacher, named_parameters)
         weights, student = [], []
         for name, weight in teacher.items():
@@ -91,8 +84,7 @@ class Teacher(Generic[Student]):
             moves = torch._foreach_sub(student, weights)
             torch._foreach_mul_(moves, applied * (1 - momentum))
             torch._foreach_add_(weights, moves)
-        if self._exact:
-            torch._foreach_copy_(self._rounded, list(self._exact.values()))
+        self._rounded.give_weights()
         if named_buffers is not None:
             for name, buffer in self.module.named_buffers():
                 if name in named_buffers:
@@ -100,15 +92,15 @@ class Teacher(Generic[Student]):
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return weights and buffers by name, sharded ones as they are, for the checkpoint."""
-        return {**self.module.state_dict(), **self._exact}
+        return {**self.module.state_dict(), **self._rounded.held()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state_dict` gave; missing or unknown names are errors."""
         held = self.module.state_dict()
         self.module.load_state_dict({n: sharded_like(v, held.get(n)) for n, v in state.items()})
-        for name, weight in self._exact.items():
-            weight.copy_(state[name])
+        for name, master in self._rounded.held().items():
+            master.copy_(state[name])
 
 
 def _check(teacher: Mapping[str, Tensor], student: Mapping[str, Tensor]) -> None:

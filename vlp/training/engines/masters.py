@@ -8,35 +8,25 @@ than what bf16 can add, so AdamW moves a float32 copy, which alone is saved.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from vlp import distributed
-from vlp.compute.half_weights import half_weights
+from vlp.compute.half_weights import RoundedWeights, half_weights
 
 
-class Masters:
+class Masters(RoundedWeights):
     """Float32 masters of the trained weights of a module's linear and convolutional layers.
 
     A weight that another module reads too, such as a table of words, stays float32.
     """
 
-    def __init__(self) -> None:
-        self._weights: dict[str, nn.Parameter] = {}
-        self._masters: dict[str, Tensor] = {}
-
     @torch.no_grad()
     def take(self, module: nn.Module) -> None:
         """Cast a module's weights to bf16 in place; every rank keeps rank 0's as masters."""
-        for name, weight in half_weights(module).items():
-            if weight.requires_grad:
-                whole = distributed.tensor_from_rank_0(weight.detach().cpu().contiguous())
-                self._weights[name] = weight
-                self._masters[name] = weight.detach().clone().copy_(whole)
-                weight.data = self._masters[name].bfloat16()
-
-    def held(self) -> dict[str, Tensor]:
-        """Return the masters by the names of their weights."""
-        return dict(self._masters)
+        trained = {name: p for name, p in half_weights(module).items() if p.requires_grad}
+        for weight in trained.values():
+            weight.copy_(distributed.tensor_from_rank_0(weight.detach().cpu().contiguous()))
+        self.keep(trained, torch.bfloat16)
 
     def replace(self, optimiser: torch.optim.Optimizer) -> None:
         """Have an optimiser move masters in place of their weights."""
@@ -54,9 +44,3 @@ class Masters:
                 self._masters[name].grad, weight.grad = taken[-1], None
         if given:
             torch._foreach_copy_(taken, given)
-
-    @torch.no_grad()
-    def give_weights(self) -> None:
-        """Round the masters to their weights."""
-        if self._weights:
-            torch._foreach_copy_(list(self._weights.values()), list(self._masters.values()))
