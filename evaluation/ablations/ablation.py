@@ -25,8 +25,8 @@ from evaluation.ablations.measures import (
     evaluate_images,
     evaluate_vision,
 )
-from evaluation.ablations.runs import Results, Run, do_runs, finished, plain, portable
-from vlp.config import ConfigError
+from evaluation.ablations.runs import LAUNCH, Results, Run, do_runs, finished, plain, portable
+from vlp.config import ConfigError, load_config
 from vlp.data.scenes.sample import Variety
 from vlp.io import parse_json
 
@@ -59,6 +59,37 @@ def plan(
     return backbones, variants
 
 
+def check(config: AblationConfig, source: Path, only: Sequence[str] = ()) -> None:
+    """Read the settings of each variant and backbone, before one of them is trained.
+
+    Raises:
+        ConfigError: `only` names an unknown variant, or settings are wrong, and whose.
+    """
+    from vlp.training.config import PretrainConfig
+    from vlp.training.finetune_config import FinetuneConfig
+    from vlp.training.vision_config import VisionConfig
+
+    names = dict.fromkeys(name for name, _ in config.runs(only))
+    chosen = {name: config.variants[name] for name in names}
+    stages = [(config.training, "variant", name, each) for name, each in chosen.items()]
+    if config.pretraining is not None:
+        used = {each.backbone for each in chosen.values()}
+        stages += [
+            (config.pretraining, "backbone", name, each)
+            for name, each in config.backbones.items()
+            if name in used
+        ]
+    schemas = {"pretrain.py": PretrainConfig, "train_vision.py": VisionConfig}
+    for stage, kind, name, variant in stages:
+        run = _run(config, source, stage, kind, name, variant, config.seeds[0])
+        file = LAUNCH.parent / run.settings["config"]
+        schema = schemas.get(run.script, FinetuneConfig)
+        try:
+            load_config(file, schema, run.changes(), "its overrides")
+        except ConfigError as error:
+            raise ConfigError(f"{kind} {name}: {error}") from error
+
+
 def run_ablation(
     config: AblationConfig,
     source: Path,
@@ -77,8 +108,10 @@ def run_ablation(
 
     Raises:
         ConfigError: there is no checkout to train from, `only` names an unknown variant, a folder
-            holds a run of other settings, or a training failed (its log is named).
+            holds a run of other settings, settings of a variant are wrong, or a training failed
+            (its log is named).
     """
+    check(config, source, only)
     pairs = config.runs(only)
     evaluate = partial(evaluate_vision, limit=config.limit)
     if config.corpus is not None:

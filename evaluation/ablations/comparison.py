@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -160,8 +159,7 @@ def check_models(config: AblationConfig, file: Path) -> None:
         ConfigError: an unknown setting or model, or an encoding that does not fit.
     """
     for run in {run.name.partition("/")[0]: run for run in plan(config, file)[1]}.values():
-        changes = [f"{key}={json.dumps(value)}" for key, value in run.settings["overrides"].items()]
-        task = load_config(file.parent / "training.yaml", VisionConfig, changes).task
+        task = load_config(file.parent / "training.yaml", VisionConfig, run.changes()).task
         assert isinstance(task, ClassificationConfig)
         fast = task.model.model_copy(update={"pretrained": False})
         create_backbone(fast, num_classes=2, img_size=task.data.image_size)

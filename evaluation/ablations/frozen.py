@@ -330,8 +330,7 @@ def _computed(
 
 
 def _config(run: Run) -> VisionConfig:
-    changes = [f"{key}={json.dumps(value)}" for key, value in run.settings["overrides"].items()]
-    changes.append(f"output={json.dumps(str(run.folder))}")
+    changes = [*run.changes(), f"output={json.dumps(str(run.folder))}"]
     config = load_config(LAUNCH.parent / run.settings["config"], VisionConfig, changes)
     if not isinstance(config.task, ClassificationConfig):
         raise ConfigError(f"frozen: task.kind is {config.task.kind}, and only classification fits")

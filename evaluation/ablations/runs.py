@@ -66,6 +66,10 @@ class Run(NamedTuple):
     script: str = "pretrain.py"
     words: tuple[str, ...] = ()
 
+    def changes(self) -> list[str]:
+        """The overrides as a command line has them."""
+        return [f"{key}={json.dumps(value)}" for key, value in self.settings["overrides"].items()]
+
 
 def portable(file: Path) -> str:
     """A file of this checkout by its place in it, so that results may move with the checkout."""
@@ -161,7 +165,6 @@ def _train(run: Run, threads: int) -> None:
 
     log = run.folder.with_suffix(".log")
     log.parent.mkdir(parents=True, exist_ok=True)
-    overrides = [f"{key}={json.dumps(value)}" for key, value in run.settings["overrides"].items()]
     script = str(LAUNCH / run.script)
     config = str(LAUNCH.parent / run.settings["config"])
     command = [sys.executable, script, *run.words, "--config", config, "--resume"]
@@ -175,7 +178,7 @@ def _train(run: Run, threads: int) -> None:
     }
     with log.open("ab") as file:
         training = subprocess.Popen(
-            [*command, f"output={run.folder}", *overrides],
+            [*command, f"output={run.folder}", *run.changes()],
             env=environment, stdout=file, stderr=subprocess.STDOUT,
             preexec_fn=partial(end_with_parent, signal.SIGTERM, os.getpid()),
         )  # fmt: skip

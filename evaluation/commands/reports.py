@@ -295,7 +295,7 @@ def ablate(
     fine-tuned for a task (`fine_tuned`), or else vision models with other position encodings. The
     plan is printed first: the time of each variant, and what --budget leaves out.
     """
-    from evaluation.ablations.ablation import results, run_ablation, run_folders
+    from evaluation.ablations.ablation import check, results, run_ablation, run_folders
     from evaluation.ablations.budget import make_budget
     from evaluation.ablations.config import AblationConfig
     from evaluation.ablations.tables import report as report_tables
@@ -306,6 +306,8 @@ def ablate(
     ablation = load_config(config, AblationConfig, overrides or ())
     print(smallest_difference(ablation))
     names = tuple(only.split(",")) if only else ()
+    if plan:
+        check(ablation, config, names)
     while not report:
         runs = make_budget(ablation, results(ablation, config), names, minutes_a_run, budget)
         print(f"\n{runs.text()}\n", flush=True)

@@ -18,18 +18,21 @@ from vlp.config.yaml_text import dump_yaml, parse_yaml, where_and_what
 from vlp.io import write_text
 
 INHERIT = "inherit"
-COMMAND_LINE = "the command line"
 
 
 def load_config(
-    path: str | Path, schema: type[AnyConfig], overrides: Sequence[str] = ()
+    path: str | Path,
+    schema: type[AnyConfig],
+    overrides: Sequence[str] = (),
+    origin: str = "the command line",
 ) -> AnyConfig:
     """Read a configuration file and validate it.
 
     `inherit: other.yaml` (relative to the file) is read first and merged key by key; a mapping
     merges into a mapping, everything else replaces. Overrides come last, written `a.b=value` with
     the value in YAML (`data.sources=[{path: shards}]`, `training.steps=100`, `teacher=null`). A
-    text that looks like a number is quoted, as everywhere in YAML (`tasks=["5117e062"]`).
+    text that looks like a number is quoted, as everywhere in YAML (`tasks=["5117e062"]`). `origin`
+    is where messages say that overrides come from.
 
     Raises:
         ConfigError: the file is missing or not YAML, inheritance loops, a key is unknown (the
@@ -49,9 +52,9 @@ def load_config(
             nested = {part: nested}
         values = merged(values, nested)
         for leaf in (key, *(f"{key}.{inner}" for inner in _paths(value))):
-            origins[leaf] = COMMAND_LINE
+            origins[leaf] = origin
         for depth in range(1, key.count(".") + 1):
-            origins.setdefault(".".join(key.split(".")[:depth]), COMMAND_LINE)
+            origins.setdefault(".".join(key.split(".")[:depth]), origin)
     plugins = values.get("plugins")
     if isinstance(plugins, list) and all(isinstance(each, str) for each in plugins):
         load_plugins(plugins)  # what they register is then known to the schema

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from data_tools.generate.scenes import CORPUS_VERSION
-from evaluation.ablations.ablation import _make_corpus, plan, results, run_ablation
+from evaluation.ablations.ablation import _make_corpus, check, plan, results, run_ablation
 from evaluation.ablations.config import AblationConfig, CorpusConfig
 from evaluation.ablations.layouts import COLUMNS, SWAPS
 from evaluation.ablations.runs import RESULT
@@ -23,10 +23,13 @@ from evaluation.ablations.tables import (
 )
 from vlp.config import ConfigError, load_config
 from vlp.data.shards.shard_index import ShardIndex
-from vlp.training.config import PretrainConfig
 
 ROOT = Path(__file__).resolve().parents[3]
-STAGE = {"config": "pretrain.yaml", "part": "twins", "overrides": {"training.steps": 2}}
+STAGE = {
+    "config": "../pretrain/scenes_tiny.yaml",
+    "part": "twins",
+    "overrides": {"training.steps": 2},
+}
 PLAIN = {
     "output": "out",
     "corpus": {},
@@ -247,20 +250,10 @@ def test_what_cannot_be_is_named(change, message):
 
 
 def test_the_configurations_in_the_box_are_valid():
-    files = [
-        file
-        for file in (ROOT / "configs" / "ablation").glob("*.yaml")
-        if "evaluation ablation" in file.read_text()
-    ]
-    assert files
+    files = sorted((ROOT / "configs" / "ablation").glob("*.yaml"))
+    assert len(files) > 15
     for file in files:
-        config = load_config(file, AblationConfig)
-        backbones, variants = plan(config, file)
-        for run in [*backbones, *variants]:
-            overrides = [
-                f"{key}={json.dumps(value)}" for key, value in run.settings["overrides"].items()
-            ]
-            load_config(ROOT / run.settings["config"], PretrainConfig, overrides)
+        check(load_config(file, AblationConfig), file)
 
 
 @pytest.mark.slow

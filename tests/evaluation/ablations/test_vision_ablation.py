@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import csv
-import json
 import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 from PIL import Image
 
-from evaluation.ablations.ablation import plan, results, run_ablation
+from evaluation.ablations.ablation import check, plan, results, run_ablation
 from evaluation.ablations.config import AblationConfig, StageConfig
 from evaluation.ablations.runs import RESULT
 from evaluation.ablations.tables import report, smallest_difference
+from launch.cli.main import main
 from vlp.config import ConfigError, load_config
-from vlp.training.vision_config import VisionConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 PLAIN = {
@@ -126,7 +126,7 @@ def commands(file):
     return [[], *parts[1:]]
 
 
-def test_the_configurations_in_the_box_are_valid_with_the_overrides_of_their_heads():
+def test_the_overrides_of_heads_are_valid():
     files = [
         file
         for file in (ROOT / "configs" / "ablation").glob("*.yaml")
@@ -136,11 +136,22 @@ def test_the_configurations_in_the_box_are_valid_with_the_overrides_of_their_hea
     given = [(file, overrides) for file in files for overrides in commands(file)]
     assert len(given) > len(files)
     for file, overrides in given:
-        for run in plan(load_config(file, AblationConfig, overrides), file)[1]:
-            settings = [
-                f"{key}={json.dumps(value)}" for key, value in run.settings["overrides"].items()
-            ]
-            load_config(ROOT / run.settings["config"], VisionConfig, settings)
+        check(load_config(file, AblationConfig, overrides), file)
+
+
+@pytest.mark.parametrize("flags", [[], ["--plan"]])
+def test_the_last_variants_mistake_is_named_before_the_first_is_trained(flags, tmp_path, capsys):
+    settings = PLAIN | {
+        "output": str(tmp_path / "out"),
+        "training": {"config": str(ROOT / "configs/vision/cifar10_vit_tiny.yaml")},
+        "variants": PLAIN["variants"] | {"wrong": {"overrides": {"task.model.absolut": "keep"}}},
+    }
+    file = tmp_path / "x.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    assert main(["ablate", "--config", str(file), *flags]) == 2
+    said = "variant wrong: its overrides: unknown key 'task.model.absolut'"
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.integration
