@@ -27,19 +27,24 @@ def reproduce(
     only: Annotated[str, Option(metavar="NAME,...", help="train these variants alone")] = "",
     write: Annotated[
         Path | None,
-        Option(metavar="DIR", help="train nothing; write TABLE.json of stored figures, or all"),
+        Option(
+            metavar="DIR",
+            help="train nothing; write TABLE.json of stored figures, or all",
+        ),
     ] = None,
     overrides: Overrides = None,
 ) -> None:
     """Run a table of the results again.
 
     It prints the stored figures, the new ones and the paper's. Finished runs in --out are kept, so
-    an interrupted table continues. Without TABLE the tables are listed, with measured minutes.
+    an interrupted table continues. Without TABLE the tables are listed, with measured minutes, and
+    --write writes those of the pages photographs and downstream in DIR, too.
 
     \b
       vlp reproduce fourier_widgets --seeds 0,1 --only embed,sine
     """
     from evaluation.ablations.ablation import results, run_ablation
+    from evaluation.ablations.page_tables import PAGES, page_json
     from evaluation.ablations.stored_tables import (
         compare_runs,
         list_tables,
@@ -58,6 +63,10 @@ def reproduce(
             if table in (None, name) and each.results():
                 write_text(write / f"{name}.json", each.to_json())
                 print(write / f"{name}.json")
+        for page in PAGES:
+            if table is None and (file := write / f"{page}.md").is_file():
+                write_text(write / f"{page}.json", page_json(file.read_text("utf-8")))
+                print(write / f"{page}.json")
         return
     if table is None:
         print(list_tables(known).text())

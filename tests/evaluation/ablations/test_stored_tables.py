@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from evaluation.ablations import stored_tables as module
+from evaluation.ablations.page_tables import PAGES, page_json, page_tables
 from evaluation.ablations.stored_tables import NULL, REGISTRY, paired_tests, records, stored_tables
 from launch.cli.main import main
 
@@ -26,7 +27,7 @@ def test_every_configuration_and_every_stored_figure_is_in_the_registry():
     configurations = {file.name for file in REGISTRY.parent.parent.glob("*.yaml")}
     assert {table.entry.ablation for table in known.values()} - {None} == configurations
     assert {file.stem for file in REGISTRY.parent.glob("*.csv")} == set(STORED)
-    assert {file.stem for file in RESULTS.glob("*.json")} == set(STORED)
+    assert {file.stem for file in RESULTS.glob("*.json")} == {*STORED, *PAGES}
     for name, table in known.items():
         assert (name in STORED) is not bool(table.entry.not_run)
 
@@ -50,6 +51,44 @@ def test_the_json_is_the_generators_and_says_why_a_field_is_null(name):
     assert run <= {each["row"] for each in found["figures"] if each["ours"] is not None}
     if config.corpus is not None and name != "anchors":
         assert any(each["figure"] == "all swaps" and each["ours"] for each in found["figures"])
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_json_of_a_page_has_its_tables(page):
+    markdown = (RESULTS / f"{page}.md").read_text(encoding="utf-8")
+    text = (RESULTS / f"{page}.json").read_text(encoding="utf-8")
+    assert text == page_json(markdown), "run `vlp reproduce --write docs/results`"
+    assert json.loads(text) == page_tables(markdown)
+    assert f"({page}.json)" in markdown
+
+
+def test_a_pages_cells_become_numbers_where_they_are():
+    page = """# Page
+## Other
+## Place
+| | R@1, `dev` | against [None](none.md) |
+|---|---|---|
+| **ours** | **1,024.5** [−1.0, 2.0] | −0.5 ± 0.2, p 0.03 |
+| theirs | 12 % | 1.0 / 2.0 |
+
+| none | |
+|---|---|
+| | p 0.1 |
+"""
+    first, second = page_tables(page)
+    assert first == {
+        "headings": ["Page", "Place"],
+        "columns": ["", "R@1, dev", "against None"],
+        "rows": [
+            [
+                "ours",
+                {"value": 1024.5, "interval": [-1.0, 2.0]},
+                {"value": -0.5, "deviation": 0.2, "p": "0.03"},
+            ],
+            ["theirs", 12.0, "1.0 / 2.0"],
+        ],
+    }
+    assert second["rows"] == [[None, "p 0.1"]]
 
 
 def test_figures_agree_with_the_stored_ones():
