@@ -108,19 +108,12 @@ class Journal:
         if self.records.pop(number, None) is not None:
             self._append({"withdrawn": number})
 
-    def finish(self, shards: int) -> None:
-        """Write the file anew with the first `shards` records.
+    def last_shard(self) -> int:
+        """Return the number of the last shard that has a file; -1 where none has."""
+        return max((int(path.stem[6:]) for path in self.folder.glob("*.tar")), default=-1)
 
-        Raises:
-            ConfigError: there are later shards, which this build has no samples for.
-        """
-        kept = {shard_name(number) for number in range(shards)}
-        for path in sorted(self.folder.glob("*.tar")):
-            if path.name not in kept:
-                raise ConfigError(
-                    f"{path}: a shard of a longer list, and this one ends after {shards}; choose "
-                    f"another --out, or {REMEDY}"
-                )
+    def finish(self, shards: int) -> None:
+        """Write the file anew with the first `shards` records."""
         with atomic_write(self._path, durable=True) as file:
             file.write(_line({"settings": self._settings}))
             file.writelines(_line(self.records[number].model_dump()) for number in range(shards))

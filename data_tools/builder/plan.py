@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 from data_tools.builder.journal import REMEDY, Journal, Record, shard_name
 from data_tools.builder.options import BuildOptions
@@ -35,18 +37,32 @@ class Pieces:
     def jobs(self, wanted: Iterable[SampleSpec | Refused], bar: Any) -> Iterator[ShardJob]:
         """Yield the shards to be made, in order.
 
+        The first one follows when the list is read as far as the last shard that is there: a list
+        that is refused has changed none.
+
         Raises:
-            ConfigError: one would lose samples.
+            ConfigError: one would lose samples, or is of a longer list.
         """
-        for piece in self._pieces(self._usable(wanted)):
-            number, self.shards = self.shards, self.shards + 1
-            job = self._job(number, piece)
-            if job is not None:
-                yield job
-            else:
-                # What was there already is no part of the rate. A silenced bar has no start.
-                bar.initial = getattr(bar, "initial", 0) + len(piece)
-                bar.update(len(piece))
+        last = self.journal.last_shard()
+        with TemporaryFile(dir=self.journal.folder) as held:
+            for piece in self._pieces(self._usable(wanted)):
+                number, self.shards = self.shards, self.shards + 1
+                job = self._job(number, piece)
+                if job is None:
+                    # What was there already is no part of the rate. A silenced bar has no start.
+                    bar.initial = getattr(bar, "initial", 0) + len(piece)
+                    bar.update(len(piece))
+                elif number < last:
+                    pickle.dump(job, held)
+                else:
+                    yield from _taken(held)
+                    yield job
+            if self.shards <= last:
+                raise ConfigError(
+                    f"{self.journal.folder / shard_name(last)}: a shard of a longer list, and this "
+                    f"one ends after {self.shards}; choose another --out, or {REMEDY}"
+                )
+            yield from _taken(held)
 
     def _usable(self, wanted: Iterable[SampleSpec | Refused]) -> Iterator[SampleSpec]:
         seen: set[str] = set()
@@ -126,6 +142,16 @@ class Pieces:
     def _is_there(self, record: Record) -> bool:
         path = self.journal.folder / record.name
         return not record.samples or (path.is_file() and path.stat().st_size == record.bytes)
+
+
+def _taken(held: IO[bytes]) -> Iterator[ShardJob]:
+    """Yield the jobs that a file holds, which is empty afterwards."""
+    end = held.tell()
+    held.seek(0)
+    while held.tell() < end:
+        yield pickle.load(held)
+    held.seek(0)
+    held.truncate()
 
 
 def _digest(piece: list[ShardItem]) -> str:

@@ -333,23 +333,22 @@ def test_a_shorter_list_is_refused_and_nothing_is_touched(
 ) -> None:
     out = tmp_path / "out"
     build(places, out)
-    whole, shorter = files_of(out), [wanted(number) for number in range(length)]
-    with pytest.raises(ConfigError, match=r"shard-00000\d.tar: .*this (list|one) .*--replace"):
-        build(places, out, samples=shorter)
-    after = files_of(out)
-    # The journal is the same but for what it may have withdrawn.
-    assert {k: v for k, v in after.items() if k != "build.jsonl"} == {
-        k: v for k, v in whole.items() if k != "build.jsonl"
-    }
-    build(places, out)
-    assert files_of(out) == whole
+    (places / "3.jpg").write_bytes(raw_image(3))
+    whole = files_of(out)
+    # Its first shard is another one, by a caption and by an image to try again.
+    shorter = [wanted(0, caption="said better"), *map(wanted, range(1, 20))][:length]
+    for retry in (False, True):
+        with pytest.raises(ConfigError, match=r"shard-00000\d.tar: .*this (list|one) .*--replace"):
+            build(places, out, FOUR._replace(retry=retry), shorter)
+        assert files_of(out) == whole
 
 
 def test_other_samples_in_a_shards_place_are_refused(places: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     build(places, out)
     whole = files_of(out)
-    others = [*map(wanted, range(5)), wanted(19), *map(wanted, range(6, 19))]
+    others = [wanted(0, caption="new"), *map(wanted, range(1, 5)), wanted(19)]
+    others += map(wanted, range(6, 19))
     with pytest.raises(ConfigError, match=r"shard-000001.tar: holds k005, one of 1 samples that"):
         build(places, out, samples=others)
     assert files_of(out) == whole
