@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,7 +81,7 @@ def build_parts(
         OSError: an image cannot be read.
     """
     # Here, so that help needs neither NumPy nor Pillow.
-    from data_tools.builder.build_shards import build_shards
+    from data_tools.builder.build_shards import build_in_steps
     from data_tools.builder.manifest import print_manifest
 
     options = build_options(arguments)
@@ -88,19 +89,24 @@ def build_parts(
     if settings is None:
         settings = {"max_words": arguments.max_words}
     written = 0
-    for part in parts:
-        out = arguments.out / part.name
-        manifest = build_shards(
-            part.wanted(found) if callable(part.wanted) else part.wanted,
-            found,
-            out,
-            options,
-            title=f"{title}, {part.name}" if part.name else title,
-            total=part.total,
-            arguments=settings,
-        )
-        print_manifest(out, manifest)
-        written += manifest["samples"]
+    with ExitStack() as held:
+        builds = []
+        for part in parts:
+            build = build_in_steps(
+                part.wanted(found) if callable(part.wanted) else part.wanted,
+                found,
+                arguments.out / part.name,
+                options,
+                title=f"{title}, {part.name}" if part.name else title,
+                total=part.total,
+                arguments=settings,
+            )
+            builds.append(held.enter_context(closing(build)))
+            next(build)  # whichever part is refused, none has changed
+        for part, build in zip(parts, builds, strict=True):
+            manifest = next(build)
+            print_manifest(arguments.out / part.name, manifest)
+            written += manifest["samples"]
     if not written:
         print(f"{arguments.out}: no sample was written; are --images the images of this corpus?")
     return 0 if written else 1

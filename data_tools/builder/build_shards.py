@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import chain, islice
 from operator import length_hint
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ __all__ = [
     "Refused",
     "SampleSpec",
     "add_build_arguments",
+    "build_in_steps",
     "build_options",
     "build_shards",
     "print_manifest",
@@ -80,6 +82,29 @@ def build_shards(
     Raises:
         ConfigError: `out` holds other shards, is being written, or cannot be written.
     """
+    steps = build_in_steps(
+        wanted, originals, out, options, title=title, total=total, arguments=arguments
+    )
+    *_, manifest = steps
+    return manifest
+
+
+def build_in_steps(
+    wanted: Iterable[SampleSpec | Refused],
+    originals: Originals,
+    out: Path,
+    options: BuildOptions,
+    *,
+    title: str,
+    total: int | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> Generator[dict[str, Any], None, None]:
+    """Build as `build_shards` does, in two steps, for data sets of several folders.
+
+    Yields:
+        An empty manifest when the folder is locked and the list read as far as it can be refused,
+        before any shard has changed; then the manifest.
+    """
     settings = {
         "version": BUILD_VERSION,
         "samples_per_shard": options.samples_per_shard,
@@ -98,12 +123,18 @@ def build_shards(
             journal = held.enter_context(Journal(out, begun))
             held.enter_context(_swept(out))
             pieces = Pieces(originals, journal, options, take_down)
-            with tqdm(total=total, desc=str(out), unit=" samples", smoothing=0.05) as bar:
-                jobs = pieces.jobs(wanted, bar)
-                results = options.executor.map(make_shard, jobs, ordered=False)
+            jobs = pieces.jobs(wanted)
+            first = list(islice(jobs, 1))
+            yield {}
+            there = pieces.kept  # before now, so that it is no part of the rate
+            with tqdm(
+                total=total, desc=str(out), unit=" samples", smoothing=0.05, initial=there
+            ) as bar:
+                results = options.executor.map(make_shard, chain(first, jobs), ordered=False)
                 for record, process in results:
                     _publish(journal, record, process)
                     bar.update(record.wanted)
+                bar.update(pieces.kept - there)
             journal.finish(pieces.shards)
             manifest = make_manifest(pieces, title, about)
             _write_index(out, manifest)
@@ -116,7 +147,7 @@ def build_shards(
             f"{error.filename or out}: cannot be written ({error.strerror}); finished shards stay, "
             "run the same command again to go on"
         ) from error
-    return manifest
+    yield manifest
 
 
 def _set_aside(out: Path, begun: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ import pickle
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from tempfile import TemporaryFile
-from typing import IO, Any
+from typing import IO
 
 from data_tools.builder.journal import REMEDY, Journal, Record, shard_name
 from data_tools.builder.options import BuildOptions
@@ -33,8 +33,9 @@ class Pieces:
         self.take_down = take_down
         self.refused: dict[str, list[str]] = defaultdict(list)
         self.shards = 0
+        self.kept = 0  # samples of shards that need not be made
 
-    def jobs(self, wanted: Iterable[SampleSpec | Refused], bar: Any) -> Iterator[ShardJob]:
+    def jobs(self, wanted: Iterable[SampleSpec | Refused]) -> Iterator[ShardJob]:
         """Yield the shards to be made, in order.
 
         The first one follows when the list is read as far as the last shard that is there: a list
@@ -49,9 +50,7 @@ class Pieces:
                 number, self.shards = self.shards, self.shards + 1
                 job = self._job(number, piece)
                 if job is None:
-                    # What was there already is no part of the rate. A silenced bar has no start.
-                    bar.initial = getattr(bar, "initial", 0) + len(piece)
-                    bar.update(len(piece))
+                    self.kept += len(piece)
                 elif number < last:
                     pickle.dump(job, held)
                 else:

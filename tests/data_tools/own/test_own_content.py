@@ -215,6 +215,25 @@ def test_a_second_run_goes_on_and_refuses_other_data(
     assert len(stored(tmp_path / "out")) == 15
 
 
+def test_a_split_that_is_refused_leaves_the_others_as_they_were(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    place = write(tmp_path / "mine", _in_parts(["train", "val"]))
+    command = ["import", str(place), "--out", str(tmp_path / "out"), "--processes", "1"]
+    assert main(command) == 0
+    before = files_of(tmp_path / "out")
+    (place / "train/photo 00.txt").write_bytes(b"a cat")
+    lost = [path.rename(tmp_path / path.name) for path in place.glob("val/photo 01.*")]
+    assert main(command) == 2
+    assert "shard-000000.tar: holds val_photo_01" in capsys.readouterr().err
+    assert files_of(tmp_path / "out") == before
+    for path in lost:
+        path.rename(place / "val" / path.name)
+    assert main(command) == 0
+    captions = [annotation.captions for _, annotation in stored(tmp_path / "out").values()]
+    assert captions.count(["a cat"]) == 1
+
+
 def test_the_stamp_and_no_false_overlap(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Two data sets whose images have equal names show different images."""
     texts = {name: data for name, data in pairs().items() if name.endswith("txt")}
