@@ -173,14 +173,13 @@ def _publish(journal: Journal, record: Record, process: int) -> None:
     place = journal.folder / record.name
     # It knows the shards of before, and sizes alone would not tell: tars are filled up to 10 KiB.
     (journal.folder / INDEX_NAME).unlink(missing_ok=True)
-    journal.withdraw(record.number)
+    journal.add(record)
     if record.samples:
         written.rename(place)
     else:
         written.unlink()
         place.unlink(missing_ok=True)
     sync_path(journal.folder)
-    journal.add(record)
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """Journal of a build's finished shards: one line of JSON a shard, kept beside the shards.
 
 The file is only ever appended to while shards are made, so a killed build loses at most the line
-it was writing; a clean end writes it anew, in the order of the shards. Before a shard is replaced
-its record is withdrawn: should a kill fall in between, its sha256 tells whether it still holds.
+it was writing; a clean end writes it anew, in the order of the shards. A shard's record is written
+before its file is put in place: should a kill fall in between, the sha256 of what is there tells
+that the record before it holds.
 """
 
 from __future__ import annotations
@@ -99,14 +100,9 @@ class Journal:
             raise
 
     def add(self, record: Record) -> None:
-        """Remember a finished shard, whose file is already in its place."""
+        """Remember a finished shard, just before its file is put in its place."""
         self.records[record.number] = record
         self._append(record.model_dump())
-
-    def withdraw(self, number: int) -> None:
-        """Say that the shard's file is about to change, so that no old record speaks for it."""
-        if self.records.pop(number, None) is not None:
-            self._append({"withdrawn": number})
 
     def last_shard(self) -> int:
         """Return the number of the last shard that has a file; -1 where none has."""
@@ -129,18 +125,18 @@ class Journal:
         """Read what is there; whether a build began."""
         lines = self._path.read_bytes().split(b"\n")
         whole = 0
-        withdrawn: dict[int, Record] = {}
+        last, before = None, None
         for number, line in enumerate(lines[:-1], 1):
             try:
                 content = parse_json(line)
                 if "settings" in content:
                     self._compare(content["settings"])
-                elif "withdrawn" in content:
-                    withdrawn[content["withdrawn"]] = self.records.pop(content["withdrawn"])
+                elif "withdrawn" in content:  # as journals had it once
+                    self.records.pop(content["withdrawn"])
                 else:
-                    record = Record.model_validate(content)
-                    self.records[record.number] = record
-                    withdrawn.pop(record.number, None)
+                    last = Record.model_validate(content)
+                    before = self.records.get(last.number)
+                    self.records[last.number] = last
             except (ValueError, TypeError, LookupError, AttributeError) as error:
                 if isinstance(error, ConfigError):
                     raise
@@ -150,9 +146,11 @@ class Journal:
                     "to build every shard again"
                 ) from error
             whole += len(line) + 1
-        for record in withdrawn.values():
-            if _holds(self.folder / record.name, record):
-                self.records[record.number] = record
+        if last is not None and before is not None:
+            path = self.folder / last.name
+            if not _holds(path, last) and _holds(path, before):
+                self.records[before.number] = before
+                whole -= len(lines[-2]) + 1
         # Behind the last line break lies the line a kill cut off.
         self._file.truncate(whole)
         return whole > 0

@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -22,6 +23,7 @@ from data_tools.builder.build_shards import (
     build_shards,
     print_manifest,
 )
+from data_tools.builder.journal import Journal
 from data_tools.builder.take_down import Line, TakeDown, write_list
 from data_tools.executor.local import LocalExecutor
 from data_tools.sources.image_sources import Originals
@@ -402,24 +404,41 @@ def test_a_damaged_or_lost_shard_is_made_again(places: Path, tmp_path: Path) -> 
     assert files_of(out) == whole
 
 
-@pytest.mark.parametrize("replaced", [False, True])
-def test_killed_while_a_shard_is_replaced(places: Path, tmp_path: Path, replaced: bool) -> None:
-    """The record was withdrawn; whether the new file was in place already, its sha256 tells."""
-    out = tmp_path / "out"
+@pytest.mark.parametrize("ends", ["announced", "in place", "announced twice"])
+def test_killed_while_a_shard_is_replaced(
+    places: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """Whether the new file, a longer one, was in place already, its sha256 tells."""
+    out, retry = tmp_path / "out", FOUR._replace(retry=True)
     build(places, out)
-    whole = files_of(out)
-    with open(out / "build.jsonl", "ab") as file:
-        file.write(b'{"withdrawn":1}\n')
-    if replaced:
-        path = out / "shard-000001.tar"
-        data = bytearray(path.read_bytes())
-        data[700] ^= 1
-        path.write_bytes(data)
+    shutil.copytree(out, tmp_path / "whole")
+    before = files_of(out)
+    for number in (3, 9):
+        (places / f"{number}.jpg").write_bytes(raw_image(number))
+    whole = build(places, tmp_path / "whole", retry)
+    add = Journal.add
+
+    def killed(*arguments: Any) -> None:
+        if ends != "in place":
+            add(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if ends == "in place":
+            patch.setattr("data_tools.builder.build_shards.sync_path", killed)
+        else:
+            patch.setattr(Journal, "add", killed)
+        for _ in range(2 if ends == "announced twice" else 1):
+            with pytest.raises(KeyboardInterrupt):
+                build(places, out, retry)
+    if ends == "in place":
+        assert keys_of(tmp_path / "whole")[0] == ["k000", "k001", "k002", "k003", "k004"]
     else:
-        places.rename(tmp_path / "away")  # nothing has to be read
-        places.mkdir()
-    build(places, out)
-    assert files_of(out) == whole
+        (tmp_path / "away").mkdir()
+        build(tmp_path / "away", out)  # nothing has to be read
+        assert files_of(out) == before
+    assert build(places, out, retry) == whole
+    assert files_of(out) == files_of(tmp_path / "whole")
 
 
 def interrupted() -> Iterator[SampleSpec]:
