@@ -81,20 +81,23 @@ class Pieces:
     def _pieces(self, wanted: Iterator[SampleSpec]) -> Iterator[list[ShardItem]]:
         """Cut where an earlier run cut, else after as many samples as have their images.
 
-        A retry cuts the last piece after so many, too: while a list is downloaded in parts, all
-        that is not there yet is in that piece. Those before it stay as they are.
+        A retry cuts the last piece after so many, too, once what its shard holds is in it: while a
+        list is downloaded in parts, all that is not there yet is in that piece. Those before it
+        stay as they are.
         """
         piece: list[ShardItem] = []
         present = number = 0
         last = max(self.journal.records, default=-1)
+        held = self._held(last) if self.options.retry else {}
         for item in wanted:
             places = tuple(map(self.originals.find, item.images))
             piece.append(ShardItem(item.key, item.annotation, item.size, places, item.images))
             present += None not in places
             before = self.journal.records.get(number)
             cut_before = before is not None and len(piece) == before.wanted
-            may_cut = before is None or (self.options.retry and number == last)
-            if cut_before or (may_cut and present == self.options.samples_per_shard):
+            held.pop(item.key, None)
+            may_cut = before is None or (self.options.retry and number == last and not held)
+            if cut_before or (may_cut and present >= self.options.samples_per_shard):
                 yield piece
                 piece, present, number = [], 0, number + 1
         if piece:
@@ -128,15 +131,21 @@ class Pieces:
 
     def _require_kept(self, number: int, piece: list[ShardItem]) -> None:
         """Refuse a list that lacks samples of the shard that stands where it has others."""
+        wanted = {item.key for item in piece}
+        lost = [key for key in self._held(number) if key not in wanted]
+        if lost:
+            path = self.journal.folder / shard_name(number)
+            raise ConfigError(
+                f"{path}: holds {lost[0]}, one of {len(lost)} samples that this list does not "
+                f"have there; choose another --out, or {REMEDY}"
+            )
+
+    def _held(self, number: int) -> dict[str, None]:
+        """Return the keys of the samples in the shard that stands there, in order."""
         path = self.journal.folder / shard_name(number)
-        if path.exists():
-            wanted = {item.key for item in piece}
-            lost = [sample.key for sample in contents(path).samples if sample.key not in wanted]
-            if lost:
-                raise ConfigError(
-                    f"{path}: holds {lost[0]}, one of {len(lost)} samples that this list does not "
-                    f"have there; choose another --out, or {REMEDY}"
-                )
+        return (
+            dict.fromkeys(sample.key for sample in contents(path).samples) if path.exists() else {}
+        )
 
     def _is_there(self, record: Record) -> bool:
         path = self.journal.folder / record.name

@@ -289,6 +289,27 @@ def test_what_arrives_later_fills_shards_like_the_others(places: Path, tmp_path:
         assert files_of(out) == whole
 
 
+def test_what_arrives_later_before_what_is_there(places: Path, tmp_path: Path) -> None:
+    """In the last piece too many are there now, and the list has become longer."""
+    for number in range(20):
+        (places / f"{number}.jpg").unlink(missing_ok=True)
+    out, retry = tmp_path / "out", FOUR._replace(retry=True)
+    for number in (9, 10):
+        (places / f"{number}.jpg").write_bytes(raw_image(number))
+    build(places, out, samples=map(wanted, range(15)))
+    for number in range(6):
+        (places / f"{number}.jpg").write_bytes(raw_image(number))
+    build(places, out, retry, map(wanted, range(20)))
+    assert keys_of(out) == [[f"k{number:03d}" for number in (*range(6), 9, 10)]]
+    whole = files_of(out)
+    build(places, out, retry, map(wanted, range(20)))
+    assert files_of(out) == whole
+    for number in range(20):
+        (places / f"{number}.jpg").write_bytes(raw_image(number))
+    build(places, out, retry, map(wanted, range(20)))
+    assert [len(keys) for keys in keys_of(out)] == [11, 4, 4, 1]
+
+
 def test_a_changed_annotation_changes_its_shard(places: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     build(places, out)
