@@ -135,12 +135,15 @@ def said_split(value: Any) -> str | None:
     return name or None
 
 
-def require_splits(counts: Mapping[str, int], where: str) -> None:
+def require_splits(
+    counts: Mapping[str, int | None], where: str, remedy: str = "it should be train, val or test"
+) -> None:
     """Refuse names of which some are splits and others are not; one split alone may be chance.
 
     Args:
-        counts: of images by name.
+        counts: of images by name, as far as they are known.
         where: the names are, for messages.
+        remedy: for messages.
 
     Raises:
         ConfigError: two different splits stand beside a name of none.
@@ -149,7 +152,8 @@ def require_splits(counts: Mapping[str, int], where: str) -> None:
     splits = [split for split in SPLIT_NAMES if split in known.values()]
     strange = [name for name, split in known.items() if split is None]
     if strange and len(splits) > 1:
+        count = counts[strange[0]]
+        shown = repr(strange[0]) if count is None else f"{strange[0]!r} ({count} images)"
         raise ConfigError(
-            f"{where}: {strange[0]!r} ({counts[strange[0]]} images) is no split, but stands beside "
-            f"{' and '.join(splits)}; it should be train, val or test"
+            f"{where}: {shown} is no split, but stands beside {' and '.join(splits)}; {remedy}"
         )

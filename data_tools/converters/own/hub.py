@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from data_tools.builder.sample_spec import Refused
-from data_tools.converters.own.columns import Named, find_columns, no_columns, said_split, texts_in
+from data_tools.converters.own.columns import (
+    Named,
+    find_columns,
+    no_columns,
+    require_splits,
+    said_split,
+    texts_in,
+)
 from data_tools.converters.own.file_tree import FileTree
 from data_tools.converters.own.forms import Form, OwnImage, value_image
 from data_tools.sources.annotation_rows import Faults
@@ -17,7 +24,13 @@ from vlp.data.shards.sample_files import BadSample
 PREFIX = "hub:"
 
 
-def hub_form(place: str, tree: FileTree, named: Named, faults: Faults) -> Form:
+def hub_form(
+    place: str,
+    tree: FileTree,
+    named: Named,
+    faults: Faults,
+    chosen: Sequence[str] | None = None,
+) -> Form:
     """Open a data set of the hub; its images pass through the tree's temporary folder.
 
     Args:
@@ -25,9 +38,11 @@ def hub_form(place: str, tree: FileTree, named: Named, faults: Faults) -> Form:
         tree: that takes the images.
         named: columns on the command line.
         faults: rows that cannot be used are added.
+        chosen: only these splits; None: all.
 
     Raises:
-        ConfigError: `datasets` is not installed, or it cannot open the data set or find columns.
+        ConfigError: `datasets` is not installed, or it cannot open the data set or find columns; or
+            a split does not exist, or is none.
     """
     try:
         import datasets
@@ -38,11 +53,15 @@ def hub_form(place: str, tree: FileTree, named: Named, faults: Faults) -> Form:
     name, _, config = place.removeprefix(PREFIX).partition(":")
     try:
         splits = datasets.load_dataset(name, config or None, streaming=True)
-        parts = {split: _undecoded(part, datasets) for split, part in splits.items()}
+        wanted = [split for split in splits if chosen is None or split in chosen]
+        parts = {split: _undecoded(splits[split], datasets) for split in wanted}
         columns_of = {split: list(_features(part)) for split, part in parts.items()}
     except Exception as error:  # of the hub, the network, or the data set's own form
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"{place}: `datasets` cannot open it ({reason})") from error
+    unknown = [split for split in chosen or () if split not in splits]
+    if unknown:
+        raise ConfigError(f"--splits: there is no {unknown[0]!r}, only {', '.join(splits)}")
     images = {
         key for part in parts.values() for key, kind in _features(part).items() if _is_image(kind)
     }
@@ -50,6 +69,8 @@ def hub_form(place: str, tree: FileTree, named: Named, faults: Faults) -> Form:
     columns = find_columns(names, named, sorted(images))
     if columns is None:
         raise no_columns(place, names)
+    if columns.split is None:  # before anything is streamed
+        require_splits(dict.fromkeys(parts), place, "choose others with --splits")
 
     def rows() -> Iterator[OwnImage]:
         for split, part in parts.items():

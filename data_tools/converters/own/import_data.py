@@ -70,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--split-column", metavar="COLUMN", help="of train, val or test (default: found by name)"
     )
+    parser.add_argument("--splits", nargs="+", help="of hub:OWNER/NAME: only these (default: all)")
     parser.add_argument(
         "--split",
         type=float,
@@ -130,6 +131,8 @@ def _check(arguments: argparse.Namespace) -> None:
         )
     place, out = arguments.place, arguments.out
     if not place.startswith(PREFIX):
+        if arguments.splits:
+            raise ConfigError(f"--splits: {place} is no data set of the hub; leave it out")
         if not Path(place).exists():
             raise ConfigError(f"{place}: there is no such file or folder")
         if Path(place).resolve() == out.resolve():
@@ -142,7 +145,7 @@ def _opened(arguments: argparse.Namespace, room: Path, faults: Faults) -> tuple[
     images = arguments.images or []
     if arguments.place.startswith(PREFIX):
         tree = FileTree(images, room, arguments.out)
-        return tree, hub_form(arguments.place, tree, named, faults)
+        return tree, hub_form(arguments.place, tree, named, faults, arguments.splits)
     place = Path(arguments.place)
     tree = FileTree([place, *images], room, arguments.out)
     single = place.is_file() and len(tree) == 1 and not images
