@@ -22,6 +22,7 @@ from data_tools.converters.own.columns import (
 from data_tools.converters.own.file_tree import FileTree, without_gz
 from data_tools.converters.own.tables import SUFFIXES, OwnTable, open_table
 from data_tools.sources.annotation_rows import Faults, Located, read_json
+from data_tools.sources.image_sources import IMAGE_SUFFIXES
 from vlp.config import ConfigError
 from vlp.data.shards.sample_files import BadSample
 from vlp.io import parse_json
@@ -150,10 +151,16 @@ def recognise(
             f"{place}: {len(images)} images and not one caption; put a NAME.txt beside each "
             "NAME.jpg, or a table with columns for images and captions"
         )
-    held = Counter(PurePosixPath(path).suffix or "files without an extension" for path in files)
-    shown = ", ".join(f"{count} {suffix}" for suffix, count in held.most_common(4)) or "nothing"
-    hint = "; save a spreadsheet as CSV" if ".xlsx" in (*held, place.suffix) else ""
-    raise ConfigError(f"{place}: holds {shown}{hint}; it should be {FORMS}")
+    spreadsheet = any(path.endswith(".xlsx") for path in files) or place.suffix == ".xlsx"
+    hint = "; save a spreadsheet as CSV" if spreadsheet else ""
+    raise ConfigError(f"{place}: holds {_by_kind(files) or 'nothing'}{hint}; it should be {FORMS}")
+
+
+def other_files(tree: FileTree) -> str:
+    """Return how many files are neither images nor what captions come in; empty where none is."""
+    known = {*SUFFIXES, *_SIDES, *IMAGE_SUFFIXES}
+    files = [path for path in tree.files if _suffix(path) not in known]
+    return f"{len(files)} files of other kinds are left out: {_by_kind(files)}" if files else ""
 
 
 def value_image(value: Any, name: str, tree: FileTree) -> str | None:
@@ -303,6 +310,11 @@ def _karpathy(on_disk: Path, path: str, tree: FileTree, beside: Path | None) -> 
 
     took = [f"{path}: filename, sentences and split"]
     return Form("Karpathy's JSON", took, read(), every_image=False)
+
+
+def _by_kind(paths: Iterable[str]) -> str:
+    held = Counter(_suffix(path) or "without an extension" for path in paths)
+    return ", ".join(f"{count} {suffix}" for suffix, count in held.most_common(8))
 
 
 def _start_of(path: Path) -> bytes:

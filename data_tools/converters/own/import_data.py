@@ -35,7 +35,7 @@ from data_tools.builder.options import add_build_arguments, build_options
 from data_tools.builder.sample_spec import Refused, SampleSpec
 from data_tools.converters.own.columns import Named
 from data_tools.converters.own.file_tree import FileTree
-from data_tools.converters.own.forms import BAD_ANNOTATION, Form, OwnImage, recognise
+from data_tools.converters.own.forms import BAD_ANNOTATION, Form, OwnImage, other_files, recognise
 from data_tools.converters.own.hub import PREFIX, hub_form
 from data_tools.converters.own.next_steps import next_steps
 from data_tools.executor.options import executor_of
@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
             tree, form = _opened(arguments, room, faults)
             name = arguments.name or _name_of(arguments.place)
             print(readable(f"{arguments.place}: {form.title}"))
-            for line in form.took:
+            for line in filter(None, (*form.took, other_files(tree))):
                 print(f"  {readable(line)}")
             images, dropped = _cleaned(form, faults, arguments)
             tree.flush()

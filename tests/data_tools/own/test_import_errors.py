@@ -85,6 +85,17 @@ def test_nothing_that_is_known(tmp_path: Path, refused: Callable[..., str]) -> N
     assert "save a spreadsheet as CSV" in refused(place)
 
 
+def test_files_of_other_kinds_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    others = ("a.mp4", "deep/B.MP4", "readme", "c.svg", "d.mov", ".hidden", "one.csv.gz")
+    place = write(tmp_path / "mine", {**pairs(), **dict.fromkeys(others, b"x")})
+    assert main(["import", str(place), "--out", str(tmp_path / "out")]) == 0
+    said = "5 files of other kinds are left out: 2 .mp4, 1 .svg, 1 .mov, 1 without an extension"
+    assert f"  {said}\n" in capsys.readouterr().out
+    place = write(tmp_path / "pure", pairs())
+    assert main(["import", str(place), "--out", str(tmp_path / "out-pure")]) == 0
+    assert "of other kinds" not in capsys.readouterr().out
+
+
 def test_wrong_shares(tmp_path: Path, refused: Callable[..., str]) -> None:
     place = write(tmp_path / "mine", pairs())
     for shares in (("0.9", "0.2", "0.1"), ("0", "0.5", "0.5"), ("nan", "0.5", "0.5")):
