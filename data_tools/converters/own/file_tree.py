@@ -32,8 +32,9 @@ _AT_ONCE = 1 << 20
 class FileTree(Originals):
     """Files by path, such as `train/a.jpg`, or `00000.tar/a.jpg` for an archive in a folder.
 
-    Hidden files and macOS's `__MACOSX` are left out. No name in an archive becomes a path on the
-    disk: what is needed as a file is copied into `room` under a name of its own.
+    Hidden files and macOS's `__MACOSX` are left out. A folder or archive that lies in an earlier
+    place is there once, and its files are found by either path. No name in an archive becomes a
+    path on the disk: what is needed as a file is copied into `room` under a name of its own.
 
     Args:
         places: folders, tars (compressed or not), zips or single files.
@@ -50,6 +51,8 @@ class FileTree(Originals):
         self._left_out = None if left_out is None else left_out.resolve()
         self._files: dict[str, FoundFile] = {}
         self._prefix = ""
+        self._tops: dict[str, str] = {}
+        self._other_tops: list[tuple[str, str]] = []
         self._embedded: IO[bytes] | None = None
         self._digests: dict[bytes, str] = {}
         for place in places:
@@ -57,6 +60,8 @@ class FileTree(Originals):
                 self._add_folder(place)
             elif not place.is_file():
                 raise ConfigError(f"{place}: there is no such file or folder")
+            elif self._is_known(place, ""):
+                continue
             elif is_archive(path := self._plain(place)):
                 self._add_archive(path)
             else:
@@ -80,15 +85,21 @@ class FileTree(Originals):
     def path_of(self, name: str, folder: str = "") -> str | None:
         """Return the path of a file that a table names.
 
-        Tried in this order: from the table's folder, from the top, then the only file whose path
-        ends like the name or whose name ends like its path, at last without the extension.
+        Tried in this order: from the table's folder, from the top, from the top of a place that
+        lies in another, then the only file whose path ends like the name or whose name ends like
+        its path, at last without the extension.
 
         Args:
             name: as the table has it, perhaps absolute or with backslashes.
             folder: that the table lies in.
         """
         name = name.strip().replace("\\", "/").removeprefix("./")
-        for path in (f"{folder}/{name}" if folder else name, name):
+        others = [
+            top + name.removeprefix(other)
+            for other, top in self._other_tops
+            if name.startswith(other)
+        ]
+        for path in (f"{folder}/{name}" if folder else name, name, *others):
             if path in self._files:
                 return path
         last = name.rpartition("/")[2]
@@ -199,24 +210,31 @@ class FileTree(Originals):
             else:
                 self._add(name, FoundFile(number, inside, IN_FOLDER, 0))
         for inside, name in archives:
-            path = self._plain(folder / inside / name)
             self._prefix = f"{inside}/{name}" if inside else name
-            self._add_archive(path)
+            if not self._is_known(folder / inside / name, f"{self._prefix}/"):
+                self._add_archive(self._plain(folder / inside / name))
         self._prefix = ""
 
     def _walked(self, folder: Path) -> Iterator[tuple[str, str]]:
         """Yield the folder in between and the name of each file; links in a circle end."""
-        seen: set[str] = set()
         for root, folders, names in os.walk(folder, followlinks=True):
-            real = os.path.realpath(root)
-            if real in seen or (self._left_out is not None and Path(real) == self._left_out):
+            inside = Path(root).relative_to(folder).as_posix().removeprefix(".")
+            left_out = self._left_out is not None and Path(root).resolve() == self._left_out
+            if left_out or self._is_known(Path(root), f"{inside}/" if inside else ""):
                 folders.clear()
                 continue
-            seen.add(real)
             folders[:] = sorted(name for name in folders if not name.startswith("."))
-            inside = Path(root).relative_to(folder).as_posix()
             for name in sorted(names):
-                yield "" if inside == "." else inside, name
+                yield inside, name
+
+    def _is_known(self, place: Path, top: str) -> bool:
+        """Return whether a folder or archive was added before, and remember where it is."""
+        real = os.path.realpath(place)
+        if real in self._tops:
+            self._other_tops.append((top, self._tops[real]))
+            return True
+        self._tops[real] = top
+        return False
 
     def _plain(self, path: Path) -> Path:
         name = path.name.lower()
