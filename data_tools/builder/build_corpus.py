@@ -102,9 +102,10 @@ def build_parts(
                 arguments=settings,
             )
             builds.append(held.enter_context(closing(build)))
-            next(build)  # whichever part is refused, none has changed
+            if not options.replace:
+                next(build)  # whichever part is refused, none has changed
         for part, build in zip(parts, builds, strict=True):
-            manifest = next(build)
+            *_, manifest = build
             print_manifest(arguments.out / part.name, manifest)
             written += manifest["samples"]
     if not written:

@@ -82,10 +82,9 @@ def build_shards(
     Raises:
         ConfigError: `out` holds other shards, is being written, or cannot be written.
     """
-    steps = build_in_steps(
+    *_, manifest = build_in_steps(
         wanted, originals, out, options, title=title, total=total, arguments=arguments
     )
-    *_, manifest = steps
     return manifest
 
 
