@@ -93,7 +93,8 @@ class Journal:
                         f"{path}: a shard that this command did not write; choose another --out, "
                         f"or {REMEDY}"
                     )
-            if not begun:
+            self._is_new = not begun
+            if self._is_new:
                 self._append({"settings": settings})
         except BaseException:
             self._file.close()
@@ -118,8 +119,10 @@ class Journal:
     def __enter__(self) -> Journal:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._file.close()
+        if self._is_new and not self.records and kind in (ConfigError, GeneratorExit):
+            self._path.unlink()  # what was refused has not begun
 
     def _read(self) -> bool:
         """Read what is there; whether a build began."""

@@ -218,17 +218,17 @@ def test_a_second_run_goes_on_and_refuses_other_data(
 def test_a_split_that_is_refused_leaves_the_others_as_they_were(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    place = write(tmp_path / "mine", _in_parts(["train", "val"]))
+    place = write(tmp_path / "mine", _in_parts(["val", "test"]))
     command = ["import", str(place), "--out", str(tmp_path / "out"), "--processes", "1"]
     assert main(command) == 0
     before = files_of(tmp_path / "out")
-    (place / "train/photo 00.txt").write_bytes(b"a cat")
-    lost = [path.rename(tmp_path / path.name) for path in place.glob("val/photo 01.*")]
+    (place / "val/photo 00.txt").write_bytes(b"a cat")
+    (place / "test").rename(place / "train")
     assert main(command) == 2
-    assert "shard-000000.tar: holds val_photo_01" in capsys.readouterr().err
+    assert "test/shard-000000.tar: a shard of a longer list" in capsys.readouterr().err
     assert files_of(tmp_path / "out") == before
-    for path in lost:
-        path.rename(place / "val" / path.name)
+    assert not (tmp_path / "out/train").exists()
+    (place / "train").rename(place / "test")
     assert main(command) == 0
     captions = [annotation.captions for _, annotation in stored(tmp_path / "out").values()]
     assert captions.count(["a cat"]) == 1
