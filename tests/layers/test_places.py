@@ -1,21 +1,78 @@
-"""Where the tokens of padded images lie, for encodings that need a grid."""
+"""Where the tokens of padded images lie: for encodings that need a grid, and in any batch alike."""
 
 from __future__ import annotations
 
 import pytest
+import timm
 import torch
+from torch import nn
 from transformers import Siglip2VisionConfig, Siglip2VisionModel
 
 from vlp.positions import attach
 
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+GRIDS = [(3, 6), (4, 2), (4, 4)]
+
+
+def siglip():
+    config = Siglip2VisionConfig(**SIZES, num_attention_heads=2, num_patches=16, patch_size=4)
+    return Siglip2VisionModel(config).eval()
+
+
+def naflex():
+    sizes = {"embed_dim": 16, "depth": 1, "num_heads": 2, "patch_size": 4, "num_classes": 4}
+    return timm.create_model("naflexvit_base_patch16_gap", **sizes).eval()
+
+
+def places(grid):
+    return torch.cartesian_prod(*(torch.arange(size) for size in grid))
+
+
+def padded(images):
+    return nn.utils.rnn.pad_sequence(images, batch_first=True)
+
+
+def run(model, images, grids):
+    """(B, features) of images that are patches of grids."""
+    pixels, mask = padded(images), padded([torch.ones(len(one)) for one in images]).bool()
+    if isinstance(model, Siglip2VisionModel):
+        return model(pixels, mask.long(), torch.tensor(grids)).pooler_output
+    patches = {"patches": pixels, "patch_valid": mask}
+    return model(patches | {"patch_coord": padded([places(grid) for grid in grids])})
 
 
 def test_padded_images_of_as_many_tokens_are_no_grid():
-    config = Siglip2VisionConfig(**SIZES, num_attention_heads=2, num_patches=16, patch_size=4)
-    model = attach(Siglip2VisionModel(config).eval(), "irpe-product")
+    model = attach(siglip(), "irpe-product")
     patches = torch.randn(1, 16, 48)
     every, some = torch.ones(1, 16).long(), (torch.arange(16) < 12).long()[None]
     model(patches, every, torch.tensor([[4, 4]]))
     with pytest.raises(ValueError, match="irpe-product needs a grid, but these tokens have coord"):
         model(patches, some, torch.tensor([[3, 4]]))
+
+
+@pytest.mark.parametrize("make", [siglip, naflex])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("cope", {}),
+        ("fourier", {}),
+        ("md-sine", {}),
+        ("mlp", {}),
+        ("rope-1d", {}),
+        ("rope-axial", {}),
+        ("rope-axial", {"rescale": True}),
+        ("rope-mixed", {}),
+        ("sine-1d", {"extent": 10.0}),
+        ("sine-2d", {}),
+        ("sine-2d", {"extent": 10.0}),
+    ],
+)
+def test_an_image_is_what_it_is_alone_in_every_batch(make, name, options):
+    torch.manual_seed(0)
+    model = attach(make(), name, **options)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    images = [torch.randn(rows * columns, 48) for rows, columns in GRIDS]
+    together = run(model, images, GRIDS)
+    for one, image, grid in zip(together, images, GRIDS, strict=True):
+        torch.testing.assert_close(run(model, [image], [grid])[0], one, atol=1e-4, rtol=1e-4)

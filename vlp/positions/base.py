@@ -17,15 +17,18 @@ class PositionContext:
     `grid` is (rows, columns) of the image patches, which follow `prefix_tokens` tokens without a
     place ([CLS]). Tokens that lie on no grid have `coordinates` (B or 1, tokens after the prefix,
     C) instead, shares of the image's width and height: x, y where C = 2, boxes x0, y0, x1, y1
-    where C = 4. `boxes` (B, K, 4) are those of objects on the grid: x, y, width, height in cells;
-    a row of width or height 0 is padding. In cross-attention `anchors` holds the paths of the
-    pairs, and `text_queries` says which side asks: True is text-to-image, False image-to-text;
-    `anchor_terms` are those of the layer at hand, where both sides share them.
+    where C = 4. Where they are patches of images that differ in size, `grids` (B or 1, 2) are each
+    image's rows and columns; what follows its patches is padding. `boxes` (B, K, 4) are those of
+    objects on the grid: x, y, width, height in cells; a row of width or height 0 is padding. In
+    cross-attention `anchors` holds the paths of the pairs, and `text_queries` says which side asks:
+    True is text-to-image, False image-to-text; `anchor_terms` are those of the layer at hand, where
+    both sides share them.
     """
 
     grid: tuple[int, int] | None = None
     prefix_tokens: int = 0
     coordinates: Tensor | None = None
+    grids: Tensor | None = None
     boxes: Tensor | None = None
     anchors: AnchorField | None = None
     text_queries: bool = True

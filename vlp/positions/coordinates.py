@@ -94,10 +94,11 @@ def token_coordinates(
 
     The context's coordinates come first; without them patches lie on the context's grid, else on
     `grid`, and where boxes are asked for each patch is its own box. The unit is a patch, whatever
-    the grid's size, or with `extent` that share of the image: width and height, alike, measure
-    `extent`. Points in patches count from the centre of the first patch, so patch (row, column) of
-    a grid is at x = column, y = row; all other numbers count from the image's corner. A given
-    point at the centre of a patch has that patch's coordinates.
+    the grid's size (each image's own where the context has `grids`), or with `extent` that share of
+    the image: width and height, alike, measure `extent`. Points in patches count from the centre of
+    the first patch, so patch (row, column) of a grid is at x = column, y = row; all other numbers
+    count from the image's corner. A given point at the centre of a patch has that patch's
+    coordinates.
 
     Args:
         name: of the encoding, for errors.
@@ -130,13 +131,27 @@ def token_coordinates(
         coordinates = _given(name, dimensions, x, context, context.coordinates).to(x.device, kind)
         if extent is not None:
             return coordinates * extent
-        if size is None:
+        unit = patches_spanned(coordinates, context.grids, size)
+        if unit is None:
             raise ValueError(
                 f"{name} counts in patches: for coordinates it needs a grid, in its options or "
                 "in the context, or the option extent"
             )
-        coordinates = coordinates * _along_axes(size[1], size[0], coordinates)
+        coordinates = coordinates * unit.repeat(1, 1, dimensions // 2)
     return coordinates if dimensions == 4 else coordinates - 0.5
+
+
+def patches_spanned(
+    shares: Tensor, grids: Tensor | None, grid: tuple[int, int] | None
+) -> Tensor | None:
+    """Columns and rows that shares of an image are taken of: its own of `grids`, or `grid`'s.
+
+    Returns:
+        (B or 1, 1, 2) as the shares; None where neither is known.
+    """
+    if grids is not None:
+        return grids.to(shares).flip(-1)[:, None]
+    return None if grid is None else shares.new_tensor([[[grid[1], grid[0]]]])
 
 
 def _along_axes(horizontal: float, vertical: float, like: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ def cope_bias(
     *,
     gate_scale: float = 1.0,
     bias_scale: float = 1.0,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """q_i . e(p_ij), to be added to the scaled logits (Eqs 7, 8, 11; papers.md#sape-s1 to #sape-s4,
     #sape-s11).
@@ -42,6 +43,7 @@ def cope_bias(
             training code (papers.md#sape-s1).
         bias_scale: factor of the bias; 1 as in the paper's listing, d^-0.5 as in the authors'
             training code (papers.md#sape-s3).
+        mask: (..., T), True = real; other keys are not counted. None counts all.
 
     Returns:
         (..., T, T) in the query's type; with `causal` 0 above the diagonal.
@@ -53,6 +55,8 @@ def cope_bias(
     with torch.autocast(query.device.type, enabled=False):
         wide_query, wide_key, table = full_precision(query, key, table)
         gates = gate(wide_query, wide_key, gate_scale)
+        if mask is not None:
+            gates = gates * mask.unsqueeze(-2)
         if causal:
             gates = gates.tril()
         places = count_from_end(gates)
@@ -66,7 +70,8 @@ class ContextualPosition(PositionEncoding):
     Tokens after the prefix are a sequence, an image's patches in raster order, as in the CoPE
     baseline of SaPE. Prefix tokens are not on it: they are not counted and every pair that touches
     one has bias 0. So any grid and any length works; places beyond the table share its last row
-    (papers.md#sape-s11). Padding at the end of a text counts like words where `causal` is False.
+    (papers.md#sape-s11). Padding of images is not counted; that at the end of a text counts like
+    words where `causal` is False.
 
     The table starts at zero, as in the authors' code: the layer then computes exactly what it
     would without the encoding, and the table's gradient, a sum of queries, is not zero.
@@ -129,6 +134,10 @@ class ContextualPosition(PositionEncoding):
                 f"cope: {tokens} queries and {key.shape[-2]} keys, {prefix} of them prefix, are "
                 "not the same tokens"
             )
+        mask = None
+        if context.grids is not None:
+            patches = torch.arange(tokens - prefix, device=query.device)
+            mask = patches < context.grids.to(query.device).prod(-1)[:, None, None]
         out = cope_bias(
             query[..., prefix:, :],
             key[..., prefix:, :],
@@ -136,6 +145,7 @@ class ContextualPosition(PositionEncoding):
             self.causal,
             gate_scale=self.gate_scale,
             bias_scale=self.bias_scale,
+            mask=mask,
         )
         return functional.pad(out, (prefix, 0, prefix, 0))
 

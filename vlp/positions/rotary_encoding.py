@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vlp.positions.base import PositionContext, PositionEncoding
+from vlp.positions.coordinates import patches_spanned
 from vlp.positions.grid_tokens import grid_at_hand, grid_size
 from vlp.positions.rotary import (
     Layout,
@@ -130,10 +131,17 @@ class _GridRotary(_Rotary):
         return grid[0], grid[1]
 
     def _coordinates(self, query: Tensor, context: PositionContext) -> Tensor | None:
-        """Columns and rows (B, T, 2) of tokens that lie on no grid, in patches of the options'."""
+        """Columns and rows (B, T, 2) of tokens that lie on no grid, in patches.
+
+        The patches are their image's or, where it names none or places are spread, the options'.
+        """
         if context.coordinates is None:
             return None
-        if self.grid is None:
+        # float32 at least: patches are told apart by steps that bfloat16 lacks
+        kind = torch.promote_types(query.dtype, torch.float32)
+        shares = context.coordinates.to(query.device, kind)
+        unit = patches_spanned(shares, None if self.spread else context.grids, self.grid)
+        if unit is None:
             raise ValueError(f"{self.name}: coordinates need a grid in the options, as their unit")
         shape = tuple(context.coordinates.shape)
         prefix, tokens = context.prefix_tokens, query.shape[-2]
@@ -142,12 +150,9 @@ class _GridRotary(_Rotary):
                 f"{self.name}: {tokens} tokens of which {prefix} are prefix need coordinates "
                 f"(batch, {tokens - prefix}, 2 or 4), not {shape}"
             )
-        # float32 at least: patches are told apart by steps that bfloat16 lacks
-        kind = torch.promote_types(query.dtype, torch.float32)
-        shares = context.coordinates.to(query.device, kind)
         if shape[-1] == 4:
             shares = (shares[..., :2] + shares[..., 2:]) / 2
-        places = shares * shares.new_tensor([self.grid[1], self.grid[0]]) - 0.5
+        places = shares * unit - 0.5
         return functional.pad(places, (0, 0, prefix, 0))
 
 

@@ -198,13 +198,15 @@ class SinePosition(TokenEncoding):
         return self.mlp(waves.unflatten(-2, (self.groups, -1)).flatten(-2)).flatten(-2)
 
     def _order(self, x: Tensor, context: PositionContext) -> Tensor:
-        """Numbers of the tokens after the prefix: (1, T - prefix, 1)."""
+        """Numbers of the tokens after the prefix: (B or 1, T - prefix, 1)."""
         kind = torch.promote_types(x.dtype, torch.float32)
         length = places_after_prefix(self.name, x, context)
-        order = torch.arange(length, dtype=kind, device=x.device)
-        if self.extent is not None:
-            order = (order + 0.5) * (self.extent / max(length, 1))
-        return order[None, :, None]
+        order = torch.arange(length, dtype=kind, device=x.device)[None, :, None]
+        if self.extent is None:
+            return order
+        if context.grids is None:
+            return (order + 0.5) * (self.extent / max(length, 1))
+        return (order + 0.5) * (self.extent / context.grids.to(order).prod(-1)[:, None, None])
 
 
 class MDSinePosition(TokenEncoding):

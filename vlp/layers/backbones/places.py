@@ -41,7 +41,7 @@ class Places:
         """Patches are images of different grids in raster order, each padded to as many patches.
 
         Images of one grid without padding are that grid; of others tokens have coordinates, shares
-        of their image's width and height.
+        of their image's width and height, and each image its own grid as their unit.
 
         Args:
             sizes: (B, 2), rows and columns of each image.
@@ -57,7 +57,7 @@ class Places:
         # Padding would lie below the image.
         coordinates = torch.stack(shares, -1).clamp(0, 1)
         self._contexts[self.prefix_tokens + patches] = PositionContext(
-            prefix_tokens=self.prefix_tokens, coordinates=coordinates
+            prefix_tokens=self.prefix_tokens, coordinates=coordinates, grids=sizes
         )
 
     def read(self, tokens: int) -> PositionContext:
