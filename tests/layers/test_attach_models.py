@@ -63,6 +63,7 @@ IMPOSSIBLE = {
     "xcit_nano_12_p16_224": "attends between channels, not between places",
     "cait_xxs24_224": "mixes the logits of its heads",
 }
+WATCHED = ["eva02_tiny_patch14_224", "beit_base_patch16_224", "vit_relpos_small_patch16_224"]
 POSSIBLE = [name for name in MODELS if name not in IMPOSSIBLE]
 BEYOND = {
     "DINOv3ViTModel": transformers.DINOv3ViTConfig(**PRETRAINED),
@@ -244,6 +245,16 @@ def test_other_grids(name):
     assert recorder.contexts[-1][0].grid == (6, 3)
 
 
+@pytest.mark.parametrize("name", WATCHED)
+def test_other_patch_sizes(name):
+    model = attach(make(name), Recorder)
+    recorder = encodings(model)[0]
+    for sizes in ({"img_size": (16, 64), "patch_size": 8}, {"img_size": (32, 64)}):
+        model.set_input_size(**sizes)  # first to as many patches as before
+        model(inputs(name, *sizes["img_size"])["x"])
+    assert [context.grid for context, _ in recorder.contexts] == [(2, 8), (4, 8)]
+
+
 def test_images_of_different_grids_have_coordinates():
     name = "Siglip2VisionModel"
     model = attach(make(name), "rope-axial")
@@ -336,9 +347,7 @@ def test_copies_pickles_and_compilation_keep_the_encoding(name):
     torch.testing.assert_close(output(compiled, name), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "name", ["eva02_tiny_patch14_224", "beit_base_patch16_224", "vit_relpos_small_patch16_224"]
-)
+@pytest.mark.parametrize("name", WATCHED)
 def test_feature_extraction_and_export_go_on(name):
     model = attach(attach(make(name), "irpe-product", on="qk"), Shift)
     for one in encodings(model):

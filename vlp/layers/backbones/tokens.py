@@ -42,6 +42,20 @@ class WithEncodings(nn.Module):
         return {**groups, "stem": groups["stem"] + r"|positions"}
 
 
+class WithWatchedPatches(WithEncodings):
+    """One whose convolution of patches writes the places of its tokens."""
+
+    places: Places
+
+    def set_input_size(self, *sizes: Any, **named: Any) -> None:
+        """As in timm, which makes another convolution for another patch size."""
+        own: Any = self
+        before = own.patch_embed.proj
+        super().set_input_size(*sizes, **named)  # type: ignore[misc]
+        if own.patch_embed.proj is not before:
+            own.patch_embed.proj.register_forward_hook(self.places.see_convolution)
+
+
 class PositionedVisionTransformer(WithEncodings, VisionTransformer):
     """A timm ViT whose tokens also get the encodings in `positions`, after its own `pos_embed`.
 
@@ -84,15 +98,15 @@ class PositionedSwinTransformerV2(WithEncodings, SwinTransformerV2):
     """The same for the second version of Swin."""
 
 
-class PositionedEva(WithEncodings, Eva):
+class PositionedEva(WithWatchedPatches, Eva):
     """A timm Eva: EVA, EVA-02, DINOv3, the Perception Encoder, ViTs with RoPE."""
 
 
-class PositionedBeit(WithEncodings, Beit):
+class PositionedBeit(WithWatchedPatches, Beit):
     """A timm BEiT."""
 
 
-class PositionedRelPos(WithEncodings, VisionTransformerRelPos):
+class PositionedRelPos(WithWatchedPatches, VisionTransformerRelPos):
     """A timm ViT with relative positions of its own."""
 
 
