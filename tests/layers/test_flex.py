@@ -22,7 +22,7 @@ CONTEXT = PositionContext(GRID, PREFIX)
 LOOKUPS = {
     "k": ("irpe-product", {"roles": "k"}),
     "qk": ("irpe-product", {"roles": "qk", "shared_heads": False}),
-    "transposed": ("irpe-euclidean", {"roles": "q", "q_ids_transposed": True}),
+    "transposed": ("irpe-product", {"roles": "q", "q_ids_transposed": True}),
     "two tables": ("irpe-cross", {"roles": "qk"}),
     "bias": ("irpe-product", {"roles": "qk", "mode": "bias", "shared_heads": False}),
     "shaw": ("shaw", {"roles": "k"}),

@@ -25,6 +25,11 @@ def filled(method, **options):
     return position
 
 
+def transpositions(method, roles):
+    """Values of `q_ids_transposed` that are taken."""
+    return (False, True) if method in ("cross", "product") and "query" in roles else (False,)
+
+
 def split(x):
     return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
 
@@ -54,7 +59,7 @@ def states(tokens, batch=2):
 @pytest.mark.parametrize("method", METHODS)
 def test_contextual_bias_is_equations_15_and_16(method, roles, shared):
     for grid, prefix in CASES:
-        for transposed in (False, True):
+        for transposed in transpositions(method, roles):
             position = filled(
                 method,
                 grid=grid,
@@ -80,7 +85,7 @@ def test_contextual_bias_is_equations_15_and_16(method, roles, shared):
 def test_bias_mode_is_equation_14(method, inside, shared):
     for grid, prefix in CASES:
         for roles in (("key",), ("query", "key")):
-            for transposed in (False, True):
+            for transposed in transpositions(method, roles):
                 position = filled(
                     method,
                     grid=grid,
@@ -363,6 +368,24 @@ def test_quantization_is_bound_to_its_grid():
 def test_impossible_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         create_position("irpe-product", **{"width": WIDTH, "heads": HEADS} | options)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "reason"),
+    [
+        ("product", {"pre_round": True}, "outside of irpe-euclidean"),
+        ("cross", {"variant": "squared"}, "outside of irpe-quantization"),
+        ("euclidean", {"universe": "global"}, "where distances are not ranked"),
+        ("quantization", {"universe": "global", "variant": "squared"}, "are not ranked"),
+        ("euclidean", {"q_ids_transposed": True, "roles": ("query",)}, "have no direction"),
+        ("product", {"q_ids_transposed": True, "roles": ("key", "value")}, "without the role que"),
+    ],
+)
+def test_options_without_effect_are_refused(method, options, reason):
+    first = next(iter(options))
+    message = f"irpe-{method}: {first}={options[first]!r} has no effect .*{reason}"
+    with pytest.raises(ValueError, match=message):
+        filled(method, **options)
 
 
 def test_options_of_another_encoding_are_answered_with_the_known_ones():

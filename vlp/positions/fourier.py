@@ -12,6 +12,7 @@ from vlp.positions.base import PositionContext
 from vlp.positions.coordinates import require_extent, token_coordinates
 from vlp.positions.mixer import TokenEncoding
 from vlp.positions.modulator import Modulator
+from vlp.positions.options import require_defaults
 
 
 def fourier_features(coords: Tensor, weight: Tensor) -> Tensor:
@@ -169,8 +170,14 @@ class FourierPosition(TokenEncoding):
             )
         if mlp and projection:
             raise ValueError("fourier: the projection is for features without an MLP")
-        if not mlp and (dropout or norm):
-            raise ValueError("fourier: dropout and norm are options of the MLP, which is left out")
+        if not mlp:
+            of_mlp = {
+                "hidden": hidden,
+                "approximate": approximate,
+                "dropout": dropout,
+                "norm": norm,
+            }
+            require_defaults("fourier", FourierPosition, "without the MLP", **of_mlp)
         if regularised and not learnable:
             raise ValueError("fourier: fixed features have nothing to regularise")
         if not 0 < gamma < math.inf:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from vlp.positions.base import PositionContext
 from vlp.positions.buckets import IndexFunction, Method, Universe, Variant, bucket_ids, table_size
 from vlp.positions.grid_tokens import grid_size, require_grid_tokens
 from vlp.positions.lookup import Lookup, LookupPosition, attended_rows, products, scalars
+from vlp.positions.options import require_defaults
 from vlp.positions.shared import shared
 
 ROLES = ("query", "key", "value")
@@ -45,8 +47,8 @@ class RelativePosition(LookupPosition):
         function: "piecewise" or "clip".
         prefix_bucket: whether the tables have a row for pairs with prefix tokens
             (papers.md#irpe-i10).
-        q_ids_transposed: look the query table up at [j, i], as the authors' code does
-            (papers.md#irpe-i11).
+        q_ids_transposed: cross and product only; look the query table up at [j, i], as the
+            authors' code does (papers.md#irpe-i11).
         bias_inside_scale: bias mode only; divide the bias by the root of the head width as Eq. 13
             does, where the authors' code does not (papers.md#irpe-i12).
         pre_round: see `bucket_ids`.
@@ -55,7 +57,7 @@ class RelativePosition(LookupPosition):
 
     Raises:
         ValueError: unknown names, no roles, values in bias mode, heads that do not divide the
-            width, or no grid for quantization by rank on the grid.
+            width, no grid for quantization by rank on the grid, or an option without effect.
     """
 
     UNDECAYED = ("tables",)
@@ -100,6 +102,7 @@ class RelativePosition(LookupPosition):
             "universe": universe,
         }
         bucket_ids(height=1, width=1, **self.buckets)  # refuses unknown names
+        self._require_effect(roles, q_ids_transposed)
         self.fixed_grid = (method, variant, universe) == ("quantization", "rank", "grid")
         if self.fixed_grid and grid is None:
             raise ValueError(
@@ -119,6 +122,23 @@ class RelativePosition(LookupPosition):
         self.tables = nn.ParameterDict(
             {role: nn.Parameter(torch.zeros(shape)) for role in self.roles}
         )
+
+    def _require_effect(self, roles: Sequence[str], q_ids_transposed: bool) -> None:
+        """Raise ValueError for options that the method or the roles leave without effect."""
+        refuse = partial(require_defaults, self.name, RelativePosition)
+        method, pre_round, variant, universe = (
+            self.buckets[name] for name in ("method", "pre_round", "variant", "universe")
+        )
+        if method != "euclidean":
+            refuse("outside of irpe-euclidean", pre_round=pre_round)
+        if method != "quantization":
+            refuse("outside of irpe-quantization", variant=variant)
+        if (method, variant) != ("quantization", "rank"):
+            refuse("where distances are not ranked", universe=universe)
+        if method in ("euclidean", "quantization"):
+            refuse("as the distances have no direction", q_ids_transposed=q_ids_transposed)
+        if "query" not in roles:
+            refuse("without the role query", q_ids_transposed=q_ids_transposed)
 
     @property
     def hooks(self) -> frozenset[str]:

@@ -30,6 +30,21 @@ def require_known(what: str, name: str, known: tuple[str, ...]) -> None:
         raise ValueError(f"unknown {what} {name!r}; one of {', '.join(known)}")
 
 
+def require_defaults(what: str, make: Callable[..., Any], reason: str, **options: Any) -> None:
+    """Raise ValueError for an option that nothing reads and that is not the default all the same.
+
+    Args:
+        what: the encoding, for the message.
+        make: its class.
+        reason: why nothing reads them, after 'has no effect'.
+        options: as they were given, by name.
+    """
+    parameters = parameters_of(make)
+    for name, value in options.items():
+        if value != parameters[name].default:
+            raise ValueError(f"{what}: {name}={value!r} has no effect {reason}")
+
+
 def options_of(make: Callable[..., Any]) -> list[EncodingOption]:
     """Return the options of what makes an encoding, in order."""
     return [

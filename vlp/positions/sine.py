@@ -16,7 +16,7 @@ from vlp.positions.coordinates import (
 )
 from vlp.positions.mixer import TokenEncoding
 from vlp.positions.modulator import Modulator
-from vlp.positions.options import require_known
+from vlp.positions.options import require_defaults, require_known
 
 LAYOUTS = ("halves", "interleaved")
 
@@ -141,8 +141,8 @@ class SinePosition(TokenEncoding):
 
     Raises:
         ValueError: unknown dimensions, a width that they do not divide in pairs, groups that do not
-            divide them, groups without an MLP, an extent or temperature not positive, an unknown
-            layout or GELU.
+            divide them, groups or approximate without an MLP, an extent or temperature not
+            positive, an unknown layout or GELU.
     """
 
     def __init__(
@@ -171,6 +171,8 @@ class SinePosition(TokenEncoding):
                 f"{self.name}: {groups} groups, where an MLP serves groups that divide the "
                 f"{dimensions} coordinates"
             )
+        if mlp is None:
+            require_defaults(self.name, SinePosition, "without mlp", approximate=approximate)
         require_extent(self.name, extent)
         sinusoid(torch.zeros(1), width // dimensions, temperature, layout)  # refuses bad options
         self.dimensions, self.groups = dimensions, groups
@@ -232,8 +234,9 @@ class MDSinePosition(TokenEncoding):
         mixer: see `TokenEncoding`.
 
     Raises:
-        ValueError: unknown dimensions, an odd width, frequencies of another shape, an extent or
-            temperature not positive, an unknown layout or GELU.
+        ValueError: unknown dimensions, an odd width, frequencies of another shape, a temperature
+            beside them, approximate without an MLP, an extent or temperature not positive, an
+            unknown layout or GELU.
     """
 
     def __init__(
@@ -252,6 +255,10 @@ class MDSinePosition(TokenEncoding):
         super().__init__("md-sine", width, mixer)
         if dimensions not in (2, 4):
             raise ValueError(f"md-sine places have 2 or 4 dimensions, not {dimensions}")
+        if mlp is None:
+            require_defaults(self.name, MDSinePosition, "without mlp", approximate=approximate)
+        if freqs is not None:
+            require_defaults(self.name, MDSinePosition, "beside freqs", temperature=temperature)
         require_extent(self.name, extent)
         cpu = torch.device("cpu")  # `meta` has no numbers
         shared = frequencies(width, temperature, torch.float64, cpu)
