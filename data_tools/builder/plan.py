@@ -137,7 +137,8 @@ class Pieces:
             path = self.journal.folder / shard_name(number)
             raise ConfigError(
                 f"{path}: holds {lost[0]}, one of {len(lost)} samples that this list does not "
-                f"have there; choose another --out, or {REMEDY}"
+                "have there (new ones must follow those of before); choose another --out, or "
+                f"{REMEDY}"
             )
 
     def _held(self, number: int) -> dict[str, None]:
