@@ -103,6 +103,9 @@ def build_in_steps(
     Yields:
         An empty manifest when the folder is locked and the list read as far as it can be refused,
         before any shard has changed; then the manifest.
+
+    Raises:
+        ConfigError: as `build_shards`.
     """
     settings = {
         "version": BUILD_VERSION,
