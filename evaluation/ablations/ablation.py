@@ -65,7 +65,7 @@ def check(config: AblationConfig, source: Path, only: Sequence[str] = ()) -> Non
     Raises:
         ConfigError: `only` names an unknown variant, or settings are wrong, and whose.
     """
-    from vlp.training.config import PretrainConfig
+    from vlp.training.config import PretrainConfig, RunConfig
     from vlp.training.finetune_config import FinetuneConfig
     from vlp.training.vision_config import VisionConfig
 
@@ -79,7 +79,10 @@ def check(config: AblationConfig, source: Path, only: Sequence[str] = ()) -> Non
             for name, each in config.backbones.items()
             if name in used
         ]
-    schemas = {"pretrain.py": PretrainConfig, "train_vision.py": VisionConfig}
+    schemas: dict[str, type[RunConfig]] = {
+        "pretrain.py": PretrainConfig,
+        "train_vision.py": VisionConfig,
+    }
     for stage, kind, name, variant in stages:
         run = _run(config, source, stage, kind, name, variant, config.seeds[0])
         file = LAUNCH.parent / run.settings["config"]
