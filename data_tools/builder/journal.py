@@ -107,7 +107,8 @@ class Journal:
 
     def last_shard(self) -> int:
         """Return the number of the last shard that has a file; -1 where none has."""
-        return max((int(path.stem[6:]) for path in self.folder.glob("*.tar")), default=-1)
+        names = (path.stem.removeprefix("shard-") for path in self.folder.glob("*.tar"))
+        return max(map(int, names), default=-1)
 
     def finish(self, shards: int) -> None:
         """Write the file anew with the first `shards` records."""

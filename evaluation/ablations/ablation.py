@@ -63,34 +63,26 @@ def check(config: AblationConfig, source: Path, only: Sequence[str] = ()) -> Non
     """Read the settings of each variant and backbone, before one of them is trained.
 
     Raises:
-        ConfigError: `only` names an unknown variant, or settings are wrong, and whose.
+        ConfigError: `only` names an unknown variant, a folder holds a run of other settings, or
+            settings are wrong, and whose.
     """
     from vlp.training.config import PretrainConfig, RunConfig
     from vlp.training.finetune_config import FinetuneConfig
     from vlp.training.vision_config import VisionConfig
 
-    names = dict.fromkeys(name for name, _ in config.runs(only))
-    chosen = {name: config.variants[name] for name in names}
-    stages = [(config.training, "variant", name, each) for name, each in chosen.items()]
-    if config.pretraining is not None:
-        used = {each.backbone for each in chosen.values()}
-        stages += [
-            (config.pretraining, "backbone", name, each)
-            for name, each in config.backbones.items()
-            if name in used
-        ]
     schemas: dict[str, type[RunConfig]] = {
         "pretrain.py": PretrainConfig,
         "train_vision.py": VisionConfig,
     }
-    for stage, kind, name, variant in stages:
-        run = _run(config, source, stage, kind, name, variant, config.seeds[0])
-        file = LAUNCH.parent / run.settings["config"]
-        schema = schemas.get(run.script, FinetuneConfig)
-        try:
-            load_config(file, schema, run.changes(), "its overrides")
-        except ConfigError as error:
-            raise ConfigError(f"{kind} {name}: {error}") from error
+    # One that waits for another's time has the same overrides.
+    for kind, runs in zip(("backbone", "variant"), plan(config, source, only), strict=True):
+        for place, run in {run.folder.parent: run for run in runs}.items():
+            file = LAUNCH.parent / run.settings["config"]
+            schema = schemas.get(run.script, FinetuneConfig)
+            try:
+                load_config(file, schema, run.changes(), "its overrides")
+            except ConfigError as error:
+                raise ConfigError(f"{kind} {place.name}: {error}") from error
 
 
 def run_ablation(

@@ -18,8 +18,8 @@ _CELL = re.compile(
 def page_tables(markdown: str) -> list[dict[str, Any]]:
     """Every table of a page: the headings above it, its columns and its rows.
 
-    A cell is a number, an object of `value` and `deviation`, `interval` or `p`, None where it is
-    empty, or else its text.
+    A cell is a number, an object of `value` and `deviation`, `interval` (95 %) or `p` (a text, such
+    as "< 0.001"), None where it is empty, or else its text.
     """
     found: list[dict[str, Any]] = []
     headings: dict[int, str] = {}

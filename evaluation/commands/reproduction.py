@@ -27,10 +27,7 @@ def reproduce(
     only: Annotated[str, Option(metavar="NAME,...", help="train these variants alone")] = "",
     write: Annotated[
         Path | None,
-        Option(
-            metavar="DIR",
-            help="train nothing; write TABLE.json of stored figures, or all",
-        ),
+        Option(metavar="DIR", help="train nothing; write TABLE.json of stored figures, or all"),
     ] = None,
     overrides: Overrides = None,
 ) -> None:
