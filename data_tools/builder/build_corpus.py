@@ -73,8 +73,11 @@ def build_parts(
     title: str,
     licence: str,
     settings: Mapping[str, Any] | None = None,
+    accepted: Callable[[], object] = lambda: None,
 ) -> int:
     """Build every part from images that are found already; otherwise as `make_corpus`.
+
+    `accepted` is called when no part can be refused any more, before a shard changes.
 
     Raises:
         ConfigError: a number is out of range, or OUT cannot be written.
@@ -104,6 +107,7 @@ def build_parts(
             builds.append(held.enter_context(closing(build)))
             if not options.replace:
                 next(build)  # whichever part is refused, none has changed
+        accepted()
         for part, build in zip(parts, builds, strict=True):
             *_, manifest = build
             print_manifest(arguments.out / part.name, manifest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -83,6 +84,7 @@ def deal(
     tree: FileTree,
     shares: Sequence[float],
     executor: Executor,
+    before: Mapping[str, str],
     splits_named: bool,
     exact: bool = False,
 ) -> Dealt:
@@ -93,6 +95,7 @@ def deal(
         tree: where they are.
         shares: of train, val and test.
         executor: reads and hashes them.
+        before: splits of an earlier run, by path.
         splits_named: the command line names the column of the splits.
         exact: images that look alike, but differ in their bytes, may go to two sides.
 
@@ -114,7 +117,8 @@ def deal(
     records = records[places]
     groups = np.arange(len(records)) if exact else alike_groups(records)
     given = given_splits([image.split for image in kept], splits_named)
-    splits = given_or_dealt(groups, records["bytes"], given, shares)
+    stay = [before.get(image.image) for image in kept]
+    splits = given_or_dealt(groups, records["bytes"], given, shares, stay)
     readable = (records["state"] != UNREADABLE).tolist()
     digests = [f"{int(value).to_bytes(8, 'little').hex()}" for value in records["bytes"]]
     return Dealt(
@@ -157,18 +161,20 @@ def given_or_dealt(
     digests: NDArray[np.uint64],
     given: Sequence[str | None],
     shares: Sequence[float],
+    before: Sequence[str | None] = (),
 ) -> list[str]:
-    """Return the split of each image: the given one, else that of its group, else train.
+    """Return the split of each image: the given one, else that of before or its group, else train.
 
     Where none is given, a group goes where its smallest digest lies in [0, 1): below the share of
-    test, below that and the share of val, or above. So an image stays where it is when others come.
-    Only where a split would be empty, the smallest digests fill it.
+    test, below that and the share of val, or above. Only where a split would be empty, and there
+    is none of before, the smallest digests fill it.
 
     Args:
         groups: number of each image's group.
         digests: of the bytes, uniform in 64 bits.
         given: splits that stay.
         shares: of train, val and test.
+        before: splits of an earlier run; empty where there was none.
     """
     count = int(groups.max()) + 1 if len(groups) else 0
     smallest = np.full(count, np.iinfo(np.uint64).max, np.uint64)
@@ -178,15 +184,16 @@ def given_or_dealt(
     dealt = np.where(level < test, "test", np.where(level < test + val, "val", "train"))
     if any(given):
         dealt[:] = "train"
-    else:
+    elif not any(before):
         _fill(dealt, level, dict(zip(SPLITS, shares)))
+    known = [split or former for split, former in zip_longest(given, before)]
     of_group: dict[int, str] = {}
-    for group, split in zip(groups.tolist(), given):
+    for group, split in zip(groups.tolist(), known):
         if split is not None:
             of_group[group] = min(split, of_group.get(group, split), key=_rank)
     return [
         split or of_group.get(group) or str(dealt[group])
-        for group, split in zip(groups.tolist(), given)
+        for group, split in zip(groups.tolist(), known)
     ]
 
 

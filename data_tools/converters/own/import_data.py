@@ -17,7 +17,8 @@ Several rows of one image, lists of captions and several lines of a .txt are sev
 image is named by its bytes: equal ones become one sample. Splits of the data's own are kept, in a
 column (--split-column) or as names of folders or files, and images without one go into train. Where
 there are none the bytes decide, and images that look alike stay on one side. The command may be
-interrupted and run again: finished shards stay.
+interrupted and run again: finished shards stay. After images were added it writes the new ones
+behind those that are there.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import argparse
 import math
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_tools.builder.build_corpus import CorpusPart, build_parts
@@ -34,16 +35,17 @@ from data_tools.builder.caption_cleaning import add_caption_arguments, clean_cap
 from data_tools.builder.options import add_build_arguments, build_options
 from data_tools.builder.sample_spec import Refused, SampleSpec
 from data_tools.converters.own.columns import Named
+from data_tools.converters.own.earlier import Earlier, keys_of
 from data_tools.converters.own.file_tree import FileTree
 from data_tools.converters.own.forms import BAD_ANNOTATION, Form, OwnImage, other_files, recognise
 from data_tools.converters.own.hub import PREFIX, hub_form
 from data_tools.converters.own.next_steps import next_steps
 from data_tools.executor.options import executor_of
-from data_tools.sources.annotation_rows import Faults, read_json
+from data_tools.sources.annotation_rows import Faults
 from data_tools.sources.archives import unpacking_room
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation
-from vlp.data.shards.sample_files import BadSample, contents
+from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.tar import readable
 
 if TYPE_CHECKING:
@@ -260,22 +262,20 @@ def _build(
 ) -> int:
     from data_tools.converters.own.content import SPLITS, deal
 
-    captioned = [image for image in images if image.captions]
+    earlier = Earlier({}, {}) if arguments.replace else Earlier.read(arguments.out)
     dealt = deal(
-        captioned,
+        earlier.first([image for image in images if image.captions]),
         tree,
         arguments.split,
         executor_of(arguments),
+        earlier.splits,
         arguments.split_column is not None,
         arguments.exact,
     )
-    keys = _keys([sample.image.image for sample in dealt.samples])
-    if arguments.retry and not dealt.given:
-        # What was missing was dealt by its name, as no bytes were known.
-        before = _splits_of(arguments.out)
-        pairs = zip(dealt.samples, keys)
-        stay = [one._replace(split=before.get(key, one.split)) for one, key in pairs]
-        dealt = dealt._replace(samples=stay)
+    taken = [sample.image.image for sample in dealt.samples]
+    keys = keys_of(taken, earlier.keys)
+    if earlier.keys and (new := sum(image not in earlier.keys for image in taken)):
+        print(f"  {new} images are new; those of the run before keep their key and split")
     _say_split(dealt, arguments)
     lost = [*faults, *(Refused("no text", image.image) for image in images if not image.captions)]
     parts: list[CorpusPart] = []
@@ -290,29 +290,19 @@ def _build(
         "name": name,
         "split": None if dealt.given else list(arguments.split),
     }
-    code = build_parts(arguments, parts, tree, title=name, licence="unknown", settings=settings)
+    splits = [sample.split for sample in dealt.samples]
+    code = build_parts(
+        arguments,
+        parts,
+        tree,
+        title=name,
+        licence="unknown",
+        settings=settings,
+        accepted=lambda: Earlier.write(arguments.out, zip(taken, keys, splits)),
+    )
     if code == 0:
         print(next_steps(arguments.out, [part.name for part in parts]))
     return code
-
-
-def _splits_of(out: Path) -> dict[str, str]:
-    """Return the split of each sample that an earlier run wrote, or had no image of, by its key."""
-    from data_tools.builder.build_shards import MANIFEST_NAME
-    from data_tools.builder.write_shard import RETRIED
-    from data_tools.converters.own.content import SPLITS
-
-    found: dict[str, str] = {}
-    for folder in (out / split for split in SPLITS):
-        if not (folder / MANIFEST_NAME).is_file():
-            continue
-        manifest = read_json(folder / MANIFEST_NAME)
-        kept = [one.key for each in sorted(folder.glob("*.tar")) for one in contents(each).samples]
-        failed = manifest["failures"]
-        for kind in RETRIED & failed.keys():
-            kept += failed[kind]["ids"]
-        found |= dict.fromkeys(kept, folder.name)
-    return found
 
 
 def _spec(sample: OwnSample, key: str, source: str) -> SampleSpec:
@@ -326,31 +316,6 @@ def _spec(sample: OwnSample, key: str, source: str) -> SampleSpec:
         **more,
     )
     return SampleSpec(key, (image.image,), annotation)
-
-
-def _keys(paths: Sequence[str]) -> list[str]:
-    """Return a key for each path: without the folders that all share; of equal ones a number."""
-    parts = [PurePosixPath(path).parts for path in paths]
-    shared = 0
-    while all(len(one) > shared + 1 and one[shared] == parts[0][shared] for one in parts):
-        shared += 1
-    stems = ["/".join(one[shared:]).rpartition(".")[0] or one[-1] for one in parts]
-    keys = [_key(stem) for stem in stems]
-    counts = Counter(keys)
-    seen: Counter[str] = Counter()
-    for place, key in enumerate(keys):
-        while counts[key] > 1:
-            seen[key] += 1
-            if (numbered := f"{key}-{seen[key]}") not in counts:
-                keys[place] = numbered
-                break
-    return keys
-
-
-def _key(stem: str) -> str:
-    """Return a name with `_` for what a key cannot hold, such as the joiners of an emoji."""
-    joined = "_".join(stem.split())
-    return "".join("_" if sign in "./" or not sign.isprintable() else sign for sign in joined)
 
 
 def _say_split(dealt: Dealt, arguments: argparse.Namespace) -> None:
