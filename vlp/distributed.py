@@ -291,11 +291,9 @@ def pass_on(tensors: list[Tensor]) -> list[Tensor]:
     return received
 
 
-def any_rank(flag: bool) -> bool:
-    """Return True on every rank when `flag` is True on one of them."""
-    if world_size() == 1:
-        return flag
-    return bool(largest([float(flag)])[0])
+def barrier() -> None:
+    """Wait until every rank has come here."""
+    largest([0.0])
 
 
 def largest(values: Sequence[float], device: torch.device | str = "cpu") -> list[float]:

@@ -20,8 +20,12 @@ from vlp.data.features.header import HEADER_NAME, FeatureHeader, TowerKey
 from vlp.data.features.store import BAD, CODE_DTYPE, FILE_DTYPES, array_start, file_paths, is_whole
 from vlp.data.image.transforms import TrainTransform
 from vlp.data.shards.shard_index import ShardIndex
+from vlp.data.stream.workers import running, worker_settings
 from vlp.io import atomic_write
 from vlp.process.lock import FolderLock, is_lock
+
+_AHEAD = 2
+"""Batches that each process has ready or in work."""
 
 Tower = Callable[[Tensor], Tensor]
 """Pixels (B, 3, side, side), normalised, to (B, tokens, width)."""
@@ -90,13 +94,15 @@ class FeatureWriter:
         loader = DataLoader(
             ViewBlocks(self.header, self.sources, blocks, self.transform),
             batch_size=None,
-            num_workers=workers,
+            **worker_settings(workers, _AHEAD),
         )
-        views, bad = iter(loader), 0
-        total = sum(len(block.samples) for block in blocks)
-        with tqdm(
-            total=total, unit="image", disable=None if distributed.rank() == 0 else True
-        ) as bar:
+        bad, total = 0, sum(len(block.samples) for block in blocks)
+        with (
+            running(loader) as views,
+            tqdm(
+                total=total, unit="image", disable=None if distributed.rank() == 0 else True
+            ) as bar,
+        ):
             for place, shard in zip(mine, shards):
                 bad += self._write_shard(*place, islice(views, len(shard)), bar)
         found = distributed.gather_to_all(Written(total, bad))

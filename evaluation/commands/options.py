@@ -186,12 +186,10 @@ def checked(work: Callable[[], Any]) -> Any:
     Raises:
         EvaluationError: the function raised ValueError.
     """
-    from evaluation.core.samples import EvaluationError
+    from evaluation.core.samples import said_in_one_line
 
-    try:
+    with said_in_one_line():
         return work()
-    except ValueError as error:
-        raise EvaluationError(" ".join(str(error).split())) from error
 
 
 def first_rank() -> bool:

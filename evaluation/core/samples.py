@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,19 @@ from vlp.io import Redacted
 
 class EvaluationError(Redacted, ValueError):
     """An evaluation that cannot be done; the message is meant for the person at the terminal."""
+
+
+@contextmanager
+def said_in_one_line() -> Iterator[None]:
+    """Turn a ValueError into one line for the person at the terminal.
+
+    Raises:
+        EvaluationError: the block raised ValueError.
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise EvaluationError(" ".join(str(error).split())) from error
 
 
 class CaptionedSample(NamedTuple):

@@ -17,7 +17,7 @@ from PIL import Image
 import vlp
 from evaluation.core.encode_one import encode_one
 from evaluation.core.eval_mode import evaluating, inference
-from evaluation.core.samples import CaptionedSample, EvaluationError
+from evaluation.core.samples import CaptionedSample, EvaluationError, said_in_one_line
 from evaluation.core.untrained_match import NEVER_MATCHED
 from evaluation.downstream.predict import has_task
 from evaluation.downstream.predict_one import match_of
@@ -113,14 +113,12 @@ class TryIt:
         self.name = str(folder)
         self.device = torch.device(device) if device is not None else default_device()
         self._task: Downstream | None = None
-        try:
+        with said_in_one_line():
             if has_task(folder):
                 self._task = load_task(folder)
                 self.loaded = Loaded(self._task.model, self._task.text, self._task.preprocess)
             else:
                 self.loaded = vlp.load(str(folder))
-        except ValueError as error:
-            raise EvaluationError(" ".join(str(error).split())) from error
         (self._task or self.loaded.model).to(self.device).eval()
         self.gallery = (
             Gallery(self.loaded, shards, limit=limit, device=self.device) if shards else None

@@ -11,7 +11,7 @@ import torch
 import vlp
 from evaluation.core.encode_one import encode_one
 from evaluation.core.eval_mode import evaluating, inference
-from evaluation.core.samples import EvaluationError
+from evaluation.core.samples import EvaluationError, said_in_one_line
 from evaluation.core.untrained_match import NEVER_MATCHED
 from evaluation.downstream.predict import has_task
 from evaluation.downstream.registry import get_evaluation
@@ -60,10 +60,8 @@ def predict_one(
             missing or not wanted, or is to match an image by a score that was never trained.
         FileNotFoundError: there is no such model.
     """
-    try:
+    with said_in_one_line():
         source = load_task(folder) if has_task(folder) else vlp.load(folder)
-    except ValueError as error:
-        raise EvaluationError(" ".join(str(error).split())) from error
     _check(source, len(images), text)
     if isinstance(source, Loaded) and not source.model.match_is_trained:
         raise EvaluationError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from evaluation.core.json_lines import write_lines
 from evaluation.core.results import Figure, Table, write_report
 from evaluation.core.samples import EvaluationError, kinds_in_words
 from vlp.data.image.ablated_views import View
@@ -68,8 +68,7 @@ class TaskResult:
     def save(self, folder: str | Path) -> Path:
         """Write `KIND.json`, `KIND.md` and `KIND.predictions.jsonl`."""
         path = write_report(folder, self.kind, self.table(), self.to_json())
-        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self.predictions)
-        (path / f"{self.kind}.predictions.jsonl").write_text(lines, encoding="utf-8")
+        write_lines(path / f"{self.kind}.predictions.jsonl", self.predictions)
         return path
 
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 from evaluation.core.eval_mode import evaluating, inference
 from evaluation.core.results import Figure
-from evaluation.core.samples import EvaluationError
+from evaluation.core.samples import EvaluationError, said_in_one_line
 from evaluation.downstream.blocks import EvaluatedItems, evaluate_blocks
 from evaluation.downstream.job import Job
 from evaluation.downstream.result import TaskResult, with_truth
@@ -240,7 +240,5 @@ def load_for_evaluation(folder: str | Path) -> Downstream:
         EvaluationError: it is damaged, or does not fit together.
         FileNotFoundError: there is no such model, or it has no task.
     """
-    try:
+    with said_in_one_line():
         return load_task(folder)
-    except ValueError as error:
-        raise EvaluationError(" ".join(str(error).split())) from error

@@ -13,7 +13,7 @@ import torch
 import vlp
 from evaluation.core.latex import latex
 from evaluation.core.results import Table
-from evaluation.core.samples import EvaluationError
+from evaluation.core.samples import EvaluationError, said_in_one_line
 from evaluation.downstream.registry import get_evaluation
 from evaluation.html_report.cases import Case, CaseGroup, retrieval_cases, task_cases
 from evaluation.html_report.curves import Chart, compared_charts, training_charts
@@ -158,10 +158,8 @@ def _run(
 
 
 def _load(folder: Path | None) -> Loaded:
-    try:
+    with said_in_one_line():
         return vlp.load(str(folder))
-    except ValueError as error:
-        raise EvaluationError(" ".join(str(error).split())) from error
 
 
 def _or_word(source: Source, what: str, make: Callable[[], Part]) -> Part | None:

@@ -143,7 +143,7 @@ def _run(
             return _refuse(str(error))
         advise("training.precision", config.training.precision)
         report = train(config, task, data, engine, folder, resume, best, signals)
-    distributed.any_rank(False)  # no rank leaves before the report is written: launchers kill
+    distributed.barrier()  # no rank leaves before the report is written: launchers kill
     return REQUEUE if report["ended"] == "stopped" else 0
 
 

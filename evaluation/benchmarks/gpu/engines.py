@@ -76,7 +76,7 @@ def _rank(
     if rank == 0:
         lines = (json.dumps(figure._asdict()) for figure in figures)
         (folder / "figures.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    distributed.any_rank(False)
+    distributed.barrier()
     distributed.end()
 
 
