@@ -13,11 +13,11 @@ demo: $(READY)
 	$(BIN)/python launch/demo.py $(if $(FRESH),--fresh)
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --durations=25
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --durations=60
 
-# Whole commands and trainings, half a minute each.
+# Whole commands, trainings and what else takes long; a file's tests share what it prepares.
 test-integration: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m integration --durations=25
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m integration --durations=60
 
 # Tests of kernels, which need a GPU; all others run on the CPU wherever they run.
 test-gpu: $(READY)

@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.integration
 def test_packages_are_not_taken_for_the_folders_of_their_tests():
     tests = "tests/evaluation/ablations/test_seed_tests.py"
     command = [sys.executable, "-P", "-m", "pytest", "-q", "--collect-only", tests]

@@ -40,6 +40,7 @@ def test_every_shipped_configuration_loads(file):
     assert f"configs/finetune/{file.name}" in header
 
 
+@pytest.mark.integration
 @pytest.mark.distributed
 def test_two_ranks_train_what_one_does_and_a_killed_run_goes_on(tmp_path):
     start = tiny_folder(tmp_path / "start")
@@ -109,6 +110,7 @@ def test_two_runs_of_one_seed_are_equal_to_the_bit_and_so_is_a_resumed_one(teach
         assert all(torch.equal(one[name], again[name]) for name in one)
 
 
+@pytest.mark.integration
 @pytest.mark.distributed
 def test_a_run_of_zero_3_is_validated(tmp_path):
     start = tiny_folder(tmp_path / "start")

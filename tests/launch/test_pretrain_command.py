@@ -43,6 +43,7 @@ def test_an_unknown_key_names_the_nearest_one(lab: Lab) -> None:
     assert not lab.output("refused").exists()
 
 
+@pytest.mark.integration
 @pytest.mark.distributed
 def test_two_ranks_report_an_error_once(lab: Lab) -> None:
     said = refused(lab, *lab.arguments("refused", "data.sources=[{path: nowhere}]"), world_size=2)
@@ -240,6 +241,7 @@ def test_sigterm_on_one_rank_under_the_launcher_writes_a_checkpoint(lab: Lab) ->
     assert f"after step {report['step']}; go on with --resume" in said
 
 
+@pytest.mark.integration
 def test_a_run_on_changed_shards_is_refused_until_that_is_accepted(lab: Lab) -> None:
     shards = lab.folder / "changing"
     shutil.copytree(lab.folder / "scenes" / "train", shards)

@@ -166,6 +166,7 @@ def test_one_rank_and_two_have_the_same_losses(lab: Lab, whole: Whole) -> None:
     assert distance(final(lab, whole(0, 1)), final(lab, whole(0, 2))) < 1e-5
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("source", "target"), [((3, 2), (1, 1)), ((0, 1), (2, 2))])
 def test_a_checkpoint_resumes_on_other_ranks_and_another_stage(
     lab: Lab, whole: Whole, source: tuple[int, int], target: tuple[int, int]

@@ -100,6 +100,7 @@ def test_two_ranks_refuse_a_used_folder_in_a_sentence(lab: Lab) -> None:
     assert "Traceback" not in said
 
 
+@pytest.mark.integration
 def test_validation_ends_and_its_metric_changes_at_resume(lab: Lab) -> None:
     first = [*validated(lab), "training.patience=2", "training.evaluate_every=2"]
     ranks.run([COMMAND, *lab.arguments("switched_metric", *first)])

@@ -35,6 +35,7 @@ def test_published_scores_of_coco_captions(shared: Path) -> None:
         assert scores[ours] == pytest.approx(published[theirs], abs=5.1e-4), ours
 
 
+@pytest.mark.integration
 def test_printed_example_of_nlg_eval(shared: Path) -> None:
     folder = shared / "data/caption_metrics/nlg_eval_example"
     lines = [

@@ -3,6 +3,8 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 
+import pytest
+
 from vlp.data.scenes.captions import PLACE_WORDS
 from vlp.data.scenes.nlvr2 import sample_statement
 from vlp.data.scenes.sample import sample_scene
@@ -74,6 +76,7 @@ def _lies(obj, words, size) -> bool:
     return " ".join(name for name in names if name != "centre") == place.replace("centre", "")
 
 
+@pytest.mark.integration
 def test_labels_are_right_and_the_words_say_nothing() -> None:
     labels = defaultdict(list)
     for index in range(400):

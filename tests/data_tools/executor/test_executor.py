@@ -152,6 +152,7 @@ def test_wrong_executors_are_named(tmp_path: Path, capsys: pytest.CaptureFixture
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.integration
 def test_every_tool_gives_the_same_with_one_and_two_processes(tmp_path: Path) -> None:
     given = sources(tmp_path)
     one = run_every_tool(given, tmp_path / "one", "--processes", "1")

@@ -110,6 +110,7 @@ def test_a_corpus_of_another_version_or_other_settings_is_refused(config, change
         run_ablation(config.model_copy(update={"corpus": corpus}), Path("configs/ablation/x.yaml"))
 
 
+@pytest.mark.integration
 def test_a_corpus_can_be_of_chosen_swaps_alone(tmp_path):
     folder = tmp_path / "corpus"
     corpus = CorpusConfig(

@@ -93,6 +93,7 @@ def test_a_comparison_that_is_killed_leaves_no_training(tmp_path: Path, how: int
             os.killpg(comparison.pid, signal.SIGKILL)
 
 
+@pytest.mark.integration
 def test_a_failed_training_is_named_and_ends_those_beside_it(tmp_path: Path) -> None:
     script, out = tmp_path / "training.py", tmp_path / "runs"
     script.write_text(FAILING)

@@ -65,6 +65,7 @@ def test_a_node_reads_its_own_part() -> None:
     assert 40 / 4 <= read.rank <= 40 / 4 + 2
 
 
+@pytest.mark.integration
 def test_the_command(capsys: pytest.CaptureFixture) -> None:
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL._asdict().items()]
     assert main(arguments) == 0

@@ -96,6 +96,7 @@ def test_exit_status(
     assert ("KeyError" in (tmp_path / "Z_part.log").read_text()) == (part is failing)
 
 
+@pytest.mark.integration
 def test_kernels_are_compared_with_the_explicit_path(
     tmp_path: Path, tiny: PretrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +184,7 @@ def predicted(rows: int, *changes: str) -> dict[str, roofline.Work]:
     return roofline.predictions(load_config(CONFIG, PretrainConfig, (*public, *changes)), rows)
 
 
+@pytest.mark.integration
 def test_the_base_model_compiled_is_predicted_to_reach_its_share_of_the_peak() -> None:
     """The goal of docs/results/gpu.md, for an H100 and 64 pairs, at the far end as at the near."""
     works, gpu = predicted(64), roofline.GPUS["H100"]
@@ -193,6 +195,7 @@ def test_the_base_model_compiled_is_predicted_to_reach_its_share_of_the_peak() -
     assert 0.35 <= far < near < 0.75
 
 
+@pytest.mark.integration
 def test_ace_rpe_adds_few_bytes_to_a_step() -> None:
     """Inputs and results of operators, without what a kernel writes for itself."""
     moved = []

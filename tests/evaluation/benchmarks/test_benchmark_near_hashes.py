@@ -16,6 +16,7 @@ from evaluation.benchmarks.data.near_hashes import (
 )
 
 
+@pytest.mark.integration
 def test_the_command(capsys: pytest.CaptureFixture) -> None:
     sizes = ["--hashes", "2000", "20000", "--images", "1000", "60000"]
     assert main([*sizes, "--planned", "1000000000", "--tasks", "2"]) == 0

@@ -26,6 +26,7 @@ def test_unchecked_images_pass_the_limits(kind, monkeypatch):
         decode_image(data, "a")
 
 
+@pytest.mark.integration
 def test_figures_of_loader_and_step(capsys):
     assert main(["--samples", "256", "--rounds", "2", "--rows", "2"]) == 0
     loader, low, high, step = (

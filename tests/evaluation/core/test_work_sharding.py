@@ -61,6 +61,7 @@ def launch(world_size: int, code: list[str]) -> list[subprocess.CompletedProcess
     return done
 
 
+@pytest.mark.integration
 @pytest.mark.distributed
 def test_one_and_two_ranks_write_the_same_tables(tmp_path, model_folder, scene_shards):
     command = ["retrieval", "--model", str(model_folder), "--shards", str(scene_shards)]
@@ -88,6 +89,7 @@ with process_group():
 """
 
 
+@pytest.mark.integration
 @pytest.mark.distributed
 def test_a_rank_that_fails_ends_the_others():
     first, second = launch(2, ["-c", FAILING])

@@ -100,6 +100,7 @@ def test_a_model_is_judged_by_what_it_generates(task) -> None:
     assert figures["rouge_l"] == pytest.approx(100 * scores.corpus["rouge_l"])
 
 
+@pytest.mark.integration
 def test_with_java_there_is_meteor(task) -> None:
     task.config = task.config.model_copy(update={"java": True})
     assert evaluate(task, limit=2)["meteor"] >= 0

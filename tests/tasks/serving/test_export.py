@@ -46,6 +46,7 @@ def test_the_parts_are_the_model(folder, examples):
         assert torch.equal(examples["match"][1][0], model.match(image, words))
 
 
+@pytest.mark.integration
 def test_onnx(folder, tmp_path, examples, capsys):
     onnxruntime = pytest.importorskip("onnxruntime")
     assert main(["export", "--model", str(folder), "--out", str(tmp_path)]) == 0

@@ -55,6 +55,7 @@ def losses(task: Pretraining, config: PretrainConfig, steps: int) -> list[float]
     return found
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("how", "graphs"),
     [

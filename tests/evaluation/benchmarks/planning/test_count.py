@@ -79,7 +79,10 @@ def test_more_pairs_lie_on_the_line_of_few(training: dict[str, Any]) -> None:
         assert predicted.work["fused"].flops > 1.05 * whole.work["fused"].flops
 
 
-@pytest.mark.parametrize("rows", [8, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "rows",
+    [pytest.param(8, marks=pytest.mark.integration), pytest.param(16, marks=pytest.mark.slow)],
+)
 def test_activations_are_what_autograd_saves(rows: int) -> None:
     config = tiny(batch=rows)
     task = Pretraining(config.model, config.objectives, "", log_every=10**6)
