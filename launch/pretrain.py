@@ -44,6 +44,8 @@ def build(config: PretrainConfig) -> tuple[Any, Any]:
         grad_cache=training.grad_cache,
     )
     require_frozen_tower(data.features, task.model)
+    for start in filter(None, (config.model.text.weights, config.init_from)):
+        data.text.require_words_of(start)
     if distributed.rank() == 0:
         for report in task.weight_reports:
             print(report, flush=True)

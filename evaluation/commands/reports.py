@@ -29,7 +29,8 @@ app = new_app()
 def card(
     model: Annotated[str, Option(metavar="DIR", help="model folder")],
     licence: Annotated[
-        str | None, Option(metavar="NAME", help="of the weights, such as apache-2.0")
+        str | None,
+        Option("--license", "--licence", metavar="NAME", help="of the weights, such as apache-2.0"),
     ] = None,
 ) -> None:
     """Write the model card of a model folder for the hub.
@@ -300,9 +301,10 @@ def ablate(
     from evaluation.ablations.config import AblationConfig
     from evaluation.ablations.tables import report as report_tables
     from evaluation.ablations.tables import smallest_difference
-    from vlp.config import load_config
+    from vlp.config import config_file, load_config
 
     one_process("an ablation runs side by side by itself: `jobs`, not torchrun")
+    config = config_file(config)  # which the configurations of its trainings lie beside
     ablation = load_config(config, AblationConfig, overrides or ())
     print(smallest_difference(ablation))
     names = tuple(only.split(",")) if only else ()

@@ -55,6 +55,13 @@ MISTAKES = [
     ),
     (TRAIN + "'training.batch 7'", "is not an override; write key.sub=value"),
     (TRAIN + "--training.batch=7", "No such option: --training.batch"),
+    (TRAIN + "model.temperature=0.005", "should be greater than or equal to 0.01 (given: 0.005)"),
+    (TRAIN + "objectives.contrastive.token.scale=200", "should be less than or equal to 100"),
+    (TRAIN + "training.evaluate_every=5", "evaluate_every needs the held-out pairs of"),
+    (
+        TRAIN + "validation.shards=[scenes/val] validation.rerank=8 objectives.itm=null",
+        "validation.rerank needs a match score",
+    ),
     (TRAIN + "data.sources=nowhere", "nowhere: there is no such folder of shards"),
     (TRAIN + "data.sources=scenes", "holds no shards (*.tar); name one of its subfolders"),
     (TRAIN + "data.sources=empty", "empty: holds no shards (*.tar)"),

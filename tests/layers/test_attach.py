@@ -311,6 +311,8 @@ def test_the_bias_of_a_swin_dropped_for_nothing(strict):
 
 
 def test_nothing_to_drop():
+    with pytest.raises(TypeError, match="attach takes a model, not 'vit_tiny_patch16_224'"):
+        attach("vit_tiny_patch16_224", "sine-2d")
     with pytest.raises(ValueError, match="Linear has no layer of attention"):
         drop_absolute(nn.Linear(2, 2))
 

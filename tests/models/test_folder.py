@@ -341,6 +341,27 @@ def test_projections_of_other_states_are_refused(saved):
         start_from(changed("image", pooling="mean"), saved[0])
 
 
+@pytest.mark.parametrize("part", ["text", "image", "cross"])
+def test_other_heads_of_equal_shapes_are_refused(saved, part):
+    assert TINY_MODEL[part]["heads"] == 2
+    with pytest.raises(ValueError, match=rf"was trained with {part}\.heads 2, not 4: set"):
+        start_from(changed(part, heads=4), saved[0])
+
+
+def test_pixels_normalised_otherwise_are_refused(saved):
+    with pytest.raises(ValueError, match=r"set image\.mean=\[0\.5,0\.5,0\.5\]"):
+        start_from(changed("image", mean=[0.4, 0.5, 0.5]), saved[0])
+
+
+def test_weights_that_timm_knows_say_how_pixels_are_normalised():
+    own = ModelConfig().image.statistics
+    deit = ModelConfig.model_validate({"image": {"weights": "deit_base_patch16_224"}})
+    tower = ModelConfig.model_validate({"image": {"architecture": "deit_base_patch16_224"}})
+    assert deit.image.statistics == tower.image.statistics != own
+    for weights in ("somewhere/deit.pth", "unknown_model", None):
+        assert ModelConfig.model_validate({"image": {"weights": weights}}).image.statistics == own
+
+
 def test_a_start_that_does_not_fit_is_an_error(saved):
     folder, _ = saved
     with pytest.raises(ValueError, match="missing"):

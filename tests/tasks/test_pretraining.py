@@ -166,6 +166,25 @@ def test_every_parameter_is_trained():
     assert idle == []
 
 
+@pytest.mark.parametrize(
+    ("objectives", "trained"),
+    [
+        ({"itm": None, "mlm": None, "mim": None}, set()),
+        ({"itm": None, "mlm": None, "contrastive": {"kind": "itc"}}, set()),
+        ({"itm": None, "mlm": None, "contrastive": {"kind": "sigmoid"}}, set()),
+        ({"itm": None, "mlm": None, "mim": {"output": "cross"}}, {"cross_encoder"}),
+        ({"itm": None, "mim": None}, {"cross_encoder"}),
+        ({"mlm": None, "mim": None}, {"cross_encoder", "match_head"}),
+    ],
+)
+def test_parts_that_nothing_trains_are_frozen_so_that_they_do_not_decay(objectives, trained):
+    """DeepSpeed gives parameters without a gradient one of zeros, and AdamW then shrinks them."""
+    model = task(ALL | objectives).model
+    for part in ("cross_encoder", "match_head"):
+        found = {one.requires_grad for one in getattr(model, part).parameters()}
+        assert found == {part in trained}
+
+
 def test_two_ranks_draw_the_negatives_of_one():
     """The pairs that enter the cross-modal encoder, as (text, image) ids, rank by rank."""
     built = task(ALL | {"itm": {"group": 4}, "mlm": None, "mim": None})
@@ -300,6 +319,17 @@ def test_soft_targets_do_not_enter_in_evaluation():
     with torch.no_grad():
         plain, mixed = hard(batch(), 0).losses, soft(batch(), 0).losses
     assert all(torch.equal(plain[name], mixed[name]) for name in plain)
+
+
+def test_a_held_out_loss_does_not_rise_while_the_queue_fills():
+    built = task(WITH_TEACHER).eval()
+    with torch.no_grad():
+        before = built(batch(), 0)
+        built.train()(batch(seed=1), 0)
+        built.after_step(lambda: dict(built.named_parameters()))
+        after = built.eval()(batch(), 0)
+    assert built.teacher.queue.filled == ROWS
+    torch.testing.assert_close(after.losses["contrastive"], before.losses["contrastive"])
 
 
 def test_a_frozen_tower_averages_flips_in_evaluation_alone():

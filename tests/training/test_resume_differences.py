@@ -53,9 +53,16 @@ def test_a_key_that_a_checkpoint_is_older_than_had_its_default() -> None:
     del saved["model"]["text"]["weights"], saved["model"]["image"]["pool"]
     assert SAVED["model"]["text"]["weights"] is None
     assert compare(saved, SAVED, CONFIG) == ([], [])
-    assert compare(saved, changed("model.text.weights", "bert"), CONFIG).fatal == [
-        "model.text.weights: saved 'absent', now 'bert'"
+    assert compare(saved, changed("model.image.pool", 2), CONFIG).fatal == [
+        "model.image.pool: saved 'absent', now 2"
     ]
+
+
+@pytest.mark.parametrize("key", ["text", "image", "cross"])
+def test_public_weights_may_be_gone_as_the_checkpoint_has_its_own(key: str) -> None:
+    saved = changed(f"model.{key}.weights", "gone")
+    said = [f"model.{key}.weights: saved 'gone', now None"]
+    assert compare(saved, SAVED, CONFIG) == ([], said)
 
 
 def test_a_difference_shows_both_values() -> None:

@@ -77,6 +77,7 @@ class TextConfig(Config):
     weights: str | None = Field(
         None,
         description="folder, file or hub name of a public BERT, or with architecture of that model",
+        json_schema_extra={"resume": "tolerated"},
     )
     pooling: Pooling = Field(
         "cls",
@@ -165,6 +166,7 @@ class ImageConfig(Config):
         None,
         description="timm model name, a folder or hub name of timm's or transformers' form, or a "
         ".pth/.safetensors file",
+        json_schema_extra={"resume": "tolerated"},
     )
     pooling: Pooling = Field(
         "cls",
@@ -219,6 +221,15 @@ class ImageConfig(Config):
         return (self.pooled_layers - 1) * pooled_width(self.pooling, 1)
 
     @property
+    def _timm_weights(self) -> str | None:
+        """Return the name of the weights where timm knows it, and so how their images looked."""
+        if self.weights is None or "/" in self.weights:
+            return None
+        from timm.models import is_model
+
+        return self.weights if is_model(self.weights) else None
+
+    @property
     def statistics(self) -> tuple[RGB, RGB]:
         """Mean and deviation of pixel values that images are normalised by.
 
@@ -227,11 +238,11 @@ class ImageConfig(Config):
         """
         mean: tuple[float, ...] = MEAN
         std: tuple[float, ...] = STD
-        if self.architecture:
+        if tower := self.architecture or self._timm_weights:
             from timm.models import get_pretrained_cfg
 
             try:
-                known = get_pretrained_cfg(self.architecture)
+                known = get_pretrained_cfg(tower)
             except RuntimeError as error:
                 raise ConfigError(f"image.architecture: {error}") from error
             mean, std = (known.mean, known.std) if known else (mean, std)
@@ -248,7 +259,12 @@ class ModelConfig(Config):
     embed_dim: int = Field(
         256, ge=1, description="channels of the contrastive space that text and image share"
     )
-    temperature: float = Field(0.07, gt=0, description="start of the learned temperature")
+    temperature: float = Field(
+        0.07,
+        ge=0.01,
+        le=1,
+        description="start of the learned temperature; that of the folder wins with init_from",
+    )
     feature_dropout: Dropout = Field(
         0,
         description="share of the channels of an image's contrastive feature that is set to 0 in "

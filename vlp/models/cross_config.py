@@ -125,6 +125,7 @@ class CrossConfig(Config):
         description="folder, file or hub name of a public BERT whose last layers the cross-modal "
         "encoder starts from; null: from the layers that follow the text encoder's in "
         "text.weights, if there are any",
+        json_schema_extra={"resume": "tolerated"},
     )
 
     @property

@@ -33,6 +33,7 @@ from vlp.models.pretrained.load import (
 )
 from vlp.models.pretrained.local_copy import CONFIG, local_folder
 from vlp.models.pretrained.position_tables import ENCODINGS, carry_encodings
+from vlp.models.pretrained.source_checks import check_folder
 from vlp.models.towers.image import fit_image_tower
 from vlp.models.towers.lora import merged_lora
 from vlp.models.vlp import VLPModel
@@ -229,8 +230,9 @@ def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
     Raises:
         FileNotFoundError: neither a folder nor a hub name, or a file is missing in it.
         ConfigError: `config.json` is no configuration of this version's model.
-        ValueError: anything else is missing, left over, or of another shape; projections of pooled
-            states were trained on others; an encoding is bound to the grid it was trained on.
+        ValueError: anything else is missing, left over, or of another shape; the weights were
+            trained with other heads, pooled states or normalised pixels, which no shape tells; an
+            encoding is bound to the grid it was trained on.
     """
     folder = local_folder(folder_or_name)
     for file in (CONFIG, WEIGHTS):
@@ -241,7 +243,7 @@ def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
         found, resized, unused = carry_encodings(model, trained, state)
     except ValueError as error:
         raise ValueError(f"{folder_or_name}: {error}") from error
-    _require_equal_pooling(model.config, trained, str(folder_or_name))
+    check_folder(model.config, trained, folder, str(folder_or_name))
     here = model.state_dict()
     kept = {
         r"match_head\.": trained.cross.pooling != model.config.cross.pooling,
@@ -275,23 +277,6 @@ def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
     )
     matched = [name for name in report.matched if name not in resized]
     return report._replace(matched=matched, resized=resized)
-
-
-def _require_equal_pooling(config: ModelConfig, trained: ModelConfig, name: str) -> None:
-    """Require that projections read the states they were trained on; shapes may agree otherwise.
-
-    Raises:
-        ValueError: they do not; the key is named.
-    """
-    for key, here, there in (
-        ("image.pooling", config.image.pooling, trained.image.pooling),
-        ("image.pooled_layers", config.image.pooled_layers, trained.image.pooled_layers),
-        ("text.pooling", config.text.pooling, trained.text.pooling),
-    ):
-        if here != there:
-            raise ValueError(
-                f"{name} was trained with {key} {there}, not {here}: set {key}={there}"
-            )
 
 
 def load_start(

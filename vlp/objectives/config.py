@@ -18,7 +18,7 @@ class TokenTermConfig(Config):
     phrases: float = Field(1.0, ge=0, description="of words that follow a neighbour that points")
     alpha: float = Field(1.0, description="of a word's response, its mean over patches taken off")
     beta: float = Field(1.0, description="the same over the group's images, patch by patch")
-    scale: float = Field(10.0, gt=0, description="start of the learned tau")
+    scale: float = Field(10.0, ge=1, le=100, description="start of the learned tau")
     group: int = Field(16, ge=2, description="samples of the global batch; one rank holds a group")
 
 

@@ -37,7 +37,7 @@ class LoopConfig(Config):
         512, ge=1, description="samples of one global batch (all ranks, one micro-step)"
     )
     gradient_accumulation_steps: int = Field(
-        1, ge=1, description="global batches in one optimiser step"
+        1, ge=1, description="global batches in one optimiser step, of equal weight, also if short"
     )
     epochs: int | None = Field(
         30, ge=1, description="passes over the data; may be null where `steps` is given"
@@ -367,22 +367,18 @@ class PretrainConfig(DeepSpeedRunConfig):
 
     def world_sizes(self) -> list[int]:
         """Return all numbers of ranks that `require_world_size` lets through, rising."""
-        able = []
-        for ranks in range(1, self.training.batch + 1):
-            if self.training.batch % ranks == 0:
-                with suppress(ConfigError):
-                    self._require_world_size(ranks)
-                    able.append(ranks)
+        able, batch = [], self.training.batch
+        for ranks in (number for number in range(1, batch + 1) if batch % number == 0):
+            with suppress(ConfigError):
+                self._require_world_size(ranks)
+                able.append(ranks)
         return able
 
     @model_validator(mode="after")
     def _fits(self) -> PretrainConfig:
         layout, mim = self.model.cross.layout, self.objectives.mim
         if mim and mim.output == "cross" and layout != "ace":
-            raise ValueError(
-                f"objectives.mim.output is cross, and layout {layout} has no image stream; only "
-                "ace has one"
-            )
+            raise ValueError(f"objectives.mim.output cross needs layout ace's images, not {layout}")
         if mim and self.data.features is not None:
             raise ValueError(
                 "objectives.mim regresses pixels, and data.features gives none; set "
@@ -390,8 +386,12 @@ class PretrainConfig(DeepSpeedRunConfig):
             )
         if mim:
             require_maskable(self.model.image)
-        if self.validation is None and self.training.patience is not None:
-            raise ValueError("training.patience needs the held-out pairs of `validation`")
+        for key in ("patience", "evaluate_every", "metric"):
+            if self.validation is None and getattr(self.training, key) is not None:
+                raise ValueError(f"training.{key} needs the held-out pairs of `validation`")
+        scored = self.objectives.itm or self.init_from
+        if self.validation and self.validation.rerank and not scored:
+            raise ValueError("validation.rerank needs a match score, which objectives.itm trains")
         batch, streams = self.training.batch, self.data.canonical_streams
         if batch % streams:
             raise ValueError(

@@ -112,7 +112,12 @@ def recognise(
     described = [path for path in tables if _stem(path) == "metadata"]
     saved = [path for path in tables if path.endswith(".arrow")]
     sides = [path for path in files if _is_side(path, stems)]
-    if described or saved:
+    # A table that is named itself is what the user means, whatever lies beside the images.
+    own = without_gz(place.name)
+    is_table = place.is_file() and _suffix(own) in SUFFIXES
+    if is_table:
+        tables = [own]
+    elif described or saved:
         tables = described or saved
     elif 2 * len(sides) >= len(images) > 0 and named == Named():
         return _side_files(tree, images, set(sides), named, faults, place)
@@ -139,10 +144,9 @@ def recognise(
         took = [f"{one.path}: {one.columns}" for one in found[:3]]
         rows = _table_images(found, tree, faults, beside)
         # A table that is named itself may speak of some of the images only.
-        is_whole = not place.is_file() or _suffix(place.name) not in SUFFIXES
-        is_whole &= not any(one.table.bytes_columns for one in found)
+        is_whole = not is_table and not any(one.table.bytes_columns for one in found)
         return Form(title, took, rows, every_image=is_whole)
-    if sides:
+    if sides and not is_table:
         return _side_files(tree, images, set(sides), named, faults, place)
     if refused is not None:
         raise refused

@@ -141,6 +141,18 @@ def test_robertas_special_tokens_are_read_and_saved(tmp_path: Path) -> None:
     assert theirs.mask_token_id == 4
 
 
+def test_words_of_weights_are_held_against_the_vocabulary(
+    text: TextProcessor, tmp_path: Path
+) -> None:
+    text.require_words_of(str(tmp_path))  # it has no tokenizer
+    text.require_words_of("bert-base-uncased")  # a name of the hub
+    text.save(tmp_path)
+    text.require_words_of(str(tmp_path))
+    other = TextProcessor(train_wordpiece(["quite other words"] * 9, 40), 8)
+    with pytest.raises(ConfigError, match=f"set data.vocabulary={tmp_path}"):
+        other.require_words_of(str(tmp_path))
+
+
 def test_nothing_usable_to_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"neither tokenizer\.json nor vocab\.txt"):
         TextProcessor.load(tmp_path, 8)

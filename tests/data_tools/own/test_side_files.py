@@ -82,6 +82,21 @@ def test_a_table_with_the_named_columns_comes_before_files_beside_the_images(
     assert imported(place, "--caption", "alt") == [[f"table {number}"] for number in range(8)]
 
 
+@pytest.mark.parametrize("columns", [("image", "caption"), ("bild", "satz")])
+def test_a_table_that_is_named_itself_comes_before_files_beside_the_images(
+    tmp_path: Path, columns: tuple[str, str], capsys: pytest.CaptureFixture
+) -> None:
+    rows = [dict(zip(columns, (f"{number}.jpg", f"table {number}"))) for number in range(4)]
+    place = write(tmp_path / "mine", {"own.csv": as_csv(rows)}) / "own.csv"
+    images = str(write(tmp_path / "mine" / "photos", {**_both(), "other.csv": b"image,caption\n"}))
+    if columns == ("image", "caption"):
+        assert imported(place, "--images", images) == [[f"table {number}"] for number in range(4)]
+    else:
+        options = ["--images", images, "--out", str(tmp_path / "out")]
+        assert main(["import", str(place), *options]) == 2
+        assert "bild, satz" in capsys.readouterr().err
+
+
 def test_a_named_split_of_the_json_files(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     command = ["import", str(write(tmp_path / "mine", _both())), "--out", str(tmp_path / "out")]
     assert main([*command, "--split-column", "fold"]) == 2

@@ -158,6 +158,12 @@ def test_photographs_are_planned_and_every_variant_is_a_pretraining(tmp_path, ca
         load_config(ROOT / run.settings["config"], PretrainConfig, overrides)
 
 
+def test_shipped_ablations_are_planned_from_any_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["ablate", "--config", "configs/ablation/cross_position.yaml", "--plan"]) == 0
+    assert "runs to do" in capsys.readouterr().out
+
+
 def test_retrieval_and_foils_are_measured(model_folder, scene_shards):
     measured = MeasuredConfig(shards=(str(scene_shards),), rerank=4, foils=9)
     figures = evaluate_images(model_folder, 1, measured)

@@ -13,6 +13,8 @@ from vlp.config import ConfigError
 from vlp.models.config import ModelConfig
 from vlp.models.pretrained.load import bert_state, load_public_weights
 from vlp.models.vlp import VLPModel
+from vlp.objectives.config import ObjectivesConfig
+from vlp.tasks.pretraining import Pretraining
 
 TINY = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
         "intermediate_size": 24, "max_position_embeddings": 20}  # fmt: skip
@@ -103,6 +105,28 @@ def test_bert_base_uncased(tmp_path):
     assert unused - heads == {
         "embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias"
     }  # fmt: skip
+
+
+@torch.no_grad()
+def test_the_mlm_head_is_bert_s(tiny):
+    bert, folder = tiny
+    built = Pretraining(sizes(folder), ObjectivesConfig(), "unused")
+    states = torch.randn(5, 32)
+    expected = bert.cls.predictions(states)
+    found = built.mlm_head(states, built.model.text_encoder.embedding.word.weight)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert built.teacher is not None
+    head = built.teacher.average.module["mlm_head"].state_dict()
+    assert all(torch.equal(head[name], one) for name, one in built.mlm_head.state_dict().items())
+    assert str(built.weight_reports[-1]).startswith(f"{folder} -> MLM head: 5 matched")
+
+
+def test_a_bert_without_its_head_leaves_the_models(tiny, tmp_path):
+    bert, _ = tiny
+    state = {name: tensor for name, tensor in old_names(bert).items() if "cls." not in name}
+    built = Pretraining(sizes(write(tmp_path, bert, state)), ObjectivesConfig(), "unused")
+    assert not built.mlm_head.bias.any()
+    assert not any("MLM head" in str(report) for report in built.weight_reports)
 
 
 def test_state_of_the_encoder_alone_has_today_s_names(tiny):

@@ -138,6 +138,21 @@ class TextProcessor:
         }
         write_json(folder / "tokenizer_config.json", settings)
 
+    def require_words_of(self, folder: str) -> None:
+        """Require that ids are those of a folder of weights, where that has a tokenizer.
+
+        Raises:
+            ConfigError: they are others, or its tokenizer is damaged.
+        """
+        if not any((Path(folder) / name).is_file() for name in ("tokenizer.json", "vocab.txt")):
+            return
+        there = TextProcessor.load(folder, self.max_tokens)
+        if there.tokenizer.get_vocab() != self.tokenizer.get_vocab():
+            raise ConfigError(
+                f"data.vocabulary has other words, or in another order, than {folder}, whose "
+                f"weights know them by number: set data.vocabulary={folder}"
+            )
+
     @classmethod
     def load(cls, name: str | Path, max_tokens: int) -> TextProcessor:
         """Read a tokenizer from a folder (`tokenizer.json` or `vocab.txt`) or from the hub.

@@ -77,7 +77,7 @@ def attach(
         The model.
 
     Raises:
-        TypeError: an encoding that exists, or a class or callable that makes none.
+        TypeError: no module; an encoding that exists, or a class or callable that makes none.
         ValueError: another model, layers of attention that are not known, encodings of
             cross-modal attention, options that the encoding lacks, dropped patches (which lie on
             no grid) under an encoding of attention, `fused` where no layer of attention has an
@@ -85,6 +85,8 @@ def attach(
             one's bias or the model's own, or drops probabilities as it is. Layers without a
             lookup, and a mask that comes with a batch, are logged when they run.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"attach takes a model, not {model!r}: timm.create_model makes one")
     if absolute not in ("keep", "drop"):
         raise ValueError(f"absolute is 'keep' or 'drop', not {absolute!r}")
     if fused not in (None, True, False, "flex"):

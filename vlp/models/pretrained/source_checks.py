@@ -6,9 +6,12 @@ Weights of another number of heads have the same shapes and compute something el
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from vlp.config import ConfigError
+from vlp.data.image.transforms import FILE_NAME, Preprocessing
 from vlp.layers.post_norm import NORM_EPS
 from vlp.models.config import ModelConfig
 
@@ -120,3 +123,29 @@ def check_vit(there: Mapping[str, Any] | None, here: Mapping[str, Any], source: 
     if there["norm_eps"] != here["norm_eps"]:
         return [f"norms add {there['norm_eps']:g} to the variance there, {here['norm_eps']:g} here"]
     return []
+
+
+def check_folder(config: ModelConfig, trained: ModelConfig, folder: Path, name: str) -> None:
+    """Require that a model folder's weights read what they were trained on, which no shape tells.
+
+    Args:
+        config: of the model that starts from them.
+        trained: of the folder.
+        folder: where it lies.
+        name: what messages call it.
+
+    Raises:
+        ValueError: they do not; the key is named.
+    """
+    keys = ["image.pooling", "image.pooled_layers", "text.pooling", "cross.heads"]
+    keys += ["image.heads"] if config.image.architecture is None else []
+    keys += ["text.heads"] if config.text.architecture is None else []
+    pairs = [(key, attrgetter(key)(config), attrgetter(key)(trained)) for key in keys]
+    if (folder / FILE_NAME).is_file():
+        pixels = Preprocessing.load(folder)
+        mean, deviation = config.image.statistics
+        pairs += [("image.mean", mean, pixels.mean), ("image.std", deviation, pixels.std)]
+    for key, here, there in pairs:
+        if here != there:
+            said = str(list(there) if isinstance(there, tuple) else there).replace(" ", "")
+            raise ValueError(f"{name} was trained with {key} {there}, not {here}: set {key}={said}")

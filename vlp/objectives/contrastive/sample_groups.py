@@ -44,7 +44,7 @@ def require_whole_groups(
     groups = {}
     if objectives.itm:
         groups[f"{prefix}.itm.group"] = objectives.itm.group
-    if objectives.contrastive and objectives.contrastive.kind == "anchor":
+    if objectives.contrastive and objectives.contrastive.has_token_term:
         groups[f"{prefix}.contrastive.token.group"] = objectives.contrastive.token.group
     share = batch // ranks
     for key, group in groups.items():

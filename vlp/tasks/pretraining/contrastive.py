@@ -22,6 +22,7 @@ class Contrastive(Objective):
     """
 
     on_clean_pairs: ClassVar[bool] = True
+    trains = frozenset()
     settings: ContrastiveConfig
 
     @classmethod

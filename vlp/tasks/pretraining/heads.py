@@ -1,4 +1,4 @@
-"""Heads of an earlier pretraining as the start of this one's."""
+"""Heads of an earlier pretraining, or of a public BERT, as the start of this one's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,42 @@ from torch import nn
 from vlp.config import ConfigError
 from vlp.models.folder import HEADS, read_heads
 from vlp.models.pretrained.load import LoadReport, copy_weights
+from vlp.models.pretrained.load_towers import todays_names
 from vlp.models.pretrained.local_copy import local_folder
+from vlp.models.pretrained.published import read_bert
+
+_BERT_HEAD = {
+    "cls.predictions.transform.dense": "mlm_head.dense",
+    "cls.predictions.transform.LayerNorm": "mlm_head.norm",
+    "cls.predictions": "mlm_head",
+}
+
+
+def start_mlm_head(modules: Mapping[str, nn.Module], bert: str) -> list[LoadReport]:
+    """Copy a public BERT's head of masked language modelling, as ALBEF starts from.
+
+    Args:
+        modules: heads of the objectives by name, of which `mlm_head` is taken.
+        bert: folder, file or hub name of the text encoder's weights.
+
+    Returns:
+        What was copied; nothing without such a head on both sides, or of other sizes.
+
+    Raises:
+        ConfigError: the weights are missing or damaged.
+    """
+    own = nn.ModuleDict({name: module for name, module in modules.items() if name == "mlm_head"})
+    here, found = own.state_dict(), {}
+    try:
+        for name, (_, tensor) in todays_names(read_bert(bert).state, bert).items():
+            module, _, kind = name.rpartition(".")
+            place = f"{_BERT_HEAD.get(module)}.{kind}"
+            if place in here and here[place].shape == tensor.shape:
+                found[place] = tensor
+        whole = found.keys() == here.keys() and bool(found)
+        return [copy_weights(own, found, f"{bert} -> MLM head", [], ())] if whole else []
+    except (FileNotFoundError, ValueError) as error:
+        raise ConfigError(f"text.weights: {error}") from error
 
 
 def start_heads(modules: Mapping[str, nn.Module], init_from: str) -> list[LoadReport]:

@@ -26,6 +26,7 @@ class MaskedImageModelling(Objective):
     def __init__(self, settings: Any, objectives: ObjectivesConfig, model: ModelConfig) -> None:
         super().__init__(settings, objectives, model)
         self.head = MIMHead(model.text.width, model.image.patch_size)
+        self.trains = frozenset({"cross_encoder"} if settings.output == "cross" else ())
 
     def modules(self) -> Mapping[str, nn.Module]:
         """Return the prediction head with the mask token."""

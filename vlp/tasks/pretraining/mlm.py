@@ -27,6 +27,7 @@ class MaskedLanguageModelling(Objective):
 
     taught: ClassVar[bool] = True
     in_chunks: ClassVar[bool] = True
+    trains = frozenset({"cross_encoder"})
     settings: MLMConfig
 
     def __init__(self, settings: Any, objectives: ObjectivesConfig, model: ModelConfig) -> None:

@@ -77,6 +77,9 @@ class Objective:
     """True if its modules go into the model folder, beside the model's weights."""
     taught: ClassVar[bool] = False
     """True if the momentum teacher has a copy of its modules."""
+    trains: frozenset[str] = frozenset({"cross_encoder", "match_head"})
+    """Those of these parts that have a gradient of it; a part that no objective trains is frozen,
+    as an engine would let weight decay shrink it."""
 
     def __init__(self, settings: Any, objectives: ObjectivesConfig, model: ModelConfig) -> None:
         self.settings, self.objectives = settings, objectives

@@ -21,6 +21,7 @@ class SigmoidContrastive(Objective):
     """
 
     on_clean_pairs: ClassVar[bool] = True
+    trains = frozenset()
     saves_modules: ClassVar[bool] = False
     settings: ContrastiveConfig
 

@@ -23,7 +23,7 @@ from vlp.objectives.config import ObjectivesConfig
 from vlp.objectives.running_quantile import move_threshold
 from vlp.tasks.plain import AUTOCAST, PlainTask, Precision
 from vlp.tasks.pretraining.grad_cache import chunks, in_chunks, joined, recomputed, select
-from vlp.tasks.pretraining.heads import start_heads
+from vlp.tasks.pretraining.heads import start_heads, start_mlm_head
 from vlp.tasks.pretraining.monitors import anchor_shares, collapse, word_cosines
 from vlp.tasks.pretraining.objective import OBJECTIVES, Objective, Step, Term
 from vlp.tasks.pretraining.teacher import MomentumTeacher, strip_prefix
@@ -75,6 +75,10 @@ class Pretraining(PlainTask):
                 self.objectives[name] = kind(settings, objectives, config)
                 for module_name, module in self.objectives[name].modules().items():
                     self.add_module(module_name, module)
+        for part in Objective.trains.difference(*(one.trains for one in self.objectives.values())):
+            self.model.get_submodule(part).requires_grad_(False)
+        if model is None and config.text.weights:
+            self.weight_reports += start_mlm_head(self._saved_heads(), config.text.weights)
         if init_from is not None:
             self.weight_reports += start_heads(self._saved_heads(), init_from)
         self.teacher: MomentumTeacher | None = None

@@ -23,6 +23,7 @@ class TokenTerms(Objective):
     """
 
     on_clean_pairs: ClassVar[bool] = True
+    trains = frozenset()
     saves_modules: ClassVar[bool] = False
     in_chunks: ClassVar[bool] = True
     settings: ContrastiveConfig
