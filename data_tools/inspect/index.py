@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     captions, without = int(shards.captions.sum()), int(shards.uncaptioned.sum())
     print(f"{arguments.folder}: {len(shards)} shards, {shards.total} samples, {captions} captions")
     if without:
-        print(f"  {without} samples have no caption; training skips and counts them")
+        print(f"  {without} samples have no caption; a pretraining skips and counts them")
     for problem in problems:
         print(f"  {problem}")
     return int(any(not problem.endswith(": empty") for problem in problems))

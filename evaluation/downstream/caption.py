@@ -22,11 +22,12 @@ from vlp.data.downstream.caption import CaptionBatch, CaptionExample
 from vlp.data.downstream.items import Item
 from vlp.data.schema import Annotation, captions_of
 from vlp.data.text.tokenizer import TextProcessor
-from vlp.metrics.captions import CaptionToolError, caption_scores
+from vlp.metrics.captions import CaptionToolError, caption_scores, require_caption_tools
 from vlp.metrics.spice import spice_scores
 from vlp.tasks.downstream.answer_task import text_probability
 from vlp.tasks.downstream.caption import CaptionTask
 
+_WITHOUT_JAVA = "`task.java: false`, of a trained model `java` in its task.json, goes without both"
 _CORPUS = ("bleu1", "bleu2", "bleu3", "bleu4", "meteor")
 
 
@@ -40,6 +41,27 @@ class CaptionEvaluation(TaskEvaluation):
     submission = Submission("image_id", write_captions)
     action = PageAction("Caption", "caption", "write captions", "Write", "Caption")
     case_scores = ("cider",)
+
+    def require_tools(self, task: CaptionTask) -> None:
+        """Check for pycocoevalcap, and for Java unless the task goes without.
+
+        Raises:
+            EvaluationError: one is missing.
+        """
+        try:
+            require_caption_tools(task.config.java)
+        except CaptionToolError as error:
+            raise EvaluationError(f"{error}; {_WITHOUT_JAVA}") from error
+
+    def joined(self, rows: list[Row]) -> list[Row]:
+        """Return one row for each image: its first caption, against all that people wrote."""
+        known: dict[Any, Row] = {}
+        for place, row in enumerate(rows):
+            named = row["image_id"] is not None
+            first = known.setdefault(row["image"] if named else place, row)
+            if first is not row:
+                first["captions"] = [*first["captions"], *row["captions"]]
+        return list(known.values())
 
     def row(self, task: CaptionTask, item: Item, example: CaptionExample, prediction: str) -> Row:
         """Return `key`, `image_id`, `caption`, people's `captions` and `image`."""
@@ -93,7 +115,7 @@ def _scores(
     try:
         scores = caption_scores(said, references, "ptb" if java else "plain", meteor=java)
     except CaptionToolError as error:
-        raise EvaluationError(f"{error}; `task.java: false` goes without both") from error
+        raise EvaluationError(f"{error}; {_WITHOUT_JAVA}") from error
     corpus = {name: scores.corpus[name] for name in _CORPUS if name in scores.corpus}
     each = {name: scores.each[name] for name in ("cider", "rouge_l")}
     notes = [

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from evaluation.core.block_reader import workers_for
 from evaluation.core.samples import EvaluationError
 from evaluation.downstream import evaluate_task
 from vlp import distributed
@@ -92,8 +94,9 @@ def select(
     folders, limit = config.task.data.validation, config.task.data.validation_limit
     training = config.training
     if not folders:
-        if training.patience is not None:
-            raise ConfigError("training.patience needs task.data.validation")
+        for key in ("patience", "evaluate_every", "metric"):
+            if getattr(training, key) is not None:
+                raise ConfigError(f"training.{key} needs task.data.validation")
         return None
 
     whole = _copy(task) if shards_parameters(training) else None
@@ -111,6 +114,7 @@ def select(
             limit=limit,
             device=device,
             precision=training.precision,
+            workers=min(config.task.data.workers, workers_for(device, None)),
             resamples=1,
         )
         return result.metrics
@@ -118,9 +122,14 @@ def select(
     every = training.evaluate_every
     if every is None:
         every = _epoch_steps(config, data)
-    selection = BestCheckpoint(validate, training.metric or task.metric, every, training.patience)
+    metric, data = training.metric or task.metric, json.dumps([list(map(str, folders)), limit])
+    selection = BestCheckpoint(validate, metric, every, training.patience, data)
+    tried = _TRIED if limit is None else min(limit, _TRIED)
     try:
-        selection.require(validate(limit=_TRIED if limit is None else min(limit, _TRIED)))
+        try:
+            selection.require(validate(limit=tried))
+        except (ConfigError, EvaluationError):
+            selection.require(validate())  # the first ones may lack what the others have
     except (EvaluationError, CaptionToolError) as error:
         raise ConfigError(f"the model cannot be validated while it is trained: {error}") from error
     return selection

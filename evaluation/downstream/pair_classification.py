@@ -11,7 +11,7 @@ from PIL import Image
 
 from evaluation.downstream.blocks import image_name
 from evaluation.downstream.registry import register_evaluation
-from evaluation.downstream.result import clustered_figures, keep_scores
+from evaluation.downstream.result import clustered_figures, keep_scores, sentence_of
 from evaluation.downstream.submissions import Submission, write_nlvr2, write_snli_ve
 from evaluation.downstream.task_evaluation import PageAction, Row, Scored, TaskEvaluation
 from vlp.data.downstream.images import panels
@@ -83,7 +83,7 @@ class PairEvaluation(TaskEvaluation):
         keep_scores(rows, values, counted)
         notes = [f"Chance of accuracy: always `{classes[int(frequent.argmax())]}`."]
         if isinstance(task.config, Nlvr2Config):
-            sentences = [str(row["text"]) for row in rows]
+            sentences = [sentence_of(row) for row in rows]
             known = sorted(set(sentences))
             numbers = {sentence: number for number, sentence in enumerate(known)}
             wrong = np.bincount([numbers[text] for text in sentences], ~right, len(known)) > 0

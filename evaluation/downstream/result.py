@@ -72,6 +72,18 @@ class TaskResult:
         return path
 
 
+def sentence_of(row: Mapping[str, Any]) -> str:
+    """Return what consistency counts as one sentence, as the official evaluators do.
+
+    NLVR2's identifiers are split-set-pair-sentence, NLVR v1's sentence-image; equal words in two
+    sets are two sentences. Without an identifier the words decide.
+    """
+    parts = str(row.get("identifier") or "").split("-")
+    if len(parts) == 4:
+        return "-".join((parts[0], parts[1], parts[3]))
+    return f"{parts[0]}: {row['text']}" if len(parts) == 2 else str(row["text"])
+
+
 def with_truth(
     rows: Sequence[dict[str, Any]], truth: str, shards: Sequence[str], nobody: str
 ) -> list[dict[str, Any]]:

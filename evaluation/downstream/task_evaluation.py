@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -80,6 +81,13 @@ class TaskEvaluation:
         """Compute the figures of rows with truth, and give each row its `scores`."""
         raise NotImplementedError
 
+    def require_tools(self, task: Any) -> None:
+        """Check that what `score` needs is installed, before anything is predicted.
+
+        Raises:
+            EvaluationError: it is not.
+        """
+
     def predict(self, task: Any, batch: Any, **options: Any) -> list[str]:
         """Predict every item of a batch."""
         predicted: list[str] = task.predict(batch)
@@ -119,6 +127,7 @@ class TaskEvaluation:
             EvaluationError: no item can be used or has truth, or a tool of the figures is missing.
             ConfigError: a shard folder cannot be read.
         """
+        self.require_tools(task)
         rows, skipped = self.predictions(
             task,
             shards,
@@ -133,6 +142,10 @@ class TaskEvaluation:
         folders = tuple(map(str, shards))
         known = with_truth(rows, self.truth, folders, self.no_truth)
         figures, notes = self.score(task, known, resamples, **options)
+        if unjudged := len(rows) - len(known):
+            notes = (*notes, f"{unjudged} of the items have no truth: predicted, and not judged.")
+        if seen := trained_on(task, folders):
+            notes = (*notes, f"Careful: the model was trained on {', '.join(seen)}.")
         return TaskResult(
             kind=task.kind,
             items=len(rows),
@@ -168,7 +181,7 @@ class TaskEvaluation:
             return [self.row(task, *one, said) for one, said in zip(made, predicted)]
 
         with evaluating(task, device) as own_device:
-            return evaluate_blocks(
+            rows, skipped = evaluate_blocks(
                 dataset.items,
                 batch,
                 dataset.make,
@@ -177,6 +190,11 @@ class TaskEvaluation:
                 device=own_device,
                 workers=workers,
             )
+        return EvaluatedItems(self.joined(rows), skipped)
+
+    def joined(self, rows: list[Row]) -> list[Row]:
+        """Return rows that are one item each, where samples may be parts of one."""
+        return rows
 
     def evaluate_folder(self, folder: Path, shards: Sequence[str | Path], **options: Any) -> Any:
         """Evaluate a model folder, as a job of a suite.
@@ -226,6 +244,13 @@ class TaskEvaluation:
     def box(self, row: Mapping[str, Any], annotation: Annotation) -> Sequence[float] | None:
         """Return the box [x, y, width, height] that a row's text means, if it has one."""
         return None
+
+
+def trained_on(task: Any, folders: Sequence[str]) -> list[str]:
+    """Return those of some shard folders that a task's configuration names as training data."""
+    data = getattr(task.config, "data", None)
+    named = {os.path.abspath(folder) for folder in getattr(data, "train", ())}
+    return [folder for folder in folders if os.path.abspath(folder) in named]
 
 
 def without(rows: Sequence[Row], fields: Sequence[str]) -> list[Row]:

@@ -92,9 +92,9 @@ def evaluate_grounding(
             Grad-CAM of the last layer, which knows [CLS] alone, with `head`.
         ConfigError: a shard folder cannot be read.
     """
-    if by is None:
-        made = map_of(loaded.folder)
-        by = made.by
+    made = map_of(loaded.folder)
+    by = by or made.by
+    if by == made.by:
         layer = made.layer if layer is None else layer
         head = made.head if head is None else head
     items = Items(shards, _expressions_in, limit)
@@ -176,7 +176,8 @@ def _checked(item: Item, size: tuple[int, int]) -> str:
         raise BadSample("no text", f"{item.where}: it has no expression")
     expression = expressions[item.part]
     x, y, width, height = expression.box
-    if width <= 0 or height <= 0 or not (0 <= x < size[0] and 0 <= y < size[1]):
+    beside = x >= size[0] or y >= size[1] or x + width <= 0 or y + height <= 0
+    if width <= 0 or height <= 0 or beside:
         raise BadSample(
             "bad annotation",
             f"{item.where}: box {expression.box} of expression {expression.id} does not lie in the "

@@ -64,7 +64,9 @@ def select(config: PretrainConfig, task: Pretraining, data: PretrainData) -> Bes
     every = training.evaluate_every
     if every is None:
         every = max(1, data.batches_in_epoch(0) // training.gradient_accumulation_steps)
-    selection = BestCheckpoint(validate, training.metric or "mean", every, training.patience)
+    selection = BestCheckpoint(
+        validate, training.metric or "mean", every, training.patience, chosen.model_dump_json()
+    )
     tried = _TRIED if chosen.limit is None else min(chosen.limit, _TRIED)
     try:
         selection.require(validate(task.state_dict, tried, min(chosen.batches, 1)))

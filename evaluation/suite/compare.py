@@ -13,6 +13,7 @@ import numpy as np
 from evaluation.core.json_lines import read_lines
 from evaluation.core.results import Table, write_report
 from evaluation.core.samples import EvaluationError
+from evaluation.downstream.result import sentence_of
 from evaluation.suite.item_tests import ItemDifference, item_difference
 from vlp.metrics.recall import RECALL_AT
 
@@ -242,6 +243,6 @@ def _consistency(rows: dict[tuple[Any, ...], Row]) -> dict[tuple[Any, ...], floa
     """Compute NLVR2's: the sentences that are right every time, a sentence being one item."""
     right: dict[tuple[Any, ...], float] = {}
     for row in rows.values():
-        sentence = ("sentence", row["text"])
+        sentence = ("sentence", sentence_of(row))
         right[sentence] = min(right.get(sentence, 1.0), row["scores"]["accuracy"])
     return right

@@ -14,7 +14,6 @@ from training_toy import PlainEngine, ToyData, ToyTask, toy_config
 
 from vlp.config import ConfigError, load_config
 from vlp.distributed import broadcast_tensors
-from vlp.training.best_checkpoint import BestCheckpoint
 from vlp.training.config import PretrainConfig
 from vlp.training.logging.progress import Progress
 from vlp.training.loop import NonFiniteError, poisoned, total_steps, train
@@ -284,7 +283,6 @@ def test_a_finite_loss_is_not_touched() -> None:
 
 
 def test_a_used_folder_is_refused_and_left_alone(tmp_path: Path) -> None:
-    from vlp.config import ConfigError
 
     (tmp_path / "something").write_text("precious")
     with pytest.raises(ConfigError, match="not empty; continue its run with --resume"):
@@ -319,54 +317,6 @@ def test_dead_features_are_warned_about(
     assert "image_token_cosine is 0.990" in warned[0]
 
 
-def judged_run(
-    folder: Path, figures: list[float], patience: int | None = None, resume: bool = False
-) -> dict[str, Any]:
-    """A run of 8 steps that is judged every second step, and finds these figures."""
-    torch.manual_seed(0)
-    config, task = toy_config(folder), ToyTask()
-    found = iter(figures)
-    selection = BestCheckpoint(
-        lambda _: {"accuracy": next(found), "other": 0.5}, "accuracy", 2, patience
-    )
-    engine = PlainEngine(task, config.training)
-    data, place = ToyData(), RunFolder(folder, resume)
-    return train(config, task, data, engine, place, resume, selection)
-
-
-def test_the_best_model_on_the_validation_data_is_kept(tmp_path: Path) -> None:
-    report = judged_run(tmp_path / "run", [0.4, 0.7, math.nan, 0.6])
-    assert report["best"] == {"step": 4, "accuracy": 0.7, "other": 0.5}
-    best = dict(broadcast_tensors(tmp_path / "run" / "best" / "model.safetensors"))
-    last = dict(broadcast_tensors(tmp_path / "run" / "model" / "model.safetensors"))
-    assert not same(best, last)
-    looks = [line for line in lines(tmp_path / "run") if "validation/accuracy" in line]
-    assert [(line["step"], line["validation/accuracy"]) for line in looks] == [
-        (2, 0.4), (4, 0.7), (6, None), (8, 0.6)
-    ]  # fmt: skip
-
-
-def test_a_run_ends_when_it_no_longer_gets_better(tmp_path: Path) -> None:
-    report = judged_run(tmp_path / "run", [0.4, 0.3, 0.2, 0.9], patience=2)
-    assert (report["ended"], report["step"], report["best"]["step"]) == ("finished", 6, 2)
-    assert (tmp_path / "run" / "checkpoints" / "step_6").is_dir()
-    # Started again it knows that it has seen enough.
-    again = judged_run(tmp_path / "run", [], patience=2, resume=True)
-    assert (again["ended"], again["step"]) == ("finished", 6)
-
-
-def test_a_judge_that_fails_costs_nothing_of_the_training(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    with pytest.raises(StopIteration):
-        judged_run(folder, [0.4, 0.7])  # nothing to find after step 6
-    assert (folder / "checkpoints" / "step_6").is_dir()
-    report = judged_run(folder, [0.8, 0.5], resume=True)
-    assert (report["ended"], report["resumed_at_steps"]) == ("finished", [6])
-    assert report["best"]["step"] == 6
-    looks = [line["step"] for line in lines(folder) if "validation/accuracy" in line]
-    assert looks == [2, 4, 6, 8]
-
-
 def test_a_finished_run_started_again_keeps_its_report(tmp_path: Path) -> None:
     _, report = run(tmp_path)
     _, again = run(tmp_path, resume=True)
@@ -388,9 +338,3 @@ def test_dropout_is_the_same_after_a_resume(
     shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "step_8")
     run(tmp_path / "resumed", resume=True)
     assert same(state(tmp_path / "whole", 8), state(tmp_path / "resumed", 8))
-
-
-def test_an_unknown_figure_is_named(tmp_path: Path) -> None:
-    selection = BestCheckpoint(lambda _: {"accuracy": 1.0}, "recall", 1)
-    with pytest.raises(ConfigError, match="no figure 'recall'; there are accuracy"):
-        selection.validate(Progress(), dict)

@@ -99,7 +99,7 @@ def _tag(schema: type[Config]) -> Any:
 
 
 def _nearest(key: str, schema: type[Config]) -> str:
-    known = list(_schema_paths(schema))
+    known = [path for path in _schema_paths(schema) if path != key]  # of another kind it is one
     parent, _, leaf = key.rpartition(".")
     siblings = [path for path in known if path.rpartition(".")[0] == parent]
     near = difflib.get_close_matches(leaf, [path.rpartition(".")[2] for path in siblings], n=1)

@@ -29,13 +29,19 @@ class BestCheckpoint:
         metric: the metric that decides.
         every: steps between validations; there is always one after the last step.
         patience: validations without a better result after which the run ends; None is never.
+        data: what `validate` computes them of; results of other data do not compare.
     """
 
     def __init__(
-        self, validate: Validate, metric: str, every: int, patience: int | None = None
+        self,
+        validate: Validate,
+        metric: str,
+        every: int,
+        patience: int | None = None,
+        data: str = "",
     ) -> None:
         self._validate, self._metric, self._every = validate, metric, every
-        self._patience = patience
+        self._patience, self._data = patience, data
         self._sign = -1 if metric.startswith("loss/") else 1
 
     def due(self, progress: Progress, total: int) -> bool:
@@ -62,7 +68,9 @@ class BestCheckpoint:
         value = figures[self._metric]
         if progress.best is not None and progress.metric != self._metric:  # since a resume
             progress.best, progress.looks_since = progress.best_figures.get(self._metric), 0
-        progress.metric = self._metric
+        if progress.best is not None and progress.validation != self._data:
+            progress.best, progress.looks_since = None, 0
+        progress.metric, progress.validation = self._metric, self._data
         progress.looked = progress.step
         better = math.isfinite(value) and (
             progress.best is None or self._sign * value > self._sign * progress.best
@@ -88,4 +96,6 @@ class BestCheckpoint:
 
     def exhausted(self, progress: Progress) -> bool:
         """Return whether patience is at its end."""
-        return self._patience is not None and progress.looks_since >= self._patience
+        if self._patience is None or progress.validation != self._data:
+            return False
+        return progress.looks_since >= self._patience

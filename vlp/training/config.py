@@ -378,7 +378,7 @@ class PretrainConfig(DeepSpeedRunConfig):
     def _fits(self) -> PretrainConfig:
         layout, mim = self.model.cross.layout, self.objectives.mim
         if mim and mim.output == "cross" and layout != "ace":
-            raise ValueError(f"objectives.mim.output cross needs layout ace's images, not {layout}")
+            raise ValueError(f"objectives.mim.output is cross, but layout {layout} has no images")
         if mim and self.data.features is not None:
             raise ValueError(
                 "objectives.mim regresses pixels, and data.features gives none; set "

@@ -17,22 +17,23 @@ def next_steps(out: Path, splits: Sequence[str]) -> str:
         out: folder of the splits.
         splits: that were written.
     """
-    train, run = out / "train", Path("runs") / out.name
+    train = out / "train"
+    aligned, run = Path("runs") / f"{out.name}_aligned", Path("runs") / out.name
     sources = _quoted(f"data.sources=[{{path: {train}}}]")
     vocabulary = _quoted(f"{out / 'vocabulary'}")
     held_out = next((split for split in ("val", "test") if split in splits), "train")
-    align = f"vlp align --config configs/pretrain/from_towers.yaml --out {_quoted(run)}"
+    align = f"vlp align --config configs/pretrain/from_towers.yaml --out {_quoted(aligned)}"
     config = "--config configs/pretrain/flickr8k_small.yaml"
     options = f"data.vocabulary={vocabulary} output={_quoted(run)}"
-    evaluate = f"vlp evaluate retrieval --shards {_quoted(out / held_out)} --model {_quoted(run)}"
+    evaluate = f"vlp evaluate retrieval --shards {_quoted(out / held_out)} --model"
     return (
         "next, from public towers:\n"
         f"  {align} {sources}\n"
-        f"  {evaluate}\n"
+        f"  {evaluate} {_quoted(aligned)}\n"
         "or from nothing:\n"
         f"  vlp data vocabulary --shards {_quoted(train)} --size {VOCABULARY} --out {vocabulary}\n"
         f"  vlp train {config} {sources} {options}\n"
-        f"  {evaluate}/model"
+        f"  {evaluate} {_quoted(run / 'model')}"
     )
 
 

@@ -64,8 +64,30 @@ def test_with_java_there_is_meteor_and_a_word_about_spice(shards) -> None:
 
 def test_without_java_the_way_out_is_named(shards, monkeypatch) -> None:
     monkeypatch.setattr(captions.shutil, "which", lambda name: None)
+    task = made(shards, java=True)
+    monkeypatch.setattr(task, "predict", lambda inputs: pytest.fail("before anything is written"))
     with pytest.raises(EvaluationError, match=r"no `java` on the path.*`task.java: false`"):
-        evaluate_task(made(shards, java=True), [shards], resamples=2)
+        evaluate_task(task, [shards], resamples=2)
+
+
+def test_samples_of_one_image_are_one_item_with_all_references(shards, tmp_path) -> None:
+    """As retrieval merges them: one caption an image against all that people wrote."""
+    task = made(shards)
+    whole, single = [], []
+    for number, (image, annotation) in enumerate(coloured(4)):
+        texts = [*annotation.captions, "some other words", f"picture {number}"]
+        ids = {"image_id": str(number), "source": "own"}
+        whole.append((image, Annotation(captions=texts, **ids)))
+        single += [(image, Annotation(captions=[text], **ids)) for text in texts]
+    results = [
+        evaluate_task(task, [write_shards(tmp_path / name, samples)], batch=3, resamples=4)
+        for name, samples in (("whole", whole), ("single", single))
+    ]
+    assert results[0].metrics == results[1].metrics
+    assert [result.items for result in results] == [4, 4]
+    write_captions(tmp_path / "results.json", results[1].predictions)
+    alone = [(image, Annotation(captions=["a"], source="own")) for image, _ in coloured(3)]
+    assert evaluate_task(task, [write_shards(tmp_path / "alone", alone)], resamples=2).items == 3
 
 
 def test_images_without_captions_are_captioned_and_not_counted(shards, tmp_path) -> None:

@@ -101,6 +101,8 @@ def test_a_fine_tuned_folder_is_judged_as_it_was_chosen(folder, shards, tmp_path
     (tuned / "grounding.json").write_text('{"by": "similarity", "layer": null, "head": 2}')
     found = evaluate_grounding(vlp.load(tuned), [shards])
     assert (found.notes, found.predictions) == (asked.notes, asked.predictions)
+    named = evaluate_grounding(vlp.load(tuned), [shards], by="similarity")
+    assert named.predictions == asked.predictions  # to name what holds changes nothing
     other = evaluate_grounding(vlp.load(tuned), [shards], by="gradcam")
     assert other.notes == evaluate_grounding(vlp.load(folder), [shards]).notes
     (tuned / "grounding.json").write_text('{"by": "guess"}')
@@ -125,13 +127,13 @@ def test_proposals_are_judged_by_their_overlap(folder, tmp_path):
 
 
 def test_bad_expressions_are_counted(folder, tmp_path):
-    boxes = [[0.0, 0, 5, 5], [1.0, 1, 0, 4], [40.0, 40, 5, 5]]
+    boxes = [[0.0, 0, 5, 5], [1.0, 1, 0, 4], [40.0, 40, 5, 5], [-5.0, -5, 9, 9], [-9.0, 0, 9, 9]]
     says = [Expression(id=str(n), text="a red circle", box=box) for n, box in enumerate(boxes)]
     annotations = [Annotation(expressions=says), Annotation(caption="nothing is asked")]
     shards = annotated_shards(tmp_path / "shards", annotations, IMAGE)
     result = evaluate_grounding(vlp.load(folder), [shards])
-    assert result.skipped == {"bad annotation": 2}
-    assert [row["id"] for row in result.predictions] == ["0"]
+    assert result.skipped == {"bad annotation": 3}
+    assert [row["id"] for row in result.predictions] == ["0", "3"]  # annotations cross the border
 
 
 def test_the_command_prints_a_table_and_refuses_a_layer_that_is_not_there(

@@ -35,7 +35,7 @@ class TextLabels(NamedTuple):
             BadSample: there is no text, or the label is unknown.
         """
         text, label = getattr(annotation, self.text), annotation.label
-        if not text:
+        if not (text and text.strip()):
             raise BadSample("no text", f"{where}: it has no `{self.text}`")
         if label is not None and label not in self.labels:
             known = ", ".join(dict.fromkeys(map(str, self.labels)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from vlp.config import Config, validated
@@ -53,6 +53,12 @@ class GroundingConfig(PairsConfig, MapConfig):
     data: GroundingDataConfig = Field(
         description="referring expressions to train on, and shards to validate on"
     )
+
+    @model_validator(mode="after")
+    def _layer_is_of_gradcam(self) -> GroundingConfig:
+        if self.by == "similarity" and self.layer is not None:
+            raise ValueError("layer is of Grad-CAM, and the map is made by similarity")
+        return self
 
 
 class Grounding(PairsTask):

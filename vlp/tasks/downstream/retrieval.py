@@ -44,7 +44,7 @@ class PairsDataConfig(DataConfig):
     validation_limit: int | None = Field(
         None,
         ge=1,
-        description="samples of `validation`",
+        description="only the first so many samples of `validation`; of grounding, expressions",
         json_schema_extra={"resume": "tolerated"},
     )
 

@@ -13,9 +13,9 @@ class Progress:
     which fixes the data position. trained_samples: those of them that were not bad. seconds: of
     training. skipped: bad samples by kind; examples: where some of them were. non_finite: skipped
     steps; non_finite_row: of these, the current row. resumed: the steps at which the run was
-    resumed. looked: the last step that was validated. metric: what decided. best: the best
-    result so far, best_figures all metrics of that step, and looks_since the number of validations
-    after it.
+    resumed. looked: the last step that was validated. metric: what decided, of which data
+    (validation). best: the best result so far, best_figures all metrics of that step, and
+    looks_since the number of validations after it.
     """
 
     step: int = 0
@@ -29,6 +29,7 @@ class Progress:
     resumed: list[int] = field(default_factory=list)
     looked: int = 0
     metric: str | None = None
+    validation: str = ""
     best: float | None = None
     best_step: int | None = None
     best_figures: dict[str, float] = field(default_factory=dict)
