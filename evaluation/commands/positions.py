@@ -24,7 +24,7 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="one of `vlp positions
 
 @positions_app.command("list", cls=EvaluationCommand)
 def list_all(plugin: Plugin = None) -> None:
-    """List all encodings: where they act, their options, what they are."""
+    """List all encodings: where they act, what they are."""
     from evaluation.probes.position_card import position_list
     from vlp.config import load_plugins
 

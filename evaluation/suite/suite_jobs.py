@@ -75,7 +75,8 @@ def job_key(job: Job, folder: Path | OtherModel, sums: dict[Path | OtherModel, s
             file = getattr(job, name, None)
             parts.append("" if file is None else _checksum(Path(file)))
     except OSError as error:
-        raise EvaluationError(f"{error.filename}: cannot be read ({error.strerror})") from error
+        said = f"{error.filename}: cannot be read ({error.strerror})" if error.filename else error
+        raise EvaluationError(str(said)) from error
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
