@@ -28,8 +28,19 @@ from vlp.process.command_line import Command, new_app, run_app
 app = new_app("Vision-language pretraining with the position embedding ACE-RPE.")
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        import vlp
+
+        print(f"vlp {vlp.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def before(
+    version: Annotated[
+        bool, Option("--version", callback=_version, is_eager=True, help="print it and exit")
+    ] = False,
     plugin: Annotated[
         list[str] | None,
         Option(

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 from typer.core import TyperGroup
 
+import vlp
 from data_tools.__main__ import COMMANDS
 from launch import demo
 from launch.cli.main import commands, main
@@ -211,3 +212,8 @@ def test_an_inherited_task_is_trained_as_a_vision_model(inherited, tmp_path, mon
     assert train(child) == 0
     expected = "train_vision" if inherited == "base.yaml" else "pretrain"
     assert called == [f"launch.{expected}"]
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"vlp {vlp.__version__}\n"
