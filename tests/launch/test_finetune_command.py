@@ -82,6 +82,7 @@ def test_two_ranks_train_what_one_does_and_a_killed_run_goes_on(tmp_path):
     assert max(float((one[name] - two[name]).abs().max()) for name in one) < 1e-5
 
 
+@pytest.mark.integration
 @pytest.mark.distributed
 @pytest.mark.parametrize("teacher", ["null", "{momentum: 0.5}"])
 def test_two_runs_of_one_seed_are_equal_to_the_bit_and_so_is_a_resumed_one(teacher, tmp_path):
@@ -130,6 +131,7 @@ def test_a_run_of_zero_3_is_validated(tmp_path):
     assert report["best"]["accuracy"] == pytest.approx(found.metrics["accuracy"])
 
 
+@pytest.mark.integration
 @pytest.mark.distributed
 def test_what_cannot_be_used_is_one_line_and_code_2(tmp_path):
     start = tiny_folder(tmp_path / "start")

@@ -138,6 +138,7 @@ def test_a_full_disk_ends_with_a_message_and_the_run_goes_on_later(lab: Lab) -> 
     assert lab.report("full")["resumed_at_steps"] == [4]
 
 
+@pytest.mark.integration
 @pytest.mark.distributed
 def test_a_full_disk_at_the_final_model_loses_no_training(lab: Lab) -> None:
     arguments = lab.arguments("full_at_model", lab.zero(0), "training.steps=2")

@@ -102,6 +102,7 @@ def test_killed_between_checkpoints_then_resumed_is_bitwise_the_same(
         }
 
 
+@pytest.mark.integration
 def test_a_checkpoint_becomes_a_model_folder_and_its_run_goes_on(lab: Lab, whole: Whole) -> None:
     name = "early"
     run = lab.output(whole(0, 1))

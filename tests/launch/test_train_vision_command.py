@@ -102,6 +102,7 @@ def test_irpes_models_of_imagenet_train_at_tiny_size(model, options, tmp_path):
     assert len(tables) == (12 if model == "swin_tiny" else 2)
 
 
+@pytest.mark.integration
 @pytest.mark.distributed
 def test_two_ranks_train_what_one_does_and_go_on_from_its_checkpoint(tmp_path):
     images = dark_and_light(tmp_path / "images")

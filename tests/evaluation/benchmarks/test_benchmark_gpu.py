@@ -78,6 +78,7 @@ def failing(_: Setting) -> Iterator[CheckedFigure]:
     raise KeyError("second")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("part", "status"), [(wrong, 1), (slow, 0), (failing, 1)])
 def test_exit_status(
     part: Callable[[Setting], Iterator[CheckedFigure]],
@@ -173,6 +174,7 @@ def test_the_prediction_counts_the_products_of_a_step(tiny: PretrainConfig) -> N
     assert 0 < moved[0] < moved[1] < moved[2]
 
 
+@pytest.mark.integration
 def test_work_grows_with_the_pairs(tiny: PretrainConfig) -> None:
     few, more = (roofline.count_step(tiny, rows, words=3)["fused"] for rows in (8, 16))
     assert 1.7 * few.flops < more.flops < 2.3 * few.flops

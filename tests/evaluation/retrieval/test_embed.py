@@ -71,6 +71,7 @@ def test_half_precision_limits_and_images_without_captions(model_folder, tmp_pat
     assert np.load(tmp_path / "none" / "captions.npy").shape == (0, 8)
 
 
+@pytest.mark.integration
 @pytest.mark.distributed
 def test_one_and_two_ranks_write_the_same_files(model_folder, scene_shards, tmp_path):
     command = ["embed", "--model", str(model_folder), "--shards", str(scene_shards), "--batch", "4"]
@@ -118,6 +119,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.integration
 def test_a_killed_run_leaves_no_folder_and_the_next_one_ends_well(
     model_folder, scene_shards, tmp_path
 ):

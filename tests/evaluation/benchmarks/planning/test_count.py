@@ -57,13 +57,10 @@ def saved_bytes(task: Pretraining, config: PretrainConfig, rows: int) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "training",
-    [
-        {},
-        pytest.param({"activation_checkpointing": "blocks"}, marks=pytest.mark.integration),
-        pytest.param({"grad_cache": 8}, marks=pytest.mark.integration),
-    ],
+    [{}, {"activation_checkpointing": "blocks"}, {"grad_cache": 8}],
     ids=["whole", "blocks", "chunks"],
 )
 def test_more_pairs_lie_on_the_line_of_few(training: dict[str, Any]) -> None:
