@@ -39,7 +39,7 @@ class Earlier(NamedTuple):
                 for line in file:
                     image, key, split = json.loads(line)
                     found.keys[image], found.splits[image] = key, split
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise ConfigError(f"{path}: damaged ({error}); delete it, or --replace") from error
         return found
 

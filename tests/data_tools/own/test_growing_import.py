@@ -113,6 +113,7 @@ def test_a_growth_that_is_refused_is_not_remembered(
 def test_a_damaged_memory_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     place, out = write(tmp_path / "mine", pictures(range(20))), tmp_path / "out"
     assert imported(place) == 0
-    (out / NAME).write_text(json.dumps(["a", "b"]) + "\n")
-    assert imported(place) == 2
-    assert f"{out / NAME}: damaged" in capsys.readouterr().err
+    for line in (["a", "b"], 5, [["a"], "b", "train"]):
+        (out / NAME).write_text(json.dumps(line) + "\n")
+        assert imported(place) == 2
+        assert f"{out / NAME}: damaged" in capsys.readouterr().err

@@ -33,7 +33,9 @@ def start_mlm_head(modules: Mapping[str, nn.Module], bert: str) -> list[LoadRepo
     Raises:
         ConfigError: the weights are missing or damaged.
     """
-    own = nn.ModuleDict({name: module for name, module in modules.items() if name == "mlm_head"})
+    if "mlm_head" not in modules:
+        return []
+    own = nn.ModuleDict({"mlm_head": modules["mlm_head"]})
     here, found = own.state_dict(), {}
     try:
         for name, (_, tensor) in todays_names(read_bert(bert).state, bert).items():
@@ -41,8 +43,9 @@ def start_mlm_head(modules: Mapping[str, nn.Module], bert: str) -> list[LoadRepo
             place = f"{_BERT_HEAD.get(module)}.{kind}"
             if place in here and here[place].shape == tensor.shape:
                 found[place] = tensor
-        whole = found.keys() == here.keys() and bool(found)
-        return [copy_weights(own, found, f"{bert} -> MLM head", [], ())] if whole else []
+        if found.keys() != here.keys():
+            return []
+        return [copy_weights(own, found, f"{bert} -> MLM head", [], ())]
     except (FileNotFoundError, ValueError) as error:
         raise ConfigError(f"text.weights: {error}") from error
 
