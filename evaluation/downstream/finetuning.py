@@ -122,8 +122,9 @@ def select(
     every = training.evaluate_every
     if every is None:
         every = _epoch_steps(config, data)
-    metric, data = training.metric or task.metric, json.dumps([list(map(str, folders)), limit])
-    selection = BestCheckpoint(validate, metric, every, training.patience, data)
+    validation_data = json.dumps([list(map(str, folders)), limit])
+    metric = training.metric or task.metric
+    selection = BestCheckpoint(validate, metric, every, training.patience, validation_data)
     tried = _TRIED if limit is None else min(limit, _TRIED)
     try:
         try:

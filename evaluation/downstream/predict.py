@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 import vlp
-from evaluation.core.samples import EvaluationError, said_in_one_line
+from evaluation.core.samples import EvaluationError
 from evaluation.downstream.blocks import EvaluatedItems
 from evaluation.downstream.registry import WITHOUT_HEAD, get_evaluation
 from evaluation.downstream.task_evaluation import Row, load_for_evaluation, without
@@ -118,13 +118,14 @@ def _without_head(
     folder: str | Path, shards: Sequence[str | Path], options: dict[str, Any]
 ) -> EvaluatedItems:
     try:
-        with said_in_one_line():
-            loaded = vlp.load(folder)
-            return get_evaluation(WITHOUT_HEAD).predict_without_head(loaded, shards, **options)
-    except EvaluationError as error:
-        if not isinstance(error.__cause__, ConfigError):
-            raise
+        loaded = vlp.load(folder)
+        return get_evaluation(WITHOUT_HEAD).predict_without_head(loaded, shards, **options)
+    except ConfigError as error:
         raise ConfigError(
-            f"{error.__cause__}; {folder} was not fine-tuned for a task, and without one a model "
-            "only predicts where expressions point"
+            f"{error}; {folder} was not fine-tuned for a task, and without one a model only "
+            "predicts where expressions point"
         ) from error
+    except EvaluationError:
+        raise
+    except ValueError as error:
+        raise EvaluationError(" ".join(str(error).split())) from error

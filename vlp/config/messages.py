@@ -99,7 +99,8 @@ def _tag(schema: type[Config]) -> Any:
 
 
 def _nearest(key: str, schema: type[Config]) -> str:
-    known = [path for path in _schema_paths(schema) if path != key]  # of another kind it is one
+    # A choice by `kind` lists the keys of all kinds: the key itself may be one of another kind.
+    known = [path for path in _schema_paths(schema) if path != key]
     parent, _, leaf = key.rpartition(".")
     siblings = [path for path in known if path.rpartition(".")[0] == parent]
     near = difflib.get_close_matches(leaf, [path.rpartition(".")[2] for path in siblings], n=1)
