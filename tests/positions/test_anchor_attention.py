@@ -15,6 +15,7 @@ from vlp.compute.gpu_form import gpu_form
 from vlp.layers import attention as attention_module
 from vlp.positions import PositionContext, create_position
 from vlp.positions.anchor_attention import anchored_attention, contextual_terms
+from vlp.positions.anchor_blocks import readable_keys
 
 pytest.importorskip("triton")
 from interpreted_triton import interpreted
@@ -83,6 +84,42 @@ def test_more_tokens_than_a_block_holds(options):
     layer, field = layer_and_field((4, 9), 35, heads=1, channels=3, groups=1, rows=1, **options)
     for text_queries in (True, False):
         assert_equal(*(run(layer, field, kernel, text_queries) for kernel in (False, True)))
+
+
+@pytest.mark.parametrize("groups", [1, 12, 20])
+@pytest.mark.parametrize("options", [{}, {"mode": "bias"}], ids=str)
+def test_other_numbers_of_groups(groups, options):
+    layer, field = layer_and_field((3, 6), 7, heads=1, groups=groups, rows=1, **options)
+    for text_queries in (True, False):
+        assert_equal(*(run(layer, field, kernel, text_queries) for kernel in (False, True)))
+
+
+@pytest.mark.parametrize("text_queries", [True, False])
+@pytest.mark.parametrize("mode", ["contextual", "bias"])
+def test_what_lies_behind_the_keys_is_read_and_counts_nowhere(text_queries, mode):
+    """Rows of 16 load fast; a compiler may leave anything between them."""
+    layer, field = layer_and_field(mode=mode)
+    side = "text_path" if text_queries else "path"
+    path = getattr(field, side)
+    aligned = path.new_full((*path.mT.shape[:3], 16), torch.nan)[..., : path.shape[2]].mT
+    aligned.copy_(path)
+    assert readable_keys(path) == path.shape[2]
+    assert readable_keys(aligned) == 16
+    found, expected = (
+        run(layer, field._replace(**{side: x}), True, text_queries) for x in (aligned, path)
+    )
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_keys_are_read_only_where_memory_holds_them():
+    rows = torch.zeros(2, 3, 4, 16)
+    assert readable_keys(rows.mT[:, :, :9]) == 16
+    form = (2, 3, 9, 4), (192, 64, 1, 16)
+    assert readable_keys(torch.zeros(2 * 3 * 4 * 16).as_strided(*form)) == 16
+    assert readable_keys(torch.zeros(2 * 3 * 4 * 16 - 5).as_strided(*form)) == 9
+    assert readable_keys(rows.mT[:, :, 1:9]) == 8  # rows begin between multiples of 16
+    assert readable_keys(rows[:, :, :, :4]) == 4  # keys are not side by side
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -14,8 +14,7 @@ import torch
 from vlp.positions.anchor import anchor_distance, anchor_path
 
 pytest.importorskip("triton")
-from compiled_triton import usage
-
+from evaluation.benchmarks.gpu.compiled import compile_kernel
 from vlp.positions import anchor_triton, windowed_path
 
 METRICS = ["euclidean", "manhattan", "chebyshev"]
@@ -195,7 +194,7 @@ def test_reachable_has_no_gradient_and_the_path_only_one(interpreted):
     ],
 )
 def test_compiles_for_gpus_that_are_not_there(
-    kernel, type_, patch_reach, groups_last, arch, tmp_path
+    kernel, type_, patch_reach, groups_last, arch, tmp_path, monkeypatch
 ):
     """The interpreter takes Python that the compiler refuses."""
     from triton.language import float32
@@ -208,7 +207,8 @@ def test_compiles_for_gpus_that_are_not_there(
     states = ("distance", "path", "path_gradient", "gradient")
     types = dict.fromkeys(states, f"*{type_}") | dict.fromkeys(("words", "reachable"), "*u8")
     types["winner"] = "*u8" if constants["STEPS"] < 256 else "*i16"
-    _, spilled = usage(function, constants, types, arch, tmp_path)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    spilled = compile_kernel(function, constants, types, arch).spilled
     widest = (kernel, patch_reach, groups_last, arch) == ("backward", 4, True, 80)
     assert spilled <= (16 if widest else 0)
 

@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vlp.positions.anchor_blocks import BLOCK, block_sizes, power_of_two, readable_keys
 from vlp.positions.kernel_operator import KernelOperator
 
-BLOCK = 32
-"""Most queries and keys of a block in the backward pass."""
 Results = tuple[Tensor, Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -196,28 +195,6 @@ def _project_tables_backward(
     return gradients
 
 
-def block_sizes(
-    queries: int, keys: int, channels: int, dtype: torch.dtype, forward: bool
-) -> dict[str, int]:
-    """Return tokens of a block and warps of a program, so that its numbers stay in registers.
-
-    Args:
-        queries: tokens that ask.
-        keys: tokens that answer.
-        channels: of a head.
-        dtype: of the states.
-        forward: False for all that computes gradients.
-    """
-    most = 64 if forward and dtype != torch.float32 and channels <= 64 else BLOCK
-    found = {
-        name: min(most, max(16, _power_of_two(tokens)))
-        for name, tokens in (("QUERIES", queries), ("KEYS", keys))
-    }
-    # In blocks of 32 by 32 tokens eight warps hold the same numbers twice, and half as many
-    # programs run at a time; wider heads need them for their registers.
-    return found | {"num_warps": 4 if forward or channels <= 64 else 8}
-
-
 def _results(query: Tensor, key: Tensor, heads: int) -> Results:
     """Make the output, its rounding residual, both (B, Q, width), and rows (B, heads, 2, Q).
 
@@ -259,17 +236,19 @@ class _Inputs:
             *(spare if x is None else x for x in means),
             terms.contiguous(),
         ]
-        self.sizes = [*(x.stride(0) for x in states), *path.stride(), queries, keys, heads]
+        strides = [*(x.stride(0) for x in states), *path.stride()]
+        self.sizes = [*strides, readable_keys(path), queries, keys, heads]
         channels = width // heads
-        blocks = block_sizes(queries, keys, channels, query.dtype, forward)
+        blocks = block_sizes(queries, keys, groups, channels, forward)
         self.query_blocks = -(-queries // blocks["QUERIES"])
         self.key_blocks = -(-keys // blocks["KEYS"])
         exact = torch.get_float32_matmul_precision() == "highest"
         self.options = {
             "GROUPS": groups,
-            "MANY": max(16, _power_of_two(groups)),
+            "EACH": max(8, power_of_two(groups)),
+            "MANY": max(16, power_of_two(groups)),
             "CHANNELS": channels,
-            "WIDE": max(16, _power_of_two(channels)),
+            "WIDE": max(16, power_of_two(channels)),
             "CONTEXTUAL": query_mean is not None,
             "MASKED": mask is not None,
             "PRECISION": "ieee" if exact else "tf32",
@@ -310,7 +289,7 @@ def _launch_shifts(kernel: str, inputs: list[Tensor], pooled: bool, *results: Te
             *results,
             width,
             GROUPS=groups,
-            MANY=max(16, _power_of_two(groups)),
+            MANY=max(16, power_of_two(groups)),
             BLOCK=32,
             POOLED=pooled,
         )
@@ -319,10 +298,6 @@ def _launch_shifts(kernel: str, inputs: list[Tensor], pooled: bool, *results: Te
 def _rows_contiguous(x: Tensor) -> Tensor:
     """States whose pairs may lie anywhere: an expanded batch is not copied."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:

@@ -4,8 +4,8 @@ A program owns one head of one pair (in the forward pass: of one block of querie
 over tokens need no atomics and equal inputs give equal results. Neighbouring programs are the heads
 of one pair and find its paths in the cache. Products take the states' type and add up in float32.
 States are (B, T, width) with contiguous rows, paths (B, Q, K, G) of any strides, means (B, T, G),
-terms (4, G, width), the shifts of queries, keys and values and the table of the values, or in bias
-mode slopes (G, heads).
+terms (4, G, width), the shifts of queries, keys and values and the table of the values, or slopes
+(G, heads) in bias mode. EACH and MANY are G as powers of two, from 8 and from 16.
 `TRITON_INTERPRET=1`, set before this module is imported, runs all of it on a CPU, for tests.
 """
 
@@ -66,20 +66,37 @@ def _level(
 
 
 @triton.jit
+def _paths(
+    path: tl.tensor, first: tl.tensor, answering: tl.tensor, queries: tl.tensor, keys: tl.tensor,
+    room: tl.tensor, path_query: tl.tensor, path_key: tl.tensor, path_group: tl.tensor,
+    GROUPS: tl.constexpr, EACH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Paths of a block in all groups, 0 outside: (EACH, QUERIES, KEYS).
+
+    Loads of keys side by side are wide. They may pass the last key up to `room`, where anything
+    may lie. In this order of rows a thread holds all groups of its keys.
+    """
+    row = tl.arange(0, EACH * QUERIES)[:, None]
+    asking, group, answering = first + row % QUERIES, row // QUERIES, answering[None, :]
+    inside = (group < GROUPS) & (asking < queries) & (answering < room)
+    here = group * path_group + asking * path_query + answering * path_key
+    found = tl.load(path + here, mask=inside, other=0.0)
+    return tl.where(answering < keys, found, 0.0).reshape(EACH, QUERIES, KEYS)
+
+
+@triton.jit
 def _logits(
-    query: tl.tensor, key: tl.tensor, path: tl.tensor, here: tl.tensor, inside: tl.tensor,
-    path_group: tl.tensor, slopes: tl.tensor, mask: tl.tensor, asking: tl.tensor,
-    keys: tl.tensor, heads: tl.tensor, scale: tl.tensor,
-    GROUPS: tl.constexpr, CONTEXTUAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    query: tl.tensor, key: tl.tensor, paths: tl.tensor, slopes: tl.tensor, mask: tl.tensor,
+    asking: tl.tensor, keys: tl.tensor, heads: tl.tensor, scale: tl.tensor,
+    GROUPS: tl.constexpr, EACH: tl.constexpr, CONTEXTUAL: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Scaled logits of a block with the bias of Eq. 9 (`slopes` of this head) and the mask."""
     logits = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
     if not CONTEXTUAL:
-        for group in tl.range(0, GROUPS, disable_licm=True):
-            steps = tl.load((path + group * path_group) + here, mask=inside, other=0.0).to(
-                tl.float32
-            )
-            logits += steps * tl.load(slopes + group * heads).to(tl.float32)
+        group = tl.arange(0, EACH)[:, None, None]
+        slope = tl.load(slopes + group * heads, mask=group < GROUPS, other=0.0).to(tl.float32)
+        logits += tl.sum(paths.to(tl.float32) * slope, 0)
     if MASKED:
         real = tl.load(mask + asking, mask=asking < keys, other=0)
         logits += tl.where(real != 0, 0.0, HIDDEN)[None, :]
@@ -93,9 +110,9 @@ def forward_kernel(
     out: tl.tensor, rest: tl.tensor, rows: tl.tensor,
     query_pair: tl.tensor, key_pair: tl.tensor, value_pair: tl.tensor,
     path_pair: tl.tensor, path_query: tl.tensor, path_key: tl.tensor, path_group: tl.tensor,
-    queries: tl.tensor, keys: tl.tensor, heads: tl.tensor, scale: tl.tensor,
-    GROUPS: tl.constexpr, MANY: tl.constexpr, CHANNELS: tl.constexpr, WIDE: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_REST: tl.constexpr,
+    room: tl.tensor, queries: tl.tensor, keys: tl.tensor, heads: tl.tensor, scale: tl.tensor,
+    GROUPS: tl.constexpr, EACH: tl.constexpr, MANY: tl.constexpr, CHANNELS: tl.constexpr,
+    WIDE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_REST: tl.constexpr,
     CONTEXTUAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write the output (B, Q, width), and each row's largest logit and sum of exponentials.
@@ -129,20 +146,22 @@ def forward_kernel(
     largest = tl.full((QUERIES,), float("-inf"), tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
     gathered = tl.zeros((QUERIES, WIDE), tl.float32)
-    along = tl.zeros((QUERIES, MANY), tl.float32)  # sum_j a_ij P_ij
+    along = tl.zeros((EACH, QUERIES), tl.float32)  # sum_j a_ij P_ij
     for start in range(0, keys, KEYS):
         answers = start + tl.arange(0, KEYS)
-        inside = (asks[:, None] < queries) & (answers[None, :] < keys)
         k = _tile(key, answers, keys, width, CHANNELS, WIDE)
         v = _tile(value, answers, keys, width, CHANNELS, WIDE)
         if CONTEXTUAL:
             key_means = _tile(key_mean, answers, keys, GROUPS, GROUPS, MANY).to(kind)
             k = (k + tl.dot(key_means, of_keys, input_precision=PRECISION)).to(kind)
             v = (v + tl.dot(key_means, of_values, input_precision=PRECISION)).to(kind)
-        here = asks[:, None] * path_query + answers[None, :] * path_key
+        paths = _paths(
+            path, block * QUERIES, answers, queries, keys, room, path_query, path_key, path_group,
+            GROUPS, EACH, QUERIES, KEYS,
+        )  # fmt: skip
         logits = _logits(
-            asked, k, path, here, inside, path_group, terms + head, mask + pair * keys, answers,
-            keys, heads, scale, GROUPS, CONTEXTUAL, MASKED, PRECISION,
+            asked, k, paths, terms + head, mask + pair * keys, answers, keys, heads, scale,
+            GROUPS, EACH, CONTEXTUAL, MASKED, PRECISION,
         )  # fmt: skip
         above = tl.maximum(largest, tl.max(logits, 1))
         shrink = tl.exp(largest - above)
@@ -154,22 +173,18 @@ def forward_kernel(
         if HAS_REST:
             gathered += tl.dot(_rest(weight, kind), v, input_precision=PRECISION)
         if CONTEXTUAL:
-            along *= shrink[:, None]
-            for group in tl.range(0, GROUPS, disable_licm=True):
-                steps = tl.load((path + group * path_group) + here, mask=inside, other=0.0).to(
-                    tl.float32
-                )
-                added = tl.sum(weight * steps, 1)[:, None]
-                along += tl.where(groups[None, :] == group, added, 0.0)
+            along *= shrink[None, :]
+            along += tl.sum(paths.to(tl.float32) * weight[None, :, :], 2)
+    gathered /= total[:, None]
     if CONTEXTUAL:
+        along /= total[None, :]
         embed = _tile(terms + GROUPS * width, groups, GROUPS, width, CHANNELS, WIDE).to(kind)
-        along /= total[:, None]
-        gathered /= total[:, None]
-        gathered += tl.dot(along.to(kind), embed, input_precision=PRECISION)
+        if MANY > EACH:  # a product adds up over at least 16
+            none = tl.zeros((EACH, QUERIES), tl.float32)
+            along = tl.join(along, none).trans(2, 0, 1).reshape(MANY, QUERIES)
+        gathered += tl.dot(tl.trans(along).to(kind), embed, input_precision=PRECISION)
         if HAS_REST:
-            gathered += tl.dot(_rest(along, kind), embed, input_precision=PRECISION)
-    else:
-        gathered /= total[:, None]
+            gathered += tl.dot(tl.trans(_rest(along, kind)), embed, input_precision=PRECISION)
     place = pair * queries * width + column
     _store(out + place, gathered.to(kind), asks, queries, width, CHANNELS, WIDE)
     if HAS_REST:
@@ -188,10 +203,11 @@ def backward_kernel(
     query_sum: tl.tensor, shares: tl.tensor,
     query_pair: tl.tensor, key_pair: tl.tensor, value_pair: tl.tensor,
     path_pair: tl.tensor, path_query: tl.tensor, path_key: tl.tensor, path_group: tl.tensor,
-    queries: tl.tensor, keys: tl.tensor, heads: tl.tensor, scale: tl.tensor,
-    GROUPS: tl.constexpr, MANY: tl.constexpr, CHANNELS: tl.constexpr, WIDE: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_REST: tl.constexpr, ONE_BLOCK: tl.constexpr,
-    CONTEXTUAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    room: tl.tensor, queries: tl.tensor, keys: tl.tensor, heads: tl.tensor, scale: tl.tensor,
+    GROUPS: tl.constexpr, EACH: tl.constexpr, MANY: tl.constexpr, CHANNELS: tl.constexpr,
+    WIDE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_REST: tl.constexpr,
+    ONE_BLOCK: tl.constexpr, CONTEXTUAL: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write the gradients of the states, and each pair's share in that of the terms.
 
@@ -203,7 +219,7 @@ def backward_kernel(
     pair = (tl.program_id(0) // heads).to(tl.int64)
     width = heads * CHANNELS
     column = head * CHANNELS
-    groups = tl.arange(0, MANY)
+    groups, each = tl.arange(0, MANY), tl.arange(0, EACH)
     query += pair * query_pair + column
     key += pair * key_pair + column
     value += pair * value_pair + column
@@ -217,9 +233,9 @@ def backward_kernel(
         terms += column
         query_share = tl.zeros((MANY, WIDE), tl.float32)
         shares += pair * 4 * GROUPS * width + column
-        table_share = tl.zeros((MANY, WIDE), tl.float32)
+        table_share = tl.zeros((EACH, WIDE), tl.float32)
     else:
-        slope_share = tl.zeros((MANY,), tl.float32)
+        slope_share = tl.zeros((EACH,), tl.float32)
     for key_start in tl.range(0, keys, KEYS, disable_licm=True):
         answers = key_start + tl.arange(0, KEYS)
         k = _tile(key, answers, keys, width, CHANNELS, WIDE)
@@ -235,8 +251,10 @@ def backward_kernel(
         of_v = tl.zeros((KEYS, WIDE), tl.float32)
         for start in tl.range(0, queries, QUERIES, disable_licm=True):
             asks = start + tl.arange(0, QUERIES)
-            inside = (asks[:, None] < queries) & (answers[None, :] < keys)
-            here = asks[:, None] * path_query + answers[None, :] * path_key
+            paths = _paths(
+                path, start, answers, queries, keys, room, path_query, path_key, path_group,
+                GROUPS, EACH, QUERIES, KEYS,
+            )  # fmt: skip
             q = _tile(query, asks, queries, width, CHANNELS, WIDE)
             if CONTEXTUAL:
                 query_means = _tile(query_mean, asks, queries, GROUPS, GROUPS, MANY).to(kind)
@@ -245,26 +263,19 @@ def backward_kernel(
             largest = tl.load(rows + asks, mask=asks < queries, other=0.0)
             total = tl.load(rows + queries + asks, mask=asks < queries, other=1.0)
             logits = _logits(
-                q, k, path, here, inside, path_group, terms + head, mask + pair * keys, answers,
-                keys, heads, scale, GROUPS, CONTEXTUAL, MASKED, PRECISION,
+                q, k, paths, terms + head, mask + pair * keys, answers, keys, heads, scale,
+                GROUPS, EACH, CONTEXTUAL, MASKED, PRECISION,
             )  # fmt: skip
-            weight = tl.exp(logits - largest[:, None]) / total[:, None]
-            # In this order few numbers wait in registers.
+            weight = tl.exp(logits - largest[:, None]) * (1 / total)[:, None]
             of_out = _tile(above + place, asks, queries, width, CHANNELS, WIDE)
             of_v += tl.dot(tl.trans(weight.to(kind)), of_out, input_precision=PRECISION)
             of_weight = tl.dot(of_out, tl.trans(v), input_precision=PRECISION)
             if CONTEXTUAL:
-                embed = terms + 3 * GROUPS * width
-                embed = _tile(embed, groups, GROUPS, width, CHANNELS, WIDE).to(kind)
-                slopes = tl.dot(of_out, tl.trans(embed), input_precision=PRECISION)
-                along = tl.zeros((QUERIES, MANY), tl.float32)
-                for group in tl.range(0, GROUPS, disable_licm=True):
-                    steps = tl.load((path + group * path_group) + here, mask=inside, other=0.0)
-                    steps = steps.to(tl.float32)
-                    chosen = groups[None, :] == group
-                    of_weight += tl.sum(tl.where(chosen, slopes, 0.0), 1)[:, None] * steps
-                    along += tl.where(chosen, tl.sum(weight * steps, 1)[:, None], 0.0)
-                along = tl.trans(along.to(kind))
+                embed = _tile(terms + 3 * GROUPS * width, each, GROUPS, width, CHANNELS, WIDE)
+                slopes = tl.dot(embed.to(kind), tl.trans(of_out), input_precision=PRECISION)
+                steps = paths.to(tl.float32)
+                along = tl.sum(steps * weight[None, :, :], 2).to(kind)
+                of_weight += tl.sum(steps * slopes[:, :, None], 0)
                 table_share += tl.dot(along, of_out, input_precision=PRECISION)
             level = _level(
                 weight, of_weight, out + place, rest + place, of_out, asks, queries, width,
@@ -272,24 +283,20 @@ def backward_kernel(
             )  # fmt: skip
             of_logits = weight * (of_weight - level[:, None])
             if not CONTEXTUAL:
-                for group in tl.range(0, GROUPS, disable_licm=True):
-                    steps = tl.load((path + group * path_group) + here, mask=inside, other=0.0)
-                    added = tl.sum(of_logits * steps.to(tl.float32))
-                    slope_share += tl.where(groups == group, added, 0.0)
+                slope_share += tl.sum(tl.sum(paths.to(tl.float32) * of_logits[None, :, :], 2), 1)
             of_products = (of_logits * scale).to(kind)
             of_k += tl.dot(tl.trans(of_products), q, input_precision=PRECISION)
             of_q = tl.dot(of_products, k, input_precision=PRECISION)
-            if CONTEXTUAL:
-                query_means = _tile(query_mean, asks, queries, GROUPS, GROUPS, MANY).to(kind)
-                query_means = tl.trans(query_means)
-                query_share += tl.dot(query_means, of_q.to(kind), input_precision=PRECISION)
             if not ONE_BLOCK:
                 if key_start > 0:
                     of_q += _tile(query_sum + place, asks, queries, width, CHANNELS, WIDE)
                 _store(query_sum + place, of_q, asks, queries, width, CHANNELS, WIDE)
             if ONE_BLOCK or key_start + KEYS >= keys:
-                into = query_gradient + place
-                _store(into, of_q.to(kind), asks, queries, width, CHANNELS, WIDE)
+                of_query = of_q.to(kind)
+                _store(query_gradient + place, of_query, asks, queries, width, CHANNELS, WIDE)
+                if CONTEXTUAL:
+                    means = tl.trans(query_means)
+                    query_share += tl.dot(means, of_query, input_precision=PRECISION)
         of_k, of_v = of_k.to(kind), of_v.to(kind)
         into = pair * keys * width + column
         _store(key_gradient + into, of_k, answers, keys, width, CHANNELS, WIDE)
@@ -309,10 +316,10 @@ def backward_kernel(
             tl.debug_barrier()  # what one thread has stored, another may add to
     if CONTEXTUAL:
         _store(shares, query_share, groups, GROUPS, width, CHANNELS, WIDE)
-        _store(shares + 3 * GROUPS * width, table_share, groups, GROUPS, width, CHANNELS, WIDE)
+        _store(shares + 3 * GROUPS * width, table_share, each, GROUPS, width, CHANNELS, WIDE)
     else:
-        shares += (pair * GROUPS + groups) * heads + head
-        tl.store(shares, slope_share, mask=groups < GROUPS)
+        shares += (pair * GROUPS + each) * heads + head
+        tl.store(shares, slope_share, mask=each < GROUPS)
 
 
 @triton.jit
@@ -322,26 +329,30 @@ def path_kernel(
     out: tl.tensor, rest: tl.tensor, rows: tl.tensor, above: tl.tensor, path_gradient: tl.tensor,
     query_pair: tl.tensor, key_pair: tl.tensor, value_pair: tl.tensor,
     path_pair: tl.tensor, path_query: tl.tensor, path_key: tl.tensor, path_group: tl.tensor,
-    queries: tl.tensor, keys: tl.tensor, heads: tl.tensor, scale: tl.tensor,
-    GROUPS: tl.constexpr, MANY: tl.constexpr, CHANNELS: tl.constexpr, WIDE: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_REST: tl.constexpr, ONE_BLOCK: tl.constexpr,
-    CONTEXTUAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    room: tl.tensor, queries: tl.tensor, keys: tl.tensor, heads: tl.tensor, scale: tl.tensor,
+    GROUPS: tl.constexpr, EACH: tl.constexpr, MANY: tl.constexpr, CHANNELS: tl.constexpr,
+    WIDE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_REST: tl.constexpr,
+    ONE_BLOCK: tl.constexpr, CONTEXTUAL: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write the gradient of one group's paths, (B, Q, K, G) contiguous: a sum over the heads.
 
     A program owns a block of one pair's paths of one group and computes the weights anew for
     each head; paths have a gradient only where the configuration asks for it.
     """
-    program = tl.program_id(0)
+    program, key_blocks = tl.program_id(0), tl.cdiv(keys, KEYS)
     group = program % GROUPS
-    key_block = (program // GROUPS) % tl.cdiv(keys, KEYS)
-    block = program // GROUPS // tl.cdiv(keys, KEYS)
-    asks = (block % tl.cdiv(queries, QUERIES)) * QUERIES + tl.arange(0, QUERIES)
+    key_block, block = (program // GROUPS) % key_blocks, program // GROUPS // key_blocks
+    first = (block % tl.cdiv(queries, QUERIES)) * QUERIES
+    asks = first + tl.arange(0, QUERIES)
     pair = (block // tl.cdiv(queries, QUERIES)).to(tl.int64)
     answers = key_block * KEYS + tl.arange(0, KEYS)
     inside = (asks[:, None] < queries) & (answers[None, :] < keys)
-    here = asks[:, None] * path_query + answers[None, :] * path_key
     path += pair * path_pair
+    paths = _paths(
+        path, first, answers, queries, keys, room, path_query, path_key, path_group,
+        GROUPS, EACH, QUERIES, KEYS,
+    )  # fmt: skip
     width = heads * CHANNELS
     groups, channel = tl.arange(0, MANY), tl.arange(0, WIDE)
     kind = query.dtype.element_ty
@@ -361,8 +372,8 @@ def path_kernel(
             mean = _tile(mean, answers, keys, GROUPS, GROUPS, MANY).to(kind)
             k = (k + tl.dot(mean, shift, input_precision=PRECISION)).to(kind)
         logits = _logits(
-            q, k, path, here, inside, path_group, terms + head, mask + pair * keys, answers, keys,
-            heads, scale, GROUPS, CONTEXTUAL, MASKED, PRECISION,
+            q, k, paths, terms + head, mask + pair * keys, answers, keys, heads, scale,
+            GROUPS, EACH, CONTEXTUAL, MASKED, PRECISION,
         )  # fmt: skip
         row = rows + (pair * heads + head) * 2 * queries + asks
         largest = tl.load(row, mask=asks < queries, other=0.0)

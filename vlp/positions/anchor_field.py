@@ -25,13 +25,12 @@ class AnchorField(NamedTuple):
     """Paths of B pairs; the image side counts its prefix token ([CLS]), whose rows are 0.
 
     path (B, 1 + M, N, G) and text_path (B, N, 1 + M, G) hold the same numbers, 0 where not
-    reachable. On a CPU each has the keys of its direction side by side in memory, as image-to-text
-    and text-to-image multiply them in every layer; on a GPU both are views of one tensor, as the
-    kernel takes any strides. image_mean (B, 1 + M, G) and text_mean (B, N, G) are the averages of
-    Eq. 10; alignment (B, 1 + M, N) is the mean over groups of S of Eq. 3, 0 for what is no word,
-    or None where nobody asks for it; similarity (B, M, N, G), S itself, is kept for statistics.
-    All but it are computed in float32 and then kept in the autocast type, in which every layer
-    multiplies them.
+    reachable. Each has the keys of its direction side by side in memory, as image-to-text and
+    text-to-image multiply them in every layer. image_mean (B, 1 + M, G) and text_mean (B, N, G)
+    are the averages of Eq. 10; alignment (B, 1 + M, N) is the mean over groups of S of Eq. 3, 0
+    for what is no word, or None where nobody asks for it; similarity (B, M, N, G), S itself, is
+    kept for statistics. All but it are computed in float32 and then kept in the autocast type, in
+    which every layer multiplies them.
     """
 
     path: Tensor
@@ -155,15 +154,10 @@ def with_prefix(
     pairs, patches, words, groups = path.shape
     dtype = _compute_dtype(path)
     short = path.to(dtype)
-    # A GPU's kernel reads both directions from one copy, and faster if its rows are aligned.
-    end = -(-(1 + patches) // 16) * 16 if on_gpu(path) else 1 + patches
-    text_asks = short.new_zeros(pairs, words, groups, end)[..., : 1 + patches]
+    text_asks = _rows(short, pairs, words, groups, 1 + patches)
     text_asks[..., 1:] = short.permute(0, 2, 3, 1)
-    if on_gpu(path):
-        image_asks = text_asks.permute(0, 3, 2, 1)
-    else:
-        image_asks = short.new_zeros(pairs, 1 + patches, groups, words)
-        image_asks[:, 1:] = short.transpose(2, 3)
+    image_asks = _rows(short, pairs, 1 + patches, groups, words)
+    image_asks[:, 1:] = short.transpose(2, 3)
     alignment = None
     if aligned:
         alignment = similarity.mean(-1) * word_mask[:, None]
@@ -176,6 +170,13 @@ def with_prefix(
         alignment=alignment,
         similarity=similarity,
     )
+
+
+def _rows(like: Tensor, *shape: int) -> Tensor:
+    """Make zeros; on a GPU rows begin at multiples of 16, which its kernel reads faster."""
+    keys = shape[-1]
+    end = -(-keys // 16) * 16 if on_gpu(like) else keys
+    return like.new_zeros(*shape[:-1], end)[..., :keys]
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
