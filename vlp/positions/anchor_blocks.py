@@ -34,7 +34,13 @@ def block_sizes(
 
 
 def readable_keys(path: Tensor) -> int:
-    """Keys of a row of paths that memory has: up to a multiple of 16, which load fast, or all."""
+    """Return the keys of a row of paths that memory has: to a multiple of 16, or its own.
+
+    Loads of as many keys as a multiple of 16 are wide; what lies behind the own counts nowhere.
+
+    Args:
+        path: (B, Q, K, G), of any strides.
+    """
     keys, start = path.shape[2], path.storage_offset()
     others = (path.stride(0), path.stride(1), path.stride(3), start)
     whole = -(-keys // 16) * 16
