@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -67,7 +68,10 @@ class Tasks(Config):
     rate: float = 1.0
 
 
-TEXTS = ("5117e062", "1e-4", "-2E3", "1.5e3", ".5e1", "1e", "e5", "1e5 ", "0x1", "1_0", "null")
+TEXTS = (
+    *("5117e062", "1e-4", "-2E3", "1.5e3", ".5e1", "1e", "e5", "1e5 ", "0x1", "1_0", "null"),
+    *("010", "0o17", "1:30", "-.inf", ".nan"),
+)
 
 
 def test_quoted_text_stays_text_whatever_it_looks_like(tmp_path):
@@ -81,7 +85,11 @@ def test_quoted_text_stays_text_whatever_it_looks_like(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("1e-4", 1e-4), ("1E5", 1e5), ("-2e3", -2e3), ("+1.5e3", 1.5e3), (".5e1", 5.0), ("3.e0", 3.0)],
+    [
+        *(("1e-4", 1e-4), ("1E5", 1e5), ("-2e3", -2e3), ("+1.5e3", 1.5e3), (".5e1", 5.0)),
+        *(("3.e0", 3.0), ("010", 10), ("-007", -7), ("08", 8), ("0o17", 15), ("0x1F", 31)),
+        *(("1.5", 1.5), ("-.inf", -math.inf)),
+    ],
 )
 def test_plain_numbers_of_yaml_1_2_are_numbers(tmp_path, text, number):
     config = load_config(write(tmp_path, f"rate: {text}\n"), Tasks)
@@ -90,6 +98,15 @@ def test_plain_numbers_of_yaml_1_2_are_numbers(tmp_path, text, number):
     assert load_config(tmp_path / "saved.yaml", Tasks) == config
     with pytest.raises(ConfigError, match=r"'tasks\.0': Input should be a valid string"):
         load_config(write(tmp_path, f"tasks: [{text}]\n"), Tasks)
+
+
+@pytest.mark.parametrize("text", ["1:30", "12:30:45", "1:30.5", "0b11", "1_000"])
+def test_numbers_of_yaml_1_1_alone_are_text(tmp_path, text):
+    config = load_config(write(tmp_path, f"tasks: [{text}]\n"), Tasks)
+    assert config.tasks == (text,)
+    assert load_config(write(tmp_path, ""), Tasks, [f"tasks=[{text}]"]) == config
+    save_config(config, tmp_path / "saved.yaml")
+    assert load_config(tmp_path / "saved.yaml", Tasks) == config
 
 
 @pytest.mark.parametrize(

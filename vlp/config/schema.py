@@ -73,6 +73,3 @@ class Choice:
         if not isinstance(name, str):
             raise ValueError(f"`{self._key}` is missing; it is one of {', '.join(self._names())}")
         return self._select(name).model_validate(value)
-
-
-# In YAML 1.2 `1e-4` and `2.5e3` are numbers; PyYAML reads 1.1, which wants `1.0e-4` and `2.5e+3`.

@@ -7,8 +7,15 @@ from typing import Any
 
 import yaml
 
-_FLOAT = "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)[eE][-+]?\d+$", re.ASCII)
-_FLOAT_STARTS = [*"-+.0123456789"]
+_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+_NUMBERS = {
+    _INT: re.compile(r"([-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$"),
+    _FLOAT: re.compile(
+        r"([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
+    ),
+}
+"""Plain scalars by tag, as YAML 1.2's core schema has them."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -30,13 +37,23 @@ class _Loader(yaml.SafeLoader):
             seen.add(key)
         return super().construct_mapping(node, deep)
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        text = self.construct_scalar(node)
+        return int(text, 0 if text[:2] in ("0o", "0x") else 10)
+
 
 class _Dumper(yaml.SafeDumper):
     """Quotes every text that `_Loader` would read as a number."""
 
 
-_Loader.add_implicit_resolver(*_FLOAT, _FLOAT_STARTS)
-_Dumper.add_implicit_resolver(*_FLOAT, _FLOAT_STARTS)
+_Loader.add_constructor(_INT, _Loader.construct_yaml_int)
+for _kind in (_Loader, _Dumper):
+    _kind.yaml_implicit_resolvers = {
+        start: [(tag, pattern) for tag, pattern in pairs if tag not in _NUMBERS]
+        for start, pairs in _kind.yaml_implicit_resolvers.items()
+    }
+    for _tag, _pattern in _NUMBERS.items():
+        _kind.add_implicit_resolver(_tag, _pattern, [*"-+.0123456789"])
 
 
 def parse_yaml(text: str) -> Any:
