@@ -53,6 +53,10 @@ def test_two_ranks_report_an_error_once(lab: Lab) -> None:
     assert not lab.output("refused").exists()
 
 
+def test_the_local_rank_may_be_spelled_as_pytorch_spells_it(lab: Lab) -> None:
+    assert "cannot read this" in refused(lab, "--local-rank=0", "--config", "nowhere.yaml")
+
+
 def test_a_used_output_is_refused(lab: Lab) -> None:
     lab.output("used").mkdir()
     (lab.output("used") / "precious").write_text("")

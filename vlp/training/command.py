@@ -60,7 +60,7 @@ def training_command(
     )
     parser.add_argument("--config", required=True, metavar="FILE")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
-    parser.add_argument("--local_rank", type=int, help="set by the launcher")
+    parser.add_argument("--local-rank", "--local_rank", type=int, help="set by the launcher")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
     chosen = parser.parse_intermixed_args(arguments)
     return run_training(chosen.config, kind, chosen.overrides, chosen.resume, build, select=select)
