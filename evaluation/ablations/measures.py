@@ -84,12 +84,13 @@ def evaluate_images(model: Path, threads: int, measured: MeasuredConfig) -> dict
 
 def last_losses(log: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Mean of each loss over the last fifth of a training's steps, as `training/NAME`."""
-    means: dict[str, float] = {}
-    last = [row for row in log if row["step"] > 0.8 * log[-1]["step"]]
-    for name in last[-1] if last else ():
-        if name.startswith("loss/"):
-            means[f"training/{name.removeprefix('loss/')}"] = mean(row[name] for row in last)
-    return means
+    found: dict[str, list[float]] = {}
+    for row in log:
+        if row["step"] > 0.8 * log[-1]["step"]:
+            for name, value in row.items():
+                if name.startswith("loss/") and value is not None:  # None was not finite
+                    found.setdefault(f"training/{name.removeprefix('loss/')}", []).append(value)
+    return {name: mean(values) for name, values in found.items()}
 
 
 def evaluate_fine_tuned(model: Path, threads: int, fine_tuned: FineTunedConfig) -> dict[str, float]:

@@ -183,6 +183,9 @@ def test_losses_of_the_last_fifth_of_the_steps_are_measured(tmp_path):
     (tmp_path / "log.jsonl").write_text("\n".join([*lines, '{"event": "stop"}', '{"step": 5']))
     assert read_log(tmp_path / "log.jsonl") == (rows, 2)
     assert last_losses(rows) == {"training/itm": (4.5 + 5.0) / 2, "training/total": 1.0}
+    rows[-1]["loss/itm"] = None  # it was not finite
+    rows.append({"step": 50, "validation/mean": 0.5, "validation/loss/total": 2.0})
+    assert last_losses(rows) == {"training/itm": 4.5, "training/total": 1.0}
     assert read_log(tmp_path / "elsewhere") == ([], 0)
     assert last_losses([]) == {}
 
