@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from contextlib import closing
 
 import torch
@@ -115,11 +114,12 @@ def recalls(
 class HeldOutLosses:
     """Mean losses over the first batches of held-out shards, the same ones at each call.
 
-    Images are not augmented, hard negatives and masks are those of step 0, and soft targets of a
-    teacher do not enter; its queue of training keys does.
+    A batch counts by its pairs, as the last one may be short. Images are not augmented, hard
+    negatives and masks are those of step 0, and soft targets of a teacher do not enter; its queue
+    of training keys does.
 
     Raises:
-        ConfigError: the shards cannot be read, or hold fewer pairs than one global batch.
+        ConfigError: the shards cannot be read, or hold no pairs.
     """
 
     def __init__(self, config: PretrainConfig, chosen: ValidationConfig, task: Pretraining) -> None:
@@ -135,11 +135,6 @@ class HeldOutLosses:
             }
         )
         self._data = PretrainData(held_out, config.inputs, training.batch, training.seed)
-        if chosen.batches and not self._data.batches_in_epoch(0):
-            raise ConfigError(
-                f"validation.shards: {', '.join(chosen.shards)} hold fewer pairs than "
-                f"training.batch {training.batch}; set validation.batches=0 for recall alone"
-            )
 
     @torch.no_grad()
     def __call__(self, batches: int) -> Figures:
@@ -147,13 +142,16 @@ class HeldOutLosses:
         count = min(batches, self._data.batches_in_epoch(0))
         if not count:
             return {}
-        sums: Mapping[str, torch.Tensor] = {}
+        losses, pairs = [], []
         stream = self._data.batches(0, distributed.rank(), distributed.world_size(), count)
         own_device = next(self._task.parameters()).device
         with closing(stream), evaluating(self._task, own_device) as device:
             for batch, _ in stream:
-                output = self._task(batch.to(device), 0)
-                named = {"total": output.loss, **output.losses}
-                sums = {name: value + sums.get(name, 0.0) for name, value in named.items()}
-        means = distributed.mean_over_ranks(torch.stack(list(sums.values())).float().cpu() / count)
-        return {f"loss/{name}": value for name, value in zip(sums, means.tolist())}
+                batch = batch.to(device)
+                output = self._task(batch, 0)
+                losses.append({"total": output.loss, **output.losses})
+                pairs.append(distributed.global_sum(batch.valid.sum()))
+        values = torch.stack([torch.stack([*named.values()]) for named in losses]).float().cpu()
+        weights = torch.stack(pairs).float().cpu()
+        means = distributed.mean_over_ranks(weights @ values / weights.sum().clamp(min=1))
+        return {f"loss/{name}": value for name, value in zip(losses[0], means.tolist())}
