@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from data_tools.generate.scenes import CORPUS_VERSION
 from evaluation.ablations.config import AblationConfig, CorpusConfig, StageConfig, VariantConfig
@@ -25,10 +26,10 @@ from evaluation.ablations.measures import (
     evaluate_images,
     evaluate_vision,
 )
-from evaluation.ablations.runs import LAUNCH, Results, Run, do_runs, finished, plain, portable
-from vlp.config import ConfigError, load_config
+from evaluation.ablations.runs import Results, Run, do_runs, finished, plain, portable
+from vlp.config import ConfigError, overridden, read_values
 from vlp.data.scenes.sample import Variety
-from vlp.io import parse_json
+from vlp.io import parse_json, redacted_values
 
 
 def plan(
@@ -45,16 +46,20 @@ def plan(
     """
     pairs = config.runs(only)
     used = {config.variants[name].backbone for name, _ in pairs}
-    backbones = [
-        _run(config, source, config.pretraining, "backbone", name, backbone, seed)
-        for name, backbone in config.backbones.items()
-        if name in used and config.pretraining is not None
-        for seed in config.seeds
-    ]
+    backbones = []
+    if config.pretraining is not None:
+        pretraining = _stage(source, config.pretraining)
+        backbones = [
+            _run(config, pretraining, "backbone", name, backbone, seed)
+            for name, backbone in config.backbones.items()
+            if name in used
+            for seed in config.seeds
+        ]
+    training = _stage(source, config.training)
     variants = [
-        _run(config, source, config.training, "variant", name, variant, seed)
+        _run(config, training, "variant", name, variant, seed)
         for name, seed in pairs
-        if (variant := _with_steps(config, source, name)) is not None
+        if (variant := _with_steps(config, training, name)) is not None
     ]
     return backbones, variants
 
@@ -66,23 +71,15 @@ def check(config: AblationConfig, source: Path, only: Sequence[str] = ()) -> Non
         ConfigError: `only` names an unknown variant, a folder holds a run of other settings, or
             settings are wrong, and whose.
     """
-    from vlp.training.config import PretrainConfig, RunConfig
-    from vlp.training.finetune_config import FinetuneConfig
-    from vlp.training.vision_config import VisionConfig
-
-    schemas: dict[str, type[RunConfig]] = {
-        "pretrain.py": PretrainConfig,
-        "train_vision.py": VisionConfig,
-    }
     # One that waits for another's time has the same overrides.
     for kind, runs in zip(("backbone", "variant"), plan(config, source, only), strict=True):
         for place, run in {run.folder.parent: run for run in runs}.items():
-            file = LAUNCH.parent / run.settings["config"]
-            schema = schemas.get(run.script, FinetuneConfig)
             try:
-                load_config(file, schema, run.changes(), "its overrides")
+                run.read()
             except ConfigError as error:
                 raise ConfigError(f"{kind} {place.name}: {error}") from error
+        for run in runs:
+            finished(run)
 
 
 def run_ablation(
@@ -160,14 +157,27 @@ def _pair(run: Run) -> tuple[str, int]:
     return name.removeprefix("variant/"), int(seed)
 
 
-def _with_steps(config: AblationConfig, source: Path, name: str) -> VariantConfig | None:
+class _Stage(NamedTuple):
+    """A stage's settings, its file as `portable` names it, and what that says."""
+
+    settings: StageConfig
+    config: str
+    values: dict[str, Any]
+
+
+def _stage(source: Path, settings: StageConfig) -> _Stage:
+    file = source.parent / settings.config
+    return _Stage(settings, portable(file), read_values(file)[0])
+
+
+def _with_steps(config: AblationConfig, training: _Stage, name: str) -> VariantConfig | None:
     """Return a variant, its `minutes` as steps, or None where a step's seconds are not known."""
     variant = config.variants[name]
     timed_by = config.timed_by(name)
     if variant.minutes is None or timed_by is None:
         return variant
     twin = config.variants[timed_by]
-    first = _run(config, source, config.training, "variant", timed_by, twin, config.seeds[0])
+    first = _run(config, training, "variant", timed_by, twin, config.seeds[0])
     cost = (finished(first) or {}).get("training")
     if cost is None:
         return None
@@ -176,50 +186,42 @@ def _with_steps(config: AblationConfig, source: Path, name: str) -> VariantConfi
 
 
 def _run(
-    config: AblationConfig,
-    source: Path,
-    stage: StageConfig,
-    kind: str,
-    name: str,
-    variant: VariantConfig,
-    seed: int,
+    config: AblationConfig, stage: _Stage, kind: str, name: str, variant: VariantConfig, seed: int
 ) -> Run:
-    shared = portable(source.parent / stage.config)
-    overrides = {**stage.overrides, **variant.overrides}
+    overrides = {**stage.settings.overrides, **variant.overrides, "training.seed": seed}
     if config.corpus is None:
-        settings: dict[str, object] = {
-            "config": shared,
-            "overrides": {**overrides, "training.seed": seed},
-        }
         folder = Path(config.output) / name / str(seed)
         if config.measured is not None:
-            settings["measured"] = config.measured.model_dump()
-            return Run(f"{name}/{seed}", folder, plain(settings))
+            settings = _settings(stage, overrides, measured=config.measured.model_dump())
+            return Run(f"{name}/{seed}", folder, settings)
         if config.fine_tuned is not None:
-            settings["fine_tuned"] = config.fine_tuned.model_dump()
+            settings = _settings(stage, overrides, fine_tuned=config.fine_tuned.model_dump())
             words = ("finetune", config.fine_tuned.task, "--ranks", "1")
-            return Run(f"{name}/{seed}", folder, plain(settings), "cli/main.py", words)
-        settings["limit"] = config.limit
-        if config.frozen is not None:
-            settings["frozen"] = config.frozen.model_dump()
-        return Run(f"{name}/{seed}", folder, plain(settings), "train_vision.py")
+            return Run(f"{name}/{seed}", folder, settings, "cli/main.py", words)
+        more = {} if config.frozen is None else {"frozen": config.frozen.model_dump()}
+        settings = _settings(stage, overrides, limit=config.limit, **more)
+        return Run(f"{name}/{seed}", folder, settings, "train_vision.py")
     corpus = Path(config.corpus.folder)
     overrides |= {
-        "data.sources": [{"path": str(corpus / stage.part)}],
+        "data.sources": [{"path": str(corpus / stage.settings.part)}],
         "data.vocabulary": str(corpus / "vocabulary"),
-        "training.seed": seed,
     }
     if variant.backbone is not None:
         overrides["init_from"] = str(
             Path(config.output) / "backbone" / variant.backbone / str(seed) / "model"
         )
-    settings = {
-        "config": shared,
-        "overrides": overrides,
-        "corpus": config.corpus.model_dump(exclude_none=True),
-    }
+    settings = _settings(stage, overrides, corpus=config.corpus.model_dump(exclude_none=True))
     folder = Path(config.output) / kind / name / str(seed)
-    return Run(f"{kind}/{name}/{seed}", folder, plain(settings))
+    return Run(f"{kind}/{name}/{seed}", folder, settings)
+
+
+def _settings(stage: _Stage, overrides: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """Return what makes a run another one, as `Run` has it."""
+    values = stage.values
+    for key, value in overrides.items():
+        values = overridden(values, key, value)
+    told = plain({"config": stage.config, "overrides": overrides, "configuration": values, **more})
+    return {**told, "configuration": redacted_values(told["configuration"])}
 
 
 def _make_corpus(corpus: CorpusConfig, say: Callable[[str], object]) -> None:

@@ -15,18 +15,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator
 
 from data_tools.executor.executor import go_on
 from data_tools.executor.local import LocalExecutor
-from vlp.config import ConfigError
+from vlp.config import ConfigError, load_config
 from vlp.io import parse_json, write_json
 from vlp.process.lock import end_with_parent
 
+if TYPE_CHECKING:
+    from vlp.training.config import RunConfig
+
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
-RESULT = "result.json"
+RESULT, SETTINGS = "result.json", "settings.json"
 _WATCH_SECONDS = 0.5
 
 Evaluate = Callable[[Path, int], dict[str, float]]
@@ -55,9 +58,9 @@ Overrides = Annotated[Mapping[str, Any], AfterValidator(_told_once)]
 class Run(NamedTuple):
     """One training: where it lies, what it is made of, and the script that does it.
 
-    `settings` has `config`, a file as `portable` names it, and `overrides` by dotted key; whatever
-    else is in it makes the run another one. `words` come before `--config` on the script's command
-    line.
+    `settings` has `config`, a file as `portable` names it, `overrides` by dotted key, and
+    `configuration`, the values of both; whatever else is in it makes the run another one. `words`
+    come before `--config` on the script's command line.
     """
 
     name: str
@@ -69,6 +72,24 @@ class Run(NamedTuple):
     def changes(self) -> list[str]:
         """The overrides as a command line has them."""
         return [f"{key}={json.dumps(value)}" for key, value in self.settings["overrides"].items()]
+
+    def read(self) -> RunConfig:
+        """Read the configuration that the script trains with.
+
+        Raises:
+            ConfigError: it cannot be used.
+        """
+        from vlp.training.config import PretrainConfig
+        from vlp.training.finetune_config import FinetuneConfig
+        from vlp.training.vision_config import VisionConfig
+
+        schemas: dict[str, type[RunConfig]] = {
+            "pretrain.py": PretrainConfig,
+            "train_vision.py": VisionConfig,
+        }
+        file = LAUNCH.parent / self.settings["config"]
+        schema = schemas.get(self.script, FinetuneConfig)
+        return load_config(file, schema, self.changes(), "its overrides")
 
 
 def portable(file: Path) -> str:
@@ -87,17 +108,34 @@ def finished(run: Run) -> dict[str, Any] | None:
     """The result of a run that is done, or None.
 
     Raises:
-        ConfigError: its folder holds a run of other settings.
+        ConfigError: its folder holds a run of other settings, finished or not.
     """
-    file = run.folder / RESULT
-    if not file.is_file():
-        return None
-    found: dict[str, Any] = parse_json(file.read_text(encoding="utf-8"))
-    if found["settings"] != run.settings:
-        raise ConfigError(
-            f"{run.folder} holds a run of other settings: delete it, or change output"
-        )
-    return found
+    result, begun = (
+        parse_json(file.read_text(encoding="utf-8")) if file.is_file() else None
+        for file in (run.folder / RESULT, run.folder / SETTINGS)
+    )
+    if (stored := result["settings"] if result else begun) is not None:
+        _require_same(run, stored)
+    return result
+
+
+def _require_same(run: Run, stored: Mapping[str, Any]) -> None:
+    """Refuse stored settings that are not the run's, but for what changes no training."""
+    from vlp.training.resume_check import compare
+
+    told, own = dict(stored), dict(run.settings)
+    before, now = told.pop("configuration", None), own.pop("configuration", None)
+    why = ""
+    if told == own:
+        if before in (None, now):  # earlier versions stored none
+            return
+        differences = compare(before, now, run.read())
+        if not (found := differences.fatal + differences.tolerated):
+            return
+        why = f" ({found[0]})"
+    raise ConfigError(
+        f"{run.folder} holds a run of other settings{why}: delete it, or change output"
+    )
 
 
 def write_csv(file: Path, results: Results) -> None:
@@ -164,7 +202,7 @@ def _train(run: Run, threads: int) -> None:
     from vlp.training.engines.environment import free_port
 
     log = run.folder.with_suffix(".log")
-    log.parent.mkdir(parents=True, exist_ok=True)
+    write_json(run.folder / SETTINGS, run.settings, indent=1)
     script = str(LAUNCH / run.script)
     config = str(LAUNCH.parent / run.settings["config"])
     command = [sys.executable, script, *run.words, "--config", config, "--resume"]

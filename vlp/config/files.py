@@ -47,10 +47,7 @@ def load_config(
             value = parse_yaml(text)
         except yaml.YAMLError as error:
             raise ConfigError(f"{override!r}: the value is not YAML: {error}") from error
-        nested: Any = value
-        for part in reversed(key.split(".")):
-            nested = {part: nested}
-        values = merged(values, nested)
+        values = overridden(values, key, value)
         for leaf in (key, *(f"{key}.{inner}" for inner in _paths(value))):
             origins[leaf] = origin
         for depth in range(1, key.count(".") + 1):
@@ -143,6 +140,13 @@ def merged(base: Mapping[str, Any], update: Mapping[str, Any]) -> dict[str, Any]
         both = isinstance(old, Mapping) and isinstance(value, Mapping)
         result[key] = merged(old, value) if both else value  # type: ignore[arg-type]
     return result
+
+
+def overridden(values: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """Return values with another one merged in at a dotted key."""
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return merged(values, value)
 
 
 def _paths(values: Any, prefix: str = "") -> Iterator[str]:

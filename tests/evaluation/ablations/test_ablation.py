@@ -12,7 +12,7 @@ from data_tools.generate.scenes import CORPUS_VERSION
 from evaluation.ablations.ablation import _make_corpus, check, plan, results, run_ablation
 from evaluation.ablations.config import AblationConfig, CorpusConfig
 from evaluation.ablations.layouts import COLUMNS, SWAPS
-from evaluation.ablations.runs import RESULT
+from evaluation.ablations.runs import RESULT, SETTINGS
 from evaluation.ablations.seed_tests import detectable, difference
 from evaluation.ablations.tables import (
     gates,
@@ -182,6 +182,54 @@ def test_finished_runs_are_read_and_others_refused(config):
         update={"overrides": {"training.steps": 3}})})  # fmt: skip
     with pytest.raises(ConfigError, match="of other settings"):
         results(other, source)
+
+
+def test_a_run_is_refused_when_its_training_changed(tmp_path):
+    """Whether it is finished, trained, or cut off, and whichever file says what it trains."""
+    (tmp_path / "base.yaml").write_text(
+        "data: {sources: [a], canonical_streams: 4}\ntraining: {batch: 16, steps: 9}\n"
+    )
+    (tmp_path / "own.yaml").write_text("inherit: base.yaml\ndata: {workers: 2}\n")
+    plain = {
+        "output": str(tmp_path / "out"),
+        "measured": {"shards": ["a"]},
+        "training": {"config": "own.yaml", "overrides": {"training.steps": 2}},
+        "variants": {"none": {}, "ape": {}},
+        "tables": [{**TABLE, "figures": {"loss": "training/total"}}],
+    }
+    config, source = AblationConfig.model_validate(plain), tmp_path / "x.yaml"
+    run = plan(config, source)[1][0]
+    told = run.settings["configuration"]
+    assert told["training"] == {"batch": 16, "steps": 2, "seed": 0}
+    run.folder.mkdir(parents=True)
+    result = {"settings": run.settings, **figures(60)}
+    without = {key: v for key, v in run.settings.items() if key != "configuration"}
+    older = {"settings": without, **figures(60)}
+    for name, text, stored in (
+        (SETTINGS, run.settings, {}),
+        (RESULT, result, {("none", 0): result}),
+        (RESULT, older, {("none", 0): older}),  # of a version that did not store it
+    ):
+        (run.folder / name).write_text(json.dumps(text))
+        (tmp_path / "own.yaml").write_text("inherit: base.yaml\ndata: {workers: 2}\n")
+        assert results(config, source) == stored
+        # An override stands over the steps, and no training depends on the others.
+        (tmp_path / "own.yaml").write_text(
+            "inherit: base.yaml\noutput: x\ndata: {workers: 3}\ntraining: {steps: 8}\n"
+        )
+        assert results(config, source) == stored
+        (tmp_path / "own.yaml").write_text("inherit: base.yaml\ntraining: {batch: 32}\n")
+        if text is older:
+            assert results(config, source) == stored
+            continue
+        message = r"none/0 holds a run of other settings \(training.batch: saved 16, now 32\)"
+        with pytest.raises(ConfigError, match=message):
+            results(config, source)
+    (run.folder / RESULT).unlink()
+    other = config.model_copy(update={"training": config.training.model_copy(
+        update={"overrides": {"training.steps": 3}})})  # fmt: skip
+    with pytest.raises(ConfigError, match="of other settings: delete it, or change output"):
+        check(other, source)
 
 
 def test_differences_are_paired():

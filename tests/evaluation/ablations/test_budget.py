@@ -28,7 +28,7 @@ PLAIN = {
     "measured": {"shards": ["shards/val"], "rerank": 4, "foils": 0},
     "seeds": [0, 1, 2],
     "jobs": 1,
-    "training": {"config": "base.yaml"},
+    "training": {"config": "../pretrain/scenes_tiny.yaml"},
     "variants": {
         "few": {"seeds": 2, "overrides": {"model.cross.anchor.groups": 1}},
         "none": NONE,
@@ -204,6 +204,7 @@ def test_two_variants_are_pretrained_and_a_third_for_as_long(scene_shards, model
     }  # fmt: skip
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
     wanted = {**PLAIN, "output": str(tmp_path / "out"), "seeds": [0, 1], "jobs": 2}
+    wanted["training"] = {"config": "base.yaml"}
     wanted["measured"] = {"shards": [str(scene_shards)], "rerank": 4, "foils": 9}
     wanted["variants"] = {
         "few": {},

@@ -18,7 +18,7 @@ from vlp.config import ConfigError
 TRAINING = """
 import os, sys, time
 [output] = [word.partition("=")[2] for word in sys.argv if word.startswith("output=")]
-os.makedirs(output)
+os.makedirs(output, exist_ok=True)
 with open(os.path.join(output, "pids"), "w") as file:
     print(os.getpid(), os.getppid(), file=file, flush=True)
 time.sleep(300)
@@ -32,7 +32,7 @@ if output.endswith("0"):  # fails when the one beside it has begun
     while not os.path.exists(other):
         time.sleep(0.05)
     sys.exit(3)
-os.makedirs(output)
+os.makedirs(output, exist_ok=True)
 time.sleep(300)
 """
 

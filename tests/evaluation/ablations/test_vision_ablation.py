@@ -59,13 +59,15 @@ def test_an_override_is_told_in_one_way():
         load_config(file, AblationConfig, ["training.overrides.training.steps=9"])
 
 
-def test_the_plan_goes_seed_by_seed(config):
+def test_the_plan_goes_seed_by_seed(config, tmp_path):
     _, runs = plan(config, SOURCE)
     assert [run.name for run in runs[:3]] == ["none/0", "ape/0", "none/1"]
     assert runs[1].settings["overrides"] == {"task.model.absolute": "keep", "training.seed": 0}
     assert runs[0].settings["config"] == "configs/vision/cifar10_vit_tiny.yaml"
-    elsewhere = config.model_copy(update={"training": StageConfig(config="/elsewhere/x.yaml")})
-    assert plan(elsewhere, SOURCE)[1][0].settings["config"] == "/elsewhere/x.yaml"
+    place = tmp_path / "x.yaml"
+    place.write_text("")
+    elsewhere = config.model_copy(update={"training": StageConfig(config=str(place))})
+    assert plan(elsewhere, SOURCE)[1][0].settings["config"] == str(place)
     assert [run.name for run in plan(config, SOURCE, ["ape"])[1]] == ["ape/0", "ape/1", "ape/2"]
     with pytest.raises(ConfigError, match="unknown variants rope; there are none, ape"):
         run_ablation(config, SOURCE, ["rope"])
