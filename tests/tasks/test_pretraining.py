@@ -15,6 +15,7 @@ from vlp.tasks.pretraining import Pretraining
 
 ROWS, TOKENS = 8, 12
 ALL = {"itm": {"group": 8}, "teacher": None}
+PROJECTIONS = {"image_tokens", "text_tokens"}
 TENSORS = Batch._fields.index("word_patches")  # fields that every batch has
 
 
@@ -169,20 +170,29 @@ def test_every_parameter_is_trained():
 @pytest.mark.parametrize(
     ("objectives", "trained"),
     [
-        ({"itm": None, "mlm": None, "mim": None}, set()),
+        ({"itm": None, "mlm": None, "mim": None}, PROJECTIONS),
+        ({"itm": None, "mlm": None, "contrastive": {"form": "paper"}}, PROJECTIONS),
         ({"itm": None, "mlm": None, "contrastive": {"kind": "itc"}}, set()),
         ({"itm": None, "mlm": None, "contrastive": {"kind": "sigmoid"}}, set()),
-        ({"itm": None, "mlm": None, "mim": {"output": "cross"}}, {"cross_encoder"}),
-        ({"itm": None, "mim": None}, {"cross_encoder"}),
-        ({"mlm": None, "mim": None}, {"cross_encoder", "match_head"}),
+        ({"itm": None, "mlm": None, "mim": {"output": "cross"}}, {"cross_encoder"} | PROJECTIONS),
+        ({"itm": None, "mim": None}, {"cross_encoder"} | PROJECTIONS),
+        ({"mlm": None, "mim": None}, {"cross_encoder", "match_head"} | PROJECTIONS),
+        (
+            {"mlm": None, "mim": None, "contrastive": {"kind": "itc"}},
+            {"cross_encoder", "match_head"},
+        ),
     ],
 )
 def test_parts_that_nothing_trains_are_frozen_so_that_they_do_not_decay(objectives, trained):
     """DeepSpeed gives parameters without a gradient one of zeros, and AdamW then shrinks them."""
-    model = task(ALL | objectives).model
-    for part in ("cross_encoder", "match_head"):
-        found = {one.requires_grad for one in getattr(model, part).parameters()}
+    built = task(ALL | objectives)
+    for part in {"cross_encoder", "match_head"} | PROJECTIONS:
+        found = {one.requires_grad for one in getattr(built.model, part).parameters()}
         assert found == {part in trained}
+    built(batch(), 0).loss.backward()
+    for name, one in built.named_parameters():
+        if one.ndim > 1:  # others do not decay
+            assert (one.grad is not None) == one.requires_grad, name
 
 
 def test_two_ranks_draw_the_negatives_of_one():

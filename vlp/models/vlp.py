@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +78,22 @@ class VLPModel(nn.Module):
         Of a loss over lists their gradients are rounding alone, from which AdamW moves them, too.
         """
         return bool(self.match_head.bias.any())
+
+    def freeze_untrained(self, parts: Iterable[str]) -> None:
+        """Freeze parts that no loss reads, as an engine would let weight decay shrink them.
+
+        Args:
+            parts: names of modules; those that the model lacks are passed over, and token
+                projections where anchor paths that the cross-modal encoder reads have a gradient.
+        """
+        named, untrained = dict(self.named_modules()), {*parts}
+        anchor, kept = self.config.cross.anchor, set[nn.Module]()
+        reads_tokens = anchor.path_gradient and anchor.features != "encoder"
+        if reads_tokens and "cross_encoder" not in untrained:
+            kept = {self._token_projection("image"), self._token_projection("text")}
+        for part in untrained & named.keys():
+            if named[part] not in kept:
+                named[part].requires_grad_(False)
 
     def encode_image(self, pixels: Tensor, edit_patches: PatchEdit | None = None) -> ImageFeatures:
         """Encode images.

@@ -36,7 +36,7 @@ from vlp.tasks.downstream.answer_task import (
     trained_decoder_starts,
 )
 from vlp.tasks.downstream.registry import DownstreamTask, TaskCard, register_task
-from vlp.tasks.downstream.task import Downstream, DownstreamConfig
+from vlp.tasks.downstream.task import SCORES, Downstream, DownstreamConfig
 from vlp.tasks.plain import Precision
 from vlp.tasks.task import StepOutput
 
@@ -72,6 +72,7 @@ class CaptionTask(Downstream):
     """
 
     metric: ClassVar[str] = "cider"
+    untrained = SCORES | {"text_encoder.layers", "cross_encoder"}
     config: CaptionConfig
 
     def __init__(

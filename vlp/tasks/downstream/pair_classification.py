@@ -30,6 +30,7 @@ from vlp.models.folder import Loaded
 from vlp.objectives.loss import Loss
 from vlp.tasks.downstream.distillation import Distilled, DistilledConfig
 from vlp.tasks.downstream.registry import DownstreamTask, TaskCard, register_task
+from vlp.tasks.downstream.task import SCORES
 from vlp.tasks.plain import Precision
 from vlp.tasks.task import StepOutput
 
@@ -112,6 +113,7 @@ class PairClassification(Distilled):
     """Cross-entropy of one class a sample, and to a teacher's classes where there is one."""
 
     metric: ClassVar[str] = "accuracy"
+    untrained = SCORES
     config: PairClassificationConfig
 
     def __init__(

@@ -29,6 +29,13 @@ from vlp.tasks.plain import PlainTask, Precision
 
 TASK = "task.json"
 _MODEL = "model."
+SCORES = frozenset(
+    {
+        *("image_encoder.projection", "text_encoder.projection", "temperature"),
+        *("image_tokens", "text_tokens", "token_score", "match_head"),
+    }
+)
+"""Parts of the model that only its own scores of pairs read, and no head on its states."""
 
 
 class TaskConfig(Config):
@@ -54,10 +61,12 @@ class Downstream(PlainTask):
         parts: model, tokenizer and preparation of images; the model is taken over.
         precision: see `PlainTask`.
 
-    `metric` names the figure of the kind's evaluation that chooses the best model.
+    `metric` names the figure of the kind's evaluation that chooses the best model, `untrained` the
+    parts of the model that the loss does not read, which are frozen.
     """
 
     metric: ClassVar[str]
+    untrained: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(
         self, config: DownstreamConfig, parts: Loaded, precision: Precision = "float32"
@@ -65,6 +74,7 @@ class Downstream(PlainTask):
         super().__init__(precision)
         self.config = config
         self.model: VLPModel = parts.model
+        self.model.freeze_untrained(self.untrained)
         self.text: TextProcessor = parts.text
         self.preprocess: Preprocessing = parts.preprocess
 

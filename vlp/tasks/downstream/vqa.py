@@ -38,6 +38,7 @@ from vlp.tasks.downstream.answer_task import (
 )
 from vlp.tasks.downstream.distillation import Distilled, DistilledConfig
 from vlp.tasks.downstream.registry import DownstreamTask, TaskCard, register_task
+from vlp.tasks.downstream.task import SCORES
 from vlp.tasks.plain import Precision
 from vlp.tasks.task import StepOutput
 
@@ -78,6 +79,7 @@ class Vqa(Distilled):
     """
 
     metric: ClassVar[str] = "accuracy"
+    untrained = SCORES
     config: VqaConfig
 
     def __init__(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
+from vlp.models.config import ModelConfig
 from vlp.models.vlp import VLPModel
 from vlp.objectives.anchor import paper_anchor_loss
 from vlp.objectives.config import ContrastiveConfig, ObjectivesConfig
 from vlp.objectives.contrastive.itc import itc_loss, positives, soft_targets
-from vlp.tasks.pretraining.objective import Objective, Step, Term
+from vlp.tasks.pretraining.objective import TOKENS, Objective, Step, Term
 from vlp.tasks.pretraining.teacher import gather_keys
 
 
@@ -22,8 +23,11 @@ class Contrastive(Objective):
     """
 
     on_clean_pairs: ClassVar[bool] = True
-    trains = frozenset()
     settings: ContrastiveConfig
+
+    def __init__(self, settings: Any, objectives: ObjectivesConfig, model: ModelConfig) -> None:
+        super().__init__(settings, objectives, model)
+        self.trains = TOKENS if settings.is_paper_form else frozenset()
 
     @classmethod
     def settings_of(cls, name: str, objectives: ObjectivesConfig) -> ContrastiveConfig | None:

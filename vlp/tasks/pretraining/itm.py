@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
+from vlp.models.config import ModelConfig
 from vlp.models.cross_encoder import PairIndices
-from vlp.objectives.config import ITMConfig
+from vlp.objectives.config import ITMConfig, ObjectivesConfig
 from vlp.objectives.itm import hard_negatives, itm_loss, listwise_itm_loss
 from vlp.tasks.pretraining.contrastive import pair_temperature
-from vlp.tasks.pretraining.objective import Objective, Step, Term
+from vlp.tasks.pretraining.objective import TOKENS, Objective, Step, Term
 
 
 class ImageTextMatching(Objective):
@@ -24,6 +25,11 @@ class ImageTextMatching(Objective):
     on_clean_pairs: ClassVar[bool] = True
     in_chunks: ClassVar[bool] = True
     settings: ITMConfig
+
+    def __init__(self, settings: Any, objectives: ObjectivesConfig, model: ModelConfig) -> None:
+        super().__init__(settings, objectives, model)
+        tokens = TOKENS if model.cross.token_score else frozenset()
+        self.trains = tokens | {"cross_encoder", "match_head"}
 
     def __call__(self, step: Step) -> dict[str, Term]:
         """Compute the loss over matching pairs and those negatives that were found."""

@@ -19,6 +19,9 @@ from vlp.objectives.loss import Loss
 from vlp.positions.anchor_field import AnchorField
 from vlp.tasks.pretraining.teacher import TeacherOutput
 
+TOKENS = frozenset({"image_tokens", "text_tokens"})
+"""Projections of tokens, where the model has some of their own."""
+
 
 @dataclass
 class Step:
@@ -77,7 +80,7 @@ class Objective:
     """True if its modules go into the model folder, beside the model's weights."""
     taught: ClassVar[bool] = False
     """True if the momentum teacher has a copy of its modules."""
-    trains: frozenset[str] = frozenset({"cross_encoder", "match_head"})
+    trains: frozenset[str] = frozenset({"cross_encoder", "match_head"}) | TOKENS
     """Those of these parts that have a gradient of it; a part that no objective trains is frozen,
     as an engine would let weight decay shrink it."""
 

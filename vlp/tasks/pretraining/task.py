@@ -75,8 +75,8 @@ class Pretraining(PlainTask):
                 self.objectives[name] = kind(settings, objectives, config)
                 for module_name, module in self.objectives[name].modules().items():
                     self.add_module(module_name, module)
-        for part in Objective.trains.difference(*(one.trains for one in self.objectives.values())):
-            self.model.get_submodule(part).requires_grad_(False)
+        trained = [one.trains for one in self.objectives.values()]
+        self.model.freeze_untrained(Objective.trains.difference(*trained))
         if model is None and config.text.weights:
             self.weight_reports += start_mlm_head(self._saved_heads(), config.text.weights)
         if init_from is not None:

@@ -12,7 +12,7 @@ from vlp.models.config import ModelConfig
 from vlp.objectives.config import ContrastiveConfig, ObjectivesConfig
 from vlp.objectives.token.phrase_term import phrase_loss
 from vlp.objectives.token.token_term import token_losses
-from vlp.tasks.pretraining.objective import Objective, Step, Term
+from vlp.tasks.pretraining.objective import TOKENS, Objective, Step, Term
 
 
 class TokenTerms(Objective):
@@ -23,7 +23,7 @@ class TokenTerms(Objective):
     """
 
     on_clean_pairs: ClassVar[bool] = True
-    trains = frozenset()
+    trains = TOKENS
     saves_modules: ClassVar[bool] = False
     in_chunks: ClassVar[bool] = True
     settings: ContrastiveConfig

@@ -1,0 +1,61 @@
+"""Downstream tasks freeze the parts of the model that their loss does not read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pair_shards import entailment_shards, statement_shards, tiny_folder
+from question_shards import AUGMENT, coloured, write_shards
+
+from vlp.models.folder import from_pretrained
+from vlp.tasks.downstream.init_from import start_parts
+from vlp.tasks.downstream.registry import get_task
+
+DECODER = {"decoder": {"layers": 2}}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shards")
+    questions = write_shards(folder / "questions", coloured(12))
+    statements = statement_shards(folder / "statements")
+    return {
+        "snli_ve": entailment_shards(folder / "hypotheses", 8),
+        "nlvr2": statements,
+        "vqa": questions,
+        "caption": questions,
+    }
+
+
+@pytest.mark.parametrize("anchor", [{}, {"path_gradient": True}])
+@pytest.mark.parametrize("own_tokens", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "options", "data"),
+    [
+        ("snli_ve", {"teacher": {}}, {}),
+        ("nlvr2", {}, {}),
+        ("vqa", DECODER, {}),
+        ("caption", DECODER, {"max_caption": 10}),
+    ],
+)
+def test_what_has_no_gradient_is_frozen_and_nothing_else(
+    kind, options, data, own_tokens, anchor, shards, tmp_path
+):
+    """DeepSpeed gives parameters without a gradient one of zeros, and AdamW then shrinks them."""
+    changes = {"token_projection": own_tokens, "cross": {"anchor": anchor}}
+    parts, _ = start_parts(str(tiny_folder(tmp_path / "start")), changes)
+    before = {name: value.clone() for name, value in parts.model.state_dict().items()}
+    values = {"train": [str(shards[kind])], "canonical_streams": 1, "augment": AUGMENT, **data}
+    config = get_task(kind).config.model_validate({"kind": kind, "data": values, **options})
+    task, batches = get_task(kind).build(config, parts, 8, 0, "float32")
+    if options.get("teacher"):
+        task.start_teacher(1)
+    ((batch, _),) = batches.batches(stop_after=1)
+    task(batch, 0).loss.backward()
+    for name, parameter in task.named_parameters():
+        assert (parameter.grad is not None) == parameter.requires_grad, name
+    assert not task.model.match_head.weight.requires_grad
+    task.save_model(tmp_path / "model", task.state_dict())
+    saved = from_pretrained(tmp_path / "model").model.state_dict()
+    assert saved.keys() == before.keys()
+    assert torch.equal(saved["match_head.weight"], before["match_head.weight"])
