@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, normalizers
 
 from vlp.config import ConfigError
 from vlp.data.text.tokenizer import SPECIALS, TextProcessor, bert_tokenizer, train_wordpiece
@@ -117,6 +117,58 @@ def test_transformers_reads_the_same_ids(text: TextProcessor, tmp_path: Path) ->
     assert torch.equal(out["attention_mask"].bool(), ours.attention_mask)
     assert theirs.mask_token_id == text.mask_id
     assert theirs.model_max_length == 10
+
+
+def byte_level() -> Tokenizer:
+    """Return a byte-level BPE tokenizer with BERT's names, as ModernBERT's."""
+    from tokenizers import ByteLevelBPETokenizer, processors
+
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(CAPTIONS, vocab_size=300, special_tokens=list(SPECIALS))
+    tokenizer = Tokenizer.from_str(trained.to_str())
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    return tokenizer
+
+
+def cased() -> Tokenizer:
+    words = (*SPECIALS, "A", "a", "dog", "Dog", "Two", "café", "犬")
+    vocabulary = {word: number for number, word in enumerate(words)}
+    return bert_tokenizer(vocabulary, normalizers.BertNormalizer(lowercase=False))
+
+
+@pytest.mark.parametrize("make", [cased, byte_level])
+def test_transformers_reads_the_same_ids_where_letters_keep_their_case(make, tmp_path) -> None:
+    from transformers import AutoTokenizer
+
+    text, texts = TextProcessor(make(), 40), [*CAPTIONS, "A Dog a dog café 犬"]
+    text.save(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)(texts)["input_ids"]
+    assert theirs == [ids[ids != text.pad_id].tolist() for ids in text(texts).text_ids]
+    assert not (tmp_path / "vocab.txt").exists()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"do_lower_case": False},
+        {"do_lower_case": False, "strip_accents": True},
+        {"strip_accents": False},
+        {"tokenize_chinese_chars": False},
+    ],
+)
+def test_a_vocabulary_alone_is_read_with_its_settings(settings, tmp_path) -> None:
+    from transformers import BertTokenizer
+
+    words = [*SPECIALS, "dog", "Dog", "cafe", "Cafe", "café", "Café", "犬", "##dog"]
+    (tmp_path / "vocab.txt").write_text("".join(f"{word}\n" for word in words), encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    ours = TextProcessor.load(tmp_path, 5)(["Dog Café 犬dog"]).text_ids[0]
+    theirs = BertTokenizer.from_pretrained(tmp_path)
+    assert ours.tolist() == theirs("Dog Café 犬dog", max_length=5, truncation=True)["input_ids"]
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        TextProcessor.load(tmp_path, 5)
 
 
 def test_robertas_special_tokens_are_read_and_saved(tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tokenizers import Tokenizer, normalizers
 
 import vlp
 from vlp.data.image.any_image import as_images
@@ -47,6 +50,18 @@ def test_texts(processor, folder):
     assert torch.equal(several["word_mask"], words)
     arrays = processor(text="a star", images=np.zeros((4, 4), np.uint8), return_tensors="np")
     assert all(isinstance(array, np.ndarray) for array in arrays.values())
+
+
+def test_the_processor_tokenises_by_tokenizer_json(folder, tmp_path):
+    """A folder may name a class that transformers would make from its vocabulary."""
+    for file in folder.iterdir():
+        shutil.copy(file, tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    found = vlp.VlpProcessor.from_pretrained(tmp_path)(text=["A Star", "a star"])["input_ids"]
+    assert torch.equal(found, vlp.load(tmp_path).text(["A Star", "a star"]).text_ids)
+    assert not torch.equal(found[0], found[1])
 
 
 @pytest.mark.parametrize(

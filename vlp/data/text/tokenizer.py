@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from torch import Tensor
 
 from vlp.config import ConfigError
-from vlp.io import may_be_on_hub, write_json
+from vlp.io import may_be_on_hub, parse_json, write_json
 
 # Ids 0-4, in this order, in every vocabulary trained here.
 PAD, UNK, CLS, SEP, MASK = SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -120,8 +120,12 @@ class TextProcessor:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokenizer.json").write_text(self._plain.to_str(pretty=True), encoding="utf-8")
         settings: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-        if tuple(self._names.values()) == SPECIALS:
-            vocabulary = self._plain.get_vocab(with_added_tokens=True)
+        vocabulary = self._plain.get_vocab(with_added_tokens=True)
+        # Of a BertTokenizer transformers reads the vocabulary alone.
+        if (
+            tuple(self._names.values()) == SPECIALS
+            and bert_tokenizer(vocabulary).to_str() == self._plain.to_str()
+        ):
             lines = "".join(
                 f"{token}\n" for token in sorted(vocabulary, key=vocabulary.__getitem__)
             )
@@ -168,7 +172,7 @@ class TextProcessor:
                 return found
             if (folder / "vocab.txt").is_file():
                 vocabulary = models.WordPiece.read_file(str(folder / "vocab.txt"))
-                return cls(bert_tokenizer(vocabulary), max_tokens)
+                return cls(bert_tokenizer(vocabulary, _bert_normalizer(folder)), max_tokens)
         except ConfigError:
             raise
         except BaseException as error:  # the library raises bare Exception, and what Rust panics
@@ -203,11 +207,18 @@ def as_texts(given: Any) -> list[str]:
     return texts
 
 
-def bert_tokenizer(vocabulary: dict[str, int]) -> Tokenizer:
-    """Return BERT's lower-casing WordPiece tokenizer over a vocabulary of token -> id."""
+def bert_tokenizer(
+    vocabulary: dict[str, int], normalizer: normalizers.BertNormalizer | None = None
+) -> Tokenizer:
+    """Return BERT's WordPiece tokenizer over a vocabulary of token -> id.
+
+    Args:
+        vocabulary: with BERT's special tokens.
+        normalizer: None: it lower-cases.
+    """
     _special_names(vocabulary)
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=UNK))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.normalizer = normalizer or normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.add_special_tokens(list(SPECIALS))
@@ -265,6 +276,17 @@ def _special_names(vocabulary: dict[str, int]) -> dict[str, str]:
     if missing:
         raise ConfigError(f"the vocabulary has no {', '.join(missing)}; it is not BERT-like")
     return own
+
+
+def _bert_normalizer(folder: Path) -> normalizers.BertNormalizer:
+    """Return what `tokenizer_config.json` of a folder says of letters; lower-casing without it."""
+    file = folder / "tokenizer_config.json"
+    said = parse_json(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return normalizers.BertNormalizer(
+        handle_chinese_chars=said.get("tokenize_chinese_chars", True),
+        strip_accents=said.get("strip_accents"),
+        lowercase=said.get("do_lower_case", True),
+    )
 
 
 def _from_hub(name: str) -> str:

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-from transformers import AutoProcessor, AutoTokenizer
+from transformers import AutoProcessor, PreTrainedTokenizerFast
 from transformers.feature_extraction_utils import BatchFeature
 from transformers.processing_utils import ProcessorMixin
 
@@ -84,7 +84,9 @@ class VlpProcessor(ProcessorMixin):
             ConfigError: a file is missing or damaged.
         """
         found = local_folder(os.fspath(pretrained_model_name_or_path), **hub_options(options))
-        return cls(VlpImageProcessor.from_pretrained(found), AutoTokenizer.from_pretrained(found))
+        # As `tokenizer.json` has it: AutoTokenizer would make that of a named class from scratch.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(found)
+        return cls(VlpImageProcessor.from_pretrained(found), tokenizer)
 
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **options: Any
