@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import timm
 import torch
 from torch import nn
 from transformers import Siglip2VisionConfig, Siglip2VisionModel
 
+from vlp.layers.backbones.places import Places
 from vlp.positions import attach
 
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
@@ -76,3 +81,32 @@ def test_an_image_is_what_it_is_alone_in_every_batch(make, name, options):
     together = run(model, images, GRIDS)
     for one, image, grid in zip(together, images, GRIDS, strict=True):
         torch.testing.assert_close(run(model, [image], [grid])[0], one, atol=1e-4, rtol=1e-4)
+
+
+def test_threads_send_images_of_different_grids():
+    sizes = {"embed_dim": 16, "depth": 2, "num_heads": 2, "patch_size": 4, "num_classes": 4}
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=16, dynamic_img_size=True, **sizes)
+    model = attach(vit.eval(), "alibi-2d")
+    wide, high = torch.randn(1, 3, 8, 32), torch.randn(1, 3, 32, 8)
+    with torch.no_grad():
+        expected = model(wide)
+    with ThreadPoolExecutor(1) as other, torch.no_grad():
+
+        def ask_beside(*_):
+            hook.remove()
+            other.submit(model, high).result()
+
+        hook = vit.blocks[0].register_forward_pre_hook(ask_beside)
+        assert torch.equal(model(wide), expected)
+
+
+def test_a_thread_that_wrote_nothing_reads_what_was_written_last():
+    places = Places(0)
+    places.write(2, 8)
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(places.read, 16).result().grid == (2, 8)
+        other.submit(places.write, 4, 4).result()
+        assert places.read(16).grid == (2, 8)
+        assert other.submit(places.read, 16).result().grid == (4, 4)
+    for again in (copy.deepcopy(places), pickle.loads(pickle.dumps(places))):
+        assert again.read(16).grid == (4, 4)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -202,6 +205,25 @@ def test_of_several_images_none_attends_to_another():
     states = torch.cat([image.states, other], dim=1)
     both = model.cross_encoder(text.states, states, text.attention_mask, None)[1]
     torch.testing.assert_close(both[:, : alone.shape[1]], alone)
+
+
+@pytest.mark.parametrize("edits", [(torch.zeros_like, None), (None, torch.zeros_like)])
+def test_an_edit_of_patches_is_its_threads_own(edits):
+    model, pixels = tiny(), torch.randn(2, 3, 16, 16)
+    expected = [model.encode_image(pixels, edit).feature for edit in edits]
+    assert not torch.equal(*expected)
+    again = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert torch.equal(again.encode_image(pixels, edits[0]).feature, expected[0])
+    beside = []
+    with ThreadPoolExecutor(1) as other:
+
+        def ask_beside(*_):
+            hook.remove()
+            beside.append(other.submit(model.encode_image, pixels, edits[1]).result())
+
+        hook = model.image_encoder.vit.patch_embed.register_forward_pre_hook(ask_beside)
+        assert torch.equal(model.encode_image(pixels, edits[0]).feature, expected[0])
+    assert torch.equal(beside[0].feature, expected[1])
 
 
 def test_path_gradient_is_stopped_unless_asked_for():

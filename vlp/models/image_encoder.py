@@ -16,6 +16,7 @@ from vlp.layers.feed_forward import BlockMlp
 from vlp.layers.fused import fuse_by_device
 from vlp.layers.pooling import pool_states, pooled_width
 from vlp.layers.stream import LayerNorm, ResidualStream
+from vlp.layers.thread_local import ThreadLocal
 from vlp.models.config import ImageConfig
 from vlp.models.towers.image import create_image_tower
 from vlp.models.towers.trainable import TrainableTower
@@ -27,6 +28,12 @@ PatchEdit = Callable[[Tensor], Tensor]
 NORM_EPS = 1e-6  # timm's
 SINE_BASE = 100.0
 """Wavelengths from 2 pi patches to 100 times that."""
+
+
+class _Edit(ThreadLocal):
+    """What this thread's call of `tower` does with patch embeddings."""
+
+    of_patches: PatchEdit | None = None
 
 
 class ImageEncoder(TrainableTower):
@@ -47,7 +54,7 @@ class ImageEncoder(TrainableTower):
         super().__init__()
         self.config = config
         self.vit = create_image_tower(config) if config.architecture else _own_vit(config)
-        self._edit: PatchEdit | None = None
+        self._edit = _Edit()
         if isinstance(embed := getattr(self.vit, "patch_embed", None), nn.Module):
             # One hook for good: `torch.compile` cannot follow hooks that come and go.
             embed.register_forward_hook(self._edited)
@@ -109,14 +116,14 @@ class ImageEncoder(TrainableTower):
         vit: Any = self.vit
         fuse_by_device(vit, pixels)
         gradient = torch.is_grad_enabled() and not self.frozen
-        self._edit = edit_patches
+        self._edit.of_patches = edit_patches
         try:
             with torch.set_grad_enabled(gradient):
                 if self.config.pooled_layers == 1:
                     return self._tokens(vit.forward_features(pixels))
                 last, *before = self._last_blocks(pixels)
         finally:
-            self._edit = None
+            self._edit.of_patches = None
         pooled = [pool_states(states, self.config.pooling) for states in before]
         width = last.shape[-1]
         return torch.cat([last, *(each.unflatten(-1, (-1, width)) for each in pooled)], dim=1)
@@ -155,7 +162,8 @@ class ImageEncoder(TrainableTower):
         return states if prefix == 1 else torch.cat([states[:, :1], patches], dim=1)
 
     def _edited(self, module: nn.Module, arguments: Any, patches: Tensor) -> Tensor:
-        return patches if self._edit is None else self._edit(patches)
+        edit = self._edit.of_patches
+        return patches if edit is None else edit(patches)
 
     def hflip_averaged_tower(self, pixels: Tensor) -> Tensor:
         """Average `tower` of images and of their flips, whose patches are flipped back."""

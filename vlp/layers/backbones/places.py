@@ -10,9 +10,17 @@ import torch
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
+from vlp.layers.thread_local import ThreadLocal
 from vlp.positions.base import PositionContext, PositionEncoding
 
 register_notrace_module(PositionEncoding)  # what they check of shapes has no graph
+
+
+class _Written(ThreadLocal):
+    """What this thread wrote."""
+
+    def __init__(self) -> None:
+        self.contexts: dict[int, PositionContext] = {}
 
 
 class Places:
@@ -23,6 +31,9 @@ class Places:
     pass, when images of another size may have passed since. Two grids of equally many patches
     (2 x 8 and 4 x 4) must not be in flight together under activation checkpointing.
 
+    A thread reads what it wrote itself, so that several may send images of different grids. One
+    that wrote nothing, as those of a GPU's backward pass, reads what was written last.
+
     Args:
         prefix_tokens: tokens without a place in front of the patches.
     """
@@ -30,11 +41,12 @@ class Places:
     def __init__(self, prefix_tokens: int) -> None:
         self.prefix_tokens = prefix_tokens
         self._contexts: dict[int, PositionContext] = {}
+        self._written = _Written()
 
     def write(self, rows: int, columns: int) -> PositionContext:
         """The patches of the images at hand are a grid of this size."""
         context = PositionContext((rows, columns), self.prefix_tokens)
-        self._contexts[self.prefix_tokens + rows * columns] = context
+        self._keep(rows * columns, context)
         return context
 
     def write_sizes(self, sizes: Tensor, patches: int) -> None:
@@ -56,9 +68,14 @@ class Places:
         shares = [(place % width + 0.5) / width, (place // width + 0.5) / height]
         # Padding would lie below the image.
         coordinates = torch.stack(shares, -1).clamp(0, 1)
-        self._contexts[self.prefix_tokens + patches] = PositionContext(
-            prefix_tokens=self.prefix_tokens, coordinates=coordinates, grids=sizes
+        self._keep(
+            patches,
+            PositionContext(prefix_tokens=self.prefix_tokens, coordinates=coordinates, grids=sizes),
         )
+
+    def _keep(self, patches: int, context: PositionContext) -> None:
+        for contexts in (self._contexts, self._written.contexts):
+            contexts[self.prefix_tokens + patches] = context
 
     def read(self, tokens: int) -> PositionContext:
         """Return the context of so many tokens, prefix included.
@@ -72,7 +89,7 @@ class Places:
                 f"no image of this model has {tokens} tokens ({known}), so that nothing says "
                 "where they lie: patches were dropped, or attention was called without its model"
             )
-        return self._contexts[tokens]
+        return self._written.contexts.get(tokens, self._contexts[tokens])
 
     def see_convolution(self, convolution: nn.Module, arguments: Any, patches: Tensor) -> None:
         """Forward hook of a model's patch embedding, whose output is (B, width, rows, columns)."""
