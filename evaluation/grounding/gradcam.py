@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,9 @@ from vlp.layers.attention import Attention
 from vlp.layers.post_norm import CrossLayer
 from vlp.models.features import ImageFeatures, TextFeatures
 from vlp.models.vlp import VLPModel
+
+_ONE_AT_A_TIME = threading.Lock()
+"""Each map switches its layer's attention over, and back."""
 
 
 def grad_cam(
@@ -60,6 +64,7 @@ def grad_cam(
     crossed = model.cross_encoder.layers[number]
     assert isinstance(crossed, CrossLayer)
     with (
+        _ONE_AT_A_TIME,
         evaluating(model, image.states.device),
         _text_probabilities(crossed.cross_attention) as taken,
         torch.enable_grad(),
@@ -97,16 +102,19 @@ def _text_probabilities(attention: Attention) -> Iterator[list[Tensor]]:
 
     A leaf cuts the graph, so only what follows the layer is differentiated, also where the
     parameters are frozen. Both streams may run through one layer; the context says which asks.
+    Calls of the model by other threads stay as they are.
     """
+    thread = threading.get_ident()
     taken: list[Tensor] = []
     text_asks = False
 
     def note_stream(_: nn.Module, __: tuple[Any, ...], named: dict[str, Any]) -> None:
         nonlocal text_asks
-        text_asks = named["context"].text_queries
+        if threading.get_ident() == thread:
+            text_asks = named["context"].text_queries
 
     def take(_: nn.Module, __: tuple[Tensor, ...], probabilities: Tensor) -> Tensor | None:
-        if not text_asks:
+        if not text_asks or threading.get_ident() != thread:
             return None
         taken.append(probabilities.detach().requires_grad_())
         return taken[-1]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from tests_support import TINY_MODEL
@@ -75,6 +78,20 @@ def test_equals_finite_differences(layout, layer):
     expected = by_differences(model, image, text, layer).unflatten(-1, GRID)
     assert expected.max() > 1e-4
     torch.testing.assert_close(maps, expected, atol=1e-7, rtol=1e-5)
+
+
+def test_threads_get_their_own_maps_and_scores():
+    model = tiny()
+    batches = [encoded(model, rows) for rows in (1, 2, 3)]
+    expected = [(grad_cam(model, *batch), model.match(*batch)) for batch in batches]
+    attention = model.cross_encoder.layers[0].cross_attention
+    with ThreadPoolExecutor(6) as pool:
+        jobs = [*itertools.product(range(3), (grad_cam, VLPModel.match))] * 10
+        found = list(pool.map(lambda job: job[1](model, *batches[job[0]]), jobs))
+    for (number, ask), one in zip(jobs, found):
+        torch.testing.assert_close(one, expected[number][ask is VLPModel.match])
+    assert attention.fused is None
+    assert not attention.probabilities._forward_hooks
 
 
 def test_only_the_class_token_has_a_map_in_the_last_layer():
