@@ -67,6 +67,15 @@ def test_sizes_are_those_of_the_model(folder):
     assert "does not lie in that of its run" in card
 
 
+def test_what_the_card_says_of_use_runs(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (20, 20)).save("photo.jpg")
+    _, block, _ = model_card(folder).split("## Use")[1].split("```", 2)
+    names = {}
+    exec(block.removeprefix("python").replace("FOLDER", str(folder)), names)
+    assert names["log_odds"].shape == (1,)
+
+
 def test_the_run_and_its_results_are_told(run):
     folder, result, shards = run
     card = model_card(folder, "apache-2.0")

@@ -47,7 +47,7 @@ _USE_WITHOUT_TASK = """
 import vlp
 
 model, text, preprocess, *_ = vlp.load("FOLDER")
-image = model.encode_image(preprocess(image)[None])
+image = model.encode_image(preprocess("photo.jpg")[None])
 words = model.encode_text(*text(["a red circle left of a blue square"]))
 similarity = image.feature @ words.feature.T
 log_odds = model.match(image, words)
