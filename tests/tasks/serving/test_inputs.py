@@ -36,6 +36,12 @@ def test_forms_of_one_image_are_prepared_alike(processor, photo, folder):
     several = processor(images=[photo, image, tensor])["pixel_values"]
     assert torch.equal(several, expected.expand(3, -1, -1, -1))
     grey = levels[..., 0]
+    in_grey = processor(images=grey)["pixel_values"]
+    for whole in (Image.fromarray(grey.astype(np.int32)), Image.fromarray(grey)):
+        assert torch.equal(processor(images=whole)["pixel_values"], in_grey)
+    fractions = Image.fromarray((grey / 255).astype(np.float32))
+    assert fractions.mode == "F"
+    assert torch.equal(processor(images=fractions)["pixel_values"], in_grey)
     assert processor(images=grey)["pixel_values"].shape == (1, 3, 16, 16)
     assert processor(images=grey[..., None] > 100)["pixel_values"].shape == (1, 3, 16, 16)
 
@@ -68,6 +74,7 @@ def test_the_processor_tokenises_by_tokenizer_json(folder, tmp_path):
     ("given", "kind", "message"),
     [
         (3, TypeError, "an image is of type int; give a path, a PIL image"),
+        (Image.fromarray(np.full((4, 4), 9, np.float32)), ValueError, "fractions in 0..1"),
         (b"bytes", TypeError, "an image is of type bytes"),
         ([], ValueError, "images is empty"),
         (np.zeros((4, 4, 7)), ValueError, r"shape \(4, 4, 7\); give \(height, width, 3\)"),

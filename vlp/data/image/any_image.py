@@ -23,8 +23,9 @@ def as_images(given: Any) -> list[Image.Image]:
 
     Args:
         given: a path; a PIL image; an array (height, width), (height, width, 1, 3 or 4) or
-            (3, height, width); a tensor (3, height, width); levels are 0..255 in whole numbers or
-            0..1 in fractions; several in an array or tensor of 4 axes, or in a list.
+            (3, height, width); a tensor (3, height, width); levels, also of a PIL image of mode F
+            or I, are 0..255 in whole numbers or 0..1 in fractions; several in an array or tensor of
+            4 axes, or in a list.
 
     Raises:
         TypeError: it is something else.
@@ -46,7 +47,9 @@ def as_image(given: Any) -> Image.Image:
         TypeError, ValueError, OSError: as `as_images` raises them.
     """
     if isinstance(given, Image.Image):
-        return given
+        # Files of mode I have 16 bits.
+        any_levels = given.mode == "F" or (given.mode == "I" and given.format is None)
+        return _of_array(np.asarray(given)) if any_levels else given
     if isinstance(given, str | os.PathLike):
         if "://" in (text := os.fspath(given)):
             raise ValueError(f"an image is the URL {redacted(text)}; download it and give its path")
