@@ -45,7 +45,6 @@ class ImageEncoder(TrainableTower):
         ConfigError: `image.architecture` names no tower of timm, or one of other patches;
             `image.positions` an encoding that does not fit; `image.trainable` or
             `image.pooled_layers` more blocks than there are.
-        ValueError: images of another size than the configured one (from timm).
     """
 
     blocks = "vit.blocks"
@@ -85,8 +84,11 @@ class ImageEncoder(TrainableTower):
             `on_grid` drops these, `project` reads them.
 
         Raises:
-            ValueError: patches of a tower's stored output are to be edited.
+            TypeError: the pixels are no tensor.
+            ValueError: they have another shape, or patches of a tower's stored output are to be
+                edited.
         """
+        self._require(pixels)
         pixels = pixels.to(self.projection.weight.dtype)
         if pixels.ndim == 3:
             if edit_patches is not None:
@@ -95,6 +97,20 @@ class ImageEncoder(TrainableTower):
         if self.config.average_hflip and not self.training and edit_patches is None:
             return self.after_tower(self.hflip_averaged_tower(pixels))
         return self.after_tower(self.tower(pixels, edit_patches))
+
+    def _require(self, given: Any) -> None:
+        """Require pixels of the configured size, or a stored output of `tower`."""
+        side, summary = self.config.image_size, self.config.summary_tokens
+        wanted = (
+            f"give a tensor (images, 3, {side}, {side}), as the model folder's preparation makes "
+            "it of images"
+        )
+        if not isinstance(given, Tensor):
+            raise TypeError(f"pixels are of type {type(given).__name__}; {wanted}")
+        grids = self.config.grid, self.config.tower_grid
+        stored = [(1 + rows * columns + summary, self.vit.num_features) for rows, columns in grids]
+        if tuple(given.shape[1:]) not in [(3, side, side), *stored]:
+            raise ValueError(f"pixels have shape {tuple(given.shape)}; {wanted}")
 
     def tower(self, pixels: Tensor, edit_patches: PatchEdit | None = None) -> Tensor:
         """Compute the tower's normalised output; registers and distillation tokens are dropped.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -55,6 +57,11 @@ class TextEncoder(TrainableTower):
             return self.embedding.word.weight
         return self.tower.get_input_embeddings().weight  # type: ignore[operator]
 
+    @property
+    def pad_id(self) -> int:
+        """Return the id of padding by the tower's configuration; 0 without one, as BERT's."""
+        return getattr(getattr(self.tower, "config", None), "pad_token_id", None) or 0
+
     def forward(self, text_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Ids (B, N) int64 and mask (B, N) bool -> states (B, N, width).
 
@@ -92,3 +99,18 @@ class TextEncoder(TrainableTower):
         for layer in self.layers:
             states = layer(states, attention_mask)
         return states
+
+
+def require_ids(given: Any) -> Tensor:
+    """Return token ids (B, N).
+
+    Raises:
+        TypeError: they are no tensor.
+        ValueError: they have another shape.
+    """
+    wanted = "give a tensor (texts, tokens), as the model folder's tokenizer makes it of texts"
+    if not isinstance(given, Tensor):
+        raise TypeError(f"token ids are of type {type(given).__name__}; {wanted}")
+    if given.ndim != 2:
+        raise ValueError(f"token ids have shape {tuple(given.shape)}; {wanted}")
+    return given

@@ -17,7 +17,7 @@ from vlp.models.cross_encoder import CrossEncoder, ImageKeys, PairIndices
 from vlp.models.features import CrossFeatures, ImageFeatures, TextFeatures
 from vlp.models.image_encoder import ImageEncoder, PatchEdit
 from vlp.models.itm.token_score import TokenScore
-from vlp.models.text_encoder import TextEncoder
+from vlp.models.text_encoder import TextEncoder, require_ids
 from vlp.models.towers.text import with_architecture
 from vlp.positions import CROSS_MODAL, PositionEncoding
 from vlp.positions.anchor_field import AnchorField, anchor_field, joined_fields, uniform_field
@@ -102,6 +102,9 @@ class VLPModel(nn.Module):
             pixels: (B, 3, height, width), normalised as the model folder's preprocessing does, or
                 the tower's stored output, as `ImageEncoder` takes it.
             edit_patches: as `ImageEncoder` takes it.
+
+        Raises:
+            TypeError, ValueError: as `ImageEncoder` raises them.
         """
         encoder = self.image_encoder
         found = encoder(pixels, edit_patches)
@@ -121,8 +124,12 @@ class VLPModel(nn.Module):
             text_ids: (B, N) int64, [CLS] first.
             attention_mask: (B, N) bool, True = not padding.
             word_mask: (B, N) bool, True = a real word piece (no [CLS], [SEP], padding).
+
+        Raises:
+            TypeError: the ids are no tensor.
+            ValueError: they have another shape.
         """
-        states = self.text_encoder(text_ids, attention_mask)
+        states = self.text_encoder(require_ids(text_ids), attention_mask)
         return TextFeatures(
             states=states,
             feature=_unit(self.project_text(states, attention_mask)),

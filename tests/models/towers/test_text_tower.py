@@ -98,6 +98,10 @@ def test_folder_of_a_trained_model_is_whole_without_the_hub(tmp_path):
     loaded = vlp.load(own)
     ids, mask = texts()
     assert torch.equal(loaded.model.text_encoder(ids, mask), model.text_encoder(ids, mask))
+    served = vlp.VlpModel.from_pretrained(own)
+    bare, masked = ids.masked_fill(~mask, 1), {"input_ids": ids, "attention_mask": mask}
+    assert loaded.model.text_encoder.pad_id == 1
+    assert torch.equal(served.encode_text(bare), served.encode_text(masked))
     assert loaded.model.text_encoder(ids, mask).shape == (2, 9, 16)  # by the adapter
     assert json.loads((own / "config.json").read_text())["text"]["weights"] is None
 

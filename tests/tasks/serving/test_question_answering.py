@@ -77,9 +77,21 @@ def test_one_image_and_several_questions(tuned, photo):
     folder, task, _ = tuned
     model = vlp.VlpForQuestionAnswering.from_pretrained(folder)
     processor = vlp.VlpProcessor.from_pretrained(folder)
-    found = model.answer(**processor(images=photo, text=["what colour ?", "how many ?"]))
-    assert len(found) == 2
+    questions, encoded = ["what colour ?", "how many ?"], []
+    model.task.model.image_encoder.register_forward_pre_hook(
+        lambda _, arguments: encoded.append(len(arguments[0]))
+    )
+    found = model.answer(**processor(images=photo, text=questions))
+    assert encoded == [1]
+    each = model(**processor(images=[photo, photo], text=questions)).logits
+    torch.testing.assert_close(model(**processor(images=photo, text=questions)).logits, each)
     assert found[0][0].answer in task.answers
+    one = model(**processor(images=[photo, photo], text=questions[0])).logits
+    torch.testing.assert_close(one, each[:1].expand(2, -1))
+    with pytest.raises(ValueError, match="2 images and 3 texts make no pairs"):
+        model.answer(**processor(images=[photo, photo], text=["a", "b", "c"]))
+    longer = processor.tokenizer(["what colour " * 9], return_tensors="pt")
+    assert len(model.answer(**processor(images=photo), **longer)) == 1
 
 
 def test_other_folders_are_named(folder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -146,14 +147,21 @@ def test_one_image_or_text_matches_all(model, processor, photo, expected, inputs
         model.match(**processor(images=[photo, photo], text=TEXTS))
 
 
-def test_long_texts_are_cut_as_the_tokenizer_cuts(model, processor):
+def test_long_texts_are_cut_as_the_tokenizer_cuts(model, processor, photo):
     long = "a red circle " * 9
     theirs = processor.tokenizer([long, "a star"], padding=True, return_tensors="pt")
+    longer = copy.deepcopy(processor)
+    assert longer(text=long)["input_ids"].shape == (1, 12)
+    longer.tokenizer.model_max_length = 20
+    inputs = longer(images=photo, text=[long, "a star"])
+    assert inputs["word_mask"].shape == (2, 20)
     assert theirs["input_ids"].shape[1] > 12
     assert set(theirs) == {"input_ids", "attention_mask"}
     with torch.no_grad():
         found = model(**theirs).text_embeds
         torch.testing.assert_close(found, model(**processor(text=[long, "a star"])).text_embeds)
+        usual = processor(images=photo, text=[long, "a star"])
+        assert torch.equal(model.match(**inputs), model.match(**usual))
 
 
 def test_zero_shot_classification(folder, photo, model, processor):

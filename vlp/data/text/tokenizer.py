@@ -92,6 +92,7 @@ class TextProcessor:
 
         Raises:
             TypeError: one is no string.
+            ValueError: one is no valid Unicode.
         """
         texts = as_texts(texts)
         # One caption at a time in loader workers: encode_batch starts threads, which a forked
@@ -197,6 +198,7 @@ def as_texts(given: Any) -> list[str]:
 
     Raises:
         TypeError: it is something else.
+        ValueError: it is no valid Unicode.
     """
     texts = list(given) if isinstance(given, list | tuple) else [given]
     for one in texts:
@@ -204,6 +206,12 @@ def as_texts(given: Any) -> list[str]:
             raise TypeError(
                 f"a text is of type {type(one).__name__}; give a string or a list of strings"
             )
+        try:
+            one.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"a text is no valid Unicode at character {error.start}: {error.reason}"
+            ) from error
     return texts
 
 

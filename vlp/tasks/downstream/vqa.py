@@ -28,6 +28,7 @@ from vlp.models.decoder.answer_generation import generate
 from vlp.models.decoder.answer_likelihood import answer_likelihood, answer_logits
 from vlp.models.decoder.answer_ranking import CANDIDATES, AnswerRanking
 from vlp.models.folder import Loaded
+from vlp.models.vlp import pairs_of
 from vlp.objectives.loss import Loss
 from vlp.tasks.downstream.answer_task import (
     Sentences,
@@ -124,11 +125,18 @@ class Vqa(Distilled):
         return VqaDataset(items, self.text, self.prepare, data.max_answer, data.folder_weights)
 
     def remember(self, batch: VqaBatch) -> Memory:
-        """Encode B questions with their images into what the decoder attends to."""
+        """Encode B questions with their images into what the decoder attends to.
+
+        One image stands for all questions, and one question for all images.
+
+        Raises:
+            ValueError: there are several of both, and not as many of one as of the other.
+        """
         text = self.model.encode_text(batch.text_ids, batch.attention_mask, batch.word_mask)
         image = self.model.encode_image(batch.pixels)
-        crossed = self.model.cross(image, text, need_image=False)
-        return self.decoder.remember(crossed.text, batch.attention_mask)
+        pairs = pairs_of(len(image.states), len(text.states), text.states.device)
+        crossed = self.model.cross(image, text, pairs, need_image=False)
+        return self.decoder.remember(crossed.text, crossed.attention_mask)
 
     def token_logits(self, batch: VqaBatch) -> Tensor:
         """Compute (R, vocabulary) logits of the R word pieces of all answers and of their ends."""

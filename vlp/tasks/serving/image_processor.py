@@ -16,6 +16,7 @@ from vlp.data.image.any_image import as_images
 from vlp.data.image.transforms import MEAN, STD, Preprocessing
 from vlp.models.pretrained.local_copy import hub_options, local_folder
 from vlp.tasks.serving.config import VlpConfig
+from vlp.tasks.serving.options import OF_PROCESSORS, known_options
 
 
 class VlpImageProcessor(BaseImageProcessor):
@@ -89,8 +90,11 @@ class VlpImageProcessor(BaseImageProcessor):
         Raises:
             FileNotFoundError: there is no such folder.
             ConfigError: the file is missing or damaged.
+            TypeError: an option is unknown.
         """
-        found = local_folder(os.fspath(pretrained_model_name_or_path), **hub_options(options))
+        of_hub = hub_options(options)
+        known_options(options, OF_PROCESSORS)
+        found = local_folder(os.fspath(pretrained_model_name_or_path), **of_hub)
         return cls.of(Preprocessing.load(found))
 
     def save_pretrained(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,42 +18,13 @@ from vlp.models.config import ModelConfig
 from vlp.models.features import ImageFeatures, TextFeatures
 from vlp.models.folder import placed, read_model, save_model
 from vlp.models.pretrained.local_copy import hub_options, local_folder
+from vlp.models.text_encoder import require_ids
 from vlp.models.vlp import VLPModel, pairs_of
 from vlp.tasks.serving.config import VlpConfig
+from vlp.tasks.serving.options import known_options, one_device, type_of
 from vlp.tasks.serving.outputs import VlpOutput
 
 _PREFIX = "model."
-_IGNORED = {
-    *("adapter_kwargs", "attn_implementation", "ignore_mismatched_sizes", "low_cpu_mem_usage"),
-    "output_loading_info",
-    *("trust_remote_code", "use_safetensors", "weights_only", "state_dict", "tp_plan"),
-}
-"""Arguments of transformers' `from_pretrained` that change nothing here."""
-
-
-def type_of(dtype: torch.dtype | str | None, options: dict[str, Any]) -> torch.dtype | str | None:
-    """Return the type that weights are to have; None, as of "auto", leaves them.
-
-    Args:
-        dtype: argument of `from_pretrained`.
-        options: its others, which lose `torch_dtype`, the old name of it.
-    """
-    former = options.pop("torch_dtype", None)
-    dtype = former if dtype is None else dtype
-    return None if dtype == "auto" else dtype
-
-
-def known_options(options: Mapping[str, Any], known: Container[str] = ()) -> dict[str, Any]:
-    """Return those of `from_pretrained`'s options that change something.
-
-    Raises:
-        TypeError: one is neither known nor an argument of transformers.
-    """
-    changes = {name: value for name, value in options.items() if name not in _IGNORED}
-    for name in changes:
-        if name not in known:
-            raise TypeError(f"from_pretrained() has no argument {name!r}")
-    return changes
 
 
 class VlpModel(PreTrainedModel):
@@ -150,20 +121,25 @@ class VlpModel(PreTrainedModel):
         """Embed texts, as open_clip does.
 
         Args:
-            tokens: of the processor, of `vlp.load`'s tokenizer, or ids (B, N), in which 0 is
-                padding, as in BERT's vocabularies.
+            tokens: of the processor, of `vlp.load`'s tokenizer, or ids (B, N), in which the text
+                tower's `pad_token_id` is padding, or 0, as in BERT's vocabularies.
             normalize: to unit length.
 
         Returns:
             (B, d).
+
+        Raises:
+            TypeError: it is something else.
+            ValueError: the ids have another shape.
         """
-        if isinstance(tokens, Tensor):
-            ids, mask = tokens, tokens != 0
-        elif isinstance(tokens, Mapping):
-            ids, mask = tokens["input_ids"], tokens["attention_mask"].bool()
+        if isinstance(tokens, Mapping):
+            ids, mask = tokens["input_ids"], tokens["attention_mask"]
+        elif isinstance(tokens, TextTokens):
+            ids, mask, _ = tokens
         else:
-            ids, mask = tokens.text_ids, tokens.attention_mask
-        ids, mask = self._cut(ids, mask)
+            ids = require_ids(tokens)
+            mask = ids != self.model.text_encoder.pad_id
+        ids, mask, _ = self._texts(ids, mask)
         feature = self.model.project_text(self.model.text_encoder(ids, mask), mask)
         return functional.normalize(feature, dim=-1) if normalize else feature
 
@@ -179,7 +155,7 @@ class VlpModel(PreTrainedModel):
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any
     ) -> BaseModelOutputWithPooling:
         """Embed texts, ids and mask (B, N), as CLIPModel does; `pooler_output` is (B, d)."""
-        input_ids, mask = self._cut(input_ids, _mask(input_ids, attention_mask))
+        input_ids, mask, _ = self._texts(input_ids, attention_mask)
         states = self.model.text_encoder(input_ids, mask)
         return BaseModelOutputWithPooling(states, self.model.project_text(states, mask))
 
@@ -211,20 +187,14 @@ class VlpModel(PreTrainedModel):
         word_mask: Tensor | None = None,
     ) -> TextFeatures:
         """Encode texts (B, N) for `self.model`'s own calls; arguments as of `forward`."""
-        input_ids, mask = self._cut(input_ids, _mask(input_ids, attention_mask))
-        if word_mask is None:
-            word_mask = words_between(mask)
-        return self.model.encode_text(input_ids, mask, word_mask.bool())
+        return self.model.encode_text(*self._texts(input_ids, attention_mask, word_mask))
 
-    def _cut(self, input_ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Cut texts (B, N) as the folder's tokenizer does, which keeps their last token."""
+    def _texts(
+        self, input_ids: Tensor, attention_mask: Tensor | None, word_mask: Tensor | None = None
+    ) -> TextTokens:
+        """Return texts with both masks, cut to the folder's length."""
         most = self.model.config.text.max_tokens
-        if input_ids.shape[1] <= most:
-            return input_ids, mask
-        last = input_ids.gather(1, mask.sum(1, keepdim=True) - 1)
-        kept = input_ids[:, :most].clone()
-        kept[:, -1:] = torch.where(mask[:, most - 1 : most], last, kept[:, -1:])
-        return kept, mask[:, :most]
+        return text_inputs(input_ids, attention_mask, word_mask, most)
 
     def _of_pairs(
         self, image: ImageFeatures, text: TextFeatures, match: bool, output_anchors: bool
@@ -304,18 +274,37 @@ class VlpModel(PreTrainedModel):
             self.push_to_hub(options.pop("repo_id", Path(save_directory).name), **options)
 
 
-def words_between(mask: Tensor) -> Tensor:
+def text_inputs(
+    input_ids: Tensor, attention_mask: Tensor | None, word_mask: Tensor | None, most: int
+) -> TextTokens:
+    """Return texts with both masks, cut as a folder's tokenizer does, which keeps the last token.
+
+    Args:
+        input_ids: (B, N) int64; padding at the end.
+        attention_mask: (B, N), 1 = not padding; None: all.
+        word_mask: (B, N) bool; None: all real tokens but the first and the last of each row.
+        most: tokens of a text.
+
+    Raises:
+        TypeError: the ids are no tensor.
+        ValueError: they have another shape.
+    """
+    every = torch.ones_like(require_ids(input_ids), dtype=torch.bool)
+    mask = every if attention_mask is None else attention_mask.bool()
+    words = _words_between(mask) if word_mask is None else word_mask.bool()
+    tokens = TextTokens(input_ids, mask, words)
+    if input_ids.shape[1] <= most:
+        return tokens
+    kept = torch.arange(most, device=input_ids.device).repeat(len(input_ids), 1)
+    kept[:, -1] = (mask.sum(1) - 1).clamp(min=most - 1)
+    return TextTokens(*(part.gather(1, kept) for part in tokens))
+
+
+def _words_between(mask: Tensor) -> Tensor:
     """Return all real tokens of a mask (B, N) bool but the first and the last of each row."""
     words = mask & mask.roll(-1, 1)
     words[:, 0] = words[:, -1] = False
     return words
-
-
-def _mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Return a mask (B, N) bool."""
-    if attention_mask is None:
-        return torch.ones_like(input_ids, dtype=torch.bool)
-    return attention_mask.bool()
 
 
 def _contrastive(logits: Tensor) -> Tensor:
@@ -326,22 +315,6 @@ def _contrastive(logits: Tensor) -> Tensor:
     target = torch.arange(rows, device=logits.device)
     both = functional.cross_entropy(logits, target), functional.cross_entropy(logits.T, target)
     return (both[0] + both[1]) / 2
-
-
-def one_device(device_map: Any) -> Any:
-    """Return the one device that a map of transformers names.
-
-    Raises:
-        ValueError: it names several.
-    """
-    if isinstance(device_map, Mapping):
-        devices = set(device_map.values())
-        if len(devices) > 1:
-            raise ValueError("device_map spreads the model over devices; name one device")
-        return next(iter(devices), None)
-    if device_map in ("auto", "balanced", "sequential"):
-        return "cuda" if torch.cuda.is_available() else None
-    return device_map
 
 
 AutoModel.register(VlpConfig, VlpModel, exist_ok=True)

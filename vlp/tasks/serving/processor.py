@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,6 +15,7 @@ from vlp.data.text.tokenizer import TextProcessor
 from vlp.models.pretrained.local_copy import hub_options, local_folder
 from vlp.tasks.serving.config import VlpConfig
 from vlp.tasks.serving.image_processor import VlpImageProcessor
+from vlp.tasks.serving.options import OF_PROCESSORS, known_options
 
 
 class VlpProcessor(ProcessorMixin):
@@ -33,11 +33,15 @@ class VlpProcessor(ProcessorMixin):
 
     def __init__(self, image_processor: VlpImageProcessor, tokenizer: Any) -> None:
         super().__init__(image_processor, tokenizer)
+        self._text: TextProcessor | None = None
 
-    @cached_property
+    @property
     def text(self) -> TextProcessor:
         """Return the tokenizer as `vlp.load` has it."""
-        return TextProcessor(self.tokenizer.backend_tokenizer, self.tokenizer.model_max_length)
+        most = self.tokenizer.model_max_length
+        if self._text is None or self._text.max_tokens != most:
+            self._text = TextProcessor(self.tokenizer.backend_tokenizer, most)
+        return self._text
 
     def __call__(
         self,
@@ -82,8 +86,11 @@ class VlpProcessor(ProcessorMixin):
         Raises:
             FileNotFoundError: there is no such folder.
             ConfigError: a file is missing or damaged.
+            TypeError: an option is unknown.
         """
-        found = local_folder(os.fspath(pretrained_model_name_or_path), **hub_options(options))
+        of_hub = hub_options(options)
+        known_options(options, OF_PROCESSORS)
+        found = local_folder(os.fspath(pretrained_model_name_or_path), **of_hub)
         # As `tokenizer.json` has it: AutoTokenizer would make that of a named class from scratch.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(found)
         return cls(VlpImageProcessor.from_pretrained(found), tokenizer)

@@ -17,7 +17,8 @@ from vlp.models.pretrained.local_copy import hub_options, local_folder
 from vlp.tasks.downstream.task import load_task
 from vlp.tasks.downstream.vqa import Vqa
 from vlp.tasks.serving.config import VlpConfig
-from vlp.tasks.serving.model import known_options, one_device, type_of, words_between
+from vlp.tasks.serving.model import text_inputs
+from vlp.tasks.serving.options import known_options, one_device, type_of
 from vlp.tasks.serving.outputs import VlpAnswers
 
 
@@ -57,28 +58,28 @@ class VlpForQuestionAnswering(PreTrainedModel):
         self,
         pixel_values: Tensor,
         input_ids: Tensor,
-        attention_mask: Tensor,
+        attention_mask: Tensor | None = None,
         word_mask: Tensor | None = None,
         return_dict: bool | None = None,
         token_type_ids: Tensor | None = None,
     ) -> VlpAnswers | tuple[Tensor, ...]:
         """Score the listed answers of B questions; arguments, (B, ...), as `VlpModel` takes them.
 
-        One image stands for all questions.
+        One image stands for all questions, and one question for all images.
+
+        Raises:
+            ValueError: there are several of both, and not as many of one as of the other.
         """
-        mask = attention_mask.bool()
-        word_mask = words_between(mask) if word_mask is None else word_mask.bool()
-        rows = len(input_ids)
+        most = self.task.model.config.text.max_tokens
+        texts = text_inputs(input_ids, attention_mask, word_mask, most)
         none = input_ids.new_zeros(0)
         batch = VqaBatch(
-            pixel_values.expand(rows, -1, -1, -1),
-            input_ids,
-            mask,
-            word_mask,
+            pixel_values,
+            *texts,
             answer_ids=none.view(0, 0),
             owners=none,
             shares=pixel_values.new_zeros(0),
-            valid=mask.any(1),
+            valid=texts.attention_mask.any(1),
         )
         with torch.no_grad():
             found = self.task.ranking().likelihoods(self.task.remember(batch))
