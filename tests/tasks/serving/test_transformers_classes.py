@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 import vlp
 from vlp.config import ConfigError
@@ -220,6 +221,61 @@ def test_options_of_from_pretrained(folder):
         vlp.VlpModel.from_pretrained("./nowhere")
     with pytest.raises(ConfigError, match=r"did you mean 'text\.width'"):
         vlp.VlpConfig(text={"widht": 3})
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_a_part_of_a_section_leaves_the_rest(folder, auto):
+    from transformers import AutoModel
+
+    read = (AutoModel if auto else vlp.VlpModel).from_pretrained
+    own, found = read(folder).config.sizes, read(folder, cross={"anchor": {"threshold": 0.3}})
+    assert found.model.anchor_threshold == pytest.approx(0.3)
+    anchor = own.cross.anchor.model_copy(update={"threshold": 0.3})
+    cross = own.cross.model_copy(update={"anchor": anchor})
+    assert found.config.sizes == own.model_copy(update={"cross": cross})
+    config = vlp.VlpConfig.from_pretrained(folder, temperature=0.5)
+    both = vlp.VlpModel.from_pretrained(folder, config=config, feature_dropout=0.5)
+    assert (both.config.temperature, both.config.feature_dropout) == (0.5, 0.5)
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "eager", "flash_attention_2"])
+def test_an_implementation_of_attention_is_ignored(folder, kind, inputs, expected):
+    from transformers import AutoModel
+
+    model = AutoModel.from_pretrained(folder, attn_implementation=kind)
+    with torch.no_grad():
+        assert torch.equal(model.match(**inputs), expected[1])
+
+
+def test_a_trainer_loads_what_it_saved(folder, processor, photo, tmp_path):
+    """`resume_from_checkpoint` and `load_best_model_at_end` read the file by themselves."""
+    pytest.importorskip("accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    def collate(rows):
+        return dict(processor(images=[photo] * len(rows), text=rows)) | {"return_loss": True}
+
+    def trained(checkpoint=None):
+        model = vlp.VlpModel.from_pretrained(folder)
+        trainer = Trainer(
+            model,
+            TrainingArguments(
+                str(tmp_path), max_steps=2, save_steps=1, per_device_train_batch_size=3,
+                learning_rate=0.01, use_cpu=True, report_to=[], remove_unused_columns=False,
+                disable_tqdm=True,
+            ),
+            train_dataset=TEXTS * 2,
+            data_collator=collate,
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return model.state_dict()
+
+    whole, resumed = trained(), trained(str(tmp_path / "checkpoint-1"))
+    for name, weights in whole.items():
+        torch.testing.assert_close(resumed[name], weights, msg=name)
+    again = vlp.VlpModel.from_pretrained(folder)
+    again.load_state_dict(load_file(tmp_path / "checkpoint-2" / "model.safetensors"))
+    assert all(torch.equal(one, whole[name]) for name, one in again.state_dict().items())
 
 
 def test_a_revision_is_asked_of_the_hub(monkeypatch, folder):

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from vlp.config import require_plugins, validated
+from vlp.config import merged, require_plugins, validated
 from vlp.models.config import ModelConfig
 from vlp.positions import list_positions
 
@@ -66,6 +66,22 @@ class VlpConfig(PreTrainedConfig):
             setattr(self, name, value)
         for module in _MODELS:  # before an Auto class looks for the model of a configuration
             importlib.import_module(module)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> Any:
+        """Return the configuration of a `config.json`, with changes.
+
+        Args:
+            config_dict: what the file holds.
+            options: keys of the configuration, of which a part of a section leaves the rest of it;
+                and transformers' own.
+
+        Raises:
+            ConfigError: a key is unknown, or a value does not fit.
+        """
+        options.pop("attn_implementation", None)  # layers choose it by device
+        changes = {name: options.pop(name) for name in ModelConfig.model_fields if name in options}
+        return super().from_dict(merged(config_dict, changes), **options)
 
     @property
     def sizes(self) -> ModelConfig:

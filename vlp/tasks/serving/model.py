@@ -45,6 +45,7 @@ class VlpModel(PreTrainedModel):
     def __init__(self, config: VlpConfig, model: VLPModel | None = None) -> None:
         super().__init__(config)
         self.model = VLPModel(config.sizes) if model is None else model
+        self.register_load_state_dict_pre_hook(_take_names_of_a_folder)
         self.post_init()
 
     def _init_weights(self, module: torch.nn.Module) -> None:
@@ -230,7 +231,8 @@ class VlpModel(PreTrainedModel):
             dtype: such as "bfloat16" (`torch_dtype` is its old name); None and "auto": float32.
             device_map: device of the whole model, such as "cuda"; "auto": a GPU if there is one.
             options: of the hub (`revision`, `token`, `cache_dir`, `local_files_only`,
-                `force_download`), or keys of the configuration.
+                `force_download`), or keys of the configuration; a part of a section leaves the
+                rest of it.
 
         Raises:
             FileNotFoundError: there is no such folder, or a file is missing in it.
@@ -241,8 +243,10 @@ class VlpModel(PreTrainedModel):
         folder = local_folder(os.fspath(pretrained_model_name_or_path), **hub_options(options))
         dtype = type_of(dtype, options)
         changes = known_options(options, ModelConfig.model_fields)
-        if config is None or changes:
+        if config is None:
             config = VlpConfig.from_pretrained(folder, **changes)
+        elif changes:
+            config = VlpConfig.from_dict(config.to_dict(), **changes)
         model = read_model(folder, config.sizes)
         model = placed(model, one_device(device_map), dtype)
         config.name_or_path = str(pretrained_model_name_or_path)
@@ -305,6 +309,14 @@ def _words_between(mask: Tensor) -> Tensor:
     words = mask & mask.roll(-1, 1)
     words[:, 0] = words[:, -1] = False
     return words
+
+
+def _take_names_of_a_folder(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Rename weights as `save_pretrained` writes them, which transformers' Trainer loads itself."""
+    for name in [name for name in state if name.startswith(prefix)]:
+        inner = name.removeprefix(prefix)
+        if not inner.startswith(_PREFIX):
+            state[f"{prefix}{_PREFIX}{inner}"] = state.pop(name)
 
 
 def _contrastive(logits: Tensor) -> Tensor:
