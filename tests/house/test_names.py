@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -144,6 +144,12 @@ def test_no_class_name_is_defined_twice():
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(place(path, node))
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_no_two_test_files_have_one_name():
+    """Pytest imports them as top-level modules."""
+    names = Counter(path.name for path in tracked() if path.match("tests/**/*.py"))
+    assert [name for name, times in names.items() if times > 1 and name != "conftest.py"] == []
 
 
 def test_files_are_short():

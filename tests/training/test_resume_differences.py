@@ -117,7 +117,9 @@ def test_an_added_or_removed_key_is_a_difference() -> None:
     del older["model"]["embed_dim"]
     now = changed("model.embed_dim", 128)
     assert compare(older, now, CONFIG).fatal == ["model.embed_dim: saved 'absent', now 128"]
-    assert compare(SAVED, older, CONFIG).fatal == ["model.embed_dim: saved 256, now 'absent'"]
+    assert compare(now, older, CONFIG).fatal == ["model.embed_dim: saved 128, now 'absent'"]
+    # What one of them does not tell has its default.
+    assert compare(SAVED, older, CONFIG) == compare(older, SAVED, CONFIG) == ([], [])
 
 
 class Parts(Config):

@@ -88,8 +88,9 @@ class VLPModel(nn.Module):
         """
         named, untrained = dict(self.named_modules()), {*parts}
         anchor, kept = self.config.cross.anchor, set[nn.Module]()
+        has_paths = {"anchor", "alignment"} & set(self.config.cross.position)
         reads_tokens = anchor.path_gradient and anchor.features != "encoder"
-        if reads_tokens and "cross_encoder" not in untrained:
+        if has_paths and reads_tokens and "cross_encoder" not in untrained:
             kept = {self._token_projection("image"), self._token_projection("text")}
         for part in untrained & named.keys():
             if named[part] not in kept:

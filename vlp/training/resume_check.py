@@ -37,9 +37,11 @@ def compare(saved: Mapping[str, Any], current: Mapping[str, Any], config: Config
     for key in sorted(before.keys() | now.keys()):
         old, new = before.get(key, "absent"), now.get(key, "absent")
         rule = resume_rule(config, key)
-        # A checkpoint older than a key was trained with its default.
-        was = before[key] if key in before else _default(config, key)
-        if was == now.get(key) or rule == "free":
+        # What one of them does not tell, as a checkpoint older than a key, has its default.
+        was, is_now = (
+            told[key] if key in told else _default(config, key) for told in (before, now)
+        )
+        if was == is_now or rule == "free":
             continue
         moved = isinstance(before.get(key), str) and isinstance(now.get(key), str)
         tolerated = rule == "tolerated" or (rule == "path" and moved)

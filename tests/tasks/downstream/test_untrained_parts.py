@@ -27,7 +27,14 @@ def shards(tmp_path_factory):
     }
 
 
-@pytest.mark.parametrize("anchor", [{}, {"path_gradient": True}])
+@pytest.mark.parametrize(
+    "cross",
+    [
+        {"anchor": {}},
+        {"anchor": {"path_gradient": True}},
+        {"anchor": {"path_gradient": True}, "position": ["uniform"]},
+    ],
+)
 @pytest.mark.parametrize("own_tokens", [True, False])
 @pytest.mark.parametrize(
     ("kind", "options", "data"),
@@ -36,13 +43,14 @@ def shards(tmp_path_factory):
         ("nlvr2", {}, {}),
         ("vqa", DECODER, {}),
         ("caption", DECODER, {"max_caption": 10}),
+        ("caption", {"decoder": {"layers": 2, "embedding": "own"}}, {"max_caption": 10}),
     ],
 )
 def test_what_has_no_gradient_is_frozen_and_nothing_else(
-    kind, options, data, own_tokens, anchor, shards, tmp_path
+    kind, options, data, own_tokens, cross, shards, tmp_path
 ):
     """DeepSpeed gives parameters without a gradient one of zeros, and AdamW then shrinks them."""
-    changes = {"token_projection": own_tokens, "cross": {"anchor": anchor}}
+    changes = {"token_projection": own_tokens, "cross": cross}
     parts, _ = start_parts(str(tiny_folder(tmp_path / "start")), changes)
     before = {name: value.clone() for name, value in parts.model.state_dict().items()}
     values = {"train": [str(shards[kind])], "canonical_streams": 1, "augment": AUGMENT, **data}

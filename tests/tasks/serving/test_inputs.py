@@ -11,7 +11,7 @@ from PIL import Image
 from tokenizers import Tokenizer, normalizers
 
 import vlp
-from vlp.data.image.any_image import as_images
+from vlp.data.image.any_image import as_image, as_images
 from vlp.data.text.tokenizer import as_texts
 
 
@@ -68,13 +68,26 @@ def test_the_processor_tokenises_by_tokenizer_json(folder, tmp_path):
     found = vlp.VlpProcessor.from_pretrained(tmp_path)(text=["A Star", "a star"])["input_ids"]
     assert torch.equal(found, vlp.load(tmp_path).text(["A Star", "a star"]).text_ids)
     assert not torch.equal(found[0], found[1])
+    words = sorted((vocabulary := tokenizer.get_vocab()), key=vocabulary.__getitem__)
+    (tmp_path / "vocab.txt").write_text("".join(f"{word}\n" for word in words))
+    (tmp_path / "tokenizer.json").unlink()
+    found = vlp.VlpProcessor.from_pretrained(tmp_path)(text=["A Star", "a star"])["input_ids"]
+    assert torch.equal(found, vlp.load(tmp_path).text(["A Star", "a star"]).text_ids)
+
+
+def test_levels_that_pillow_keeps_as_numbers(photo):
+    grey = Image.open(photo).convert("L")
+    for levels in (grey.convert("F"), grey.convert("I")):
+        assert np.array_equal(np.asarray(as_image(levels).convert("L")), np.asarray(grey))
+    deep = Image.fromarray(np.asarray(grey).astype(np.uint16) * 257)
+    assert as_image(deep.convert("I")).mode == "I"
 
 
 @pytest.mark.parametrize(
     ("given", "kind", "message"),
     [
         (3, TypeError, "an image is of type int; give a path, a PIL image"),
-        (Image.fromarray(np.full((4, 4), 9, np.float32)), ValueError, "fractions in 0..1"),
+        (Image.fromarray(np.full((4, 4), -0.5, np.float32)), ValueError, "fractions in 0..1"),
         (b"bytes", TypeError, "an image is of type bytes"),
         ([], ValueError, "images is empty"),
         (np.zeros((4, 4, 7)), ValueError, r"shape \(4, 4, 7\); give \(height, width, 3\)"),

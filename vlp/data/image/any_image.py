@@ -47,9 +47,11 @@ def as_image(given: Any) -> Image.Image:
         TypeError, ValueError, OSError: as `as_images` raises them.
     """
     if isinstance(given, Image.Image):
-        # Files of mode I have 16 bits.
-        any_levels = given.mode == "F" or (given.mode == "I" and given.format is None)
-        return _of_array(np.asarray(given)) if any_levels else given
+        # Of F Pillow has levels up to 255, of I 16 bits, and others make fractions and bytes.
+        most = {"F": 1, "I": 255 if given.format is None else 0}.get(given.mode)
+        if most is None or float(np.asarray(given).max()) > most:
+            return given
+        return _of_array(np.asarray(given))
     if isinstance(given, str | os.PathLike):
         if "://" in (text := os.fspath(given)):
             raise ValueError(f"an image is the URL {redacted(text)}; download it and give its path")

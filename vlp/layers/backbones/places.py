@@ -32,7 +32,8 @@ class Places:
     (2 x 8 and 4 x 4) must not be in flight together under activation checkpointing.
 
     A thread reads what it wrote itself, so that several may send images of different grids. One
-    that wrote nothing, as those of a GPU's backward pass, reads what was written last.
+    that wrote nothing, as those of a GPU's backward pass, reads what was written last; one of those
+    that has made patches again, as where a whole model is checkpointed, goes on reading their grid.
 
     Args:
         prefix_tokens: tokens without a place in front of the patches.

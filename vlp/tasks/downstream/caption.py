@@ -80,6 +80,8 @@ class CaptionTask(Downstream):
     ) -> None:
         super().__init__(config, parts, precision)
         self.decoder = create_decoder(config.decoder, parts, config.data.max_caption)
+        if self.decoder.embedding is not None:
+            self.model.freeze_untrained({"text_encoder.embedding"})
         self._sentences = Sentences(self.text)
 
     def goes_on_from(self, known: Mapping[str, Any]) -> bool:

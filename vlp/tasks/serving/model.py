@@ -122,8 +122,8 @@ class VlpModel(PreTrainedModel):
         """Embed texts, as open_clip does.
 
         Args:
-            tokens: of the processor, of `vlp.load`'s tokenizer, or ids (B, N), in which the text
-                tower's `pad_token_id` is padding, or 0, as in BERT's vocabularies.
+            tokens: of the processor, of `vlp.load`'s tokenizer, or ids (B, N), in which 0 is
+                padding, as in BERT's vocabularies.
             normalize: to unit length.
 
         Returns:
@@ -131,7 +131,8 @@ class VlpModel(PreTrainedModel):
 
         Raises:
             TypeError: it is something else.
-            ValueError: the ids have another shape.
+            ValueError: the ids have another shape, or do not say what padding is, as for a text
+                tower that has another id for it.
         """
         if isinstance(tokens, Mapping):
             ids, mask = tokens["input_ids"], tokens["attention_mask"]
@@ -139,7 +140,12 @@ class VlpModel(PreTrainedModel):
             ids, mask, _ = tokens
         else:
             ids = require_ids(tokens)
-            mask = ids != self.model.text_encoder.pad_id
+            if self.model.text_encoder.pad_id:
+                raise ValueError(
+                    "token ids alone do not say which are padding for this text tower; give what "
+                    "the processor or tokenizer makes of texts"
+                )
+            mask = ids != 0
         ids, mask, _ = self._texts(ids, mask)
         feature = self.model.project_text(self.model.text_encoder(ids, mask), mask)
         return functional.normalize(feature, dim=-1) if normalize else feature

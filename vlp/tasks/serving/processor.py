@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from transformers import AutoProcessor, PreTrainedTokenizerFast
+from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.feature_extraction_utils import BatchFeature
 from transformers.processing_utils import ProcessorMixin
 
@@ -92,7 +92,8 @@ class VlpProcessor(ProcessorMixin):
         known_options(options, OF_PROCESSORS)
         found = local_folder(os.fspath(pretrained_model_name_or_path), **of_hub)
         # As `tokenizer.json` has it: AutoTokenizer would make that of a named class from scratch.
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(found)
+        whole = Path(found, "tokenizer.json").is_file()
+        tokenizer = (PreTrainedTokenizerFast if whole else AutoTokenizer).from_pretrained(found)
         return cls(VlpImageProcessor.from_pretrained(found), tokenizer)
 
     def save_pretrained(
