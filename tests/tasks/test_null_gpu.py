@@ -22,7 +22,7 @@ SIZES = {
     "retrieval": 1454,
     "grounding": 1454,
     "snli_ve": 927,
-    "nlvr2": 1146,
+    "nlvr2": 1149,
     "vqa": 2101,
     "caption": 1012,
     "pretrain:base": 6005,
