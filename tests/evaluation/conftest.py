@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import vlp
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.scenes.annotation import annotation
 from vlp.data.scenes.distinct import distinct_scenes
@@ -18,6 +21,7 @@ from vlp.models.cross_config import AnchorConfig, CrossConfig
 from vlp.models.folder import save_pretrained
 from vlp.models.vlp import VLPModel
 from vlp.objectives.mlm import MLMHead
+from vlp.training.config import PretrainConfig
 
 SCENES = 21
 
@@ -54,3 +58,24 @@ def model_folder(tmp_path_factory, scene_shards) -> Path:
     heads = {f"mlm_head.{name}": value for name, value in head.state_dict().items()}
     save_pretrained(folder, config, model.state_dict(), text, Preprocessing(32), heads)
     return folder
+
+
+@pytest.fixture
+def validated_pretraining(model_folder) -> Callable[..., PretrainConfig]:
+    """Make the configuration of a pretraining of that model, in float32, that is validated."""
+
+    def made(
+        objectives: dict[str, Any], batch: int, validation: dict[str, Any], **data: Any
+    ) -> PretrainConfig:
+        values = {"sources": ["unused"], "canonical_streams": 1, "vocabulary": str(model_folder)}
+        return PretrainConfig.model_validate(
+            {
+                "model": vlp.load(model_folder).model.config.model_dump(),
+                "data": values | data,
+                "objectives": objectives,
+                "training": {"batch": batch, "precision": "float32"},
+                "validation": validation,
+            }
+        )
+
+    return made

@@ -88,7 +88,8 @@ class VLPModel(nn.Module):
         """
         named, untrained = dict(self.named_modules()), {*parts}
         anchor, kept = self.config.cross.anchor, set[nn.Module]()
-        has_paths = {"anchor", "alignment"} & set(self.config.cross.position)
+        position = {*self.config.cross.position}
+        has_paths = {*CROSS_MODAL} & position and "uniform" not in position
         reads_tokens = anchor.path_gradient and anchor.features != "encoder"
         if has_paths and reads_tokens and "cross_encoder" not in untrained:
             kept = {self._token_projection("image"), self._token_projection("text")}

@@ -6,6 +6,8 @@ from torch import Tensor
 
 BLOCK = 32
 """Most queries and keys of a block."""
+_ALIGNED = 16
+"""Keys side by side in memory of which loads are wide."""
 
 
 def block_sizes(
@@ -29,25 +31,30 @@ def block_sizes(
     # programs run at a time; wider heads need them for their registers. Blocks that load ahead
     # would leave room for fewer programs, too.
     found |= {"num_warps": 4 if forward or channels <= 64 else 8, "num_stages": 1}
-    # Three forward programs run where there were two, and nothing spills.
+    # Three forward programs run where there were two, for which few numbers leave the registers.
     return found | ({"maxnreg": 168} if forward and channels <= 64 else {})
 
 
 def readable_keys(path: Tensor) -> int:
-    """Return the keys of a row of paths that memory has: to a multiple of 16, or its own.
+    """Return the keys of a row of paths that memory has: all that `aligned` says, or its own.
 
-    Loads of as many keys as a multiple of 16 are wide; what lies behind the own counts nowhere.
+    What lies behind its own counts nowhere.
 
     Args:
         path: (B, Q, K, G), of any strides.
     """
     keys, start = path.shape[2], path.storage_offset()
     others = (path.stride(0), path.stride(1), path.stride(3), start)
-    whole = -(-keys // 16) * 16
+    whole = aligned(keys)
     last = sum((size - 1) * stride for size, stride in zip(path.shape, path.stride()))
     end = (start + last + 1 + whole - keys) * path.itemsize
-    even = path.stride(2) == 1 and not any(stride % 16 for stride in others)
+    even = path.stride(2) == 1 and not any(stride % _ALIGNED for stride in others)
     return whole if even and end <= path.untyped_storage().nbytes() else keys
+
+
+def aligned(keys: int) -> int:
+    """Return a length of a row of so many keys after which loads of the next are wide, too."""
+    return -(-keys // _ALIGNED) * _ALIGNED
 
 
 def power_of_two(number: int) -> int:

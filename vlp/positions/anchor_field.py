@@ -19,6 +19,7 @@ from vlp.positions.anchor import (
     mean_over_patches,
     mean_over_words,
 )
+from vlp.positions.anchor_blocks import aligned
 
 
 class AnchorField(NamedTuple):
@@ -174,9 +175,9 @@ def with_prefix(
 
 
 def _rows(like: Tensor, *shape: int) -> Tensor:
-    """Make room; on a GPU rows begin at multiples of 16, which its kernel reads faster."""
+    """Make room; on a GPU rows begin where its kernel reads them faster."""
     keys = shape[-1]
-    end = -(-keys // 16) * 16 if on_gpu(like) else keys
+    end = aligned(keys) if on_gpu(like) else keys
     return like.new_empty(*shape[:-1], end)[..., :keys]
 
 

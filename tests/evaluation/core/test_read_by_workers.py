@@ -34,7 +34,6 @@ from vlp.data.shards.shard_index import ShardWriter
 from vlp.tasks.downstream.init_from import start_parts
 from vlp.tasks.downstream.pair_classification import PairClassification, SnliVeConfig
 from vlp.tasks.pretraining import Pretraining
-from vlp.training.config import PretrainConfig
 
 WORKERS = (0, 2)
 
@@ -125,21 +124,12 @@ def test_features_are_the_same_files(loaded, scene_shards, bad_shards, tmp_path)
     assert files(tmp_path / "0") == files(tmp_path / "2")
 
 
-def test_held_out_losses_are_the_same(model_folder, scene_shards, bad_shards, monkeypatch) -> None:
-    config = PretrainConfig.model_validate(
-        {
-            "model": vlp.load(model_folder).model.config.model_dump(),
-            "data": {
-                "sources": ["unused"],
-                "canonical_streams": 1,
-                "vocabulary": str(model_folder),
-                "max_skipped_share": 0.9,
-            },
-            "objectives": {"contrastive": {}, "itm": {}},
-            "training": {"batch": 4, "precision": "float32"},
-            "validation": {"shards": [str(bad_shards), str(scene_shards)], "batches": 3},
-        }
-    )
+def test_held_out_losses_are_the_same(
+    validated_pretraining, model_folder, scene_shards, bad_shards, monkeypatch
+) -> None:
+    held_out = {"shards": [str(bad_shards), str(scene_shards)], "batches": 3}
+    objectives = {"contrastive": {}, "itm": {}}
+    config = validated_pretraining(objectives, 4, held_out, max_skipped_share=0.9)
     assert config.validation is not None
     torch.manual_seed(0)
     task = Pretraining(config.model, config.objectives, str(model_folder), log_every=1)

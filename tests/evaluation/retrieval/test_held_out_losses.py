@@ -5,29 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-import vlp
 from evaluation.retrieval.validation import HeldOutLosses
 from vlp.tasks.pretraining import Pretraining
-from vlp.training.config import PretrainConfig
 
 
-def test_a_pair_of_a_short_batch_weighs_like_any_other(model_folder, scene_shards):
+def test_a_pair_of_a_short_batch_weighs_like_any_other(
+    validated_pretraining, model_folder, scene_shards
+):
     """A loss that compares no pairs does not depend on the batch: 16 and 5 pairs, or 21."""
     found = {}
+    objectives = {"itm": None, "mlm": None, "mim": {}, "teacher": None}
     for batch in (16, 32):
-        config = PretrainConfig.model_validate(
-            {
-                "model": vlp.load(model_folder).model.config.model_dump(),
-                "data": {
-                    "sources": ["unused"],
-                    "canonical_streams": 1,
-                    "vocabulary": str(model_folder),
-                },
-                "objectives": {"itm": None, "mlm": None, "mim": {}, "teacher": None},
-                "training": {"batch": batch, "precision": "float32"},
-                "validation": {"shards": [str(scene_shards)]},
-            }
-        )
+        config = validated_pretraining(objectives, batch, {"shards": [str(scene_shards)]})
         torch.manual_seed(0)
         task = Pretraining(config.model, config.objectives, str(model_folder))
         found[batch] = HeldOutLosses(config, config.validation, task)(4)

@@ -49,9 +49,10 @@ def as_image(given: Any) -> Image.Image:
     if isinstance(given, Image.Image):
         # Of F Pillow has levels up to 255, of I 16 bits, and others make fractions and bytes.
         most = {"F": 1, "I": 255 if given.format is None else 0}.get(given.mode)
-        if most is None or float(np.asarray(given).max()) > most:
+        if most is None:
             return given
-        return _of_array(np.asarray(given))
+        array = np.asarray(given)
+        return given if array.size and array.max() > most else _of_array(array)
     if isinstance(given, str | os.PathLike):
         if "://" in (text := os.fspath(given)):
             raise ValueError(f"an image is the URL {redacted(text)}; download it and give its path")
