@@ -83,6 +83,14 @@ def test_hidden_files_and_folders_are_no_images(folder, tmp_path):
         assert len(images) == 16
 
 
+def test_a_tar_of_several_data_sets_is_refused(folder, tmp_path):
+    with tarfile.open(tmp_path / "both.tar", "w") as archive:
+        for part in ("train", "test"):
+            archive.add(folder, part)
+    with pytest.raises(ConfigError, match=r"both\.tar: its class folders lie in test, train"):
+        open_labelled(str(tmp_path / "both.tar"))
+
+
 def test_classes_of_shards_may_be_numbers(tmp_path):
     with ShardWriter(tmp_path) as writer:
         for number in range(3):

@@ -53,8 +53,8 @@ def open_labelled(path: str, classes: Sequence[str] | None = None) -> LabelledIm
             they must be given: an index does not know them.
 
     Raises:
-        ConfigError: there is nothing usable, a class of `path` is none of `classes`, or shards
-            come without classes.
+        ConfigError: there is nothing usable, a class of `path` is none of `classes`, class folders
+            of a tar file lie at several places, or shards come without classes.
     """
     place = Path(path)
     if place.is_file():
@@ -121,6 +121,12 @@ class _FromTar:
     def __init__(self, file: Path, classes: Sequence[str] | None) -> None:
         self._file = file
         self._found = list(stored_files(file, _in_class_folder))
+        above = sorted({str(name.parent.parent) for name, _ in self._found})
+        if len(above) > 1:
+            raise ConfigError(
+                f"{file}: its class folders lie in {', '.join(above[:3])} ({len(above)} folders); "
+                "pack the class folders of one alone"
+            )
         self.classes = _classes((name.parent.name for name, _ in self._found), classes, file)
         self._number = {name: number for number, name in enumerate(self.classes)}
 
