@@ -83,6 +83,16 @@ def test_hidden_files_and_folders_are_no_images(folder, tmp_path):
         assert len(images) == 16
 
 
+def test_class_folders_without_images_are_no_fewer_classes(folder):
+    (folder / "green").mkdir()
+    (folder / "green" / "0.tiff").write_bytes(b"of a format that is not read")
+    (folder / "white" / "deeper").mkdir(parents=True)
+    (folder / "white" / "deeper" / "0.png").write_bytes(png((255, 255, 255)))
+    with pytest.raises(ConfigError, match="directly in its class folders green, white; remove"):
+        open_labelled(str(folder))
+    assert len(open_labelled(str(folder), ["green", *CLASSES])) == 16
+
+
 def test_a_tar_of_several_data_sets_is_refused(folder, tmp_path):
     with tarfile.open(tmp_path / "both.tar", "w") as archive:
         for part in ("train", "test"):
