@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -16,6 +18,7 @@ from vlp.data.vision.classification import LabelledBatch
 from vlp.data.vision.classification import _collate as labelled_collate
 from vlp.tasks.vision import build_task, load_task, untrained_task
 from vlp.tasks.vision.classification import Classification, ClassificationConfig
+from vlp.tasks.vision.pixels import PixelsConfig
 
 SMALL = {"patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
 
@@ -147,6 +150,36 @@ def test_without_positions_it_cannot(corners):
         optimiser.zero_grad()
         losses.append(float(out.loss.detach()))
     assert np.mean(losses[-5:]) > 0.5
+
+
+def test_one_class_alone_is_refused(corners):
+    shutil.rmtree(corners / "below")
+    with pytest.raises(ConfigError, match="all images are of the class 'above'"):
+        build_task(config(corners), 16, 0, "float32")
+
+
+def test_a_class_folder_without_images_is_refused(corners):
+    (corners / "between").mkdir()
+    with pytest.raises(ConfigError, match="directly in its class folders between"):
+        build_task(config(corners), 16, 0, "float32")
+
+
+def test_test_images_are_looked_for_before_training(corners, tmp_path_factory):
+    def build(kind, test):
+        plain = {"train": str(corners), "test": str(test), "image_size": 16}
+        if kind == "pixels":
+            return build_task(PixelsConfig.model_validate({"data": plain}), 16, 0, "float32")
+        model = config().model.model_dump()
+        whole = ClassificationConfig.model_validate({"model": model, "data": plain})
+        return build_task(whole, 16, 0, "float32")
+
+    for kind in ("classification", "pixels"):
+        with pytest.raises(ConfigError, match="nowhere: there is neither a folder nor a tar file"):
+            build(kind, corners / "nowhere")
+    other = tmp_path_factory.mktemp("a") / "other"
+    shutil.copytree(corners / "above", other / "between")
+    with pytest.raises(ConfigError, match="other: unknown classes between"):
+        build("classification", other)
 
 
 def test_what_does_not_fit_is_named(corners):

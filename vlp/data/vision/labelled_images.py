@@ -53,9 +53,8 @@ def open_labelled(path: str, classes: Sequence[str] | None = None) -> LabelledIm
             they must be given: an index does not know them.
 
     Raises:
-        ConfigError: there is nothing usable, a class of `path` is none of `classes`, or one that is
-            to be found has no image, class folders of a tar file lie at several places, or shards
-            come without classes.
+        ConfigError: there is nothing usable, a class of `path` is none of `classes`, class folders
+            of a tar file lie at several places, or shards come without classes.
     """
     place = Path(path)
     if place.is_file():
@@ -67,6 +66,27 @@ def open_labelled(path: str, classes: Sequence[str] | None = None) -> LabelledIm
             raise ConfigError(f"{path}: shards need `classes`, the names of their labels in order")
         return _ClassShards(place, classes)
     return _FromFolder(place, classes)
+
+
+def require_images(path: str, classes: Sequence[str]) -> None:
+    """Refuse class folders without images, which would be missing among the classes unnoticed.
+
+    Args:
+        path: what `open_labelled` opened; tar files and shards hold no empty classes.
+        classes: those that it found.
+
+    Raises:
+        ConfigError: a class folder is none of them.
+    """
+    place = Path(path)
+    if not place.is_dir() or (place / INDEX_NAME).is_file():
+        return
+    names = {each.name for each in place.iterdir() if each.is_dir() and each.name[0] != "."}
+    if empty := sorted(names - set(classes)):
+        raise ConfigError(
+            f"{path}: no images ({', '.join(SUFFIXES)}) directly in its class folders "
+            f"{', '.join(empty[:5])}; remove these, or name the classes in data.classes"
+        )
 
 
 def some_of(images: LabelledImages, limit: int | None, path: str) -> LabelledImages:
@@ -104,8 +124,6 @@ class _FromFolder:
         self._files = sorted(file for file in folder.glob("*/*") if _in_class_folder(file))
         self.classes = _classes((file.parent.name for file in self._files), classes, folder)
         self._number = {name: number for number, name in enumerate(self.classes)}
-        if classes is None:
-            _require_images(folder, self.classes)
 
     def __len__(self) -> int:
         return len(self._files)
@@ -170,16 +188,6 @@ def _in_class_folder(name: PurePath) -> bool:
     """Return whether this is an image of a class; hidden files and folders are of systems."""
     hidden = name.name.startswith(".") or name.parent.name.startswith(".")
     return name.suffix.lower() in SUFFIXES and bool(name.parent.name) and not hidden
-
-
-def _require_images(folder: Path, classes: Sequence[str]) -> None:
-    """Refuse class folders without images, which would be missing among the classes unnoticed."""
-    names = {each.name for each in folder.iterdir() if each.is_dir() and each.name[0] != "."}
-    if empty := sorted(names - set(classes)):
-        raise ConfigError(
-            f"{folder}: no images ({', '.join(SUFFIXES)}) directly in its class folders "
-            f"{', '.join(empty[:5])}; remove these, or name the classes (`data.classes`)"
-        )
 
 
 def _classes(found: Iterable[str], wanted: Sequence[str] | None, where: Path) -> tuple[str, ...]:

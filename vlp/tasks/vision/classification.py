@@ -12,11 +12,11 @@ from pydantic import Field
 from torch import Tensor
 
 from vlp.compute.full_precision import full_precision
-from vlp.config import Config
+from vlp.config import Config, ConfigError
 from vlp.data.stream.loader import OrderedData
 from vlp.data.stream.rng import make_rng
 from vlp.data.vision.classification import LabelledBatch, LabelledDataConfig, labelled_data
-from vlp.data.vision.labelled_images import open_labelled
+from vlp.data.vision.labelled_images import open_labelled, require_images
 from vlp.layers.fused import fuse_by_device
 from vlp.models.vision.backbone import create_backbone
 from vlp.models.vision.config import BackboneConfig
@@ -112,9 +112,18 @@ def build(
     """The task and its training data.
 
     Raises:
-        ConfigError: model, images and batch do not fit.
+        ConfigError: model, images and batch do not fit, a class has no images or is the only one,
+            or the test images cannot be opened or have other classes.
     """
     images = open_labelled(config.data.train, config.data.classes)
+    if len(images.classes) < 2:
+        raise ConfigError(
+            f"{config.data.train}: all images are of the class {images.classes[0]!r}, there is "
+            "nothing to tell apart; is it the folder that holds the class folders?"
+        )
+    if config.data.classes is None:
+        require_images(config.data.train, images.classes)
+    open_labelled(config.data.test, images.classes)
     data = labelled_data(images, config.data, batch, seed)
     return Classification(config, images.classes, precision, seed), data
 

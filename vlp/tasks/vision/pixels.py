@@ -68,9 +68,10 @@ def build(
     """The task and its training data.
 
     Raises:
-        ConfigError: model, images and batch do not fit.
+        ConfigError: model, images and batch do not fit, or the test images cannot be opened.
     """
     images = open_labelled(config.data.train, config.data.classes)
+    open_labelled(config.data.test, config.data.classes)
     data = pixel_data(images, config.data, batch, seed)
     return Pixels(config, precision), data
 

@@ -99,10 +99,11 @@ def build(
     """The task and its training data.
 
     Raises:
-        ConfigError: model, screens and batch do not fit.
+        ConfigError: model, screens and batch do not fit, or the test screens cannot be opened.
     """
     data = config.data
     screens = open_screens(data.screens, "train")
+    open_screens(data.screens, "test")
     text = widget_text(
         screens, data.vocabulary, data.vocabulary_size, data.max_words, data.max_caption
     )
