@@ -141,6 +141,7 @@ def changed(part, number, **values):
         (changed("annotations", 0, bbox=[1, 2, 3, float("nan")]), "annotation 1 has the box"),
         (changed("images", 1, id=7), "images with the same id: 7"),
         (changed("categories", 1, id=9), "categories with the same id: 9"),
+        (changed("categories", 1, name=GOOD["categories"][0]["name"]), "with the same name: "),
         (changed("images", 0, width=0), "image 7 has 0 x 20 px"),
         ({**GOOD, "images": [{"id": 1}]}, r"images\[0\] lacks file_name, width, height"),
         ({**GOOD, "images": []}, "no images, or no categories"),

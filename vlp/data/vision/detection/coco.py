@@ -47,7 +47,8 @@ class CocoImages:
 
     Raises:
         ConfigError: a file is missing or has another schema, annotations of images or categories
-            that the file lacks, or categories that are none of `classes`.
+            that the file lacks, or categories that are none of `classes` or
+            share a name.
     """
 
     def __init__(self, source: CocoSource, classes: Sequence[str] | None = None) -> None:
@@ -56,9 +57,10 @@ class CocoImages:
         self._file = file
         self._images = sorted(content["images"], key=_id_order)
         categories = sorted(content["categories"], key=_id_order)
-        _require_unique(file, "images", [image["id"] for image in self._images])
-        _require_unique(file, "categories", [category["id"] for category in categories])
         names = [str(category["name"]) for category in categories]
+        _require_unique(file, "images with the same id", [image["id"] for image in self._images])
+        _require_unique(file, "categories with the same id", [one["id"] for one in categories])
+        _require_unique(file, "categories with the same name", names)
         self.classes = tuple(names) if classes is None else tuple(classes)
         if unknown := [name for name in names if name not in self.classes]:
             raise ConfigError(
@@ -215,10 +217,10 @@ def _is_box(box: Any) -> bool:
     )
 
 
-def _require_unique(file: Path, part: str, ids: Sequence[Any]) -> None:
-    if len(set(ids)) < len(ids):
-        twice = sorted({id_ for id_ in ids if ids.count(id_) > 1}, key=str)
-        raise ConfigError(f"{file}: {part} with the same id: {', '.join(map(str, twice[:5]))}")
+def _require_unique(file: Path, what: str, values: Sequence[Any]) -> None:
+    if len(set(values)) < len(values):
+        twice = sorted({value for value in values if values.count(value) > 1}, key=str)
+        raise ConfigError(f"{file}: {what}: {', '.join(map(str, twice[:5]))}")
 
 
 def _require_shape(image: Image.Image, width: int, height: int, where: str) -> None:
