@@ -52,6 +52,12 @@ def test_what_has_nothing_to_drop_is_refused():
         dropped("resnet18")
 
 
+def test_what_timm_asserts_is_a_sentence():
+    config = BackboneConfig.model_validate({"name": "xcit_nano_12_p16_224"})
+    with pytest.raises(ConfigError, match="model xcit_nano_12_p16_224: `patch_size` should divide"):
+        create_backbone(config, img_size=56)
+
+
 def irpe(roles):
     return [{"name": "irpe-product", "roles": roles}]
 

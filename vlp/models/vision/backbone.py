@@ -33,6 +33,6 @@ def create_backbone(config: BackboneConfig, **options: object) -> nn.Module:
             absolute = "keep"  # it is gone already
         if config.absolute == "drop" and not config.positions:
             drop_absolute(model)
-    except (RuntimeError, TypeError, ValueError) as error:
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"model {config.name}: {error}") from error
     return model
