@@ -254,5 +254,5 @@ def test_files_of_ones_own(tmp_path):
     chosen = config(tmp_path, {"name": "a", "source": "pairs"}, size=2, samples=4)
     assert all(len(batch.inputs) == 2 for batch in batches(chosen, 2, batch=2))
     # Its only train pair is its test pair.
-    with pytest.raises(ConfigError, match="task b has no train pair"):
+    with pytest.raises(ConfigError, match="and is no test input or variant of one"):
         open_grids(config(tmp_path, {"name": "b", "source": "pairs"}, size=2))

@@ -128,7 +128,10 @@ def open_grids(config: GridDataConfig) -> dict[str, ArcTask]:
                 "source: pairs its given pairs are used"
             )
         if chosen.source == "pairs" and not _usable(task, chosen.allowed, config.size):
-            raise ConfigError(f"{where} has no train pair that fits data.size {config.size}")
+            raise ConfigError(
+                f"{where} has no train pair that fits data.size {config.size} and is no "
+                "test input or variant of one"
+            )
         _require_symmetry(where, task, chosen)
     return tasks
 
