@@ -11,6 +11,7 @@ import ranks
 from PIL import Image
 
 from vlp.config import load_config
+from vlp.data.vision.detection.objects import CocoSource
 from vlp.tasks.vision import KINDS, load_task
 from vlp.training.vision_config import VisionConfig
 
@@ -48,6 +49,20 @@ def test_every_shipped_configuration_loads(file):
     assert load_config(file, VisionConfig).task.kind in KINDS
     assert file.read_text().startswith("# "), "opens with what it is and the command that runs it"
     assert "launch/train_vision.py --config configs/vision/" in file.read_text()
+
+
+def test_own_objects_take_the_place_of_scenes():
+    own = "{format: coco, annotations: a.json, images: photos}"
+    changes = [f"task.data.{part}={own}" for part in ("train", "test")]
+    data = load_config(CONFIGS / "scenes_detr_tiny.yaml", VisionConfig, changes).task.data
+    assert (
+        data.train == data.test == CocoSource(format="coco", annotations="a.json", images="photos")
+    )
+    parts = ["task.data.test.format=coco", "task.data.test.annotations=a.json"]
+    changes = [changes[0], *parts, "task.data.test.images=photos", "task.data.train.images=others"]
+    data = load_config(CONFIGS / "scenes_detr_tiny.yaml", VisionConfig, changes).task.data
+    assert data.train.annotations == data.test.annotations
+    assert data.train.images == "others"
 
 
 def test_every_kind_has_a_small_configuration():

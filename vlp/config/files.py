@@ -29,10 +29,10 @@ def load_config(
     """Read a configuration file and validate it.
 
     `inherit: other.yaml` (relative to the file) is read first and merged key by key; a mapping
-    merges into a mapping, everything else replaces. Overrides come last, written `a.b=value` with
-    the value in YAML (`data.sources=[{path: shards}]`, `training.steps=100`, `teacher=null`). A
-    text that looks like a number is quoted, as everywhere in YAML (`tasks=["5117e062"]`). `origin`
-    is where messages say that overrides come from.
+    merges into a mapping, but for one of another `format`; everything else replaces. Overrides come
+    last, written `a.b=value` with the value in YAML (`data.sources=[{path: shards}]`,
+    `training.steps=100`, `teacher=null`). A text that looks like a number is quoted, as everywhere
+    in YAML (`tasks=["5117e062"]`). `origin` is where messages say that overrides come from.
 
     Raises:
         ConfigError: the file is missing or not YAML, inheritance loops, a key is unknown (the
@@ -133,8 +133,13 @@ def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str,
 
 
 def merged(base: Mapping[str, Any], update: Mapping[str, Any]) -> dict[str, Any]:
-    """Values with others over them: a mapping merges into a mapping, everything else replaces."""
-    result = dict(base)
+    """Values with others over them: a mapping merges into a mapping, everything else replaces.
+
+    A mapping of another `format` (of images with objects) has other keys: it replaces, too.
+    """
+    old_format = base.get("format")
+    same = old_format in (None, update.get("format", old_format))
+    result = dict(base) if same else {}
     for key, value in update.items():
         old = result.get(key)
         both = isinstance(old, Mapping) and isinstance(value, Mapping)
