@@ -152,6 +152,26 @@ def test_without_positions_it_cannot(corners):
     assert np.mean(losses[-5:]) > 0.5
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("vit_small_patch16_224", {}, (0.5, 0.5, 0.5)),
+        ("vit_small_patch16_224", {"std": [0.25, 0.25, 0.25]}, (0.485, 0.456, 0.406)),
+        ("deit_small_patch16_224", {}, (0.485, 0.456, 0.406)),
+        ("vlp_deit_small_patch16_irpe_k_224", {}, (0.485, 0.456, 0.406)),
+        ("no_such_vit", {}, (0.485, 0.456, 0.406)),
+    ],
+)
+def test_public_weights_see_pixels_as_they_were_trained_to(name, given, expected):
+    data = {"train": "a", "test": "b", **given}
+    plain = {"model": {"name": name, "pretrained": True}, "data": data}
+    made = ClassificationConfig.model_validate(plain)
+    assert made.data.mean == expected
+    assert ClassificationConfig.model_validate(made.model_dump(mode="json")) == made
+    fresh = ClassificationConfig.model_validate({"model": {"name": name}, "data": data})
+    assert fresh.data.mean == (0.485, 0.456, 0.406)
+
+
 def test_one_class_alone_is_refused(corners):
     shutil.rmtree(corners / "below")
     with pytest.raises(ConfigError, match="all images are of the class 'above'"):

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import Field, model_validator
+from timm.models import get_pretrained_cfg
 from torch import Tensor
 
 from vlp.compute.full_precision import full_precision
@@ -27,7 +28,10 @@ from vlp.tasks.vision.folder import save_task
 
 
 class ClassificationConfig(Config):
-    """Model, images and loss. Mixing is drawn per step and rank, so it depends on the ranks."""
+    """Model, images and loss. Mixing is drawn per step and rank, so it depends on the ranks.
+
+    Public weights see pixels as they were trained to, unless `data` has a `mean` or `std`.
+    """
 
     kind: Literal["classification"] = Field("classification", description="selects this class")
     model: BackboneConfig = Field(description="timm model and its position encodings")
@@ -37,6 +41,18 @@ class ClassificationConfig(Config):
     )
     mixup: float = Field(0.0, ge=0, description="alpha of Beta(alpha, alpha); 0 is off")
     cutmix: float = Field(0.0, ge=0, description="likewise; with both, either half of the steps")
+
+    @model_validator(mode="after")
+    def _normalise_as_the_weights(self) -> ClassificationConfig:
+        if self.model.pretrained and not {"mean", "std"} & self.data.model_fields_set:
+            import vlp.models.vision  # noqa: F401  # registers our names with timm
+
+            # A name that timm does not know is refused where the model is made.
+            known = get_pretrained_cfg(self.model.name, allow_unregistered=True)
+            if known is not None:
+                statistics = {"mean": tuple(known.mean), "std": tuple(known.std)}
+                object.__setattr__(self, "data", self.data.model_copy(update=statistics))
+        return self
 
 
 class Classification(PlainTask):
