@@ -24,7 +24,7 @@ from evaluation.commands.options import (
     results_folder,
 )
 from vlp.config import Precision
-from vlp.process.command_line import Overrides, new_app
+from vlp.process.command_line import Overrides, new_app, positive
 from vlp.tasks.downstream.registry import task_kinds
 
 app = new_app("Measure a model; torchrun shares the work between its ranks.")
@@ -266,7 +266,9 @@ def vision(
         ),
     ] = None,
     workers: Workers = None,
-    limit: Limit = None,
+    limit: Annotated[
+        int | None, Option(parser=positive, metavar="N", help="N samples, spread evenly over all")
+    ] = None,
 ) -> None:
     """Evaluate a vision model on its test data."""
     from evaluation.core.results import Table, write_report
