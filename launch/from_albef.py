@@ -14,7 +14,7 @@ from vlp.data.image.transforms import Preprocessing
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.models.config import ModelConfig
 from vlp.models.folder import save_pretrained
-from vlp.models.pretrained.albef import MEAN, STD, albef_config, load_albef
+from vlp.models.pretrained.albef import albef_config, load_albef
 from vlp.models.pretrained.local_copy import CONFIG
 from vlp.models.pretrained.pth import read_pth
 from vlp.models.vlp import VLPModel
@@ -55,7 +55,7 @@ def convert(
     model = VLPModel(config)
     for report in load_albef(model, state, checkpoint.name):
         print(report)
-    preprocessing = Preprocessing(config.image.image_size, MEAN, STD)
+    preprocessing = Preprocessing(config.image.image_size, *config.image.statistics)
     save_pretrained(out, config, model.state_dict(), text, preprocessing)
     print(f"{out}: {sum(weight.numel() for weight in model.parameters()):,} parameters")
 

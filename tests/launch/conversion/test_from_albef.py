@@ -13,6 +13,7 @@ from tests_support import launch_script, tiny_text
 import vlp
 from vlp.models.pretrained.albef import MEAN, STD, albef_config, load_albef
 from vlp.models.vlp import VLPModel
+from vlp.tasks.downstream.init_from import start_parts
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +60,14 @@ def test_the_folder_scores_as_the_checkpoint_does(command, files, capsys):
             for model in (loaded.model, direct)
         ]
     assert torch.equal(*odds)
+
+
+def test_fine_tuning_starts_from_the_folder_without_further_settings(command, files):
+    folder, _ = files
+    assert command.main(arguments(folder)) == 0
+    parts, _ = start_parts(str(folder / "model"), {"image": {"image_size": 24}})
+    assert (parts.preprocess.mean, parts.preprocess.std) == (MEAN, STD)
+    assert parts.model.config.image.statistics == (MEAN, STD)
 
 
 def test_size_and_overrides_reach_the_model(command, files, capsys):

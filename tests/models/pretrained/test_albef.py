@@ -14,7 +14,7 @@ from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertEmbeddings, BertLayer
 
 from vlp.models.config import ModelConfig
-from vlp.models.pretrained.albef import albef_config, load_albef
+from vlp.models.pretrained.albef import MEAN, STD, albef_config, load_albef
 from vlp.models.pretrained.pth import read_pth
 from vlp.models.vlp import VLPModel
 
@@ -137,7 +137,7 @@ def test_every_tensor_of_the_published_sizes_is_accounted_for(kind):
         }
     assert config == ModelConfig.model_validate(
         {
-            "image": {"image_size": 16 * side, "layers": 12},
+            "image": {"image_size": 16 * side, "layers": 12, "mean": MEAN, "std": STD},
             "cross": {"layout": "albef"},
             "token_projection": False,
         }
