@@ -154,7 +154,8 @@ class ImageConfig(Config):
         description="with none, what is where is left to the cross-modal encoder",
     )
     positions: tuple[PositionConfig, ...] = Field(
-        (), description="encodings attached to the tower; trained where their blocks are"
+        (),
+        description="encodings attached to the tower; trained where its blocks are, and with lora",
     )
     position_sines: float = Field(
         0,

@@ -77,6 +77,31 @@ def test_low_rank_weights_alone_are_trained_and_a_folder_needs_none(sides, tmp_p
     assert {"query", "qkv", "projection"} <= moved
 
 
+@pytest.mark.parametrize("name", ["beit_base_patch16_224", "eva02_tiny_patch14_224"])
+def test_matrices_take_part_where_timm_adds_biases_of_its_own(name):
+    pytest.importorskip("peft")
+    side = 28 if "patch14" in name else 32
+    small = {"embed_dim": 24, "depth": 1, "num_heads": 2}
+    built = model(image=TIMM | {"architecture": name, "architecture_options": small}
+                  | {"patch_size": side // 2, "image_size": side})  # fmt: skip
+    plain = outputs(built)
+    add_lora(built)
+    torch.testing.assert_close(outputs(built), plain)
+    built.image_encoder(torch.randn(2, 3, side, side)).sum().backward()
+    last = {n: p.grad for n, p in built.image_encoder.named_parameters() if "lora_B" in n}
+    assert last
+    assert all(gradient is not None for gradient in last.values())
+
+
+def test_attached_encodings_are_trained_beside_the_matrices():
+    pytest.importorskip("peft")
+    built = model(image=TINY_MODEL["image"] | {"lora": {}, "positions": [{"name": "irpe-product"}]})
+    add_lora(built)
+    encodings = [p for n, p in built.image_encoder.named_parameters() if "positions." in n]
+    assert encodings
+    assert all(parameter.requires_grad for parameter in encodings)
+
+
 def test_unknown_targets_are_refused():
     pytest.importorskip("peft")
     image = TINY_MODEL["image"] | {"lora": {"targets": ["nothing"]}}

@@ -17,7 +17,8 @@ _BASE, _LOW, _HIGH = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.
 def add_lora(model: VLPModel) -> None:
     """Add low-rank matrices to the towers whose configuration has `lora`, once weights are loaded.
 
-    All else of these towers is frozen. The matrices start at zero effect.
+    All else of these towers is frozen, but for encodings that are attached to them. The matrices
+    start at zero effect.
 
     Raises:
         ConfigError: peft is not installed, or `targets` name no linear layer of the tower.
@@ -32,7 +33,11 @@ def add_lora(model: VLPModel) -> None:
             raise ConfigError(f"{side}.lora needs peft: pip install 'vlp[lora]'")
         from peft import LoraConfig, inject_adapter_in_model
 
-        trained = [p for name, p in encoder.named_parameters() if name.startswith(encoder.AFTER)]
+        trained = [
+            parameter
+            for name, parameter in encoder.named_parameters()
+            if name.startswith(encoder.AFTER) or "positions." in name
+        ]
         targets = list(settings.targets)
         wanted = LoraConfig(
             r=settings.rank,
@@ -46,6 +51,9 @@ def add_lora(model: VLPModel) -> None:
             raise ConfigError(f"{side}.lora.targets {', '.join(targets)}: {error}") from error
         for parameter in trained:
             parameter.requires_grad_(True)
+        for layer in encoder.modules():
+            if hasattr(layer, "qkv_bias_separate"):  # else BEiT and EVA pass over the matrices
+                layer.qkv_bias_separate = True  # type: ignore[assignment]
 
 
 def merged_lora(
