@@ -31,8 +31,8 @@ def start_parts(start: str, changes: Mapping[str, Any]) -> tuple[Loaded, LoadRep
             Fine-tuning leaves the anchor threshold as it is: one that never ran becomes `DELTA`.
 
     Raises:
-        ConfigError: it is no model folder, an encoding's plugin is not imported, or the changed
-            model cannot start from its weights.
+        ConfigError: it is no model folder, an encoding's plugin is not imported, the changed model
+            cannot start from its weights, or public weights are named beside them.
     """
     try:
         folder = local_folder(start)
@@ -48,6 +48,11 @@ def start_parts(start: str, changes: Mapping[str, Any]) -> tuple[Loaded, LoadRep
             f"model: with these changes {start} has no valid configuration: {key or 'the model'}: "
             f"{problem['msg']}"
         ) from error
+    for part in ("text", "image", "cross"):
+        if (changes.get(part) or {}).get("weights"):
+            raise ConfigError(
+                f"model.{part}.weights: fine-tuning takes all weights from {start}; leave it out"
+            )
     model = VLPModel(config)
     try:
         report = start_from(model, folder)
