@@ -28,7 +28,8 @@ def start_parts(start: str, changes: Mapping[str, Any]) -> tuple[Loaded, LoadRep
         start: model folder, or a name on the hub.
         changes: of the folder's configuration, key by key: `{image: {image_size: 384}}`. Image
             positions are resampled; encodings and projections that the folder lacks start anew.
-            Fine-tuning leaves the anchor threshold as it is: one that never ran becomes `DELTA`.
+            Tasks with a head leave the anchor threshold as it is, retrieval and grounding move it
+            on: one that never ran becomes `DELTA`.
 
     Raises:
         ConfigError: it is no model folder, an encoding's plugin is not imported, the changed model
