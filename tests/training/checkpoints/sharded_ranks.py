@@ -1,7 +1,7 @@
 """One rank of test_sharded_checkpoints.py: shards of DDP and FSDP, on any number of ranks.
 
-usage: sharded_ranks.py FOLDER (save | load | full_disk | lonely | killed | goes_on). The folder
-keeps checkpoints from one number of ranks to the next.
+usage: sharded_ranks.py FOLDER WHAT, the name of a function below. The folder keeps checkpoints from
+one number of ranks to the next.
 """
 
 from __future__ import annotations
@@ -178,6 +178,22 @@ def lonely() -> None:
     seen = FOLDER / ("shared" if engine.rank == 0 else "elsewhere")
     with pytest.raises(ConfigError, match=r"rank 1 does not see .*all nodes share, or a URL"):
         Checkpoints(seen, config).load(engine, task)
+
+
+def moved() -> None:
+    """Rank 0 is on another node than before, whose own disk has no checkpoint, or an older one."""
+    task, engine = made("ddp")
+    config = toy_config(engine="ddp")
+    before = Checkpoints(FOLDER / "rank_1", config)
+    before.save(engine, task, Progress(step=2))
+    own = Checkpoints(FOLDER / f"rank_{engine.rank}", config)
+    with pytest.raises(CheckpointError, match=r"no checkpoint, but rank 1 .*rank_1/step_2"):
+        own.load(engine, task)
+    Checkpoints(FOLDER / "rank_0", config).save(engine, task, Progress(step=1))
+    with pytest.raises(CheckpointError, match=r"step_1, but rank 1 .*rank_1/step_2"):
+        own.load(engine, task)
+    Checkpoints(FOLDER / "rank_0", config).save(engine, task, Progress(step=3))
+    assert own.load(engine, task) == Progress(step=3)
 
 
 prepare_environment()

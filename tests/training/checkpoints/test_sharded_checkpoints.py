@@ -176,7 +176,7 @@ def test_ranks_write_and_read_shards_of_both_engines(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("what", ["full_disk", "lonely"])
+@pytest.mark.parametrize("what", ["full_disk", "lonely", "moved"])
 def test_faults_of_one_rank_are_sentences_of_all(tmp_path: Path, what: str) -> None:
     ranks.run([SCRIPT, tmp_path, what], 2)
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from vlp.training.checkpoints.places import (
     PARTIAL,
     STATE,
     SUMS,
+    LocalPlace,
     place_of,
     problem_of,
     read_sums,
@@ -45,7 +46,7 @@ from vlp.training.checkpoints.state import CheckpointError, States
 from vlp.training.config import RunConfig
 from vlp.training.engines.base import Engine, ShardedEngine, saved_buffers
 from vlp.training.logging.progress import Progress
-from vlp.training.logging.run_record import versions
+from vlp.training.logging.run_record import this_host, versions
 
 if TYPE_CHECKING:
     from vlp.training.checkpoints.shards import Shards
@@ -234,10 +235,12 @@ class Checkpoints:
         used.
 
         Raises:
-            CheckpointError: on every rank when no checkpoint is whole, or the newest good one was
-                written with another configuration or on other data (what differs is named).
+            CheckpointError: on every rank when no checkpoint is whole, another node's own disk has
+                a newer one, or the newest good one was written with another configuration or on
+                other data (what differs is named).
         """
         found = self._on_rank_0(self._cleaned)
+        self._require_newest(found)
         for name in found:
             sums, problem = self._on_rank_0(partial(self._sums, name))
             sharded = METADATA in (file for _, file in sums)
@@ -251,6 +254,22 @@ class Checkpoints:
                 f"no checkpoint in {self} is whole; to begin anew, choose another `output`"
             )
         return None
+
+    def _require_newest(self, found: Sequence[str]) -> None:
+        """Require that no other rank sees a newer checkpoint: rank 0 may have changed nodes."""
+        newest = max(map(step_of, found), default=-1)
+        own: list[str] = []
+        if isinstance(self._place, LocalPlace):
+            with suppress(OSError):  # what a rank cannot read is of no use to it
+                own = self._place.names()
+        newer = next((name for name in own if step_of(name) > newest), None)
+        place = f"rank {distributed.rank()} ({this_host()}) has {self._place / (newer or '')}"
+        for elsewhere in filter(None, distributed.gather_to_all(newer and place)):
+            raise CheckpointError(
+                f"rank 0 finds {found[0] if found else 'no checkpoint'}, but {elsewhere}: start "
+                "with rank 0 on that node, copy the checkpoint to rank 0's disk, or remove it if "
+                "it is of an older run"
+            )
 
     def _cleaned(self) -> list[str]:
         self._place.clean()
