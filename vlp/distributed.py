@@ -43,7 +43,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _LOST = ("by peer", "Broken pipe", "Connection was likely closed")
 
 # What gloo says when the others' part of a collective call does not come, and the store at start.
-_LATE = ("Timed out waiting", "waiting for clients")
+_LATE = ("Timed out waiting", "waiting for clients", "wait timeout after")
 
 # Collectives that the flight recorder of NCCL and Gloo remembers.
 _RECORDED = "512"

@@ -80,6 +80,19 @@ def test_a_group_that_a_rank_cannot_hold_whole_is_named(lab: Lab) -> None:
     assert "objectives.itm.group 3 does not divide a rank's 8 samples" in said
 
 
+@pytest.mark.integration
+@pytest.mark.distributed
+def test_a_node_that_is_refused_says_so_and_the_others_that_it_did_not_come(lab: Lab) -> None:
+    for engine in ("ddp", "deepspeed"):
+        arguments = lab.arguments("nodes", "training.timeout=5", f"training.engine={engine}")
+        command = [FAILING, "other", "1", "training.step=3", *arguments]
+        (code, said), (other, refused) = ranks.finish(ranks.start(command, 2), timeout=120)
+        assert (code, other) == (1, 2)
+        assert "did you mean 'training.steps'" in refused
+        assert "rank 0 waited for another one longer than training.timeout" in said
+        assert "Traceback" not in said
+
+
 def bad_shards(folder: Path, good: int, bad: int) -> None:
     """Shards with `good` samples, and `bad` ones each of three kinds."""
     image = io.BytesIO()

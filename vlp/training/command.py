@@ -174,8 +174,8 @@ def _compiled(task: Any, training: LoopConfig) -> Any:
 
 
 def _refuse(message: str) -> int:
-    """Print once for all ranks; the launcher ends every rank as soon as one has left."""
-    if os.environ.get("RANK", "0") == "0":
+    """Print once on each node, which may be refused alone; its launcher ends all ranks with one."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"error: {message}", file=sys.stderr, flush=True)
     else:
         time.sleep(5)
@@ -202,8 +202,9 @@ def _explain(error: BaseException) -> None:
         print(f"rank {rank} lost another rank; that one's message says why", file=sys.stderr)
     elif distributed.peer_is_late(error):
         print(
-            f"rank {rank} waited for another one longer than training.timeout: that one hangs, or "
-            "the network between them is cut; --resume goes on from the newest checkpoint",
+            f"rank {rank} waited for another one longer than training.timeout: that one hangs or "
+            "never started, or the network between them is cut; --resume goes on from the newest "
+            "checkpoint",
             file=sys.stderr,
         )
     else:
