@@ -82,6 +82,23 @@ def test_a_group_that_a_rank_cannot_hold_whole_is_named(lab: Lab) -> None:
 
 @pytest.mark.integration
 @pytest.mark.distributed
+def test_nodes_with_other_settings_or_data_do_not_train_together(lab: Lab) -> None:
+    bad_shards(lab.folder / "node_b", good=16, bad=0)
+    sources = f"data.sources=[{lab.folder / 'node_b'}]"
+    for other, expected in {
+        "training.optimiser.learning_rate=1e-3": "learning_rate is 0.001, 0.0003 on rank 0",
+        sources: "source 0 of the data is not that of rank 0",
+    }.items():
+        command = [FAILING, "other", "1", other, *lab.arguments("nodes", "training.timeout=20")]
+        results = ranks.finish(ranks.start(command, 2), timeout=120)
+        assert [code for code, _ in results] == [2, 2], results
+        assert expected in results[0][1]
+        assert "Traceback" not in results[0][1] + results[1][1]
+        assert not lab.output("nodes").exists()
+
+
+@pytest.mark.integration
+@pytest.mark.distributed
 def test_a_node_that_is_refused_says_so_and_the_others_that_it_did_not_come(lab: Lab) -> None:
     for engine in ("ddp", "deepspeed"):
         arguments = lab.arguments("nodes", "training.timeout=5", f"training.engine={engine}")

@@ -1,3 +1,4 @@
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -5,9 +6,10 @@ import pytest
 from pydantic import ConfigDict, Field
 from training_toy import toy_config
 
-from vlp.config import Config
+from vlp import distributed
+from vlp.config import Config, ConfigError
 from vlp.training.finetune_config import FinetuneConfig
-from vlp.training.resume_check import compare, resume_rule
+from vlp.training.resume_check import _leaves, compare, require_same_on_all_ranks, resume_rule
 
 CONFIG = toy_config()
 SAVED = CONFIG.model_dump(mode="json")
@@ -155,3 +157,28 @@ class Outside(Config):
 )
 def test_fields_say_what_may_differ(key: str, rule: str) -> None:
     assert resume_rule(Outside(parts=(Parts(),)), key) == rule
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "refused"),
+    [
+        ("output", "/scratch/run", False),
+        ("data.sources.0.path", "/scratch/shards", False),
+        ("data.workers", 7, False),
+        ("data.cache", {"folder": "/scratch/cache", "limit": 5}, False),
+        ("data.sources.0.weight", 2.0, True),
+        ("training.log_every", 7, True),
+        ("training.steps", 7, True),
+        ("validation", {"shards": ["val"], "rerank": 0}, True),
+        ("model.text.layers", 7, True),
+    ],
+)
+def test_a_node_may_have_its_own_places_alone(
+    monkeypatch: pytest.MonkeyPatch, key: str, value: Any, refused: bool
+) -> None:
+    other = dict(_leaves(changed(key, value))), {"source 0": "a"}
+    monkeypatch.setattr(distributed, "from_rank_0", lambda value: other)
+    with pytest.raises(ConfigError, match=key) if refused else nullcontext():
+        require_same_on_all_ranks(CONFIG, {"source 0": "a"})
+    with pytest.raises(ConfigError, match="source 0 of the data is not that of rank 0"):
+        require_same_on_all_ranks(CONFIG, {"source 0": "b"})

@@ -32,6 +32,7 @@ from vlp.training.engines.blocks import checkpoint_activations
 from vlp.training.engines.environment import prepare_environment
 from vlp.training.engines.interfaces import choose_interface
 from vlp.training.logging.trackers import require_access
+from vlp.training.resume_check import require_same_on_all_ranks
 from vlp.training.stop.signals import REQUEUE, StopSignals, leave
 
 AnyRun = TypeVar("AnyRun", bound=RunConfig)
@@ -133,6 +134,7 @@ def _run(
                 folder = RunFolder(config.output, resume or distributed.rank() > 0)
                 make_engine = _engine(config.training)
                 task, data = build(config)
+            require_same_on_all_ranks(config, data.fingerprint)
             if select is not None:
                 best = select(config, task, data)
             checkpoint_activations(task, config.training.activation_checkpointing)

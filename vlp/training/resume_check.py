@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from vlp.config import Config
+from vlp import distributed
+from vlp.config import Config, ConfigError
 from vlp.io import redacted
+from vlp.training.logging.run_record import this_host
 
 
 class Differences(NamedTuple):
@@ -48,6 +50,41 @@ def compare(saved: Mapping[str, Any], current: Mapping[str, Any], config: Config
         chosen = differences.tolerated if tolerated else differences.fatal
         chosen.append(redacted(f"{key}: saved {old!r}, now {new!r}"))
     return differences
+
+
+def require_same_on_all_ranks(config: Config, fingerprint: Mapping[str, str]) -> None:
+    """Require that all ranks train the same on the same data; collective.
+
+    A node may have files of its own. Paths may differ, and what of `data` may at a resume.
+
+    Args:
+        config: of this rank.
+        fingerprint: hashes of the data's parts by name.
+
+    Raises:
+        ConfigError: on every rank; what differs is named.
+    """
+    own = dict(_leaves(config.model_dump(mode="json"))), dict(fingerprint)
+    values, parts = distributed.from_rank_0(own)
+    problems = [
+        f"{part} of the data is not that of rank 0" for part, _ in parts.items() ^ own[1].items()
+    ]
+    for key in values.keys() | own[0].keys():
+        ours, theirs = own[0].get(key), values.get(key)
+        if ours != theirs and not _is_of_node(config, key, ours, theirs):
+            problems.append(redacted(f"{key} is {ours!r}, {theirs!r} on rank 0"))
+    with distributed.agreed(ConfigError):
+        if problems:
+            raise ConfigError(f"{this_host()}: {'; '.join(sorted(set(problems)))}")
+
+
+def _is_of_node(config: Config, key: str, *values: Any) -> bool:
+    """Return whether each node may have its own value of a dotted key."""
+    rule, section = resume_rule(config, key), key.partition(".")[0]
+    if section == "data" and rule == "free":
+        return True
+    texts = all(isinstance(value, str) for value in values)
+    return texts and section != "training" and rule in ("path", "free")
 
 
 def resume_rule(config: Config, key: str) -> str:
