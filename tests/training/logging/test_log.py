@@ -1,6 +1,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from vlp.training.logging.log import RunLog, flatten
@@ -35,6 +36,18 @@ def test_tensorboard_has_every_number(tmp_path: Path) -> None:
     assert set(events.Tags()["scalars"]) == {"loss/total", "skipped/total", "norm"}
     assert [(e.step, e.value) for e in events.Scalars("loss/total")] == [(1, 3.0), (2, 2.0)]
     assert [(e.step, e.value) for e in events.Scalars("norm")] == [(2, 1.0)]
+
+
+@pytest.mark.parametrize("resumed_at", [0, 1])
+def test_tensorboard_forgets_what_a_killed_start_wrote(tmp_path: Path, resumed_at: int) -> None:
+    folder = RunFolder(tmp_path, resume=False)
+    for step in (0, resumed_at):
+        with RunLog(folder, step, 2, open_trackers(["tensorboard"], folder, "vlp", step)) as log:
+            for number in range(step + 1, 3):
+                log.write({"step": number, "loss": 1.0})
+    events = EventAccumulator(str(folder.tensorboard))
+    events.Reload()
+    assert [scalar.step for scalar in events.Scalars("loss")] == [1, 2]
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:

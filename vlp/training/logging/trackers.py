@@ -33,7 +33,7 @@ class TensorBoardTracker:
     def __init__(self, folder: RunFolder, project: str, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder.tensorboard), purge_step=step + 1 if step else None)
+        self._writer = SummaryWriter(str(folder.tensorboard), purge_step=step + 1)
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
         """Store figures of a step."""
