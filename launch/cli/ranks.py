@@ -16,9 +16,11 @@ def launch_ranks(ranks: int, arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from vlp.process.stop_signals import STOPS
     from vlp.training.stop.signals import REQUEUE
 
     options = ["--standalone", "--nproc_per_node", str(ranks), "-m", "launch.cli.main"]
+    options = ["--signals_to_handle", ",".join(number.name for number in STOPS), *options]
     try:
         run.run(run.parse_args([*options, *arguments]))
     except SignalException:

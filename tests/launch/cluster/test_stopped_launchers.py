@@ -167,10 +167,11 @@ def test_a_rank_that_waits_for_another_ends_without_a_step(lab: Lab) -> None:
         assert not list((lab.output("blocked") / "checkpoints").glob("*"))
 
 
-@SLOW
-def test_vlp_says_what_its_ranks_said(lab: Lab) -> None:
-    with started(lab, "vlp", "vlp") as run:
-        run.process.send_signal(signal.SIGTERM)
+@pytest.mark.integration
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=SLOW), signal.SIGUSR1])
+def test_vlp_says_what_its_ranks_said(number: signal.Signals, lab: Lab) -> None:
+    with started(lab, "vlp", f"vlp_{number.name}") as run:
+        run.process.send_signal(number)
         run.end()
         assert run.process.wait(30) == REQUEUE
         require_stopped(run)
