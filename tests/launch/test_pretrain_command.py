@@ -17,10 +17,12 @@ import pytest
 import ranks
 from launch_lab import Lab
 from PIL import Image
+from torch.utils.data import DataLoader, Dataset
 
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_index import ShardWriter, index_folder
 from vlp.training.checkpoints.checkpoint import verify
+from vlp.training.command import _explain
 from vlp.training.stop.signals import REQUEUE
 
 COMMAND = ranks.ROOT / "launch" / "pretrain.py"
@@ -108,6 +110,31 @@ def test_a_node_that_is_refused_says_so_and_the_others_that_it_did_not_come(lab:
         assert "did you mean 'training.steps'" in refused
         assert "rank 0 waited for another one longer than training.timeout" in said
         assert "Traceback" not in said
+
+
+class Killed(Dataset[int]):
+    """Its loader's process is killed, as when memory runs out."""
+
+    def __getitem__(self, index: int) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_memory_that_a_loader_lacks_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RuntimeError) as killed:
+        next(iter(DataLoader(Killed(), num_workers=1)))
+    _explain(killed.value)
+    small = (
+        "unable to allocate shared memory(shm) for file </torch_7>: No space left on device (28)"
+    )
+    _explain(RuntimeError(f"Caught RuntimeError in DataLoader worker process 0.\n{small}\n"))
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2, said
+    assert "; where memory ran out, lower data.workers or training.batch, then" in said[0]
+    assert "(28); enlarge /dev/shm (docker run --shm-size) or lower data.workers" in said[1]
 
 
 def bad_shards(folder: Path, good: int, bad: int) -> None:

@@ -35,6 +35,12 @@ from vlp.training.logging.trackers import require_access
 from vlp.training.resume_check import require_same_on_all_ranks
 from vlp.training.stop.signals import REQUEUE, StopSignals, leave
 
+# What PyTorch says of memory that loader processes lack, and what helps.
+_LOADER = {
+    "allocate shared memory": "enlarge /dev/shm (docker run --shm-size) or lower data.workers",
+    "DataLoader worker (pid": "where memory ran out, lower data.workers or training.batch",
+}
+
 AnyRun = TypeVar("AnyRun", bound=RunConfig)
 Build = Callable[[AnyRun], tuple[Any, Any]]
 Select = Callable[[AnyRun, Any, Any], BestCheckpoint | None]
@@ -198,6 +204,9 @@ def _explain(error: BaseException) -> None:
         print(f"error on rank {rank}: {error}", file=sys.stderr)
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         print(f"error on rank {rank}: {error}; make room, then --resume", file=sys.stderr)
+    elif advice := [advice for part, advice in _LOADER.items() if part in str(error)]:
+        what = str(error).strip(". \n").splitlines()[-1]
+        print(f"error on rank {rank}: {what}; {advice[0]}, then --resume", file=sys.stderr)
     elif isinstance(error, KeyboardInterrupt):
         print(f"rank {rank} was interrupted", file=sys.stderr)
     elif distributed.lost_peer(error):
