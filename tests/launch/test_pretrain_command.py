@@ -22,7 +22,8 @@ from torch.utils.data import DataLoader, Dataset
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_index import ShardWriter, index_folder
 from vlp.training.checkpoints.checkpoint import verify
-from vlp.training.command import _explain
+from vlp.training.command import _explain, run_training
+from vlp.training.config import PretrainConfig
 from vlp.training.stop.signals import REQUEUE
 
 COMMAND = ranks.ROOT / "launch" / "pretrain.py"
@@ -57,6 +58,23 @@ def test_two_ranks_report_an_error_once(lab: Lab) -> None:
 
 def test_the_local_rank_may_be_spelled_as_pytorch_spells_it(lab: Lab) -> None:
     assert "cannot read this" in refused(lab, "--local-rank=0", "--config", "nowhere.yaml")
+
+
+def test_ranks_of_slurm_without_a_rendezvous_are_told_what_is_missing(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in {
+        "PROCID": "0",
+        "LOCALID": "0",
+        "STEP_NUM_TASKS": "2",
+        "STEP_NUM_NODES": "2",
+    }.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert run_training(lab.config, PretrainConfig, [], False, lambda config: (None, None)) == 2
+    assert "error: MASTER_ADDR is not set" in capsys.readouterr().err
 
 
 def test_a_used_output_is_refused(lab: Lab) -> None:

@@ -98,6 +98,8 @@ def run_training(
         config = load_config(path, kind, overrides)
     except ConfigError as error:
         return _refuse(str(error))
+    if "MASTER_ADDR" not in os.environ:
+        return _refuse("MASTER_ADDR is not set; on several nodes it is the name of the first one")
     put_in_force(config.limits)
     try:
         with StopSignals() as signals:
