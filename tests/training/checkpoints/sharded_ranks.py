@@ -22,6 +22,7 @@ from training_toy import TOKENS, ToyTask, toy_batch, toy_config
 from vlp import distributed
 from vlp.config import ConfigError
 from vlp.training.checkpoints.checkpoint import CheckpointError, Checkpoints
+from vlp.training.checkpoints.places import LocalPlace
 from vlp.training.engines.ddp import DdpEngine
 from vlp.training.engines.environment import prepare_environment
 from vlp.training.engines.fsdp import FsdpEngine
@@ -171,13 +172,19 @@ def lonely() -> None:
     task, engine = made("ddp")
     own = FOLDER / f"rank_{engine.rank}"
     config = toy_config(checkpoint_format="sharded", engine="ddp")
-    with pytest.raises(CheckpointError, match="ranks of other nodes write elsewhere"):
-        Checkpoints(own, config).save(engine, task, Progress(step=1))
-    assert not list(FOLDER.glob("rank_0/step_1*"))
-    home("shared").save(engine, task, Progress(step=1))
-    seen = FOLDER / ("shared" if engine.rank == 0 else "elsewhere")
     with pytest.raises(ConfigError, match=r"rank 1 does not see .*all nodes share, or a URL"):
-        Checkpoints(seen, config).load(engine, task)
+        Checkpoints(own, config)
+    assert engine.rank or not list(own.iterdir())
+    shared = home("shared")
+    shared.save(engine, task, Progress(step=1))
+    shared._place = LocalPlace(own)
+    with pytest.raises(CheckpointError, match="ranks of other nodes write elsewhere"):
+        shared.save(engine, task, Progress(step=1))
+    assert not list(FOLDER.glob("rank_0/step_1*"))
+    if engine.rank == 0:
+        shared._place = LocalPlace(FOLDER / "shared")
+    with pytest.raises(ConfigError, match=r"rank 1 does not see .*all nodes share, or a URL"):
+        shared.load(engine, task)
 
 
 def moved() -> None:

@@ -17,6 +17,7 @@ from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from safetensors import SafetensorError
@@ -69,7 +70,7 @@ class Checkpoints:
         fingerprint: hashes of the data's parts by name.
 
     Raises:
-        ConfigError: see `RemotePlace`.
+        ConfigError: see `RemotePlace`; or ranks of sharded checkpoints have folders of their own.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Checkpoints:
         self._work: Future[None] | None = None
         if self._sharded:
             self._shards  # noqa: B018 (ranks meet for it now, not within a save)
+            self._require_shared()
 
     def __str__(self) -> str:
         return self._place / ""
@@ -97,6 +99,31 @@ class Checkpoints:
         from vlp.training.checkpoints.shards import Shards
 
         return Shards(self._timeout)
+
+    def _require_shared(self) -> None:
+        """Require now, not after the first steps to be saved, that ranks write into one folder."""
+        if not isinstance(self._place, LocalPlace) or distributed.world_size() == 1:
+            return
+        folder = self._place.folder
+
+        def mark() -> str:
+            folder.mkdir(parents=True, exist_ok=True)
+            return Path(mkdtemp(prefix=".shared-", dir=folder)).name
+
+        name = self._on_rank_0(mark)
+        try:
+            with distributed.agreed(ConfigError):
+                if not (folder / name).is_dir():
+                    raise ConfigError(self._unseen(folder))
+        finally:
+            if distributed.rank() == 0:
+                (folder / name).rmdir()
+
+    def _unseen(self, place: object) -> str:
+        return (
+            f"rank {distributed.rank()} does not see {place} of rank 0: sharded checkpoints need a "
+            "folder that all nodes share, or a URL"
+        )
 
     def save(self, engine: Engine, task: Task, progress: Progress, wait: bool = True) -> None:
         """Write `step_N/`, then remove what `training.keep_last` and `keep_every` do not keep.
@@ -288,10 +315,7 @@ class Checkpoints:
         rank = distributed.rank()
         with distributed.agreed(ConfigError):
             if sharded and not self._place.has(name):
-                raise ConfigError(
-                    f"rank {rank} does not see {self._place / name}: ranks need a folder that all "
-                    "nodes share, or a URL, for sharded checkpoints"
-                )
+                raise ConfigError(self._unseen(self._place / name))
             share = sums[rank :: distributed.world_size()] if sharded else sums
             own = problem_of(self._place, name, share) if sharded or rank == 0 else None
         return next((text for text in distributed.gather_to_all(own) if text is not None), None)
