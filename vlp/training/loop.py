@@ -121,7 +121,7 @@ def train(
     try:
         with (
             nullcontext(signals) if signals else StopSignals() as stop,
-            _run_log(config, folder if main else None, progress.step, total) as log,
+            _run_log(config, folder if main else None, progress, total) as log,
             Pulse(beat, training.heartbeat, log.say, folder.hang),
             closing(checkpoints),
             closing(_stream(data, progress, engine)) as batches,
@@ -233,13 +233,15 @@ def train(
     return report
 
 
-def _run_log(config: RunConfig, folder: RunFolder | None, step: int, total: int) -> RunLog:
+def _run_log(
+    config: RunConfig, folder: RunFolder | None, progress: Progress, total: int
+) -> RunLog:
     """Open the log and, on rank 0, its trackers."""
+    step, training = progress.step, config.training
     if folder is None:
         return RunLog(None, step, total)
-    training = config.training
     trackers = open_trackers(training.trackers, folder, training.project, step)
-    return RunLog(folder, step, total, trackers)
+    return RunLog(folder, step, total, trackers, progress.looked)
 
 
 def total_steps(config: RunConfig, data: StreamedData, progress: Progress) -> int:

@@ -26,6 +26,19 @@ def test_lines_after_the_resumed_step_and_a_torn_line_are_removed(tmp_path: Path
     assert steps == [2, 4, 5]
 
 
+def test_a_validation_that_comes_again_after_a_kill_is_in_the_log_once(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, resume=False)
+    with RunLog(folder, 0, 8) as log:
+        for step in (2, 4):
+            log.write({"step": step, "samples": 8 * step})
+            log.validated(step, {"accuracy": 0.5})
+    with RunLog(folder, 4, 8, looked=2) as log:
+        log.validated(4, {"accuracy": 0.5})
+    lines = [json.loads(line) for line in folder.log.read_text().splitlines()]
+    assert [line["step"] for line in lines if "samples" in line] == [2, 4]
+    assert [line["step"] for line in lines if "samples" not in line] == [2, 4]
+
+
 def test_tensorboard_has_every_number(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, resume=False)
     with RunLog(folder, 0, 2, open_trackers(["tensorboard"], folder, "vlp", 0)) as log:

@@ -18,6 +18,9 @@ from vlp.training.logging.trackers import Tracker, TrackerName
 from vlp.training.run_folder import RunFolder, read_log
 
 
+_VALIDATION = "validation/"
+
+
 class _StandardError:
     """The stream of that name, which may lose its reader (`| tee`) while the run goes on."""
 
@@ -43,6 +46,8 @@ class RunLog:
         total: steps of the whole run.
         trackers: where figures go beside; they are closed with the log. One that fails is left out
             from then on, but for TensorBoard, whose files lie beside the log.
+        looked: the last step that was validated; lines of later validations are removed, which
+            come again.
 
     `last` is the last record of training that an earlier start wrote, on rank 0.
     """
@@ -53,12 +58,13 @@ class RunLog:
         step: int,
         total: int,
         trackers: Mapping[TrackerName, Tracker] | None = None,
+        looked: int = 0,
     ) -> None:
         self._folder, self._trackers = folder, dict(trackers or {})
         self.last: dict[str, Any] = {}
         if folder is None:
             return
-        earlier = _drop_later(folder.log, step)
+        earlier = _drop_later(folder.log, step, looked)
         self.last = next((line for line in reversed(earlier) if "samples" in line), {})
         self._file = open(folder.log, "a", encoding="utf-8", opener=unfollowed)  # noqa: SIM115
         # A bar that is redrawn in a file or in CI output is noise.
@@ -96,7 +102,7 @@ class RunLog:
         """Log and print the metrics of a validation after a step."""
         if self._folder is None:
             return
-        named = {f"validation/{name}": value for name, value in figures.items()}
+        named = {f"{_VALIDATION}{name}": value for name, value in figures.items()}
         self._file.write(json.dumps(flatten({"step": step, **named})) + "\n")
         self._file.flush()
         self._track(named, step)
@@ -150,10 +156,15 @@ def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _drop_later(path: Path, step: int) -> list[dict[str, Any]]:
-    """Keep the lines up to a step; returns them."""
+def _drop_later(path: Path, step: int, looked: int) -> list[dict[str, Any]]:
+    """Keep the lines up to a step, and those of validations up to another; returns them."""
     if not path.exists():
         return []
-    kept = [record for record in read_log(path)[0] if record["step"] <= step]
+
+    def is_earlier(record: dict[str, Any]) -> bool:
+        validated = any(name.startswith(_VALIDATION) for name in record)
+        return bool(record["step"] <= (looked if validated else step))
+
+    kept = [record for record in read_log(path)[0] if is_earlier(record)]
     write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
     return kept
