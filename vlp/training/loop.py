@@ -233,9 +233,7 @@ def train(
     return report
 
 
-def _run_log(
-    config: RunConfig, folder: RunFolder | None, progress: Progress, total: int
-) -> RunLog:
+def _run_log(config: RunConfig, folder: RunFolder | None, progress: Progress, total: int) -> RunLog:
     """Open the log and, on rank 0, its trackers."""
     step, training = progress.step, config.training
     if folder is None:

@@ -17,7 +17,6 @@ from vlp.io import redacted, unfollowed, write_text
 from vlp.training.logging.trackers import Tracker, TrackerName
 from vlp.training.run_folder import RunFolder, read_log
 
-
 _VALIDATION = "validation/"
 
 
