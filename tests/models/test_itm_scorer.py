@@ -30,6 +30,7 @@ ANCHORS = [
     {"mode": "bias", "shared_heads": True},
     {"text_window": None, "patch_window": None, "metric": "manhattan"},
     {"hard": False, "tau": 5.0},
+    {"unreachable": "far"},
 ]
 
 

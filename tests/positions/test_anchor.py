@@ -15,6 +15,7 @@ from vlp.positions.anchor import (
     anchor_path,
     embed_path,
     group_similarity,
+    longest_path,
     mean_over_patches,
     mean_over_words,
 )
@@ -87,6 +88,21 @@ def test_path_is_equation_7(
         assert torch.equal(reachable, slow_reachable)
         torch.testing.assert_close(path.detach(), slow, rtol=0, atol=1e-9)
     assert torch.equal(distance, kept)
+    longest = longest_path(threshold, (rows, columns), tokens, text_window, patch_window, metric)
+    assert (slow <= longest + 1e-9).all()
+
+
+@pytest.mark.parametrize(
+    ("windows", "steps"), [((5, 9), 2 + 2**0.5), ((3, 1), 1), ((None, None), 6 + 5)]
+)
+def test_longest_path_is_that_to_the_corner_of_the_windows(windows, steps):
+    """The only anchor has the least similarity that an anchor can have."""
+    similarity = torch.full((20, 7, 1), -1.0, dtype=torch.float64)
+    similarity[0, 0] = 0.25
+    path, _ = anchor_path(anchor_distance(similarity, 0.25), (4, 5), None, *windows)
+    longest = longest_path(torch.tensor(0.25), (4, 5), 7, *windows)
+    assert float(path.max()) == pytest.approx(4 + steps)
+    assert float(longest) == pytest.approx(4 + steps)
 
 
 def test_similarity_is_a_cosine_per_contiguous_block():

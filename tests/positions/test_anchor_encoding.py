@@ -28,6 +28,29 @@ def attention_with(position):
     return layer
 
 
+@pytest.mark.parametrize("gradient", [False, True])
+def test_far_lengthens_the_paths_of_words_without_an_anchor_in_reach_alone(gradient):
+    image, text = torch.randn(3, 6, 4).double(), torch.randn(3, 5, 4).double()
+    image.requires_grad_(gradient)
+    words = torch.tensor([[False, True, True, True, False]] * 2 + [[False, True] + [False] * 3])
+    given = image, text, words, GRID, torch.tensor(0.8).double(), GROUPS, 3, 1
+    zero, far = anchor_field(*given), anchor_field(*given, unreachable="far")
+    lost = words[:, None, :, None] & ~zero.reachable
+    assert lost.any()
+    assert not lost.all()
+    expected = zero.path[:, 1:].masked_fill(lost, 1 / 0.8 + 1)  # a window of 3 tokens, 1 patch
+    torch.testing.assert_close(far.path[:, 1:], expected)
+    assert (far.path[:, 0] == 0).all()
+    assert torch.equal(far.text_path, far.path.transpose(1, 2))
+    torch.testing.assert_close(far.text_mean, expected.mean(1))
+    by_word = expected.sum(2) / words.sum(-1).clamp(min=1)[:, None, None]
+    torch.testing.assert_close(far.image_mean[:, 1:], by_word)
+    if gradient:  # of anchors alone
+        (zero_gradient,) = torch.autograd.grad(zero.path.sum(), image)
+        (far_gradient,) = torch.autograd.grad(far.path.sum(), image)
+        torch.testing.assert_close(far_gradient, zero_gradient)
+
+
 def heads(x):
     return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
 

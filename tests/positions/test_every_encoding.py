@@ -139,6 +139,7 @@ def test_cross_modal_encodings_are_refused_within_a_image(name):
         ({"position": ["alignment", "uniform"]}, "`alignment` and `uniform` exclude each other"),
         ({"position": ["anchor", "anchor-soft"]}, "names an encoding twice: anchor, anchor"),
         ({"position": ["anchor-soft"], "anchor": 5}, "should be a valid dictionary"),
+        ({"anchor": {"hard": False, "unreachable": "far"}}, "far is of hard anchors"),
         ({"position": ["anchor-sof"]}, "did you mean 'anchor-soft'"),
     ],
 )

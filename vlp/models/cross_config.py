@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from vlp.config import Config
 from vlp.layers.pooling import Pooling
 from vlp.positions import CROSS_MODAL, acts_on_tokens, list_positions
+from vlp.positions.anchor_field import Unreachable
 from vlp.positions.options import nearest
 from vlp.positions.registry import BUILT_IN
 from vlp.positions.windows import patch_reach, text_reach
@@ -41,6 +42,11 @@ class AnchorConfig(Config):
         description="tau of Eq. 4, for the soft form; with 1e4, as printed, paths reach 1e20 and "
         "gradients are not finite: 5 can be trained",
     )
+    unreachable: Unreachable = Field(
+        "zero",
+        description="path of a word to a patch without an anchor in reach, of hard anchors: 0, or "
+        "far, as long as a path can be at most (papers.md#ace-a15)",
+    )
     text_window: Count | None = Field(5, description="B_t, an odd number of tokens; null: all")
     patch_window: Count | None = Field(9, description="B_p, an odd square of patches; null: all")
     metric: Literal["euclidean", "manhattan", "chebyshev"] = Field(
@@ -70,6 +76,8 @@ class AnchorConfig(Config):
     def _possible(self) -> AnchorConfig:
         text_reach(self.text_window)
         patch_reach(self.patch_window)
+        if self.unreachable == "far" and not self.hard:
+            raise ValueError("unreachable: far is of hard anchors; soft ones reach every patch")
         if not self.roles or len(set(self.roles)) < len(self.roles):
             raise ValueError(f"roles must name query, key, value once each, not {self.roles}")
         return self

@@ -181,6 +181,7 @@ class VLPModel(nn.Module):
                 anchor.hard,
                 anchor.tau,
                 "alignment" in cross.position,
+                anchor.unreachable,
             )
 
     def cross(

@@ -177,6 +177,33 @@ def anchor_path(
     return path.to(dtype), reachable
 
 
+def longest_path(
+    threshold: float | Tensor,
+    grid: tuple[int, int],
+    tokens: int,
+    text_window: int | None = 5,
+    patch_window: int | None = 9,
+    metric: Metric = "euclidean",
+) -> float | Tensor:
+    """Return the longest that a path of Eq. 7 can be, in patches and tokens (papers.md#ace-a15).
+
+    Args:
+        threshold: delta of Eq. 4, positive; a number or a 0-d tensor.
+        grid: (rows, columns) of the patches.
+        tokens: N of the text.
+        text_window: B_t; None is all tokens.
+        patch_window: B_p; None is all patches.
+        metric: distance between patches, in patches.
+
+    Raises:
+        ValueError: a window is even or not square.
+    """
+    text, patches = text_reach(text_window), patch_reach(patch_window)
+    down, right = (side - 1 if patches is None else patches for side in grid)
+    text = tokens - 1 if text is None else text
+    return 1 / threshold + text + _patch_distance(down, right, metric)
+
+
 def embed_path(path: Tensor, table: Tensor) -> Tensor:
     """Position embedding E_ace = P W (Eq. 8).
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,10 +16,14 @@ from vlp.positions.anchor import (
     anchor_distance,
     anchor_path,
     group_similarity,
+    longest_path,
     mean_over_patches,
     mean_over_words,
 )
 from vlp.positions.anchor_blocks import aligned
+
+Unreachable = Literal["zero", "far"]
+"""Path of a word to a patch without an anchor in reach: 0, or `longest_path`."""
 
 
 class AnchorField(NamedTuple):
@@ -57,7 +61,10 @@ class AnchorField(NamedTuple):
 
     @property
     def reachable(self) -> Tensor:
-        """Return whether a token has a path to a patch, (B, M, N, G) bool; a path is at least 1."""
+        """Return whether a token has a path to a patch, (B, M, N, G) bool; a path is at least 1.
+
+        With soft anchors, and where what is unreachable is far, every word has one to every patch.
+        """
         return self.path[:, 1:] > 0
 
 
@@ -79,6 +86,7 @@ def anchor_field(
     hard: bool = True,
     tau: float = 1e4,
     aligned: bool = True,
+    unreachable: Unreachable = "zero",
 ) -> AnchorField:
     """Eqs 3-7 and the averages of Eq. 10 for a batch of pairs, in float32 or better.
 
@@ -96,17 +104,37 @@ def anchor_field(
         hard: only anchors are passed through; False is Eq. 4 with a finite tau (papers.md#ace-a8).
         tau: of the soft form.
         aligned: give `alignment`, too.
+        unreachable: the path where no anchor is in reach (papers.md#ace-a15).
     """
     with torch.autocast(image_tokens.device.type, enabled=False):
         similarity = group_similarity(_float(image_tokens), _float(text_tokens), groups)
-        path, _ = anchor_path(
-            anchor_distance(similarity, threshold, hard, tau),
-            grid,
-            word_mask,
-            text_window,
-            patch_window,
-            metric,
-        )
+    return field_of_similarity(
+        similarity, word_mask, grid, threshold, text_window, patch_window, metric, hard, tau,
+        aligned, unreachable,
+    )  # fmt: skip
+
+
+def field_of_similarity(
+    similarity: Tensor,
+    word_mask: Tensor,
+    grid: tuple[int, int],
+    threshold: float | Tensor,
+    text_window: int | None,
+    patch_window: int | None,
+    metric: Metric,
+    hard: bool,
+    tau: float,
+    aligned: bool,
+    unreachable: Unreachable,
+) -> AnchorField:
+    """Eqs 4-7 and the averages of Eq. 10 from S of Eq. 3, (B, M, N, G); the rest as above."""
+    windows = text_window, patch_window, metric
+    with torch.autocast(similarity.device.type, enabled=False):
+        distance = anchor_distance(similarity, threshold, hard, tau)
+        path, reachable = anchor_path(distance, grid, word_mask, *windows)
+        if unreachable == "far":
+            farthest = longest_path(threshold, grid, word_mask.shape[1], *windows)
+            path = torch.where(reachable | ~word_mask[:, None, :, None], path, farthest)
     return with_prefix(path, similarity, word_mask, aligned)
 
 

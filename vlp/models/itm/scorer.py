@@ -39,8 +39,8 @@ from vlp.models.itm.attention import (
 )
 from vlp.models.vlp import VLPModel
 from vlp.positions import CROSS_MODAL, PositionContext
-from vlp.positions.anchor import anchor_distance, anchor_path, group_similarity
-from vlp.positions.anchor_field import AnchorField, uniform_field, with_prefix
+from vlp.positions.anchor import group_similarity
+from vlp.positions.anchor_field import AnchorField, field_of_similarity, uniform_field
 
 _CACHED_TOKENS = 2048
 """Image tokens at a time on a CPU."""
@@ -208,12 +208,19 @@ class ITMScorer:
             similarity = group_similarity(at_least_float32(image.tokens), tokens, anchor.groups)
             similarity = similarity.unflatten(1, words.shape).permute(1, 3, 0, 2).contiguous()
             similarity = similarity.permute(0, 2, 3, 1)
-            distance = anchor_distance(
-                similarity, self.model.anchor_threshold.clamp(min=1e-3), anchor.hard, anchor.tau
-            )
-            windows = anchor.text_window, anchor.patch_window
-            path, _ = anchor_path(distance, self.grid, words, *windows, anchor.metric)
-        return with_prefix(path, similarity, words, "alignment" in self.config.position)
+        return field_of_similarity(
+            similarity,
+            words,
+            self.grid,
+            self.model.anchor_threshold.clamp(min=1e-3),
+            anchor.text_window,
+            anchor.patch_window,
+            anchor.metric,
+            anchor.hard,
+            anchor.tau,
+            "alignment" in self.config.position,
+            anchor.unreachable,
+        )
 
 
 def _first_query(context: PositionContext) -> PositionContext:
