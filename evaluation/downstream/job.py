@@ -1,4 +1,4 @@
-"""One job of `python -m evaluation all`: a model on one set; base of every task's options."""
+"""One job of `vlp evaluate all`: a model on one set; base of every task's options."""
 
 from __future__ import annotations
 

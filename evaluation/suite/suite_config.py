@@ -1,4 +1,4 @@
-"""Configuration of `python -m evaluation all`: models, and the tasks of each."""
+"""Configuration of `vlp evaluate all`: models, and the tasks of each."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -20,7 +21,8 @@ def launch_ranks(ranks: int, arguments: Sequence[str]) -> int:
     from vlp.training.stop.signals import REQUEUE
 
     options = ["--standalone", "--nproc_per_node", str(ranks), "-m", "launch.cli.main"]
-    options = ["--signals_to_handle", ",".join(number.name for number in STOPS), *options]
+    handled = ",".join(number.name for number in (*STOPS, signal.SIGQUIT))
+    options = ["--signals_to_handle", handled, *options]
     try:
         run.run(run.parse_args([*options, *arguments]))
     except SignalException:

@@ -151,8 +151,8 @@ def test_memory_that_a_loader_lacks_is_named(capsys: pytest.CaptureFixture[str])
     _explain(RuntimeError(f"Caught RuntimeError in DataLoader worker process 0.\n{small}\n"))
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2, said
-    assert "; where memory ran out, lower data.workers or training.batch, then" in said[0]
-    assert "(28); enlarge /dev/shm (docker run --shm-size) or lower data.workers" in said[1]
+    assert "signal: Killed; where memory ran out, lower the workers of the data or" in said[0]
+    assert "(28); enlarge /dev/shm (docker run --shm-size), or lower the workers" in said[1]
 
 
 def bad_shards(folder: Path, good: int, bad: int) -> None:

@@ -182,3 +182,28 @@ def test_a_node_may_have_its_own_places_alone(
         require_same_on_all_ranks(CONFIG, {"source 0": "a"})
     with pytest.raises(ConfigError, match="source 0 of the data is not that of rank 0"):
         require_same_on_all_ranks(CONFIG, {"source 0": "b"})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "refused"),
+    [
+        ("task.data.train.0", "/scratch/train", False),
+        ("task.data.validation.0", "/scratch/val", False),
+        ("task.data.workers", 3, False),
+        ("model.text.max_tokens", 9, True),
+        ("task.label_smoothing", 0.5, True),
+    ],
+)
+def test_a_node_of_a_fine_tuning_may_have_its_own_places_alone(
+    monkeypatch: pytest.MonkeyPatch, key: str, value: Any, refused: bool
+) -> None:
+    data = {"train": ["train"], "validation": ["val"]}
+    config = FinetuneConfig.model_validate(
+        {"init_from": "model", "task": {"kind": "snli_ve", "data": data},
+         "model": {"text": {"max_tokens": 8}}, "training": {"batch": 8}}
+    )  # fmt: skip
+    values = dict(_leaves(config.model_dump(mode="json")))
+    assert key in values
+    monkeypatch.setattr(distributed, "from_rank_0", lambda _: (values | {key: value}, {}))
+    with pytest.raises(ConfigError, match=key) if refused else nullcontext():
+        require_same_on_all_ranks(config, {})

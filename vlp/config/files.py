@@ -39,7 +39,8 @@ def load_config(
             nearest valid key is named), or a value has the wrong type.
     """
     values, origins = read_values(path)
-    for override in overrides:
+    # A format first: where it is another one, it replaces what its other keys are set in.
+    for override in sorted(overrides, key=lambda one: ".format=" not in one):
         key, separator, text = override.partition("=")
         if not separator or not key:
             raise ConfigError(f"{override!r} is not an override; write key.sub=value")

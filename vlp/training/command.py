@@ -36,9 +36,11 @@ from vlp.training.resume_check import require_same_on_all_ranks
 from vlp.training.stop.signals import REQUEUE, StopSignals, leave
 
 # What PyTorch says of memory that loader processes lack, and what helps.
+_SHARED = "enlarge /dev/shm (docker run --shm-size), or lower the workers of the data"
 _LOADER = {
-    "allocate shared memory": "enlarge /dev/shm (docker run --shm-size) or lower data.workers",
-    "DataLoader worker (pid": "where memory ran out, lower data.workers or training.batch",
+    "allocate shared memory": _SHARED,
+    "killed by signal: Bus error": _SHARED,
+    "killed by signal: Killed": "where memory ran out, lower the workers of the data or the batch",
 }
 
 AnyRun = TypeVar("AnyRun", bound=RunConfig)
@@ -116,7 +118,8 @@ def run_training(
             _explain(error)
         # The other ranks wait in a collective call that never comes. Leaving at once, without
         # waiting for them in turn, lets the launcher see the failure and end them.
-        leave(REQUEUE if isinstance(error, PausedDataError) else 1)
+        codes = {PausedDataError: REQUEUE, ConfigError: 2}
+        leave(next((code for kind, code in codes.items() if isinstance(error, kind)), 1))
 
 
 def _run(
@@ -199,6 +202,7 @@ def _explain(error: BaseException) -> None:
     from vlp.training.loop import NonFiniteError
 
     rank = os.environ.get("RANK", "0")
+    said = str(error.__cause__ or error)
     if isinstance(error, CheckpointError | NonFiniteError | ConfigError):  # raised on all ranks
         if rank == "0":
             print(f"error: {error}", file=sys.stderr)
@@ -206,8 +210,8 @@ def _explain(error: BaseException) -> None:
         print(f"error on rank {rank}: {error}", file=sys.stderr)
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         print(f"error on rank {rank}: {error}; make room, then --resume", file=sys.stderr)
-    elif advice := [advice for part, advice in _LOADER.items() if part in str(error)]:
-        what = str(error).strip(". \n").splitlines()[-1]
+    elif advice := [advice for part, advice in _LOADER.items() if part in said]:
+        what = said.strip(". \n").splitlines()[-1]
         print(f"error on rank {rank}: {what}; {advice[0]}, then --resume", file=sys.stderr)
     elif isinstance(error, KeyboardInterrupt):
         print(f"rank {rank} was interrupted", file=sys.stderr)

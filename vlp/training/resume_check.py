@@ -80,11 +80,11 @@ def require_same_on_all_ranks(config: Config, fingerprint: Mapping[str, str]) ->
 
 def _is_of_node(config: Config, key: str, *values: Any) -> bool:
     """Return whether each node may have its own value of a dotted key."""
-    rule, section = resume_rule(config, key), key.partition(".")[0]
-    if section == "data" and rule == "free":
+    rule = resume_rule(config, key)
+    if rule == "free" and key.startswith(("data.", "task.data.")):
         return True
     texts = all(isinstance(value, str) for value in values)
-    return texts and section != "training" and rule in ("path", "free")
+    return texts and not key.startswith("training.") and rule != "fixed"
 
 
 def resume_rule(config: Config, key: str) -> str:

@@ -154,6 +154,13 @@ def test_files_that_contradict_themselves_are_refused(tmp_path, content, message
         CocoImages(write(tmp_path, content))
 
 
+def test_a_category_that_nothing_is_of_may_share_a_name(tmp_path):
+    """Roboflow writes a root category before the others."""
+    root = {"id": 0, "name": "cat", "supercategory": "none"}
+    images = CocoImages(write(tmp_path, {**GOOD, "categories": [root, *GOOD["categories"]]}))
+    assert images.classes == ("dog", "cat")
+
+
 def test_other_files_are_refused(tmp_path):
     source = write(tmp_path, GOOD)
     with pytest.raises(ConfigError, match=r"unknown categories dog \(1 of 2\)"):

@@ -160,6 +160,7 @@ def test_without_positions_it_cannot(corners):
         ("deit_small_patch16_224", {}, (0.485, 0.456, 0.406)),
         ("vlp_deit_small_patch16_irpe_k_224", {}, (0.485, 0.456, 0.406)),
         ("no_such_vit", {}, (0.485, 0.456, 0.406)),
+        ("vit_small_patch16_224.no_such_tag", {}, (0.485, 0.456, 0.406)),
     ],
 )
 def test_public_weights_see_pixels_as_they_were_trained_to(name, given, expected):
@@ -170,6 +171,14 @@ def test_public_weights_see_pixels_as_they_were_trained_to(name, given, expected
     assert ClassificationConfig.model_validate(made.model_dump(mode="json")) == made
     fresh = ClassificationConfig.model_validate({"model": {"name": name}, "data": data})
     assert fresh.data.mean == (0.485, 0.456, 0.406)
+
+
+def test_statistics_of_weights_may_be_given_with_them():
+    overlay = {"pretrained_cfg_overlay": {"mean": [0.1, 0.2, 0.3]}}
+    model = {"name": "vit_small_patch16_224", "pretrained": True, "options": overlay}
+    plain = {"model": model, "data": {"train": "a", "test": "b"}}
+    data = ClassificationConfig.model_validate(plain).data
+    assert (data.mean, data.std) == ((0.1, 0.2, 0.3), (0.5, 0.5, 0.5))
 
 
 def test_one_class_alone_is_refused(corners):

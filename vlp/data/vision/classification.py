@@ -50,7 +50,9 @@ class LabelledDataConfig(MapDatasetConfig):
         description="images to evaluate on, in any of the forms of `train`",
         json_schema_extra={"resume": "tolerated"},
     )
-    classes: tuple[str, ...] | None = Field(None, description="only shards need them")
+    classes: tuple[str, ...] | None = Field(
+        None, min_length=1, description="class names in order; shards need them, others may have"
+    )
     limit: int | None = Field(None, ge=1, description="images of `train`, drawn once")
     image_size: int = Field(224, ge=1, description="side of the images in pixels")
     mean: ChannelMeans = Field(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +31,8 @@ from vlp.tasks.vision.folder import save_task
 class ClassificationConfig(Config):
     """Model, images and loss. Mixing is drawn per step and rank, so it depends on the ranks.
 
-    Public weights see pixels as they were trained to, unless `data` has a `mean` or `std`.
+    Public weights of timm's own names see pixels as they were trained to, unless `data` has a
+    `mean` or `std`.
     """
 
     kind: Literal["classification"] = Field("classification", description="selects this class")
@@ -47,10 +49,14 @@ class ClassificationConfig(Config):
         if self.model.pretrained and not {"mean", "std"} & self.data.model_fields_set:
             import vlp.models.vision  # noqa: F401  # registers our names with timm
 
-            # A name that timm does not know is refused where the model is made.
-            known = get_pretrained_cfg(self.model.name, allow_unregistered=True)
+            known = None
+            with suppress(RuntimeError):  # where the model is made, the name is refused
+                known = get_pretrained_cfg(self.model.name)
             if known is not None:
-                statistics = {"mean": tuple(known.mean), "std": tuple(known.std)}
+                own = self.model.options.get("pretrained_cfg_overlay") or {}
+                statistics = {
+                    name: tuple(own.get(name, getattr(known, name))) for name in ("mean", "std")
+                }
                 object.__setattr__(self, "data", self.data.model_copy(update=statistics))
         return self
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -57,6 +58,9 @@ __all__ = ["SUMS", "CheckpointError", "Checkpoints", "verify"]
 logger = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
+
+PATIENCE = 65.0
+"""Seconds for which a shared file system (NFS) may not show what another node has made."""
 
 
 class Checkpoints:
@@ -113,11 +117,16 @@ class Checkpoints:
         name = self._on_rank_0(mark)
         try:
             with distributed.agreed(ConfigError):
-                if not (folder / name).is_dir():
-                    raise ConfigError(self._unseen(folder))
+                late = time.monotonic() + PATIENCE
+                while not (folder / name).is_dir():
+                    if time.monotonic() > late:
+                        raise ConfigError(self._unseen(folder))
+                    time.sleep(0.1)
         finally:
             if distributed.rank() == 0:
                 (folder / name).rmdir()
+                with suppress(OSError):  # it holds checkpoints
+                    folder.rmdir()
 
     def _unseen(self, place: object) -> str:
         return (

@@ -49,7 +49,9 @@ class GridTaskConfig(Config):
 class GridDataConfig(MapDatasetConfig):
     """Selection of tasks, and the number of samples and variants."""
 
-    path: str = Field(description="folder or tar file of ARC's JSON files")
+    path: str = Field(
+        description="folder or tar file of ARC's JSON files", json_schema_extra={"resume": "path"}
+    )
     tasks: tuple[GridTaskConfig, ...] = Field(
         min_length=1, description="tasks that are trained and evaluated"
     )

@@ -47,8 +47,8 @@ class CocoImages:
 
     Raises:
         ConfigError: a file is missing or has another schema, annotations of images or categories
-            that the file lacks, or categories that are none of `classes` or
-            share a name.
+            that the file lacks, or categories with objects that are none of `classes` or share a
+            name.
     """
 
     def __init__(self, source: CocoSource, classes: Sequence[str] | None = None) -> None:
@@ -56,7 +56,7 @@ class CocoImages:
         content = _read(file)
         self._file = file
         self._images = sorted(content["images"], key=_id_order)
-        categories = sorted(content["categories"], key=_id_order)
+        categories = _of_own_name(content)
         names = [str(category["name"]) for category in categories]
         _require_unique(file, "images with the same id", [image["id"] for image in self._images])
         _require_unique(file, "categories with the same id", [one["id"] for one in categories])
@@ -215,6 +215,14 @@ def _is_box(box: Any) -> bool:
         and len(box) == 4
         and all(isinstance(value, int | float) and math.isfinite(value) for value in box)
     )
+
+
+def _of_own_name(content: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Categories by id; one without objects does not share a name (as Roboflow's root may)."""
+    used = {one["category_id"] for one in content["annotations"]}
+    categories = sorted(content["categories"], key=_id_order)
+    taken = {str(one["name"]) for one in categories if one["id"] in used}
+    return [one for one in categories if one["id"] in used or str(one["name"]) not in taken]
 
 
 def _require_unique(file: Path, what: str, values: Sequence[Any]) -> None:

@@ -24,8 +24,13 @@ class CocoSource(Config):
     """Images and an annotation file in COCO's `instances` schema."""
 
     format: Literal["coco"] = Field(description="selects this class")
-    annotations: str = Field(description="a file such as instances_train2017.json")
-    images: str = Field(description="a folder or a plain tar file of its images")
+    annotations: str = Field(
+        description="a file such as instances_train2017.json", json_schema_extra={"resume": "path"}
+    )
+    images: str = Field(
+        description="a folder or a plain tar file of its images",
+        json_schema_extra={"resume": "path"},
+    )
 
 
 class SceneSource(Config):
