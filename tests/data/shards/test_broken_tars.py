@@ -104,6 +104,7 @@ def test_nothing_outside_of_the_folder_is_opened(tmp_path: Path) -> None:
     outside.write_bytes(PNG)
     folder = tmp_path / "folder"
     folder.mkdir()
+    assert found(folder, tar(GOOD)) == ["good"]  # what Python imports at first use is there
     opened: list[str] = []
     watching = True
 
