@@ -20,9 +20,9 @@ def launch_ranks(ranks: int, arguments: Sequence[str]) -> int:
     from vlp.process.stop_signals import STOPS
     from vlp.training.stop.signals import REQUEUE
 
-    options = ["--standalone", "--nproc_per_node", str(ranks), "-m", "launch.cli.main"]
     handled = ",".join(number.name for number in (*STOPS, signal.SIGQUIT))
-    options = ["--signals_to_handle", handled, *options]
+    options = ["--standalone", "--nproc_per_node", str(ranks), "--signals_to_handle", handled]
+    options += ["-m", "launch.cli.main"]
     try:
         run.run(run.parse_args([*options, *arguments]))
     except SignalException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -171,18 +172,26 @@ class VLPModel(nn.Module):
                 image_tokens,
                 text_tokens,
                 word_mask,
-                self.config.image.grid,
-                # Before the first step there is no quantile yet; delta must stay positive.
-                self.anchor_threshold.clamp(min=1e-3),
-                anchor.groups,
-                anchor.text_window,
-                anchor.patch_window,
-                anchor.metric,
-                anchor.hard,
-                anchor.tau,
-                "alignment" in cross.position,
-                anchor.unreachable,
+                groups=anchor.groups,
+                **self.path_settings,
             )
+
+    @property
+    def path_settings(self) -> dict[str, Any]:
+        """Return what `field_of_similarity` takes beside similarity and words."""
+        cross, anchor = self.config.cross, self.config.cross.anchor
+        return {
+            "grid": self.config.image.grid,
+            # Before the first step there is no quantile yet; delta must stay positive.
+            "threshold": self.anchor_threshold.clamp(min=1e-3),
+            "text_window": anchor.text_window,
+            "patch_window": anchor.patch_window,
+            "metric": anchor.metric,
+            "hard": anchor.hard,
+            "tau": anchor.tau,
+            "aligned": "alignment" in cross.position,
+            "unreachable": anchor.unreachable,
+        }
 
     def cross(
         self,

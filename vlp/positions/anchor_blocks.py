@@ -36,7 +36,7 @@ def block_sizes(
 
 
 def readable_keys(path: Tensor) -> int:
-    """Return the keys of a row of paths that memory has: all that `aligned` says, or its own.
+    """Return the keys of a row of paths that memory has: its `aligned_length`, or its own.
 
     What lies behind its own counts nowhere.
 
@@ -45,14 +45,14 @@ def readable_keys(path: Tensor) -> int:
     """
     keys, start = path.shape[2], path.storage_offset()
     others = (path.stride(0), path.stride(1), path.stride(3), start)
-    whole = aligned(keys)
+    whole = aligned_length(keys)
     last = sum((size - 1) * stride for size, stride in zip(path.shape, path.stride()))
     end = (start + last + 1 + whole - keys) * path.itemsize
     even = path.stride(2) == 1 and not any(stride % _ALIGNED for stride in others)
     return whole if even and end <= path.untyped_storage().nbytes() else keys
 
 
-def aligned(keys: int) -> int:
+def aligned_length(keys: int) -> int:
     """Return a length of a row of so many keys after which loads of the next are wide, too."""
     return -(-keys // _ALIGNED) * _ALIGNED
 

@@ -20,7 +20,7 @@ from vlp.positions.anchor import (
     mean_over_patches,
     mean_over_words,
 )
-from vlp.positions.anchor_blocks import aligned
+from vlp.positions.anchor_blocks import aligned_length
 
 Unreachable = Literal["zero", "far"]
 """Path of a word to a patch without an anchor in reach: 0, or `longest_path`."""
@@ -205,7 +205,7 @@ def with_prefix(
 def _rows(like: Tensor, *shape: int) -> Tensor:
     """Make room; on a GPU rows begin where its kernel reads them faster."""
     keys = shape[-1]
-    end = aligned(keys) if on_gpu(like) else keys
+    end = aligned_length(keys) if on_gpu(like) else keys
     return like.new_empty(*shape[:-1], end)[..., :keys]
 
 

@@ -118,8 +118,9 @@ def run_training(
             _explain(error)
         # The other ranks wait in a collective call that never comes. Leaving at once, without
         # waiting for them in turn, lets the launcher see the failure and end them.
-        codes = {PausedDataError: REQUEUE, ConfigError: 2}
-        leave(next((code for kind, code in codes.items() if isinstance(error, kind)), 1))
+        if isinstance(error, PausedDataError):
+            leave(REQUEUE)
+        leave(2 if isinstance(error, ConfigError) else 1)
 
 
 def _run(

@@ -88,7 +88,8 @@ def train(
     the validation data is kept in `best/`. `signals` are those the caller listens to already.
 
     Raises:
-        ConfigError: validation has no such metric.
+        ConfigError: validation has no such metric, or ranks that write sharded checkpoints do not
+            share their folder.
         CheckpointError: a checkpoint or model cannot be written, or none can be resumed (with this
             data).
         NonFiniteError: more than `training.max_non_finite` steps in a row were not finite.

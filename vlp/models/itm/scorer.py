@@ -208,19 +208,7 @@ class ITMScorer:
             similarity = group_similarity(at_least_float32(image.tokens), tokens, anchor.groups)
             similarity = similarity.unflatten(1, words.shape).permute(1, 3, 0, 2).contiguous()
             similarity = similarity.permute(0, 2, 3, 1)
-        return field_of_similarity(
-            similarity,
-            words,
-            self.grid,
-            self.model.anchor_threshold.clamp(min=1e-3),
-            anchor.text_window,
-            anchor.patch_window,
-            anchor.metric,
-            anchor.hard,
-            anchor.tau,
-            "alignment" in self.config.position,
-            anchor.unreachable,
-        )
+        return field_of_similarity(similarity, words, **self.model.path_settings)
 
 
 def _first_query(context: PositionContext) -> PositionContext:
