@@ -1,4 +1,4 @@
-"""Commands that give models, runs and checkpoints another form."""
+"""Commands that convert models and checkpoints."""
 
 from __future__ import annotations
 
@@ -40,54 +40,6 @@ def convert_albef(
     from launch.from_albef import convert
 
     return _run(lambda: convert(checkpoint, vocabulary, out, image_size, overrides or ()))
-
-
-@app.command(cls=Command)
-def change_vocabulary(
-    model: Annotated[str, Option(metavar="DIR", help="model folder or hub name")],
-    vocabulary: Annotated[str, Option(metavar="NAME", help="folder or hub name of the new one")],
-    out: NewFolder,
-) -> int:
-    """Give a model another vocabulary, before it is trained further.
-
-    Word pieces that both vocabularies have keep their embedding; a new one starts as the mean of
-    the old word pieces that it is made of, at their mean length. It helps where a small vocabulary
-    spells most words of another corpus.
-
-    \b
-      vlp data vocabulary --shards shards/mine/train --size 4000 --out shards/mine/words
-      vlp change-vocabulary --model runs/base/model --vocabulary shards/mine/words \\
-          --out models/mine
-    """
-    from launch.change_vocabulary import change
-
-    return _run(lambda: change(model, vocabulary, out))
-
-
-@app.command(cls=Command)
-def convert_run(
-    old: Annotated[Path, typer.Argument(metavar="OLD", help="folder to read")],
-    new: Annotated[Path, typer.Argument(metavar="NEW", help="folder to write; must not exist")],
-) -> int:
-    """Convert a run or model folder with former configuration keys.
-
-    The folder is copied; the old one is only read. Configurations and results get the present keys
-    and task names. Weights, optimiser states and logs are copied as they are, so a converted run
-    resumes where it stopped. A folder of several runs is converted as a whole, and what has the
-    present keys already stays as it is.
-
-    \b
-      vlp convert-run runs/old runs/converted
-    """
-    from launch.convert_old_run import convert
-
-    def run() -> None:
-        changed = convert(old, new)
-        print(f"{new}: {len(changed)} files converted")
-        for path in changed:
-            print(f"  {path.relative_to(new)}")
-
-    return _run(run)
 
 
 @app.command(cls=Command)

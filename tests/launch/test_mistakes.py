@@ -149,7 +149,6 @@ MISTAKES = [
     ("app --model nowhere", "nowhere|Gradio"),
     ("ablate --config nowhere.yaml", "nowhere.yaml: cannot read this configuration"),
     ("reproduce nowhere", "unknown table 'nowhere'; there are"),
-    ("change-vocabulary --model model --vocabulary ./nowhere --out x", "neither a folder with"),
     # Data.
     ("data indx scenes/train", "unknown command 'indx'; did you mean index?"),
     ("data index nowhere", "nowhere: there is no such folder of shards"),
