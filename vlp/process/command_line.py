@@ -9,8 +9,7 @@ import argparse
 import difflib
 import importlib
 import sys
-from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -99,14 +98,9 @@ class Command(TyperCommand):
             raise SystemExit(2) from None
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command, on local copies of what it names by URLs."""
-        named = {param.name for param in self.params if _names_place(param.metavar)}
-
-        def run(values: dict[str, Any]) -> Any:
-            ctx.params = values
-            return super(Command, self).invoke(ctx)
-
-        return _run_staged(ctx.params, named, run)
+        """Run the command, unless it names a URL."""
+        _require_paths(ctx.params, {p.name for p in self.params if _names_place(p.metavar)})
+        return super().invoke(ctx)
 
     def _spread(self, args: Sequence[str]) -> list[str]:
         """Repeat a list option before each of its values, as typer reads it."""
@@ -129,41 +123,20 @@ def _names_place(metavar: object) -> bool:
     return isinstance(metavar, str) and metavar.startswith(_PLACES)
 
 
-def _run_staged(
-    values: dict[str, Any], named: Container[str | None], run: Callable[[dict[str, Any]], Any]
-) -> Any:
-    """Run a command on local copies of URLs; what it wrote is put where they say if it ends well.
+def _require_paths(values: Mapping[str, Any], named: Container[str | None]) -> None:
+    """Refuse a URL in place of a path, which would make a folder called `s3:`.
 
     Args:
         values: of all arguments.
         named: arguments that name places as texts; paths do so by their type.
-        run: the command; returns an exit code, of which 0, 1 and None are good ends.
 
     Raises:
-        typer.BadParameter: what a URL names cannot be had or written.
+        typer.BadParameter: there is one.
     """
-    if not any(as_url(each) for value in values.values() for each in _each(value)):
-        return run(values)
-    from vlp.config import ConfigError
-    from vlp.data.staging import staged
-
-    places = {
-        name: value
-        for name, value in values.items()
-        if name in named or any(isinstance(each, Path) for each in _each(value))
-    }
-    with ExitStack() as held:
-        try:
-            local, put = held.enter_context(staged(places))
-        except ConfigError as error:
-            raise typer.BadParameter(str(error)) from error
-        code = run(values | local)
-        if code in (None, 0, 1):
-            try:
-                put()
-            except ConfigError as error:
-                raise typer.BadParameter(str(error)) from error
-        return code
+    for name, value in values.items():
+        for each in _each(value):
+            if (name in named or isinstance(each, Path)) and (url := as_url(each)):
+                raise typer.BadParameter(f"{url} is a URL; name a file or folder on a disk")
 
 
 def _each(value: Any) -> Sequence[Any]:
@@ -201,7 +174,8 @@ class ModuleCommand(TyperCommand):
         module.add_arguments(parser)
         values = vars(parser.parse_args(ctx.args))
         named = {action.dest for action in parser._actions if _names_place(action.metavar)}
-        return _run_staged(values, named, lambda own: module.run(argparse.Namespace(**own))) or 0
+        _require_paths(values, named)
+        return module.run(argparse.Namespace(**values)) or 0
 
 
 class Group(TyperGroup):
