@@ -16,7 +16,7 @@ from vlp.models.config import ModelConfig
 from vlp.models.folder import save_pretrained
 from vlp.models.pretrained.albef import albef_config, load_albef
 from vlp.models.pretrained.local_copy import CONFIG
-from vlp.models.pretrained.pth import read_pth
+from vlp.models.pretrained.published import read_pth
 from vlp.models.vlp import VLPModel
 
 

@@ -23,7 +23,7 @@ from vlp.training.vision_config import VisionConfig
 
 def build(config: VisionConfig) -> tuple[Any, Any]:
     """The task of the configuration's kind, and its data."""
-    from vlp.tasks.vision import build_task
+    from vlp.tasks.vision_only import build_task
 
     training = config.training
     # Every rank, and every start of the same configuration, begins with the same weights.

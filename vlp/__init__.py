@@ -10,17 +10,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from vlp.tasks.serving.auto import register_when_imported
+from vlp.serving.register import register_when_imported
 
 if TYPE_CHECKING:
     from vlp.models.folder import Loaded as Loaded
     from vlp.models.folder import from_pretrained as load
     from vlp.positions import create_position, list_positions
-    from vlp.tasks.serving.config import VlpConfig
-    from vlp.tasks.serving.image_processor import VlpImageProcessor
-    from vlp.tasks.serving.model import VlpModel
-    from vlp.tasks.serving.processor import VlpProcessor
-    from vlp.tasks.serving.question_answering import VlpForQuestionAnswering
+    from vlp.serving.config import VlpConfig
+    from vlp.serving.model import VlpForQuestionAnswering, VlpModel
+    from vlp.serving.processor import VlpImageProcessor, VlpProcessor
 
 __version__ = "0.1.0"
 __all__ = [
@@ -35,11 +33,11 @@ __all__ = [
 ]
 
 _PLACES = {
-    "VlpConfig": "vlp.tasks.serving.config",
-    "VlpForQuestionAnswering": "vlp.tasks.serving.question_answering",
-    "VlpImageProcessor": "vlp.tasks.serving.image_processor",
-    "VlpModel": "vlp.tasks.serving.model",
-    "VlpProcessor": "vlp.tasks.serving.processor",
+    "VlpConfig": "vlp.serving.config",
+    "VlpForQuestionAnswering": "vlp.serving.model",
+    "VlpImageProcessor": "vlp.serving.processor",
+    "VlpModel": "vlp.serving.model",
+    "VlpProcessor": "vlp.serving.processor",
     "create_position": "vlp.positions",
     "list_positions": "vlp.positions",
     "load": "vlp.models.folder",

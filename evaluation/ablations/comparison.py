@@ -13,7 +13,7 @@ from vlp.io import write_text
 from vlp.models.vision.backbone import create_backbone
 from vlp.positions import CROSS_MODAL, list_positions, place_roles, position_options
 from vlp.positions.options import nearest
-from vlp.tasks.vision.classification import ClassificationConfig
+from vlp.tasks.classification.task import ClassificationConfig
 from vlp.training.vision_config import VisionConfig
 
 OWN, NONE = "own", "none"

@@ -27,16 +27,14 @@ from evaluation.ablations.runs import LAUNCH, RESULT, Run, finished
 from evaluation.vision.chosen import evenly_spread
 from vlp.config import ConfigError, load_config
 from vlp.data.image.transforms import Preprocessing
+from vlp.data.labelled_images import LabelledImages, open_labelled, some_of
 from vlp.data.stream.rng import make_rng
-from vlp.data.vision.labelled_images import LabelledImages, open_labelled, some_of
 from vlp.io import atomic_write, write_json
-from vlp.models.vision.backbone import create_backbone
-from vlp.models.vision.config import BackboneConfig
-from vlp.models.vision.encodings import create_encoding, on_tokens
+from vlp.models.vision.backbone import BackboneConfig, create_backbone, create_encoding, on_tokens
 from vlp.positions import PositionEncoding
 from vlp.positions.carry_over import carry_over
 from vlp.positions.zero_start import zero_start
-from vlp.tasks.vision.classification import ClassificationConfig
+from vlp.tasks.classification.task import ClassificationConfig
 from vlp.training.optimiser import build_adamw, set_learning_rate
 from vlp.training.schedule import learning_rate
 from vlp.training.vision_config import VisionConfig

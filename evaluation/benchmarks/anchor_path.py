@@ -29,8 +29,7 @@ from torch.nn import functional
 
 from evaluation.benchmarks import harness
 from evaluation.benchmarks.harness import Measurement
-from vlp.positions.anchor import anchor_distance, anchor_path
-from vlp.positions.windows import Metric
+from vlp.positions.anchor import Metric, anchor_distance, anchor_path
 
 _CPU_SIZES = ("14x14x30x8x4", "24x24x30x8x4", "24x24x64x8x4")
 _GPU_SIZES = ("14x14x30x8x64", "24x24x30x8x64", "24x24x64x8x64")

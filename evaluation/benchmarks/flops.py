@@ -34,10 +34,9 @@ from torch import nn
 from evaluation.benchmarks import harness
 from evaluation.benchmarks.harness import Measurement
 from vlp.config import ConfigError
-from vlp.models.config import ModelConfig
-from vlp.models.cross_config import AnchorConfig
+from vlp.models.config import AnchorConfig, ModelConfig
 from vlp.models.vlp import VLPModel
-from vlp.positions.windows import patch_reach, text_reach
+from vlp.positions.anchor import patch_reach, text_reach
 
 SIZES = ((256, 25), (256, 30), (384, 25), (384, 30))
 """Pixels of an image's side and tokens of a text."""

@@ -16,7 +16,7 @@ from evaluation.core.feature_cache import Block, BlockCache
 from vlp.config import Precision
 from vlp.models.config import ModelConfig
 from vlp.models.features import ImageFeatures, TextFeatures
-from vlp.models.itm.scorer import ITMScorer
+from vlp.models.itm_scorer import ITMScorer
 from vlp.models.vlp import VLPModel
 
 # Tokens of COCO's captions with bert-base-uncased's vocabulary, [CLS] and [SEP] counted: 14.0 in

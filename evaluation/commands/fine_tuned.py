@@ -9,8 +9,8 @@ import typer
 from typer import Option
 
 from evaluation.commands.options import checked, measurement
-from vlp.metrics.vqa import Version
 from vlp.tasks.downstream.registry import task_summary
+from vlp.tasks.vqa.metrics import Version
 
 
 def command_of(kind: str) -> Callable[..., Any]:

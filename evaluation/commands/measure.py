@@ -138,7 +138,7 @@ def grounding(
     pointing game is scored. Any model folder will do, best one fine-tuned for grounding.
     """
     from evaluation.grounding.grounding import evaluate_grounding
-    from vlp.tasks.downstream.grounding import map_of
+    from vlp.tasks.grounding.task import map_of
 
     loaded = load_model(model)
     if (by or map_of(loaded.folder).by) == "similarity" and layer is not None:

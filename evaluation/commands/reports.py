@@ -40,7 +40,7 @@ def card(
     alone.
     """
     from vlp.models.pretrained.local_copy import local_folder
-    from vlp.tasks.model_card import CARD, write_model_card
+    from vlp.serving.model_card import CARD, write_model_card
 
     if first_rank():
         folder = local_folder(model)

@@ -28,7 +28,7 @@ from vlp.config import Precision
 from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.text.tokenizer import TextTokens
 from vlp.models.folder import Loaded
-from vlp.models.itm.scorer import ITMScorer
+from vlp.models.itm_scorer import ITMScorer
 
 
 class SeenSample(NamedTuple):

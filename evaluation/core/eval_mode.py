@@ -11,7 +11,7 @@ from torch import nn
 
 from vlp.config import Precision
 from vlp.distributed import default_device
-from vlp.tasks.plain import autocast
+from vlp.tasks.task import autocast
 
 
 @contextmanager

@@ -8,8 +8,8 @@ from typing import Any
 
 from evaluation.downstream.registry import get_evaluation
 from evaluation.downstream.result import TaskResult
-from vlp.tasks.downstream.retrieval import PairsTask
 from vlp.tasks.downstream.task import Downstream
+from vlp.tasks.retrieval.task import PairsTask
 
 
 def evaluate_task(

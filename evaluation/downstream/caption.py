@@ -18,14 +18,18 @@ from evaluation.downstream.registry import register_evaluation
 from evaluation.downstream.result import clustered_figures, keep_scores
 from evaluation.downstream.submissions import Submission, write_captions
 from evaluation.downstream.task_evaluation import PageAction, Row, Scored, TaskEvaluation
-from vlp.data.downstream.caption import CaptionBatch, CaptionExample
 from vlp.data.downstream.items import Item
 from vlp.data.schema import Annotation, captions_of
 from vlp.data.text.tokenizer import TextProcessor
-from vlp.metrics.captions import CaptionToolError, caption_scores, require_caption_tools
-from vlp.metrics.spice import spice_scores
+from vlp.tasks.caption.data import CaptionBatch, CaptionExample
+from vlp.tasks.caption.metrics import (
+    CaptionToolError,
+    caption_scores,
+    require_caption_tools,
+    spice_scores,
+)
+from vlp.tasks.caption.task import CaptionTask
 from vlp.tasks.downstream.answer_task import text_probability
-from vlp.tasks.downstream.caption import CaptionTask
 
 _WITHOUT_JAVA = "`task.java: false`, of a trained model `java` in its task.json, goes without both"
 _CORPUS = ("bleu1", "bleu2", "bleu3", "bleu4", "meteor")

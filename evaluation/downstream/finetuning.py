@@ -15,12 +15,12 @@ from evaluation.core.samples import EvaluationError
 from evaluation.downstream import evaluate_task
 from vlp import distributed
 from vlp.config import ConfigError
-from vlp.metrics.captions import CaptionToolError
-from vlp.tasks.downstream.distillation import Distilled
+from vlp.tasks.caption.metrics import CaptionToolError
 from vlp.tasks.downstream.init_from import start_parts
 from vlp.tasks.downstream.registry import get_task
-from vlp.tasks.downstream.retrieval import PairsTask
 from vlp.tasks.downstream.task import Downstream, has_task
+from vlp.tasks.retrieval.task import PairsTask
+from vlp.tasks.teacher import Distilled
 from vlp.training.best_checkpoint import BestCheckpoint, Parameters
 from vlp.training.command import run_training
 from vlp.training.engines.sharding import shards_parameters

@@ -19,7 +19,7 @@ from evaluation.grounding.grounding import By, evaluate_grounding
 from vlp.data.image.ablated_views import View
 from vlp.data.schema import Annotation
 from vlp.models.folder import Loaded
-from vlp.tasks.downstream.grounding import Grounding
+from vlp.tasks.grounding.task import Grounding
 
 
 class GroundingJob(Job):

@@ -16,8 +16,8 @@ from evaluation.downstream.submissions import Submission, write_nlvr2, write_snl
 from evaluation.downstream.task_evaluation import PageAction, Row, Scored, TaskEvaluation
 from vlp.data.downstream.images import panels
 from vlp.data.downstream.items import Item
-from vlp.data.downstream.pair_classification import PairBatch, PairExample
-from vlp.tasks.downstream.pair_classification import (
+from vlp.tasks.pair_classification.data import PairBatch, PairExample
+from vlp.tasks.pair_classification.task import (
     Nlvr2AssignmentConfig,
     Nlvr2Config,
     PairClassification,

@@ -15,7 +15,7 @@ from evaluation.downstream.registry import register_evaluation
 from evaluation.downstream.result import TaskResult
 from evaluation.downstream.task_evaluation import TaskEvaluation
 from evaluation.retrieval.retrieval import DIRECTIONS, evaluate_retrieval
-from vlp.tasks.downstream.retrieval import Retrieval
+from vlp.tasks.retrieval.task import Retrieval
 
 
 class RetrievalJob(Job):

@@ -19,11 +19,11 @@ from evaluation.downstream.result import clustered_figures, keep_scores
 from evaluation.downstream.submissions import Submission, write_vqa
 from evaluation.downstream.task_evaluation import PageAction, Row, Scored, TaskEvaluation
 from vlp.data.downstream.items import Item
-from vlp.data.downstream.vqa import VqaBatch, VqaExample
 from vlp.data.schema import Annotation
-from vlp.metrics.vqa import Version, normalise_answer, vqa_accuracy
 from vlp.tasks.downstream.answer_task import text_probability
-from vlp.tasks.downstream.vqa import Predict, Vqa
+from vlp.tasks.vqa.data import VqaBatch, VqaExample
+from vlp.tasks.vqa.metrics import Version, normalise_answer, vqa_accuracy
+from vlp.tasks.vqa.task import Predict, Vqa
 
 
 class VqaJob(Job):

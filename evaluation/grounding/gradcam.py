@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from evaluation.core.eval_mode import evaluating
 from vlp.layers.attention import Attention
-from vlp.layers.post_norm import CrossLayer
+from vlp.layers.blocks import CrossLayer
 from vlp.models.features import ImageFeatures, TextFeatures
 from vlp.models.vlp import VLPModel
 

@@ -29,9 +29,9 @@ from vlp.data.image.patches import patches_in_box
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.text.tokenizer import TextTokens
-from vlp.metrics.grounding import RIGHT_IOU, box_scores, intersection_over_union
 from vlp.models.folder import Loaded
-from vlp.tasks.downstream.grounding import map_of
+from vlp.tasks.grounding.metrics import RIGHT_IOU, box_scores, intersection_over_union
+from vlp.tasks.grounding.task import map_of
 
 SAID = ("key", "id", "ref_id", "text", "point", "box", "image", "scores")
 By = Literal["gradcam", "similarity"]

@@ -48,7 +48,7 @@ from vlp.models.cross_encoder import PairIndices
 from vlp.models.features import TextFeatures
 from vlp.models.folder import Loaded
 from vlp.models.vlp import VLPModel
-from vlp.objectives.monitors.anchor_statistics import anchor_sums, from_sums
+from vlp.objectives.monitors import anchor_sums, from_sums
 from vlp.positions.anchor import group_similarity
 from vlp.positions.anchor_field import AnchorField
 

@@ -24,16 +24,15 @@ from evaluation.core.samples import EvaluationError
 from evaluation.probes.anchor_maps import read_pair
 from evaluation.probes.position_maps import GRID
 from evaluation.vision.chosen import evenly_spread
+from vlp.data.labelled_images import open_labelled
 from vlp.data.shards.sample_files import BadSample
-from vlp.data.vision.labelled_images import open_labelled
 from vlp.positions import PositionContext, PositionEncoding
 from vlp.positions.coordinates import patch_centres
 from vlp.positions.fourier import FourierPosition
-from vlp.positions.learned import LearnedGridPosition
-from vlp.positions.mixer import TokenEncoding
-from vlp.tasks.plain import PlainTask
-from vlp.tasks.vision import load_task, untrained_task
-from vlp.tasks.vision.classification import Classification
+from vlp.positions.learned import LearnedGridPosition, TokenEncoding
+from vlp.tasks.classification.task import Classification
+from vlp.tasks.task import PlainTask
+from vlp.tasks.vision_only import load_task, untrained_task
 
 TEST_IMAGES = 64
 

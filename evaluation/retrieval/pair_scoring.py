@@ -20,7 +20,7 @@ from evaluation.core.eval_mode import inference
 from evaluation.core.feature_cache import BlockCache
 from evaluation.retrieval.rerank import CandidatePairs
 from vlp.config import Precision
-from vlp.models.itm.scorer import ITMScorer
+from vlp.models.itm_scorer import ITMScorer
 
 IMAGES_HELD = 512
 TOKENS_HELD = 2**18

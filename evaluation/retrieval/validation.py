@@ -20,7 +20,7 @@ from vlp.data.shards.shard_index import ShardIndex
 from vlp.metrics.recall import RECALL_AT
 from vlp.models.folder import Loaded
 from vlp.tasks.pretraining import Pretraining
-from vlp.tasks.pretraining.teacher import strip_prefix
+from vlp.tasks.teacher import strip_prefix
 from vlp.training.best_checkpoint import BestCheckpoint, Parameters
 from vlp.training.config import PretrainConfig, ValidationConfig
 from vlp.training.engines.sharding import shards_parameters

@@ -8,8 +8,8 @@ from pathlib import Path
 from evaluation.core.samples import EvaluationError
 from vlp.config import Precision
 from vlp.data.shards.sample_files import BadSample
-from vlp.metrics.captions import CaptionToolError
-from vlp.tasks.vision import load_task
+from vlp.tasks.caption.metrics import CaptionToolError
+from vlp.tasks.vision_only import load_task
 
 
 def evaluate_folder(

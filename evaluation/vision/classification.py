@@ -14,8 +14,8 @@ from evaluation.core.eval_mode import evaluating, inference
 from evaluation.vision.chosen import evenly_spread
 from vlp.config import Precision
 from vlp.data.image.transforms import Preprocessing
-from vlp.data.vision.labelled_images import LabelledImages, open_labelled
-from vlp.tasks.vision.classification import Classification
+from vlp.data.labelled_images import LabelledImages, open_labelled
+from vlp.tasks.classification.task import Classification
 
 BATCH = 256
 

@@ -16,10 +16,14 @@ from evaluation.core.block_reader import BlockReader
 from evaluation.core.eval_mode import evaluating, inference
 from evaluation.vision.chosen import evenly_spread
 from vlp.config import ConfigError, Precision
-from vlp.data.vision.detection.dataset import DetectionDataConfig, evaluation_pixels, open_objects
-from vlp.data.vision.detection.objects import ObjectImages
-from vlp.metrics.detection import ImageFound, ImageTruth, coco_figures
-from vlp.tasks.vision.detection import DetectionTask
+from vlp.tasks.detection.data import (
+    DetectionDataConfig,
+    ObjectImages,
+    evaluation_pixels,
+    open_objects,
+)
+from vlp.tasks.detection.metrics import ImageFound, ImageTruth, coco_figures
+from vlp.tasks.detection.task import DetectionTask
 
 BATCH = 16
 
@@ -31,7 +35,7 @@ def evaluate(
     precision: Precision | None = None,
     workers: int | None = None,
 ) -> dict[str, float]:
-    """COCO's figures in percent on `data.test`; see `vlp.metrics.detection.FIGURES`.
+    """COCO's figures in percent on `data.test`; see `vlp.tasks.detection.metrics.FIGURES`.
 
     The first size of `data.test_sizes` gives `AP`, `AP50`, ...; further ones `AP@160`, ... .
     Objects are small, medium or large by the pixels of the annotation, of scenes by those of the

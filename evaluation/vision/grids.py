@@ -11,16 +11,15 @@ import torch
 from evaluation.core.eval_mode import evaluating, inference
 from evaluation.vision.chosen import evenly_spread
 from vlp.config import Precision
-from vlp.data.vision.arc.grid_variants import GridVariant, held_out_variants
-from vlp.data.vision.arc.grids import (
+from vlp.tasks.grids.arc import GridPair, GridVariant, held_out_variants
+from vlp.tasks.grids.data import (
     GridDataConfig,
     GridSample,
     collate_grids,
     grid_sample,
     open_grids,
 )
-from vlp.data.vision.arc.tasks import GridPair
-from vlp.tasks.vision.grids import Grids, question_of
+from vlp.tasks.grids.task import Grids, question_of
 
 TOKENS = 2**14  # of one batch
 

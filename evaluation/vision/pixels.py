@@ -11,10 +11,10 @@ from evaluation.core.block_reader import BlockReader
 from evaluation.core.eval_mode import evaluating, inference
 from evaluation.vision.chosen import evenly_spread
 from vlp.config import Precision
-from vlp.data.vision.labelled_images import LabelledImages, open_labelled
-from vlp.data.vision.pixels import pixel_values
-from vlp.metrics.likelihood import bits_per_dimension
-from vlp.tasks.vision.pixels import Pixels
+from vlp.data.labelled_images import LabelledImages, open_labelled
+from vlp.tasks.pixels.data import pixel_values
+from vlp.tasks.pixels.metrics import bits_per_dimension
+from vlp.tasks.pixels.task import Pixels
 
 COLOURS = ("red", "green", "blue")
 TOKENS = 2**14  # of one batch

@@ -13,11 +13,10 @@ from evaluation.core.eval_mode import evaluating, inference
 from evaluation.vision.chosen import evenly_spread
 from vlp.config import Precision
 from vlp.data.shards.sample_files import BadSample
-from vlp.data.vision.widgets.dataset import Collate, encode_screen
-from vlp.data.vision.widgets.screen_sets import Screens, open_screens
-from vlp.data.vision.widgets.view_hierarchy import Screen
-from vlp.metrics.captions import TokenizerName, caption_scores, require_caption_tools
-from vlp.tasks.vision.widgets import Widgets
+from vlp.tasks.caption.metrics import TokenizerName, caption_scores, require_caption_tools
+from vlp.tasks.widgets.data import Collate, Screens, encode_screen, open_screens
+from vlp.tasks.widgets.screens import Screen
+from vlp.tasks.widgets.task import Widgets
 
 BATCH = 32
 LINES = 100

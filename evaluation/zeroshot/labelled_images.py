@@ -15,9 +15,9 @@ from evaluation.downstream.blocks import image_name
 from evaluation.zeroshot.prompts import Prompts
 from vlp.data.downstream.items import Items
 from vlp.data.image.decode import decode_image
+from vlp.data.labelled_images import LabelledImages, open_labelled
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.shard_index import INDEX_NAME
-from vlp.data.vision.labelled_images import LabelledImages, open_labelled
 
 LABEL = "label"
 

@@ -29,10 +29,10 @@ from vlp.compute.precision import advise
 from vlp.config import ConfigError, load_config
 from vlp.data.limits import put_in_force
 from vlp.data.shards.bad_samples import DataError
-from vlp.layers.pooling import pool_states
+from vlp.layers.blocks import pool_states
 from vlp.models.pretrained.local_copy import CONFIG
 from vlp.models.vlp import VLPModel
-from vlp.objectives.contrastive.canonical import (
+from vlp.objectives.canonical_correlation import (
     Affine,
     CanonicalCorrelation,
     PairMoments,

@@ -36,8 +36,8 @@ def export(
     """
     import vlp
     from vlp.config import ConfigError
+    from vlp.serving.export import export_model
     from vlp.tasks.downstream.task import has_task
-    from vlp.tasks.serving.export import export_model
 
     try:
         loaded = vlp.load(model, revision=revision)

@@ -16,8 +16,7 @@ from vlp.data.scenes.distinct import distinct_scenes
 from vlp.data.scenes.render import encode_png, render
 from vlp.data.shards.shard_index import ShardWriter
 from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
-from vlp.models.config import ImageConfig, ModelConfig, TextConfig
-from vlp.models.cross_config import AnchorConfig, CrossConfig
+from vlp.models.config import AnchorConfig, CrossConfig, ImageConfig, ModelConfig, TextConfig
 from vlp.models.folder import save_pretrained
 from vlp.models.vlp import VLPModel
 from vlp.objectives.mlm import MLMHead

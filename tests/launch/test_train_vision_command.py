@@ -11,8 +11,8 @@ import ranks
 from PIL import Image
 
 from vlp.config import load_config
-from vlp.data.vision.detection.objects import CocoSource
-from vlp.tasks.vision import KINDS, load_task
+from vlp.tasks.detection.data import CocoSource
+from vlp.tasks.vision_only import KINDS, load_task
 from vlp.training.vision_config import VisionConfig
 
 COMMAND = ranks.ROOT / "launch" / "train_vision.py"

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import Siglip2VisionConfig, Siglip2VisionModel
 
-from vlp.layers.backbones.places import Places
+from vlp.layers.backbones.attention import Places
 from vlp.positions import attach
 
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from vlp.layers.scale import LearnedScale, Temperature
+from vlp.layers.temperature import LearnedScale, Temperature
 
 
 def test_starts_where_it_is_told():

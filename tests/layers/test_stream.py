@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from vlp.layers.stream import LayerNorm, set_half_streams
+from vlp.layers.blocks import LayerNorm, set_half_streams
 
 
 def test_a_norm_is_pytorchs_unless_it_is_told_to_round():

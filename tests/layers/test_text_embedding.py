@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from vlp.layers.text_embedding import BERT_DEVIATION, TextEmbedding
+from vlp.layers.blocks import BERT_DEVIATION, TextEmbedding
 
 
 @pytest.mark.parametrize("sines", [3.0, 0.5])

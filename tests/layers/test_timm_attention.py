@@ -12,8 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from vlp.layers.attention import Attention, attend
-from vlp.layers.backbones.attention import PositionedAttention, PositionedWindowAttention
-from vlp.layers.backbones.places import Places
+from vlp.layers.backbones.attention import Places, PositionedAttention, PositionedWindowAttention
 from vlp.positions import PositionEncoding, create_position
 
 WIDTH, HEADS, GRID, PREFIX = 8, 2, (2, 3), 1

@@ -10,10 +10,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from vlp.layers.attention import Attention
 from vlp.layers.causal import CausalAttention
-from vlp.models.itm.attention import attend_shared_image
+from vlp.models.itm_scorer import attend_shared_image
 from vlp.positions import attach, create_position
-from vlp.positions.base import PositionContext
-from vlp.positions.by_modality import ByModality
+from vlp.positions.base import ByModality, PositionContext
 
 WIDTH, HEADS, GRID = 16, 2, (2, 3)
 CONTEXT = PositionContext(GRID)

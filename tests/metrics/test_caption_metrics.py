@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from vlp.metrics import captions
-from vlp.metrics.captions import CaptionToolError, caption_scores, require_caption_tools
+from vlp.tasks.caption import metrics as captions
+from vlp.tasks.caption.metrics import CaptionToolError, caption_scores, require_caption_tools
 
 
 def plain(candidates, references):

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from vlp.metrics.detection import FIGURES, ImageFound, ImageTruth, coco_figures
+from vlp.tasks.detection.metrics import FIGURES, ImageFound, ImageTruth, coco_figures
 
 CLASSES = ("circle", "star")
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlp.metrics.grounding import box_scores, intersection_over_union
+from vlp.tasks.grounding.metrics import box_scores, intersection_over_union
 
 SIZE = 24, 16
 whole = st.integers(0, 24)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from vlp.metrics import spice
-from vlp.metrics.captions import CaptionToolError
-from vlp.metrics.spice import PARSER, require_spice, spice_scores
+from vlp.tasks.caption import metrics as spice
+from vlp.tasks.caption.metrics import PARSER, CaptionToolError, require_spice, spice_scores
 
 
 @pytest.fixture

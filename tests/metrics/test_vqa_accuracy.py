@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlp.metrics.vqa import ENOUGH, normalise_answer, vqa_accuracy
+from vlp.tasks.vqa.metrics import ENOUGH, normalise_answer, vqa_accuracy
 
 
 def folder(shared):

@@ -17,8 +17,8 @@ from vlp.models.config import ModelConfig
 from vlp.models.folder import read_model, save_pretrained, start_from
 from vlp.models.vlp import VLPModel
 from vlp.positions import list_positions
+from vlp.serving.model_card import model_card
 from vlp.tasks.downstream.init_from import start_parts
-from vlp.tasks.model_card import model_card
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import pytest
 import torch
 from tests_support import TINY_MODEL
 
+from vlp.models import itm_scorer as module
 from vlp.models.config import ModelConfig
-from vlp.models.itm import scorer as module
-from vlp.models.itm.scorer import ITMScorer, PreparedTexts
+from vlp.models.itm_scorer import ITMScorer, PreparedTexts
 from vlp.models.vlp import VLPModel
 from vlp.positions import (
     CROSS_MODAL,

@@ -15,14 +15,14 @@ from PIL import Image
 import vlp
 from evaluation.__main__ import main
 from evaluation.downstream import evaluate_task
+from vlp.serving.model_card import MARK, model_card, push_to_hub, write_model_card
 from vlp.tasks.downstream.init_from import start_parts
-from vlp.tasks.downstream.pair_classification import (
+from vlp.tasks.pair_classification.task import (
     Nlvr2AssignmentConfig,
     Nlvr2Config,
     PairClassification,
     SnliVeConfig,
 )
-from vlp.tasks.model_card import MARK, model_card, push_to_hub, write_model_card
 
 
 @pytest.fixture

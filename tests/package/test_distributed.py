@@ -8,12 +8,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from vlp.distributed import gather, global_sum, is_distributed, rank, world_size
-from vlp.objectives.contrastive.itc import itc_loss, positives
-from vlp.objectives.contrastive.queue import KeyQueue
+from vlp.objectives.contrastive import itc_loss, positives
 from vlp.objectives.itm import hard_negatives, itm_loss
 from vlp.objectives.loss import normalise
-from vlp.objectives.monitors.anchor_statistics import anchor_statistics
-from vlp.objectives.token.token_term import token_losses
+from vlp.objectives.monitors import anchor_statistics
+from vlp.objectives.queue import KeyQueue
+from vlp.objectives.token import token_losses
 
 ROWS, GROUP = 16, 4
 

@@ -20,7 +20,7 @@ from vlp.data.image.transforms import Preprocessing
 from vlp.models.config import ModelConfig
 from vlp.models.folder import save_pretrained
 from vlp.models.vlp import VLPModel
-from vlp.tasks.downstream.vqa import VqaConfig, build
+from vlp.tasks.vqa.task import VqaConfig, build
 from vlp.training.config import PretrainConfig
 
 ROOT = Path(__file__).parents[2]

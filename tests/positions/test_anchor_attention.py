@@ -14,8 +14,7 @@ from evaluation.benchmarks.gpu.kernels import layer_and_field, outputs_and_gradi
 from vlp.compute.gpu_form import gpu_form
 from vlp.layers import attention as attention_module
 from vlp.positions import PositionContext, create_position
-from vlp.positions.anchor_attention import anchored_attention, contextual_terms
-from vlp.positions.anchor_blocks import readable_keys
+from vlp.positions.anchor_attention import anchored_attention, contextual_terms, readable_keys
 
 pytest.importorskip("triton")
 from interpreted_triton import interpreted

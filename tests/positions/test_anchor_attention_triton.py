@@ -14,7 +14,7 @@ from evaluation.benchmarks.gpu.compiled import (
     instructions,
     predicted,
 )
-from vlp.positions import anchor_shift_triton
+from vlp.positions import anchor_kernels as anchor_shift_triton
 
 ARCHITECTURES = [80, 90, 100]
 ALWAYS = {

@@ -15,7 +15,8 @@ from vlp.positions.anchor import anchor_distance, anchor_path
 
 pytest.importorskip("triton")
 from evaluation.benchmarks.gpu.compiled import compile_kernel
-from vlp.positions import anchor_triton, windowed_path
+from vlp.positions import anchor as windowed_path
+from vlp.positions import anchor_kernels as anchor_triton
 
 METRICS = ["euclidean", "manhattan", "chebyshev"]
 

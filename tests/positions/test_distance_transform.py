@@ -9,12 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlp.positions.anchor import anchor_distance, anchor_path
-from vlp.positions.distance_transform import along_axis, chebyshev, manhattan
+from vlp.positions.anchor import (
+    anchor_distance,
+    anchor_path,
+    chebyshev_distance,
+    distance_along_axis,
+    manhattan_distance,
+)
 
 METRICS = {
-    "manhattan": (manhattan, lambda down, right: down + right),
-    "chebyshev": (chebyshev, torch.maximum),
+    "manhattan": (manhattan_distance, lambda down, right: down + right),
+    "chebyshev": (chebyshev_distance, torch.maximum),
 }
 
 
@@ -62,7 +67,7 @@ def test_float32_keeps_its_digits_at_the_largest_grid(metric):
 
 def test_a_single_value_spreads_in_straight_lines():
     x = torch.full((5,), math.inf).index_fill(0, torch.tensor(1), 3.0)
-    assert along_axis(x, 0).tolist() == [4.0, 3.0, 4.0, 5.0, 6.0]
+    assert distance_along_axis(x, 0).tolist() == [4.0, 3.0, 4.0, 5.0, 6.0]
 
 
 @pytest.mark.parametrize("metric", [*sorted(METRICS), "euclidean"])

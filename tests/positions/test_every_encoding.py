@@ -11,8 +11,7 @@ import torch
 from pydantic import ValidationError
 from tests_support import TINY_MODEL
 
-from vlp.models.config import ModelConfig
-from vlp.models.cross_config import CrossConfig
+from vlp.models.config import CrossConfig, ModelConfig
 from vlp.models.vlp import VLPModel
 from vlp.positions import (
     CROSS_MODAL,

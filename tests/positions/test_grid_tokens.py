@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vlp.positions import PositionContext, create_fitting_position
-from vlp.positions.grid_tokens import require_grid_tokens
+from vlp.positions.coordinates import require_grid_tokens
 
 BOUND = (
     *("alibi-2d", "irpe-cross", "irpe-euclidean", "irpe-product", "irpe-quantization", "shaw"),

@@ -9,8 +9,13 @@ import torch
 
 from vlp.positions import PositionContext
 from vlp.positions.fourier import FourierPosition, MLPPosition
-from vlp.positions.learned import LearnedBoxPosition, LearnedGridPosition, LearnedPosition
-from vlp.positions.mixer import TokenEncoding, mix
+from vlp.positions.learned import (
+    LearnedBoxPosition,
+    LearnedGridPosition,
+    LearnedPosition,
+    TokenEncoding,
+    mix,
+)
 from vlp.positions.object import ObjectPosition
 from vlp.positions.sine import MDSinePosition, SinePosition
 

@@ -12,6 +12,9 @@ import torch
 from vlp.layers.attention import Attention
 from vlp.positions.base import PositionContext
 from vlp.positions.rotary import (
+    RotaryAxial,
+    RotaryMixed,
+    RotarySequence,
     axial_angles,
     grid_places,
     mixed_angles,
@@ -19,7 +22,6 @@ from vlp.positions.rotary import (
     rotate,
     sequence_angles,
 )
-from vlp.positions.rotary_encoding import RotaryAxial, RotaryMixed, RotarySequence
 
 WIDTH, HEADS = 16, 2
 FORMS = [RotarySequence, RotaryAxial, RotaryMixed]

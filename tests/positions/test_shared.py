@@ -8,7 +8,7 @@ from torch import nn
 
 from vlp.layers.attention import Attention
 from vlp.positions import PositionContext, create_fitting_position
-from vlp.positions.shared import shared
+from vlp.positions.base import shared
 
 WIDTH, HEADS, GRID = 16, 2, (3, 4)
 NAMES = ("irpe-product", "alibi-2d", "shaw", "transformer-xl", "rope-1d", "rope-axial",

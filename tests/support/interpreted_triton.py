@@ -14,13 +14,11 @@ import torch
 import triton
 from triton.runtime import interpreter
 
-from vlp.positions import (
-    anchor_attention,
-    anchor_attention_triton,
-    anchor_shift_triton,
-    anchor_triton,
-    windowed_path,
-)
+from vlp.positions import anchor as windowed_path
+from vlp.positions import anchor_attention
+from vlp.positions import anchor_kernels as anchor_attention_triton
+from vlp.positions import anchor_kernels as anchor_shift_triton
+from vlp.positions import anchor_kernels as anchor_triton
 
 MODULES = {"anchor_attention": anchor_attention_triton, "anchor_shift": anchor_shift_triton}
 

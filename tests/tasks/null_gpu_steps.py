@@ -27,25 +27,25 @@ from torch.utils._pytree import tree_leaves
 from evaluation.benchmarks.gpu.waits import LOG_EVERY, counted_waits, watched_config, watched_steps
 from evaluation.benchmarks.pretrain_step import random_batch
 from vlp.config import load_config
-from vlp.data.downstream.caption import CaptionBatch
-from vlp.data.downstream.pair_classification import PairBatch
-from vlp.data.downstream.vqa import VqaBatch
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.stream.copy_stream import CopyStream
 from vlp.data.stream.input_spec import Inputs
 from vlp.data.text.tokenizer import predicted_places
-from vlp.layers.post_norm import FeedForward
+from vlp.layers.blocks import FeedForward
 from vlp.models.config import ModelConfig
 from vlp.models.folder import Loaded
 from vlp.models.vlp import VLPModel
-from vlp.tasks.downstream.caption import CaptionTask
-from vlp.tasks.downstream.distillation import Distilled
-from vlp.tasks.downstream.grounding import Grounding
-from vlp.tasks.downstream.pair_classification import PairClassification
+from vlp.tasks.caption.data import CaptionBatch
+from vlp.tasks.caption.task import CaptionTask
 from vlp.tasks.downstream.registry import get_task
-from vlp.tasks.downstream.retrieval import Retrieval
-from vlp.tasks.downstream.vqa import Vqa
+from vlp.tasks.grounding.task import Grounding
+from vlp.tasks.pair_classification.data import PairBatch
+from vlp.tasks.pair_classification.task import PairClassification
 from vlp.tasks.pretraining import Pretraining
+from vlp.tasks.retrieval.task import Retrieval
+from vlp.tasks.teacher import Distilled
+from vlp.tasks.vqa.data import VqaBatch
+from vlp.tasks.vqa.task import Vqa
 from vlp.training.config import PretrainConfig
 from vlp.training.engines.compile import compile_task
 

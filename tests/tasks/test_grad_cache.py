@@ -9,7 +9,7 @@ from tests_support import TINY_MODEL
 
 from vlp.config import ConfigError
 from vlp.objectives.config import ObjectivesConfig
-from vlp.objectives.contrastive.sample_groups import require_whole_groups
+from vlp.objectives.loss import require_whole_groups
 from vlp.tasks.pretraining import grad_cache as module
 from vlp.tasks.pretraining import task as task_module
 

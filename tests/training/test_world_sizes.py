@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vlp.config import ConfigError, load_config
-from vlp.objectives.contrastive.sample_groups import require_whole_groups
+from vlp.objectives.loss import require_whole_groups
 from vlp.training.config import PretrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]

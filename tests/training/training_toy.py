@@ -14,8 +14,7 @@ from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.stream.batch import Batch
 from vlp.distributed import broadcast_tensors
 from vlp.io import write_tensors
-from vlp.tasks.plain import autocast
-from vlp.tasks.task import StepOutput
+from vlp.tasks.task import StepOutput, autocast
 from vlp.training.config import PretrainConfig, TrainingConfig
 from vlp.training.engines.base import Update
 from vlp.training.engines.optimiser_config import OptimiserConfig

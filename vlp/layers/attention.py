@@ -14,9 +14,8 @@ from torch.nn import functional
 from vlp.compute.gpu_form import off_cpu, on_gpu
 from vlp.compute.once import once
 from vlp.layers.flex import departure, flex_attend, log_departure
-from vlp.positions.alignment import AlignmentBias
 from vlp.positions.anchor import has_triton
-from vlp.positions.anchor_encoding import AnchorPosition
+from vlp.positions.anchor_encoding import AlignmentBias, AnchorPosition
 from vlp.positions.base import PositionContext, PositionEncoding, hooks_of
 
 logger = logging.getLogger(__name__)

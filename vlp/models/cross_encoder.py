@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from vlp.compute.gpu_form import on_gpu
 from vlp.layers.attention import Attention
-from vlp.layers.post_norm import CrossLayer, pick
-from vlp.models.cross_config import SHORTHANDS, CrossConfig
+from vlp.layers.blocks import CrossLayer, pick
+from vlp.models.config import SHORTHANDS, CrossConfig
 from vlp.positions import (
     CROSS_MODAL,
     PositionContext,
@@ -21,7 +21,7 @@ from vlp.positions import (
     position_options,
 )
 from vlp.positions.anchor_field import AnchorField
-from vlp.positions.by_modality import ByModality
+from vlp.positions.base import ByModality
 
 APE_DEVIATION = 0.5
 """Of learned positions at the start: what they are added to is normalised, of deviation 1."""

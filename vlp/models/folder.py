@@ -23,8 +23,8 @@ from vlp.config import ConfigError, load_plugins, require_plugins, validated
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.io import parse_json, write_json, write_tensors
-from vlp.models.config import ModelConfig
-from vlp.models.cross_config import SHORTHANDS
+from vlp.models.config import SHORTHANDS, ModelConfig
+from vlp.models.lora import merged_lora
 from vlp.models.pretrained.load import (
     LoadReport,
     copy_weights,
@@ -34,8 +34,7 @@ from vlp.models.pretrained.load import (
 from vlp.models.pretrained.local_copy import CONFIG, local_folder
 from vlp.models.pretrained.position_tables import ENCODINGS, carry_encodings
 from vlp.models.pretrained.source_checks import check_folder
-from vlp.models.towers.image import fit_image_tower
-from vlp.models.towers.lora import merged_lora
+from vlp.models.towers import fit_image_tower
 from vlp.models.vlp import VLPModel
 from vlp.positions import list_positions
 from vlp.positions.registry import plugins_of

@@ -12,16 +12,13 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from vlp.config import ConfigError
-from vlp.layers.feed_forward import BlockMlp
+from vlp.layers.blocks import BlockMlp, LayerNorm, ResidualStream, pool_states, pooled_width
 from vlp.layers.fused import fuse_by_device
-from vlp.layers.pooling import pool_states, pooled_width
-from vlp.layers.stream import LayerNorm, ResidualStream
 from vlp.layers.thread_local import ThreadLocal
 from vlp.models.config import ImageConfig
-from vlp.models.towers.image import create_image_tower
-from vlp.models.towers.trainable import TrainableTower
+from vlp.models.towers import TrainableTower, create_image_tower
 from vlp.positions import attach
-from vlp.positions.position_config import PositionConfig
+from vlp.positions.options import PositionConfig
 
 PatchEdit = Callable[[Tensor], Tensor]
 

@@ -8,12 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from vlp.compute.gpu_form import on_gpu
-from vlp.layers.pooling import pooled_width
-from vlp.layers.post_norm import PostNormLayer
-from vlp.layers.text_embedding import TextEmbedding
+from vlp.layers.blocks import PostNormLayer, TextEmbedding, pooled_width
 from vlp.models.config import TextConfig
-from vlp.models.towers.text import blocks_of, create_text_tower
-from vlp.models.towers.trainable import TrainableTower
+from vlp.models.towers import TrainableTower, blocks_of, create_text_tower
 
 
 class TextEncoder(TrainableTower):

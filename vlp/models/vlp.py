@@ -10,16 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.profiler import record_function
 
-from vlp.layers.pooling import pool_states, pooled_width
-from vlp.layers.scale import Temperature
-from vlp.layers.text_embedding import BERT_DEVIATION
+from vlp.layers.blocks import BERT_DEVIATION, pool_states, pooled_width
+from vlp.layers.temperature import Temperature
 from vlp.models.config import ModelConfig
 from vlp.models.cross_encoder import CrossEncoder, ImageKeys, PairIndices
 from vlp.models.features import CrossFeatures, ImageFeatures, TextFeatures
 from vlp.models.image_encoder import ImageEncoder, PatchEdit
-from vlp.models.itm.token_score import TokenScore
 from vlp.models.text_encoder import TextEncoder, require_ids
-from vlp.models.towers.text import with_architecture
+from vlp.models.towers import with_architecture
 from vlp.positions import CROSS_MODAL, PositionEncoding
 from vlp.positions.anchor_field import AnchorField, anchor_field, joined_fields, uniform_field
 
@@ -29,6 +27,40 @@ from vlp.positions.anchor_field import AnchorField, anchor_field, joined_fields,
 # with as much. The text encoder keeps 0.02 at every width: from a stronger start its tokens mix at
 # once, and a word no longer points to what it names.
 BERT_WIDTH = 768
+
+
+class TokenScore(nn.Module):
+    """A learned multiple of the mean over words of the best patch's cosine.
+
+    Added to the match score of cross-modal states, it hands over what the token term of the
+    contrastive objective has taught the token projections (FILIP, Yao et al. 2021, section 3.1,
+    from text to image).
+
+    Args:
+        start: of the factor.
+    """
+
+    def __init__(self, start: float) -> None:
+        super().__init__()
+        # A unit of the parameter is the factor it starts with: Adam moves both by like shares.
+        self.start = start
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, image_tokens: Tensor, text_tokens: Tensor, word_mask: Tensor) -> Tensor:
+        """Score pairs.
+
+        Args:
+            image_tokens: (..., M, D) of unit length.
+            text_tokens: (B, N, D) of unit length.
+            word_mask: (B, N) bool, True = a real word; a text without words scores 0.
+
+        Returns:
+            (B,) in the tokens' type.
+        """
+        with torch.autocast(text_tokens.device.type, enabled=False):
+            best = (text_tokens @ image_tokens.mT).amax(-1)
+        words = word_mask.sum(-1).clamp(min=1)
+        return self.start * self.factor * (best * word_mask).sum(-1) / words
 
 
 class VLPModel(nn.Module):

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from vlp.compute.full_precision import full_precision
 from vlp.compute.region import region
-from vlp.objectives.contrastive.sample_groups import sample_groups
-from vlp.objectives.loss import Loss
+from vlp.objectives.loss import Loss, sample_groups
 
 
 class Negatives(NamedTuple):

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from vlp.compute.region import region
+from vlp.config import ConfigError
 from vlp.distributed import global_sum, world_size
+from vlp.objectives.config import ObjectivesConfig
 
 
 class Loss(NamedTuple):
@@ -37,3 +39,57 @@ def normalise(losses: Mapping[str, Loss]) -> dict[str, Tensor]:
 def _over_counts(totals: list[Tensor], counts: Tensor, ranks: int) -> list[Tensor]:
     counts = counts.clamp(min=1)
     return [total * ranks / counts[row] for row, total in enumerate(totals)]
+
+
+def sample_groups(rows: int, group: int) -> tuple[int, int]:
+    """Return the number of groups of `rows` consecutive samples, and the size of each.
+
+    A batch smaller than `group` is one group.
+
+    Raises:
+        ValueError: `group` is not positive, or does not divide a larger batch.
+    """
+    if group < 1:
+        raise ValueError(f"a sample group needs at least 1 row, not {group}")
+    if rows <= group:
+        return (1, rows) if rows else (0, group)
+    if rows % group:
+        raise ValueError(
+            f"a rank's batch of {rows} rows cannot be cut into groups of {group}: choose a batch "
+            "per rank that is a multiple of the group, or a smaller group"
+        )
+    return rows // group, group
+
+
+def require_whole_groups(
+    objectives: ObjectivesConfig,
+    batch: int,
+    ranks: int,
+    prefix: str = "objectives",
+    chunk: int | None = None,
+) -> None:
+    """Require that each rank's share of a global batch holds whole sample groups.
+
+    Else negatives, and with them the losses, would depend on the number of ranks. A batch smaller
+    than a group is one group, for a single rank. So must a chunk of `training.grad_cache`.
+
+    Raises:
+        ConfigError: it does not; the key and the numbers are named.
+    """
+    groups = {}
+    if objectives.itm:
+        groups[f"{prefix}.itm.group"] = objectives.itm.group
+    if objectives.contrastive and objectives.contrastive.has_token_term:
+        groups[f"{prefix}.contrastive.token.group"] = objectives.contrastive.token.group
+    share = batch // ranks
+    for key, group in groups.items():
+        if share % min(group, batch):
+            raise ConfigError(
+                f"{key} {group} does not divide a rank's {share} samples (training.batch {batch} "
+                f"on {ranks} ranks)"
+            )
+        if chunk is not None and chunk < share and chunk % group:
+            raise ConfigError(
+                f"training.grad_cache {chunk} is not a multiple of {key} {group}, whose negatives "
+                "it would cut off"
+            )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from vlp.positions.base import PositionContext, PositionEncoding
-from vlp.positions.by_modality import ByModality
+from vlp.positions.base import ByModality, PositionContext, PositionEncoding
 from vlp.positions.registry import (
     CROSS_MODAL,
     acts_on_tokens,
@@ -22,7 +21,7 @@ from vlp.positions.registry import (
 )
 
 if TYPE_CHECKING:
-    from vlp.layers.backbones.attach import attach, drop_absolute
+    from vlp.layers.attach import attach, drop_absolute
 
 __all__ = [
     "CROSS_MODAL",
@@ -47,5 +46,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import `attach` and `drop_absolute` on first use: their module builds on this package."""
     if name in ("attach", "drop_absolute"):
-        return getattr(importlib.import_module("vlp.layers.backbones.attach"), name)
+        return getattr(importlib.import_module("vlp.layers.attach"), name)
     raise AttributeError(f"module 'vlp.positions' has no attribute {name!r}")

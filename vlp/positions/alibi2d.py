@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vlp.positions.base import PositionContext, PositionEncoding
-from vlp.positions.grid_tokens import require_grid_tokens
+from vlp.positions.base import PositionContext, PositionEncoding, shared
+from vlp.positions.coordinates import require_grid_tokens
 from vlp.positions.options import require_known
-from vlp.positions.shared import shared
 
 Ratio = Literal["paper", "code"]
 Variant = Literal["two-slope", "four-diagonal"]

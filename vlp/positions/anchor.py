@@ -8,9 +8,13 @@ Nothing here detaches: whether gradients pass through a path is the caller's cho
 
 from __future__ import annotations
 
+import functools
+import importlib
 import importlib.util
 import math
 from collections.abc import Iterable, Iterator
+from types import ModuleType
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,9 +22,211 @@ from torch.nn import functional
 
 from vlp.compute.full_precision import at_least_float32
 from vlp.compute.gpu_form import on_gpu
-from vlp.positions import distance_transform
-from vlp.positions.windowed_path import fits, windowed_path
-from vlp.positions.windows import Metric, patch_reach, text_reach
+from vlp.positions.kernel_operator import KernelOperator
+
+
+def distance_along_axis(x: Tensor, dim: int) -> Tensor:
+    """Minimum over i of x[i] + |m - i| along one axis, same shape."""
+    places = list(x.unbind(dim))
+    for place, before in _there_and_back(len(places)):
+        places[place] = torch.minimum(places[place], places[before] + 1)
+    return torch.stack(places, dim)
+
+
+def manhattan_distance(x: Tensor) -> Tensor:
+    """Minimum over a whole grid under Manhattan distance: (..., rows, columns, N), same shape."""
+    return distance_along_axis(distance_along_axis(x, -3), -2)
+
+
+def chebyshev_distance(x: Tensor) -> Tensor:
+    """Minimum over a whole grid under Chebyshev distance: (..., rows, columns, N), same shape."""
+    rows = list(x.unbind(-3))
+    for row, before in _there_and_back(len(rows)):
+        rows[row] = torch.minimum(rows[row], _with_neighbours(rows[before]) + 1)
+    return distance_along_axis(torch.stack(rows, -3), -2)
+
+
+def _there_and_back(length: int) -> list[tuple[int, int]]:
+    """(place, the one before it) on a walk to the end of an axis and back."""
+    there = [(place, place - 1) for place in range(1, length)]
+    return there + [(before, place) for place, before in reversed(there)]
+
+
+def _with_neighbours(row: Tensor) -> Tensor:
+    """Return the least of each column and the two beside it, over (..., columns, N)."""
+    columns = row.shape[-2]
+    padded = functional.pad(row, (0, 0, 1, 1), value=math.inf)
+    sides = torch.minimum(padded.narrow(-2, 0, columns), padded.narrow(-2, 2, columns))
+    return torch.minimum(row, sides)
+
+
+Metric = Literal["euclidean", "manhattan", "chebyshev"]
+"""Distance between patches, D_p2p of Eq. 7 (papers.md#ace-a11)."""
+
+
+def text_reach(window: int | None) -> int | None:
+    """Return the tokens to either side of a window of B_t tokens; None is unbounded.
+
+    Raises:
+        ValueError: a window that is not a positive odd number.
+    """
+    if window is not None and (window < 1 or window % 2 == 0):
+        raise ValueError(f"text_window must be an odd number of tokens, not {window}")
+    return None if window is None else window // 2
+
+
+def patch_reach(window: int | None) -> int | None:
+    """Patches to either side of a square window of B_p patches; None is unbounded.
+
+    Raises:
+        ValueError: a window that is not the square of a positive odd number.
+    """
+    if window is None:
+        return None
+    side = math.isqrt(window) if window > 0 else 0
+    if side * side != window or side % 2 == 0:
+        raise ValueError(f"patch_window must be an odd square of patches (1, 9, 25), not {window}")
+    return side // 2
+
+
+_BLOCK = 256
+# The patches of a window are unrolled; with more of them compiling takes too long.
+_FARTHEST_PATCH = 4
+
+
+def fits(text_reach: int, patch_reach: int) -> bool:
+    """Return whether the kernel takes a window: up to 9 x 9 patches, and fewer than 2^15 steps."""
+    return patch_reach <= _FARTHEST_PATCH and _steps(text_reach, patch_reach) < 2**15
+
+
+def windowed_path(
+    distance: Tensor,
+    grid: tuple[int, int],
+    words: Tensor | None,
+    text_reach: int,
+    patch_reach: int,
+    metric: Metric,
+) -> tuple[Tensor, Tensor]:
+    """Shortest anchor path within windows (Eq. 7, papers.md#ace-a10 to #ace-a15), differentiable
+    once.
+
+    Half precision is computed in float32. The arguments are those that
+    `vlp.positions.anchor.anchor_path` has checked.
+
+    Args:
+        distance: (B, M, N, G) with any strides, from `anchor_distance`.
+        grid: (rows, columns) of the patches, M = rows * columns.
+        words: (B, N) bool, True = a real word.
+        text_reach: tokens to either side.
+        patch_reach: patches to either side, along rows and columns.
+        metric: distance between patches, in patches.
+
+    Returns:
+        The path (B, M, N, G), 0 where nothing is reachable, and the boolean `reachable`.
+    """
+    note = distance.requires_grad and torch.is_grad_enabled()
+    window = [*grid, text_reach, patch_reach]
+    path, reachable, _ = _path(distance, words, window, metric, note)
+    return path, reachable
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    """Triton, and what it compiles, are imported where a kernel runs first."""
+    return importlib.import_module("vlp.positions.anchor_kernels")
+
+
+def _launch(
+    distance: Tensor, words: Tensor | None, window: list[int], metric: str, note: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    path, reachable, winner = _results(distance, words, window, metric, note)
+    seen = reachable.view(torch.uint8)
+    if path.numel():
+        with torch.cuda.device(path.get_device()):
+            _kernels().path_forward_kernel[_programs(path)](
+                distance,
+                seen if words is None else words.contiguous().view(torch.uint8),
+                path,
+                seen,
+                winner if note else seen,
+                *distance.stride(),
+                *path.stride(),
+                **_options(path, window, metric),
+                MASKED=words is not None,
+                NOTE_WINNER=note,
+            )
+    return path, reachable, winner
+
+
+def _results(
+    distance: Tensor, words: Tensor | None, window: list[int], metric: str, note: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    path = torch.empty_like(distance)
+    reachable = torch.empty_like(path, dtype=torch.bool)
+    kind = torch.uint8 if _steps(*window[2:]) < 256 else torch.int16
+    return path, reachable, torch.empty_like(path if note else path[:0], dtype=kind)
+
+
+def _launch_backward(above: Tensor, winner: Tensor, window: list[int], metric: str) -> Tensor:
+    gradient = torch.empty_like(winner, dtype=above.dtype)
+    if gradient.numel():
+        with torch.cuda.device(gradient.get_device()):
+            _kernels().path_backward_kernel[_programs(gradient)](
+                above,
+                winner,
+                gradient,
+                *above.stride(),
+                *gradient.stride(),
+                **_options(gradient, window, metric),
+            )
+    return gradient
+
+
+def _gradient(above: Tensor, winner: Tensor, window: list[int], metric: str) -> Tensor:
+    return torch.empty_like(winner, dtype=above.dtype)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.window, ctx.metric = inputs[2:4]
+    ctx.save_for_backward(output[2])
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _differentiate(ctx: Any, above: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    (winner,) = ctx.saved_tensors
+    gradient = _path_backward(above, winner, ctx.window, ctx.metric)
+    return gradient, None, None, None, None
+
+
+_path = KernelOperator("windowed_path", _launch, _results, _keep, _differentiate)
+_path_backward = KernelOperator("windowed_path_backward", _launch_backward, _gradient)
+
+
+def _options(path: Tensor, window: list[int], metric: str) -> dict[str, Any]:
+    rows, columns, text_reach, patch_reach = window
+    language = importlib.import_module("triton.language")
+    return {
+        "tokens": path.shape[2],
+        "groups": path.shape[3],
+        "ROWS": rows,
+        "COLUMNS": columns,
+        "TEXT": text_reach,
+        "PATCH": patch_reach,
+        "METRIC": metric,
+        "STEPS": _steps(text_reach, patch_reach),
+        "GROUPS_LAST": path.stride(3) == 1,
+        "TYPE": getattr(language, "float64" if path.dtype == torch.float64 else "float32"),
+        "BLOCK": _BLOCK,
+    }
+
+
+def _steps(text_reach: int, patch_reach: int) -> int:
+    return (2 * text_reach + 1) * (2 * patch_reach + 1) ** 2
+
+
+def _programs(x: Tensor) -> tuple[int]:
+    return (len(x) * -(-x[0].numel() // _BLOCK),)
+
 
 # Entries of one intermediate result that a core handles best: 1 MiB of float32.
 _CACHED_ENTRIES = 1 << 18
@@ -120,7 +326,7 @@ def anchor_path(
     the tokens of the window, then over the patches of the window. Unbounded ones take time linear
     in M and N, but for Euclidean distance, which compares every patch with every other.
 
-    On a GPU with Triton, bounded windows run in one kernel (`vlp.positions.windowed_path`). Where
+    On a GPU with Triton, bounded windows run in one kernel (`vlp.positions.anchor`). Where
     several sources are equally near, PyTorch shares the gradient among them and the kernel gives
     it to one.
 
@@ -310,14 +516,14 @@ def _nearest_anchor(
     """Eq. 7 over (B, G, rows, columns, N): +inf where nothing is reachable."""
     plane = plane if barrier is None else plane + barrier
     if text_reach is None:
-        plane = distance_transform.along_axis(plane, -1)
+        plane = distance_along_axis(plane, -1)
     else:
         plane = _nearest(plane, _over_tokens(plane, text_reach))
     plane = plane if barrier is None else plane + barrier  # padding is no target either
     if patch_reach is None and metric == "manhattan":
-        return distance_transform.manhattan(plane)
+        return manhattan_distance(plane)
     if patch_reach is None and metric == "chebyshev":
-        return distance_transform.chebyshev(plane)
+        return chebyshev_distance(plane)
     reach = max(plane.shape[-3:-1]) if patch_reach is None else patch_reach
     return _nearest(plane, _over_patches(plane, reach, metric))
 

@@ -20,7 +20,7 @@ from vlp.positions.anchor import (
     mean_over_patches,
     mean_over_words,
 )
-from vlp.positions.anchor_blocks import aligned_length
+from vlp.positions.anchor_attention import aligned_length
 
 Unreachable = Literal["zero", "far"]
 """Path of a word to a patch without an anchor in reach: 0, or `longest_path`."""

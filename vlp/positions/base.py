@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, ParamSpec, cast
 
+import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from vlp.positions.anchor_field import AnchorField
 
@@ -109,3 +113,103 @@ def hooks_of(encoding: nn.Module) -> frozenset[str]:
         if isinstance(part, PositionEncoding):
             return part.hooks
     raise TypeError(f"{type(encoding).__name__} is no PositionEncoding and wraps none")
+
+
+class ByModality(PositionEncoding):
+    """Sends every hook to the encoding of the stream at hand.
+
+    The layers of the cross-modal encoder share their projections between both streams, but a place
+    in a sentence and a place in an image have nothing to share. `context.text_queries` says whose
+    turn it is; a stream without an encoding, or whose encoding lacks a hook, is left as it is.
+
+    Args:
+        text: encoding of the text stream, or None.
+        image: encoding of the image stream, or None.
+    """
+
+    def __init__(self, text: PositionEncoding | None, image: PositionEncoding | None) -> None:
+        super().__init__()
+        self.text, self.image = text, image
+
+    @property
+    def hooks(self) -> frozenset[str]:
+        """Those of either side."""
+        sides = [side for side in (self.text, self.image) if side is not None]
+        return frozenset[str]().union(*(hooks_of(side) for side in sides))
+
+    def tokens(self, x: Tensor, context: PositionContext) -> Tensor:
+        """Token embeddings of one stream; see the base."""
+        return self._dispatch("tokens", context, x)
+
+    def inputs(
+        self, query: Tensor, key: Tensor, value: Tensor, context: PositionContext
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what enters the projections of one stream; see the base."""
+        return self._dispatch("inputs", context, query, key, value)
+
+    def rotate(self, query: Tensor, key: Tensor, context: PositionContext) -> tuple[Tensor, Tensor]:
+        """Projected queries and keys of one stream; see the base."""
+        return self._dispatch("rotate", context, query, key)
+
+    def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor | None:
+        """Bias of one stream's logits; see the base."""
+        return self._dispatch("bias", context, query, key)
+
+    def value(self, attention: Tensor, context: PositionContext) -> Tensor | None:
+        """Addition to one stream's output; see the base."""
+        return self._dispatch("value", context, attention)
+
+    def _dispatch(self, hook: str, context: PositionContext, *tensors: Tensor) -> Any:
+        side = self.text if context.text_queries else self.image
+        if side is None or hook not in hooks_of(side):
+            return getattr(PositionEncoding, hook)(self, *tensors, context)
+        return side(hook, *tensors, context)
+
+
+Sizes = ParamSpec("Sizes")
+
+
+def shared(kept: int) -> Callable[[Callable[Sizes, Tensor]], Callable[Sizes, Tensor]]:
+    """Keep the latest results of a function of sizes, names, number types and devices.
+
+    They are made outside inference mode, as a tensor born in it could serve no backward pass later,
+    and outside the modes of tracing, as one born under `torch.export` is fake: it has no numbers,
+    and models that read it later learn nothing. `torch.compile`, which ignores caches, takes the
+    result for a constant of the sizes that it compiles for.
+
+    Args:
+        kept: number of results.
+    """
+
+    def decorate(make: Callable[Sizes, Tensor]) -> Callable[Sizes, Tensor]:
+        def real(*sizes: Sizes.args, **names: Sizes.kwargs) -> Tensor:
+            with torch.inference_mode(False), _disable_current_modes():
+                return make(*sizes, **names)
+
+        keep = cast("Callable[Sizes, Tensor]", functools.lru_cache(maxsize=kept)(real))
+
+        def constant(*sizes: Sizes.args, **names: Sizes.kwargs) -> Tensor:
+            return keep(*sizes, **names)
+
+        # `torch.compiler.assume_constant_result` does no more, but imports the compiler first.
+        constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+        @functools.wraps(make)
+        def result(*sizes: Sizes.args, **names: Sizes.kwargs) -> Tensor:
+            if torch.compiler.is_dynamo_compiling():
+                fixed = {name: _fixed(value) for name, value in names.items()}
+                return constant(*(_fixed(size) for size in sizes), **fixed)
+            return keep(*sizes, **names)
+
+        return result
+
+    return decorate
+
+
+def _fixed(size: Any) -> Any:
+    """Turn sizes into numbers where `torch.compile(dynamic=True)` has symbols for them."""
+    from torch.fx.experimental.symbolic_shapes import guard_scalar  # takes half a second
+
+    if isinstance(size, tuple):
+        return tuple(_fixed(one) for one in size)
+    return guard_scalar(size) if isinstance(size, int | float) else size

@@ -20,11 +20,11 @@ from torch.nn import functional
 from vlp.compute.full_precision import at_least_float32
 from vlp.positions.base import PositionEncoding
 from vlp.positions.clipped import ClippedPosition
+from vlp.positions.coordinates import grid_size
 from vlp.positions.cope import ContextualPosition
-from vlp.positions.grid_tokens import grid_size
 from vlp.positions.irpe import RelativePosition
 from vlp.positions.learned import LearnedGridPosition, LearnedPosition
-from vlp.positions.rotary_encoding import RotaryAxial, RotaryMixed
+from vlp.positions.rotary import RotaryAxial, RotaryMixed
 from vlp.positions.semantic import SemanticPosition
 from vlp.positions.transformer_xl import TransformerXLPosition
 

@@ -7,12 +7,11 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from vlp.positions.base import PositionContext
+from vlp.positions.base import PositionContext, shared
 from vlp.positions.buckets import Method, bucket_ids, table_size
-from vlp.positions.grid_tokens import require_grid_tokens
+from vlp.positions.coordinates import require_grid_tokens
 from vlp.positions.lookup import LookupPosition
 from vlp.positions.options import require_known
-from vlp.positions.shared import shared
 
 Offsets = Literal["product", "axes", "raster"]
 

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlp.positions.base import PositionContext
+from vlp.positions.base import PositionContext, shared
 from vlp.positions.buckets import IndexFunction, Method, Universe, Variant, bucket_ids, table_size
-from vlp.positions.grid_tokens import grid_size, require_grid_tokens
+from vlp.positions.coordinates import grid_size, require_grid_tokens
 from vlp.positions.lookup import Lookup, LookupPosition, attended_rows, products, scalars
 from vlp.positions.options import require_defaults
-from vlp.positions.shared import shared
 
 ROLES = ("query", "key", "value")
 

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from vlp.compute.full_precision import at_least_float32
 from vlp.positions.base import PositionContext
-from vlp.positions.coordinates import patch_centres, require_grid
-from vlp.positions.grid_tokens import grid_at_hand
-from vlp.positions.mixer import TokenEncoding
+from vlp.positions.coordinates import grid_at_hand, patch_centres, require_grid
+from vlp.positions.learned import TokenEncoding
 from vlp.positions.sine import sinusoid
 
 # In cells: an edge that misses a cell's border by a rounding error is on the border.

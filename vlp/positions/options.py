@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from typing import Any, NamedTuple
 
-from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError
+
+from vlp.config import Config
 
 SIZES = ("width", "heads", "grid", "length", "causal")
 """Options that a model knows by itself."""
@@ -165,3 +167,12 @@ def _adapter(made: Callable[..., Any], name: str) -> TypeAdapter[Any] | None:
         return TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True))
     except PydanticUserError:  # a pydantic model, which brings its own configuration
         return TypeAdapter(kind)
+
+
+class PositionConfig(Config):
+    """One encoding of `vlp.positions.list_positions()`."""
+
+    name: str = Field(description="of one encoding in vlp.positions.list_positions()")
+    # Not `on`, as `attach` calls it: YAML 1.1 reads that as true.
+    roles: str | None = Field(None, description="letters of q, k, v, where the encoding has them")
+    options: Mapping[str, Any] = Field({}, description="of the encoding, as in {theta: 10}")

@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 
 from vlp.config import load_plugins, plugin_of
 from vlp.positions.alibi2d import DirectionalDistance
-from vlp.positions.alignment import AlignmentBias
-from vlp.positions.anchor_encoding import AnchorPosition
+from vlp.positions.anchor_encoding import AlignmentBias, AnchorPosition
 from vlp.positions.base import PositionEncoding
 from vlp.positions.cope import ContextualPosition
 from vlp.positions.fourier import FourierPosition, MLPPosition
@@ -33,7 +32,7 @@ from vlp.positions.options import (
     parameters_of,
     untyped,
 )
-from vlp.positions.rotary_encoding import RotaryAxial, RotaryMixed, RotarySequence
+from vlp.positions.rotary import RotaryAxial, RotaryMixed, RotarySequence
 from vlp.positions.sasa import SasaPosition
 from vlp.positions.semantic import SemanticPosition
 from vlp.positions.shaw import ShawPosition

@@ -13,8 +13,11 @@ import math
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
+from vlp.positions.base import PositionContext, PositionEncoding, shared
+from vlp.positions.coordinates import grid_at_hand, grid_size, patches_spanned
 from vlp.positions.options import require_known
 
 Layout = Literal["interleaved", "half"]
@@ -214,3 +217,263 @@ def turn(x: Tensor, cosine: Tensor, sine: Tensor, layout: Layout = "interleaved"
 def require_layout(layout: str) -> None:
     """Raise ValueError for a layout of pairs that `turn` does not know."""
     require_known("rotary layout", layout, get_args(Layout))
+
+
+class _Rotary(PositionEncoding):
+    """Base of all forms. Queries and keys turn alike; the prefix turns by 0, which is exact."""
+
+    causal = True
+
+    def __init__(
+        self, name: str, width: int, heads: int, theta: float, layout: Layout, axes: int
+    ) -> None:
+        super().__init__()
+        if width % heads:
+            raise ValueError(f"{name}: {heads} heads do not divide width {width}")
+        self.head_width = width // heads
+        if self.head_width % (2 * axes):
+            raise ValueError(
+                f"{name} needs a head width that {2 * axes} divides, not {self.head_width} "
+                f"(width {width}, {heads} heads)"
+            )
+        pair_frequencies(self.head_width, theta, axes)  # refuses a theta that is not positive
+        require_layout(layout)
+        self.name, self.theta, self.layout = name, theta, layout
+
+    def rotate(self, query: Tensor, key: Tensor, context: PositionContext) -> tuple[Tensor, Tensor]:
+        """Turn queries and keys (B, heads, T, head width); prefix tokens stay as they are.
+
+        Raises:
+            ValueError: other head widths, queries and keys that differ in number, or tokens that
+                are not those of the context.
+        """
+        shapes = tuple(query.shape[-2:]), tuple(key.shape[-2:])
+        if shapes[0] != shapes[1] or shapes[0][1] != self.head_width:
+            raise ValueError(
+                f"{self.name} rotates queries and keys of the same tokens with head width "
+                f"{self.head_width}, not {shapes[0]} and {shapes[1]}"
+            )
+        cosine, sine = self._cosine_and_sine(query, context)
+        return turn(query, cosine, sine, self.layout), turn(key, cosine, sine, self.layout)
+
+    def _cosine_and_sine(self, query: Tensor, context: PositionContext) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+
+class RotarySequence(_Rotary):
+    """`rope-1d`: RoPE over the order of the tokens (Su et al. 2021), text or a grid's raster order.
+
+    Places count from 0 after the prefix, whose tokens are not rotated; text that numbers its [CLS]
+    too passes a context without prefix. Sequences of any length and grids of any shape work, but a
+    grid is only its raster order: the patch above is a whole row away. Nothing is learned and
+    there is no neutral start: attached to trained weights it changes the layer.
+
+    Args:
+        width: channels of the layer.
+        heads: attention heads; their width must be even.
+        theta: base of the wavelengths.
+        layout: "interleaved" pairs (2k, 2k + 1) or "half" (k, k + head width / 2).
+
+    Raises:
+        ValueError: heads that do not divide the width, an odd head width, theta not positive, an
+            unknown layout.
+    """
+
+    def __init__(
+        self, width: int, heads: int, theta: float = 10000.0, layout: Layout = "interleaved"
+    ) -> None:
+        super().__init__("rope-1d", width, heads, theta, layout, axes=1)
+
+    def _cosine_and_sine(self, query: Tensor, context: PositionContext) -> tuple[Tensor, Tensor]:
+        tokens, prefix = query.shape[-2], context.prefix_tokens
+        if tokens < prefix:
+            raise ValueError(f"{self.name}: {tokens} tokens of which {prefix} are prefix")
+        options = prefix, self.head_width, self.theta, query.dtype, query.device
+        cosine, sine = _sequence(tokens - prefix, *options).unbind()
+        return cosine, sine
+
+
+class _GridRotary(_Rotary):
+    """Patches of a grid, or tokens with coordinates."""
+
+    def __init__(
+        self,
+        name: str,
+        width: int,
+        heads: int,
+        grid: tuple[int, int] | None,
+        theta: float,
+        rescale: bool,
+        layout: Layout,
+    ) -> None:
+        super().__init__(name, width, heads, theta, layout, axes=2)
+        if grid is not None and min(grid) < 1:
+            raise ValueError(f"{name}: a grid of {grid_size(grid)} has no patches")
+        if rescale and grid is None:
+            raise ValueError(f"{name}: rescale needs the trained grid, but grid is None")
+        self.grid = None if grid is None else (grid[0], grid[1])
+        self.spread = self.grid if rescale else None
+
+    def _grid(self, query: Tensor, context: PositionContext) -> tuple[int, int]:
+        grid, prefix = grid_at_hand(self.name, context, self.grid), context.prefix_tokens
+        expected = prefix + grid[0] * grid[1]
+        if query.shape[-2] != expected:
+            raise ValueError(
+                f"{self.name}: {prefix} prefix tokens and a {grid_size(grid)} grid are {expected} "
+                f"tokens, not {query.shape[-2]}"
+            )
+        return grid[0], grid[1]
+
+    def _coordinates(self, query: Tensor, context: PositionContext) -> Tensor | None:
+        """Columns and rows (B, T, 2) of tokens that lie on no grid, in patches.
+
+        The patches are their image's or, where it names none or places are spread, the options'.
+        """
+        if context.coordinates is None:
+            return None
+        # float32 at least: patches are told apart by steps that bfloat16 lacks
+        kind = torch.promote_types(query.dtype, torch.float32)
+        shares = context.coordinates.to(query.device, kind)
+        unit = patches_spanned(shares, None if self.spread else context.grids, self.grid)
+        if unit is None:
+            raise ValueError(f"{self.name}: coordinates need a grid in the options, as their unit")
+        shape = tuple(context.coordinates.shape)
+        prefix, tokens = context.prefix_tokens, query.shape[-2]
+        if len(shape) != 3 or shape[-1] not in (2, 4) or prefix + shape[1] != tokens:
+            raise ValueError(
+                f"{self.name}: {tokens} tokens of which {prefix} are prefix need coordinates "
+                f"(batch, {tokens - prefix}, 2 or 4), not {shape}"
+            )
+        if shape[-1] == 4:
+            shares = (shares[..., :2] + shares[..., 2:]) / 2
+        places = shares * unit - 0.5
+        return functional.pad(places, (0, 0, prefix, 0))
+
+
+class RotaryAxial(_GridRotary):
+    """`rope-axial`: half of the pairs turn with the column, half with the row, fixed frequencies.
+
+    (Heo et al. 2024.) Any grid works, square or not, also one larger than any seen in
+    training: places are counted in patches and only offsets matter. `rescale` instead spreads the
+    places of another grid over the image as the trained grid spreads its own. Prefix tokens are
+    not rotated. Tokens with coordinates get places between those of the patches, the middle of a
+    patch being that patch; a box stands where its centre is. Nothing is learned and there is no
+    neutral start: attached to trained weights it changes the layer.
+
+    Args:
+        width: channels of the layer.
+        heads: attention heads; four must divide their width.
+        grid: (rows, columns) of the trained grid: for contexts that name none, for coordinates, and
+            for `rescale`.
+        theta: base of the wavelengths, lower than for texts as images have fewer places.
+        rescale: whether the places of another grid are spread as the trained grid's.
+        layout: "interleaved" pairs (2k, 2k + 1) or "half" (k, k + head width / 2).
+
+    Raises:
+        ValueError: heads that do not divide the width, a head width that four does not divide,
+            theta not positive, an empty grid, rescale without a grid, an unknown layout.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        grid: tuple[int, int] | None = None,
+        theta: float = 100.0,
+        rescale: bool = False,
+        layout: Layout = "interleaved",
+    ) -> None:
+        super().__init__("rope-axial", width, heads, grid, theta, rescale, layout)
+
+    def _cosine_and_sine(self, query: Tensor, context: PositionContext) -> tuple[Tensor, Tensor]:
+        places = self._coordinates(query, context)
+        if places is not None:
+            angles = split_angles(places[:, None], self.head_width, self.theta)
+            return cosine_and_sine(angles, query.dtype)
+        grid = self._grid(query, context)
+        options = self.spread, context.prefix_tokens, self.head_width, self.theta
+        cosine, sine = _axial(grid, *options, query.dtype, query.device).unbind()
+        return cosine, sine
+
+
+class RotaryMixed(_GridRotary):
+    """`rope-mixed`: pairs turn by x f_x + y f_y, with frequencies learned per head and layer.
+
+    (Heo et al. 2024.) At the start each head has one random direction: half of its
+    pairs turn with the place along it, the others along its perpendicular, by theta^(-4k/dim)
+    radians a patch. This start is the paper's and no neutral one: attached to trained weights it
+    changes the layer. Grids, prefix tokens, coordinates and `rescale` are as in `rope-axial`.
+
+    Args:
+        width: channels of the layer.
+        heads: attention heads; four must divide their width.
+        grid: (rows, columns) of the trained grid; see `RotaryAxial`.
+        theta: base of the wavelengths at the start.
+        rescale: whether the places of another grid are spread as the trained grid's.
+        layout: "interleaved" pairs (2k, 2k + 1) or "half" (k, k + head width / 2).
+
+    Raises:
+        ValueError: as for `RotaryAxial`.
+    """
+
+    UNDECAYED = ("frequency_table",)  # as its authors do
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        grid: tuple[int, int] | None = None,
+        theta: float = 10.0,
+        rescale: bool = False,
+        layout: Layout = "interleaved",
+    ) -> None:
+        super().__init__("rope-mixed", width, heads, grid, theta, rescale, layout)
+        direction = torch.rand(heads, 1, 1) * (2 * math.pi)
+        pace = pair_frequencies(self.head_width, theta, axes=2).to(direction)
+        along_and_across = torch.cat([direction, direction + math.pi / 2], 1)
+        start = torch.stack([along_and_across.cos() * pace, along_and_across.sin() * pace])
+        self.frequency_table = nn.Parameter(start.flatten(-2))
+
+    def _cosine_and_sine(self, query: Tensor, context: PositionContext) -> tuple[Tensor, Tensor]:
+        places = self._coordinates(query, context)
+        if places is None:
+            kind = torch.promote_types(query.dtype, torch.float32)
+            grid = self._grid(query, context)
+            places = _places(grid, self.spread, context.prefix_tokens, kind, query.device)
+        return cosine_and_sine(mixed_angles(places, self.frequency_table), query.dtype)
+
+
+@shared(kept=32)
+def _sequence(
+    length: int, prefix: int, dim: int, theta: float, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Cosines and sines of a sequence after its prefix, (2, tokens, dim / 2)."""
+    angles = functional.pad(sequence_angles(length, dim, theta), (0, 0, prefix, 0))
+    return torch.stack(cosine_and_sine(angles, dtype)).to(device)
+
+
+@shared(kept=32)
+def _axial(
+    grid: tuple[int, int],
+    spread: tuple[int, int] | None,
+    prefix: int,
+    dim: int,
+    theta: float,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Cosines and sines of a grid after its prefix, (2, tokens, dim / 2)."""
+    places = _places(grid, spread, prefix, torch.float64, torch.device("cpu"))
+    return torch.stack(cosine_and_sine(split_angles(places, dim, theta), dtype)).to(device)
+
+
+@shared(kept=32)
+def _places(
+    grid: tuple[int, int],
+    spread: tuple[int, int] | None,
+    prefix: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Columns and rows of a grid after its prefix, (tokens, 2)."""
+    return functional.pad(grid_places(*grid, spread), (0, 0, prefix, 0)).to(device, dtype)

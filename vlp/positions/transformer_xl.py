@@ -8,11 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from vlp.positions.base import PositionContext
+from vlp.positions.base import PositionContext, shared
 from vlp.positions.clipped import ClippedPosition, Offsets, ids_on, longest_offset
-from vlp.positions.grid_tokens import require_grid_tokens
+from vlp.positions.coordinates import require_grid_tokens
 from vlp.positions.lookup import Lookup, products
-from vlp.positions.shared import shared
 from vlp.positions.sine import sinusoid
 
 

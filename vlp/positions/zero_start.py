@@ -8,7 +8,7 @@ from torch import nn
 from vlp.positions.fourier import FourierPosition
 from vlp.positions.learned import LearnedBoxPosition, LearnedGridPosition, LearnedPosition
 from vlp.positions.modulator import Modulator
-from vlp.positions.rotary_encoding import RotaryMixed
+from vlp.positions.rotary import RotaryMixed
 
 
 @torch.no_grad()

@@ -131,7 +131,7 @@ def _run(
     signals: StopSignals,
 ) -> int:
     from vlp.compute.precision import advise
-    from vlp.layers.stream import set_half_streams
+    from vlp.layers.blocks import set_half_streams
     from vlp.training.loop import train
     from vlp.training.run_folder import RunFolder
 

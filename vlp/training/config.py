@@ -13,9 +13,9 @@ from vlp.data.limits import Limits, limits
 from vlp.data.stream.input_spec import Inputs, PatchMasking
 from vlp.data.stream.sampler import own_streams
 from vlp.models.config import ModelConfig
-from vlp.models.towers.maskable import require_maskable
+from vlp.models.towers import require_maskable
 from vlp.objectives.config import ObjectivesConfig
-from vlp.objectives.contrastive.sample_groups import require_whole_groups
+from vlp.objectives.loss import require_whole_groups
 from vlp.training.engines.optimiser_config import OptimiserConfig
 from vlp.training.logging.trackers import TrackerName, require_trackers
 

@@ -27,7 +27,7 @@ from vlp.data.stream.batch import Slots
 from vlp.data.stream.copy_stream import CopyStream
 from vlp.data.stream.rng import identity
 from vlp.io import atomic_folder, restore_folder
-from vlp.objectives.monitors.collapse import CollapseWatch
+from vlp.objectives.monitors import CollapseWatch
 from vlp.tasks.task import StepOutput, Task
 from vlp.training.best_checkpoint import BestCheckpoint
 from vlp.training.checkpoints.checkpoint import CheckpointError, Checkpoints

@@ -7,11 +7,11 @@ from typing import Annotated
 from pydantic import Field
 
 from vlp.config import LocalPath
-from vlp.tasks.vision.classification import ClassificationConfig
-from vlp.tasks.vision.detection import DetectionConfig
-from vlp.tasks.vision.grids import GridsConfig
-from vlp.tasks.vision.pixels import PixelsConfig
-from vlp.tasks.vision.widgets import WidgetsConfig
+from vlp.tasks.classification.task import ClassificationConfig
+from vlp.tasks.detection.task import DetectionConfig
+from vlp.tasks.grids.task import GridsConfig
+from vlp.tasks.pixels.task import PixelsConfig
+from vlp.tasks.widgets.task import WidgetsConfig
 from vlp.training.config import DeepSpeedRunConfig
 
 AnyTask = ClassificationConfig | DetectionConfig | GridsConfig | PixelsConfig | WidgetsConfig

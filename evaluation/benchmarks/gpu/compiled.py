@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vlp.positions.anchor_blocks import block_sizes
+from vlp.positions.anchor_attention import block_sizes
 
 CYCLES = 7.3
 """Between two instructions of a warp."""
@@ -99,7 +99,7 @@ def anchor_kernel(
         width: channels of a head.
         arch: compute capability times 10.
     """
-    from vlp.positions import anchor_attention_triton
+    from vlp.positions import anchor_kernels as anchor_attention_triton
 
     queries, keys = TOKENS[asking]
     options: dict[str, Any] = dict(block_sizes(queries, keys, 8, width, kernel == "forward"))

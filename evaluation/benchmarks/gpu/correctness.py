@@ -10,24 +10,24 @@ from torch import Tensor, nn
 
 from evaluation.benchmarks.gpu.figures import CheckedFigure, Setting
 from evaluation.benchmarks.pretrain_step import random_batch
-from vlp.data.downstream.caption import CaptionBatch
-from vlp.data.downstream.pair_classification import PairBatch
-from vlp.data.downstream.vqa import VqaBatch
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.text.tokenizer import TextProcessor, bert_tokenizer
 from vlp.models.folder import Loaded
 from vlp.models.vlp import VLPModel
-from vlp.tasks.downstream.caption import CaptionConfig, CaptionTask
-from vlp.tasks.downstream.grounding import Grounding, GroundingConfig
-from vlp.tasks.downstream.pair_classification import (
+from vlp.tasks.caption.data import CaptionBatch
+from vlp.tasks.caption.task import CaptionConfig, CaptionTask
+from vlp.tasks.grounding.task import Grounding, GroundingConfig
+from vlp.tasks.pair_classification.data import PairBatch
+from vlp.tasks.pair_classification.task import (
     Nlvr2AssignmentConfig,
     Nlvr2Config,
     PairClassification,
     SnliVeConfig,
 )
-from vlp.tasks.downstream.retrieval import Retrieval, RetrievalConfig
-from vlp.tasks.downstream.vqa import Vqa, VqaConfig
 from vlp.tasks.pretraining import Pretraining
+from vlp.tasks.retrieval.task import Retrieval, RetrievalConfig
+from vlp.tasks.vqa.data import VqaBatch
+from vlp.tasks.vqa.task import Vqa, VqaConfig
 from vlp.training.engines.compile import compile_task
 
 ROWS = 4

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 aten = torch.ops.aten
 
 FUSED, WRITTEN = "fused", "as written"
-# A GPU computes these again in the backward pass (`vlp.layers.feed_forward.contract`).
+# A GPU computes these again in the backward pass (`vlp.layers.blocks.contract`).
 _RECOMPUTED = {aten.gelu.default, aten.relu.default, aten.silu.default}
 
 

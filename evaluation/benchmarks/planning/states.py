@@ -9,8 +9,8 @@ from torch import nn
 
 from evaluation.benchmarks.planning.collectives import DDP_BUCKETS, FLOAT
 from vlp.compute.half_weights import half_weights
-from vlp.tasks.plain import AUTOCAST
 from vlp.tasks.pretraining import Pretraining
+from vlp.tasks.task import AUTOCAST
 from vlp.training.config import LoopConfig
 from vlp.training.engines.blocks import block_stacks
 from vlp.training.engines.deepspeed_config import deepspeed_config

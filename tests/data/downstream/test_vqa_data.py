@@ -12,16 +12,23 @@ from question_shards import AUGMENT, coloured, photo, question, toy_text, write_
 
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig
-from vlp.data.downstream.answers import answers_of, frequent_answers, read_answers
 from vlp.data.downstream.images import ImagePreparation
 from vlp.data.downstream.items import Items
-from vlp.data.downstream.vqa import VqaDataConfig, VqaDataset, question_types, questions_in
 from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.scenes.annotation import SOURCE
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.stream.map_dataset import IndexedSamples
 from vlp.data.stream.sampler import Element, Request
+from vlp.tasks.vqa.data import (
+    VqaDataConfig,
+    VqaDataset,
+    answers_of,
+    frequent_answers,
+    question_types,
+    questions_in,
+    read_answers,
+)
 
 
 def questions(folder, limit=None, max_answer=5, **augment):

@@ -17,13 +17,12 @@ from data_tools.__main__ import main as data_tools
 from data_tools.sources.archives import unpacked
 from data_tools.sources.image_sources import Originals
 from vlp.config import ConfigError
-from vlp.data.downstream.answers import read_answers
+from vlp.data.labelled_images import open_labelled
 from vlp.data.shards.sample_files import BadSample
-from vlp.data.vision.arc.tasks import read_tasks
-from vlp.data.vision.detection.coco import CocoImages
-from vlp.data.vision.detection.objects import CocoSource
-from vlp.data.vision.labelled_images import open_labelled
-from vlp.data.vision.widgets.screen_sets import RicoScreensConfig, open_screens
+from vlp.tasks.detection.data import CocoImages, CocoSource
+from vlp.tasks.grids.arc import read_tasks
+from vlp.tasks.vqa.data import read_answers
+from vlp.tasks.widgets.data import RicoScreensConfig, open_screens
 
 Files = dict[str, bytes]
 PNG = photo("png")

@@ -38,7 +38,7 @@ from vlp.models.config import ModelConfig
 from vlp.models.folder import save_pretrained
 from vlp.models.pretrained.published import read_tensors
 from vlp.models.vlp import VLPModel
-from vlp.tasks.model_card import model_card
+from vlp.serving.model_card import model_card
 from vlp.training.checkpoints.checkpoint import SUMS, CheckpointError, Checkpoints
 from vlp.training.config import PretrainConfig
 from vlp.training.engines.ddp import DdpEngine

@@ -21,11 +21,10 @@ from vlp.data.shards.cache import CachedFile, ShardCache
 from vlp.data.shards.remote import RemoteFolder
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.shard_index import ShardIndex, index_folder
-from vlp.data.vision.detection.coco import CocoImages
-from vlp.data.vision.detection.objects import CocoSource
 from vlp.io import atomic_write, may_be_on_hub, parse_json, write_text
 from vlp.models.pretrained.local_copy import local_folder
 from vlp.models.pretrained.published import read_vit
+from vlp.tasks.detection.data import CocoImages, CocoSource
 from vlp.training.checkpoints.checkpoint import SUMS, verify
 
 PNG = photo("png")

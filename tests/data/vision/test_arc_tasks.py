@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 from vlp.config import ConfigError
-from vlp.data.vision.arc.grid_variants import draw_variant, held_out_variants
-from vlp.data.vision.arc.rules import RULES
-from vlp.data.vision.arc.tasks import read_tasks
+from vlp.tasks.grids.arc import RULES, draw_variant, held_out_variants, read_tasks
 
 PAIR = {"input": [[1, 2], [0, 9]], "output": [[2, 1], [9, 0]]}
 

@@ -14,9 +14,7 @@ from PIL import Image
 
 from vlp.config import ConfigError
 from vlp.data.shards.sample_files import BadSample
-from vlp.data.vision.detection.coco import CocoImages
-from vlp.data.vision.detection.dataset import DetectionDataConfig, detection_data
-from vlp.data.vision.detection.objects import CocoSource
+from vlp.tasks.detection.data import CocoImages, CocoSource, DetectionDataConfig, detection_data
 
 
 def config(source, **options):

@@ -12,14 +12,16 @@ from pydantic import ValidationError
 
 from vlp.config import ConfigError
 from vlp.data.shards.sample_files import BadSample
-from vlp.data.vision.detection.dataset import (
+from vlp.tasks.detection.data import (
     DetectionDataConfig,
     DetectionSamples,
+    ObjectImage,
+    SceneImages,
+    SceneSource,
     detection_data,
     fit_size,
     open_objects,
 )
-from vlp.data.vision.detection.objects import ObjectImage, SceneImages, SceneSource
 
 SCENES = {"format": "scenes", "count": 12}
 PLAIN = {"mean": [0, 0, 0], "std": [1, 1, 1], "hflip": False}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from pydantic import ValidationError
 
-from vlp.data.vision.arc.grid_variants import (
+from vlp.tasks.grids.arc import (
     TURNS,
     GridVariant,
     Symmetry,

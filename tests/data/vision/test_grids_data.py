@@ -14,27 +14,23 @@ from hypothesis.extra import numpy as arrays
 from pydantic import ValidationError
 
 from vlp.config import ConfigError
-from vlp.data.vision.arc.grid_tokens import (
+from vlp.positions.object import object_ids
+from vlp.tasks.grids.arc import RULES, GridPair, orbit
+from vlp.tasks.grids.data import (
     BELOW,
     CORNER,
     PADDING,
     RIGHT,
-    object_boxes,
-    to_grid,
-    to_tokens,
-)
-from vlp.data.vision.arc.grid_variants import orbit
-from vlp.data.vision.arc.grids import (
     GridDataConfig,
     GridSamples,
     collate_grids,
     grid_data,
     grid_sample,
+    object_boxes,
     open_grids,
+    to_grid,
+    to_tokens,
 )
-from vlp.data.vision.arc.rules import RULES
-from vlp.data.vision.arc.tasks import GridPair
-from vlp.positions.object import object_ids
 
 GRIDS = arrays.arrays(
     np.int64, st.tuples(st.integers(1, 5), st.integers(1, 5)), elements=st.integers(0, 9)

@@ -11,11 +11,11 @@ import torch
 from PIL import Image
 
 from vlp.config import ConfigError
+from vlp.data.labelled_images import open_labelled, require_images
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.shard_index import ShardWriter
-from vlp.data.vision.classification import LabelledDataConfig, LabelledSamples, labelled_data
-from vlp.data.vision.labelled_images import open_labelled, require_images
+from vlp.tasks.classification.data import LabelledDataConfig, LabelledSamples, labelled_data
 
 CLASSES = ("blue", "red")
 COLOURS = {"blue": (0, 0, 255), "red": (255, 0, 0)}

@@ -8,9 +8,9 @@ import torch
 from PIL import Image
 
 from vlp.config import ConfigError
+from vlp.data.labelled_images import open_labelled
 from vlp.data.shards.sample_files import BadSample
-from vlp.data.vision.labelled_images import open_labelled
-from vlp.data.vision.pixels import PixelDataConfig, pixel_data, pixel_values
+from vlp.tasks.pixels.data import PixelDataConfig, pixel_data, pixel_values
 
 
 def config(folder, **options):

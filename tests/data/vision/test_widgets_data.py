@@ -16,15 +16,18 @@ from hypothesis import strategies as st
 from vlp.config import ConfigError
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.stream.rng import make_rng
-from vlp.data.vision.widgets.dataset import Collate, WidgetDataConfig, encode_screen, widget_data
-from vlp.data.vision.widgets.screen_sets import (
+from vlp.tasks.widgets.data import (
+    Collate,
     GeneratedScreensConfig,
     RicoScreensConfig,
+    WidgetDataConfig,
+    encode_screen,
     open_screens,
+    read_tokenizer,
+    widget_data,
+    widget_text,
 )
-from vlp.data.vision.widgets.screens import ORDINALS, generate_screen
-from vlp.data.vision.widgets.view_hierarchy import KINDS, read_screen
-from vlp.data.vision.widgets.widget_text import read_tokenizer, widget_text
+from vlp.tasks.widgets.screens import KINDS, ORDINALS, generate_screen, read_screen
 
 FIELDS = (
     "boxes",
@@ -397,7 +400,7 @@ class TestBatches:
 
     def test_samples_depend_on_the_draws_alone(self) -> None:
         screens, text, config = small()
-        from vlp.data.vision.widgets.dataset import WidgetSamples
+        from vlp.tasks.widgets.data import WidgetSamples
 
         samples = WidgetSamples(screens, text, config)
         one, other = (samples(3, lambda purpose: make_rng(0, 0, "3:0", purpose)) for _ in range(2))

@@ -13,7 +13,7 @@ from evaluation.ablations.config import AblationConfig, FrozenConfig
 from evaluation.ablations.frozen import TOKENS, Tail, fit, stored_tokens
 from evaluation.ablations.tables import report
 from vlp.config import ConfigError, load_config
-from vlp.data.vision.labelled_images import open_labelled
+from vlp.data.labelled_images import open_labelled
 from vlp.models.vision.backbone import create_backbone
 from vlp.training.vision_config import VisionConfig
 

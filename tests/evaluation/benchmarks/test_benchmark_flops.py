@@ -21,8 +21,7 @@ from evaluation.benchmarks.flops import (
     path_steps,
     token_projections,
 )
-from vlp.models.config import ModelConfig
-from vlp.models.cross_config import AnchorConfig
+from vlp.models.config import AnchorConfig, ModelConfig
 from vlp.models.vlp import VLPModel
 from vlp.positions.anchor import anchor_distance, anchor_path
 

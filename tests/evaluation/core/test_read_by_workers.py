@@ -32,7 +32,7 @@ from vlp.data.scenes.sample import sample_scene
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_index import ShardWriter
 from vlp.tasks.downstream.init_from import start_parts
-from vlp.tasks.downstream.pair_classification import PairClassification, SnliVeConfig
+from vlp.tasks.pair_classification.task import PairClassification, SnliVeConfig
 from vlp.tasks.pretraining import Pretraining
 
 WORKERS = (0, 2)

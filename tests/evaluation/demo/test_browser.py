@@ -14,7 +14,7 @@ from question_shards import AUGMENT, toy_parts
 
 from evaluation.demo.page import serve
 from evaluation.demo.session import TryIt
-from vlp.tasks.downstream import vqa
+from vlp.tasks.vqa import task as vqa
 
 playwright = pytest.importorskip("playwright.sync_api")
 pytest.importorskip("gradio")

@@ -24,13 +24,14 @@ from evaluation.demo.page import abilities, page, serve
 from evaluation.demo.session import TryIt
 from evaluation.downstream.predict_one import predict_one
 from evaluation.retrieval.retrieval import evaluate_retrieval
-from vlp.tasks.downstream import caption, vqa
+from vlp.tasks.caption import task as caption
 from vlp.tasks.downstream.init_from import start_parts
-from vlp.tasks.downstream.pair_classification import (
+from vlp.tasks.pair_classification.task import (
     Nlvr2Config,
     PairClassification,
     SnliVeConfig,
 )
+from vlp.tasks.vqa import task as vqa
 
 TEXT = "a small red circle left of a blue square"
 needs_gradio = pytest.mark.skipif(

@@ -13,9 +13,9 @@ from evaluation.core.work_sharding import Ranks
 from evaluation.downstream import evaluate_task
 from evaluation.downstream.submissions import write_captions
 from vlp.data.schema import Annotation
-from vlp.metrics import captions
-from vlp.metrics.captions import caption_scores
-from vlp.tasks.downstream.caption import CaptionConfig, build
+from vlp.tasks.caption import metrics as captions
+from vlp.tasks.caption.metrics import caption_scores
+from vlp.tasks.caption.task import CaptionConfig, build
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from vlp.data.scenes.render import encode_png, render
 from vlp.data.scenes.sample import sample_scene
 from vlp.data.schema import Annotation
 from vlp.tasks.downstream.init_from import start_parts
-from vlp.tasks.downstream.pair_classification import (
+from vlp.tasks.pair_classification.task import (
     Nlvr2Config,
     PairClassification,
     SnliVeConfig,

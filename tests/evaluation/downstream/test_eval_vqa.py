@@ -21,8 +21,8 @@ from evaluation.downstream import evaluate_task
 from evaluation.downstream.submissions import write_vqa
 from evaluation.downstream.vqa import VqaEvaluation
 from vlp.data.schema import Annotation
-from vlp.metrics.vqa import vqa_accuracy
-from vlp.tasks.downstream.vqa import VqaConfig, build
+from vlp.tasks.vqa.metrics import vqa_accuracy
+from vlp.tasks.vqa.task import VqaConfig, build
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -23,15 +23,16 @@ from vlp.data.scenes.render import encode_png, render
 from vlp.data.scenes.sample import sample_scene
 from vlp.data.schema import Annotation, Expression
 from vlp.data.shards.shard_index import ShardWriter
-from vlp.models.decoder.answer_likelihood import answer_likelihood
+from vlp.models.decoder import answer_likelihood
 from vlp.models.vlp import VLPModel
-from vlp.tasks.downstream import caption, vqa
+from vlp.tasks.caption import task as caption
 from vlp.tasks.downstream.init_from import start_parts
-from vlp.tasks.downstream.pair_classification import (
+from vlp.tasks.pair_classification.task import (
     Nlvr2Config,
     PairClassification,
     SnliVeConfig,
 )
+from vlp.tasks.vqa import task as vqa
 
 IMAGE = encode_png(render(sample_scene(0, 3, image_size=16)))
 

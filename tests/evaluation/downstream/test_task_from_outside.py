@@ -27,9 +27,9 @@ from evaluation.suite.compare import compare
 from evaluation.suite.suite import run_suite
 from evaluation.suite.suite_config import SuiteConfig
 from vlp.config import ConfigError, load_config
+from vlp.serving.model_card import model_card
 from vlp.tasks.downstream.registry import get_task, task_kinds, task_summary
 from vlp.tasks.downstream.task import load_task
-from vlp.tasks.model_card import model_card
 from vlp.training.finetune_config import FinetuneConfig
 
 RUN = """

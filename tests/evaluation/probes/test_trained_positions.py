@@ -20,7 +20,7 @@ from evaluation.probes.trained_positions import (
 )
 from vlp.positions import alibi2d, create_position
 from vlp.positions.buckets import bucket_ids
-from vlp.tasks.vision.classification import Classification, ClassificationConfig
+from vlp.tasks.classification.task import Classification, ClassificationConfig
 
 SMALL = {"patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
 

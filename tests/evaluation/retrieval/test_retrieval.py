@@ -15,7 +15,7 @@ from vlp.config import ConfigError
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_index import ShardWriter
 from vlp.metrics.recall import pessimistic_ranks
-from vlp.models.itm.scorer import ITMScorer
+from vlp.models.itm_scorer import ITMScorer
 
 CAPTIONS = [2, 1, 3, 1, 2, 5, 1, 1, 2, 4, 1, 3, 2, 1]
 

@@ -19,7 +19,7 @@ from evaluation.retrieval.retrieval import evaluate_retrieval
 from evaluation.suite.compare import compare
 from evaluation.suite.item_tests import item_difference, sign_flip_p
 from vlp.tasks.downstream.init_from import start_parts
-from vlp.tasks.downstream.pair_classification import Nlvr2Config, PairClassification
+from vlp.tasks.pair_classification.task import Nlvr2Config, PairClassification
 
 
 def slow_sign_flip(differences):

@@ -24,7 +24,7 @@ from vlp.data.scenes.annotation import annotation
 from vlp.data.scenes.render import encode_png, render
 from vlp.data.scenes.sample import sample_scene
 from vlp.tasks.downstream.init_from import start_parts
-from vlp.tasks.downstream.pair_classification import PairClassification, SnliVeConfig
+from vlp.tasks.pair_classification.task import PairClassification, SnliVeConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 IMAGE = encode_png(render(sample_scene(0, 3, image_size=16)))

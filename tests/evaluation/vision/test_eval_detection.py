@@ -12,9 +12,9 @@ from PIL import Image
 from evaluation.vision.detection import evaluate
 from vlp.config import ConfigError
 from vlp.data.shards.sample_files import BadSample
-from vlp.data.vision.detection.dataset import open_objects
-from vlp.models.vision.detection import Detections
-from vlp.tasks.vision.detection import DetectionConfig, DetectionTask, build
+from vlp.tasks.detection.data import open_objects
+from vlp.tasks.detection.model import Detections
+from vlp.tasks.detection.task import DetectionConfig, DetectionTask, build
 
 CLASSES = ("circle", "square", "triangle", "cross", "star")
 MODEL = {

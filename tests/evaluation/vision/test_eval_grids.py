@@ -9,12 +9,10 @@ import torch
 from evaluation.vision import grids as evaluation_grids
 from evaluation.vision.grids import evaluate
 from vlp.config import ConfigError
-from vlp.data.vision.arc.grid_tokens import to_grid, to_tokens
-from vlp.data.vision.arc.grid_variants import held_out_variants
-from vlp.data.vision.arc.grids import open_grids
-from vlp.data.vision.arc.rules import RULES
-from vlp.models.vision.grids import GridQuestion, GridTransformer
-from vlp.tasks.vision.grids import Grids, GridsConfig
+from vlp.tasks.grids.arc import RULES, held_out_variants
+from vlp.tasks.grids.data import open_grids, to_grid, to_tokens
+from vlp.tasks.grids.model import GridQuestion, GridTransformer
+from vlp.tasks.grids.task import Grids, GridsConfig
 
 NAMES = ("74dd1130", "25ff71a9")
 

@@ -12,8 +12,8 @@ from PIL import Image
 from evaluation.vision import pixels as evaluation_pixels
 from evaluation.vision.pixels import evaluate
 from vlp.data.shards.sample_files import BadSample
-from vlp.metrics.likelihood import bits_per_dimension
-from vlp.tasks.vision.pixels import Pixels, PixelsConfig
+from vlp.tasks.pixels.metrics import bits_per_dimension
+from vlp.tasks.pixels.task import Pixels, PixelsConfig
 
 
 def task(test, size=4):

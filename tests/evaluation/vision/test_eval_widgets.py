@@ -9,9 +9,9 @@ import torch
 
 from evaluation.vision import widgets
 from evaluation.vision.widgets import evaluate
-from vlp.data.vision.widgets.screen_sets import open_screens
-from vlp.metrics.captions import CaptionToolError, caption_scores
-from vlp.tasks.vision.widgets import WidgetsConfig, build
+from vlp.tasks.caption.metrics import CaptionToolError, caption_scores
+from vlp.tasks.widgets.data import open_screens
+from vlp.tasks.widgets.task import WidgetsConfig, build
 
 
 @pytest.fixture

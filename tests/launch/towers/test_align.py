@@ -17,7 +17,7 @@ from launch.cli.main import main
 from launch.pretrain import build
 from vlp.config import ConfigError, load_config
 from vlp.models.image_encoder import ImageEncoder
-from vlp.objectives.contrastive.canonical import (
+from vlp.objectives.canonical_correlation import (
     CanonicalCorrelation,
     PairMoments,
     mean_reciprocal_rank,

@@ -6,7 +6,7 @@ import torch
 from tests_support import TINY_MODEL
 
 from vlp.models.config import ModelConfig
-from vlp.models.decoder.answer_decoder import AnswerDecoder, AnswerDecoderConfig
+from vlp.models.decoder import AnswerDecoder, AnswerDecoderConfig
 from vlp.models.vlp import VLPModel
 from vlp.objectives.mlm import MLMHead
 

@@ -11,11 +11,15 @@ from torch.nn import functional
 
 from vlp.config import ConfigError
 from vlp.layers.causal import Past
-from vlp.models.decoder.answer_decoder import AnswerDecoder, AnswerDecoderConfig
-from vlp.models.decoder.answer_generation import Marks, generate
-from vlp.models.decoder.answer_likelihood import answer_likelihood
-from vlp.models.decoder.answer_ranking import AnswerRanking
-from vlp.models.decoder.init_decoder import start_decoder
+from vlp.models.decoder import (
+    AnswerDecoder,
+    AnswerDecoderConfig,
+    AnswerRanking,
+    Marks,
+    answer_likelihood,
+    generate,
+    start_decoder,
+)
 from vlp.models.pretrained.published import Published
 from vlp.objectives.mlm import MLMHead
 from vlp.positions.base import PositionContext
@@ -367,9 +371,7 @@ class TestStart:
 
     def test_the_last_layers_of_a_bert(self, monkeypatch) -> None:
         state = bert()
-        monkeypatch.setattr(
-            "vlp.models.decoder.init_decoder.bert_state", lambda name: Published(state)
-        )
+        monkeypatch.setattr("vlp.models.decoder.bert_state", lambda name: Published(state))
         of = model()
         made = decoder(of, weights="some-bert")
         crossed = made.layers[0].cross_attention.query.weight.clone()
@@ -389,16 +391,14 @@ class TestStart:
         ],
     )
     def test_a_bert_that_does_not_fit(self, monkeypatch, state, message) -> None:
-        monkeypatch.setattr(
-            "vlp.models.decoder.init_decoder.bert_state", lambda name: Published(state)
-        )
+        monkeypatch.setattr("vlp.models.decoder.bert_state", lambda name: Published(state))
         of = model()
         with pytest.raises(ValueError, match=message):
             start_decoder(decoder(of, weights="some-bert"), of)
 
     def test_a_bert_of_other_heads_has_the_same_shapes_and_is_refused(self, monkeypatch) -> None:
         published = Published(bert(), {"num_attention_heads": 16})
-        monkeypatch.setattr("vlp.models.decoder.init_decoder.bert_state", lambda name: published)
+        monkeypatch.setattr("vlp.models.decoder.bert_state", lambda name: published)
         of = model()
         with pytest.raises(ConfigError, match="has 16 heads and the decoder"):
             start_decoder(decoder(of, weights="some-bert"), of)

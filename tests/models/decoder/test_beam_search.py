@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from vlp.models.decoder.beam_search import beam_search
+from vlp.models.decoder import beam_search
 
 
 class TestBeamSearch:

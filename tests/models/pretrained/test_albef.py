@@ -15,7 +15,7 @@ from transformers.models.bert.modeling_bert import BertEmbeddings, BertLayer
 
 from vlp.models.config import ModelConfig
 from vlp.models.pretrained.albef import MEAN, STD, albef_config, load_albef
-from vlp.models.pretrained.pth import read_pth
+from vlp.models.pretrained.published import read_pth
 from vlp.models.vlp import VLPModel
 
 

@@ -9,7 +9,7 @@ from transformers import DeiTConfig, DeiTModel, ViTConfig, ViTModel
 from vlp.config import ConfigError
 from vlp.models.config import ModelConfig
 from vlp.models.pretrained.load import load_public_weights
-from vlp.models.pretrained.transformers_vit import timm_names
+from vlp.models.pretrained.published import timm_names
 from vlp.models.vlp import VLPModel
 
 

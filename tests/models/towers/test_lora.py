@@ -10,10 +10,10 @@ from tests_support import TINY_MODEL, tiny_text
 import vlp
 from vlp.config import ConfigError
 from vlp.data.image.transforms import Preprocessing
+from vlp.models import lora
 from vlp.models.config import ModelConfig
 from vlp.models.folder import save_pretrained
-from vlp.models.towers import lora
-from vlp.models.towers.lora import add_lora, merged_lora
+from vlp.models.lora import add_lora, merged_lora
 from vlp.models.vlp import VLPModel
 from vlp.training.optimiser import parameter_groups
 

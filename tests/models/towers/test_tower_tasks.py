@@ -19,15 +19,14 @@ from vlp.data.shards.shard_index import ShardWriter
 from vlp.data.stream.batch import Batch
 from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
 from vlp.models.config import ModelConfig
-from vlp.models.decoder.answer_decoder import AnswerDecoder, AnswerDecoderConfig
-from vlp.models.decoder.init_decoder import start_decoder
+from vlp.models.decoder import AnswerDecoder, AnswerDecoderConfig, start_decoder
 from vlp.models.folder import save_pretrained
-from vlp.models.itm.scorer import ITMScorer
+from vlp.models.itm_scorer import ITMScorer
 from vlp.models.vlp import VLPModel
 from vlp.objectives.config import ObjectivesConfig
-from vlp.tasks.downstream import pair_classification
+from vlp.serving.model_card import model_card
 from vlp.tasks.downstream.init_from import start_parts
-from vlp.tasks.model_card import model_card
+from vlp.tasks.pair_classification import task as pair_classification
 from vlp.tasks.pretraining import Pretraining
 
 TEXT = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,

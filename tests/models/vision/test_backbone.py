@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from vlp.config import ConfigError, load_config
-from vlp.models.vision.backbone import create_backbone
-from vlp.models.vision.config import BackboneConfig
+from vlp.models.vision.backbone import BackboneConfig, create_backbone
 from vlp.training.vision_config import VisionConfig
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "vision"

@@ -8,11 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from vlp.config import ConfigError
-from vlp.layers.query_key import QueryKeyPlaces
-from vlp.models.vision.detection import Detr, DetrConfig
-from vlp.models.vision.resnet import ResNet, ResNetConfig
 from vlp.positions import CROSS_MODAL, list_positions
 from vlp.positions.base import PositionContext
+from vlp.tasks.detection.model import Detr, DetrConfig, QueryKeyPlaces, ResNet, ResNetConfig
 
 TINY = {
     "backbone": {"name": "test_resnet", "norm": "group", "stage": 3},

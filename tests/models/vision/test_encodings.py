@@ -7,14 +7,14 @@ import torch
 
 from vlp.config import ConfigError
 from vlp.layers.causal import CausalAttention
-from vlp.models.vision.encodings import (
+from vlp.models.vision.backbone import (
     attention_encodings,
     create_encoding,
     on_tokens,
 )
 from vlp.positions import CROSS_MODAL, causal_positions, list_positions
 from vlp.positions.base import PositionContext
-from vlp.positions.position_config import PositionConfig
+from vlp.positions.options import PositionConfig
 
 WIDTH, HEADS, GRID = 8, 2, (3, 4)
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from vlp.config import ConfigError
-from vlp.models.vision.grids import GridModelConfig, GridQuestion, GridTransformer
 from vlp.positions import create_position
 from vlp.positions.base import PositionContext
+from vlp.tasks.grids.model import GridModelConfig, GridQuestion, GridTransformer
 
 SIZE, LENGTH, TOKENS = 3, 16, 14
 VITARC = ({"name": "object", "options": {"mixer": True}}, {"name": "alibi-2d"})

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from vlp.config import ConfigError, load_config
-from vlp.models.vision.pixels import (
+from vlp.positions import create_position
+from vlp.positions.base import PositionContext
+from vlp.tasks.pixels.model import (
     PixelModelConfig,
     PixelPlaces,
     PixelTransformer,
     _draw,
     sequence_context,
 )
-from vlp.positions import create_position
-from vlp.positions.base import PositionContext
 from vlp.training.vision_config import VisionConfig
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "vision"

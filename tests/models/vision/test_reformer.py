@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from vlp.layers.causal import Past
-from vlp.models.vision.reformer import ReformerLayer, SharedQueryAttention
 from vlp.positions.base import PositionContext
+from vlp.tasks.pixels.model import ReformerLayer, SharedQueryAttention
 
 WIDTH, HEADS, HEAD_WIDTH = 6, 2, 5
 

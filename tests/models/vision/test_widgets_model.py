@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from vlp.config import ConfigError, load_config
-from vlp.data.vision.widgets.dataset import WidgetBatch
-from vlp.models.vision.widgets import WidgetCaptioner, WidgetModelConfig
+from vlp.tasks.widgets.data import WidgetBatch
+from vlp.tasks.widgets.model import WidgetCaptioner, WidgetModelConfig
 from vlp.training.vision_config import VisionConfig
 
 RICO = Path(__file__).parents[3] / "configs" / "vision" / "widgets_rico.yaml"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vlp.objectives.contrastive.canonical import (
+from vlp.objectives.canonical_correlation import (
     CanonicalCorrelation,
     PairMoments,
     mean_reciprocal_rank,

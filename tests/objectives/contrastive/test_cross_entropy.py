@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from vlp.objectives.contrastive.cross_entropy import candidate_cross_entropy
+from vlp.objectives.contrastive import candidate_cross_entropy
 
 
 def reference(logits, positive, candidate_valid, soft=None, alpha=0.0):

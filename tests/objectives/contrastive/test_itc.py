@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vlp.objectives.contrastive.itc import itc_loss, positives, soft_targets
+from vlp.objectives.contrastive import itc_loss, positives, soft_targets
 
 
 def unit(*shape, seed=0, dtype=torch.float64):

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from vlp.objectives.contrastive.momentum_teacher import Teacher, soft_target_share
+from vlp.tasks.teacher import Teacher, soft_target_share
 
 
 class Student(nn.Module):

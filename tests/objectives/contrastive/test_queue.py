@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlp.objectives.contrastive.queue import KeyQueue
+from vlp.objectives.queue import KeyQueue
 
 
 def keys(first, number):

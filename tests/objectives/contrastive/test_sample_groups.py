@@ -2,7 +2,7 @@ import pytest
 
 from vlp.config import ConfigError
 from vlp.objectives.config import ObjectivesConfig
-from vlp.objectives.contrastive.sample_groups import require_whole_groups, sample_groups
+from vlp.objectives.loss import require_whole_groups, sample_groups
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from vlp.distributed import gather
-from vlp.objectives.contrastive.sigmoid import sigmoid_loss
+from vlp.objectives.contrastive import sigmoid_loss
 from vlp.objectives.loss import normalise
 
 ROWS = 12

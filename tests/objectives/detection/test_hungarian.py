@@ -12,7 +12,7 @@ from boxes_by_hand import random_boxes, slow_giou
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlp.objectives.detection.hungarian import match, matching_cost
+from vlp.tasks.detection.loss import match, matching_cost
 
 
 def test_the_cost_is_that_of_the_paper():

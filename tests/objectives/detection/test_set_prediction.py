@@ -9,8 +9,7 @@ import pytest
 import torch
 from boxes_by_hand import random_boxes, slow_giou
 
-from vlp.objectives.detection.hungarian import matching_cost
-from vlp.objectives.detection.set_prediction import set_losses
+from vlp.tasks.detection.loss import matching_cost, set_losses
 
 CLASSES, QUERIES, LAYERS = 3, 4, 2
 

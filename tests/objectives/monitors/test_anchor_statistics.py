@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from vlp.objectives.monitors.anchor_statistics import anchor_statistics
+from vlp.objectives.monitors import anchor_statistics
 
 
 def test_equals_the_loop():

@@ -3,7 +3,7 @@ import logging
 import pytest
 import torch
 
-from vlp.objectives.monitors.collapse import CollapseWatch, feature_spread, token_cosine
+from vlp.objectives.monitors import CollapseWatch, feature_spread, token_cosine
 
 
 def test_token_cosine_equals_the_loop():

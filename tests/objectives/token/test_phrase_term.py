@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vlp.objectives.token.phrase_term import MARGIN, REACH, SCALE, phrase_loss
+from vlp.objectives.token import MARGIN, REACH, SCALE, phrase_loss
 
 
 def unit(*shape, seed=0):

@@ -2,8 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vlp.objectives.token.token_term import token_losses, token_scores
-from vlp.objectives.token.word_response import word_response
+from vlp.objectives.token import token_losses, token_scores, word_response
 
 
 def unit(*shape, seed=0):

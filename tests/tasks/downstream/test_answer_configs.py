@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from vlp.tasks.downstream.caption import CaptionConfig
-from vlp.tasks.downstream.vqa import VqaConfig
+from vlp.tasks.caption.task import CaptionConfig
+from vlp.tasks.vqa.task import VqaConfig
 
 FOLDER = Path(__file__).resolve().parents[3] / "configs" / "finetune"
 FILES = {

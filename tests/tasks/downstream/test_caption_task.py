@@ -8,7 +8,7 @@ from question_shards import AUGMENT, coloured, toy_parts, write_shards
 from torch.nn import functional
 
 from vlp.config import ConfigError
-from vlp.tasks.downstream.caption import CaptionConfig, build
+from vlp.tasks.caption.task import CaptionConfig, build
 from vlp.tasks.downstream.task import load_task
 
 

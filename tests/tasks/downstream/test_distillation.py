@@ -9,13 +9,13 @@ from question_shards import AUGMENT, coloured, toy_parts, write_shards
 
 from vlp.config import ConfigError, validated
 from vlp.models.folder import from_pretrained
-from vlp.tasks.downstream.caption import CaptionConfig
+from vlp.tasks.caption.task import CaptionConfig
 from vlp.tasks.downstream.init_from import start_parts
-from vlp.tasks.downstream.pair_classification import Nlvr2Config, SnliVeConfig
-from vlp.tasks.downstream.pair_classification import build as build_pairs
 from vlp.tasks.downstream.task import load_task
-from vlp.tasks.downstream.vqa import VqaConfig
-from vlp.tasks.downstream.vqa import build as build_vqa
+from vlp.tasks.pair_classification.task import Nlvr2Config, SnliVeConfig
+from vlp.tasks.pair_classification.task import build as build_pairs
+from vlp.tasks.vqa.task import VqaConfig
+from vlp.tasks.vqa.task import build as build_vqa
 
 TEACHER = {"momentum": 0.9, "alpha": 0.4}
 

@@ -13,7 +13,7 @@ from vlp.data.schema import Annotation
 from vlp.models.folder import from_pretrained
 from vlp.tasks.downstream.init_from import start_parts
 from vlp.tasks.downstream.task import load_task
-from vlp.tasks.downstream.vqa import VqaConfig, build
+from vlp.tasks.vqa.task import VqaConfig, build
 
 
 @pytest.fixture(scope="module")

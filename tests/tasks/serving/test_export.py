@@ -16,8 +16,8 @@ from vlp.models.config import ModelConfig
 from vlp.models.folder import Loaded
 from vlp.models.vlp import VLPModel
 from vlp.positions import list_positions
-from vlp.tasks.serving import export as module
-from vlp.tasks.serving.export import export_parts, exported_program
+from vlp.serving import export as module
+from vlp.serving.export import export_parts, exported_program
 
 
 @pytest.fixture(scope="module")

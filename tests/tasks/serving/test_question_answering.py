@@ -7,7 +7,7 @@ import torch
 from question_shards import AUGMENT, coloured, toy_parts, write_shards
 
 import vlp
-from vlp.tasks.downstream.vqa import VqaConfig, build
+from vlp.tasks.vqa.task import VqaConfig, build
 
 
 @pytest.fixture(scope="module")

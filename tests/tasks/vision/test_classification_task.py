@@ -14,11 +14,11 @@ from evaluation.core.samples import EvaluationError
 from evaluation.vision import classification as evaluation_classification
 from evaluation.vision import evaluate_folder
 from vlp.config import ConfigError
-from vlp.data.vision.classification import LabelledBatch
-from vlp.data.vision.classification import _collate as labelled_collate
-from vlp.tasks.vision import build_task, load_task, untrained_task
-from vlp.tasks.vision.classification import Classification, ClassificationConfig
-from vlp.tasks.vision.pixels import PixelsConfig
+from vlp.tasks.classification.data import LabelledBatch
+from vlp.tasks.classification.data import _collate as labelled_collate
+from vlp.tasks.classification.task import Classification, ClassificationConfig
+from vlp.tasks.pixels.task import PixelsConfig
+from vlp.tasks.vision_only import build_task, load_task, untrained_task
 
 SMALL = {"patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
 

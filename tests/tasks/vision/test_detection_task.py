@@ -10,10 +10,10 @@ import torch
 
 from vlp.config import ConfigError, load_config
 from vlp.data.shards.bad_samples import SkippedSample
-from vlp.data.vision.detection.dataset import DetectionBatch
-from vlp.objectives.detection.set_prediction import set_losses
-from vlp.tasks.vision.detection import DetectionConfig, DetectionTask, build, load
-from vlp.tasks.vision.folder import read_task
+from vlp.tasks.detection.data import DetectionBatch
+from vlp.tasks.detection.loss import set_losses
+from vlp.tasks.detection.task import DetectionConfig, DetectionTask, build, load
+from vlp.tasks.vision_only import read_task
 from vlp.training.config import DeepSpeedRunConfig
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 from evaluation.vision.grids import evaluate
 from vlp.config import ConfigError, load_config
-from vlp.data.vision.arc.grids import collate_grids
-from vlp.tasks.vision.folder import read_task
-from vlp.tasks.vision.grids import Grids, GridsConfig, build, load, question_of
+from vlp.tasks.grids.data import collate_grids
+from vlp.tasks.grids.task import Grids, GridsConfig, build, load, question_of
+from vlp.tasks.vision_only import read_task
 from vlp.training.config import DeepSpeedRunConfig
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "vision"

@@ -12,9 +12,9 @@ from PIL import Image
 
 from evaluation.vision.pixels import evaluate
 from vlp.config import ConfigError, load_config
-from vlp.data.vision.pixels import PixelBatch
-from vlp.tasks.vision.folder import read_task
-from vlp.tasks.vision.pixels import Pixels, PixelsConfig, build, load
+from vlp.tasks.pixels.data import PixelBatch
+from vlp.tasks.pixels.task import Pixels, PixelsConfig, build, load
+from vlp.tasks.vision_only import read_task
 from vlp.training.config import DeepSpeedRunConfig
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "vision"

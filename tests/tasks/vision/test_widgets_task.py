@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from vlp.config import ConfigError
-from vlp.data.vision.widgets.dataset import Collate
 from vlp.objectives.loss import Loss
 from vlp.positions.fourier import kl_regulariser
 from vlp.tasks.task import Task
-from vlp.tasks.vision.folder import read_task
-from vlp.tasks.vision.widgets import WidgetsConfig, build, load
+from vlp.tasks.vision_only import read_task
+from vlp.tasks.widgets.data import Collate
+from vlp.tasks.widgets.task import WidgetsConfig, build, load
 
 FOURIER = {"dimensions": 4, "groups": 4, "extent": 100, "gamma": 10, "features": 16}
 

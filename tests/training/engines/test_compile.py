@@ -16,7 +16,7 @@ from evaluation.benchmarks.pretrain_step import random_batch
 from vlp.compute.region import compile_regions
 from vlp.config import ConfigError
 from vlp.data.stream.batch import Batch
-from vlp.layers.post_norm import PostNormLayer
+from vlp.layers.blocks import PostNormLayer
 from vlp.tasks.pretraining import Pretraining
 from vlp.training.config import PretrainConfig
 from vlp.training.engines.compile import compile_task, transformer_blocks, uncompiled

@@ -9,7 +9,7 @@ import torch
 from compile_toy import ROWS, configuration, task_of
 
 from evaluation.benchmarks.pretrain_step import random_batch
-from vlp.layers.stream import LayerNorm, ResidualStream, set_half_streams
+from vlp.layers.blocks import LayerNorm, ResidualStream, set_half_streams
 
 
 def test_all_streams_of_the_encoders_are_rounded_and_losses_stay_near():

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from timm.layers import PatchEmbed
+import torch
+from timm.layers import PatchEmbed, register_notrace_module
 from timm.models.beit import Beit
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.eva import Eva
@@ -20,10 +21,192 @@ from timm.models.vision_transformer_relpos import VisionTransformerRelPos
 from timm.models.vision_transformer_sam import VisionTransformerSAM
 from torch import Tensor, nn
 
-from vlp.layers.backbones import attention, tokens
-from vlp.layers.backbones.hiera import PositionedMaskUnitAttention, hiera_layout
-from vlp.layers.backbones.places import Places, TokenEncodings
-from vlp.positions.base import PositionEncoding
+from vlp.layers.backbones import attention
+from vlp.layers.backbones.attention import Places, Positioned, TokenEncodings
+from vlp.layers.weight_decay import no_weight_decay
+from vlp.positions.base import PositionContext, PositionEncoding
+
+
+@register_notrace_module
+class PositionedMaskUnitAttention(Positioned, MaskUnitAttention):
+    """Hiera's self-attention, within mask units or over the image, in raster order for encodings.
+
+    `order` has the place in Hiera's order of each token of the grid, `reverse` the other way.
+    """
+
+    grid: tuple[int, int]
+    order: Tensor
+    reverse: Tensor
+
+    def context(self, x: Tensor) -> PositionContext:
+        """Return the grid of a mask unit, or of the image; x: (B, T, width)."""
+        return PositionContext(self.grid)
+
+    def attend(
+        self,
+        context: PositionContext,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *more: Any,
+        **named: Any,
+    ) -> Tensor:
+        """Attention of (B, heads, T, head width) or (B, heads, mask units, T, head width).
+
+        Raises:
+            ValueError: mask units are left out of attention over the image.
+        """
+        if query.shape[-2] != len(self.order):
+            raise ValueError(
+                f"attention over the image has {query.shape[-2]} tokens, not {len(self.order)}: "
+                "without all mask units nothing says where they lie"
+            )
+        query, key, value = (each[..., self.order, :] for each in (query, key, value))
+        units = query.shape[2] if query.ndim == 5 else 0
+        if units:
+            query, key, value = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
+        out = super().attend(context, query, key, value, *more, **named)
+        out = out.unflatten(0, (-1, units)).transpose(1, 2) if units else out
+        return out[..., self.reverse, :]
+
+
+def hiera_layout(model: Hiera, block: int) -> tuple[tuple[int, int], Tensor]:
+    """Return the grid that a block attends within, and the order of its tokens.
+
+    Args:
+        model: the Hiera.
+        block: number of a block that pools no queries.
+
+    Returns:
+        (rows, columns) of a mask unit or of the image, and the place (rows * columns) in Hiera's
+        order of each token in raster order.
+    """
+    attention: Any = model.blocks[block].attn
+    _, size = model.reroll.schedule[block]
+    tokens = int(size[0] * size[1])
+    place = torch.arange(tokens, device="cpu")
+    raster = model.reroll(place.view(1, tokens, 1), block)[0, ..., 0]  # (rows, columns)
+    if attention.use_mask_unit_attn:
+        units = tokens // attention.window_size
+        own = raster % units == 0  # a mask unit is a rectangle
+        raster = raster[own.any(1)][:, own.any(0)] // units
+    return (int(raster.shape[0]), int(raster.shape[1])), raster.flatten()
+
+
+class WithEncodings(nn.Module):
+    """A timm model some of whose modules have encodings: names of parameters for optimisers."""
+
+    def no_weight_decay(self) -> set[str]:
+        """Return names of parameters exempt from weight decay: timm's own and the encodings'."""
+        own = super().no_weight_decay()  # type: ignore[misc]
+        return {*own, *no_weight_decay(self, with_own=False)}
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Layers for layer-wise learning rates; the encodings belong to the stem."""
+        groups = super().group_matcher(coarse)  # type: ignore[misc]
+        return {**groups, "stem": groups["stem"] + r"|positions"}
+
+
+class WithWatchedPatches(WithEncodings):
+    """One whose convolution of patches writes the places of its tokens."""
+
+    places: Places
+
+    def set_input_size(self, *sizes: Any, **named: Any) -> None:
+        """As in timm, which makes another convolution for another patch size."""
+        own: Any = self
+        before = own.patch_embed.proj
+        super().set_input_size(*sizes, **named)  # type: ignore[misc]
+        if own.patch_embed.proj is not before:
+            own.patch_embed.proj.register_forward_hook(self.places.see_convolution)
+
+
+class PositionedVisionTransformer(WithEncodings, VisionTransformer):
+    """A timm ViT whose tokens also get the encodings in `positions`, after its own `pos_embed`.
+
+    They act once, before patches are dropped. timm's `pos_drop` acts on what it acted on before;
+    where there is no `pos_embed`, which timm skips it for, it acts on the encoded tokens.
+    """
+
+    positions: nn.ModuleList
+    places: Places
+
+    def _pos_embed(self, x: Tensor) -> Tensor:
+        """Patches (batch, patches, width) or (batch, rows, columns, width) -> all tokens."""
+        rows, columns = x.shape[1:3] if self.dynamic_img_size else self.patch_embed.grid_size
+        context = self.places.write(int(rows), int(columns))
+        x = self._own_positions(x)
+        for encoding in self.positions:
+            x = encoding("tokens", x, context)
+        return self.pos_drop(x) if self.pos_embed is None and len(self.positions) else x
+
+    def _own_positions(self, x: Tensor) -> Tensor:
+        if self.pos_embed is not None:
+            return super()._pos_embed(x)
+        # Without pos_embed distilled models fail in timm, and older versions lose the prefix.
+        second = self.dist_token if isinstance(self, VisionTransformerDistilled) else self.reg_token
+        prefix = [token for token in (self.cls_token, second) if token is not None]
+        batch = x.shape[0]  # not `len`, which has no graph
+        patches = x.reshape(batch, -1, x.shape[-1])
+        return torch.cat([*(token.expand(batch, -1, -1) for token in prefix), patches], 1)
+
+
+class PositionedVisionTransformerDistilled(PositionedVisionTransformer, VisionTransformerDistilled):
+    """The same for DeiT with a distillation token."""
+
+
+class PositionedSwinTransformer(WithEncodings, SwinTransformer):
+    """A timm Swin, of whose layers or patch embedding some have encodings."""
+
+
+class PositionedSwinTransformerV2(WithEncodings, SwinTransformerV2):
+    """The same for the second version of Swin."""
+
+
+class PositionedEva(WithWatchedPatches, Eva):
+    """A timm Eva: EVA, EVA-02, DINOv3, the Perception Encoder, ViTs with RoPE."""
+
+
+class PositionedBeit(WithWatchedPatches, Beit):
+    """A timm BEiT."""
+
+
+class PositionedRelPos(WithWatchedPatches, VisionTransformerRelPos):
+    """A timm ViT with relative positions of its own."""
+
+
+class PositionedNaFlexVit(WithEncodings, NaFlexVit):
+    """A timm NaFlexViT."""
+
+
+class PositionedSAM(WithEncodings, VisionTransformerSAM):
+    """The image encoder of SAM in timm."""
+
+
+class PositionedHiera(WithEncodings, Hiera):
+    """A timm Hiera."""
+
+
+class PositionedHieraDet(WithEncodings, HieraDet):
+    """The image encoder of SAM 2 in timm."""
+
+
+@register_notrace_module
+class PositionedPatchEmbed(PatchEmbed):
+    """Swin's patch embedding whose output (batch, rows, columns, width) gets the encodings."""
+
+    positions: nn.ModuleList
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Pixels (batch, channels, height, width) -> encoded patches."""
+        x = super().forward(x)
+        _, rows, columns, _ = x.shape
+        context = PositionContext((int(rows), int(columns)))
+        tokens = x.flatten(1, 2)
+        for encoding in self.positions:
+            tokens = encoding("tokens", tokens, context)
+        return tokens.reshape(x.shape)
+
 
 Grid = tuple[int, int]
 
@@ -142,8 +325,8 @@ class ViTAdapter(Adapter):
     """A ViT or DeiT."""
 
     positioned: ClassVar[dict[type, type]] = {
-        VisionTransformer: tokens.PositionedVisionTransformer,
-        VisionTransformerDistilled: tokens.PositionedVisionTransformerDistilled,
+        VisionTransformer: PositionedVisionTransformer,
+        VisionTransformerDistilled: PositionedVisionTransformerDistilled,
     }
 
     def prepare(self) -> None:
@@ -163,7 +346,7 @@ class ViTAdapter(Adapter):
 class SwinAdapter(Adapter):
     """A Swin: its encodings of attention act within windows."""
 
-    positioned: ClassVar[dict[type, type]] = {SwinTransformer: tokens.PositionedSwinTransformer}
+    positioned: ClassVar[dict[type, type]] = {SwinTransformer: PositionedSwinTransformer}
 
     def blocks(self) -> Iterable[nn.Module]:
         """Return the blocks of all stages."""
@@ -181,7 +364,7 @@ class SwinAdapter(Adapter):
             ValueError: it is not.
         """
         embed = self.model.patch_embed
-        if type(embed) not in (PatchEmbed, tokens.PositionedPatchEmbed):
+        if type(embed) not in (PatchEmbed, PositionedPatchEmbed):
             raise ValueError(
                 f"{name} acts on the patches of timm's PatchEmbed, not {type(embed).__name__}"
             )
@@ -192,8 +375,8 @@ class SwinAdapter(Adapter):
     def add_tokens(self, encoding: PositionEncoding) -> None:
         """Add an encoding of the embedded patches."""
         embed = self.model.patch_embed
-        if type(embed) is not tokens.PositionedPatchEmbed:
-            embed.__class__ = tokens.PositionedPatchEmbed
+        if type(embed) is not PositionedPatchEmbed:
+            embed.__class__ = PositionedPatchEmbed
             embed.positions = nn.ModuleList().train(embed.training)
         embed.positions.append(encoding)
 
@@ -207,7 +390,7 @@ class SwinAdapter(Adapter):
 class SwinV2Adapter(SwinAdapter):
     """A Swin V2."""
 
-    positioned: ClassVar[dict[type, type]] = {SwinTransformerV2: tokens.PositionedSwinTransformerV2}
+    positioned: ClassVar[dict[type, type]] = {SwinTransformerV2: PositionedSwinTransformerV2}
 
     def drop(self) -> None:
         """Take the MLP of the relative position bias away."""
@@ -220,22 +403,22 @@ class EvaAdapter(Adapter):
     """EVA, BEiT: tokens with their prefix come out of the dropout of positions."""
 
     positioned: ClassVar[dict[type, type]] = {
-        Eva: tokens.PositionedEva,
-        Beit: tokens.PositionedBeit,
+        Eva: PositionedEva,
+        Beit: PositionedBeit,
     }
 
 
 class RelPosAdapter(Adapter):
     """ViTs with relative positions: no position is added to the patches."""
 
-    positioned: ClassVar[dict[type, type]] = {VisionTransformerRelPos: tokens.PositionedRelPos}
+    positioned: ClassVar[dict[type, type]] = {VisionTransformerRelPos: PositionedRelPos}
     embedded, with_prefix = "patch_embed.norm", False
 
 
 class NaFlexAdapter(Adapter):
     """NaFlexViT: images, or patches of images of any size with their coordinates."""
 
-    positioned: ClassVar[dict[type, type]] = {NaFlexVit: tokens.PositionedNaFlexVit}
+    positioned: ClassVar[dict[type, type]] = {NaFlexVit: PositionedNaFlexVit}
     embedded = "embeds.pos_drop"
 
     @property
@@ -253,8 +436,8 @@ class SAMAdapter(Adapter):
     """SAM's image encoders, whose states keep rows and columns; grids are windows or the image."""
 
     positioned: ClassVar[dict[type, type]] = {
-        VisionTransformerSAM: tokens.PositionedSAM,
-        HieraDet: tokens.PositionedHieraDet,
+        VisionTransformerSAM: PositionedSAM,
+        HieraDet: PositionedHieraDet,
     }
 
     @property
@@ -301,7 +484,7 @@ class SAMAdapter(Adapter):
 class HieraAdapter(Adapter):
     """Hiera: grids are mask units or the image."""
 
-    positioned: ClassVar[dict[type, type]] = {Hiera: tokens.PositionedHiera}
+    positioned: ClassVar[dict[type, type]] = {Hiera: PositionedHiera}
     embedded, with_prefix = "patch_embed", False
 
     @property

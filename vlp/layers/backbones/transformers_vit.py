@@ -17,7 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from vlp.layers.attention import attend, mask_bias
 from vlp.layers.backbones.adapters import Adapter, Grid
-from vlp.layers.backbones.places import Places
+from vlp.layers.backbones.attention import Places
 from vlp.positions.base import PositionEncoding
 
 INTERFACE = "vlp_positions"

@@ -19,15 +19,16 @@ import torch
 from torch import Tensor
 
 from vlp.config import ConfigError
-from vlp.models.config import ImageConfig, ModelConfig, TextConfig
-from vlp.models.cross_config import CrossConfig
+from vlp.models.config import CrossConfig, ImageConfig, ModelConfig, TextConfig
 from vlp.models.pretrained.load import (
     BERT_EMBEDDING,
     BERT_LAYER,
     POSITION_TABLES,
+    LoadReport,
+    copy_weights,
+    listed,
     resample_positions,
 )
-from vlp.models.pretrained.weight_copy import LoadReport, copy_weights, listed
 from vlp.models.vlp import VLPModel
 
 # ALBEF normalises images with CLIP's mean and deviation of pixel values in [0, 1].

@@ -9,25 +9,186 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vlp.compute.full_precision import at_least_float32
 from vlp.config import ConfigError
-from vlp.models.pretrained.load_towers import (
-    IMAGE_OWN,
-    load_image_tower,
-    load_text_tower,
-    todays_names,
-)
 from vlp.models.pretrained.published import Published, read_bert, read_vit, vit_settings
 from vlp.models.pretrained.source_checks import check_bert, check_vit
-from vlp.models.pretrained.weight_copy import LoadReport, copy_weights, listed
+from vlp.models.towers import fit_image_tower
 from vlp.models.vlp import VLPModel
+
+
+class LoadReport(NamedTuple):
+    """Report of a weight copy: the outcome for the tensors of both sides.
+
+    matched and resized: names of target tensors; missing: parts of the target that keep their own
+    start, `*` standing for every layer; unused: source keys; notes: values that were changed.
+    """
+
+    source: str
+    matched: list[str]
+    resized: list[str]
+    missing: list[str]
+    unused: list[str]
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """One line for the log."""
+        parts = [f"{len(self.matched)} matched", f"{len(self.resized)} resized"]
+        if self.missing:
+            parts.append(f"{len(self.missing)} keep their own start ({', '.join(self.missing)})")
+        parts += [f"{len(self.unused)} not used", *self.notes]
+        return f"{self.source}: {'; '.join(parts)}"
+
+
+def copy_weights(
+    module: nn.Module,
+    found: Mapping[str, Tensor],
+    source: str,
+    unused: list[str],
+    may_miss: tuple[str, ...],
+) -> LoadReport:
+    """Copy tensors into a module once everything has been checked.
+
+    Args:
+        module: the target.
+        found: tensors by the target's names.
+        source: where they come from, for messages and the report.
+        unused: source keys that are declared as unused.
+        may_miss: patterns of the names' beginnings that may keep their own start; the first one
+            that matches names the part in the report.
+
+    Raises:
+        ValueError: a name without a place, a target that nothing fills, or shapes that differ.
+    """
+    target = module.state_dict()
+    unknown = sorted(set(found) - set(target))
+    if unknown:
+        raise ValueError(f"{source}: these keys have no place here: {listed(unknown)}")
+    lost, kept = [], set()
+    for name in target:
+        if name not in found:
+            match = next(filter(None, (re.match(part, name) for part in may_miss)), None)
+            if match:
+                kept.add(re.sub(r"\.\d+\.", ".*.", match[0]).rstrip("."))
+            else:
+                lost.append(name)
+    if lost:
+        raise ValueError(f"{source}: these weights are missing: {listed(lost)}")
+    for name, tensor in found.items():
+        if tensor.shape != target[name].shape:
+            raise ValueError(
+                f"{source}: {name} is {tuple(tensor.shape)} there and "
+                f"{tuple(target[name].shape)} here"
+            )
+        if target[name].is_floating_point() and not tensor.is_floating_point():
+            raise ValueError(f"{source}: {name} is {_kind(tensor)} there, not a float")
+    with torch.no_grad():
+        for name, tensor in found.items():
+            target[name].copy_(tensor)
+    other = {
+        (_kind(tensor), _kind(target[name]))
+        for name, tensor in found.items()
+        if tensor.dtype != target[name].dtype
+    }
+    notes = tuple(f"{there} there, {here} here" for there, here in sorted(other))
+    return LoadReport(source, sorted(found), [], sorted(kept), unused, notes)
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """Names for a message, the first ones and a count where they are many."""
+    further = len(names) - most
+    return ", ".join(names[:most]) + (f" and {further} more" if further > 0 else "")
+
+
+def _kind(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+_OLD_KINDS = {"gamma": "weight", "beta": "bias"}
+"""Of a norm, in checkpoints that were converted from TensorFlow."""
+IMAGE_OWN = (r"projection\.", r"adapter\.", r"vit\.(\S+\.)?positions\.")
+"""Parts of an image encoder that public weights know nothing of."""
+_IMAGE_UNUSED = ("head", "pre_logits.", "fc_norm.", "attn_pool.", "mask_token")
+
+
+def load_image_tower(model: VLPModel, name: str) -> LoadReport:
+    """Start the image tower from public weights; positions are resampled as timm does.
+
+    Args:
+        model: has a tower of `image.architecture`.
+        name: as `read_vit` takes it.
+
+    Raises:
+        FileNotFoundError: it is neither here nor on the hub.
+        ValueError: a file cannot be read, or is of another tower.
+    """
+    encoder, source = model.image_encoder, f"{name} -> {model.config.image.architecture}"
+    there = read_vit(name, with_settings=False).state
+    fitted = fit_image_tower(encoder.vit, there)
+    here = encoder.vit.state_dict()
+    unused = [key for key in fitted if key not in here and key.startswith(_IMAGE_UNUSED)]
+    found = {f"vit.{key}": tensor for key, tensor in fitted.items() if key not in unused}
+    resized = [
+        f"vit.{key}"
+        for key, tensor in there.items()
+        if fitted.get(key, tensor).shape != tensor.shape
+    ]
+    report = copy_weights(encoder, found, source, unused, IMAGE_OWN)
+    matched = [name for name in report.matched if name not in resized]
+    return report._replace(matched=matched, resized=resized)
+
+
+def load_text_tower(model: VLPModel, state: Mapping[str, Tensor], source: str) -> LoadReport:
+    """Start the text tower from public weights of the same model, whose heads are left out.
+
+    Args:
+        model: has a tower of `text.architecture`.
+        state: by the names of transformers, with the model's prefix (`roberta.`) or without.
+        source: what the report and messages call it.
+
+    Raises:
+        ValueError: keys without a place, weights that are missing, or shapes that do not fit.
+    """
+    encoder = model.text_encoder
+    tower: Any = encoder.tower
+    parts = {name for name, _ in tower.named_children()}
+    names = todays_names(state, source, f"{tower.base_model_prefix}.")
+    unused = [
+        name
+        for name in names
+        if name.partition(".")[0] not in parts or name.endswith(".position_ids")
+    ]
+    found = {f"tower.{name}": names[name][1] for name in names.keys() - unused}
+    return copy_weights(
+        encoder, found, f"{source} -> text encoder", unused, (r"projection\.", r"adapter\.")
+    )
+
+
+def todays_names(
+    state: Mapping[str, Tensor], source: str, prefix: str = "bert."
+) -> dict[str, tuple[str, Tensor]]:
+    """Today's name -> key there and tensor: without the prefix, and a norm has weight and bias.
+
+    Raises:
+        ValueError: two keys are the same weight.
+    """
+    found: dict[str, tuple[str, Tensor]] = {}
+    for key, tensor in state.items():
+        module, dot, kind = key.removeprefix(prefix).rpartition(".")
+        kind = _OLD_KINDS.get(kind, kind) if module.endswith("LayerNorm") else kind
+        name = f"{module}{dot}{kind}"
+        if name in found:
+            raise ValueError(f"{source}: {found[name][0]} and {key} are the same weight")
+        found[name] = key, tensor
+    return found
+
 
 BERT_LAYER = {
     "attention.self.query": "attention.query",

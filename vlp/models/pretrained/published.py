@@ -5,6 +5,9 @@ No code of a file is run, and nothing is filled in: what a file lacks is missing
 
 from __future__ import annotations
 
+import pickle
+import re
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -17,8 +20,118 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from vlp.io import may_be_on_hub, parse_json
-from vlp.models.pretrained.pth import read_pth
-from vlp.models.pretrained.transformers_vit import timm_names, timm_settings
+
+_OUTER = {
+    "embeddings.cls_token": "cls_token",
+    "embeddings.distillation_token": "dist_token",
+    "embeddings.position_embeddings": "pos_embed",
+    "embeddings.patch_embeddings.projection": "patch_embed.proj",
+    "layernorm": "norm",
+    "classifier": "head",
+    "cls_classifier": "head",
+    "distillation_classifier": "head_dist",
+    "pooler.dense": "pre_logits.fc",
+}
+_LAYER = {
+    "layernorm_before": "norm1",
+    "attention.output.dense": "attn.proj",
+    "layernorm_after": "norm2",
+    "intermediate.dense": "mlp.fc1",
+    "output.dense": "mlp.fc2",
+}
+_ATTENTION = "attention.attention."
+_PARTS = ("query", "key", "value")
+_LAYER_NAME = re.compile(r"encoder\.layer\.(\d+)\.(.+)")
+
+
+def timm_names(state: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+    """The same tensors by timm's names; query, key and value stacked as one.
+
+    Raises:
+        ValueError: keys that no rule maps, or a layer without all of query, key and value.
+    """
+    found: dict[str, Tensor] = {}
+    stacks: dict[str, dict[str, Tensor]] = {}
+    unknown = []
+    for key, tensor in state.items():
+        name = re.sub(r"^(vit|deit)\.", "", key)
+        module, kind = (name, "") if name in _OUTER else _split(name)
+        layer = _LAYER_NAME.fullmatch(module)
+        if module in _OUTER:
+            found[f"{_OUTER[module]}{kind}"] = tensor
+        elif layer and layer[2] in _LAYER:
+            found[f"blocks.{layer[1]}.{_LAYER[layer[2]]}{kind}"] = tensor
+        elif layer and layer[2].removeprefix(_ATTENTION) in _PARTS:
+            stack = stacks.setdefault(f"blocks.{layer[1]}.attn.qkv{kind}", {})
+            stack[layer[2].removeprefix(_ATTENTION)] = tensor
+        else:
+            unknown.append(key)
+    if unknown:
+        raise ValueError(f"{source}: no rule maps these keys of a ViT: {', '.join(unknown)}")
+    for name, stack in stacks.items():
+        if missing := [part for part in _PARTS if part not in stack]:
+            raise ValueError(f"{source}: {name} lacks its {' and '.join(missing)}")
+        found[name] = torch.cat([stack[part] for part in _PARTS])
+    return found
+
+
+def timm_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Translate a transformers configuration to the keys of `published.vit_settings`."""
+    act = config.get("hidden_act", "gelu")
+    return {
+        "heads": config.get("num_attention_heads", 12),
+        "block": "Block",
+        "activation": "GELU(approximate='none')" if act == "gelu" else act,
+        "norm_eps": config.get("layer_norm_eps", 1e-12),
+    }
+
+
+def _split(name: str) -> tuple[str, str]:
+    module, dot, kind = name.rpartition(".")
+    return module, dot + kind
+
+
+KEYS = ("model", "state_dict")
+"""Under which other projects store a state dict beside their optimiser, the first one found."""
+
+
+def read_pth(file: str | Path) -> dict[str, Tensor]:
+    """State dict of a `.pth`, under `model` or `state_dict` or bare; no code of the file is run.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is damaged, needs pickled objects, or holds no state dict.
+    """
+    path = Path(file)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no checkpoint {path}")
+    try:
+        # Mapped, the momentum copies and the optimiser are never read from the disk.
+        loaded = torch.load(
+            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
+        )
+    except Exception as error:  # the unpickler lets KeyError, EOFError and others through
+        refused = re.search(r"GLOBAL (\S+)", str(error))
+        if isinstance(error, pickle.UnpicklingError) and refused:
+            raise ValueError(
+                f"{path}: refused, because it holds a pickled {refused[1]} beside its tensors and "
+                "reading that may run code; where you trust the file, save its state dict alone: "
+                "torch.save(torch.load(FILE, weights_only=False)['model'], NEW_FILE)"
+            ) from None
+        reason = str(error).partition("\n")[0].partition(". ")[0] or "it ends too early"
+        raise ValueError(f"{path}: damaged, or not a checkpoint ({reason})") from error
+    state = None
+    if isinstance(loaded, Mapping):
+        state = next((loaded[key] for key in KEYS if key in loaded), loaded)
+    if not isinstance(state, Mapping) or not all(
+        isinstance(value, Tensor) for value in state.values()
+    ):
+        raise ValueError(
+            f"{path}: holds no state dict, neither under {' or '.join(map(repr, KEYS))} nor as "
+            "a whole"
+        )
+    return dict(state)
+
 
 CONFIG = "config.json"
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")

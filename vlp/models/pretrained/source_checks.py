@@ -12,7 +12,7 @@ from typing import Any
 
 from vlp.config import ConfigError
 from vlp.data.image.transforms import FILE_NAME, Preprocessing
-from vlp.layers.post_norm import NORM_EPS
+from vlp.layers.blocks import NORM_EPS
 from vlp.models.config import ModelConfig
 
 # What transformers takes where a config.json is silent.

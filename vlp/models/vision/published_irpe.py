@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from vlp.models.pretrained.pth import read_pth
+from vlp.models.pretrained.published import read_pth
 from vlp.positions.irpe import RelativePosition
 
 Model = TypeVar("Model", bound=nn.Module)

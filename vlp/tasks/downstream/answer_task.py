@@ -10,10 +10,14 @@ from torch import Tensor
 
 from vlp.config import ConfigError
 from vlp.data.text.tokenizer import TextProcessor
-from vlp.models.decoder.answer_decoder import AnswerDecoder, AnswerDecoderConfig, Memory
-from vlp.models.decoder.answer_generation import Marks
-from vlp.models.decoder.answer_likelihood import answer_likelihood
-from vlp.models.decoder.init_decoder import start_decoder
+from vlp.models.decoder import (
+    AnswerDecoder,
+    AnswerDecoderConfig,
+    Marks,
+    Memory,
+    answer_likelihood,
+    start_decoder,
+)
 from vlp.models.folder import Loaded
 from vlp.objectives.mlm import MLMHead
 from vlp.tasks.downstream.task import Downstream

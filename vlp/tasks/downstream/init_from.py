@@ -12,9 +12,9 @@ from vlp.data.image.transforms import Preprocessing
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.models.config import ModelConfig
 from vlp.models.folder import Loaded, plain_config, read_heads, start_from
+from vlp.models.lora import add_lora
 from vlp.models.pretrained.load import LoadReport
 from vlp.models.pretrained.local_copy import CONFIG, local_folder
-from vlp.models.towers.lora import add_lora
 from vlp.models.vlp import VLPModel
 
 DELTA = 0.05

@@ -37,7 +37,7 @@ _BUILT_IN = {
     "caption": ("caption", "image captioning (COCO)"),
     "grounding": ("grounding", "weakly supervised visual grounding (RefCOCO, RefCOCO+, RefCOCOg)"),
 }
-"""Kind -> module in this folder and, where there is one, in `evaluation.downstream`; summary."""
+"""Kind -> folder of `vlp.tasks` and module of `evaluation.downstream`; summary."""
 
 ENTRY_POINTS = "vlp.tasks"
 
@@ -109,7 +109,7 @@ def get_task(kind: str) -> DownstreamTask:
         if kind not in _BUILT_IN:
             load_plugins()
         if kind in _BUILT_IN:
-            import_module(f"vlp.tasks.downstream.{_BUILT_IN[kind][0]}")
+            import_module(f"vlp.tasks.{_BUILT_IN[kind][0]}.task")
         elif kind in _entry_points():
             import_module(_entry_points()[kind])
     if kind not in _registered:

@@ -25,7 +25,7 @@ from vlp.models.folder import Loaded, from_pretrained, save_pretrained
 from vlp.models.pretrained.local_copy import local_folder
 from vlp.models.vlp import VLPModel
 from vlp.tasks.downstream.registry import get_task, task_kinds
-from vlp.tasks.plain import PlainTask, Precision
+from vlp.tasks.task import PlainTask, Precision
 
 TASK = "task.json"
 _MODEL = "model."

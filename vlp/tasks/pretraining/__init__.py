@@ -5,14 +5,16 @@ module outside the package that is imported before the configuration is read. Ob
 their losses are summed, in the order in which they are registered.
 """
 
-from vlp.tasks.pretraining.contrastive import Contrastive
-from vlp.tasks.pretraining.itm import ImageTextMatching
-from vlp.tasks.pretraining.mim import MaskedImageModelling
-from vlp.tasks.pretraining.mlm import MaskedLanguageModelling
 from vlp.tasks.pretraining.objective import Objective, Step, Term, register_objective
-from vlp.tasks.pretraining.sigmoid import SigmoidContrastive
+from vlp.tasks.pretraining.objectives import (
+    Contrastive,
+    ImageTextMatching,
+    MaskedImageModelling,
+    MaskedLanguageModelling,
+    SigmoidContrastive,
+    TokenTerms,
+)
 from vlp.tasks.pretraining.task import Pretraining
-from vlp.tasks.pretraining.token import TokenTerms
 
 __all__ = ["Objective", "Pretraining", "Step", "Term", "register_objective"]
 

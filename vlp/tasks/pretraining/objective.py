@@ -17,7 +17,7 @@ from vlp.models.vlp import VLPModel
 from vlp.objectives.config import ObjectivesConfig, register_settings
 from vlp.objectives.loss import Loss
 from vlp.positions.anchor_field import AnchorField
-from vlp.tasks.pretraining.teacher import TeacherOutput
+from vlp.tasks.teacher import TeacherOutput
 
 TOKENS = frozenset({"image_tokens", "text_tokens"})
 """Projections of tokens, where the model has some of their own."""

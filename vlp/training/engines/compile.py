@@ -17,7 +17,7 @@ from torch import nn
 
 from vlp.compute.region import compile_regions
 from vlp.config import ConfigError
-from vlp.tasks.plain import PlainTask
+from vlp.tasks.task import PlainTask
 from vlp.training.config import Compile
 
 Backend = str | Callable[..., Any]

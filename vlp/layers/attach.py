@@ -1,0 +1,297 @@
+"""Position encodings for models of timm and transformers that exist, with their weights kept."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from vlp.layers.backbones.adapters import Adapter, SwinAdapter
+from vlp.layers.flex import NO_LOOKUPS, departure
+from vlp.positions.base import PositionEncoding
+from vlp.positions.options import checked_options
+from vlp.positions.registry import CROSS_MODAL, create_position, place_roles, position_options
+
+Factory = Callable[..., PositionEncoding]
+Fused = bool | Literal["flex"] | None
+Model = TypeVar("Model", bound=nn.Module)
+
+IMPOSSIBLE = {
+    "XCA": "attends between channels, not between places, so that there are no pairs of patches",
+    "TalkingHeadAttn": "mixes the logits of its heads before and after the softmax, which belong "
+    "to no head that an encoding could add to",
+}
+"""Layers of attention that encodings have no place in, and why."""
+
+
+def attach(
+    model: Model,
+    name: str | Factory,
+    on: str | None = None,
+    absolute: str = "keep",
+    fused: Fused = None,
+    **options: Any,
+) -> Model:
+    """Add a position encoding to a model of timm or transformers.
+
+    The model is changed in place, and left as it was where an error is raised. Several calls add
+    several encodings, also the same one again. An encoding of attention gets one module, with its
+    own tables, in every layer (`blocks.0.attn.positions.0`); one of tokens acts once, after the
+    model's own absolute positions (`positions.0`, in Swin on the embedded patches as
+    `patch_embed.positions.0`). Where a model attends within windows (Swin, SAM, Hiera's mask units)
+    its encodings do, too; layers that pool queries have none. The model's own relative biases and
+    rotations stay, and act before the encodings do. Encodings whose tables start at zero, as
+    iRPE's do, leave the model's function as it was.
+
+    Feature extraction by hooks and by timm's `create_feature_extractor` (layers with encodings are
+    then leaves, and the image size is fixed), dynamic image sizes, `set_input_size`, activation
+    checkpointing, copies, pickles, `torch.compile`, `torch.export` and `torch.jit.trace` work as
+    before; `torch.jit.script` does not. Timm's `no_weight_decay` names the encodings' tables, too.
+    Encodings that are bound to one grid raise on another. Under activation checkpointing a backward
+    pass must not hold images of two grids with equally many patches, such as 2 x 8 and 4 x 4: the
+    layers that it runs again would take the later grid for both.
+
+    Args:
+        model: of timm a ViT, DeiT, Swin, Swin V2, Eva (EVA, EVA-02, DINOv3, Perception Encoder, ViT
+            with RoPE), BEiT, ViT with relative positions, NaFlexViT, SAM, SAM 2 or Hiera; of
+            transformers a ViT, DeiT, BEiT, DINOv2, DINOv3, CLIP vision model, SigLIP or SigLIP 2
+            vision model.
+        name: one of `list_positions()`, or its class, or a callable that makes a PositionEncoding.
+        on: where the encoding acts, letters of "qkv": what other encodings call roles, and `sape`
+            calls mode; None is the encoding's default.
+        absolute: "keep" or "drop" the model's own positions: `pos_embed`, relative position biases
+            and rotations.
+        fused: how the layers of attention compute, see `vlp.layers.attention.attend`; None leaves
+            them as they are. "flex" trains on a GPU alone, and takes layers whose logits get
+            lookups and nothing else.
+        options: of the encoding. `width`, `heads` and `grid` are known here and not needed.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: no module; an encoding that exists, or a class or callable that makes none.
+        ValueError: another model, layers of attention that are not known, encodings of
+            cross-modal attention, options that the encoding lacks, dropped patches (which lie on
+            no grid) under an encoding of attention, `fused` where no layer of attention has an
+            encoding, or "flex" where a layer has an encoding that reads probabilities, another
+            one's bias or the model's own, or drops probabilities as it is. Layers without a
+            lookup, and a mask that comes with a batch, are logged when they run.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"attach takes a model, not {model!r}: timm.create_model makes one")
+    if absolute not in ("keep", "drop"):
+        raise ValueError(f"absolute is 'keep' or 'drop', not {absolute!r}")
+    if fused not in (None, True, False, "flex"):
+        raise ValueError(f"fused is True, False, 'flex' or None, not {fused!r}")
+    from vlp.layers.backbones.adapters import sizes_of
+
+    adapter, encoding = _adapter(model), _Encoding(name, on, options)
+    layers = adapter.layers()
+    weight, _, heads = sizes_of(layers[0])
+    made = encoding(weight, model.training, width=adapter.width, heads=heads, grid=adapter.grid)
+    on_tokens = encoding.acts_on_tokens(made)
+    if on_tokens:
+        adapter.require_tokens(encoding.name)
+    elif adapter.dropped:
+        raise ValueError(
+            f"{encoding.name} needs whole grids, but patch_drop_rate {adapter.dropped} drops "
+            "patches; make the model without it"
+        )
+    if fused is not None and on_tokens and not any("positions" in one._modules for one in layers):
+        raise ValueError(
+            f"fused={fused!r} is about attention with encodings, of which there is none: "
+            f"{encoding.name} acts on tokens"
+        )
+    per_layer = [] if on_tokens else [_for_layer(encoding, adapter, layer) for layer in layers]
+    refuse_departures(adapter, layers, per_layer, fused, absolute == "drop")
+
+    # Nothing was changed so far; from here on nothing fails.
+    adapter.prepare()
+    if on_tokens:
+        adapter.add_tokens(made)
+    for layer, one in zip(layers, per_layer, strict=False):
+        adapter.add(layer, one)
+    if absolute == "drop":
+        adapter.drop()
+    if fused is not None:
+        for layer in layers:
+            layer.fused = fused
+    return model
+
+
+def drop_absolute(model: Model) -> Model:
+    """Take a model's own positions away, and put nothing in their place.
+
+    They are absolute positions, relative position biases and rotations.
+
+    Raises:
+        ValueError: another model.
+    """
+    adapter = _adapter(model)
+    adapter.layers()
+    adapter.prepare()
+    adapter.drop()
+    return model
+
+
+def _adapter(model: nn.Module) -> Any:
+    """Return how encodings reach into a model.
+
+    Raises:
+        ValueError: they do not, with the reason.
+    """
+    from vlp.layers.backbones.adapters import ADAPTERS
+
+    if any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__):
+        from vlp.layers.backbones.transformers_vit import TransformersAdapter
+
+        return TransformersAdapter(cast(Any, model))
+    for adapter in ADAPTERS:
+        if type(model) in {*adapter.positioned, *adapter.positioned.values()}:
+            return adapter(model)
+    raise ValueError(f"{type(model).__name__} {_refusal(model)}")
+
+
+def _refusal(model: nn.Module) -> str:
+    """Say why no encoding reaches into a model."""
+    parts = {type(part).__name__ for part in model.modules()}
+    for name, reason in IMPOSSIBLE.items():
+        if name in parts:
+            return reason
+    if not any("Att" in part for part in parts):
+        return "has no layer of attention, which encodings act in"
+    return (
+        "is not among the models that encodings are attached to, before anything wraps them: "
+        "timm's ViT, DeiT, Swin, Swin V2, Eva, BEiT, NaFlexViT, SAM and Hiera, and transformers' "
+        "vision transformers"
+    )
+
+
+class _Encoding:
+    """An encoding to be made, as often as a model needs it."""
+
+    def __init__(self, name: str | Factory, on: str | None, options: Mapping[str, Any]) -> None:
+        """Check the name and the roles.
+
+        Raises:
+            TypeError: a module that exists, a class of no encodings, or what cannot be called.
+            ValueError: see `_parameters` and `place_roles`.
+        """
+        other = isinstance(name, type) and not issubclass(name, PositionEncoding)
+        if other or isinstance(name, nn.Module) or not (isinstance(name, str) or callable(name)):
+            what = name.__name__ if isinstance(name, type) else f"a {type(name).__name__}"
+            raise TypeError(
+                f"{what} is no encoding to be made: give its name or class, a module is made for "
+                "every layer"
+            )
+        self.name = name if isinstance(name, str) else getattr(name, "__name__", repr(name))
+        self.make: Factory = partial(create_position, name) if isinstance(name, str) else name
+        self.parameters = frozenset(_parameters(name))
+        # Names check their options anyway; a constructor with ** may pass on what it does not name.
+        self.checks = isinstance(name, type) and not _passes_on(name)
+        self.options = place_roles(self.name, on, options, self.parameters)
+
+    def __call__(self, like: Tensor, training: bool, **sizes: Any) -> PositionEncoding:
+        """Return one module with those sizes that it has, on a weight's device and in its type.
+
+        Raises:
+            TypeError: what was made is no encoding.
+            ValueError: options that the encoding lacks or misses, or of another type.
+        """
+        known = {size: value for size, value in sizes.items() if size in self.parameters}
+        options = {**known, **self.options}
+        if self.checks:
+            options = checked_options(f"position encoding {self.name!r}", self.make, options)
+        with torch.device("cpu"):  # constructors check numbers, which the device `meta` lacks
+            encoding = self.make(**options)
+        if not isinstance(encoding, PositionEncoding):
+            raise TypeError(f"{self.name} makes no PositionEncoding, but {type(encoding).__name__}")
+        return encoding.to(device=like.device, dtype=like.dtype).train(training)
+
+    def acts_on_tokens(self, made: PositionEncoding) -> bool:
+        """Return whether it acts once on the tokens, or else in every layer of attention.
+
+        Raises:
+            ValueError: it does both, or something that these models have no place for.
+        """
+        if "inputs" in made.hooks or ("tokens" in made.hooks and len(made.hooks) > 1):
+            raise ValueError(
+                f"{self.name} acts on {', '.join(sorted(made.hooks))}; timm models have places for "
+                "encodings of tokens alone, or of rotate, bias and value"
+            )
+        return "tokens" in made.hooks
+
+
+def _for_layer(encoding: _Encoding, adapter: Any, layer: Any) -> PositionEncoding:
+    from vlp.layers.backbones.adapters import sizes_of
+
+    weight, width, heads = sizes_of(layer)
+    sizes = {"width": width, "heads": heads, "grid": adapter.layer_grid(layer)}
+    return encoding(weight, layer.training, **sizes)
+
+
+def _passes_on(make: Factory) -> bool:
+    """Return whether options without a name of their own are taken, too."""
+    return any(
+        each.kind is each.VAR_KEYWORD for each in inspect.signature(make).parameters.values()
+    )
+
+
+def _parameters(name: str | Factory) -> Iterable[str]:
+    """Options of an encoding.
+
+    Raises:
+        ValueError: it is not known, or has no place in a model without text.
+    """
+    if not isinstance(name, str):
+        return inspect.signature(name).parameters
+    if name in CROSS_MODAL:
+        raise ValueError(f"{name} lies between an image and a text; a vision model has no text")
+    return position_options(name)
+
+
+OWN_BIASES = ("relative_position_bias_table", "cpb_mlp", "rel_pos", "rel_pos_h")
+"""Attributes of layers whose logits have a bias of the model's own, zeros included."""
+
+
+def refuse_departures(
+    adapter: Adapter,
+    layers: Iterable[Any],
+    added: Sequence[PositionEncoding],
+    fused: object,
+    drop: bool,
+) -> None:
+    """Check that layers which are to attend by FlexAttention can.
+
+    Args:
+        adapter: of the model.
+        layers: of attention.
+        added: an encoding for each layer, or none at all.
+        fused: "flex", or what else the layers are told; None leaves them as they are.
+        drop: whether the model's own positions are dropped.
+
+    Raises:
+        ValueError: they cannot, with the reason.
+    """
+    for number, layer in enumerate(layers):
+        asked = getattr(layer, "fused", None) if fused is None else fused
+        encodings = [*getattr(layer, "positions", ()), *added[number : number + 1]]
+        if asked != "flex" or not encodings:
+            continue
+        taken = drop and isinstance(adapter, SwinAdapter)
+        biased = not taken and any(getattr(layer, one, None) is not None for one in OWN_BIASES)
+        reason = departure(encodings, biased, layer.training and _dropout(layer) > 0)
+        if reason not in (None, NO_LOOKUPS):  # one that is attached next may look up
+            raise ValueError(f"fused='flex' cannot be, because {reason}")
+
+
+def _dropout(layer: Any) -> float:
+    """Share of the probabilities that a layer drops in training."""
+    found = [getattr(layer, name, None) for name in ("attn_drop", "attention_dropout", "dropout")]
+    rates = [getattr(each, "p", each) for each in found]
+    return max((each for each in rates if isinstance(each, float)), default=0.0)

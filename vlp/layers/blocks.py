@@ -1,0 +1,297 @@
+"""Transformer blocks: post-norm layers, feed-forward, LayerNorm, text embeddings, pooling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from timm.layers.mlp import Mlp
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
+
+from vlp.layers.attention import Attention
+from vlp.positions.base import PositionContext, PositionEncoding
+from vlp.positions.sine import sinusoid
+
+
+class ResidualStream(nn.Module):
+    """The place where a residual stream begins, and is rounded where it is to be."""
+
+    rounded = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., width) -> (..., width), in autocast's type or as it was."""
+        return x.to(torch.get_autocast_dtype(x.device.type)) if _rounds(self, x) else x
+
+
+class LayerNorm(nn.LayerNorm):
+    """PyTorch's, of (..., width), which may take and return autocast's type."""
+
+    rounded = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., width) -> (..., width)."""
+        if not _rounds(self, x):
+            return super().forward(x)
+        kind = torch.get_autocast_dtype(x.device.type)
+        with torch.autocast(x.device.type, enabled=False):
+            scale, shift = (p.to(kind) for p in (self.weight, self.bias))
+            return functional.layer_norm(x.to(kind), self.normalized_shape, scale, shift, self.eps)
+
+
+def set_half_streams(module: nn.Module, half: bool) -> None:
+    """Choose what the streams of a module's encoders are under autocast: its type, or float32."""
+    for part in module.modules():
+        if isinstance(part, ResidualStream | LayerNorm):
+            part.rounded = half
+
+
+def _rounds(module: ResidualStream | LayerNorm, x: Tensor) -> bool:
+    return module.rounded and torch.is_autocast_enabled(x.device.type)
+
+
+Layer = Callable[[Tensor], Tensor]
+
+
+def contract(wide: Tensor, activation: Layer, linear: Layer) -> Tensor:
+    """Compute linear(activation(wide)), (..., wide) -> (..., width).
+
+    On a GPU the linear layer's input, beside `wide` the largest tensor of a block, is not kept for
+    the backward pass, which computes it again. A compiler chooses by itself what it keeps.
+    """
+    active = activation(wide)
+    if not active.is_cuda or torch.compiler.is_compiling():
+        return linear(active)
+    place = active.data_ptr()
+
+    def pack(saved: Tensor) -> Tensor | torch.Size:
+        return saved.shape if saved.data_ptr() == place else saved
+
+    def unpack(kept: Tensor | torch.Size) -> Tensor:
+        return kept if isinstance(kept, Tensor) else activation(wide).view(kept)
+
+    with saved_tensors_hooks(pack, unpack):
+        return linear(active)
+
+
+class BlockMlp(Mlp):
+    """The feed-forward of a timm block without dropout or norm in it, by `contract`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., width) -> (..., width)."""
+        return contract(self.fc1(x), self.act, self.fc2)
+
+
+NORM_EPS = 1e-12  # BERT's
+
+
+class FeedForward(nn.Module):
+    """Linear, exact GELU, linear: (..., width) -> (..., width)."""
+
+    def __init__(self, width: int, intermediate: int) -> None:
+        super().__init__()
+        self.expand = nn.Linear(width, intermediate)
+        self.activation = nn.GELU()
+        self.contract = nn.Linear(intermediate, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., width) -> (..., width)."""
+        return contract(self.expand(x), self.activation, self.contract)
+
+
+def pick(states: Tensor, wanted: Tensor) -> Tensor:
+    """Return tokens `wanted` (B, Q) int64 of states (B, T, width)."""
+    return states.gather(1, wanted[..., None].expand(-1, -1, states.shape[2]))
+
+
+class PostNormLayer(nn.Module):
+    """Self-attention and feed-forward, each dropped in part, added and normalised, as in BERT."""
+
+    def __init__(self, width: int, heads: int, intermediate: int, dropout: float = 0) -> None:
+        super().__init__()
+        self.attention = Attention(width, heads)
+        self.attention_norm = LayerNorm(width, eps=NORM_EPS)
+        self.feed_forward = FeedForward(width, intermediate)
+        self.feed_forward_norm = LayerNorm(width, eps=NORM_EPS)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, states: Tensor, mask: Tensor) -> Tensor:
+        """(B, N, width) with mask (B, N) bool, True = real -> (B, N, width)."""
+        states = self.attention_norm(states + self.dropout(self.attention(states, mask=mask)))
+        return self.feed_forward_norm(states + self.dropout(self.feed_forward(states)))
+
+
+class CrossLayer(nn.Module):
+    """One cross-modal layer; the same weights serve both streams.
+
+    Three steps, each added and then normalised: self-attention, cross-attention, feed-forward.
+    They are separate modules here because both streams finish the first step before either
+    attends to the other.
+
+    Args:
+        width: channels.
+        heads: attention heads.
+        intermediate: channels of the feed-forward.
+        cross_output: whether the cross-attention has an output projection (layout `albef`).
+        positions: encodings of the cross-attention.
+        self_positions: encodings of the self-attention.
+        dropout: share of each step's output that is set to 0 in training, before it is added.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        intermediate: int,
+        cross_output: bool = False,
+        positions: Sequence[PositionEncoding] = (),
+        self_positions: Sequence[PositionEncoding] = (),
+        dropout: float = 0,
+    ) -> None:
+        super().__init__()
+        self.attention = Attention(width, heads, positions=self_positions)
+        self.attention_norm = LayerNorm(width, eps=NORM_EPS)
+        self.cross_attention = Attention(width, heads, output=cross_output, positions=positions)
+        self.cross_norm = LayerNorm(width, eps=NORM_EPS)
+        self.feed_forward = FeedForward(width, intermediate)
+        self.feed_forward_norm = LayerNorm(width, eps=NORM_EPS)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, step: str, *arguments: Any) -> Any:
+        """Run `attend_self`, `attend_other`, `project` or `anchor_terms`.
+
+        They go through the module's call, where ZeRO-3 and other wrappers gather its weights.
+        """
+        return getattr(self, step)(*arguments)
+
+    def attend_self(
+        self,
+        states: Tensor,
+        mask: Tensor | None,
+        context: PositionContext,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        """First step: (B, T, width) -> (B, T, width), or of tokens `wanted` (B, Q) alone."""
+        if wanted is None:
+            attended = self.attention(states, mask=mask, context=context)
+        else:
+            whole, states = states, pick(states, wanted)
+            attended = self.attention(states, whole, mask=mask, context=context)
+        return self.attention_norm(states + self.dropout(attended))
+
+    def attend_other(
+        self,
+        states: Tensor,
+        other: Tensor | None,
+        mask: Tensor | None,
+        context: PositionContext,
+        projected: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Second and third step: (B, Q, width) attends to `other` (B, K, width).
+
+        Or to its keys and values, which `project` gave.
+        """
+        crossed = self.cross_attention(
+            states, other, mask=mask, context=context, projected=projected
+        )
+        return self.add_crossed(states, crossed)
+
+    def project(self, other: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of (B, K, width) for `attend_other`."""
+        return self.cross_attention.project(other)
+
+    def anchor_terms(self, states: Tensor) -> Tensor | None:
+        """Return what the cross-attention of both directions shares; see `PositionContext`."""
+        return self.cross_attention.anchor_terms(states)
+
+    def add_crossed(self, states: Tensor, crossed: Tensor) -> Tensor:
+        """Add a cross-attention's output to states, both (B, T, width); then the third step."""
+        states = self.cross_norm(states + self.dropout(crossed))
+        return self.feed_forward_norm(states + self.dropout(self.feed_forward(states)))
+
+
+BERT_DEVIATION = 0.02
+SINE_BASE = 100.0
+
+
+class TextEmbedding(nn.Module):
+    """Word, position and type embeddings, added and normalised.
+
+    Words and types start as BERT's do. Learned positions start as sines, `sines` times as strong
+    as words by root mean square, or with 0 as BERT's do, small and random. From these, which word
+    stands beside which is learned last, and until then a text is a bag of words; from strong sines
+    what texts have in common hides at first what they say (docs/results/anchors.md).
+
+    Raises:
+        ValueError: sines for a width that is odd; a text longer than the position table.
+    """
+
+    def __init__(
+        self, vocab_size: int, width: int, max_positions: int, sines: float = 0, types: int = 2
+    ) -> None:
+        super().__init__()
+        self.word = nn.Embedding(vocab_size, width)
+        self.position = nn.Embedding(max_positions, width)
+        self.token_type = nn.Embedding(types, width)
+        self.norm = LayerNorm(width, eps=NORM_EPS)
+        for table in (self.word, self.token_type):
+            nn.init.normal_(table.weight, std=BERT_DEVIATION)
+        self._start_positions(sines)
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the name of the position table, which is exempt from weight decay."""
+        return {"position.weight"}
+
+    @torch.no_grad()
+    def _start_positions(self, strength: float) -> None:
+        if not strength:
+            nn.init.normal_(self.position.weight, std=BERT_DEVIATION)
+            return
+        sines = sinusoid(
+            torch.arange(len(self.position.weight)), self.word.embedding_dim, SINE_BASE
+        )
+        self.position.weight.copy_(strength * BERT_DEVIATION * 2**0.5 * sines)
+
+    def forward(self, text_ids: Tensor) -> Tensor:
+        """(B, N) int64 -> (B, N, width)."""
+        tokens = text_ids.shape[1]
+        if tokens > self.position.num_embeddings:
+            raise ValueError(
+                f"a text of {tokens} tokens exceeds the {self.position.num_embeddings} positions"
+            )
+        places = torch.arange(tokens, device=text_ids.device)
+        # Every text here is of type 0; the row is looked up so that public weights act in full.
+        kind = torch.zeros(1, dtype=torch.long, device=text_ids.device)
+        return self.norm(self.word(text_ids) + self.position(places) + self.token_type(kind))
+
+
+Pooling = Literal["cls", "mean", "cls+mean"]
+
+
+def pooled_width(pooling: Pooling, width: int) -> int:
+    """Return the channels of `pool_states` for states of `width` channels."""
+    return width * len(pooling.split("+"))
+
+
+def pool_states(states: Tensor, pooling: Pooling, mask: Tensor | None = None) -> Tensor:
+    """Pool the states of one side.
+
+    Args:
+        states: (B, 1 + M, width), [CLS] first.
+        pooling: `cls`, the first state; `mean`, of the tokens; or both, side by side.
+        mask: (B, 1 + M) bool, True = a token that the mean counts; None: all but [CLS], as of an
+            image's patches.
+
+    Returns:
+        (B, width), or (B, 2 width) of both.
+    """
+    parts = [states[:, 0]] if "cls" in pooling else []
+    if "mean" in pooling:
+        if mask is None:
+            parts.append(states[:, 1:].mean(1))
+        else:
+            share = mask / mask.sum(1, keepdim=True).clamp(min=1)
+            parts.append(torch.einsum("bn,bnc->bc", share.to(states.dtype), states))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)

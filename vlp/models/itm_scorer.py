@@ -1,0 +1,397 @@
+"""Image-text matching scores of many pairs, with keys and values of images computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from vlp.compute.full_precision import at_least_float32
+from vlp.compute.gpu_form import off_cpu
+from vlp.layers.attention import Attention, attend, mask_bias
+from vlp.layers.blocks import CrossLayer, pool_states
+from vlp.models.features import ImageFeatures, TextFeatures
+from vlp.models.vlp import VLPModel
+from vlp.positions import CROSS_MODAL, PositionContext
+from vlp.positions.anchor import group_similarity
+from vlp.positions.anchor_field import AnchorField, field_of_similarity, uniform_field
+from vlp.positions.base import hooks_of
+
+
+class PathShift(NamedTuple):
+    """Additions per unit of mean path, by group, to the inputs of projections and their outputs.
+
+    inputs (G, width) are added to queries and keys before they are projected; query, key and value
+    (heads, G, head width) to the projected ones.
+    """
+
+    query_inputs: Tensor
+    key_inputs: Tensor
+    value_inputs: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+def path_shift(attention: Attention, groups: int) -> PathShift | None:
+    """Read off the hook `inputs`: zeros with a mean path of 1 in one group give its table's row."""
+    for encoding in attention.positions:
+        if "inputs" not in hooks_of(encoding):
+            continue
+        # Tables stay float32 where layers keep their weights in bf16.
+        weight = at_least_float32(attention.query.weight)
+        unit = torch.eye(groups, dtype=weight.dtype, device=weight.device)[None]
+        zeros = weight.new_zeros(1, groups, weight.shape[1])
+        none = weight.new_zeros(0)
+        field = AnchorField(none, none, unit, unit, none, none)
+        context = PositionContext(anchors=field)
+        inputs = [table[0] for table in encoding("inputs", zeros, zeros, zeros, context)]
+        projections = attention.query, attention.key, attention.value
+        moved = [
+            by_head(attention, functional.linear(table, projection.weight.to(table))[None])[0]
+            for table, projection in zip(inputs, projections)
+        ]
+        return PathShift(*inputs, *moved)
+    return None
+
+
+def image_self_attention(layer: CrossLayer, image: Tensor, context: PositionContext) -> Tensor:
+    """Return the self-attention of images (B, M, width), fused where no encoding takes part."""
+    attention = layer.attention
+    if attention.positions:
+        return layer("attend_self", image, None, context)
+    query, key, value = (
+        by_head(attention, project(image))
+        for project in (attention.query, attention.key, attention.value)
+    )
+    out = functional.scaled_dot_product_attention(query, key, value)
+    return layer.attention_norm(image + _joined(attention, out))
+
+
+def text_self_attention(
+    layer: CrossLayer, text: Tensor, mask: Tensor, context: PositionContext, first: bool
+) -> Tensor:
+    """Return the self-attention of texts (B, N, width); `first`: of their first token alone."""
+    if first and not layer.attention.positions:
+        attended = layer.attention(text[:, :1], text, mask, context)
+        return layer.attention_norm(text[:, :1] + attended)
+    return layer("attend_self", text, mask, context)
+
+
+def attend_shared_image(
+    attention: Attention,
+    text: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    context: PositionContext,
+    shift: PathShift | None,
+) -> Tensor:
+    """Return the cross-attention of texts (T, Q, width) to the keys and values of one image."""
+    rows, queries, _ = text.shape
+    field = context.anchors
+    if shift is not None and field is not None:
+        text = text + field.text_mean @ shift.query_inputs
+    # Heads first: the queries of all texts then meet a head's keys in one product.
+    query = attention.query(text).unflatten(-1, (attention.heads, -1)).permute(2, 0, 1, 3)
+    if not attention.positions:
+        query = query.flatten(1, 2)[None]
+        out = functional.scaled_dot_product_attention(query, keys[None], values[None])[0]
+        return _joined(attention, out.unflatten(1, (rows, queries)).transpose(0, 1))
+    query = query * query.shape[-1] ** -0.5
+    logits = (query.flatten(1, 2) @ keys.mT).unflatten(1, (rows, queries))
+    if shift is not None and field is not None:
+        along = (query @ shift.key.mT[:, None]).to(logits.dtype)  # (heads, T, Q, G)
+        means = field.image_mean.mT.to(logits.dtype)
+        for of_head, part in zip(logits, along):
+            of_head.baddbmm_(part, means)
+    attended = _softmax(attention, logits.transpose(0, 1), context, values.dtype)
+    by_head = attended.transpose(0, 1)
+    out = (by_head.flatten(1, 2) @ values).unflatten(1, (rows, queries))
+    if shift is not None and field is not None:
+        pooled = torch.stack([part @ field.image_mean for part in by_head])
+        out = out + pooled @ shift.value[:, None]
+    return _joined(attention, _with_values(attention, out.transpose(0, 1), attended, context))
+
+
+def attend_once(
+    attention: Attention,
+    text: Tensor,
+    image: Tensor,
+    context: PositionContext,
+    shift: PathShift | None,
+) -> Tensor:
+    """Return the cross-attention of one query (T, 1, width) each to images (T, 1 + M, width)."""
+    field = context.anchors
+    if shift is not None and field is not None:
+        text = text + field.text_mean @ shift.query_inputs
+    query = by_head(attention, attention.query(text))[:, :, 0]  # (T, heads, head width)
+    query = (query * query.shape[-1] ** -0.5).transpose(0, 1)
+    # The keys' bias adds the same to all logits of a query, which softmax does not see.
+    seeking = query @ attention.key.weight.unflatten(0, (attention.heads, -1))
+    logits = seeking.transpose(0, 1) @ image.mT  # (T, heads, 1 + M)
+    if shift is not None and field is not None:
+        along = query @ shift.key.mT
+        logits = logits + along.transpose(0, 1) @ field.image_mean.mT
+    attended = _softmax(attention, logits[:, :, None], context, image.dtype)
+    gathered = (attended[:, :, 0] @ image).transpose(0, 1)  # (heads, T, width)
+    weight = attention.value.weight.unflatten(0, (attention.heads, -1)).mT
+    out = gathered @ weight
+    if attention.value.bias is not None:
+        out = out + attention.value.bias.unflatten(0, (attention.heads, 1, -1))
+    if shift is not None and field is not None:
+        pooled = (attended[:, :, 0] @ field.image_mean).transpose(0, 1)
+        out = out + pooled @ shift.value
+    out = out.transpose(0, 1)[:, :, None]
+    return _joined(attention, _with_values(attention, out, attended, context))
+
+
+def attend_texts(
+    attention: Attention,
+    query: Tensor,
+    text: Tensor,
+    mask: Tensor,
+    context: PositionContext,
+    shift: PathShift | None,
+) -> Tensor:
+    """Return the cross-attention of one image's queries (1, heads, 1 + M, head width) to texts."""
+    field, keys, values = context.anchors, text, text
+    if shift is not None and field is not None:
+        query = query + field.image_mean[:, None] @ shift.query
+        keys = text + field.text_mean @ shift.key_inputs
+        values = text + field.text_mean @ shift.value_inputs
+    out = attend(
+        query.expand(len(text), -1, -1, -1),
+        by_head(attention, attention.key(keys)),
+        by_head(attention, attention.value(values)),
+        attention.positions,
+        context,
+        mask_bias(mask, query.dtype)[:, None, None, :],
+        attention.fused,
+    )
+    return _joined(attention, out)
+
+
+def _softmax(
+    attention: Attention, logits: Tensor, context: PositionContext, dtype: torch.dtype
+) -> Tensor:
+    """Probabilities of scaled logits (T, heads, Q, K), after the hooks `bias`."""
+    for encoding in _with_hook(attention, "bias"):
+        addition = encoding("bias", logits, logits, context)  # between streams: of paths alone
+        logits = logits if addition is None else logits + addition.to(logits.dtype)
+    # Softmax would bring another order in memory into its own.
+    return logits.transpose(0, 1).softmax(-1).transpose(0, 1).to(dtype)
+
+
+def _with_values(
+    attention: Attention, out: Tensor, attended: Tensor, context: PositionContext
+) -> Tensor:
+    """The output (T, heads, Q, head width) and what the hooks `value` add to it."""
+    for encoding in _with_hook(attention, "value"):
+        addition = encoding("value", attended, context)
+        out = out if addition is None else out + addition
+    return out
+
+
+def _with_hook(attention: Attention, hook: str) -> list[nn.Module]:
+    return [encoding for encoding in attention.positions if hook in hooks_of(encoding)]
+
+
+def by_head(attention: Attention, states: Tensor) -> Tensor:
+    """(B, T, width) -> (B, heads, T, head width)."""
+    return states.unflatten(-1, (attention.heads, -1)).transpose(1, 2)
+
+
+def _joined(attention: Attention, out: Tensor) -> Tensor:
+    """(B, heads, T, head width) -> (B, T, width), projected where the layer does so."""
+    states = out.transpose(1, 2).flatten(-2)
+    return states if attention.output is None else attention.output(states)
+
+
+_CACHED_TOKENS = 2048
+"""Image tokens at a time on a CPU."""
+
+
+class PreparedTexts(NamedTuple):
+    """T texts: states (T, N, width) after the first self-attention, tokens (T, N, D) for paths.
+
+    attention_mask and word_mask are (T, N) bool.
+    """
+
+    states: Tensor
+    tokens: Tensor
+    attention_mask: Tensor
+    word_mask: Tensor
+
+    def select(self, rows: Tensor, tokens: int) -> PreparedTexts:
+        """Texts `rows` (int64), cut to their first `tokens`."""
+        return PreparedTexts(*(field[:, :tokens][rows] for field in self))
+
+    @staticmethod
+    def stack(parts: Sequence[PreparedTexts]) -> PreparedTexts:
+        """All texts of some parts, padded to the longest."""
+        longest = max(part.states.shape[1] for part in parts)
+        columns = zip(*([_padded(field, longest) for field in part] for part in parts))
+        return PreparedTexts(*(torch.cat(column) for column in columns))
+
+
+class PreparedImage(NamedTuple):
+    """One image: states (1, 1 + M, width), in layout `ace` after the first self-attention.
+
+    tokens (M, D) are for paths. keys and values hold (heads, 1 + M, head width) for each layer
+    that all texts can share, none where the cross-attention is not taken apart; query (1, heads,
+    1 + M, head width) is layout `ace`'s, of the first.
+    """
+
+    states: Tensor
+    tokens: Tensor
+    keys: list[Tensor]
+    values: list[Tensor]
+    query: Tensor | None
+
+
+class ITMScorer:
+    """Scores one image with many texts at a time, for inference.
+
+    `reads_padding` says whether a score may depend on how far texts are padded; they should then
+    come as long as in training.
+
+    Args:
+        model: its weights must not change from now on.
+    """
+
+    def __init__(self, model: VLPModel) -> None:
+        self.model = model
+        self.config, self.grid = model.config.cross, model.config.image.grid
+        self.both = self.config.layout == "ace"
+        self.layers: list[CrossLayer] = list(model.cross_encoder.layers)  # type: ignore[arg-type]
+        attentions = [layer.cross_attention for layer in self.layers]
+        self.apart = all(each.takes_apart for each in attentions)
+        self.reads_padding = self.config.reads_padding
+        groups, kind = self.config.anchor.groups, model.anchor_threshold.device.type
+        with torch.no_grad(), torch.autocast(kind, enabled=False):
+            self.shifts = [path_shift(each, groups) if self.apart else None for each in attentions]
+
+    @torch.no_grad()
+    def prepare_texts(self, text: TextFeatures) -> PreparedTexts:
+        """Compute the part of T texts that no image changes."""
+        states, context = text.states, self._text_asks(text.states.shape[1], None)
+        for encoding in self.model.cross_encoder.positions:
+            states = encoding("tokens", states, context)
+        states = self.layers[0]("attend_self", states, text.attention_mask, context)
+        tokens = text.states if self.config.anchor.features == "encoder" else text.tokens
+        return PreparedTexts(states, tokens, text.attention_mask, text.word_mask)
+
+    @torch.no_grad()
+    def prepare_image(self, image: ImageFeatures) -> PreparedImage:
+        """Compute the part of one image, a single row of features, that no text changes."""
+        states, context = image.states, self._image_asks(None)
+        for encoding in self.model.cross_encoder.positions:
+            states = encoding("tokens", states, context)
+        if self.both:
+            states = image_self_attention(self.layers[0], states, context)
+        tokens = image.states[:, 1:] if self.config.anchor.features == "encoder" else image.tokens
+        shared = self.layers[: 1 if self.both else None] if self.apart else []
+        asked = [layer.cross_attention for layer in shared]
+        return PreparedImage(
+            states,
+            tokens[0],
+            keys=[by_head(each, each.key(states))[0] for each in asked],
+            values=[by_head(each, each.value(states))[0] for each in asked],
+            query=by_head(asked[0], asked[0].query(states)) if asked and self.both else None,
+        )
+
+    @torch.no_grad()
+    def match(self, image: PreparedImage, texts: PreparedTexts) -> Tensor:
+        """Log-odds that each text describes the image: (T,) float32."""
+        if not self.both or off_cpu(texts.states):
+            return self._match(image, texts)
+        # Every pair carries the states of a whole image: few of them fit a core's cache.
+        few = max(1, _CACHED_TOKENS // image.states.shape[1])
+        rows = torch.arange(len(texts.states)).split(few)
+        longest = texts.states.shape[1]
+        return torch.cat([self._match(image, texts.select(part, longest)) for part in rows])
+
+    def _match(self, prepared: PreparedImage, texts: PreparedTexts) -> Tensor:
+        field = self._field(prepared, texts)
+        text_asks, image_asks = (
+            self._text_asks(texts.states.shape[1], field),
+            self._image_asks(field),
+        )
+        text, mask, image = texts.states, texts.attention_mask, prepared.states
+        image = image if self.apart else image.expand(len(text), -1, -1)
+        alone = self.apart and self.config.pooling == "cls"
+        for number, (layer, shift) in enumerate(zip(self.layers, self.shifts)):
+            attention, last = layer.cross_attention, number == len(self.layers) - 1
+            if number and self.both:
+                image = image_self_attention(layer, image, image_asks)
+            if number:
+                text = text_self_attention(layer, text, mask, text_asks, last and alone)
+            if last and alone:
+                text, text_asks = text[:, :1], _first_query(text_asks)
+            if number < len(prepared.keys):
+                shared = prepared.keys[number], prepared.values[number]
+                crossed = attend_shared_image(attention, text, *shared, text_asks, shift)
+            elif last and alone:
+                crossed = attend_once(attention, text, image, text_asks, shift)
+            else:
+                crossed = attention(text, image, None, text_asks)
+            if self.both and not last:
+                if number or prepared.query is None:
+                    answer = attention(image, text, mask, image_asks)
+                else:
+                    answer = attend_texts(attention, prepared.query, text, mask, image_asks, shift)
+                image = layer.add_crossed(image, answer)
+            text = layer.add_crossed(text, crossed)
+        pooled = pool_states(text, self.config.pooling, None if alone else mask)
+        logits = self.model.match_head(pooled).float()
+        odds = logits[:, 1] - logits[:, 0]
+        if self.config.token_score:
+            score = self.model.token_score(prepared.tokens, texts.tokens, texts.word_mask)
+            odds = odds + score.float()
+        return odds
+
+    def _text_asks(self, tokens: int, field: AnchorField | None) -> PositionContext:
+        return PositionContext((1, tokens - 1), 1, anchors=field, text_queries=True)
+
+    def _image_asks(self, field: AnchorField | None) -> PositionContext:
+        return PositionContext(self.grid, 1, anchors=field, text_queries=False)
+
+    def _field(self, image: PreparedImage, texts: PreparedTexts) -> AnchorField | None:
+        """Paths of the pairs, as `VLPModel.anchors` finds them."""
+        anchor, words = self.config.anchor, texts.word_mask
+        if "uniform" in self.config.position:
+            field = uniform_field(words, len(image.tokens), anchor.groups)
+            dtype = texts.states.dtype
+            return field._replace(
+                image_mean=field.image_mean.to(dtype), text_mean=field.text_mean.to(dtype)
+            )
+        if not {*CROSS_MODAL} & {*self.config.position}:
+            return None
+        with torch.autocast(words.device.type, enabled=False):
+            # One product for the tokens of all texts, (M, T N, G), then pair by pair in memory.
+            tokens = at_least_float32(texts.tokens).flatten(0, 1)
+            similarity = group_similarity(at_least_float32(image.tokens), tokens, anchor.groups)
+            similarity = similarity.unflatten(1, words.shape).permute(1, 3, 0, 2).contiguous()
+            similarity = similarity.permute(0, 2, 3, 1)
+        return field_of_similarity(similarity, words, **self.model.path_settings)
+
+
+def _first_query(context: PositionContext) -> PositionContext:
+    """The context of a text whose first token alone asks."""
+    field = context.anchors
+    if field is not None:
+        field = field._replace(
+            text_path=field.text_path[:, :1],
+            text_mean=field.text_mean[:, :1],
+            alignment=None if field.alignment is None else field.alignment[:, :, :1],
+        )
+    return PositionContext(context.grid, 1, anchors=field, text_queries=True)
+
+
+def _padded(field: Tensor, tokens: int) -> Tensor:
+    """(T, N) or (T, N, channels) with zeros, False in masks, up to N = tokens."""
+    short = tokens - field.shape[1]
+    return functional.pad(field, (0, 0, 0, short) if field.ndim == 3 else (0, short))

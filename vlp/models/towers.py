@@ -1,0 +1,292 @@
+"""Image and text towers of timm and transformers, and which of their layers are trained."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from timm.layers.patch_embed import PatchEmbed
+from torch import Tensor, nn
+
+from vlp.config import ConfigError
+from vlp.io import may_be_on_hub, parse_json
+from vlp.models.config import ImageConfig, ModelConfig, TextConfig, Trainable
+
+
+def create_image_tower(config: ImageConfig) -> nn.Module:
+    """Make the model that `image.architecture` names, at the configured size, without a head.
+
+    It has `num_prefix_tokens`, `num_features` and `forward_features` as timm's ViTs have them.
+
+    Raises:
+        ConfigError: timm has no such model or makes none with these options, it gives no tokens on
+            a grid, or its patches are of another size.
+    """
+    import timm
+
+    name = str(config.architecture)
+    try:
+        tower: Any = timm.create_model(
+            name,
+            pretrained=False,
+            num_classes=0,
+            img_size=config.image_size,
+            **config.architecture_options,
+        )
+        tower.reset_classifier(0, "")  # drops an attention pool, which no one reads
+    except Exception as error:  # of any name, option or size
+        raise ConfigError(
+            f"image.architecture {name}: timm makes no ViT of {config.image_size} px of it with "
+            f"image.architecture_options {dict(config.architecture_options)} ({error})"
+        ) from error
+    embed: Any = next((part for part in map(tower.__dict__["_modules"].get, _EMBEDS) if part), None)
+    size = getattr(embed, "patch_size", None)
+    if size is None or not isinstance(getattr(tower, "num_prefix_tokens", None), int):
+        raise ConfigError(
+            f"image.architecture {name}: a {type(tower).__name__} gives no [CLS], registers and "
+            "patches on one grid; choose a ViT, DeiT, EVA or BEiT"
+        )
+    grid = getattr(embed, "grid_size", None)
+    patch = config.image_size // grid[0] if grid else size if isinstance(size, int) else size[0]
+    if patch != config.patch_size:
+        raise ConfigError(
+            f"image.patch_size is {config.patch_size}, and {name} has patches of {patch} px; set "
+            f"image.patch_size={patch} and an image_size that is a multiple of it"
+        )
+    return tower
+
+
+def fit_image_tower(tower: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Bring weights to a tower's names and sizes, as timm does: its positions are resampled.
+
+    Args:
+        tower: of timm.
+        state: by timm's names, or by those of the tower's authors where timm reads them.
+
+    Raises:
+        ValueError: timm cannot convert them.
+    """
+    # The class of a tower with encodings is made of timm's.
+    modules = (sys.modules[kind.__module__] for kind in type(tower).__mro__)
+    known = (getattr(module, "checkpoint_filter_fn", None) for module in modules)
+    convert = next(filter(None, known), None)
+    try:
+        return dict(convert(dict(state), tower)) if convert else dict(state)
+    except Exception as error:  # of any name or shape
+        raise ValueError(
+            f"timm cannot convert these weights for a {type(tower).__name__} ({error!r})"
+        ) from error
+
+
+_EMBEDS = ("patch_embed", "embeds")
+
+
+def require_editable(config: ImageConfig) -> None:
+    """Require a tower whose patch embeddings (B, M, width) can be replaced, as MIM does.
+
+    Raises:
+        ConfigError: they cannot, or they are of another width than the model.
+    """
+    with torch.device("meta"):
+        tower: Any = create_image_tower(config)
+    embed = getattr(tower, "patch_embed", None)
+    if not isinstance(embed, PatchEmbed) or not embed.flatten or tower.num_features != config.width:
+        raise ConfigError(
+            f"objectives.mim: the patches of {config.architecture}, {tower.num_features} channels, "
+            f"cannot be replaced by a mask token of {config.width}; leave mim out"
+        )
+
+
+# They say where a configuration comes from, or in which type its weights are stored.
+_LEFT_OUT = {"_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype"}
+_CONFIG = "config.json"
+
+
+def with_architecture(config: ModelConfig) -> ModelConfig:
+    """Return the configuration with the settings that `text.architecture` names in its place.
+
+    Raises:
+        ConfigError: it names neither a folder nor a model of the hub with a `config.json`.
+    """
+    name = config.text.architecture
+    if not isinstance(name, str):
+        return config
+    try:
+        settings = parse_json(_config_file(name).read_text(encoding="utf-8"))
+    except Exception as error:  # of the name, the network, the service, the disk or the file
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ConfigError(
+            f"text.architecture {name}: no {_CONFIG} of transformers in such a folder or on the "
+            f"hub ({reason})"
+        ) from error
+    text = config.text.model_copy(update={"architecture": settings})
+    return config.model_copy(update={"text": text})
+
+
+def create_text_tower(config: TextConfig) -> nn.Module:
+    """Make the model that `text.architecture` describes, without a pooler and without weights.
+
+    It takes `input_ids` and `attention_mask`, and returns `last_hidden_state`.
+
+    Raises:
+        ConfigError: transformers has no such model, it is no encoder that reads whole texts, or its
+            vocabulary or its positions do not fit.
+    """
+    from transformers import AutoModel
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING, MODEL_MAPPING
+
+    settings = transformers_config(config)
+    kind = settings.model_type
+    if type(settings) not in MODEL_FOR_MASKED_LM_MAPPING or settings.is_encoder_decoder:
+        raise ConfigError(
+            f"text.architecture: {kind} is not BERT-like; choose bert, roberta, mpnet, distilbert, "
+            "electra, modernbert or another encoder that predicts masked words"
+        )
+    if settings.vocab_size != config.vocab_size:
+        raise ConfigError(
+            f"text.vocab_size is {config.vocab_size}, and text.architecture has "
+            f"{settings.vocab_size} word pieces; set text.vocab_size={settings.vocab_size}"
+        )
+    most = getattr(settings, "max_position_embeddings", config.max_tokens)
+    if config.max_tokens > most:
+        raise ConfigError(
+            f"text.max_tokens {config.max_tokens} is more than the {most} positions of "
+            "text.architecture"
+        )
+    make, kinds = partial(AutoModel.from_config, settings), MODEL_MAPPING[type(settings)]
+    one: Any = kinds[0] if isinstance(kinds, tuple) else kinds
+    if "add_pooling_layer" in inspect.signature(one).parameters:
+        make = partial(make, add_pooling_layer=False)
+    try:
+        tower: nn.Module = make()
+    except Exception as error:  # of any setting
+        raise ConfigError(
+            f"text.architecture: transformers makes no {kind} of it ({error!r})"
+        ) from error
+    return tower
+
+
+def transformers_config(config: TextConfig) -> Any:
+    """Return `text.architecture` as a configuration of transformers.
+
+    Raises:
+        ConfigError: it names no `model_type` that transformers knows, or has values that fit none.
+    """
+    from transformers import AutoConfig
+
+    if not isinstance(config.architecture, Mapping):
+        raise ConfigError(f"text.architecture {config.architecture!r} is no mapping of settings")
+    plain = {key: value for key, value in config.architecture.items() if key not in _LEFT_OUT}
+    try:
+        return AutoConfig.for_model(plain.pop("model_type"), **plain)
+    except Exception as error:  # of the name or any value
+        raise ConfigError(
+            f"text.architecture: transformers reads no configuration from it ({error!r})"
+        ) from error
+
+
+def word_width(config: TextConfig) -> int:
+    """Return the channels of the text encoder's table of word pieces."""
+    if config.architecture is None:
+        return config.width
+    settings = transformers_config(config)
+    return int(getattr(settings, "embedding_size", None) or settings.hidden_size)
+
+
+def blocks_of(tower: nn.Module) -> str:
+    """Return the dotted name of a tower's list of layers: its longest list of modules."""
+    lists = {n: part for n, part in tower.named_modules() if isinstance(part, nn.ModuleList)}
+    return max(lists, key=lambda name: len(lists[name]))
+
+
+def _config_file(name: str) -> Path:
+    if Path(name).is_dir():
+        return Path(name) / _CONFIG
+    if not may_be_on_hub(name):
+        raise FileNotFoundError("there is no such folder")
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(name, _CONFIG))
+
+
+def require_maskable(image: ImageConfig) -> None:
+    """Require that MIM can mask patches of the image encoder and learn from them.
+
+    Raises:
+        ValueError: patches are pooled, the encoder is frozen, or its patches cannot be replaced.
+    """
+    if image.pool > 1:
+        raise ValueError(
+            f"objectives.mim predicts single patches; image.pool {image.pool} mixes them"
+        )
+    if image.trainable == 0:
+        raise ValueError("objectives.mim trains the image encoder, which image.trainable 0 freezes")
+    if image.architecture:
+        require_editable(image)
+
+
+class TrainableTower(nn.Module):
+    """Base of both encoders: a tower of blocks, and an adapter and a projection after it.
+
+    Subclasses set `blocks`, the dotted name of the list of blocks, and call `restrict`. A tower
+    that is frozen as a whole stays in evaluation mode.
+    """
+
+    AFTER: ClassVar[tuple[str, ...]] = ("projection", "adapter")
+    blocks: str
+    frozen: bool = False
+
+    @property
+    def depth(self) -> int:
+        """Return the number of blocks."""
+        return len(self.get_submodule(self.blocks))  # type: ignore[arg-type]
+
+    def layer_distances(self) -> dict[str, int]:
+        """Return how far each parameter of the tower lies below its top, by name.
+
+        Norms after the last block have 0, the last block 1, the one before 2, embeddings and the
+        encodings of tokens, norms within them included, one more than the first block (the layer
+        ids of BEiT's layer-wise rates, counted from the top).
+        """
+        block = re.compile(rf"{re.escape(self.blocks)}\.(\d+)\.")
+        distances: dict[str, int] = {}
+        for name, _ in self.named_parameters():
+            if name.startswith(self.AFTER):
+                continue
+            if within := block.match(name):
+                distances[name] = self.depth - int(within[1])
+            else:
+                is_norm = "norm" in name.lower() and "positions." not in name
+                is_top = is_norm and 1 in distances.values()
+                distances[name] = 0 if is_top else self.depth + 1
+        return distances
+
+    def restrict(self, trainable: Trainable, key: str) -> None:
+        """Freeze all of the tower but its last `trainable` blocks and the norms after them.
+
+        Raises:
+            ConfigError: the tower has fewer blocks; `key` names the setting.
+        """
+        if trainable == "all":
+            return
+        if trainable > self.depth:
+            raise ConfigError(f"{key} is {trainable}, and the tower has {self.depth} blocks")
+        parameters = dict(self.named_parameters())
+        for name, distance in self.layer_distances().items():
+            parameters[name].requires_grad_(trainable > 0 and distance <= trainable)
+        self.frozen = trainable == 0
+        self.train(self.training)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of all but a frozen tower."""
+        super().train(mode)
+        for name, child in self.named_children():
+            if self.frozen and name not in self.AFTER:
+                child.eval()
+        return self

@@ -1,0 +1,204 @@
+"""Image-text contrastive losses: softmax (ITC) with queue and soft targets, sigmoid (SigLIP)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from vlp.compute.full_precision import full_precision, no_autocast
+from vlp.compute.region import region
+from vlp.distributed import pass_on, world_size
+from vlp.objectives.loss import Loss
+
+
+def candidate_cross_entropy(
+    logits: Tensor,
+    positive: Tensor,
+    candidate_valid: Tensor,
+    soft: Tensor | None = None,
+    alpha: float = 0.0,
+) -> Tensor:
+    """Compute the cross-entropy of each row over its candidates, (..., R, K) -> (..., R).
+
+    The positives of a row share its target equally; `soft` (..., R, K), rows that sum to 1, takes
+    the share `alpha` of it. Candidates with `candidate_valid` (..., K) or (..., R, K) False are
+    neither right nor wrong. A row without a valid positive is 0.
+    """
+    candidate_valid = torch.broadcast_to(
+        candidate_valid if candidate_valid.dim() == logits.dim() else candidate_valid[..., None, :],
+        logits.shape,
+    )
+    positive = positive & candidate_valid
+    number = positive.sum(-1, keepdim=True)
+    target = positive.to(logits.dtype) / number.clamp(min=1)
+    if soft is not None and alpha > 0:
+        mixed = (1 - alpha) * target + alpha * soft.to(logits.dtype)
+        target = torch.where((number > 0) & candidate_valid, mixed, 0)
+    # The lowest finite number instead of -inf: a row of nothing else has NaN gradients under -inf.
+    log_sum = logits.masked_fill(~candidate_valid, torch.finfo(logits.dtype).min).logsumexp(-1)
+    return target.sum(-1) * log_sum - (target * logits).sum(-1)
+
+
+def positives(image_ids: Tensor, candidate_image_ids: Tensor) -> Tensor:
+    """Find pairs of the same image, (B,), (K,) -> (B, K) bool.
+
+    Captions of one image are all right answers to it and never each other's negatives.
+    """
+    return image_ids[:, None] == candidate_image_ids[None, :]
+
+
+@region
+def itc_loss(
+    image: Tensor,
+    text: Tensor,
+    image_candidates: Tensor,
+    text_candidates: Tensor,
+    positive: Tensor,
+    temperature: Tensor | float,
+    valid: Tensor | None = None,
+    candidate_valid: Tensor | None = None,
+    soft_targets: tuple[Tensor, Tensor] | None = None,
+    alpha: float = 0.0,
+) -> Loss:
+    """Average image-to-text and text-to-image cross-entropy (ALBEF, Eqs 1 and 6).
+
+    `image`, `text` (B, d) and the candidates (K, d) are unit length; candidate k is the pair
+    (image key k, text key k), and the candidates include the rows' own pairs. `positive` (B, K)
+    bool: the positives of a row share its target. Rows with `valid` (B,) False, or without a valid
+    positive, count nowhere; candidates with `candidate_valid` (K,) False are no negatives.
+    `soft_targets` (image-to-text, text-to-image), both (B, K) with rows that sum to 1, are the
+    teacher's (see `soft_targets`); they take the share `alpha` of the target. Counts rows.
+    """
+    positive, valid, candidate_valid = _present(positive, valid, candidate_valid)
+    soft_i2t, soft_t2i = soft_targets if soft_targets is not None else (None, None)
+    image_logits, text_logits = _logits(image, text, image_candidates, text_candidates, temperature)
+    rows = candidate_cross_entropy(image_logits, positive, candidate_valid, soft_i2t, alpha)
+    rows = rows + candidate_cross_entropy(text_logits, positive, candidate_valid, soft_t2i, alpha)
+    return Loss(torch.where(valid, rows, 0).sum() / 2, valid.sum())
+
+
+@region
+@torch.no_grad()
+def soft_targets(
+    image: Tensor,
+    text: Tensor,
+    image_candidates: Tensor,
+    text_candidates: Tensor,
+    temperature: Tensor | float,
+    candidate_valid: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute the teacher's targets: (image-to-text, text-to-image), (B, K), no gradient.
+
+    All features are the teacher's; softmax of its similarities over the valid candidates (ALBEF,
+    section 3.3).
+    """
+    logits = _logits(image, text, image_candidates, text_candidates, temperature)
+    if candidate_valid is not None:
+        lowest = torch.finfo(logits[0].dtype).min
+        logits = tuple(side.masked_fill(~candidate_valid, lowest) for side in logits)
+    return logits[0].softmax(-1), logits[1].softmax(-1)
+
+
+def _present(
+    positive: Tensor, valid: Tensor | None, candidate_valid: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, candidates = positive.shape
+    if valid is None:
+        valid = positive.new_ones(rows)
+    if candidate_valid is None:
+        candidate_valid = positive.new_ones(candidates)
+    positive = positive & candidate_valid
+    return positive, valid & positive.any(-1), candidate_valid
+
+
+def _logits(
+    image: Tensor,
+    text: Tensor,
+    image_candidates: Tensor,
+    text_candidates: Tensor,
+    temperature: Tensor | float,
+) -> tuple[Tensor, ...]:
+    image, text, image_candidates, text_candidates = full_precision(
+        image, text, image_candidates, text_candidates
+    )
+    with no_autocast(image):
+        return (
+            image @ text_candidates.T / temperature,
+            text @ image_candidates.T / temperature,
+        )
+
+
+class LearnedBias(nn.Module):
+    """The learned bias of the logits, a scalar; it starts low, as nearly all pairs are negative."""
+
+    def __init__(self, start: float) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.tensor(start))
+
+    def forward(self) -> Tensor:
+        """Return the bias, a scalar."""
+        return self.bias + 0  # a tensor of its own: sharded engines free parameters
+
+
+def sigmoid_loss(
+    image: Tensor,
+    text: Tensor,
+    image_ids: Tensor,
+    valid: Tensor,
+    temperature: Tensor,
+    bias: Tensor,
+) -> Loss:
+    """Tell of each image and text of all ranks whether they belong together (Algorithm 1).
+
+    `image`, `text` (B, d) of unit length, `image_ids` (B,), `valid` (B,) bool; logits are cosines
+    divided by `temperature`, plus `bias`. Texts of the same image are positives. Rows with `valid`
+    False count nowhere. Counts images, as the paper divides by them.
+
+    Texts travel from rank to rank with the gradients of what was compared with them, so that a rank
+    holds the logits of two shares (B, B) at a time, however many ranks there are. Every rank must
+    call it with the same shapes. Its gradients hold where all ranks' losses have one factor,
+    as after `vlp.objectives.loss.normalise`.
+    """
+    image, text, scale, bias = full_precision(image, text, 1 / temperature, bias)
+    total: Tensor = _Ring.apply(image, text, scale, bias, image_ids, valid)
+    return Loss(total, valid.sum())
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        image: Tensor,
+        text: Tensor,
+        scale: Tensor,
+        bias: Tensor,
+        image_ids: Tensor,
+        valid: Tensor,
+    ) -> Tensor:
+        total, of_scale, of_bias = (torch.zeros_like(bias) for _ in range(3))
+        of_image = torch.zeros_like(image)
+        passing = [text, torch.zeros_like(text), image_ids, valid.to(torch.uint8)]
+        with no_autocast(image):
+            for _ in range(world_size()):
+                other, of_other, ids, real = passing
+                cosines = image @ other.T
+                sign = torch.where(positives(image_ids, ids), 1.0, -1.0).to(image.dtype)
+                margin = sign * (cosines * scale + bias)
+                counted = valid[:, None] & (real > 0)
+                total += torch.where(counted, functional.softplus(-margin), 0).sum()
+                slope = torch.where(counted, -sign * torch.sigmoid(-margin), 0)
+                of_image += scale * (slope @ other)
+                of_scale += (slope * cosines).sum()
+                of_bias += slope.sum()
+                passing = pass_on([other, of_other + scale * (slope.T @ image), ids, real])
+        ctx.save_for_backward(of_image, passing[1], of_scale, of_bias)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return *(gradients[0] * part for part in ctx.saved_tensors), None, None

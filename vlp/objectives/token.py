@@ -1,0 +1,255 @@
+"""Token and phrase terms of the contrastive objective: words find their patches."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from vlp.compute.full_precision import full_precision, no_autocast
+from vlp.compute.region import region
+from vlp.objectives.contrastive import candidate_cross_entropy
+from vlp.objectives.loss import Loss, sample_groups
+
+
+def word_response(
+    words: Tensor, image_tokens: Tensor, valid: Tensor, alpha: float, beta: float
+) -> Tensor:
+    """Compute max_m (s_bm - beta * mean_b relu(s_bm)) - alpha * mean_m relu(s_bm) of words.
+
+    s_bm are the dot products of the word and patch m of image b; the mean over b runs over valid
+    images. `words` (..., R, D), `image_tokens` (..., B, M, D), of one type, `valid` (..., B) bool
+    -> (..., R, B). The similarities (..., R, B, M) are built once and kept for the backward pass.
+    """
+    share = valid.to(words.dtype)
+    share = share / share.sum(-1, keepdim=True).clamp(min=1)
+    return _WordResponse.apply(words, image_tokens, share, alpha, beta)
+
+
+class _WordResponse(torch.autograd.Function):
+    """Written out because autograd's own way costs twice the time on a CPU.
+
+    It copies the similarities for the maximum, the relu and the means apiece. Here they become, in
+    place, the indicator s > 0, which is all that the gradient needs beside the best patch.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, words: Tensor, image_tokens: Tensor, share: Tensor, alpha: float, beta: float
+    ) -> Tensor:
+        images, patches = image_tokens.shape[-3:-1]
+        with no_autocast(words):
+            similarity = words @ image_tokens.flatten(-3, -2).mT
+            similarity = similarity.unflatten(-1, (images, patches))
+            answer = similarity
+            if beta:
+                everywhere = torch.einsum("...rbm,...b->...rm", similarity.relu(), share)
+                answer = similarity - beta * everywhere[..., None, :]
+        best, patch = answer.max(-1)
+        response = best - alpha * similarity.relu_().mean(-1)
+        ctx.alpha, ctx.beta = alpha, beta
+        ctx.save_for_backward(words, image_tokens, share, similarity.gt_(0), patch)
+        return response
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        words, image_tokens, share, positive, patch = ctx.saved_tensors
+        patches = image_tokens.shape[-2]
+        taken = (gradient * (ctx.alpha / patches))[..., None]
+        if ctx.beta:
+            chosen = gradient.new_zeros(*gradient.shape[:-1], patches)
+            chosen.scatter_add_(-1, patch, gradient)  # over all images, (..., R, M)
+            taken = taken + ctx.beta * share[..., None, :, None] * chosen[..., None, :]
+        similarity = (positive * taken).neg_()
+        similarity = similarity.scatter_add_(-1, patch[..., None], gradient[..., None])
+        similarity = similarity.flatten(-2)
+        to_words = to_images = None
+        with no_autocast(words):
+            if ctx.needs_input_grad[0]:
+                to_words = similarity @ image_tokens.flatten(-3, -2)
+            if ctx.needs_input_grad[1]:
+                to_images = (similarity.mT @ words).view_as(image_tokens)
+        return to_words, to_images, None, None, None
+
+
+class TokenLosses(NamedTuple):
+    """captions: whole texts and images tell each other apart; counts rows.
+
+    words: every word tells images apart, whose texts have it or not; counts words.
+    """
+
+    captions: Loss
+    words: Loss
+
+
+def token_scores(
+    image_tokens: Tensor,
+    text_tokens: Tensor,
+    word_mask: Tensor,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    valid: Tensor | None = None,
+) -> Tensor:
+    """Score how well each text's words find a patch of each image, before tau.
+
+    `image_tokens` (..., B, M, D), `text_tokens` (..., T, N, D), unit length, `word_mask`
+    (..., T, N) bool, `valid` (..., B) bool -> (..., B, T): mean over real words of
+    max_m (s_bmn - beta * mean_b relu(s_bmn)) - alpha * mean_m relu(s_bmn).
+
+    A hard maximum over patches, because sums of exponentials do not select. Less the word's mean
+    response to the image (alpha), so that words which answer to everything gain nothing, and less
+    its mean response to the same patch of all valid images (beta): else a word that names what
+    lies anywhere is gathered in a patch that always lies in the same corner. A text without words
+    scores 0. Leading dimensions are sample groups, which never meet; each holds T·N·B·M
+    similarities in memory.
+    """
+    response = _responses(image_tokens, text_tokens, alpha, beta, valid)
+    return _over_words(response, word_mask)
+
+
+@region
+def token_losses(
+    image_tokens: Tensor,
+    text_tokens: Tensor,
+    word_mask: Tensor,
+    word_ids: Tensor,
+    image_ids: Tensor,
+    valid: Tensor,
+    scale: Tensor | float,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    group: int = 16,
+) -> TokenLosses:
+    """Compute both losses over tau times the responses of words within sample groups.
+
+    Captions: cross-entropy both ways over `token_scores`. Captions of one image share the target.
+    Words: an image is right for a word if a text of it in the group has the same word piece, and
+    each right image is set against all wrong ones: -log (e^l+ / (e^l+ + sum e^l-)), the mean over
+    right images. So a word must answer to the same thing in images with other captions, which a
+    fingerprint of its own caption does not; a word that all images share has no loss and is not
+    counted. The idea is that of visual word detectors by multiple instance learning (Fang et al.
+    2015, section 3).
+
+    Args:
+        image_tokens: (B, M, D), unit length.
+        text_tokens: (B, N, D), unit length.
+        word_mask: (B, N) bool, True = a real word.
+        word_ids: (B, N) int64, the vocabulary's.
+        image_ids: (B,).
+        valid: (B,) bool; rows that are not, or whose text has no word, drop out on both sides.
+        scale: tau.
+        alpha: see `token_scores`.
+        beta: see `token_scores`.
+        group: samples of a group.
+
+    Raises:
+        ValueError: the batch is larger than `group` and not a multiple of it.
+    """
+    groups = sample_groups(image_tokens.shape[0], group)
+    image_tokens, text_tokens, word_mask, word_ids, ids, valid = (
+        x.unflatten(0, groups)
+        for x in (image_tokens, text_tokens, word_mask, word_ids, image_ids, valid)
+    )
+    valid = valid & word_mask.any(-1)
+    same = ids[:, :, None] == ids[:, None, :]
+    response = _responses(image_tokens, text_tokens, alpha, beta, valid)
+    return TokenLosses(
+        _caption_loss(scale * _over_words(response, word_mask), same, valid),
+        _word_loss(scale * response, _named(word_ids, word_mask, same, valid), word_mask, valid),
+    )
+
+
+def _caption_loss(logits: Tensor, same: Tensor, valid: Tensor) -> Loss:
+    """Compute from `logits` (groups, images, texts), `same` (groups, S, S), `valid` (groups, S)."""
+    rows = candidate_cross_entropy(logits, same, valid)
+    rows = rows + candidate_cross_entropy(logits.mT, same, valid)
+    return Loss(torch.where(valid, rows, 0).sum() / 2, valid.sum())
+
+
+def _word_loss(logits: Tensor, named: Tensor, word_mask: Tensor, valid: Tensor) -> Loss:
+    """Compute from `logits`, `named` (groups, texts, N, images), other masks (groups, S, ...)."""
+    others = ~named & valid[:, None, None, :]
+    lowest = torch.finfo(logits.dtype).min
+    against = logits.masked_fill(~others, lowest).logsumexp(-1, keepdim=True)
+    each = torch.where(named, functional.softplus(against - logits), 0)
+    counted = word_mask & valid[..., None] & others.any(-1)
+    words = each.sum(-1) / named.sum(-1).clamp(min=1)
+    return Loss(torch.where(counted, words, 0).sum(), counted.sum())
+
+
+def _named(word_ids: Tensor, word_mask: Tensor, same: Tensor, valid: Tensor) -> Tensor:
+    """Find valid images that have a text with the word, (groups, texts, N, images) bool."""
+    equal = word_ids[:, :, :, None, None] == word_ids[:, None, None, :, :]
+    in_text = (equal & word_mask[:, None, None, :, :]).any(-1)  # (groups, texts, N, texts)
+    of_image = (same & valid[:, :, None] & valid[:, None, :]).float()
+    return (in_text.flatten(1, 2).float() @ of_image > 0).unflatten(1, word_ids.shape[1:])
+
+
+def _responses(
+    image_tokens: Tensor, text_tokens: Tensor, alpha: float, beta: float, valid: Tensor | None
+) -> Tensor:
+    """Compute every word's response to every image, (..., texts, N, images)."""
+    image_tokens, text_tokens = full_precision(image_tokens, text_tokens)
+    if valid is None:
+        valid = torch.ones_like(image_tokens[..., 0, 0], dtype=torch.bool)
+    response = word_response(text_tokens.flatten(-3, -2), image_tokens, valid, alpha, beta)
+    return response.unflatten(-2, text_tokens.shape[-3:-1])
+
+
+def _over_words(response: Tensor, word_mask: Tensor) -> Tensor:
+    """Average over real words, (..., texts, N, images) -> (..., images, texts)."""
+    number = word_mask.sum(-1).clamp(min=1)
+    return ((response * word_mask[..., None]).sum(-2) / number[..., None]).mT
+
+
+REACH = 2
+"""Words this far apart can belong to one phrase."""
+MARGIN = 0.2
+"""Margin by which a neighbour must point better, in units of cosine."""
+SCALE = 10.0
+"""Inverse temperature of the softmax over patches."""
+
+
+@region
+def phrase_loss(
+    image_tokens: Tensor, text_tokens: Tensor, word_mask: Tensor, valid: Tensor
+) -> Loss:
+    """Compute the cross-entropy between a word's attention to patches and its best neighbour's.
+
+    A word points by sel_n = max_m s_mn - mean_m relu(s_mn). Its leader is the word at most `REACH`
+    away that points best, and the loss of the word is
+
+        relu(sel_leader - sel_n - MARGIN) * H(softmax_m(SCALE s_m,leader), softmax_m(SCALE s_mn)),
+
+    where gradients reach only s_mn. "circle" in "a red circle" so learns to lie where "red" lies,
+    which a text encoder can only do by reading which word stands beside which. The margin keeps
+    words that point well from following others. No paper's term (docs/results/anchors.md).
+
+    Args:
+        image_tokens: (B, M, D), unit length.
+        text_tokens: (B, N, D), unit length.
+        word_mask: (B, N) bool, True = a real word.
+        valid: (B,) bool; rows that are not count nowhere.
+
+    Returns:
+        The sum over words, whose number is the count.
+    """
+    image_tokens, text_tokens = full_precision(image_tokens, text_tokens)
+    words = word_mask & valid[:, None]
+    with no_autocast(text_tokens):
+        similarity = text_tokens @ image_tokens.mT  # (B, N, M)
+    with torch.no_grad():
+        points = (similarity.amax(-1) - similarity.relu().mean(-1)).masked_fill(~words, -2.0)
+        places = torch.arange(words.shape[1], device=words.device)
+        distance = (places[:, None] - places).abs()
+        near = (distance > 0) & (distance <= REACH)
+        best, leader = points[:, None, :].masked_fill(~near, -2.0).max(-1)  # (B, N)
+        target = (SCALE * similarity).softmax(-1)
+        target = target.gather(1, leader[..., None].expand_as(target))
+        weight = torch.where(words, (best - points - MARGIN).clamp(min=0), 0)
+    each = -(target * (SCALE * similarity).log_softmax(-1)).sum(-1)
+    return Loss((weight * each).sum(), words.sum())

@@ -1,0 +1,174 @@
+"""The configuration of transformers' classes: `config.json` of a model folder as it stands."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Container, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedConfig
+
+from vlp.config import merged, require_plugins, validated
+from vlp.models.config import ModelConfig
+from vlp.positions import list_positions
+
+_MODELS = ("vlp.serving.model", "vlp.serving.model")
+
+
+class VlpConfig(PreTrainedConfig):
+    """Sizes of a `VlpModel`: the keys of `vlp.models.config.ModelConfig`.
+
+    Args:
+        text: keys of the text encoder.
+        image: keys of the image encoder.
+        cross: keys of the cross-modal encoder.
+        embed_dim: see `ModelConfig`.
+        temperature: see `ModelConfig`.
+        feature_dropout: see `ModelConfig`.
+        token_projection: see `ModelConfig`.
+        plugins: module of each encoding that is none of this package's, as `config.json` has them;
+            they must be imported already.
+        options: transformers' own, such as `id2label`; they are not saved.
+
+    Raises:
+        ConfigError: a key is unknown, or a value does not fit.
+    """
+
+    model_type = "vlp"
+
+    def __init__(
+        self,
+        text: Mapping[str, Any] | None = None,
+        image: Mapping[str, Any] | None = None,
+        cross: Mapping[str, Any] | None = None,
+        embed_dim: int = 256,
+        temperature: float = 0.07,
+        feature_dropout: float = 0,
+        token_projection: bool = True,
+        plugins: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> None:
+        given = {
+            "text": text or {},
+            "image": image or {},
+            "cross": cross or {},
+            "embed_dim": embed_dim,
+            "temperature": temperature,
+            "feature_dropout": feature_dropout,
+            "token_projection": token_projection,
+        }
+        require_plugins(plugins or {}, list_positions(), "encoding", "VlpConfig")
+        sizes = validated(given, ModelConfig, "VlpConfig").model_dump(mode="json")
+        super().__init__(**options)
+        for name, value in sizes.items():
+            setattr(self, name, value)
+        for module in _MODELS:  # before an Auto class looks for the model of a configuration
+            importlib.import_module(module)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> Any:
+        """Return the configuration of a `config.json`, with changes.
+
+        Args:
+            config_dict: what the file holds.
+            options: keys of the configuration, of which a part of a section leaves the rest of it;
+                and transformers' own.
+
+        Raises:
+            ConfigError: a key is unknown, or a value does not fit.
+        """
+        options.pop("attn_implementation", None)  # layers choose it by device
+        changes = {name: options.pop(name) for name in ModelConfig.model_fields if name in options}
+        return super().from_dict(merged(config_dict, changes), **options)
+
+    @property
+    def sizes(self) -> ModelConfig:
+        """Return the keys as the model takes them.
+
+        Raises:
+            ConfigError: one was changed to what does not fit.
+        """
+        given = {name: getattr(self, name) for name in ModelConfig.model_fields}
+        return validated(given, ModelConfig, "VlpConfig")
+
+    @classmethod
+    def of(cls, sizes: ModelConfig, **options: Any) -> VlpConfig:
+        """Return the configuration of a model of these sizes."""
+        return cls(**sizes.model_dump(mode="json"), **options)
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **options: Any
+    ) -> None:
+        """Write `config.json`, as training does.
+
+        Args:
+            save_directory: made if missing.
+            push_to_hub: upload it, too.
+            options: of `push_to_hub`, such as `repo_id`.
+        """
+        from vlp.models.folder import save_sizes  # only who saves a model has to import it
+
+        folder = Path(save_directory)
+        save_sizes(folder, self.sizes)
+        if push_to_hub:
+            self.push_to_hub(options.pop("repo_id", folder.name), **options)
+
+
+AutoConfig.register("vlp", VlpConfig, exist_ok=True)
+
+
+_IGNORED = {
+    *("adapter_kwargs", "attn_implementation", "ignore_mismatched_sizes", "low_cpu_mem_usage"),
+    "output_loading_info",
+    *("trust_remote_code", "use_safetensors", "weights_only", "state_dict", "tp_plan"),
+}
+"""Arguments of transformers' `from_pretrained` that change nothing here."""
+OF_PROCESSORS = {
+    *("backend", "code_revision", "use_fast"),
+    *("device_map", "dtype", "torch_dtype", *ModelConfig.model_fields),
+}
+"""Those of processors beside; pipelines give image processors the model's, too."""
+
+
+def type_of(dtype: torch.dtype | str | None, options: dict[str, Any]) -> torch.dtype | str | None:
+    """Return the type that weights are to have; None, as of "auto", leaves them.
+
+    Args:
+        dtype: argument of `from_pretrained`.
+        options: its others, which lose `torch_dtype`, the old name of it.
+    """
+    former = options.pop("torch_dtype", None)
+    dtype = former if dtype is None else dtype
+    return None if dtype == "auto" else dtype
+
+
+def known_options(options: Mapping[str, Any], known: Container[str] = ()) -> dict[str, Any]:
+    """Return those of `from_pretrained`'s options that change something.
+
+    Raises:
+        TypeError: one is neither known nor an argument of transformers.
+    """
+    changes = {name: value for name, value in options.items() if name not in _IGNORED}
+    for name in changes:
+        if name not in known:
+            raise TypeError(f"from_pretrained() has no argument {name!r}")
+    return changes
+
+
+def one_device(device_map: Any) -> Any:
+    """Return the one device that a map of transformers names.
+
+    Raises:
+        ValueError: it names several.
+    """
+    if isinstance(device_map, Mapping):
+        devices = set(device_map.values())
+        if len(devices) > 1:
+            raise ValueError("device_map spreads the model over devices; name one device")
+        return next(iter(devices), None)
+    if device_map in ("auto", "balanced", "sequential"):
+        return "cuda" if torch.cuda.is_available() else None
+    return device_map

@@ -1,0 +1,522 @@
+"""The VLP model as a class of transformers, with the calls of CLIP and of open_clip."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import (
+    AutoModel,
+    AutoModelForVisualQuestionAnswering,
+    AutoModelForZeroShotImageClassification,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.utils import ModelOutput
+
+from vlp.data.text.tokenizer import TextTokens
+from vlp.models.config import ModelConfig
+from vlp.models.features import ImageFeatures, TextFeatures
+from vlp.models.folder import placed, read_model, save_model
+from vlp.models.pretrained.local_copy import hub_options, local_folder
+from vlp.models.text_encoder import require_ids
+from vlp.models.vlp import VLPModel, pairs_of
+from vlp.serving.config import VlpConfig, known_options, one_device, type_of
+from vlp.tasks.downstream.task import load_task
+from vlp.tasks.vqa.data import VqaBatch
+from vlp.tasks.vqa.task import Vqa
+
+
+@dataclass
+class VlpOutput(ModelOutput):
+    """What was asked for, of I images and T texts; the rest is None.
+
+    Attributes:
+        loss: contrastive cross-entropy, the mean of both directions, with `return_loss=True`.
+        logits_per_image: (I, T) cosines over the learned temperature; softmax over texts.
+        logits_per_text: (T, I), the same for each text.
+        text_embeds: (T, d) of unit length.
+        image_embeds: (I, d) of unit length.
+        itm_logits: (B, 2), not matched and matched, of the B pairs, with `match=True`.
+        similarity: (B, M, N, G) cosines of patches and tokens by channel group (Eq. 3), with
+            `output_anchors=True`, of a model that has ACE-RPE.
+        anchors: (B, M, N, G) bool, where a patch is an anchor of a word.
+        path: (B, M, N, G) anchor paths (Eq. 7), 0 where there is none.
+    """
+
+    loss: Tensor | None = None
+    logits_per_image: Tensor | None = None
+    logits_per_text: Tensor | None = None
+    text_embeds: Tensor | None = None
+    image_embeds: Tensor | None = None
+    itm_logits: Tensor | None = None
+    similarity: Tensor | None = None
+    anchors: Tensor | None = None
+    path: Tensor | None = None
+
+
+@dataclass
+class VlpAnswers(ModelOutput):
+    """Scores of the listed answers.
+
+    Attributes:
+        logits: (B, answers); its sigmoid is the likelihood of an answer.
+    """
+
+    logits: Tensor | None = None
+
+
+_PREFIX = "model."
+
+
+class VlpModel(PreTrainedModel):
+    """A `VLPModel` (in `model`) with named inputs and outputs.
+
+    Its folder is that of training: `from_pretrained` reads what training wrote, and `vlp.load` what
+    `save_pretrained` of the model and of its processor wrote.
+
+    Args:
+        config: sizes.
+        model: that is taken over; None makes one with fresh weights.
+    """
+
+    config_class = VlpConfig
+    base_model_prefix = "vlp"
+    main_input_name = "pixel_values"
+
+    def __init__(self, config: VlpConfig, model: VLPModel | None = None) -> None:
+        super().__init__(config)
+        self.model = VLPModel(config.sizes) if model is None else model
+        self.register_load_state_dict_pre_hook(_take_names_of_a_folder)
+        self.post_init()
+
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        """Leave the weights: `VLPModel` has its own start."""
+
+    def forward(
+        self,
+        pixel_values: Tensor | None = None,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        word_mask: Tensor | None = None,
+        match: bool = False,
+        output_anchors: bool = False,
+        return_loss: bool = False,
+        return_dict: bool | None = None,
+        token_type_ids: Tensor | None = None,
+    ) -> VlpOutput | tuple[Tensor, ...]:
+        """Encode images, texts or both, and compare all with all.
+
+        Args:
+            pixel_values: (I, 3, height, width), from the processor.
+            input_ids: (T, N) int64; padding at the end.
+            attention_mask: (T, N), 1 = not padding; None: all.
+            word_mask: (T, N) bool, from the processor; None: all but each text's first and last
+                token. Anchors and matching read it.
+            match: give `itm_logits` of the pairs: row by row, or one image or one text with all.
+            output_anchors: give similarities, anchors and paths of the same pairs.
+            return_loss: give the contrastive loss of images and texts that pair row by row.
+            return_dict: False gives a tuple of what is not None.
+            token_type_ids: ignored, (T, N).
+
+        Raises:
+            ValueError: there is neither image nor text, or what is asked for needs both, or pairs.
+        """
+        image = None if pixel_values is None else self.image_features(pixel_values)
+        text = None
+        if input_ids is not None:
+            text = self.text_features(input_ids, attention_mask, word_mask)
+        found: dict[str, Tensor] = {}
+        if image is not None:
+            found["image_embeds"] = image.feature
+        if text is not None:
+            found["text_embeds"] = text.feature
+        if image is None or text is None:
+            if image is text or match or output_anchors or return_loss:
+                raise ValueError("give pixel_values and input_ids, as the processor makes them")
+        else:
+            per_image = image.feature @ text.feature.T / self.model.temperature()
+            found |= {"logits_per_image": per_image, "logits_per_text": per_image.T}
+            if return_loss:
+                found["loss"] = _contrastive(per_image)
+            if match or output_anchors:
+                found |= self._of_pairs(image, text, match, output_anchors)
+        out = VlpOutput(**found)
+        wanted = return_dict if return_dict is not None else self.config.return_dict
+        return out if wanted is not False else out.to_tuple()
+
+    def encode_image(self, pixels: Tensor, normalize: bool = False) -> Tensor:
+        """Embed images, as open_clip does.
+
+        Args:
+            pixels: (B, 3, height, width), from the processor or `preprocess`.
+            normalize: to unit length.
+
+        Returns:
+            (B, d).
+        """
+        feature = self.model.image_encoder.project(self.model.image_encoder(pixels))
+        return functional.normalize(feature, dim=-1) if normalize else feature
+
+    def encode_text(
+        self, tokens: TextTokens | Mapping[str, Tensor] | Tensor, normalize: bool = False
+    ) -> Tensor:
+        """Embed texts, as open_clip does.
+
+        Args:
+            tokens: of the processor, of `vlp.load`'s tokenizer, or ids (B, N), in which 0 is
+                padding, as in BERT's vocabularies.
+            normalize: to unit length.
+
+        Returns:
+            (B, d).
+
+        Raises:
+            TypeError: it is something else.
+            ValueError: the ids have another shape, or do not say what padding is, as for a text
+                tower that has another id for it.
+        """
+        if isinstance(tokens, Mapping):
+            ids, mask = tokens["input_ids"], tokens["attention_mask"]
+        elif isinstance(tokens, TextTokens):
+            ids, mask, _ = tokens
+        else:
+            ids = require_ids(tokens)
+            if self.model.text_encoder.pad_id:
+                raise ValueError(
+                    "token ids alone do not say which are padding for this text tower; give what "
+                    "the processor or tokenizer makes of texts"
+                )
+            mask = ids != 0
+        ids, mask, _ = self._texts(ids, mask)
+        feature = self.model.project_text(self.model.text_encoder(ids, mask), mask)
+        return functional.normalize(feature, dim=-1) if normalize else feature
+
+    def get_image_features(
+        self, pixel_values: Tensor, **options: Any
+    ) -> BaseModelOutputWithPooling:
+        """Embed images (B, 3, height, width), as CLIPModel does; `pooler_output` is (B, d)."""
+        encoder = self.model.image_encoder
+        states = encoder(pixel_values)
+        return BaseModelOutputWithPooling(encoder.on_grid(states), encoder.project(states))
+
+    def get_text_features(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any
+    ) -> BaseModelOutputWithPooling:
+        """Embed texts, ids and mask (B, N), as CLIPModel does; `pooler_output` is (B, d)."""
+        input_ids, mask, _ = self._texts(input_ids, attention_mask)
+        states = self.model.text_encoder(input_ids, mask)
+        return BaseModelOutputWithPooling(states, self.model.project_text(states, mask))
+
+    def match(
+        self,
+        pixel_values: Tensor,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        word_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Return the log-odds that texts describe images, (B,), by the cross-modal encoder.
+
+        Arguments (B rows or one) as those of `forward`.
+
+        Raises:
+            ValueError: there are several images and another number of texts.
+        """
+        text = self.text_features(input_ids, attention_mask, word_mask)
+        return self.model.match(self.image_features(pixel_values), text)
+
+    def image_features(self, pixel_values: Tensor) -> ImageFeatures:
+        """Encode images (B, 3, height, width) for `self.model`'s own calls."""
+        return self.model.encode_image(pixel_values)
+
+    def text_features(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        word_mask: Tensor | None = None,
+    ) -> TextFeatures:
+        """Encode texts (B, N) for `self.model`'s own calls; arguments as of `forward`."""
+        return self.model.encode_text(*self._texts(input_ids, attention_mask, word_mask))
+
+    def _texts(
+        self, input_ids: Tensor, attention_mask: Tensor | None, word_mask: Tensor | None = None
+    ) -> TextTokens:
+        """Return texts with both masks, cut to the folder's length."""
+        most = self.model.config.text.max_tokens
+        return text_inputs(input_ids, attention_mask, word_mask, most)
+
+    def _of_pairs(
+        self, image: ImageFeatures, text: TextFeatures, match: bool, output_anchors: bool
+    ) -> dict[str, Tensor]:
+        """Return the outputs of pairs that were asked for, by name."""
+        pairs = pairs_of(len(image.states), len(text.states), text.states.device)
+        crossed = self.model.cross(image, text, pairs, need_image=False)
+        found = {"itm_logits": self.model.match_logits(crossed).float()} if match else {}
+        field = crossed.anchors if output_anchors else None
+        if field is not None:
+            words = text.word_mask if pairs is None else text.word_mask[pairs.texts]
+            above = field.similarity >= self.model.anchor_threshold.clamp(min=1e-3)
+            anchors = above & words[:, None, :, None]
+            found |= {"similarity": field.similarity, "anchors": anchors, "path": field.path[:, 1:]}
+        return found
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str],
+        *model_args: Any,
+        config: VlpConfig | None = None,
+        dtype: torch.dtype | str | None = None,
+        device_map: Any = None,
+        **options: Any,
+    ) -> Self:
+        """Read a model folder that training, `save_pretrained` or the hub has.
+
+        Args:
+            pretrained_model_name_or_path: folder, or a name on the hub.
+            model_args: none.
+            config: in place of the folder's.
+            dtype: such as "bfloat16" (`torch_dtype` is its old name); None and "auto": float32.
+            device_map: device of the whole model, such as "cuda"; "auto": a GPU if there is one.
+            options: of the hub (`revision`, `token`, `cache_dir`, `local_files_only`,
+                `force_download`), or keys of the configuration; a part of a section leaves the
+                rest of it.
+
+        Raises:
+            FileNotFoundError: there is no such folder, or a file is missing in it.
+            ConfigError: `config.json` is no configuration of this version's model.
+            ValueError: weights, device or type do not fit.
+            TypeError: an option is unknown.
+        """
+        folder = local_folder(os.fspath(pretrained_model_name_or_path), **hub_options(options))
+        dtype = type_of(dtype, options)
+        changes = known_options(options, ModelConfig.model_fields)
+        if config is None:
+            config = VlpConfig.from_pretrained(folder, **changes)
+        elif changes:
+            config = VlpConfig.from_dict(config.to_dict(), **changes)
+        model = read_model(folder, config.sizes)
+        model = placed(model, one_device(device_map), dtype)
+        config.name_or_path = str(pretrained_model_name_or_path)
+        return cls(config, model).eval()
+
+    def save_pretrained(  # type: ignore[override]
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: Mapping[str, Tensor] | None = None,
+        push_to_hub: bool = False,
+        **options: Any,
+    ) -> None:
+        """Write `config.json` and `model.safetensors`; the processor writes the rest of the folder.
+
+        Args:
+            save_directory: made if missing.
+            is_main_process: False writes nothing.
+            state_dict: in place of the model's own.
+            push_to_hub: upload the files, too.
+            options: of `push_to_hub`, such as `repo_id`; those of other models are ignored.
+        """
+        if not is_main_process:
+            return
+        state = self.state_dict() if state_dict is None else state_dict
+        own = {name.removeprefix(_PREFIX): tensor for name, tensor in state.items()}
+        save_model(Path(save_directory), self.model.config, own)
+        if push_to_hub:
+            self.push_to_hub(options.pop("repo_id", Path(save_directory).name), **options)
+
+
+def text_inputs(
+    input_ids: Tensor, attention_mask: Tensor | None, word_mask: Tensor | None, most: int
+) -> TextTokens:
+    """Return texts with both masks, cut as a folder's tokenizer does, which keeps the last token.
+
+    Args:
+        input_ids: (B, N) int64; padding at the end.
+        attention_mask: (B, N), 1 = not padding; None: all.
+        word_mask: (B, N) bool; None: all real tokens but the first and the last of each row.
+        most: tokens of a text.
+
+    Raises:
+        TypeError: the ids are no tensor.
+        ValueError: they have another shape.
+    """
+    every = torch.ones_like(require_ids(input_ids), dtype=torch.bool)
+    mask = every if attention_mask is None else attention_mask.bool()
+    words = _words_between(mask) if word_mask is None else word_mask.bool()
+    tokens = TextTokens(input_ids, mask, words)
+    if input_ids.shape[1] <= most:
+        return tokens
+    kept = torch.arange(most, device=input_ids.device).repeat(len(input_ids), 1)
+    kept[:, -1] = (mask.sum(1) - 1).clamp(min=most - 1)
+    return TextTokens(*(part.gather(1, kept) for part in tokens))
+
+
+def _words_between(mask: Tensor) -> Tensor:
+    """Return all real tokens of a mask (B, N) bool but the first and the last of each row."""
+    words = mask & mask.roll(-1, 1)
+    words[:, 0] = words[:, -1] = False
+    return words
+
+
+def _take_names_of_a_folder(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Rename weights as `save_pretrained` writes them, which transformers' Trainer loads itself."""
+    for name in [name for name in state if name.startswith(prefix)]:
+        inner = name.removeprefix(prefix)
+        if not inner.startswith(_PREFIX):
+            state[f"{prefix}{_PREFIX}{inner}"] = state.pop(name)
+
+
+def _contrastive(logits: Tensor) -> Tensor:
+    """Compute the loss of logits (B, B) whose diagonal pairs."""
+    rows, columns = logits.shape
+    if rows != columns:
+        raise ValueError(f"the loss needs as many images as texts, not {rows} and {columns}")
+    target = torch.arange(rows, device=logits.device)
+    both = functional.cross_entropy(logits, target), functional.cross_entropy(logits.T, target)
+    return (both[0] + both[1]) / 2
+
+
+AutoModel.register(VlpConfig, VlpModel, exist_ok=True)
+AutoModelForZeroShotImageClassification.register(VlpConfig, VlpModel, exist_ok=True)
+
+
+class ScoredAnswer(NamedTuple):
+    """An answer and the likelihood of all its word pieces and of its end."""
+
+    answer: str
+    score: float
+
+
+class VlpForQuestionAnswering(PreTrainedModel):
+    """A model that ranks its list of answers to questions about images.
+
+    Args:
+        config: sizes; `id2label` is the list of answers.
+        task: the task of the folder (in `task`), which is taken over.
+
+    Raises:
+        ValueError: there is no task; its list of answers is no part of a configuration.
+    """
+
+    config_class = VlpConfig
+    base_model_prefix = "vlp"
+    main_input_name = "pixel_values"
+
+    def __init__(self, config: VlpConfig, task: Vqa | None = None) -> None:
+        if task is None:
+            raise ValueError("VlpForQuestionAnswering comes from a folder: use from_pretrained")
+        super().__init__(config)
+        self.task = task
+        self.post_init()
+
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        """Leave the weights: they are those of the folder."""
+
+    def forward(
+        self,
+        pixel_values: Tensor,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        word_mask: Tensor | None = None,
+        return_dict: bool | None = None,
+        token_type_ids: Tensor | None = None,
+    ) -> VlpAnswers | tuple[Tensor, ...]:
+        """Score the listed answers of B questions; arguments, (B, ...), as `VlpModel` takes them.
+
+        One image stands for all questions, and one question for all images.
+
+        Raises:
+            ValueError: there are several of both, and not as many of one as of the other.
+        """
+        most = self.task.model.config.text.max_tokens
+        texts = text_inputs(input_ids, attention_mask, word_mask, most)
+        none = input_ids.new_zeros(0)
+        batch = VqaBatch(
+            pixel_values,
+            *texts,
+            answer_ids=none.view(0, 0),
+            owners=none,
+            shares=pixel_values.new_zeros(0),
+            valid=texts.attention_mask.any(1),
+        )
+        with torch.no_grad():
+            found = self.task.ranking().likelihoods(self.task.remember(batch))
+        logits = found - torch.log(-torch.expm1(found.clamp(max=-1e-7)))
+        out = VlpAnswers(logits=logits)
+        return out if return_dict is not False else out.to_tuple()
+
+    def answer(self, top_k: int = 1, **inputs: Any) -> list[list[ScoredAnswer]]:
+        """Return the `top_k` likeliest answers of each question, the best first.
+
+        Args:
+            top_k: answers of a question; all, where fewer are listed.
+            inputs: as the processor makes them.
+        """
+        scores, numbers = self(**inputs).logits.sigmoid().topk(min(top_k, len(self.task.answers)))
+        return [
+            [ScoredAnswer(self.task.answers[n], s) for s, n in zip(*row)]
+            for row in zip(scores.tolist(), numbers.tolist())
+        ]
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str],
+        *model_args: Any,
+        config: VlpConfig | None = None,
+        dtype: torch.dtype | str | None = None,
+        device_map: Any = None,
+        **options: Any,
+    ) -> Self:
+        """Read a folder that `vlp finetune vqa` wrote; arguments as of `VlpModel.from_pretrained`.
+
+        Raises:
+            FileNotFoundError: there is no such folder, or it was not fine-tuned.
+            ValueError: it was fine-tuned for another task, or is damaged.
+            ConfigError: a configuration in it does not fit.
+            TypeError: an option is unknown.
+        """
+        folder = local_folder(os.fspath(pretrained_model_name_or_path), **hub_options(options))
+        dtype = type_of(dtype, options)
+        known_options(options)
+        task = load_task(folder)
+        if not isinstance(task, Vqa):
+            raise ValueError(f"{folder} was fine-tuned for {task.kind}, not for vqa")
+        answers = dict(enumerate(task.answers))
+        own = VlpConfig.of(task.model.config, id2label=answers)
+        own.name_or_path = str(pretrained_model_name_or_path)
+        placed(task, one_device(device_map), dtype)
+        return cls(own, task).eval()
+
+    def save_pretrained(  # type: ignore[override]
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: Mapping[str, Tensor] | None = None,
+        push_to_hub: bool = False,
+        **options: Any,
+    ) -> None:
+        """Write the whole folder, its tokenizer and preparation included, as fine-tuning does.
+
+        Args:
+            save_directory: made if missing.
+            is_main_process: False writes nothing.
+            state_dict: ignored; the model's own is written.
+            push_to_hub: upload the files, too.
+            options: of `push_to_hub`, such as `repo_id`.
+        """
+        if not is_main_process:
+            return
+        self.task.save_model(Path(save_directory), self.task.state_dict())
+        if push_to_hub:
+            self.push_to_hub(options.pop("repo_id", Path(save_directory).name), **options)
+
+
+AutoModelForVisualQuestionAnswering.register(VlpConfig, VlpForQuestionAnswering, exist_ok=True)

@@ -1,0 +1,327 @@
+"""The model card of a model folder: README.md with the front matter that the hub reads.
+
+It says what the files say: sizes from the configuration, what it was trained on from the run that
+the folder lies in (config.yaml, report.json), results from the tables in its `evaluation`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+from safetensors import SafetensorError, safe_open
+
+from vlp.config import parse_yaml
+from vlp.io import parse_json, redacted, write_text
+from vlp.models.config import ImageConfig, ModelConfig, TextConfig
+from vlp.models.folder import HEADS, WEIGHTS, read_config
+from vlp.models.pretrained.local_copy import CONFIG, RESULTS
+from vlp.models.vlp import VLPModel
+from vlp.tasks.downstream.registry import TaskCard, get_task
+from vlp.tasks.downstream.task import TASK
+from vlp.tasks.grounding.task import FILE_NAME as GROUNDING
+
+CARD = "README.md"
+MARK = "<!-- Written by vlp from the files beside it; without this line it is left as it is. -->"
+_SHOWN = 12
+
+_WITHOUT_TASK = TaskCard(
+    "image-text matching and retrieval (pretrained, or fine-tuned for retrieval)",
+    "zero-shot-image-classification",
+)
+_PARTS = {
+    "text_encoder": "text encoder",
+    "image_encoder": "image encoder",
+    "cross_encoder": "cross-modal encoder",
+    "text_tokens": "token projection of texts",
+    "image_tokens": "token projection of images",
+    "match_head": "matching head",
+}
+_USE_WITHOUT_TASK = """
+```python
+import vlp
+
+model, text, preprocess, *_ = vlp.load("FOLDER")
+image = model.encode_image(preprocess("photo.jpg")[None])
+words = model.encode_text(*text(["a red circle left of a blue square"]))
+similarity = image.feature @ words.feature.T
+log_odds = model.match(image, words)
+```
+"""
+
+
+class _Result(NamedTuple):
+    """One saved result: task, shards, figures by name as shares, and its Markdown table."""
+
+    task: str
+    shards: tuple[str, ...]
+    figures: dict[str, float]
+    table: str
+
+
+def write_model_card(folder: str | Path, licence: str | None = None) -> bool:
+    """Write a folder's README.md; gives whether it was written.
+
+    A README.md that somebody wrote by hand (it has no `MARK`) is left alone.
+
+    Args:
+        folder: model folder.
+        licence: of the weights, by the hub's name ("apache-2.0"); None: that of the card that is
+            there, or open.
+
+    Raises:
+        FileNotFoundError: it is no model folder.
+        ValueError: a file of it is damaged.
+    """
+    card = Path(folder) / CARD
+    if card.is_file():
+        from huggingface_hub import metadata_load
+
+        if MARK not in card.read_text(encoding="utf-8"):
+            return False
+        licence = licence or (metadata_load(card) or {}).get("license")
+    write_text(card, model_card(folder, licence))
+    return True
+
+
+def push_to_hub(folder: str | Path, repository: str, private: bool = False) -> str:
+    """Upload a model folder with its model card to the hub and return its address.
+
+    A card that was written by hand is kept, any other made anew.
+
+    Raises:
+        FileNotFoundError: it is no model folder.
+        ValueError: a file of it is damaged.
+    """
+    from huggingface_hub import HfApi
+
+    write_model_card(folder)
+    api = HfApi()
+    api.create_repo(repository, private=private, exist_ok=True)
+    return str(api.upload_folder(folder_path=str(folder), repo_id=repository))
+
+
+def model_card(folder: str | Path, licence: str | None = None) -> str:
+    """Return the card of a model folder; arguments and errors as of `write_model_card`."""
+    folder = Path(folder)
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder} is not a model folder: {name} is missing")
+    config = read_config(folder / CONFIG)
+    task = _json(folder / TASK).get("task") or {}
+    kind, results = str(task.get("kind") or ""), list(_results(folder / RESULTS))
+    grounds = (folder / GROUNDING).is_file()
+    about = get_task(kind or "grounding").card if kind or grounds else _WITHOUT_TASK
+    name = folder.resolve().parent.name if _run(folder) else folder.resolve().name
+    body = [
+        _front_matter(name, kind, about, "anchor" in config.cross.position, licence, results),
+        MARK,
+        f"# {name}",
+        f"A vision-language model trained with `vlp`, for {about.purpose}.",
+        "## Use",
+        _use(about, task) if kind else _USE_WITHOUT_TASK,
+        "## Model",
+        _model(folder, config),
+        "## Training",
+        _training(folder),
+        "## Results",
+        *([result.table for result in results] or ["None were saved beside the model."]),
+        "`vlp` implements ACE-RPE, the anchor-based cross-modal relative position embedding, and "
+        "the other 2D position encodings.",
+    ]
+    return "\n\n".join(part.strip() for part in body) + "\n"
+
+
+def _front_matter(
+    name: str,
+    kind: str,
+    about: TaskCard,
+    anchored: bool,
+    licence: str | None,
+    results: list[_Result],
+) -> str:
+    from huggingface_hub import EvalResult, ModelCardData
+
+    found = [
+        EvalResult(
+            task_type=about.pipeline or result.task if result.task == kind else result.task,
+            dataset_type=Path(result.shards[0]).name or "shards",
+            dataset_name=", ".join(result.shards),
+            metric_type=figure,
+            metric_value=round(100 * value, 2),
+        )
+        for result in results
+        if result.shards
+        for figure, value in list(result.figures.items())[:_SHOWN]
+    ]
+    data = ModelCardData(
+        license=licence,
+        library_name="vlp",
+        pipeline_tag=about.pipeline,
+        tags=[
+            "vision-language",
+            "image-text",
+            *(["ace-rpe"] if anchored else []),
+            *([kind] if kind else []),
+        ],
+        model_name=name if found else None,
+        eval_results=found or None,
+    )
+    return f"---\n{data.to_yaml()}\n---"
+
+
+def _use(about: TaskCard, task: Mapping[str, Any]) -> str:
+    asked = ' --text "…"' if about.text else ""
+    shown = " b.jpg" if task.get("images", about.images) == 2 else ""
+    out = "predictions.json" if about.official else "predictions.jsonl --format jsonl"
+    return (
+        f"```\npython -m evaluation predict --model FOLDER --image a.jpg{shown}{asked}\n"
+        f"python -m evaluation predict --model FOLDER --shards … --out {out}\n```"
+    )
+
+
+def _model(folder: Path, config: ModelConfig) -> str:
+    with torch.device("meta"):
+        model = VLPModel(config)
+    counts = {
+        name: sum(parameter.numel() for parameter in child.parameters())
+        for name, child in model.named_children()
+    }
+    rows = [(_PARTS[name], f"{counts[name]:,}") for name in _PARTS if name in counts]
+    rows.append(("in all", f"{sum(counts.values()):,}"))
+    if heads := _numbers(folder / HEADS):
+        rows.append(("heads beside it", f"{heads:,}"))
+    text, image, cross = config.text, config.image, config.cross
+    said = [
+        f"Texts: {model.text_encoder.depth} layers{_of_tower(text)} of width {text.width}, "
+        f"{text.vocab_size:,} word pieces, up to {text.max_tokens} tokens. Images: "
+        f"{model.image_encoder.depth} layers{_of_tower(image)} of width {image.width}, "
+        f"{image.image_size} px in patches of {image.patch_size} px. Cross-modal: {cross.layers} "
+        f"layers, layout `{cross.layout}`, position {_listed(cross.position) or 'none'}"
+        + (
+            f" ({cross.anchor.groups} channel groups, mode `{cross.anchor.mode}`)."
+            if "anchor" in cross.position
+            else "."
+        ),
+        _table(("part", "parameters"), rows),
+    ]
+    return "\n\n".join(said)
+
+
+def _of_tower(config: TextConfig | ImageConfig) -> str:
+    """Say what a tower from outside is."""
+    kind = config.architecture
+    name = kind.get("model_type") if isinstance(kind, Mapping) else kind
+    return f" of `{name}`" if name else ""
+
+
+def _training(folder: Path) -> str:
+    run = _run(folder)
+    if run is None:
+        return "The folder does not lie in that of its run, so nothing is known here."
+    try:
+        config = parse_yaml(redacted((run / "config.yaml").read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{run / 'config.yaml'}: cannot be read ({error})") from error
+    report, task = _json(run / "report.json"), config.get("task") or {}
+    data = task.get("data") or config.get("data") or {}
+    rows = [("started from", f"`{config['init_from']}`")] if config.get("init_from") else []
+    rows += [("data", source) for source in _sources(data)]
+    training = config.get("training") or {}
+    rows.append(("batch", str(training.get("batch", ""))))
+    rows.append(("learning rate", str((training.get("optimiser") or {}).get("learning_rate", ""))))
+    rows.append(("precision", str(training.get("precision", ""))))
+    if report:
+        steps = f"{report['step']:,} of {report['total_steps']:,} ({report['ended']})"
+        rows += [("steps", steps), ("samples seen", f"{report['samples']:,}")]
+        rows.append(("samples trained on", f"{report['trained_samples']:,}"))
+        skipped = ", ".join(
+            f"{count:,} {kind}" for kind, count in report["skipped_samples"].items()
+        )
+        rows.append(("samples skipped", skipped or "0"))
+        rows.append(("hours", f"{report['seconds'] / 3600:.2f}"))
+        rows.append(("hardware", f"{report['ranks']} x {report['device']}"))
+        if best := report.get("best"):
+            chosen = "this is the best step" if folder.name == "best" else "the best step"
+            rows.append((chosen, f"{best['step']:,}"))
+    return _table(("", ""), [row for row in rows if row[1]])
+
+
+def _sources(data: Mapping[str, Any]) -> Iterator[str]:
+    """Folders that were trained on, with their weights, and their samples where they still lie."""
+    from vlp.config import ConfigError
+    from vlp.data.shards.shard_index import ShardIndex
+
+    named = [(str(one["path"]), float(one.get("weight", 1))) for one in data.get("sources") or ()]
+    named += [(str(path), 1.0) for path in data.get("train") or ()]
+    for path, weight in named:
+        said = f"`{path}`" + (f", weight {weight:g}" if weight != 1 else "")
+        with contextlib.suppress(ConfigError, OSError):
+            said += f", {len(ShardIndex.open(path)):,} samples"
+        yield said
+
+
+def _results(folder: Path) -> Iterator[_Result]:
+    for file in sorted(folder.glob("*.json")):
+        content, table = _json(file), file.with_suffix(".md")
+        if "task" in content and table.is_file():
+            yield _Result(
+                str(content["task"]),
+                tuple(map(str, content.get("shards") or ())),
+                _figures(content.get("figures") or {}),
+                table.read_text(encoding="utf-8"),
+            )
+
+
+def _figures(figures: Any) -> dict[str, float]:
+    """Values by name; of stages the last, of a name with parts (`question: …`) none."""
+    if isinstance(figures, list):
+        stage = figures[-1]["stage"]
+        return {
+            f"{one['direction']} {one['name']}": float(one["value"])
+            for one in figures
+            if one["stage"] == stage
+        }
+    return {name: float(one["value"]) for name, one in figures.items() if ": " not in name}
+
+
+def _run(folder: Path) -> Path | None:
+    """Return the folder of the run that wrote a model folder."""
+    run = folder.resolve().parent
+    return run if (run / "config.yaml").is_file() else None
+
+
+def _numbers(file: Path) -> int:
+    if not file.is_file():
+        return 0
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            names = tensors.keys()
+            shapes = [tensors.get_slice(name).get_shape() for name in names]
+    except SafetensorError as error:
+        raise ValueError(f"{file}: damaged ({error})") from error
+    return sum(int(torch.Size(shape).numel()) for shape in shapes)
+
+
+def _json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        content = parse_json(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file}: damaged ({error})") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _table(head: tuple[str, str], rows: list[tuple[str, str]]) -> str:
+    lines = [f"| {head[0]} | {head[1]} |", "| --- | --- |", *(f"| {a} | {b} |" for a, b in rows)]
+    return "\n".join(lines)
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(f"`{name}`" for name in names)

@@ -1,0 +1,54 @@
+"""Registration with transformers' Auto classes when, and only when, these are imported.
+
+Registering at once would have `import vlp` import transformers and torch, which takes seconds;
+without registering, `AutoModel` does not know the model type `vlp`. So `import vlp` watches for the
+modules of the Auto classes, in either order of imports, and a module of ours registers its classes
+at its end. Models are registered by the first configuration that is made.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+
+_AUTO = "transformers.models.auto"
+_OURS = {
+    f"{_AUTO}.configuration_auto": "vlp.serving.config",
+    f"{_AUTO}.processing_auto": "vlp.serving.processor",
+    f"{_AUTO}.image_processing_auto": "vlp.serving.processor",
+}
+"""Module of transformers -> the module of ours that it needs."""
+
+
+class AutoClassFinder:
+    """A finder on `sys.meta_path` that has ours imported after a module of the Auto classes."""
+
+    @staticmethod
+    def find_spec(
+        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec that Python finds, with our import after the module's own; else None."""
+        ours = _OURS.get(name)
+        spec = PathFinder.find_spec(name, path, target) if ours else None
+        if ours is None or spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def then_ours(module: ModuleType) -> None:
+            execute(module)
+            importlib.import_module(ours)
+
+        spec.loader.exec_module = then_ours  # type: ignore[method-assign]
+        return spec
+
+
+def register_when_imported() -> None:
+    """Register with the Auto classes that are imported, now or later."""
+    if AutoClassFinder not in sys.meta_path:
+        sys.meta_path.insert(0, AutoClassFinder)
+        for theirs, ours in _OURS.items():
+            if theirs in sys.modules:
+                importlib.import_module(ours)

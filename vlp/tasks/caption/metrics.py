@@ -1,0 +1,169 @@
+"""BLEU, ROUGE-L, CIDEr and METEOR of captions, by the code of the COCO caption evaluation.
+
+All figures are pycocoevalcap's own: shares between 0 and 1, but CIDEr, which goes to 10. SPICE is
+left out, since it downloads what it needs when it is called.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import string
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+TokenizerName = Literal["ptb", "plain"]
+
+
+class CaptionToolError(RuntimeError):
+    """Error for a missing tool of the caption metrics; the message says how to get it."""
+
+
+class CaptionScores(NamedTuple):
+    """corpus: figures of all captions; each: (captions,) of one by one, where it is defined so.
+
+    Keys are bleu1 to bleu4, rouge_l, cider, and meteor. A corpus' BLEU is no mean, so `each` has
+    none; ROUGE-L and CIDEr are the means of `each`; METEOR is aggregated over the corpus.
+    """
+
+    corpus: dict[str, float]
+    each: dict[str, NDArray[np.float64]]
+
+
+def require_caption_tools(java: bool = True) -> None:
+    """Say what is missing before a long run needs it.
+
+    Args:
+        java: the PTB tokeniser or METEOR will be used.
+
+    Raises:
+        CaptionToolError: pycocoevalcap or Java is missing.
+    """
+    try:
+        importlib.import_module("pycocoevalcap")
+    except ImportError as error:
+        raise CaptionToolError(
+            "caption metrics need the package pycocoevalcap: pip install pycocoevalcap"
+        ) from error
+    if java and shutil.which("java") is None:
+        raise CaptionToolError(
+            "METEOR and the PTB tokeniser run on Java, and there is no `java` on the path: install "
+            "a runtime (apt-get install openjdk-17-jre-headless), or go without both"
+        )
+
+
+def caption_scores(
+    candidates: Sequence[str],
+    references: Sequence[Sequence[str]],
+    tokenizer: TokenizerName = "ptb",
+    meteor: bool = True,
+) -> CaptionScores:
+    """Compare captions with what people said.
+
+    Args:
+        candidates: one caption each; may be empty, which scores 0.
+        references: as many, with one caption or more each.
+        tokenizer: "ptb" as COCO has it (Java; writes a temporary file into its package), or
+            "plain", which drops ASCII punctuation and splits at blanks. Both lower-case.
+        meteor: compute METEOR, too (Java).
+
+    Raises:
+        ValueError: nothing to compare, other numbers of candidates and references, or a candidate
+            without a reference that says something.
+        CaptionToolError: see `require_caption_tools`.
+    """
+    if not candidates or len(candidates) != len(references):
+        raise ValueError(f"{len(candidates)} captions against references of {len(references)}")
+    if empty := [n for n, said in enumerate(references) if not any(map(str.strip, said))]:
+        raise ValueError(f"caption {empty[0]} ({candidates[empty[0]]!r}) has no reference")
+    require_caption_tools(java=meteor or tokenizer == "ptb")
+    found = _tokenised([[one] for one in candidates], tokenizer)
+    wanted = _tokenised(references, tokenizer)
+    # A reference of punctuation alone is empty by now; the scorers want one all the same.
+    wanted = {n: [one for one in said if one] or [""] for n, said in wanted.items()}
+    if not any(map(any, wanted.values())):
+        raise ValueError(f"no reference has a word, such as {references[0]!r}")
+    bleu = _scorer("bleu", "Bleu")(4).compute_score(wanted, found, verbose=0)[0]
+    corpus = {f"bleu{n}": float(score) for n, score in enumerate(bleu, start=1)}
+    each = {}
+    for name, module, kind in (("rouge_l", "rouge", "Rouge"), ("cider", "cider", "Cider")):
+        score, scores = _scorer(module, kind)().compute_score(wanted, found)
+        corpus[name], each[name] = float(score), np.asarray(scores, dtype=np.float64)
+    if meteor:
+        # It reads one caption a line, with ||| between fields, and only cleans the candidate.
+        clean = {n: [one.replace("|||", " ") for one in said] for n, said in wanted.items()}
+        score, scores = _scorer("meteor", "Meteor")().compute_score(clean, found)
+        corpus["meteor"], each["meteor"] = float(score), np.asarray(scores, dtype=np.float64)
+    return CaptionScores(corpus, each)
+
+
+def _tokenised(captions: Sequence[Sequence[str]], tokenizer: TokenizerName) -> dict[int, list[str]]:
+    lines = {n: [" ".join(one.split()) for one in said] for n, said in enumerate(captions)}
+    if tokenizer == "plain":
+        nothing = str.maketrans("", "", string.punctuation)
+        return {
+            n: [" ".join(one.lower().translate(nothing).split()) for one in said]
+            for n, said in lines.items()
+        }
+    if tokenizer != "ptb":
+        raise ValueError(f"unknown tokenizer {tokenizer!r}; one of ptb, plain")
+    tokenise = _scorer("tokenizer.ptbtokenizer", "PTBTokenizer")().tokenize
+    # A line must not be empty: the tokeniser ends where only empty ones follow.
+    asked = {n: [{"caption": one or "."} for one in said] for n, said in lines.items()}
+    tokenised: dict[int, list[str]] = tokenise(asked)
+    return tokenised
+
+
+def _scorer(module: str, name: str) -> Any:
+    place = module if "." in module else f"{module}.{module}"
+    return getattr(importlib.import_module(f"pycocoevalcap.{place}"), name)
+
+
+PARSER = ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar")
+
+
+def require_spice() -> None:
+    """Say what is missing.
+
+    Raises:
+        CaptionToolError: pycocoevalcap, Java, or the parser.
+    """
+    require_caption_tools()
+    folder = Path(_module("spice").__file__).parent / "lib"
+    missing = [name for name in PARSER if not (folder / name).is_file()]
+    if missing:
+        raise CaptionToolError(
+            f"SPICE needs Stanford CoreNLP 3.6.0: put {' and '.join(missing)} into {folder}, or "
+            "let `python -m pycocoevalcap.spice.get_stanford_models` fetch them"
+        )
+
+
+def spice_scores(
+    candidates: Sequence[str], references: Sequence[Sequence[str]]
+) -> NDArray[np.float64]:
+    """F-score over scene-graph tuples of each caption, between 0 and 1; SPICE is their mean.
+
+    Args:
+        candidates: one caption each.
+        references: as many, with one caption or more each.
+
+    Raises:
+        ValueError: other numbers of candidates and references.
+        CaptionToolError: see `require_spice`.
+    """
+    if not candidates or len(candidates) != len(references):
+        raise ValueError(f"{len(candidates)} captions against references of {len(references)}")
+    require_spice()
+    found = {n: [" ".join(one.split())] for n, one in enumerate(candidates)}
+    wanted = {n: [" ".join(one.split()) for one in said] for n, said in enumerate(references)}
+    _, each = _module("spice").Spice().compute_score(wanted, found)
+    # Nothing said and nothing to say gives 0 / 0.
+    return np.nan_to_num(np.array([scores["All"]["f"] for scores in each], dtype=np.float64))
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"pycocoevalcap.spice.{name}")

@@ -1,0 +1,173 @@
+"""Captioning: the decoder attends to the image encoder's states and writes what they show.
+
+A layer of the decoder starts as a layer of the cross-modal encoder, whose text stream attends to
+image states; with causal attention it is the same computation, so the image enters here as it
+does there, and no text has to be made up to go through the cross-modal encoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from vlp.data.downstream.items import Items
+from vlp.data.stream.loader import OrderedData
+from vlp.models.decoder import AnswerDecoderConfig, Memory, answer_likelihood, generate
+from vlp.models.folder import Loaded
+from vlp.objectives.loss import Loss
+from vlp.tasks.caption.data import CaptionBatch, CaptionDataConfig, CaptionDataset, captions_in
+from vlp.tasks.downstream.answer_task import (
+    Sentences,
+    create_decoder,
+    marks,
+    start,
+    trained_decoder_starts,
+)
+from vlp.tasks.downstream.registry import DownstreamTask, TaskCard, register_task
+from vlp.tasks.downstream.task import SCORES, Downstream, DownstreamConfig
+from vlp.tasks.task import Precision, StepOutput
+
+
+class CaptionConfig(DownstreamConfig):
+    """Decoder, data, beam search and scoring."""
+
+    kind: Literal["caption"] = Field("caption", description="selects this class")
+    data: CaptionDataConfig = Field(description="shards to train on and to validate on")
+    decoder: AnswerDecoderConfig = Field(
+        AnswerDecoderConfig(), description="sizes and start of the text decoder"
+    )
+    label_smoothing: float = Field(
+        0.1, ge=0, lt=1, description="share of the target spread evenly over the vocabulary"
+    )
+    beams: int = Field(3, ge=1, description="beams of the search for captions")
+    penalty: float = Field(0.6, ge=0, description="of length; see vlp.models.decoder")
+    java: bool = Field(
+        True, description="evaluate with the PTB tokeniser and METEOR; false goes without both"
+    )
+
+
+class CaptionTask(Downstream):
+    """Cross-entropy of each next word piece of a caption.
+
+    Args:
+        config: model and data.
+        parts: the pretrained model.
+        precision: see `PlainTask`.
+
+    Raises:
+        ConfigError: the decoder does not fit the model.
+    """
+
+    metric: ClassVar[str] = "cider"
+    untrained = SCORES | {"text_encoder.layers", "cross_encoder"}
+    config: CaptionConfig
+
+    def __init__(
+        self, config: CaptionConfig, parts: Loaded, precision: Precision = "float32"
+    ) -> None:
+        super().__init__(config, parts, precision)
+        self.decoder = create_decoder(config.decoder, parts, config.data.max_caption)
+        if self.decoder.embedding is not None:
+            self.model.freeze_untrained({"text_encoder.embedding"})
+        self._sentences = Sentences(self.text)
+
+    def goes_on_from(self, known: Mapping[str, Any]) -> bool:
+        """Return True unless the decoder's start is configured."""
+        return trained_decoder_starts(self.config.decoder)
+
+    def dataset(self, folders: Sequence[str | Path], limit: int | None = None) -> CaptionDataset:
+        """Return the images of shard folders, each once.
+
+        Raises:
+            ConfigError: a folder cannot be read.
+        """
+        return CaptionDataset(
+            Items(folders, limit=limit), self.text, self.prepare, self.config.data
+        )
+
+    def training_dataset(
+        self, folders: Sequence[str | Path], limit: int | None = None
+    ) -> CaptionDataset:
+        """Return the images of shard folders, or all their captions, as configured.
+
+        Raises:
+            ConfigError: a folder cannot be read.
+        """
+        if self.config.data.captions == "one":
+            return self.dataset(folders, limit)
+        items = Items(folders, captions_in, limit)
+        return CaptionDataset(items, self.text, self.prepare, self.config.data)
+
+    def forward(self, batch: CaptionBatch, step: int) -> StepOutput:
+        """Compute cross-entropy per word piece in nats and the share of pieces predicted right."""
+        with self.autocast(batch.pixels.device):
+            memory = self.decoder.remember(self.model.encode_image(batch.pixels).states)
+            found = answer_likelihood(
+                self.decoder,
+                memory,
+                batch.caption_ids,
+                self.model.text_encoder.embedding,
+                self.text.pad_id,
+                self.config.label_smoothing if self.training else 0.0,
+                places=batch.places,
+            )
+        each = -found.log_probability.where(batch.valid, 0)
+        right, tokens = (part.where(batch.valid, 0).sum() for part in (found.right, found.tokens))
+        return self.step_output(
+            {"words": Loss(each.sum(), tokens)},
+            statistics={"token_accuracy": right / tokens.clamp(min=1)},
+        )
+
+    @torch.no_grad()
+    def predict(self, batch: CaptionBatch) -> list[str]:
+        """Write a caption for each image."""
+        return self.write(self.remember(batch.pixels))
+
+    def remember(self, pixels: Tensor) -> Memory:
+        """Encode images (B, 3, rows, columns) into what the decoder attends to."""
+        return self.decoder.remember(self.model.encode_image(pixels).states)
+
+    @torch.no_grad()
+    def write(self, memory: Memory) -> list[str]:
+        """Write a caption for each image that is encoded."""
+        config = self.config
+        ids = generate(
+            self.decoder,
+            memory,
+            self.model.text_encoder.embedding,
+            marks(self.text),
+            config.data.max_caption - 1,
+            config.beams,
+            config.penalty,
+        )
+        return self._sentences(ids)
+
+
+def build(
+    config: CaptionConfig, parts: Loaded, batch: int, seed: int, precision: Precision
+) -> tuple[CaptionTask, OrderedData]:
+    """Build the task and its training data.
+
+    Raises:
+        ConfigError: start, shards and batch cannot be used.
+    """
+    task = CaptionTask(config, parts, precision)
+    start(task.decoder, parts)
+    dataset = task.training_dataset(config.data.train, config.data.limit)
+    return task, dataset.batches(config.data, batch, seed)
+
+
+register_task(
+    DownstreamTask(
+        "caption",
+        CaptionConfig,
+        build,
+        CaptionTask.restore,
+        TaskCard("image captioning", "image-to-text", text=False),
+    )
+)

@@ -1,0 +1,621 @@
+"""Detection: images of several sizes with boxes and classes, for training and for judging."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+from pydantic import Field, PositiveInt, model_validator
+from torch import Tensor
+
+from vlp.config import Config, ConfigError
+from vlp.data.config import ChannelDeviations, ChannelMeans, CropScale
+from vlp.data.image.decode import decode_image
+from vlp.data.image.transforms import Preprocessing
+from vlp.data.scenes.graph import SHAPES
+from vlp.data.scenes.render import render
+from vlp.data.scenes.sample import sample_scene
+from vlp.data.scenes.splits import Split
+from vlp.data.shards.bad_samples import SkippedSample
+from vlp.data.shards.sample_files import BadSample
+from vlp.data.shards.tar import Member, read_members
+from vlp.data.stream.batch import moved
+from vlp.data.stream.loader import OrderedData
+from vlp.data.stream.map_dataset import MapDatasetConfig, RngFactory, indexed_data
+from vlp.io import parse_json
+
+ROUNDING = 1.0
+"""Pixels by which a box may stand over the image's edge: annotators' rounding, which is cut."""
+
+
+class CocoSource(Config):
+    """Images and an annotation file in COCO's `instances` schema."""
+
+    format: Literal["coco"] = Field(description="selects this class")
+    annotations: str = Field(
+        description="a file such as instances_train2017.json", json_schema_extra={"resume": "path"}
+    )
+    images: str = Field(
+        description="a folder or a plain tar file of its images",
+        json_schema_extra={"resume": "path"},
+    )
+
+
+class SceneSource(Config):
+    """Generated images of coloured shapes; the classes are the shapes."""
+
+    format: Literal["scenes"] = Field(description="selects this class")
+    count: int = Field(ge=1, description="number of images")
+    split: Split = Field("train", description="no other split has the same contents")
+    seed: int = Field(0, ge=0, description="of the scenes; all runs of a comparison share it")
+
+
+ObjectSource = Annotated[CocoSource | SceneSource, Field(discriminator="format")]
+
+
+class ObjectImage(NamedTuple):
+    """An image (RGB) and its objects, in pixels of `width` x `height`.
+
+    The image itself may have other pixels than the annotation. boxes (objects, 4) float64: left,
+    top, right, bottom, inside the image; labels (objects,) int64; areas (objects,) float64, what
+    COCO's small, medium and large go by; crowds (objects,) bool: regions of many objects.
+    """
+
+    image: Image.Image
+    width: int
+    height: int
+    boxes: NDArray[np.float64]
+    labels: NDArray[np.int64]
+    areas: NDArray[np.float64]
+    crowds: NDArray[np.bool_]
+    where: str
+
+
+class ObjectImages(Protocol):
+    """An image and its objects by number, 0 to len - 1."""
+
+    classes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        """Images."""
+
+    def read(self, number: int) -> ObjectImage:
+        """One of them.
+
+        Raises:
+            BadSample: it cannot be decoded, or its boxes lie outside of it.
+        """
+
+
+class SceneImages:
+    """Generated scenes as images with objects; every size shows the same scenes.
+
+    Args:
+        source: which scenes.
+        image_size: side in pixels.
+
+    Raises:
+        ConfigError: the side is below 16 px.
+    """
+
+    classes: tuple[str, ...] = SHAPES
+
+    def __init__(self, source: SceneSource, image_size: int) -> None:
+        if image_size < 16:
+            raise ConfigError(f"scenes have 16 px a side at least, not {image_size}")
+        self._source, self._size = source, image_size
+
+    def __len__(self) -> int:
+        return self._source.count
+
+    def read(self, number: int) -> ObjectImage:
+        """Scene `number` of the split."""
+        source, side = self._source, self._size
+        scene = sample_scene(source.seed, number, source.split, side)
+        boxes = np.array([obj.box for obj in scene.objects], dtype=np.float64)
+        areas = boxes[:, 2] * boxes[:, 3]
+        boxes[:, 2:] += boxes[:, :2]
+        labels = np.array([SHAPES.index(obj.shape) for obj in scene.objects], dtype=np.int64)
+        crowds = np.zeros(len(boxes), dtype=bool)
+        return ObjectImage(render(scene), side, side, boxes, labels, areas, crowds, scene.key)
+
+
+def checked_boxes(
+    boxes: NDArray[np.float64], names: list[str], width: int, height: int, where: str
+) -> NDArray[np.float64]:
+    """Boxes x, y, width, height as left, top, right, bottom inside the image.
+
+    Args:
+        boxes: (objects, 4), pixels.
+        names: what errors call each object.
+        width: of the image.
+        height: of the image.
+        where: what errors call the image.
+
+    Raises:
+        BadSample: a box has no area, is not made of numbers, or stands over the edge by more than
+            `ROUNDING`.
+    """
+    corners = boxes.copy()
+    corners[:, 2:] += corners[:, :2]
+    limit = np.array([width, height, width, height], dtype=np.float64)
+    cut = np.clip(corners, 0, limit)
+    outside = ~(np.abs(corners - cut) <= ROUNDING).all(-1)  # NaN is outside, too
+    empty = ~((cut[:, 2:] - cut[:, :2]) > 0).all(-1)
+    for kind, wrong in (("box outside the image", outside), ("box without area", empty)):
+        if wrong.any():
+            first = int(wrong.argmax())
+            values = ", ".join(f"{value:g}" for value in boxes[first])
+            raise BadSample(
+                kind, f"{where}: {names[first]} [{values}] in an image of {width} x {height} px"
+            )
+    return cut
+
+
+_SHAPE_ROUNDING = 2.0
+"""Pixels by which a resized image may miss the shape that the annotation tells."""
+
+_KEYS = {
+    "images": ("id", "file_name", "width", "height"),
+    "annotations": ("id", "image_id", "category_id", "bbox"),
+    "categories": ("id", "name"),
+}
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "id": (int, str),
+    "image_id": (int, str),
+    "category_id": (int, str),
+    "area": (int, float),
+}
+
+
+class CocoImages:
+    """Images of an annotation file in the order of their ids, also those without objects.
+
+    Images may be stored at another size than the annotation's. Classes are the categories in the
+    order of their ids, which have gaps in COCO.
+
+    Args:
+        source: annotation file and images.
+        classes: names in order, as training had them; None takes the file's own.
+
+    Raises:
+        ConfigError: a file is missing or has another schema, annotations of images or categories
+            that the file lacks, or categories with objects that are none of `classes` or share a
+            name.
+    """
+
+    def __init__(self, source: CocoSource, classes: Sequence[str] | None = None) -> None:
+        file = Path(source.annotations)
+        content = _read(file)
+        self._file = file
+        self._images = sorted(content["images"], key=_id_order)
+        categories = _of_own_name(content)
+        names = [str(category["name"]) for category in categories]
+        _require_unique(file, "images with the same id", [image["id"] for image in self._images])
+        _require_unique(file, "categories with the same id", [one["id"] for one in categories])
+        _require_unique(file, "categories with the same name", names)
+        self.classes = tuple(names) if classes is None else tuple(classes)
+        if unknown := [name for name in names if name not in self.classes]:
+            raise ConfigError(
+                f"{file}: unknown categories {', '.join(unknown[:5])} ({len(unknown)} of "
+                f"{len(names)}); the model knows {', '.join(self.classes[:5])}, ..."
+            )
+        label = {one["id"]: self.classes.index(str(one["name"])) for one in categories}
+        self._objects = _by_image(file, content["annotations"], self._images, label)
+        self._label = label
+        self._files = _ImageFiles(Path(source.images))
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def read(self, number: int) -> ObjectImage:
+        """Return image `number`, in the order of ids, and its objects."""
+        entry = self._images[number]
+        width, height = entry["width"], entry["height"]
+        where = f"{self._file}, image {entry['id']} ({entry['file_name']})"
+        image = self._files.read(str(entry["file_name"]), where)
+        _require_shape(image, width, height, where)
+        objects = self._objects.get(entry["id"], [])
+        boxes = np.array([one["bbox"] for one in objects], dtype=np.float64).reshape(-1, 4)
+        corners = checked_boxes(
+            boxes, [f"annotation {one['id']}" for one in objects], width, height, where
+        )
+        sides = boxes[:, 2:]
+        areas = [one.get("area", w * h) for one, (w, h) in zip(objects, sides)]
+        return ObjectImage(
+            image,
+            width,
+            height,
+            corners,
+            np.array([self._label[one["category_id"]] for one in objects], dtype=np.int64),
+            np.array(areas, dtype=np.float64),
+            np.array([bool(one.get("iscrowd", 0)) for one in objects], dtype=bool),
+            where,
+        )
+
+
+class _ImageFiles:
+    """A folder or a plain tar file of images, by file name."""
+
+    def __init__(self, place: Path) -> None:
+        self._place = place
+        self._members: dict[str, Member] | None = None
+        if place.is_file():
+            members, problem = read_members(place, "archive_members")
+            if problem is not None:
+                raise ConfigError(f"{place}: {problem}; images come in a plain tar file")
+            self._members = {PurePosixPath(member.name).name: member for member in members}
+        elif not place.is_dir():
+            raise ConfigError(f"{place}: there is neither a folder nor a tar file of images")
+
+    def read(self, name: str, where: str) -> Image.Image:
+        """Decode one.
+
+        Raises:
+            BadSample: it is not there, or no image.
+        """
+        try:
+            if self._members is None:
+                content = _inside(self._place, name).read_bytes()
+            else:
+                member = self._members[PurePosixPath(name).name]
+                with self._place.open("rb") as file:
+                    file.seek(member.offset)
+                    content = file.read(member.size)
+        except (KeyError, OSError, ValueError) as error:  # or the name cannot be one
+            raise BadSample("missing image", f"{where}: not in {self._place}") from error
+        return decode_image(content, where)
+
+
+def _id_order(entry: dict[str, Any]) -> tuple[bool, Any]:
+    return isinstance(entry["id"], str), entry["id"]
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """Return the path of a file in a folder.
+
+    Raises:
+        FileNotFoundError: the name leads out of it.
+    """
+    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        raise FileNotFoundError(name)
+    return folder / name
+
+
+def _read(file: Path) -> dict[str, list[dict[str, Any]]]:
+    try:
+        content = parse_json(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise ConfigError(f"{file}: not JSON ({error})") from error
+    for part, keys in _KEYS.items():
+        entries = content.get(part) if isinstance(content, dict) else None
+        if not isinstance(entries, list):
+            raise ConfigError(f"{file}: no list {part!r}; is it an instances file of COCO?")
+        for number, entry in enumerate(entries):
+            missing = [key for key in keys if not isinstance(entry, dict) or key not in entry]
+            if missing:
+                raise ConfigError(f"{file}: {part}[{number}] lacks {', '.join(missing)}")
+            for key, kinds in _KINDS.items():
+                if not isinstance(entry.get(key, 0), kinds):
+                    raise ConfigError(f"{file}: {part}[{number}] has the {key} {entry[key]!r}")
+    for image in content["images"]:
+        sides = image["width"], image["height"]
+        if not all(isinstance(side, int) and side > 0 for side in sides):
+            raise ConfigError(f"{file}: image {image['id']} has {sides[0]} x {sides[1]} px")
+    if not content["images"] or not content["categories"]:
+        raise ConfigError(f"{file}: no images, or no categories")
+    found: dict[str, list[dict[str, Any]]] = content
+    return found
+
+
+def _by_image(
+    file: Path,
+    annotations: Iterable[dict[str, Any]],
+    images: Iterable[dict[str, Any]],
+    label: dict[Any, int],
+) -> dict[Any, list[dict[str, Any]]]:
+    """Annotations by the id of their image.
+
+    Raises:
+        ConfigError: of an image or a category that the file lacks, or a box of other than four
+            numbers.
+    """
+    known = {image["id"] for image in images}
+    objects = defaultdict(list)
+    wrong = defaultdict(list)
+    for one in annotations:
+        if one["image_id"] not in known:
+            wrong["image"].append((one["id"], one["image_id"]))
+        elif one["category_id"] not in label:
+            wrong["category"].append((one["id"], one["category_id"]))
+        elif not _is_box(one["bbox"]):
+            raise ConfigError(f"{file}: annotation {one['id']} has the box {one['bbox']!r}")
+        objects[one["image_id"]].append(one)
+    for what, found in wrong.items():
+        article = "an" if what == "image" else "a"
+        first = ", ".join(f"annotation {number} of {what} {id_}" for number, id_ in found[:5])
+        raise ConfigError(
+            f"{file}: {len(found)} annotations are of {article} {what} that the file lacks: {first}"
+        )
+    return dict(objects)
+
+
+def _is_box(box: Any) -> bool:
+    return (
+        isinstance(box, list)
+        and len(box) == 4
+        and all(isinstance(value, int | float) and math.isfinite(value) for value in box)
+    )
+
+
+def _of_own_name(content: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Categories by id; one without objects does not share a name (as Roboflow's root may)."""
+    used = {one["category_id"] for one in content["annotations"]}
+    categories = sorted(content["categories"], key=_id_order)
+    taken = {str(one["name"]) for one in categories if one["id"] in used}
+    return [one for one in categories if one["id"] in used or str(one["name"]) not in taken]
+
+
+def _require_unique(file: Path, what: str, values: Sequence[Any]) -> None:
+    if len(set(values)) < len(values):
+        twice = sorted({value for value in values if values.count(value) > 1}, key=str)
+        raise ConfigError(f"{file}: {what}: {', '.join(map(str, twice[:5]))}")
+
+
+def _require_shape(image: Image.Image, width: int, height: int, where: str) -> None:
+    """The stored image is the annotated one, perhaps resized.
+
+    Raises:
+        BadSample: its shape is another.
+    """
+    scale = max(image.width / width, image.height / height)
+    misses = max(abs(image.width - scale * width), abs(image.height - scale * height))
+    if misses > _SHAPE_ROUNDING:
+        raise BadSample(
+            "image of another shape",
+            f"{where}: {image.width} x {image.height} px, annotated {width} x {height}",
+        )
+
+
+DETR_SIZES = tuple(range(480, 801, 32))
+
+
+class DetectionDataConfig(MapDatasetConfig):
+    """Images with boxes, and the sizes at which they are seen; DETR's are the defaults.
+
+    An image keeps its shape but for rounding to whole multiples. Where `train` is of scenes they
+    are drawn at the largest size and resized to the smaller ones.
+    """
+
+    train: ObjectSource = Field(description="images to train on, of one `format`")
+    test: ObjectSource = Field(description="images to evaluate on, of one `format`")
+    sizes: tuple[PositiveInt, ...] = Field(
+        DETR_SIZES, min_length=1, description="shorter side in pixels, one is drawn for each visit"
+    )
+    test_sizes: tuple[PositiveInt, ...] = Field(
+        (), description="shorter sides that are judged; empty is the largest of `sizes`"
+    )
+    longest: int = Field(1333, ge=1, description="longer side in pixels at most")
+    multiple: int = Field(
+        32, ge=1, description="sides are multiples of so many pixels: the backbone's stride"
+    )
+    hflip: bool = Field(True, description="left and right, every other time")
+    crop: float = Field(0.0, ge=0, le=1, description="probability of a random crop; DETR: 0.5")
+    crop_sides: CropScale = Field(
+        (0.64, 1.0), description="share of either side that a crop keeps; DETR's is 384 to 600 px"
+    )
+    mean: ChannelMeans = Field(
+        (0.485, 0.456, 0.406),
+        description="per channel (R, G, B), of levels in [0, 1]; it is subtracted",
+    )
+    std: ChannelDeviations = Field(
+        (0.229, 0.224, 0.225),
+        description="per channel (R, G, B), of levels in [0, 1]; the rest is divided by it",
+    )
+
+    @property
+    def evaluation_sizes(self) -> tuple[int, ...]:
+        """Sizes of the evaluation."""
+        return self.test_sizes or (max(self.sizes),)
+
+    @property
+    def shapes_differ(self) -> bool:
+        """Return whether images may be other than squares; scenes are squares."""
+        scenes = isinstance(self.train, SceneSource) and isinstance(self.test, SceneSource)
+        return not scenes or self.crop > 0
+
+    @property
+    def largest_side(self) -> int:
+        """Pixels of the longest side that training can see."""
+        side = self.longest if self.shapes_differ else max(self.sizes)
+        return fit_size(side, side, side, self.longest, self.multiple)[0]
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> DetectionDataConfig:
+        for size in (*self.sizes, *self.test_sizes):
+            if not self.multiple <= size <= self.longest:
+                raise ValueError(
+                    f"size {size} is not between multiple {self.multiple} and longest "
+                    f"{self.longest}"
+                )
+        return self
+
+
+class DetectionBatch(NamedTuple):
+    """B images, each of its own size, with their objects.
+
+    pixels: B times (3, height, width) float32, normalised; boxes: B times (objects, 4) float32,
+    centre x, y, width, height as shares of the image; labels: B times (objects,) int64; valid
+    (B,) bool.
+    """
+
+    pixels: tuple[Tensor, ...]
+    boxes: tuple[Tensor, ...]
+    labels: tuple[Tensor, ...]
+    valid: Tensor
+    skipped: tuple[SkippedSample, ...] = ()
+
+    def to(self, device: torch.device | str) -> DetectionBatch:
+        """Move every tensor to `device`."""
+        return moved(self, device)
+
+
+class DetectionSample(NamedTuple):
+    """One image of a `DetectionBatch`."""
+
+    pixels: Tensor
+    boxes: Tensor
+    labels: Tensor
+
+
+def open_objects(
+    source: CocoSource | SceneSource, image_size: int, classes: Sequence[str] | None = None
+) -> ObjectImages:
+    """Open what a configuration names.
+
+    Args:
+        source: annotation file, or scenes.
+        image_size: side in pixels at which scenes are drawn.
+        classes: names in order, as training had them; None takes the source's own.
+
+    Raises:
+        ConfigError: it cannot be used, or has other classes.
+    """
+    if isinstance(source, CocoSource):
+        return CocoImages(source, classes)
+    scenes = SceneImages(source, image_size)
+    if classes is not None and tuple(classes) != scenes.classes:
+        raise ConfigError(
+            f"scenes have the classes {', '.join(scenes.classes)}; the model knows "
+            f"{', '.join(classes[:5])}"
+        )
+    return scenes
+
+
+def fit_size(
+    width: int, height: int, shortest: int, longest: int, multiple: int
+) -> tuple[int, int]:
+    """Width and height in pixels at which an image is seen.
+
+    The shorter side is `shortest`, unless the longer one would be more than `longest`; both are
+    rounded to multiples, so that an image fills the cells of a feature map exactly, and few
+    shapes differ.
+    """
+    scale = min(shortest / min(width, height), longest / max(width, height))
+    most = max(longest // multiple, 1)
+    sides = (min(max(round(scale * side / multiple), 1), most) for side in (width, height))
+    wide, high = (side * multiple for side in sides)
+    return wide, high
+
+
+class DetectionSamples:
+    """Reads and augments one training image: crop, size, mirror.
+
+    Args:
+        images: where they come from.
+        config: sizes and augmentation.
+        most: objects that an image may have, the model's queries.
+    """
+
+    def __init__(self, images: ObjectImages, config: DetectionDataConfig, most: int) -> None:
+        self.images, self.config, self.most = images, config, most
+        self._preprocessing = Preprocessing(max(config.sizes), config.mean, config.std)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __call__(self, number: int, rng_for: RngFactory) -> DetectionSample:
+        """Pixels, boxes and labels; crowds are left out, as in DETR.
+
+        Raises:
+            BadSample: the image cannot be used, or has more objects than queries.
+        """
+        config, read = self.config, self.images.read(number)
+        image, boxes, labels = _without_crowds(read)
+        rng = rng_for("crop")
+        if rng.random() < config.crop:
+            image, boxes, labels = _crop(image, boxes, labels, config.crop_sides, rng)
+        if len(labels) > self.most:
+            raise BadSample(
+                "more objects than queries", f"{read.where}: {len(labels)}, not {self.most}"
+            )
+        shortest = config.sizes[int(rng_for("size").integers(len(config.sizes)))]
+        size = fit_size(image.width, image.height, shortest, config.longest, config.multiple)
+        image = _resized(image, size)
+        if config.hflip and rng_for("mirror").random() < 0.5:
+            image = ImageOps.mirror(image)
+            boxes = np.stack([1 - boxes[:, 2], boxes[:, 1], 1 - boxes[:, 0], boxes[:, 3]], -1)
+        centres = np.concatenate(
+            [boxes[:, :2] + boxes[:, 2:], 2 * (boxes[:, 2:] - boxes[:, :2])], -1
+        )
+        return DetectionSample(
+            self._preprocessing.normalise(image),
+            torch.from_numpy(centres / 2).float(),
+            torch.from_numpy(labels),
+        )
+
+
+def detection_data(
+    images: ObjectImages, config: DetectionDataConfig, most: int, batch: int, seed: int
+) -> OrderedData:
+    """Training batches of `images`, those of `config.train`.
+
+    Raises:
+        ConfigError: the batch does not fit.
+    """
+    samples = DetectionSamples(images, config, most)
+    return indexed_data(len(samples), samples, _collate, config, batch, seed)
+
+
+def evaluation_pixels(read: ObjectImage, size: int, config: DetectionDataConfig) -> Tensor:
+    """An image as evaluation sees it, its shorter side `size`: (3, height, width) float32."""
+    image = read.image
+    fitted = fit_size(image.width, image.height, size, config.longest, config.multiple)
+    return Preprocessing(size, config.mean, config.std).normalise(_resized(image, fitted))
+
+
+def _collate(samples: list[DetectionSample], skipped: tuple[SkippedSample, ...]) -> DetectionBatch:
+    return DetectionBatch(
+        tuple(one.pixels for one in samples),
+        tuple(one.boxes for one in samples),
+        tuple(one.labels for one in samples),
+        torch.ones(len(samples), dtype=torch.bool),
+        skipped,
+    )
+
+
+def _resized(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    return image if image.size == size else image.resize(size, Image.Resampling.BILINEAR)
+
+
+def _without_crowds(read: ObjectImage) -> tuple[Image.Image, np.ndarray, np.ndarray]:
+    """Image, boxes (left, top, right, bottom) as shares of it, and labels."""
+    sides = np.array([read.width, read.height] * 2, dtype=np.float64)
+    return read.image, read.boxes[~read.crowds] / sides, read.labels[~read.crowds]
+
+
+def _crop(
+    image: Image.Image,
+    boxes: np.ndarray,
+    labels: np.ndarray,
+    sides: tuple[float, float],
+    rng: np.random.Generator,
+) -> tuple[Image.Image, np.ndarray, np.ndarray]:
+    """Crop an image at random; boxes (shares) are cut to what lies in it."""
+    whole = np.array(image.size)
+    kept = np.maximum(np.rint(whole * rng.uniform(*sides, 2)), 1).astype(int)
+    start = rng.integers(whole - kept + 1)
+    image = image.crop((*start.tolist(), *(start + kept).tolist()))
+    boxes = np.clip((boxes * np.tile(whole, 2) - np.tile(start, 2)) / np.tile(kept, 2), 0, 1)
+    inside = (boxes[:, 2:] > boxes[:, :2]).all(-1)
+    return image, boxes[inside], labels[inside]

@@ -1,0 +1,164 @@
+"""DETR's loss of a set of predictions against a set of objects (Carion et al. 2020, Eq. 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+from torch.nn import functional
+from torchvision.ops import box_convert, generalized_box_iou, generalized_box_iou_loss
+
+from vlp.objectives.loss import Loss
+
+IMPOSSIBLE = 1e6
+"""Cost of what is not finite: the loss of that image says so itself, the matching must not end
+the run."""
+
+
+def matching_cost(
+    logits: Tensor,
+    boxes: Tensor,
+    labels: Tensor,
+    objects: Tensor,
+    weights: tuple[float, float, float] = (1.0, 5.0, 2.0),
+) -> Tensor:
+    """Compute the cost of each object for each query: - w0 p(class) + w1 L1 - w2 GIoU.
+
+    The class counts as a probability, not as its logarithm, so that it weighs as much as the boxes.
+
+    Args:
+        logits: (..., queries, classes + 1).
+        boxes: (..., queries, 4), centre x, y, width, height, as shares of the image.
+        labels: (objects,) int64.
+        objects: (objects, 4), like boxes.
+        weights: of class, L1 and GIoU.
+
+    Returns:
+        (..., queries, objects), without gradient.
+    """
+    with torch.no_grad():
+        probability = logits.softmax(-1)[..., labels]
+        distance = torch.cdist(boxes, objects.expand(*boxes.shape[:-2], -1, -1), p=1)
+        corners = box_convert(boxes.flatten(0, -2), "cxcywh", "xyxy")
+        overlap = generalized_box_iou(corners, box_convert(objects, "cxcywh", "xyxy"))
+        on_class, on_distance, on_overlap = weights
+        overlap = overlap.view_as(distance)
+        return on_distance * distance - on_class * probability - on_overlap * overlap
+
+
+def match(costs: Sequence[Tensor]) -> list[NDArray[np.int64]]:
+    """Find the assignment of least total cost for every cost matrix (queries, objects).
+
+    Returns:
+        For each matrix the queries of objects 0, 1, ...: (objects,), all different.
+
+    Raises:
+        ValueError: there are more objects than queries.
+    """
+    assigned = []
+    for cost in costs:
+        queries, objects = cost.shape
+        if objects > queries:
+            raise ValueError(f"{objects} objects are more than {queries} queries")
+        finite = torch.nan_to_num(cost, IMPOSSIBLE, IMPOSSIBLE, -IMPOSSIBLE).double().cpu().numpy()
+        query, number = linear_sum_assignment(finite)
+        chosen = np.empty(objects, dtype=np.int64)
+        chosen[number] = query
+        assigned.append(chosen)
+    return assigned
+
+
+_PARTS = 1000
+"""Counts are integers: the weight of 'no object' counts in thousandths."""
+
+
+class SetLosses(NamedTuple):
+    """Sums of one decoder layer: class, L1 and GIoU, and how well matched queries do.
+
+    right: matched queries with the right class; matched: how many there are (both scalars).
+    """
+
+    classes: Loss
+    l1: Loss
+    giou: Loss
+    right: Tensor
+    matched: Tensor
+
+
+def set_losses(
+    logits: Tensor,
+    boxes: Tensor,
+    labels: Sequence[Tensor],
+    objects: Sequence[Tensor],
+    cost: tuple[float, float, float] = (1.0, 5.0, 2.0),
+    no_object: float = 0.1,
+) -> list[SetLosses]:
+    """Match each decoder layer with the objects and compute its losses.
+
+    The class term is a cross-entropy over all queries, those without object at the weight
+    `no_object`, and is normalised by the sum of the weights; the terms of boxes are normalised by
+    the number of objects.
+
+    Args:
+        logits: (layers, B, queries, classes + 1), the last class is 'no object'.
+        boxes: (layers, B, queries, 4), centre x, y, width, height as shares of the image.
+        labels: of each image, (objects,) int64.
+        objects: of each image, (objects, 4), like boxes.
+        cost: weights of class, L1 and GIoU in the matching.
+        no_object: weight of queries without object, in thousandths at the finest.
+
+    Raises:
+        ValueError: an image has more objects than there are queries, or `no_object` is finer.
+    """
+    share = round(no_object * _PARTS)
+    if abs(share - no_object * _PARTS) > 1e-6:
+        raise ValueError(f"no_object {no_object} is no whole number of thousandths")
+    layers, images, queries, classes = logits.shape
+    # One way to the host for all layers: (image, layer) after (image, layer).
+    costs = [
+        one
+        for number in range(images)
+        for one in matching_cost(
+            logits[:, number], boxes[:, number], labels[number], objects[number], cost
+        ).cpu()
+    ]
+    chosen = [torch.from_numpy(one) for one in match(costs)]
+    label = torch.cat(list(labels)) if images else logits.new_zeros(0).long()
+    target = torch.cat(list(objects)) if images else boxes.new_zeros(0, 4)
+    image = torch.arange(images).repeat_interleave(
+        torch.tensor([len(one) for one in labels], dtype=torch.int64)
+    )
+    out = []
+    for layer in range(layers):
+        query = torch.cat([chosen[n * layers + layer] for n in range(images)] or [image])
+        where = image.to(logits.device), query.to(logits.device)
+        wanted = torch.full((images, queries), classes - 1, device=logits.device)
+        wanted[where] = label
+        weight = torch.full((images, queries), share, device=logits.device)
+        weight[where] = _PARTS
+        errors = functional.cross_entropy(
+            logits[layer].flatten(0, 1), wanted.flatten(), reduction="none"
+        )
+        found = boxes[layer][where]
+        count = torch.tensor(len(label), device=logits.device)
+        out.append(
+            SetLosses(
+                Loss((errors * weight.flatten()).sum(), weight.sum()),
+                Loss((found - target).abs().sum(), count),
+                Loss(_giou_loss(found, target), count),
+                (logits[layer][where].detach()[:, :-1].argmax(-1) == label).sum(),
+                count,
+            )
+        )
+    return out
+
+
+def _giou_loss(found: Tensor, target: Tensor) -> Tensor:
+    one, other = (box_convert(boxes, "cxcywh", "xyxy") for boxes in (found, target))
+    loss: Tensor = generalized_box_iou_loss(one, other, reduction="sum")
+    return loss

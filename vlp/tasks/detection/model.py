@@ -1,0 +1,362 @@
+"""DETR: a ResNet, an encoder with position encodings, and a decoder of object queries."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import timm
+import torch
+from pydantic import Field
+from timm.layers import GroupNorm, freeze_batch_norm_2d
+from torch import Tensor, nn
+
+from vlp.config import Config, ConfigError
+from vlp.layers.attention import Attention
+from vlp.models.vision.backbone import attention_encodings, create_encoding, on_tokens
+from vlp.positions.base import PositionContext, PositionEncoding
+from vlp.positions.options import PositionConfig
+
+Norm = Literal["frozen", "batch", "group"]
+
+
+class ResNetConfig(Config):
+    """Configuration of a ResNet: its kind, its depth, and its trained parts."""
+
+    name: str = Field("resnet50", description="a ResNet of timm")
+    options: Mapping[str, Any] = Field({}, description="of timm.create_model: channels, ...")
+    pretrained: bool = Field(False, description="timm's public weights, for `batch` and `frozen`")
+    norm: Norm = Field(
+        "frozen",
+        description="frozen: batch norms as they were loaded (DETR); batch: batch norms that are "
+        "trained, whose statistics depend on the ranks; group: group norm, for training from "
+        "scratch",
+    )
+    stage: int = Field(4, ge=1, le=4, description="whose output is used: 4 has stride 32, 3 has 16")
+    frozen_stages: int = Field(
+        0, ge=0, le=4, description="the stem and so many stages keep their weights; DETR: 1"
+    )
+
+
+class ResNet(nn.Module):
+    """Images (B, 3, height, width) to features (B, channels, rows, columns).
+
+    Args:
+        config: name, norm and depth.
+
+    Raises:
+        ConfigError: timm does not know the name or an option, it is no ResNet, or public weights
+            of batch norms are asked for a group norm.
+    """
+
+    def __init__(self, config: ResNetConfig) -> None:
+        super().__init__()
+        options = dict(config.options)
+        if config.norm == "group":
+            if config.pretrained:
+                raise ConfigError(
+                    f"backbone {config.name}: public weights belong to batch norms, not to "
+                    "norm: group"
+                )
+            options["norm_layer"] = _group_norm
+        try:
+            body: Any = timm.create_model(
+                config.name,
+                pretrained=config.pretrained,
+                features_only=True,
+                out_indices=(config.stage,),
+                **options,
+            )
+        except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+            raise ConfigError(f"backbone {config.name}: {error}") from error
+        if not hasattr(body, "layer1"):
+            raise ConfigError(
+                f"backbone {config.name}: not a ResNet of timm, which has layer1 to 4"
+            )
+        self.body = freeze_batch_norm_2d(body) if config.norm == "frozen" else body
+        self.channels: int = body.feature_info.channels()[0]
+        self.stride: int = body.feature_info.reduction()[0]
+        trained = tuple(f"layer{stage}." for stage in range(config.frozen_stages + 1, 5))
+        if config.frozen_stages:
+            for name, parameter in self.body.named_parameters():
+                parameter.requires_grad_(name.startswith(trained))
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Return the rows and columns of the features of an image."""
+        return math.ceil(height / self.stride), math.ceil(width / self.stride)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Features of the chosen stage."""
+        features: Tensor = self.body(pixels)[0]
+        return features
+
+
+def _group_norm(channels: int, **options: Any) -> GroupNorm:
+    """32 groups, or as many as divide both 32 and the channels."""
+    return GroupNorm(channels, math.gcd(32, channels), **options)
+
+
+Place = Callable[[Tensor], Tensor]
+
+
+def unplaced(states: Tensor) -> Tensor:
+    """Return the states (B, T, width) as they are."""
+    return states
+
+
+@dataclass(frozen=True)
+class QueryKeyContext(PositionContext):
+    """A context that also gives the states (B, T, width) their places, for queries and for keys."""
+
+    place_query: Place = unplaced
+    place_key: Place = unplaced
+
+
+class QueryKeyPlaces(PositionEncoding):
+    """Asks the context for the places; has no parameters, so that layers can share an encoding."""
+
+    def inputs(
+        self, query: Tensor, key: Tensor, value: Tensor, context: PositionContext
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries and keys (B, T, width) with their places, values as they are.
+
+        Raises:
+            TypeError: the context knows no places.
+        """
+        if not isinstance(context, QueryKeyContext):
+            raise TypeError(f"a QueryKeyContext is needed, not {type(context).__name__}")
+        return context.place_query(query), context.place_key(key), value
+
+
+class DetrConfig(Config):
+    """Sizes of DETR (Carion et al. 2020), whose own are the defaults, and the encodings."""
+
+    backbone: ResNetConfig = Field(ResNetConfig(), description="ResNet that reads the image")
+    width: int = Field(256, ge=1, description="channels of a token")
+    heads: int = Field(
+        8, ge=1, description="attention heads of every layer; a divisor of the width"
+    )
+    intermediate: int = Field(
+        2048, ge=1, description="channels between both layers of a feed-forward block"
+    )
+    encoder_layers: int = Field(6, ge=0, description="layers of the encoder; 0 leaves it out")
+    decoder_layers: int = Field(6, ge=1, description="layers of the decoder")
+    queries: int = Field(100, ge=1, description="objects found at most")
+    dropout: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="of what is added to the states; DETR has 0.1. Drawn by torch, so it depends "
+        "on the ranks and on where a run was resumed",
+    )
+    positions: tuple[PositionConfig, ...] = Field(
+        (), description="of the encoder; those of tokens also place the decoder's keys"
+    )
+    place: Literal["layers", "input"] = Field(
+        "layers",
+        description="where encodings of tokens act: queries and keys of every layer (DETR), or "
+        "once on the encoder's input",
+    )
+
+
+class Detections(NamedTuple):
+    """Predictions of every decoder layer, the last one last.
+
+    logits (layers, B, queries, classes + 1), the last class is 'no object'; boxes (layers, B,
+    queries, 4): centre x, y, width, height as shares of the image's width and height.
+    """
+
+    logits: Tensor
+    boxes: Tensor
+
+
+class Detr(nn.Module):
+    """Images of any sizes to a fixed number of boxes with classes each.
+
+    Images of one size are computed together and without padding: every position encoding sees
+    the grid that the image really has, nothing has to be masked, and what is said of an image
+    does not depend on the others in its batch. (DETR pads to the largest image.) ZeRO-3, which
+    gathers weights at every call, therefore needs images of as many sizes on every rank; the
+    stages below do not.
+
+    Layers are post-norm with ReLU, linear layers of the transformer start from Xavier, and all
+    decoder layers share the output heads and the norm before them, as in DETR. There is no dropout
+    of attention.
+
+    Args:
+        config: sizes and encodings.
+        classes: without 'no object'.
+        largest_side: pixels of the longest side in training; encodings with a table get one for a
+            square of it, unless their options name a grid.
+
+    Raises:
+        ConfigError: the backbone or an encoding does not fit.
+    """
+
+    def __init__(self, config: DetrConfig, classes: int, largest_side: int) -> None:
+        super().__init__()
+        width = config.width
+        if width % config.heads:
+            raise ConfigError(f"model: {config.heads} heads do not divide width {width}")
+        self.place = config.place
+        self.backbone = ResNet(config.backbone)
+        self.project = nn.Conv2d(self.backbone.channels, width, 1)
+        grid = self.backbone.grid(largest_side, largest_side)
+        self.positions = nn.ModuleList(
+            create_encoding(position, width=width, grid=grid)
+            for position in config.positions
+            if on_tokens(position)
+        )
+        layers = [
+            attention_encodings(config.positions, width, config.heads, grid)
+            for _ in range(config.encoder_layers)
+        ]
+        self.encoder = nn.ModuleList(DetrEncoderLayer(config, positions) for positions in layers)
+        self.decoder = nn.ModuleList(DetrDecoderLayer(config) for _ in range(config.decoder_layers))
+        self.decoder_norm = nn.LayerNorm(width)
+        self.queries = nn.Embedding(config.queries, width)
+        self.classify = nn.Linear(width, classes + 1)
+        self.locate = nn.Sequential(
+            nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(),
+            nn.Linear(width, 4),
+        )  # fmt: skip
+        for layers_of in (self.encoder, self.decoder):
+            _start(layers_of)
+
+    def forward(self, images: Sequence[Tensor]) -> Detections:
+        """B images (3, height, width), normalised, in any mixture of sizes.
+
+        Raises:
+            ValueError: an encoding cannot serve the grid of an image; it is named.
+        """
+        groups: dict[torch.Size, list[int]] = defaultdict(list)
+        for number, image in enumerate(images):
+            groups[image.shape].append(number)
+        found = [self.detect(torch.stack([images[n] for n in same])) for same in groups.values()]
+        order = torch.tensor([number for same in groups.values() for number in same]).argsort()
+        return Detections(*(torch.cat(parts, 1)[:, order.to(parts[0].device)]
+                            for parts in zip(*found)))  # fmt: skip
+
+    def detect(self, pixels: Tensor) -> Detections:
+        """Images of one size (B, 3, height, width)."""
+        features = self.project(self.backbone(pixels))
+        context = PositionContext((features.shape[-2], features.shape[-1]))
+        memory, place = self.encode(features.flatten(2).transpose(1, 2), context)
+        target = memory.new_zeros(len(memory), self.queries.num_embeddings, memory.shape[-1])
+        place_query = _AddPlaces(self.queries(_numbers(self.queries)))
+        states = []
+        for layer in self.decoder:
+            target = layer(target, memory, place_query, place)
+            states.append(self.decoder_norm(target))
+        out = torch.stack(states)
+        logits, boxes = self.classify(out), self.locate(out)
+        # In half precision neighbouring boxes would be 4 pixels of 1,000 apart.
+        exact = torch.promote_types(boxes.dtype, torch.float32)
+        return Detections(logits.to(exact), boxes.to(exact).sigmoid())
+
+    def encode(self, tokens: Tensor, context: PositionContext) -> tuple[Tensor, Place]:
+        """Tokens of a grid (B, T, width) -> memory (B, T, width), and how its keys are placed.
+
+        Raises:
+            ValueError: an encoding cannot serve the grid; it is named.
+        """
+        place: Place = partial(self._placed, context=context)
+        if self.place == "input":
+            tokens, place = place(tokens), unplaced
+        within = QueryKeyContext(context.grid, place_query=place, place_key=place)
+        for layer in self.encoder:
+            tokens = layer(tokens, within)
+        return tokens, place
+
+    def require_grid(self, height: int, width: int) -> None:
+        """Return whether an image of so many pixels can be encoded.
+
+        Raises:
+            ValueError: an encoding cannot serve its grid; it is named.
+        """
+        rows, columns = self.backbone.grid(height, width)
+        like = self.project.weight
+        tokens = like.new_zeros(1, rows * columns, like.shape[0])
+        with torch.no_grad():
+            _, place = self.encode(tokens, PositionContext((rows, columns)))
+            place(tokens)
+
+    def _placed(self, tokens: Tensor, context: PositionContext) -> Tensor:
+        for encoding in self.positions:
+            tokens = encoding("tokens", tokens, context)
+        return tokens
+
+
+class DetrEncoderLayer(nn.Module):
+    """Self-attention and feed-forward, each added and then normalised."""
+
+    def __init__(self, config: DetrConfig, positions: Sequence[PositionEncoding]) -> None:
+        super().__init__()
+        self.attention = Attention(
+            config.width, config.heads, positions=[QueryKeyPlaces(), *positions]
+        )
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.feed_forward = _feed_forward(config)
+        self.feed_forward_norm = nn.LayerNorm(config.width)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, tokens: Tensor, context: QueryKeyContext) -> Tensor:
+        """(B, T, width) -> (B, T, width)."""
+        attended = self.dropout(self.attention(tokens, context=context))
+        tokens = self.attention_norm(tokens + attended)
+        return self.feed_forward_norm(tokens + self.dropout(self.feed_forward(tokens)))
+
+
+class DetrDecoderLayer(nn.Module):
+    """Queries attend to one another, then to the image; then the feed-forward."""
+
+    def __init__(self, config: DetrConfig) -> None:
+        super().__init__()
+        width, heads = config.width, config.heads
+        self.attention = Attention(width, heads, positions=[QueryKeyPlaces()])
+        self.attention_norm = nn.LayerNorm(width)
+        self.cross_attention = Attention(width, heads, positions=[QueryKeyPlaces()])
+        self.cross_norm = nn.LayerNorm(width)
+        self.feed_forward = _feed_forward(config)
+        self.feed_forward_norm = nn.LayerNorm(width)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, target: Tensor, memory: Tensor, query: Place, key: Place) -> Tensor:
+        """Target (B, queries, width), memory (B, T, width) -> (B, queries, width)."""
+        within = QueryKeyContext(place_query=query, place_key=query)
+        target = self.attention_norm(target + self.dropout(self.attention(target, context=within)))
+        across = QueryKeyContext(place_query=query, place_key=key)
+        crossed = self.cross_attention(target, memory, context=across)
+        target = self.cross_norm(target + self.dropout(crossed))
+        return self.feed_forward_norm(target + self.dropout(self.feed_forward(target)))
+
+
+class _AddPlaces:
+    def __init__(self, places: Tensor) -> None:
+        self.places = places
+
+    def __call__(self, states: Tensor) -> Tensor:
+        return states + self.places.to(states.dtype)
+
+
+def _feed_forward(config: DetrConfig) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(config.width, config.intermediate), nn.ReLU(), nn.Dropout(config.dropout),
+        nn.Linear(config.intermediate, config.width),
+    )  # fmt: skip
+
+
+def _numbers(embedding: nn.Embedding) -> Tensor:
+    return torch.arange(embedding.num_embeddings, device=embedding.weight.device)
+
+
+def _start(layers: nn.ModuleList) -> None:
+    """Xavier for linear layers; encodings keep their own start."""
+    for name, module in layers.named_modules():
+        if isinstance(module, nn.Linear) and ".positions." not in name:
+            nn.init.xavier_uniform_(module.weight)
+            nn.init.zeros_(module.bias)

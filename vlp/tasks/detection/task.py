@@ -1,0 +1,159 @@
+"""Detection of objects: DETR, trained by matching its queries with the objects of an image."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from vlp.compute.full_precision import full_precision
+from vlp.config import Config, ConfigError
+from vlp.data.stream.loader import OrderedData
+from vlp.objectives.loss import Loss
+from vlp.tasks.detection.data import (
+    DetectionBatch,
+    DetectionDataConfig,
+    detection_data,
+    fit_size,
+    open_objects,
+)
+from vlp.tasks.detection.loss import SetLosses, set_losses
+from vlp.tasks.detection.model import Detr, DetrConfig
+from vlp.tasks.task import PlainTask, Precision, StepOutput
+from vlp.tasks.vision_only import save_task
+
+LOSSES = ("classes", "l1", "giou")
+AUXILIARY = "auxiliary_"
+
+
+class SetLossConfig(Config):
+    """Weights of DETR's loss, also of its matching."""
+
+    classes: float = Field(1.0, ge=0, description="weight of the classes' cross-entropy")
+    l1: float = Field(
+        5.0,
+        ge=0,
+        description="weight of the L1 distance of box centres and sides, in shares of the image",
+    )
+    giou: float = Field(2.0, ge=0, description="weight of 1 - generalised IoU of boxes")
+    no_object: float = Field(0.1, gt=0, le=1, description="class weight of queries without object")
+    auxiliary: bool = Field(True, description="judge every decoder layer, not the last alone")
+
+
+class DetectionConfig(Config):
+    """Model, images and loss."""
+
+    kind: Literal["detection"] = Field("detection", description="selects this class")
+    model: DetrConfig = Field(DetrConfig(), description="sizes of DETR, and its position encodings")
+    data: DetectionDataConfig = Field(description="images with boxes")
+    loss: SetLossConfig = Field(SetLossConfig(), description="weights of the loss")
+
+
+class DetectionTask(PlainTask):
+    """Class, box distance and box overlap of the queries that are matched with objects.
+
+    Args:
+        config: model and loss.
+        classes: names in order.
+        precision: see `PlainTask`.
+
+    Raises:
+        ConfigError: the model does not fit.
+    """
+
+    def __init__(
+        self, config: DetectionConfig, classes: tuple[str, ...], precision: Precision = "float32"
+    ) -> None:
+        super().__init__(precision)
+        self.config, self.classes = config, tuple(classes)
+        self.model = Detr(config.model, len(self.classes), config.data.largest_side)
+
+    def forward(self, batch: DetectionBatch, step: int) -> StepOutput:
+        """Losses of the last decoder layer, and of the others together as `auxiliary_...`."""
+        # A rank whose images were all bad computes a blank one that counts nowhere.
+        pixels = batch.pixels or (self._blank(),)
+        with self.autocast(pixels[0].device):
+            found = self.model(pixels)
+        logits, boxes = (part[:, : len(batch.labels)] for part in full_precision(*found))
+        weights = self.config.loss
+        if not weights.auxiliary:
+            logits, boxes = logits[-1:], boxes[-1:]
+        layers = set_losses(
+            logits, boxes, batch.labels, batch.boxes,
+            (weights.classes, weights.l1, weights.giou), weights.no_object,
+        )  # fmt: skip
+        losses = _named(layers)
+        scales = {name: getattr(weights, name.removeprefix(AUXILIARY)) for name in losses}
+        last = layers[-1]
+        return self.step_output(
+            losses,
+            scales,
+            {
+                "right_class": last.right / last.matched.clamp(min=1),
+                "overlap": 1 - last.giou.total.detach() / last.matched.clamp(min=1),
+            },
+        )
+
+    def save_model(self, folder: Path, state: dict[str, Tensor]) -> None:
+        """Write the model folder."""
+        save_task(folder, self.config, state, {"classes": self.classes})
+
+    def _blank(self) -> Tensor:
+        side = self.config.data.multiple
+        return torch.zeros(3, side, side, device=self.model.project.weight.device)
+
+
+def build(
+    config: DetectionConfig, batch: int, seed: int, precision: Precision
+) -> tuple[DetectionTask, OrderedData]:
+    """The task and its training data.
+
+    Raises:
+        ConfigError: model, images, sizes and batch do not fit; a position encoding that cannot
+            serve a size of training or of the evaluation is named.
+    """
+    data = config.data
+    images = open_objects(data.train, max(data.sizes))
+    open_objects(data.test, max(data.evaluation_sizes), images.classes)
+    task = DetectionTask(config, images.classes, precision)
+    for size in dict.fromkeys((min(data.sizes), max(data.sizes), *data.evaluation_sizes)):
+        _require_size(task.model, data, size)
+    return task, detection_data(images, data, config.model.queries, batch, seed)
+
+
+def load(config: dict[str, Any], known: dict[str, Any]) -> DetectionTask:
+    """The task that a model folder describes, with fresh weights."""
+    parsed = DetectionConfig.model_validate(config)
+    backbone = parsed.model.backbone.model_copy(update={"pretrained": False})
+    model = parsed.model.model_copy(update={"backbone": backbone})
+    return DetectionTask(parsed.model_copy(update={"model": model}), tuple(known["classes"]))
+
+
+def _named(layers: list[SetLosses]) -> dict[str, Loss]:
+    *others, last = layers
+    losses = {name: getattr(last, name) for name in LOSSES}
+    if others:
+        for name in LOSSES:
+            totals = [getattr(layer, name).total for layer in others]
+            losses[AUXILIARY + name] = Loss(torch.stack(totals).sum(), losses[name].count)
+    return losses
+
+
+def _require_size(model: Detr, data: DetectionDataConfig, size: int) -> None:
+    """A square image of this size, and where shapes differ the widest and the highest.
+
+    Raises:
+        ConfigError: an encoding cannot serve it.
+    """
+    shapes = [(size, size)]
+    if data.shapes_differ:
+        shapes += [(size, data.longest), (data.longest, size)]
+    for height, width in shapes:
+        wide, high = fit_size(width, height, size, data.longest, data.multiple)
+        try:
+            model.require_grid(high, wide)
+        except ValueError as error:
+            raise ConfigError(f"images of {wide} x {high} px (size {size}): {error}") from error

@@ -1,0 +1,394 @@
+"""ARC tasks: grids, colour permutations and rotations, generated rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import numpy as np
+from pydantic import Field, field_validator
+from scipy import ndimage
+
+from vlp.config import Config, ConfigError
+from vlp.data.shards.tar import stored_files
+from vlp.data.stream.rng import identity
+from vlp.io import parse_json
+
+Grid = np.ndarray
+"""(rows, columns) int64, colours 0 to 9; at most 30 of either."""
+
+COLOURS = 10
+LARGEST = 30
+
+
+class GridPair(NamedTuple):
+    """Input grid and output grid of an example."""
+
+    input: Grid
+    output: Grid
+
+
+class ArcTask(NamedTuple):
+    """One rule, shown by `train` pairs and asked for by `test` pairs."""
+
+    name: str
+    train: tuple[GridPair, ...]
+    test: tuple[GridPair, ...]
+
+
+def read_tasks(path: str, names: Sequence[str]) -> dict[str, ArcTask]:
+    """Return the named tasks, in that order.
+
+    Args:
+        path: a folder, in which files are looked for at every depth, or a tar file of one.
+        names: file names without `.json`, such as 67a3c6ac.
+
+    Raises:
+        ConfigError: nothing is there, a name is missing or there twice, or its file is no task.
+    """
+    wanted, contents = set(names), {}
+    for name, where, content in _files(path):
+        if name not in wanted:
+            continue
+        if name in contents:
+            raise ConfigError(f"{path}: task {name} is there twice, the second time as {where}")
+        contents[name] = _parse(name, where, content)
+    if missing := [name for name in names if name not in contents]:
+        raise ConfigError(f"{path}: there are no tasks {', '.join(missing)}")
+    return {name: contents[name] for name in names}
+
+
+def _files(path: str) -> Iterator[tuple[str, str, bytes]]:
+    place = Path(path)
+    if place.is_dir():
+        for file in sorted(place.rglob("*.json")):
+            yield file.stem, str(file), file.read_bytes()
+        return
+    if not place.is_file():
+        raise ConfigError(f"{path}: there is neither a folder nor a tar file of ARC tasks")
+    for name, content in stored_files(place, lambda name: name.suffix == ".json"):
+        yield name.stem, f"{path}, {name}", content
+
+
+def _parse(name: str, where: str, content: bytes) -> ArcTask:
+    try:
+        plain = parse_json(content)
+        train, test = (
+            tuple(_pair(pair, f"{part} {number}") for number, pair in enumerate(plain[part]))
+            for part in ("train", "test")
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: no ARC task ({error})") from error
+    if not train or not test:
+        raise ConfigError(f"{where}: {len(train)} train and {len(test)} test pairs")
+    return ArcTask(name, train, test)
+
+
+def _pair(plain: Any, where: str) -> GridPair:
+    return GridPair(
+        _grid(plain["input"], f"{where} input"), _grid(plain["output"], f"{where} output")
+    )
+
+
+def _grid(plain: Any, where: str) -> Grid:
+    grid = np.array(plain)  # rows of different length are refused here
+    if (
+        grid.ndim != 2
+        or grid.dtype.kind != "i"
+        or not 0 < min(grid.shape) <= max(grid.shape) <= LARGEST
+    ):
+        raise ValueError(
+            f"{where}: a grid has 1 to {LARGEST} rows of as many numbers, not {grid.dtype} "
+            f"{grid.shape}"
+        )
+    if not ((grid >= 0) & (grid < COLOURS)).all():
+        raise ValueError(f"{where}: colours are 0 to 9, not {grid.min()} to {grid.max()}")
+    return grid.astype(np.int64)
+
+
+# Quarters are counter-clockwise.
+Turn = Literal[
+    "identity",
+    "quarter",
+    "half",
+    "three-quarter",
+    "left-right",
+    "top-bottom",
+    "transpose",
+    "anti-transpose",
+]
+
+TURNS: dict[str, Callable[[Grid], Grid]] = {
+    "identity": lambda grid: grid,
+    "quarter": lambda grid: np.rot90(grid),
+    "half": lambda grid: np.rot90(grid, 2),
+    "three-quarter": lambda grid: np.rot90(grid, 3),
+    "left-right": lambda grid: np.fliplr(grid),
+    "top-bottom": lambda grid: np.flipud(grid),
+    "transpose": lambda grid: grid.T,
+    "anti-transpose": lambda grid: np.rot90(grid, 2).T,
+}
+
+Colour = Annotated[int, Field(ge=0, lt=COLOURS)]
+
+# One variant in five is kept for evaluation.
+_HELD_OUT_OF = 5
+_TRIES = 200
+
+
+class Symmetry(Config):
+    """Transformations of both grids of a pair that keep the rule the same."""
+
+    turns: tuple[Turn, ...] = Field(
+        ("identity",), description="with any two also what both do one after the other"
+    )
+    colours: tuple[Colour, ...] = Field((), description="are exchanged for one another")
+
+    @field_validator("turns")
+    @classmethod
+    def _closed(cls, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
+        # A rule that allows two turns allows both; and an orbit is one only where all are named.
+        probe = np.arange(6).reshape(2, 3)
+        results = {turn: TURNS[turn](probe).tolist() for turn in TURNS}
+        needed = {"identity"}
+        for first in turns:
+            for second in turns:
+                both = TURNS[second](TURNS[first](probe)).tolist()
+                needed |= {turn for turn, result in results.items() if result == both}
+        if missing := sorted(needed - set(turns)):
+            raise ValueError(f"turns {', '.join(turns)} together are also {', '.join(missing)}")
+        return turns
+
+    @field_validator("colours")
+    @classmethod
+    def _known(cls, colours: tuple[int, ...]) -> tuple[int, ...]:
+        if len(set(colours)) < len(colours):
+            raise ValueError(f"colours are different numbers from 0 to 9, not {list(colours)}")
+        return colours
+
+
+class GridVariant(NamedTuple):
+    """One of the ways to change a task: turn, then write `colours[c]` for colour c."""
+
+    turn: str = "identity"
+    colours: tuple[int, ...] = tuple(range(COLOURS))
+
+    def __call__(self, grid: Grid) -> Grid:
+        """Return the changed grid, a new one."""
+        return np.array(self.colours)[TURNS[self.turn](grid)]
+
+    @property
+    def held_out(self) -> bool:
+        """Return whether it is held out: the same in every run; never the task as it is."""
+        if self == GridVariant():
+            return False
+        return identity("variants", self.turn, *self.colours) % _HELD_OUT_OF == 0
+
+
+def draw_variant(symmetry: Symmetry, rng: np.random.Generator) -> GridVariant:
+    """Any of the variants that training may use, the unchanged task among them."""
+    for _ in range(_TRIES):
+        variant = _draw(symmetry, rng)
+        if not variant.held_out:
+            return variant
+    return GridVariant()
+
+
+def held_out_variants(
+    symmetry: Symmetry, count: int, rng: np.random.Generator
+) -> tuple[GridVariant, ...]:
+    """Different variants kept for evaluation: `count`, or all if there seem to be fewer."""
+    found: dict[GridVariant, None] = {}
+    for _ in range(_TRIES * max(count, 1)):
+        if len(found) >= count:
+            break
+        variant = _draw(symmetry, rng)
+        if variant.held_out:
+            found[variant] = None
+    return tuple(found)
+
+
+def orbit(grid: Grid, symmetry: Symmetry) -> tuple[tuple[int, int], bytes]:
+    """Return a key that is equal for grids which are variants of each other, and only for those."""
+    free = set(symmetry.colours)
+    keys = []
+    for turn in symmetry.turns:
+        turned = TURNS[turn](grid)
+        # Free colours are numbered, above the others, in the order in which they come.
+        names: dict[int, int] = {}
+        cells = [
+            names.setdefault(colour, COLOURS + len(names)) if colour in free else colour
+            for colour in turned.flatten().tolist()
+        ]
+        keys.append((turned.shape, bytes(cells)))
+    return min(keys)
+
+
+def _draw(symmetry: Symmetry, rng: np.random.Generator) -> GridVariant:
+    turn = symmetry.turns[int(rng.integers(len(symmetry.turns)))]
+    colours = list(range(COLOURS))
+    drawn = rng.permutation(list(symmetry.colours)).astype(int).tolist()
+    for before, after in zip(symmetry.colours, drawn, strict=True):
+        colours[before] = after
+    return GridVariant(turn, tuple(colours))
+
+
+EVERY_TURN = tuple(TURNS)
+MIRRORS = ("identity", "half", "left-right", "top-bottom")
+EVERY_COLOUR = tuple(range(COLOURS))
+
+
+class Rule(NamedTuple):
+    """A task's rule.
+
+    largest: rows and columns of the largest grid that is drawn. draw(rng, side): a grid to be
+    answered, of at most `side` rows and columns; its answer is not larger. answer(grid): what is
+    asked for. symmetry: changes of both that the rule stays the same under.
+    """
+
+    largest: int
+    draw: Callable[[np.random.Generator, int], Grid]
+    answer: Callable[[Grid], Grid]
+    symmetry: Symmetry
+
+
+def _symmetry(turns: tuple[str, ...], colours: tuple[int, ...]) -> Symmetry:
+    return Symmetry.model_validate({"turns": turns, "colours": colours})
+
+
+def _colourful(
+    smallest: int, largest: int, colours: tuple[int, ...] = EVERY_COLOUR
+) -> Callable[[np.random.Generator, int], Grid]:
+    """Squares of a few colours at random."""
+
+    def draw(rng: np.random.Generator, side: int) -> Grid:
+        size = int(rng.integers(smallest, min(largest, side) + 1))
+        kinds = rng.choice(colours, int(rng.integers(2, len(colours) + 1)), replace=False)
+        return rng.choice(kinds, (size, size))
+
+    return draw
+
+
+def _narrow(rng: np.random.Generator, side: int) -> Grid:
+    """A few colours in a grid so narrow that it fits twice beside itself."""
+    rows, columns = (int(rng.integers(3, limit + 1)) for limit in (min(side, 5), min(side // 2, 4)))
+    kinds = rng.choice(COLOURS, int(rng.integers(2, 7)), replace=False)
+    return rng.choice(kinds, (rows, columns))
+
+
+def _blocks(rng: np.random.Generator, side: int) -> Grid:
+    """Cells of colour 3 in groups of all sizes."""
+    rows, columns = rng.integers(3, min(side, 6) + 1, 2).tolist()
+    return 3 * (rng.random((rows, columns)) < rng.uniform(0.3, 0.6)).astype(np.int64)
+
+
+def _upper(rng: np.random.Generator, side: int) -> Grid:
+    """3 x 3, colours 1 or 2 on black, nothing in the lowest row."""
+    grid = int(rng.integers(1, 3)) * (rng.random((3, 3)) < 0.5).astype(np.int64)
+    grid[2] = 0
+    grid[int(rng.integers(2)), int(rng.integers(3))] = 1
+    return grid
+
+
+def _one_object(rng: np.random.Generator, side: int) -> Grid:
+    """One object of one colour, grown cell by cell, somewhere on black."""
+    rows, columns = rng.integers(6, min(side, 12) + 1, 2).tolist()
+    grid = np.zeros((rows, columns), dtype=np.int64)
+    colour = int(rng.integers(1, COLOURS))
+    # A window bounds the object, as the given ones span at most 6 cells.
+    height, width = (int(rng.integers(2, min(limit, 6) + 1)) for limit in (rows, columns))
+    window = grid[int(rng.integers(rows - height + 1)) :, int(rng.integers(columns - width + 1)) :]
+    window = window[:height, :width]
+    window[int(rng.integers(height)), int(rng.integers(width))] = colour
+    for _ in range(int(rng.integers(3, height * width + 1))):
+        around = ndimage.binary_dilation(window > 0) & (window == 0)
+        free = np.argwhere(around)
+        if len(free):
+            window[tuple(free[int(rng.integers(len(free)))])] = colour
+    return grid
+
+
+def _loops(rng: np.random.Generator, side: int) -> Grid:
+    """Green outlines, some of them closed, and stray green cells."""
+    size = int(rng.integers(6, min(side, 20) + 1))
+    grid = np.zeros((size, size), dtype=np.int64)
+    for _ in range(int(rng.integers(1, 2 + size // 4))):
+        height, width = (int(rng.integers(3, min(size, 8) + 1)) for _ in range(2))
+        top, left = (int(rng.integers(size - extent + 1)) for extent in (height, width))
+        outline = np.ones((height, width), dtype=bool)
+        outline[1:-1, 1:-1] = False
+        # Corners are not needed to close a loop: what is enclosed spreads along rows and columns.
+        outline[[0, 0, -1, -1], [0, -1, 0, -1]] = rng.random(4) < 0.5
+        if rng.random() < 0.4:
+            gap = np.argwhere(outline)
+            outline[tuple(gap[int(rng.integers(len(gap)))])] = False
+        grid[top : top + height, left : left + width][outline] = 3
+    grid[rng.random((size, size)) < 0.03] = 3
+    return grid
+
+
+def _exchange(first: int, second: int) -> Callable[[Grid], Grid]:
+    table = np.arange(COLOURS)
+    table[[first, second]] = second, first
+    return lambda grid: table[grid]
+
+
+def _fill_enclosed(grid: Grid) -> Grid:
+    """Black cells from which no path of black cells leads to the border become 4."""
+    black, _ = ndimage.label(grid == 0)
+    border = np.concatenate([black[0], black[-1], black[:, 0], black[:, -1]])
+    return np.where((grid == 0) & ~np.isin(black, border), 4, grid)
+
+
+def _recolour_large(grid: Grid) -> Grid:
+    """Groups of three and more cells of colour 3 become 8."""
+    groups, _ = ndimage.label(grid == 3)
+    sizes = np.bincount(groups.flatten())
+    return np.where((groups > 0) & (sizes[groups] >= 3), 8, grid)
+
+
+def _crop(grid: Grid) -> Grid:
+    """Return the box around all that is not black."""
+    (found,) = ndimage.find_objects((grid != 0).astype(np.int64))
+    return grid[found]
+
+
+RULES: dict[str, Rule] = {
+    # Mirrored left and right; top and bottom.
+    "67a3c6ac": Rule(7, _colourful(3, 7), np.fliplr, _symmetry(MIRRORS, EVERY_COLOUR)),
+    "68b16354": Rule(7, _colourful(5, 7), np.flipud, _symmetry(MIRRORS, EVERY_COLOUR)),
+    # Mirrored at the diagonal.
+    "74dd1130": Rule(
+        3,
+        _colourful(3, 3),
+        np.transpose,
+        _symmetry(("identity", "half", "transpose", "anti-transpose"), EVERY_COLOUR),
+    ),
+    # Turned by a half.
+    "6150a2bd": Rule(
+        3, _colourful(3, 3), lambda grid: np.rot90(grid, 2), _symmetry(EVERY_TURN, EVERY_COLOUR)
+    ),
+    # Twice beside itself.
+    "a416b8f3": Rule(
+        8, _narrow, lambda grid: np.hstack([grid, grid]), _symmetry(MIRRORS, EVERY_COLOUR)
+    ),
+    # 5 and 8 exchanged.
+    "d511f180": Rule(
+        5,
+        _colourful(3, 5, tuple(range(1, COLOURS))),
+        _exchange(5, 8),
+        _symmetry(EVERY_TURN, (0, 1, 2, 3, 4, 6, 7, 9)),
+    ),
+    # Everything one row down.
+    "25ff71a9": Rule(
+        3,
+        _upper,
+        lambda grid: np.roll(grid, 1, 0),
+        _symmetry(("identity", "left-right"), EVERY_COLOUR),
+    ),
+    "67385a82": Rule(6, _blocks, _recolour_large, _symmetry(EVERY_TURN, ())),
+    # The object alone.
+    "1cf80156": Rule(12, _one_object, _crop, _symmetry(EVERY_TURN, EVERY_COLOUR[1:])),
+    "00d62c1b": Rule(20, _loops, _fill_enclosed, _symmetry(EVERY_TURN, (1, 2, 3, 5, 6, 7, 8, 9))),
+}

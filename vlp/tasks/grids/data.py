@@ -1,0 +1,318 @@
+"""Pairs of ARC tasks as batches: new ones by the tasks' rules, or variants of the given ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from pydantic import Field, field_validator
+from scipy import ndimage
+from torch import Tensor
+
+from vlp.config import Config, ConfigError
+from vlp.data.shards.bad_samples import SkippedSample
+from vlp.data.shards.sample_files import BadSample
+from vlp.data.stream.batch import moved
+from vlp.data.stream.loader import OrderedData
+from vlp.data.stream.map_dataset import MapDatasetConfig, RngFactory, indexed_data
+from vlp.tasks.grids.arc import (
+    COLOURS,
+    LARGEST,
+    RULES,
+    ArcTask,
+    Grid,
+    GridPair,
+    GridVariant,
+    Symmetry,
+    draw_variant,
+    orbit,
+    read_tasks,
+)
+
+RIGHT, BELOW, CORNER, PADDING = range(COLOURS, COLOURS + 4)
+TOKENS = COLOURS + 4
+
+
+def to_tokens(grid: Grid, size: int) -> np.ndarray:
+    """Return a grid in its template: ((size + 1) ** 2,) int64.
+
+    Raises:
+        ValueError: it has more than `size` rows or columns.
+    """
+    rows, columns = grid.shape
+    if max(rows, columns) > size:
+        raise ValueError(f"a grid of {rows} x {columns} is larger than {size} x {size}")
+    template = np.full((size + 1, size + 1), PADDING)
+    template[:rows, :columns] = grid
+    template[:rows, columns] = RIGHT
+    template[rows, :columns] = BELOW
+    template[rows, columns] = CORNER
+    return template.flatten()
+
+
+def to_grid(tokens: np.ndarray, size: int) -> Grid | None:
+    """Return a template's grid, the reverse of `to_tokens`; None where tokens make no grid.
+
+    What stands beyond the border does not count.
+    """
+    template = np.asarray(tokens).reshape(size + 1, size + 1)
+    corners = np.argwhere(template == CORNER)
+    if len(corners) != 1 or not corners.all():
+        return None
+    rows, columns = corners[0].tolist()
+    grid = template[:rows, :columns]
+    whole = (
+        (grid < COLOURS).all()
+        and (template[:rows, columns] == RIGHT).all()
+        and (template[rows, :columns] == BELOW).all()
+    )
+    return grid.copy() if whole else None
+
+
+def object_boxes(grid: Grid) -> np.ndarray:
+    """Boxes around the objects of a grid, for ViTARC's object encoding (papers.md#vitarc-v12).
+
+    An object is a connected group of cells of one colour, diagonal neighbours included, of any
+    colour but the most frequent one (the lowest of several). Boxes come colour by colour, each
+    colour's in raster order of their first cells, so later colours paint over earlier ones.
+
+    Returns:
+        (objects, 4) float32: x, y, width, height in cells, x the column.
+    """
+    background = int(np.bincount(grid.flatten()).argmax())
+    boxes = []
+    for colour in np.unique(grid).tolist():
+        if colour == background:
+            continue
+        groups, _ = ndimage.label(grid == colour, structure=np.ones((3, 3)))
+        for rows, columns in ndimage.find_objects(groups):
+            extent = columns.stop - columns.start, rows.stop - rows.start
+            boxes.append((columns.start, rows.start, *extent))
+    return np.array(boxes, dtype=np.float32).reshape(-1, 4)
+
+
+_TRIES = 100
+
+
+class GridTaskConfig(Config):
+    """One task of ARC and where its training pairs come from."""
+
+    name: str = Field(description="of its file, as 67a3c6ac")
+    source: Literal["rule", "pairs"] = Field(
+        "rule", description="new pairs by a rule of vlp.tasks.grids.arc, or the given ones"
+    )
+    symmetry: Symmetry | None = Field(
+        None,
+        description="changes that leave the task's rule the same; null is those of a known rule, "
+        "or none",
+    )
+
+    @property
+    def allowed(self) -> Symmetry:
+        """The symmetry, as far as it is known."""
+        if self.symmetry is not None:
+            return self.symmetry
+        return RULES[self.name].symmetry if self.name in RULES else Symmetry()
+
+
+class GridDataConfig(MapDatasetConfig):
+    """Selection of tasks, and the number of samples and variants."""
+
+    path: str = Field(
+        description="folder or tar file of ARC's JSON files", json_schema_extra={"resume": "path"}
+    )
+    tasks: tuple[GridTaskConfig, ...] = Field(
+        min_length=1, description="tasks that are trained and evaluated"
+    )
+    size: int = Field(LARGEST, ge=1, le=LARGEST, description="rows and columns of the largest grid")
+    samples: int = Field(100_000, ge=1, description="of one epoch, over all tasks")
+    variants: int = Field(
+        20, ge=0, description="held-out variants of each test pair that are evaluated"
+    )
+
+    @field_validator("tasks")
+    @classmethod
+    def _different(cls, tasks: tuple[GridTaskConfig, ...]) -> tuple[GridTaskConfig, ...]:
+        names = [task.name for task in tasks]
+        if len(set(names)) < len(names):
+            raise ValueError(f"a task is named twice: {', '.join(names)}")
+        return tasks
+
+
+class GridSample(NamedTuple):
+    """Tokens of both templates, boxes (K, 4) of the input's objects, and the task's number."""
+
+    inputs: Tensor
+    outputs: Tensor
+    boxes: Tensor
+    task: int
+
+
+class GridBatch(NamedTuple):
+    """Pairs as templates.
+
+    inputs, outputs (B, T) int64, T = (size + 1) ** 2, see `grid_tokens`; boxes (B, K, 4) float32,
+    x, y, width, height in cells of the template, padded by zeros; tasks (B,) int64; valid (B,)
+    bool.
+    """
+
+    inputs: Tensor
+    outputs: Tensor
+    boxes: Tensor
+    tasks: Tensor
+    valid: Tensor
+    skipped: tuple[SkippedSample, ...] = ()
+
+    def to(self, device: torch.device | str) -> GridBatch:
+        """Move every tensor to `device`."""
+        return moved(self, device)
+
+
+def grid_sample(pair: GridPair, task: int, size: int) -> GridSample:
+    """One pair as tensors.
+
+    Raises:
+        ValueError: a grid that is larger than `size`.
+    """
+    inputs, outputs = (torch.from_numpy(to_tokens(grid, size)) for grid in pair)
+    return GridSample(inputs, outputs, torch.from_numpy(object_boxes(pair.input)), task)
+
+
+def open_grids(config: GridDataConfig) -> dict[str, ArcTask]:
+    """Return the tasks of a configuration, all of whose test pairs fit its size.
+
+    Raises:
+        ConfigError: tasks that are missing or too large, a source without a rule, or without a
+            training pair that could be used, or a symmetry that a known rule does not have.
+    """
+    tasks = read_tasks(config.path, [task.name for task in config.tasks])
+    for number, chosen in enumerate(config.tasks):
+        where, task = f"data.tasks.{number}: task {chosen.name}", tasks[chosen.name]
+        largest = max(max(*pair.input.shape, *pair.output.shape) for pair in task.test)
+        if largest > config.size:
+            raise ConfigError(
+                f"{where} has test grids of {largest} rows or columns, data.size is {config.size}"
+            )
+        if chosen.source == "rule" and chosen.name not in RULES:
+            raise ConfigError(
+                f"{where} has no known rule; those with one are {', '.join(RULES)}; with "
+                "source: pairs its given pairs are used"
+            )
+        if chosen.source == "pairs" and not _usable(task, chosen.allowed, config.size):
+            raise ConfigError(
+                f"{where} has no train pair that fits data.size {config.size} and is no "
+                "test input or variant of one"
+            )
+        _require_symmetry(where, task, chosen)
+    return tasks
+
+
+def orbits_of_tests(task: ArcTask, symmetry: Symmetry) -> set[object]:
+    """Keys of the test inputs and all their variants, which training must not have."""
+    return {orbit(pair.input, symmetry) for pair in task.test}
+
+
+class GridSamples:
+    """Makes one training sample: a pair of one of the tasks, in turn, and a variant of it.
+
+    No test input comes, nor any variant of one, whatever its source.
+
+    Args:
+        tasks: by name, from `open_grids`.
+        config: tasks in order, and the size.
+    """
+
+    def __init__(self, tasks: Mapping[str, ArcTask], config: GridDataConfig) -> None:
+        self.config = config
+        self._tasks = [tasks[chosen.name] for chosen in config.tasks]
+        self._tests = [
+            orbits_of_tests(task, chosen.allowed) for task, chosen in zip(self._tasks, config.tasks)
+        ]
+
+    def __call__(self, number: int, rng_for: RngFactory) -> GridSample:
+        """Sample `number`, all of it drawn.
+
+        Raises:
+            BadSample: a given pair is larger than the template, or draws give test inputs alone.
+        """
+        which = number % len(self._tasks)
+        variant = draw_variant(self.config.tasks[which].allowed, rng_for("variant"))
+        pair = self._pair(which, rng_for("pair"))
+        changed = GridPair(variant(pair.input), variant(pair.output))
+        try:
+            return grid_sample(changed, which, self.config.size)
+        except ValueError as error:
+            raise BadSample("grid too large", f"{self._tasks[which].name} ({error})") from error
+
+    def _pair(self, which: int, rng: np.random.Generator) -> GridPair:
+        task, chosen = self._tasks[which], self.config.tasks[which]
+        for _ in range(_TRIES):
+            if chosen.source == "rule":
+                rule = RULES[task.name]
+                grid = rule.draw(rng, min(self.config.size, rule.largest))
+                pair = GridPair(grid, rule.answer(grid))
+            else:
+                pair = task.train[int(rng.integers(len(task.train)))]
+            if orbit(pair.input, chosen.allowed) not in self._tests[which]:
+                return pair
+        raise BadSample("test inputs alone", task.name)
+
+
+def grid_data(
+    tasks: Mapping[str, ArcTask], config: GridDataConfig, batch: int, seed: int
+) -> OrderedData:
+    """Training batches.
+
+    Raises:
+        ConfigError: the batch does not fit.
+    """
+    samples = GridSamples(tasks, config)
+    collate = partial(collate_grids, config.size)
+    return indexed_data(config.samples, samples, collate, config, batch, seed)
+
+
+def collate_grids(
+    size: int, samples: list[GridSample], skipped: tuple[SkippedSample, ...] = ()
+) -> GridBatch:
+    """Return a batch of samples, of which there may be none."""
+    length = (size + 1) ** 2
+    boxes = torch.zeros(len(samples), max((len(one.boxes) for one in samples), default=0), 4)
+    for row, one in enumerate(samples):
+        boxes[row, : len(one.boxes)] = one.boxes
+    return GridBatch(
+        torch.stack([one.inputs for one in samples]) if samples else torch.zeros(0, length).long(),
+        torch.stack([one.outputs for one in samples]) if samples else torch.zeros(0, length).long(),
+        boxes,
+        torch.tensor([one.task for one in samples], dtype=torch.int64),
+        torch.ones(len(samples), dtype=torch.bool),
+        skipped,
+    )
+
+
+def _usable(task: ArcTask, symmetry: Symmetry, size: int) -> bool:
+    tests = orbits_of_tests(task, symmetry)
+    return any(
+        max(*pair.input.shape, *pair.output.shape) <= size
+        and orbit(pair.input, symmetry) not in tests
+        for pair in task.train
+    )
+
+
+def _require_symmetry(where: str, task: ArcTask, chosen: GridTaskConfig) -> None:
+    """Refuse changes under which a known rule is another one, as the given pairs show it."""
+    if chosen.name not in RULES or chosen.symmetry is None:
+        return
+    answer = RULES[chosen.name].answer
+    rng = np.random.default_rng(0)
+    for pair in task.train:
+        variants = [GridVariant(turn=turn) for turn in chosen.symmetry.turns]
+        variants += [draw_variant(chosen.symmetry, rng) for _ in range(20)]
+        for variant in variants:
+            if not np.array_equal(answer(variant(pair.input)), variant(pair.output)):
+                raise ConfigError(
+                    f"{where}: its rule is another one after {variant.turn} with colours "
+                    f"{list(variant.colours)}; its symmetry is {RULES[chosen.name].symmetry}"
+                )

@@ -1,0 +1,86 @@
+"""ARC by ViTARC's way: one grid in, one grid out, for the tasks that the configuration names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional
+
+from vlp.config import Config
+from vlp.data.stream.loader import OrderedData
+from vlp.objectives.loss import Loss
+from vlp.tasks.grids.data import TOKENS, GridBatch, GridDataConfig, grid_data, open_grids
+from vlp.tasks.grids.model import GridModelConfig, GridQuestion, GridTransformer
+from vlp.tasks.task import PlainTask, Precision, StepOutput
+from vlp.tasks.vision_only import save_task
+
+
+class GridsConfig(Config):
+    """Model and tasks."""
+
+    kind: Literal["grids"] = Field("grids", description="selects this class")
+    model: GridModelConfig = Field(
+        GridModelConfig(), description="sizes of the model, and its position encodings"
+    )
+    data: GridDataConfig = Field(description="tasks of ARC, and how many samples")
+
+
+class Grids(PlainTask):
+    """Cross-entropy of every cell of the output's template, border and padding too.
+
+    Args:
+        config: model and tasks.
+        precision: see `PlainTask`.
+
+    Raises:
+        ConfigError: encodings and sizes do not fit.
+    """
+
+    def __init__(self, config: GridsConfig, precision: Precision = "float32") -> None:
+        super().__init__(precision)
+        self.config = config
+        self.model = GridTransformer(config.model, config.data.size, TOKENS, len(config.data.tasks))
+
+    def forward(self, batch: GridBatch, step: int) -> StepOutput:
+        """The loss in nats a cell, and the shares of right cells and of wholly right templates."""
+        with self.autocast(batch.inputs.device):
+            logits = self.model(question_of(batch), batch.outputs)
+        # In float32 or better, whatever autocast says around it.
+        logits = logits.float().movedim(-1, 1)
+        nats = functional.cross_entropy(logits, batch.outputs, reduction="sum")
+        count = torch.tensor(batch.outputs.numel(), device=nats.device)
+        statistics = {}
+        if len(batch.outputs):
+            right = logits.argmax(1) == batch.outputs
+            statistics = {"cells": right.float().mean(), "exact": right.all(-1).float().mean()}
+        return self.step_output({"cells": Loss(nats, count)}, statistics=statistics)
+
+    def save_model(self, folder: Path, state: dict[str, Tensor]) -> None:
+        """Write the model folder."""
+        save_task(folder, self.config, state)
+
+
+def question_of(batch: GridBatch) -> GridQuestion:
+    """Return the encoder's input for a batch."""
+    return GridQuestion(batch.inputs, batch.boxes, batch.tasks)
+
+
+def build(
+    config: GridsConfig, batch: int, seed: int, precision: Precision
+) -> tuple[Grids, OrderedData]:
+    """The task and its training data.
+
+    Raises:
+        ConfigError: model, tasks and batch do not fit.
+    """
+    data = grid_data(open_grids(config.data), config.data, batch, seed)
+    return Grids(config, precision), data
+
+
+def load(config: dict[str, Any], known: dict[str, Any]) -> Grids:
+    """The task that a model folder describes, with fresh weights."""
+    return Grids(GridsConfig.model_validate(config))

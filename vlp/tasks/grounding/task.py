@@ -1,0 +1,104 @@
+"""Weakly supervised visual grounding: the losses of retrieval on referring expressions.
+
+Boxes are never shown in training (ACE-RPE, section 4.2, after ALBEF); the pointing accuracy on the
+validation data chooses the best model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from vlp.config import Config, validated
+from vlp.data.pretrain.loader import PretrainData
+from vlp.io import parse_json, write_json
+from vlp.models.folder import Loaded
+from vlp.tasks.downstream.registry import DownstreamTask, TaskCard, register_task
+from vlp.tasks.retrieval.task import PairsConfig, PairsDataConfig, PairsTask, pairs
+from vlp.tasks.task import Precision
+
+FILE_NAME = "grounding.json"
+
+
+class MapConfig(Config):
+    """Settings of the map of an expression over the patches."""
+
+    by: Literal["gradcam", "similarity"] = Field(
+        "gradcam",
+        description="gradcam: gradients of the ITM score in cross-attention; similarity: of word "
+        "pieces and patches",
+    )
+    layer: int | None = Field(None, ge=0, description="of Grad-CAM; null: the middle one")
+    head: int | None = Field(
+        None, ge=1, description="first word pieces that make the map; null: all of an expression"
+    )
+
+
+class GroundingDataConfig(PairsDataConfig):
+    """One expression of an image at each visit."""
+
+    captions: Literal["one"] = Field("one", description="one expression of an image at each visit")
+    texts: Literal["expressions"] = Field(
+        "expressions", description="referring expressions take the place of captions"
+    )
+
+
+class GroundingConfig(PairsConfig, MapConfig):
+    """Settings of training, and of the map on the validation data."""
+
+    kind: Literal["grounding"] = Field("grounding", description="selects this class")
+    data: GroundingDataConfig = Field(
+        description="referring expressions to train on, and shards to validate on"
+    )
+
+    @model_validator(mode="after")
+    def _layer_is_of_gradcam(self) -> GroundingConfig:
+        if self.by == "similarity" and self.layer is not None:
+            raise ValueError("layer is of Grad-CAM, and the map is made by similarity")
+        return self
+
+
+class Grounding(PairsTask):
+    """Grounding; pointing accuracy chooses the best model."""
+
+    metric: ClassVar[str] = "pointing"
+    settings: GroundingConfig
+
+    def save_model(self, folder: Path, state: dict[str, Tensor]) -> None:
+        """Write the model folder, with the settings of the map that chose it."""
+        super().save_model(folder, state)
+        made = self.settings.model_dump(mode="json", include={*MapConfig.model_fields})
+        write_json(folder / FILE_NAME, made)
+
+
+def map_of(folder: Path | None) -> MapConfig:
+    """Return the settings of the map by which a model was chosen, or the defaults.
+
+    Raises:
+        ConfigError: its `grounding.json` says something else.
+    """
+    path = (folder or Path()) / FILE_NAME
+    if folder is None or not path.is_file():
+        return MapConfig()
+    return validated(parse_json(path.read_text(encoding="utf-8")), MapConfig, path)
+
+
+def build(
+    config: GroundingConfig, parts: Loaded, batch: int, seed: int, precision: Precision
+) -> tuple[Grounding, PretrainData]:
+    """Build the task and its training data.
+
+    Raises:
+        ConfigError: shards, batch and groups cannot be used.
+    """
+    return Grounding(config, parts, precision), pairs(config, parts, batch, seed)
+
+
+register_task(
+    DownstreamTask(
+        "grounding", GroundingConfig, build, None, TaskCard("weakly supervised visual grounding")
+    )
+)

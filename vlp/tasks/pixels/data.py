@@ -1,0 +1,114 @@
+"""Images as the numbers of their pixels, for models of their exact likelihood."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from pydantic import Field
+from torch import Tensor
+
+from vlp.data.labelled_images import LabelledImages, some_of
+from vlp.data.shards.bad_samples import SkippedSample
+from vlp.data.shards.sample_files import BadSample
+from vlp.data.stream.batch import moved
+from vlp.data.stream.loader import OrderedData
+from vlp.data.stream.map_dataset import MapDatasetConfig, RngFactory, indexed_data
+
+CHANNELS = 3
+
+
+class PixelDataConfig(MapDatasetConfig):
+    """Images whose pixels are modelled: what `open_labelled` opens; classes are not used."""
+
+    train: str = Field(
+        description="images to train on: a tar file, a folder of class folders, or shards with "
+        "labels",
+        json_schema_extra={"resume": "path"},
+    )
+    test: str = Field(
+        description="images to evaluate on, in any of the forms of `train`",
+        json_schema_extra={"resume": "tolerated"},
+    )
+    classes: tuple[str, ...] | None = Field(None, description="only shards need them")
+    limit: int | None = Field(None, ge=1, description="images of `train`, drawn once")
+    image_size: int = Field(64, ge=1, description="pixels; larger images are made smaller")
+    hflip: bool = Field(False, description="left and right, every other time, in training")
+
+
+class PixelBatch(NamedTuple):
+    """values (B, size, size, 3) int64, 0 to 255, red, green, blue; valid (B,) bool.
+
+    Flattened, an image is in the paper's order: raster scan, red-green-blue.
+    """
+
+    values: Tensor
+    valid: Tensor
+    skipped: tuple[SkippedSample, ...] = ()
+
+    def to(self, device: torch.device | str) -> PixelBatch:
+        """Move every tensor to `device`."""
+        return moved(self, device)
+
+
+def pixel_values(image: Image.Image, size: int, where: str) -> Tensor:
+    """Return the pixels of an image's largest square in its middle: (size, size, 3) uint8.
+
+    A larger image is made smaller by the mean of each pixel's area, as the ImageNet-64 that such
+    models are compared on was made; at `size` nothing is changed.
+
+    Raises:
+        BadSample: an image that is smaller. Pixels made up by enlarging would be easy to predict.
+    """
+    side = min(image.size)
+    if side < size:
+        raise BadSample("image too small", f"{where} ({image.width} x {image.height})")
+    left, top = (image.width - side) // 2, (image.height - side) // 2
+    box = (left, top, left + side, top + side)
+    if image.size != (size, size):
+        image = image.resize((size, size), Image.Resampling.BOX, box=box)
+    return torch.from_numpy(np.array(image))
+
+
+class PixelSamples:
+    """Reads one training image.
+
+    Args:
+        images: where they come from.
+        config: size and mirroring.
+    """
+
+    def __init__(self, images: LabelledImages, config: PixelDataConfig) -> None:
+        self.images, self.config = images, config
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __call__(self, number: int, rng_for: RngFactory) -> Tensor:
+        """Return the pixels (size, size, 3) uint8."""
+        image, _, where = self.images.read(number)
+        if self.config.hflip and rng_for("mirror").random() < 0.5:
+            image = ImageOps.mirror(image)
+        return pixel_values(image, self.config.image_size, where)
+
+
+def pixel_data(
+    images: LabelledImages, config: PixelDataConfig, batch: int, seed: int
+) -> OrderedData:
+    """Training batches of `images`, those of `config.train`.
+
+    Raises:
+        ConfigError: `limit` or the batch does not fit.
+    """
+    images = some_of(images, config.limit, config.train)
+    samples = PixelSamples(images, config)
+    collate = partial(_collate, config.image_size)
+    return indexed_data(len(samples), samples, collate, config, batch, seed)
+
+
+def _collate(size: int, samples: list[Tensor], skipped: tuple[SkippedSample, ...]) -> PixelBatch:
+    values = torch.stack(samples) if samples else torch.zeros(0, size, size, CHANNELS)
+    return PixelBatch(values.long(), torch.ones(len(samples), dtype=torch.bool), skipped)

@@ -1,0 +1,363 @@
+"""A transformer that writes images channel by channel, and says how likely a given one is.
+
+The image generation model of Li et al. 2021 (section 4.1) is a Reformer on the raster scan of a
+image, red, green and blue of every pixel one after another: 12,288 tokens at 64 x 64. Its layers
+are those of `reformer.py`, with exact attention, or a transformer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional
+
+from vlp.config import Config, ConfigError
+from vlp.layers.attention import attend
+from vlp.layers.blocks import FeedForward
+from vlp.layers.causal import CausalAttention, Past
+from vlp.models.vision.backbone import attention_encodings, create_encoding, on_tokens
+from vlp.positions.base import PositionContext
+from vlp.positions.options import PositionConfig
+
+
+class SharedQueryAttention(nn.Module):
+    """Causal self-attention whose keys are its queries at unit length, without biases.
+
+    A token's own key would win, so that it attends to those before it alone; the first one, which
+    has none, attends to itself.
+
+    Args:
+        width: channels.
+        heads: attention heads.
+        head_width: channels of a head; `heads * head_width` may be other than the width.
+    """
+
+    def __init__(self, width: int, heads: int, head_width: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query = nn.Linear(width, heads * head_width, bias=False)
+        self.value = nn.Linear(width, heads * head_width, bias=False)
+        self.output = nn.Linear(heads * head_width, width, bias=False)
+
+    def forward(self, states: Tensor, past: Past | None = None) -> Tensor:
+        """(B, T, width) -> (B, T, width).
+
+        Args:
+            states: the whole sequence, or with `past` the one token that comes next.
+            past: what came before; gets the new token.
+        """
+        query, value = (
+            project(states).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for project in (self.query, self.value)
+        )
+        key = functional.normalize(query, dim=-1)
+        if past is None:
+            # Row t sees the keys 0 .. t - 1: a causal square one row down.
+            earlier = functional.scaled_dot_product_attention(
+                query[:, :, 1:], key[:, :, :-1], value[:, :, :-1], is_causal=True, scale=1.0
+            )
+            out = torch.cat([value[:, :, :1], earlier], -2)
+        elif past.key is None or past.value is None:
+            out = value
+        else:
+            out = attend(query, past.key, past.value, scale=1.0)
+        if past is not None:
+            past.extended(key, value)
+        return self.output(out.transpose(1, 2).flatten(-2))
+
+
+class ReformerLayer(nn.Module):
+    """Two residual streams: attention reads the second and feeds the first, feed-forward back.
+
+    Args:
+        width: channels of one stream.
+        heads: attention heads.
+        head_width: channels of a head.
+        feed_forward: channels between both of its layers.
+    """
+
+    def __init__(self, width: int, heads: int, head_width: int, feed_forward: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = SharedQueryAttention(width, heads, head_width)
+        self.feed_forward_norm = nn.LayerNorm(width)
+        self.feed_forward = FeedForward(width, feed_forward)
+
+    def forward(self, x: Tensor, context: PositionContext, past: Past | None = None) -> Tensor:
+        """(B, T, 2 * width), both streams -> same shape; the context is not needed."""
+        first, second = x.chunk(2, -1)
+        first = first + self.attention(self.attention_norm(second), past)
+        second = second + self.feed_forward(self.feed_forward_norm(first))
+        return torch.cat([first, second], -1)
+
+
+CHANNELS = 3
+LEVELS = 256
+START = LEVELS  # what stands before the first token
+
+# They number the tokens of the sequence, channels among them; the others know pixels.
+SEQUENCES = ("learned-1d", "sine-1d")
+
+
+class PixelModelConfig(Config):
+    """Sizes of the transformer, and its encodings of the tokens' places."""
+
+    width: int = Field(256, ge=1, description="channels of the model")
+    layers: int = Field(6, ge=1, description="number of layers")
+    layer: Literal["transformer", "reformer"] = Field(
+        "transformer",
+        description="reformer, the paper's: keys that are queries, two residual streams; it takes "
+        "encodings of tokens alone (papers.md#fourier-f14)",
+    )
+    heads: int = Field(
+        8, ge=1, description="attention heads of every layer; a divisor of the width"
+    )
+    head_width: int | None = Field(
+        None, ge=1, description="channels of a head of layer reformer; null: width / heads"
+    )
+    feed_forward: int = Field(1024, ge=1, description="channels between both of its layers")
+    channel_width: int | None = Field(
+        None,
+        ge=1,
+        description="channels of the model that tell red, green and blue apart, where the encoding "
+        "only knows pixels; null is a quarter of the width, as the paper's 256 of 1024",
+    )
+    positions: tuple[PositionConfig, ...] = Field(
+        (), description="learned-2d is the paper's Embed-2D, learned-1d its Embed-1D"
+    )
+
+
+class PixelPlaces(nn.Module):
+    """Tells every token which pixel and which channel it is about to be (Li et al., section 4.1).
+
+    An encoding that knows pixels gets all channels of the model but the last `channel_width`, into
+    which a vector for red, green or blue is added: the paper concatenates 768 channels for the
+    pixel and 256 for the colour. `learned-1d` and `sine-1d` number all tokens of the sequence
+    (12,288 vectors of width 1024 in the paper's Embed-1D, papers.md#fourier-f13) and need no
+    colours beside.
+
+    Args:
+        config: width and encodings; those of attention are left out.
+        size: pixels of an image's side.
+
+    Raises:
+        ConfigError: encodings that do not fit, or colours without channels.
+    """
+
+    def __init__(self, config: PixelModelConfig, size: int) -> None:
+        super().__init__()
+        self.size = size
+        tokens = [position for position in config.positions if on_tokens(position)]
+        sequence = [position for position in tokens if position.name in SEQUENCES]
+        pixel = [position for position in tokens if position.name not in SEQUENCES]
+        share = config.width // 4 if config.channel_width is None else config.channel_width
+        if not 0 < share < config.width:
+            raise ConfigError(
+                f"model.channel_width {config.channel_width} leaves no channels for pixels and "
+                f"colours in model.width {config.width}"
+            )
+        self.pixel_width = config.width - share
+        self.sequence = nn.ModuleList(
+            create_encoding(one, width=config.width, grid=(size, CHANNELS * size))
+            for one in sequence
+        )
+        self.pixel = nn.ModuleList(
+            create_encoding(one, width=self.pixel_width, grid=(size, size)) for one in pixel
+        )
+        self.colours = None
+        if pixel or not sequence:
+            self.colours = nn.Parameter(0.02 * torch.randn(CHANNELS, share))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, size * size * 3, width) -> same shape."""
+        for encoding in self.sequence:
+            x = encoding("tokens", x, sequence_context(self.size))
+        if self.colours is None:
+            return x
+        pixel, colour = x.split([self.pixel_width, x.shape[-1] - self.pixel_width], -1)
+        # Three images, one for each channel, whose pixels have the same places.
+        pixel = pixel.unflatten(1, (-1, CHANNELS)).transpose(1, 2).flatten(0, 1)
+        for encoding in self.pixel:
+            pixel = encoding("tokens", pixel, PositionContext(grid=(self.size, self.size)))
+        pixel = pixel.unflatten(0, (-1, CHANNELS)).transpose(1, 2).flatten(1, 2)
+        return torch.cat([pixel, colour + self.colours.repeat(self.size**2, 1)], -1)
+
+
+class PixelLayer(nn.Module):
+    """Causal self-attention and feed-forward, each on normalised states and added."""
+
+    def __init__(self, config: PixelModelConfig, size: int) -> None:
+        super().__init__()
+        width, heads = config.width, config.heads
+        grid = (size, CHANNELS * size)
+        encodings = attention_encodings(config.positions, width, heads, grid, causal=True)
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = CausalAttention(width, heads, encodings)
+        self.feed_forward_norm = nn.LayerNorm(width)
+        self.feed_forward = FeedForward(width, config.feed_forward)
+
+    def forward(self, x: Tensor, context: PositionContext, past: Past | None = None) -> Tensor:
+        """(B, T, width) -> same shape; see `CausalAttention`."""
+        x = x + self.attention(self.attention_norm(x), context, past)
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class PixelTransformer(nn.Module):
+    """p(image) as the product of p(channel | all channels before it).
+
+    The input at each place is the value before it, with the place of the value that is to be
+    predicted. Encodings of attention see a grid whose columns are the channels, (size, 3 size).
+
+    Args:
+        config: sizes and encodings.
+        size: pixels of an image's side.
+
+    Raises:
+        ConfigError: encodings that do not fit, or that see later tokens; heads that do not divide
+            the width.
+    """
+
+    def __init__(self, config: PixelModelConfig, size: int) -> None:
+        super().__init__()
+        if config.width % config.heads:
+            raise ConfigError(
+                f"model.heads {config.heads} do not divide model.width {config.width}"
+            )
+        self.size = size
+        self.embedding = nn.Embedding(LEVELS + 1, config.width)
+        self.places = PixelPlaces(config, size)
+        self.layers = nn.ModuleList(_layer(config, size) for _ in range(config.layers))
+        self.streams = 2 if config.layer == "reformer" else 1
+        self.norm = nn.LayerNorm(self.streams * config.width)
+        self.head = nn.Linear(self.streams * config.width, LEVELS)
+        # Between learned positions, which start at 0.02, and sinusoids, which are near 1.
+        nn.init.normal_(self.embedding.weight, std=0.1)
+        # So that all levels are about equally likely: an untrained model needs 8 bits a channel.
+        nn.init.normal_(self.head.weight, std=0.02 / config.width**0.5)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Logits of every channel given those before it, in raster scan, red, green, blue.
+
+        Args:
+            values: (B, size, size, 3) int64, 0 to 255.
+
+        Returns:
+            (B, size, size, 3, 256).
+
+        Raises:
+            ValueError: images of another size.
+        """
+        shape = (self.size, self.size, CHANNELS)
+        if tuple(values.shape[1:]) != shape:
+            raise ValueError(f"images are (B, {shape}), not {tuple(values.shape)}")
+        return self._logits(values.flatten(1)).unflatten(1, shape)
+
+    def nats(self, values: Tensor) -> Tensor:
+        """-ln p of every channel: (B, size, size, 3), in float32; summed, that of the image."""
+        logits = self(values).float()
+        return functional.cross_entropy(logits.movedim(-1, 1), values, reduction="none")
+
+    @torch.no_grad()
+    def generate(self, count: int, rng: np.random.Generator, temperature: float = 1.0) -> Tensor:
+        """Draw images from the model, one channel after another.
+
+        Without encodings in attention each step costs one token; with them, whose hooks need the
+        whole grid, the whole image.
+
+        Args:
+            count: images.
+            rng: draws one number per image and channel.
+            temperature: divides the logits; below 1 likely values become likelier.
+
+        Returns:
+            (count, size, size, 3) uint8, on the CPU.
+
+        Raises:
+            ValueError: a temperature that is not positive.
+        """
+        if not temperature > 0:
+            raise ValueError(f"the temperature must be positive, not {temperature}")
+        length = CHANNELS * self.size**2
+        tokens = torch.zeros(count, length, dtype=torch.int64, device=self.head.weight.device)
+        cached = not any(len(layer.attention.positions) for layer in self._positioned())
+        logits = self._step_by_step(count) if cached else self._again_and_again
+        for place in range(length):
+            drawn = _draw(logits(tokens, place) / temperature, rng)
+            tokens[:, place] = drawn.to(tokens.device)
+        return tokens.unflatten(1, (self.size, self.size, CHANNELS)).to("cpu", torch.uint8)
+
+    def _logits(self, tokens: Tensor) -> Tensor:
+        """(B, T) -> (B, T, 256)."""
+        before = functional.pad(tokens[:, :-1], (1, 0), value=START)
+        x = self.places(self.embedding(before)).repeat(1, 1, self.streams)
+        context = sequence_context(self.size)
+        for layer in self.layers:
+            x = layer(x, context)
+        return self.head(self.norm(x))
+
+    def _again_and_again(self, tokens: Tensor, place: int) -> Tensor:
+        """Logits of one place; what stands there and behind it does not count."""
+        return self._logits(tokens)[:, place]
+
+    def _step_by_step(self, count: int) -> Callable[[Tensor, int], Tensor]:
+        """The same for places one after another, keeping what layers have seen."""
+        weight = self.embedding.weight
+        # Encodings weigh a token, channel by channel, and add to it: two sequences tell them all.
+        ends = weight.new_zeros(2, CHANNELS * self.size**2, weight.shape[-1])
+        ends[1] = 1
+        shift, scale = self.places(ends)
+        scale = scale - shift
+        pasts = [Past() for _ in self.layers]
+        context = sequence_context(self.size)
+
+        def logits(tokens: Tensor, place: int) -> Tensor:
+            before = tokens[:, place - 1] if place else tokens.new_full((count,), START)
+            x = (self.embedding(before) * scale[place] + shift[place])[:, None]
+            x = x.repeat(1, 1, self.streams)
+            for layer, past in zip(self.layers, pasts, strict=True):
+                x = layer(x, context, past)
+            return self.head(self.norm(x))[:, 0]
+
+        return logits
+
+    def _positioned(self) -> Sequence[PixelLayer]:
+        return [layer for layer in self.layers if isinstance(layer, PixelLayer)]
+
+
+def _layer(config: PixelModelConfig, size: int) -> nn.Module:
+    """Create a layer of the configured kind.
+
+    Raises:
+        ConfigError: encodings or a head width that do not fit.
+    """
+    if config.layer == "transformer":
+        if config.head_width is not None:
+            raise ConfigError("model.head_width is of layer reformer; leave it null")
+        return PixelLayer(config, size)
+    for position in config.positions:
+        if not on_tokens(position):
+            raise ConfigError(
+                f"model.layer reformer has no place for {position.name}, which acts in attention; "
+                "choose encodings of tokens, or layer transformer"
+            )
+    head_width = config.head_width or config.width // config.heads
+    return ReformerLayer(config.width, config.heads, head_width, config.feed_forward)
+
+
+def sequence_context(size: int) -> PositionContext:
+    """Return the tokens of an image as a grid, each channel a column of its own."""
+    return PositionContext(grid=(size, CHANNELS * size))
+
+
+def _draw(logits: Tensor, rng: np.random.Generator) -> Tensor:
+    """Return one level for each row of logits (B, 256): (B,), on the CPU."""
+    share = logits.double().softmax(-1).cumsum(-1).cpu()
+    wanted = torch.from_numpy(rng.random(len(logits)))[:, None]
+    # The last sum may miss 1 by a rounding error.
+    return torch.searchsorted(share, wanted, right=True)[:, 0].clamp(max=LEVELS - 1)

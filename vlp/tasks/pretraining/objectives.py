@@ -1,0 +1,353 @@
+"""Objectives of pretraining: contrastive, sigmoid, token terms, ITM, MLM, MIM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from vlp.compute.gpu_form import on_gpu
+from vlp.layers.temperature import LearnedScale
+from vlp.models.config import ModelConfig
+from vlp.models.cross_encoder import PairIndices
+from vlp.models.features import ImageFeatures
+from vlp.models.towers import word_width
+from vlp.models.vlp import VLPModel
+from vlp.objectives.anchor import paper_anchor_loss
+from vlp.objectives.config import (
+    ContrastiveConfig,
+    ITMConfig,
+    MIMConfig,
+    MLMConfig,
+    ObjectivesConfig,
+)
+from vlp.objectives.contrastive import LearnedBias, itc_loss, positives, sigmoid_loss, soft_targets
+from vlp.objectives.itm import hard_negatives, itm_loss, listwise_itm_loss
+from vlp.objectives.mim import MIMHead, mim_loss
+from vlp.objectives.mlm import MLMHead, masked_columns, masked_positions, mlm_loss, prediction_slots
+from vlp.objectives.token import phrase_loss, token_losses
+from vlp.tasks.pretraining.objective import TOKENS, Objective, Step, Term
+from vlp.tasks.teacher import gather_keys
+
+
+class Contrastive(Objective):
+    """Match images and captions against the keys of all ranks and the teacher's queue.
+
+    Inputs: features of the unmasked batch; with a teacher, its keys and its soft targets. The
+    paper's form (Eqs 1-2) also reads the tokens, and no soft targets. Loss: `contrastive`.
+    """
+
+    on_clean_pairs: ClassVar[bool] = True
+    settings: ContrastiveConfig
+
+    def __init__(self, settings: Any, objectives: ObjectivesConfig, model: ModelConfig) -> None:
+        super().__init__(settings, objectives, model)
+        self.trains = TOKENS if settings.is_paper_form else frozenset()
+
+    @classmethod
+    def settings_of(cls, name: str, objectives: ObjectivesConfig) -> ContrastiveConfig | None:
+        """Return the settings unless their kind is `sigmoid`, an objective of its own."""
+        contrastive = objectives.contrastive
+        return contrastive if contrastive and contrastive.kind != "sigmoid" else None
+
+    def __call__(self, step: Step) -> dict[str, Term]:
+        """Compute the loss over the batch's rows."""
+        settings, batch, teacher = self.settings, step.batch, step.teacher
+        image, text = step.image.feature, step.text.feature
+        keys = teacher.keys if teacher else gather_keys(step.image, step.text, batch)
+        positive = positives(batch.image_ids, keys.image_ids)
+        if settings.is_paper_form:
+            loss = paper_anchor_loss(
+                image,
+                text,
+                keys.image,
+                keys.text,
+                positive,
+                step.image.tokens,
+                step.text.tokens,
+                batch.word_mask,
+                settings.scale,
+                settings.margin,
+                batch.valid,
+                keys.valid,
+            )
+            return {"contrastive": Term(loss, settings.weight)}
+        soft = None
+        if teacher and teacher.alpha > 0:
+            soft = soft_targets(
+                teacher.image.feature,
+                teacher.text.feature,
+                keys.image,
+                keys.text,
+                pair_temperature(step.model, self.objectives),
+                keys.valid,
+            )
+        loss = itc_loss(
+            image,
+            text,
+            keys.image,
+            keys.text,
+            positive,
+            step.model.temperature(),
+            batch.valid,
+            keys.valid,
+            soft,
+            teacher.alpha if teacher else 0.0,
+        )
+        return {"contrastive": Term(loss, settings.weight)}
+
+
+def pair_temperature(model: VLPModel, objectives: ObjectivesConfig) -> Tensor | float:
+    """Return the temperature of pair similarities; 1 / lambda where the loss learns none."""
+    contrastive = objectives.contrastive
+    if contrastive and contrastive.is_paper_form:
+        return 1 / contrastive.scale
+    return model.temperature().detach()
+
+
+class SigmoidContrastive(Objective):
+    """Tell whether an image and a text belong together, for all pairs of all ranks.
+
+    Inputs: features of the unmasked batch. The model's temperature scales cosines; the paper starts
+    it at 0.1. Loss: `contrastive`.
+    """
+
+    on_clean_pairs: ClassVar[bool] = True
+    trains = frozenset()
+    saves_modules: ClassVar[bool] = False
+    settings: ContrastiveConfig
+
+    def __init__(self, settings: Any, objectives: ObjectivesConfig, model: ModelConfig) -> None:
+        super().__init__(settings, objectives, model)
+        self.bias = LearnedBias(settings.bias)
+
+    @classmethod
+    def settings_of(cls, name: str, objectives: ObjectivesConfig) -> ContrastiveConfig | None:
+        """Return the contrastive objective's settings where its kind is `sigmoid`."""
+        contrastive = objectives.contrastive
+        return contrastive if contrastive and contrastive.kind == "sigmoid" else None
+
+    def modules(self) -> Mapping[str, nn.Module]:
+        """Return the learned bias."""
+        return {"sigmoid_bias": self.bias}
+
+    def __call__(self, step: Step) -> dict[str, Term]:
+        """Compute the loss over the batch's images."""
+        batch = step.batch
+        loss = sigmoid_loss(
+            step.image.feature,
+            step.text.feature,
+            batch.image_ids,
+            batch.valid,
+            step.model.temperature(),
+            self.bias(),
+        )
+        return {"contrastive": Term(loss, self.settings.weight)}
+
+
+class TokenTerms(Objective):
+    """Train tokens inside sample groups, beside the contrastive objective and with its weight.
+
+    Inputs: tokens of the unmasked batch. Losses: `token` (captions find images), `word` (single
+    words find images), `phrase` (words follow a neighbour that points). Logs `token_scale`.
+    """
+
+    on_clean_pairs: ClassVar[bool] = True
+    trains = TOKENS
+    saves_modules: ClassVar[bool] = False
+    in_chunks: ClassVar[bool] = True
+    settings: ContrastiveConfig
+
+    def __init__(self, settings: Any, objectives: ObjectivesConfig, model: ModelConfig) -> None:
+        super().__init__(settings, objectives, model)
+        self.scale = LearnedScale(settings.token.scale)
+
+    @classmethod
+    def settings_of(cls, name: str, objectives: ObjectivesConfig) -> ContrastiveConfig | None:
+        """Return the contrastive objective's settings where its form has token terms."""
+        contrastive = objectives.contrastive
+        return contrastive if contrastive and contrastive.has_token_term else None
+
+    def modules(self) -> Mapping[str, nn.Module]:
+        """Return the learned scale tau."""
+        return {"token_scale": self.scale}
+
+    def __call__(self, step: Step) -> dict[str, Term]:
+        """Compute the losses over rows (`token`) and words (the others)."""
+        batch, token, weight = step.batch, self.settings.token, self.settings.weight
+        captions, words = token_losses(
+            step.image.tokens,
+            step.text.tokens,
+            batch.word_mask,
+            batch.text_ids,
+            batch.image_ids,
+            batch.valid,
+            self.scale(),
+            token.alpha,
+            token.beta,
+            token.group,
+        )
+        terms = {
+            "token": Term(captions, weight * token.weight),
+            "word": Term(words, weight * token.words),
+        }
+        if token.phrases:
+            phrases = phrase_loss(step.image.tokens, step.text.tokens, batch.word_mask, batch.valid)
+            terms["phrase"] = Term(phrases, weight * token.phrases)
+        if step.is_logged:
+            step.statistics["token_scale"] = self.scale().detach()
+        return terms
+
+
+class ImageTextMatching(Objective):
+    """Tell matching pairs from each image with a wrong text and each text with a wrong image.
+
+    Inputs: both encoders' outputs on the unmasked batch; `uniform` draws the negatives. Loss:
+    `itm`, of pairs or of lists. Logs `itm_accuracy`. Leaves the anchor paths of the matching pairs
+    in `step.anchors`.
+    """
+
+    on_clean_pairs: ClassVar[bool] = True
+    in_chunks: ClassVar[bool] = True
+    settings: ITMConfig
+
+    def __init__(self, settings: Any, objectives: ObjectivesConfig, model: ModelConfig) -> None:
+        super().__init__(settings, objectives, model)
+        tokens = TOKENS if model.cross.token_score else frozenset()
+        self.trains = tokens | {"cross_encoder", "match_head"}
+
+    def __call__(self, step: Step) -> dict[str, Term]:
+        """Compute the loss over matching pairs and those negatives that were found."""
+        batch, image, text = step.batch, step.image, step.text
+        with torch.no_grad(), torch.autocast(batch.pixels.device.type, enabled=False):
+            temperature = pair_temperature(step.model, self.objectives)
+            similarity = image.feature @ text.feature.T / temperature
+        settings = self.settings
+        negatives = hard_negatives(
+            similarity,
+            batch.image_ids,
+            batch.valid,
+            batch.uniform,
+            settings.group,
+            settings.negatives,
+        )
+        rows = torch.arange(len(batch.valid), device=batch.valid.device)
+        own = rows.repeat_interleave(settings.negatives)
+        pairs = PairIndices(
+            texts=torch.cat([rows, negatives.text_for_image, own]),
+            images=torch.cat([rows, own, negatives.image_for_text]),
+        )
+        keys, wanted = step.keys(), None
+        if keys is not None and step.model.config.cross.pooling == "cls":
+            wanted = torch.zeros_like(pairs.texts)[:, None]
+        crossed = step.model.cross(image, text, pairs, need_image=False, keys=keys, wanted=wanted)
+        logits = step.model.match_logits(crossed)
+        if crossed.anchors is not None:
+            step.anchors = crossed.anchors.each(lambda part: part[: len(rows)].detach())
+        if settings.form == "pairs":
+            wrong_labels = torch.zeros_like(own)
+            labels = torch.cat([torch.ones_like(rows), wrong_labels, wrong_labels])
+            counted = torch.cat([batch.valid, negatives.has_text, negatives.has_image])
+            right = (logits.detach().argmax(-1) == labels) & counted
+            step.statistics["itm_accuracy"] = right.sum() / counted.sum().clamp(min=1)
+            return {"itm": Term(itm_loss(logits, labels, counted), settings.weight)}
+        # Two lists a row: its image with wrong texts, its text with wrong images.
+        odds = (logits[:, 1] - logits[:, 0]).split([len(rows), 2 * len(own)])
+        matched, wrong = odds[0].repeat(2), odds[1].unflatten(0, (-1, settings.negatives))
+        has = torch.cat([negatives.has_text, negatives.has_image])[:: settings.negatives]
+        has = has & batch.valid.repeat(2)
+        won = (matched > wrong.amax(1)).detach() & has
+        step.statistics["itm_accuracy"] = won.sum() / has.sum().clamp(min=1)
+        return {"itm": Term(listwise_itm_loss(matched, wrong, has), settings.weight)}
+
+
+class MaskedLanguageModelling(Objective):
+    """Predict masked tokens from the rest of the text and the unmasked image.
+
+    Inputs: the masked text with its labels, the image encoder's output; with a teacher, its
+    predictions of the same tokens as soft targets. Loss: `mlm`.
+    """
+
+    taught: ClassVar[bool] = True
+    in_chunks: ClassVar[bool] = True
+    trains = frozenset({"cross_encoder"})
+    settings: MLMConfig
+
+    def __init__(self, settings: Any, objectives: ObjectivesConfig, model: ModelConfig) -> None:
+        super().__init__(settings, objectives, model)
+        self.head = MLMHead(
+            model.text.width, model.text.vocab_size, table_width=word_width(model.text)
+        )
+
+    def modules(self) -> Mapping[str, nn.Module]:
+        """Return the prediction head."""
+        return {"mlm_head": self.head}
+
+    def __call__(self, step: Step) -> dict[str, Term]:
+        """Compute the loss over masked tokens."""
+        soft, alpha, teacher = None, 0.0, step.teacher
+        if teacher and teacher.alpha > 0:
+            alpha = teacher.alpha
+            with torch.no_grad():
+                head = teacher.modules["mlm_head"]
+                logits, _ = self._predict(teacher.model, head, teacher.image, step)
+                soft = logits.float().softmax(-1)
+        logits, labels = self._predict(step.model, self.head, step.image, step)
+        return {"mlm": Term(mlm_loss(logits, labels, soft, alpha), self.settings.weight)}
+
+    def _predict(
+        self, model: VLPModel, head: nn.Module, image: ImageFeatures, step: Step
+    ) -> tuple[Tensor, Tensor]:
+        """Return logits (R, vocabulary) and labels (R,) of the R masked tokens.
+
+        On a GPU, which would have to be asked for their number, R is a number of slots.
+        """
+        batch = step.batch
+        masked = model.encode_text(batch.mlm_ids, batch.attention_mask, batch.word_mask)
+        labels, slots, keys, wanted = batch.mlm_labels, None, None, None
+        if on_gpu(labels):
+            slots = prediction_slots(labels.numel(), self.settings.probability)
+        elif step.shares:
+            keys = step.keys() if model is step.model else None
+            wanted, labels = masked_columns(labels)
+        crossed = model.cross(image, masked, need_image=False, keys=keys, wanted=wanted)
+        states, labels = masked_positions(crossed.text, labels, batch.valid, slots)
+        return head(states, model.text_encoder.word_table), labels
+
+
+class MaskedImageModelling(Objective):
+    """Predict the pixels of masked patches.
+
+    Inputs: pixels and patch mask; with output `cross` also the unmasked text, which the masked
+    image then meets in the cross-modal encoder. Loss: `mim`.
+    """
+
+    in_chunks: ClassVar[bool] = True
+    settings: MIMConfig
+
+    def __init__(self, settings: Any, objectives: ObjectivesConfig, model: ModelConfig) -> None:
+        super().__init__(settings, objectives, model)
+        self.head = MIMHead(model.text.width, model.image.patch_size)
+        self.trains = frozenset({"cross_encoder"} if settings.output == "cross" else ())
+
+    def modules(self) -> Mapping[str, nn.Module]:
+        """Return the prediction head with the mask token."""
+        return {"mim_head": self.head}
+
+    def __call__(self, step: Step) -> dict[str, Term]:
+        """Compute the loss over masked patches."""
+        model, batch = step.model, step.batch
+
+        def mask(patches: Tensor) -> Tensor:
+            return self.head.mask_token(patches, batch.mim_mask)
+
+        if self.settings.output == "image":
+            states = model.image_encoder.on_grid(model.image_encoder(batch.pixels, mask))
+        else:
+            crossed = model.cross(model.encode_image(batch.pixels, mask), step.text)
+            assert crossed.image is not None
+            states = crossed.image
+        loss = mim_loss(self.head(states[:, 1:]), batch.pixels, batch.mim_mask, batch.valid)
+        return {"mim": Term(loss, self.settings.weight)}

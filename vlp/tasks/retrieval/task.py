@@ -1,0 +1,156 @@
+"""Retrieval: pretraining's contrastive and matching terms on the pairs of one benchmark.
+
+All captions of an image are right answers for it, in the batch and in the queue. What it leaves is
+a model folder like pretraining's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from vlp import distributed
+from vlp.data.config import DataConfig
+from vlp.data.pretrain.loader import PretrainData
+from vlp.data.stream.input_spec import Inputs
+from vlp.models.folder import Loaded, save_pretrained
+from vlp.models.tower_key import require_frozen_tower
+from vlp.objectives.config import ObjectivesConfig
+from vlp.objectives.loss import require_whole_groups
+from vlp.tasks.downstream.registry import DownstreamTask, TaskCard, register_task
+from vlp.tasks.downstream.task import TaskConfig, has_task
+from vlp.tasks.pretraining import Pretraining
+from vlp.tasks.task import Precision
+
+
+class PairsDataConfig(DataConfig):
+    """Pairs to train on, and shard folders to choose the best model by."""
+
+    vocabulary: Literal[""] = Field(
+        "",
+        description="that of the model which the run starts from",
+        json_schema_extra={"resume": "path"},
+    )
+    captions: Literal["one", "all"] = Field(
+        "all",
+        description="one caption of a sample, drawn at each visit, or all, each a pair of its own",
+    )
+    validation: tuple[str, ...] = Field(
+        (), description="none: no model is chosen", json_schema_extra={"resume": "tolerated"}
+    )
+    validation_limit: int | None = Field(
+        None,
+        ge=1,
+        description="only the first so many samples of `validation`; of grounding, expressions",
+        json_schema_extra={"resume": "tolerated"},
+    )
+
+
+class PairsConfig(TaskConfig):
+    """Contrastive term, matching, teacher and queue, as in pretraining; nothing is masked."""
+
+    data: PairsDataConfig = Field(description="pairs to train on, and shards to validate on")
+    objectives: ObjectivesConfig = Field(
+        ObjectivesConfig(mlm=None, mim=None),
+        description="objectives and their weights, as in pretraining",
+    )
+
+    @model_validator(mode="after")
+    def _nothing_masked(self) -> PairsConfig:
+        if self.objectives.mlm or self.objectives.mim:
+            raise ValueError(f"{self.kind} masks nothing: objectives.mlm and .mim stay null")
+        return self
+
+
+class RetrievalConfig(PairsConfig):
+    """Captions: each is a pair, and recall chooses the best model."""
+
+    kind: Literal["retrieval"] = Field("retrieval", description="selects this class")
+    rerank: int = Field(16, ge=0, description="candidates re-ranked on the validation data")
+
+
+class PairsTask(Pretraining):
+    """Pretraining's task on a model that is there already.
+
+    Args:
+        settings: of the task.
+        parts: model, tokenizer and preparation of images; the model is taken over.
+        precision: "bf16" and "fp16" run the passes under autocast, "float32" does not.
+    """
+
+    metric: ClassVar[str]
+
+    def __init__(
+        self, settings: PairsConfig, parts: Loaded, precision: Precision = "float32"
+    ) -> None:
+        model = parts.model
+        super().__init__(model.config, settings.objectives, "", precision, model=model)
+        self.settings, self.parts = settings, parts
+
+    @property
+    def kind(self) -> str:
+        """Return its kind in the registry."""
+        return self.settings.kind
+
+    @property
+    def loaded(self) -> Loaded:
+        """Return the model as it is now, with its tokenizer and preparation of images."""
+        return self.parts._replace(model=self.model)
+
+    def save_model(self, folder: Path, state: dict[str, Tensor]) -> None:
+        """Write the model folder; `state` is the full `state_dict` of this task."""
+        prefix = "model."
+        model = {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
+        # A head of a task is of no use without its `task.json`; those of pretraining start others.
+        start = self.parts.folder
+        heads = {} if start is None or has_task(start) else self.parts.heads
+        save_pretrained(folder, self.config, model, self.parts.text, self.parts.preprocess, heads)
+
+
+class Retrieval(PairsTask):
+    """Retrieval; the mean of all recalls chooses the best model."""
+
+    metric: ClassVar[str] = "mean"
+    settings: RetrievalConfig
+
+
+def pairs(config: PairsConfig, parts: Loaded, batch: int, seed: int) -> PretrainData:
+    """Return the training data of a model, nothing of it masked.
+
+    Raises:
+        ConfigError: shards, batch and groups cannot be used.
+    """
+    require_whole_groups(
+        config.objectives, batch, distributed.world_size(), prefix="task.objectives"
+    )
+    image, text = parts.model.config.image, parts.model.config.text
+    statistics = parts.preprocess.mean, parts.preprocess.std
+    inputs = Inputs(
+        image.image_size,
+        image.grid,
+        text.max_tokens,
+        text.vocab_size,
+        statistics=statistics,
+    )
+    data = PretrainData(config.data, inputs, batch, seed, parts.text)
+    require_frozen_tower(data.features, parts.model)
+    return data
+
+
+def build(
+    config: RetrievalConfig, parts: Loaded, batch: int, seed: int, precision: Precision
+) -> tuple[Retrieval, PretrainData]:
+    """Build the task and its training data.
+
+    Raises:
+        ConfigError: shards, batch and groups cannot be used.
+    """
+    return Retrieval(config, parts, precision), pairs(config, parts, batch, seed)
+
+
+register_task(
+    DownstreamTask("retrieval", RetrievalConfig, build, None, TaskCard("image-text retrieval"))
+)

@@ -1,1 +1,0 @@
-"""A trained model in other programs: transformers' classes, and exports to torch and ONNX."""

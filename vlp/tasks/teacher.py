@@ -1,0 +1,381 @@
+"""Momentum teacher of pretraining, and momentum distillation in fine-tuning (ALBEF)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Generic, NamedTuple, Self, TypeVar
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from vlp.compute.full_precision import full_precision
+from vlp.compute.half_weights import RoundedWeights, half_weights
+from vlp.data.stream.batch import Batch
+from vlp.distributed import gather, local, sharded_like, start_gather, whole
+from vlp.models.features import ImageFeatures, TextFeatures
+from vlp.models.vlp import VLPModel
+from vlp.objectives.config import MomentumConfig, TeacherConfig
+from vlp.objectives.queue import KeyQueue
+from vlp.tasks.downstream.task import Downstream, DownstreamConfig
+from vlp.tasks.task import AUTOCAST
+
+Student = TypeVar("Student", bound=nn.Module)
+
+
+class Teacher(Generic[Student]):
+    """Exponential average of a module's weights (MoCo; ALBEF, section 3.3).
+
+    Not an `nn.Module`: a holder that keeps one as an attribute does not register its weights, so
+    neither the optimiser nor DeepSpeed nor `state_dict()` of the holder sees them. Weights are
+    float32 whatever the student computes in: a bfloat16 average with momentum 0.995 never moves.
+    Call it under `torch.no_grad()` through `module`.
+
+    Args:
+        student: what is copied.
+        products: type in which autocast takes weights of linear and convolutional layers. From the
+            first `to` on `module` holds them in it, unless they are sharded, and the float32 ones
+            are beside it: autocast would cast them anew in each call.
+    """
+
+    def __init__(self, student: Student, products: torch.dtype | None = None) -> None:
+        self.module: Student = copy.deepcopy(student).float().eval().requires_grad_(False)
+        self._products = products
+        self._rounded = RoundedWeights()
+        self._device: torch.device | None = None
+
+    @torch.no_grad()
+    def to(self, device: torch.device | str) -> Teacher[Student]:
+        """Move the weights to `device`."""
+        device = torch.device(device)
+        if device != self._device:  # else every step walks the modules
+            self.module.to(device)
+            self._device = device
+            self._rounded.to(device)
+            if self._products and not self._rounded.held():
+                weights = half_weights(self.module).items()
+                unsharded = {name: weight for name, weight in weights if local(weight) is weight}
+                self._rounded.keep(unsharded, self._products)
+        return self
+
+    @torch.no_grad()
+    def update(
+        self,
+        named_parameters: Mapping[str, Tensor],
+        momentum: float,
+        named_buffers: Mapping[str, Tensor] | None = None,
+        applied: Tensor | None = None,
+    ) -> None:
+        """Move every weight by 1 - momentum towards the student's.
+
+        `named_parameters` holds full-size tensors by the names they have in the student (under
+        ZeRO-3 the engine gathers them), or sharded ones: where the teacher is sharded alike, each
+        rank moves its part. Further names are allowed, other heads' for example. `named_buffers`
+        are copied, not averaged. `applied`, 0-d bool on the device of the weights: they stay as
+        they are where it is False.
+
+        Raises:
+            KeyError: a weight of the teacher is not among the names.
+            ValueError: a weight has another shape, as an ungathered shard has.
+        """
+        teacher = {**dict(self.module.named_parameters()), **self._rounded.held()}
+        _check(teacher, named_parameters)
+        weights, student = [], []
+        for name, weight in teacher.items():
+            new = named_parameters[name].detach()
+            part = local(weight)
+            weights.append(part)
+            student.append((whole(new) if part is weight else local(new)).to(part))
+        if applied is None:
+            torch._foreach_lerp_(weights, student, 1 - momentum)
+        else:
+            moves = torch._foreach_sub(student, weights)
+            torch._foreach_mul_(moves, applied * (1 - momentum))
+            torch._foreach_add_(weights, moves)
+        self._rounded.give_weights()
+        if named_buffers is not None:
+            for name, buffer in self.module.named_buffers():
+                if name in named_buffers:
+                    buffer.copy_(named_buffers[name])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return weights and buffers by name, sharded ones as they are, for the checkpoint."""
+        return {**self.module.state_dict(), **self._rounded.held()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state_dict` gave; missing or unknown names are errors."""
+        held = self.module.state_dict()
+        self.module.load_state_dict({n: sharded_like(v, held.get(n)) for n, v in state.items()})
+        for name, master in self._rounded.held().items():
+            master.copy_(state[name])
+
+
+def _check(teacher: Mapping[str, Tensor], student: Mapping[str, Tensor]) -> None:
+    missing = [name for name in teacher if name not in student]
+    if missing:
+        raise KeyError(
+            f"the student has no {', '.join(missing[:3])} ({len(missing)} of {len(teacher)} "
+            "teacher weights are missing)"
+        )
+    for name, weight in teacher.items():
+        if weight.shape != student[name].shape:
+            raise ValueError(
+                f"{name} has shape {tuple(student[name].shape)} in the student and "
+                f"{tuple(weight.shape)} in the teacher: pass full-size (gathered) weights"
+            )
+
+
+def soft_target_share(step: int, alpha: float, warmup_steps: int) -> float:
+    """Return the soft target's share at an optimiser step: linear from 0 to `alpha`."""
+    return alpha * min(1.0, step / warmup_steps) if warmup_steps > 0 else alpha
+
+
+class Keys(NamedTuple):
+    """Contrastive keys of all ranks: image and text (K, d), image_ids (K,), valid (K,) bool."""
+
+    image: Tensor
+    text: Tensor
+    image_ids: Tensor
+    valid: Tensor
+
+
+def gather_keys(image: ImageFeatures, text: TextFeatures, batch: Batch) -> Keys:
+    """Gather the batch's keys from all ranks, in rank order."""
+    return Keys(
+        gather(image.feature), gather(text.feature), gather(batch.image_ids), gather(batch.valid)
+    )
+
+
+def start_gather_keys(image: ImageFeatures, text: TextFeatures, batch: Batch) -> Callable[[], Keys]:
+    """Begin to gather keys without gradients, in two calls; what is returned waits for them."""
+    features = start_gather(torch.cat([image.feature, text.feature], dim=1))
+    marks = start_gather(torch.stack([batch.image_ids, batch.valid.to(batch.image_ids)], dim=1))
+
+    def finish() -> Keys:
+        ids, valid = marks().unbind(1)
+        images, texts = features().chunk(2, dim=1)
+        return Keys(images, texts, ids, valid.bool())
+
+    return finish
+
+
+class TeacherOutput(NamedTuple):
+    """Output of the teacher for objectives.
+
+    image, text: its features of the unmasked batch. keys: those of the batch, then those of the
+    queue. alpha: share of its soft targets in the targets at this step, 0 in evaluation. modules:
+    `model` and the copied heads by name, for soft targets of other inputs; call them without
+    gradient.
+    """
+
+    image: ImageFeatures
+    text: TextFeatures
+    keys: Keys
+    alpha: float
+    modules: nn.ModuleDict
+
+    @property
+    def model(self) -> VLPModel:
+        """The teacher's copy of the model."""
+        return self.modules["model"]  # type: ignore[return-value]
+
+
+class MomentumTeacher:
+    """Momentum copy of the student with its key queue.
+
+    Not an `nn.Module`: neither belongs to the task's parameters; `state_dict` has both.
+
+    Args:
+        settings: momentum, queue, and share of the soft targets.
+        student: `model`, and the heads whose predictions objectives ask of the teacher.
+        width: channels of a key.
+        products: see `Teacher`.
+    """
+
+    def __init__(
+        self,
+        settings: TeacherConfig,
+        student: Mapping[str, nn.Module],
+        width: int,
+        products: torch.dtype | None = None,
+    ) -> None:
+        self.settings = settings
+        self.average = Teacher(nn.ModuleDict(student), products)
+        self.queue = KeyQueue(settings.queue, width)
+        self._new_keys: list[Keys] = []
+        self._keys_step = 0
+
+    @torch.no_grad()
+    def start(self, batch: Batch, step: int, training: bool) -> Callable[[], TeacherOutput]:
+        """Encode the batch; what is returned waits for the keys of all ranks.
+
+        They travel while the student encodes. While training, they then wait for `after_step`.
+        """
+        device = batch.pixels.device
+        modules = self.average.to(device).module
+        self.queue.to(device)
+        model: VLPModel = modules["model"]  # type: ignore[assignment]
+        image = model.encode_image(batch.pixels)
+        text = model.encode_text(batch.text_ids, batch.attention_mask, batch.word_mask)
+        return partial(
+            self._output, image, text, start_gather_keys(image, text, batch), step, training
+        )
+
+    @torch.no_grad()
+    def _output(
+        self,
+        image: ImageFeatures,
+        text: TextFeatures,
+        gathered: Callable[[], Keys],
+        step: int,
+        training: bool,
+    ) -> TeacherOutput:
+        fresh, queue = gathered(), self.queue
+        if step != self._keys_step:  # keys of a step that was skipped are not pushed
+            self.forget()
+        if training:
+            self._keys_step = step
+            self._new_keys.append(fresh)
+        # A queue that fills would make a held-out loss rise, whatever the model learns.
+        keys = Keys(*map(torch.cat, zip(fresh, queue.keys()))) if training else fresh
+        settings = self.settings
+        share = soft_target_share(step, settings.alpha, settings.warmup_steps)
+        alpha = share if training else 0.0
+        return TeacherOutput(image, text, keys, alpha, self.average.module)
+
+    def after_step(
+        self,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        applied: Tensor | None = None,
+    ) -> None:
+        """Move towards the new student and push the step's keys into the queue.
+
+        Where `applied` (0-d bool) is False, nothing moves.
+        """
+        self.average.update(parameters, self.settings.momentum, buffers, applied)
+        for image, text, image_ids, valid in self._new_keys:
+            valid = valid if applied is None else valid & applied
+            self.queue.push(image, text, image_ids, valid)
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the keys that wait for `after_step`."""
+        self._new_keys.clear()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return teacher and queue by name, the same on every rank."""
+        state = {f"teacher.{name}": value for name, value in self.average.state_dict().items()}
+        return state | {f"queue.{name}": value for name, value in self.queue.state_dict().items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take back what `state_dict` gave."""
+        self.average.load_state_dict(strip_prefix(state, "teacher."))
+        self.queue.load_state_dict(strip_prefix(state, "queue."))
+
+
+def strip_prefix(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the entries under a prefix, by their names without it."""
+    return {
+        name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)
+    }
+
+
+_PREFIX = "teacher."
+
+
+class DistillationConfig(MomentumConfig):
+    """Momentum teacher of a downstream task."""
+
+    warmup_steps: int | None = Field(
+        None,
+        ge=0,
+        description="alpha rises linearly over these optimiser steps; null: the first epoch",
+    )
+
+
+class DistilledConfig(DownstreamConfig):
+    """Configuration of a task that may have a teacher."""
+
+    teacher: DistillationConfig | None = Field(
+        None, description="momentum copy of the task that gives soft targets; null: none"
+    )
+
+
+class SoftTarget(NamedTuple):
+    """Prediction of a teacher, rows that sum to 1, and its share of the target."""
+
+    soft: Tensor
+    alpha: float
+
+
+class Distilled(Downstream):
+    """Base of tasks that a momentum copy of themselves may teach.
+
+    `teacher` lies beside the parameters: a checkpoint has it in the task's extra state.
+    """
+
+    config: DistilledConfig
+    teacher: Teacher[Any] | None = None
+    _warmup_steps = 0
+
+    def teachers(self) -> list[nn.Module]:
+        """Return the teacher, if there is one."""
+        return [] if self.teacher is None else [self.teacher.module]
+
+    def start_teacher(self, epoch_steps: int) -> None:
+        """Copy the task as its teacher, where one is configured.
+
+        Args:
+            epoch_steps: optimiser steps of the first epoch.
+        """
+        if (settings := self.config.teacher) is not None:
+            asked = settings.warmup_steps
+            self._warmup_steps = epoch_steps if asked is None else asked
+            self.teacher = Teacher(self, AUTOCAST.get(self.precision))
+
+    def soft_target(
+        self, step: int, device: torch.device, logits: Callable[[Self], Tensor]
+    ) -> SoftTarget | None:
+        """Return the teacher's softmax at an optimiser step; None without one or in evaluation.
+
+        Args:
+            step: from 0.
+            device: of the batch.
+            logits: computes (..., classes) logits of the batch with a task.
+        """
+        settings = self.config.teacher
+        if self.teacher is None or settings is None or not self.training:
+            return None
+        with torch.no_grad():
+            (found,) = full_precision(logits(self.teacher.to(device).module))
+        share = soft_target_share(step, settings.alpha, self._warmup_steps)
+        return SoftTarget(found.softmax(-1), share)
+
+    def after_step(
+        self, parameters: Callable[[], dict[str, Tensor]], applied: Tensor | None = None
+    ) -> None:
+        """Move the teacher towards the new student, if `applied` (0-d bool)."""
+        if self.teacher is not None and self.config.teacher is not None:
+            momentum = self.config.teacher.momentum
+            self.teacher.update(parameters(), momentum, dict(self.named_buffers()), applied)
+
+    def extra_state(self) -> dict[str, Tensor]:
+        """Return the teacher by name, the same on every rank; empty without one."""
+        state = {} if self.teacher is None else self.teacher.state_dict()
+        return {f"{_PREFIX}{name}": value for name, value in state.items()}
+
+    def load_extra_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take back what `extra_state` gave.
+
+        Raises:
+            ValueError: there is a state and no teacher.
+            RuntimeError: the state is of another task.
+        """
+        if self.teacher is None:
+            super().load_extra_state(state)
+        else:
+            self.teacher.load_state_dict(strip_prefix(state, _PREFIX))

@@ -1,0 +1,257 @@
+"""Question answering: a decoder writes the answer, or ranks those of a list (ALBEF, section 4).
+
+The question goes through both encoders and the cross-modal encoder with its image; the decoder
+attends to the text stream (ACE-RPE, section 4.2).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from vlp import distributed
+from vlp.config import ConfigError
+from vlp.data.downstream.items import Items
+from vlp.data.stream.loader import OrderedData
+from vlp.data.text.tokenizer import TextProcessor
+from vlp.models.decoder import (
+    CANDIDATES,
+    AnswerDecoderConfig,
+    AnswerRanking,
+    Memory,
+    answer_likelihood,
+    answer_logits,
+    generate,
+)
+from vlp.models.folder import Loaded
+from vlp.models.vlp import pairs_of
+from vlp.objectives.loss import Loss
+from vlp.tasks.downstream.answer_task import (
+    Sentences,
+    create_decoder,
+    marks,
+    start,
+    trained_decoder_starts,
+)
+from vlp.tasks.downstream.registry import DownstreamTask, TaskCard, register_task
+from vlp.tasks.downstream.task import SCORES
+from vlp.tasks.task import Precision, StepOutput
+from vlp.tasks.teacher import Distilled, DistilledConfig
+from vlp.tasks.vqa.data import (
+    VqaBatch,
+    VqaDataConfig,
+    VqaDataset,
+    frequent_answers,
+    questions_in,
+    read_answers,
+)
+from vlp.tasks.vqa.metrics import Version
+
+logger = logging.getLogger(__name__)
+
+Predict = Literal["rank", "generate"]
+
+
+class VqaConfig(DistilledConfig):
+    """Decoder, data, prediction and scoring."""
+
+    kind: Literal["vqa"] = Field("vqa", description="selects this class")
+    data: VqaDataConfig = Field(description="shards of questions, and the answers to choose from")
+    decoder: AnswerDecoderConfig = Field(
+        AnswerDecoderConfig(), description="sizes and start of the text decoder"
+    )
+    predict: Predict = Field("rank", description="choose from the list, or write freely")
+    candidates: int | None = Field(
+        CANDIDATES,
+        ge=1,
+        description="answers whose full likelihood decides in `rank`; null: all that can win",
+    )
+    beams: int = Field(3, ge=1, description="of `generate`")
+    accuracy: Version = Field("official", description="the evaluator; see vlp.tasks.vqa.metrics")
+
+
+class Vqa(Distilled):
+    """Likelihood of each answer, weighted by the share of people who gave it.
+
+    Args:
+        config: model and data.
+        parts: the pretrained model.
+        answers: the list to choose from.
+        precision: see `PlainTask`.
+
+    Raises:
+        ConfigError: the decoder does not fit the model.
+    """
+
+    metric: ClassVar[str] = "accuracy"
+    untrained = SCORES
+    config: VqaConfig
+
+    def __init__(
+        self,
+        config: VqaConfig,
+        parts: Loaded,
+        answers: Sequence[str],
+        precision: Precision = "float32",
+    ) -> None:
+        super().__init__(config, parts, precision)
+        most = config.data.max_answer
+        self.decoder = create_decoder(config.decoder, parts, most)
+        self.answer_text = TextProcessor(self.text.tokenizer, most)
+        self._sentences = Sentences(self.text)
+        # What the tokenizer does not tell apart is one answer, the first that is listed.
+        by_ids: dict[tuple[int, ...], str] = {}
+        for answer, ids in zip(answers, self.answer_text(list(answers)).text_ids.tolist()):
+            by_ids.setdefault(tuple(ids), answer)
+        self.answers, self._by_ids = tuple(by_ids.values()), by_ids
+
+    def known(self) -> dict[str, Any]:
+        """Return the list of answers."""
+        return {"answers": list(self.answers)}
+
+    @classmethod
+    def restore(cls, config: VqaConfig, parts: Loaded, known: Mapping[str, Any]) -> Self:
+        """Make the task that a model folder describes, with a fresh decoder."""
+        return cls(config, parts, known["answers"])
+
+    def goes_on_from(self, known: Mapping[str, Any]) -> bool:
+        """Return True unless the decoder's start is configured; lists of answers may differ."""
+        return trained_decoder_starts(self.config.decoder)
+
+    def dataset(self, folders: Sequence[str | Path], limit: int | None = None) -> VqaDataset:
+        """Return the questions of shard folders.
+
+        Raises:
+            ConfigError: a folder cannot be read, or holds no question.
+        """
+        items = Items(folders, questions_in, limit)
+        data = self.config.data
+        return VqaDataset(items, self.text, self.prepare, data.max_answer, data.folder_weights)
+
+    def remember(self, batch: VqaBatch) -> Memory:
+        """Encode B questions with their images into what the decoder attends to.
+
+        One image stands for all questions, and one question for all images.
+
+        Raises:
+            ValueError: there are several of both, and not as many of one as of the other.
+        """
+        text = self.model.encode_text(batch.text_ids, batch.attention_mask, batch.word_mask)
+        image = self.model.encode_image(batch.pixels)
+        pairs = pairs_of(len(image.states), len(text.states), text.states.device)
+        crossed = self.model.cross(image, text, pairs, need_image=False)
+        return self.decoder.remember(crossed.text, crossed.attention_mask)
+
+    def token_logits(self, batch: VqaBatch) -> Tensor:
+        """Compute (R, vocabulary) logits of the R word pieces of all answers and of their ends."""
+        memory = self.remember(batch).select(batch.owners)
+        words = self.model.text_encoder.embedding
+        pad_id, places = self.text.pad_id, batch.places
+        return answer_logits(self.decoder, memory, batch.answer_ids, words, pad_id, places)
+
+    def forward(self, batch: VqaBatch, step: int) -> StepOutput:
+        """Compute the negative log-likelihood of the answers in nats and the token accuracy.
+
+        With a teacher the likelihood is minus the cross-entropy to the mixed target.
+        """
+        device = batch.pixels.device
+        with self.autocast(device):
+            memory = self.remember(batch).select(batch.owners)
+            words = self.model.text_encoder.embedding
+            target = self.soft_target(step, device, lambda task: task.token_logits(batch))
+            soft, alpha = target or (None, 0.0)
+            found = answer_likelihood(
+                self.decoder,
+                memory,
+                batch.answer_ids,
+                words,
+                self.text.pad_id,
+                soft=soft,
+                alpha=alpha,
+                places=batch.places,
+            )
+        counted = batch.valid[batch.owners]
+        each = -(found.log_probability * batch.shares).where(counted, 0)
+        right, tokens = (part.where(counted, 0).sum() for part in (found.right, found.tokens))
+        return self.step_output(
+            {"answers": Loss(each.sum(), batch.valid.sum())},
+            statistics={"token_accuracy": right / tokens.clamp(min=1)},
+        )
+
+    @torch.no_grad()
+    def predict(self, batch: VqaBatch, how: Predict | None = None) -> list[str]:
+        """Answer each question; None is as configured."""
+        return self.answer(self.remember(batch), how)
+
+    @torch.no_grad()
+    def answer(self, memory: Memory, how: Predict | None = None) -> list[str]:
+        """Answer questions that are encoded with their images; None is as configured."""
+        config, words = self.config, self.model.text_encoder.embedding
+        if (how or config.predict) == "rank":
+            return [self.answers[number] for number in self.ranking()(memory).best.tolist()]
+        ids = generate(
+            self.decoder,
+            memory,
+            words,
+            marks(self.text),
+            config.data.max_answer - 1,
+            config.beams,
+        )
+        return [self._as_listed(said) for said in self._sentences(ids)]
+
+    def ranking(self) -> AnswerRanking:
+        """Return what ranks the listed answers, on the device of the model."""
+        words = self.model.text_encoder.embedding
+        listed = torch.tensor(list(self._by_ids), device=words.word.weight.device)
+        return AnswerRanking(self.decoder, listed, words, self.text.pad_id, self.config.candidates)
+
+    def _as_listed(self, said: str) -> str:
+        """Spell an answer as the list does, where it is listed ("10:30", not "10 : 30")."""
+        ids = self.answer_text([said]).text_ids[0].tolist()
+        return self._by_ids.get(tuple(ids), said)
+
+
+def build(
+    config: VqaConfig, parts: Loaded, batch: int, seed: int, precision: Precision
+) -> tuple[Vqa, OrderedData]:
+    """Build the task and its training data.
+
+    Raises:
+        ConfigError: start, shards, answers and batch cannot be used.
+    """
+    data = config.data
+    if strange := sorted(data.folder_weights.keys() - set(data.train)):
+        raise ConfigError(f"task.data.folder_weights: {strange[0]} is no folder of `train`")
+    answers = (
+        frequent_answers(data.train, data.most_answers)
+        if data.answers is None
+        else read_answers(data.answers)
+    )
+    task = Vqa(config, parts, answers, precision)
+    lost = len(answers) - len(task.answers)
+    if lost and distributed.rank() == 0:
+        told = next(answer for answer in answers if answer not in task.answers)
+        logger.warning(
+            "%d of %d answers have the word pieces of an earlier one (spelled alike, cut at "
+            "task.data.max_answer %d, or unknown words) and are answered by it; %r for one",
+            *(lost, len(answers), data.max_answer, told),
+        )
+    start(task.decoder, parts)
+    return task, task.dataset(data.train, data.limit).batches(data, batch, seed)
+
+
+register_task(
+    DownstreamTask(
+        "vqa",
+        VqaConfig,
+        build,
+        Vqa.restore,
+        TaskCard("visual question answering", "visual-question-answering"),
+    )
+)

@@ -1,0 +1,255 @@
+"""Widget captioning: a transformer over the widgets of a screen, and a caption decoder.
+
+The model of Li et al. 2020 ("Widget Captioning") as Li et al. 2021 use it (section 4.4), without
+the pixels of the widgets: content is the type, whether it can be clicked, and words.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from vlp.config import Config, ConfigError
+from vlp.layers.attention import Attention
+from vlp.layers.blocks import FeedForward
+from vlp.models.decoder import beam_search
+from vlp.models.vision.backbone import create_encoding
+from vlp.positions import PositionContext, PositionEncoding
+from vlp.positions.options import PositionConfig
+from vlp.positions.sine import sinusoid
+from vlp.tasks.widgets.data import WidgetBatch
+from vlp.tasks.widgets.screens import KINDS
+
+
+class WidgetModelConfig(Config):
+    """Sizes, and the encodings of the boxes; the defaults are the papers' (6 layers, 8 heads)."""
+
+    width: int = Field(128, ge=1, description="channels of a token")
+    heads: int = Field(
+        8, ge=1, description="attention heads of every layer; a divisor of the width"
+    )
+    layers: int = Field(6, ge=1, description="of the screen encoder")
+    decoder_layers: int = Field(6, ge=1, description="layers of the caption decoder")
+    intermediate: int = Field(
+        512, ge=1, description="channels between both layers of a feed-forward block"
+    )
+    dropout: float = Field(0.2, ge=0, lt=1, description="share of activations set to 0 in training")
+    positions: tuple[PositionConfig, ...] = Field(
+        (), description="encodings of the widgets' boxes, none or several"
+    )
+    combine: Literal["concat", "add"] = Field(
+        "concat",
+        description="how a place meets the content: beside it under one dense layer (appendix B of "
+        "Li et al. 2021), or added to it after that layer",
+    )
+    trees: int = Field(
+        0, ge=0, description="rows of tables for depth and place in the tree; 0 leaves them out, "
+        "500 is the public code's"
+    )  # fmt: skip
+
+
+class _ScreenLayer(nn.Module):
+    """Pre-norm attention among widgets and feed-forward."""
+
+    def __init__(self, config: WidgetModelConfig, positions: list[PositionEncoding]) -> None:
+        super().__init__()
+        width, dropout = config.width, config.dropout
+        # The explicit path alone drops probabilities; a screen has a few hundred widgets at most.
+        fused = False if dropout else None
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = Attention(width, config.heads, positions=positions, fused=fused)
+        self.attention.add_module("probabilities", nn.Dropout(dropout))
+        self.feed_forward_norm = nn.LayerNorm(width)
+        self.feed_forward = FeedForward(width, config.intermediate)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, states: Tensor, mask: Tensor, context: PositionContext) -> Tensor:
+        """(B, W, width), mask (B, W) -> (B, W, width)."""
+        attended = self.attention(self.attention_norm(states), mask=mask, context=context)
+        states = states + self.dropout(attended)
+        return states + self.dropout(self.feed_forward(self.feed_forward_norm(states)))
+
+
+class ScreenEncoder(nn.Module):
+    """Widgets to states that know of each other.
+
+    Encodings of tokens act once, in the way `combine` says, those of attention in every layer with
+    tables of its own; each reads the boxes as `context.coordinates`. Without any, the order of the
+    widgets means nothing.
+
+    Args:
+        config: sizes and encodings.
+        pad_id: the word that is none.
+
+    Raises:
+        ConfigError: an encoding does not exist, or does not fit.
+    """
+
+    def __init__(self, config: WidgetModelConfig, pad_id: int) -> None:
+        super().__init__()
+        self.config, self.pad_id = config, pad_id
+        width = config.width
+        self.kinds = nn.Embedding(len(KINDS), width)
+        self.clickable = nn.Embedding(2, width)
+        self.trees = nn.ModuleList(nn.Embedding(config.trees, width) for _ in range(3))
+        if not config.trees:
+            self.trees = nn.ModuleList()
+        for table in (self.kinds, self.clickable, *self.trees):
+            nn.init.normal_(table.weight, std=0.1)
+        # One of each for every layer; those of tokens act in front of the first.
+        made = [
+            [create_encoding(one, width=width, heads=config.heads) for one in config.positions]
+            for _ in range(config.layers)
+        ]
+        self.positions = nn.ModuleList(one for one in made[0] if "tokens" in one.hooks)
+        beside = config.combine == "concat" and len(self.positions) > 0
+        parts = 4 + (config.trees > 0) + beside
+        self.content = nn.Linear(parts * width, width)
+        self.dropout = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList(
+            _ScreenLayer(config, [one for one in each if one.hooks - {"tokens"}]) for each in made
+        )
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, batch: WidgetBatch, words: nn.Embedding) -> Tensor:
+        """States of the widgets, (B, W, width).
+
+        Args:
+            batch: screens.
+            words: the embedding, `config.width` wide, that captions have, too; passed here so that
+                it is owned once.
+
+        Raises:
+            ValueError: an encoding cannot use boxes, or these.
+        """
+        context = PositionContext(coordinates=batch.boxes)
+        parts = [
+            self._spoken(batch.words, words),
+            self._spoken(batch.resources, words),
+            self.kinds(batch.kinds),
+            self.clickable(batch.clickable),
+        ]
+        if len(self.trees):
+            # Numbers beyond a table count as unknown, 0, as in the public code.
+            numbers = batch.trees.masked_fill(batch.trees >= self.config.trees, 0).unbind(-1)
+            found = [table(number) for table, number in zip(self.trees, numbers)]
+            parts.append(torch.stack(found).sum(0))
+        beside = self.config.combine == "concat"
+        if beside and len(self.positions):
+            parts.append(self._place(torch.zeros_like(parts[0]), context))
+        states = self.content(torch.cat(parts, -1)).relu()
+        if not beside:
+            states = self._place(states, context)
+        states = self.dropout(states)
+        for layer in self.layers:
+            states = layer(states, batch.real, context)
+        return self.norm(states)
+
+    def _place(self, states: Tensor, context: PositionContext) -> Tensor:
+        for encoding in self.positions:
+            states = encoding("tokens", states, context)
+        return states
+
+    def _spoken(self, ids: Tensor, words: nn.Embedding) -> Tensor:
+        """(B, W, N) -> (B, W, width): the largest of every channel over the words, 0 of none."""
+        there = (ids != self.pad_id)[..., None]
+        largest = words(ids).masked_fill(~there, -torch.inf).amax(-2)
+        return largest.masked_fill(~there.any(-2), 0)
+
+
+class WidgetCaptioner(nn.Module):
+    """Screen encoder, and a causal decoder that attends to the state of one widget.
+
+    Args:
+        config: sizes and encodings.
+        vocab_size: word pieces, of texts and captions alike.
+        special_ids: never said, other than `end`.
+        pad_id: the word that is none.
+        start: first id of every caption.
+        end: last id.
+
+    Raises:
+        ConfigError: heads do not divide the width, or an encoding does not fit.
+    """
+
+    def __init__(
+        self,
+        config: WidgetModelConfig,
+        vocab_size: int,
+        special_ids: tuple[int, ...],
+        pad_id: int,
+        start: int,
+        end: int,
+    ) -> None:
+        super().__init__()
+        width = config.width
+        if width % config.heads or width % 2:
+            raise ConfigError(
+                f"model.heads {config.heads} and pairs of sine and cosine do not divide "
+                f"model.width {width}"
+            )
+        self.start, self.end = start, end
+        self.silent = tuple(one for one in special_ids if one != end)
+        self.words = nn.Embedding(vocab_size, width)
+        nn.init.normal_(self.words.weight, std=0.1)
+        self.encoder = ScreenEncoder(config, pad_id)
+        self.dropout = nn.Dropout(config.dropout)
+        self.decoder = nn.ModuleList(
+            nn.TransformerDecoderLayer(
+                width,
+                config.heads,
+                config.intermediate,
+                config.dropout,
+                batch_first=True,
+                norm_first=True,
+            )
+            for _ in range(config.decoder_layers)
+        )
+        self.norm = nn.LayerNorm(width)
+        self.output = nn.Linear(width, vocab_size)
+
+    def forward(self, batch: WidgetBatch) -> Tensor:
+        """Logits of every caption's next word, (T, L - 1, vocabulary)."""
+        return self.decode(self.widgets(batch), batch.captions[:, :-1])
+
+    def widgets(self, batch: WidgetBatch) -> Tensor:
+        """States of the widgets that are captioned, (T, width)."""
+        screen, widget = batch.targets.unbind(-1)
+        return self.encoder(batch, self.words)[screen, widget]
+
+    def decode(self, states: Tensor, ids: Tensor) -> Tensor:
+        """Logits of the words after ids (T, L), of widgets (T, width): (T, L, vocabulary)."""
+        length, memory = ids.shape[1], states[:, None]
+        places = torch.arange(length, device=ids.device)
+        said = self.words(ids) + sinusoid(places, states.shape[-1])
+        said = self.dropout(said)
+        later = torch.ones(length, length, dtype=torch.bool, device=ids.device).triu(1)
+        for layer in self.decoder:
+            said = layer(said, memory, tgt_mask=later, tgt_is_causal=True)
+        logits: Tensor = self.output(self.norm(said))
+        return logits
+
+    @torch.no_grad()
+    def generate(self, batch: WidgetBatch, length: int, beams: int = 1) -> Tensor:
+        """Captions (T, at most length), without [CLS], ending in [SEP] where they end.
+
+        Args:
+            batch: whose captions are not looked at.
+            length: word pieces and [SEP].
+            beams: see `beam_search`; the public code has 4.
+        """
+        states = self.widgets(batch)
+        silent = list(self.silent)
+
+        def step(ids: Tensor, parents: Tensor) -> Tensor:
+            repeated = states.repeat_interleave(len(ids) // len(states), 0)
+            logits = self.decode(repeated, ids)[:, -1].float()
+            logits[:, silent] = -torch.inf
+            return logits.log_softmax(-1)
+
+        return beam_search(
+            step, len(states), self.start, self.end, length, beams, device=states.device
+        )

@@ -1,0 +1,126 @@
+"""Widget captioning: cross-entropy of captions, and the regulariser of Fourier features."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from vlp.config import Config
+from vlp.data.stream.loader import OrderedData
+from vlp.objectives.loss import Loss
+from vlp.objectives.mlm import mlm_loss
+from vlp.positions.fourier import FourierPosition
+from vlp.tasks.task import PlainTask, Precision, StepOutput
+from vlp.tasks.vision_only import save_task
+from vlp.tasks.widgets.data import (
+    WidgetBatch,
+    WidgetDataConfig,
+    WidgetText,
+    open_screens,
+    read_tokenizer,
+    widget_data,
+    widget_text,
+)
+from vlp.tasks.widgets.model import WidgetCaptioner, WidgetModelConfig
+
+
+class WidgetsConfig(Config):
+    """Model, screens, and how captions are found and judged."""
+
+    kind: Literal["widgets"] = Field("widgets", description="selects this class")
+    model: WidgetModelConfig = Field(
+        WidgetModelConfig(), description="sizes of the model, and its encodings of boxes"
+    )
+    data: WidgetDataConfig = Field(WidgetDataConfig(), description="screens and their captions")
+    regulariser: float = Field(
+        0.0,
+        ge=0,
+        description="lambda of Eq. 11, on Fourier encodings with `regularised` (the paper's value "
+        "is lost, papers.md#fourier-f10)",
+    )
+    beams: int = Field(1, ge=1, description="of the search for captions; the public code has 4")
+    java: bool = Field(
+        True, description="evaluate with the PTB tokeniser and METEOR; false goes without both"
+    )
+
+
+class Widgets(PlainTask):
+    """Predicts each next word piece of a widget's caption.
+
+    Args:
+        config: model and screens.
+        text: vocabulary.
+        precision: see `PlainTask`.
+    """
+
+    def __init__(
+        self, config: WidgetsConfig, text: WidgetText, precision: Precision = "float32"
+    ) -> None:
+        super().__init__(precision)
+        self.config, self.text = config, text
+        self.model = WidgetCaptioner(
+            config.model, text.vocab_size, text.special_ids, text.pad_id, text.cls_id, text.sep_id
+        )
+
+    def forward(self, batch: WidgetBatch, step: int) -> StepOutput:
+        """Cross-entropy per word piece in nats, and the share of pieces predicted right."""
+        with self.autocast(batch.boxes.device):
+            logits = self.model(batch)
+        labels = batch.captions[:, 1:]
+        real = labels != self.text.pad_id
+        # A row of padding alone is left in the model, so that every rank runs the same.
+        words = mlm_loss(logits.flatten(0, 1), labels.masked_fill(~real, -100).flatten())
+        losses = {"words": words}
+        if self.config.regulariser:
+            losses["regulariser"] = self._regulariser(words.total)
+        statistics = {}
+        if bool(real.any()):
+            hits = (logits.argmax(-1) == labels)[real]
+            statistics["accuracy"] = hits.float().mean()
+        return self.step_output(losses, {"regulariser": self.config.regulariser}, statistics)
+
+    def save_model(self, folder: Path, state: dict[str, Tensor]) -> None:
+        """Write the model folder."""
+        save_task(folder, self.config, state, {"tokenizer": self.text.to_json()})
+
+    def _regulariser(self, like: Tensor) -> Loss:
+        """KL of every regularised encoding's frequencies, summed (Eq. 10)."""
+        terms = [
+            encoding("regulariser")
+            for encoding in self.model.modules()
+            if isinstance(encoding, FourierPosition) and encoding.log_variance is not None
+        ]
+        total = torch.stack(terms).sum() if terms else like.new_zeros(())
+        return Loss(total, torch.ones((), dtype=torch.int64, device=like.device))
+
+
+def build(
+    config: WidgetsConfig, batch: int, seed: int, precision: Precision
+) -> tuple[Widgets, OrderedData]:
+    """The task and its training data.
+
+    Raises:
+        ConfigError: model, screens and batch do not fit, or the test screens cannot be opened.
+    """
+    data = config.data
+    screens = open_screens(data.screens, "train")
+    open_screens(data.screens, "test")
+    text = widget_text(
+        screens, data.vocabulary, data.vocabulary_size, data.max_words, data.max_caption
+    )
+    return Widgets(config, text, precision), widget_data(screens, text, data, batch, seed)
+
+
+def load(config: dict[str, Any], known: dict[str, Any]) -> Widgets:
+    """The task that a model folder describes, with fresh weights.
+
+    Raises:
+        ValueError: the vocabulary that it holds is none.
+    """
+    parsed = WidgetsConfig.model_validate(config)
+    tokenizer = read_tokenizer(known["tokenizer"])
+    return Widgets(parsed, WidgetText(tokenizer, parsed.data.max_words, parsed.data.max_caption))
