@@ -2,10 +2,9 @@
 
 A new task is at most four files:
 
-1. a module with the task's configuration (`kind: Literal["mine"]`), its `Downstream` and `build`,
-   which calls `register_task`;
-2. a module with its `TaskEvaluation` (see `evaluation.downstream.registry`), of the same name as
-   the first where both belong to this repository;
+1. `vlp/tasks/MINE/task.py` with the task's configuration (`kind: Literal["mine"]`), its
+   `Downstream` and `build`, which calls `register_task`;
+2. `evaluation/downstream/MINE.py` with its `TaskEvaluation` (see `evaluation.downstream.registry`);
 3. a line in `_BUILT_IN`, or, from another package, an entry point of the group `vlp.tasks` that
    names a module for the kind; importing that module registers task and evaluation;
 4. a configuration file of its fine-tuning.
@@ -118,10 +117,10 @@ def get_task(kind: str) -> DownstreamTask:
 
 
 def task_module(kind: str) -> str:
-    """Return the name of the module that a built-in task has in a package of tasks, else "".
+    """Return the folder of a built-in task in `vlp.tasks`, else "".
 
     Args:
-        kind: such as "nlvr2", whose module is `pair_classification`.
+        kind: such as "nlvr2", whose folder is `pair_classification`.
     """
     return _BUILT_IN[kind][0] if kind in _BUILT_IN else ""
 
