@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from vlp.models.folder import from_pretrained as load
     from vlp.positions import create_position, list_positions
     from vlp.serving.config import VlpConfig
+    from vlp.serving.image_processor import VlpImageProcessor
     from vlp.serving.model import VlpForQuestionAnswering, VlpModel
-    from vlp.serving.processor import VlpImageProcessor, VlpProcessor
+    from vlp.serving.processor import VlpProcessor
 
 __version__ = "0.1.0"
 __all__ = [
@@ -35,7 +36,7 @@ __all__ = [
 _PLACES = {
     "VlpConfig": "vlp.serving.config",
     "VlpForQuestionAnswering": "vlp.serving.model",
-    "VlpImageProcessor": "vlp.serving.processor",
+    "VlpImageProcessor": "vlp.serving.image_processor",
     "VlpModel": "vlp.serving.model",
     "VlpProcessor": "vlp.serving.processor",
     "create_position": "vlp.positions",

@@ -18,7 +18,7 @@ _AUTO = "transformers.models.auto"
 _OURS = {
     f"{_AUTO}.configuration_auto": "vlp.serving.config",
     f"{_AUTO}.processing_auto": "vlp.serving.processor",
-    f"{_AUTO}.image_processing_auto": "vlp.serving.processor",
+    f"{_AUTO}.image_processing_auto": "vlp.serving.image_processor",
 }
 """Module of transformers -> the module of ours that it needs."""
 

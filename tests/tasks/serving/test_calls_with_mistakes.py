@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 import vlp
-from vlp.serving.processor import VlpImageProcessor
+from vlp.serving.image_processor import VlpImageProcessor
 
 WANTED = r"give a tensor \(images, 3, 16, 16\)"
 
