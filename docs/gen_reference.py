@@ -34,7 +34,7 @@ RUN_CONFIGS = {
     "Fine-tuning": "vlp.training.finetune_config:FinetuneConfig",
     "Vision-only training": "vlp.training.vision_config:VisionConfig",
     "Ablations": "evaluation.ablations.config:AblationConfig",
-    "Evaluation of several models": "evaluation.suite.suite_config:SuiteConfig",
+    "Evaluation of several models": "evaluation.suite.suite:SuiteConfig",
     "Stored tables": "evaluation.ablations.stored_tables:StoredTablesConfig",
 }
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from evaluation.probes.pointing_result import PointingResult
+    from evaluation.probes.pointing import PointingResult
     from evaluation.retrieval.retrieval import Direction, RetrievalResult
 
 ROOT = Path(__file__).resolve().parents[1]

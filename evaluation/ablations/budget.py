@@ -9,7 +9,7 @@ import numpy as np
 
 from evaluation.ablations.config import AblationConfig
 from evaluation.ablations.runs import Results
-from evaluation.core.results import Table
+from evaluation.results import Table
 from vlp.config import ConfigError
 
 Pair = tuple[str, int]

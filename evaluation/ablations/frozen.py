@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from evaluation.ablations.config import FrozenConfig
 from evaluation.ablations.runs import LAUNCH, RESULT, Run, finished
-from evaluation.vision.chosen import evenly_spread
+from evaluation.samples import evenly_spread
 from vlp.config import ConfigError, load_config
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.labelled_images import LabelledImages, open_labelled, some_of

@@ -20,7 +20,7 @@ from scipy import stats
 from evaluation.ablations.config import AblationConfig
 from evaluation.ablations.runs import LAUNCH, Results, portable
 from evaluation.ablations.tables import compare_rows, gates, tables
-from evaluation.core.results import Table
+from evaluation.results import Table
 from vlp.config import Config, ConfigError, load_config
 
 REGISTRY = LAUNCH.parent / "configs" / "ablation" / "results" / "tables.yaml"

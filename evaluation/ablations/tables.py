@@ -21,8 +21,8 @@ from evaluation.ablations.seed_tests import (
     holm,
     mean_and_deviation,
 )
-from evaluation.core.latex import latex
-from evaluation.core.results import Table
+from evaluation.latex import latex
+from evaluation.results import Table
 from vlp.io import write_json
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from evaluation.core.results import aligned
+from evaluation.results import aligned
 from vlp.config import ConfigError, load_config
 from vlp.training.config import PretrainConfig
 

@@ -35,13 +35,19 @@ from torch import Tensor
 from evaluation.benchmarks import harness
 from evaluation.benchmarks.harness import Measurement
 from evaluation.benchmarks.stand_ins import StandIns, random_model
-from evaluation.core.eval_mode import inference
-from evaluation.core.feature_cache import GIBIBYTE
-from evaluation.core.work_sharding import Ranks
-from evaluation.retrieval.pair_scoring import PairScorer, match_batch_for
-from evaluation.retrieval.rerank import CandidatePairs, match_pairs, nearest_pairs, reranked_ranks
-from evaluation.retrieval.search import Search, search
-from evaluation.retrieval.two_stages import DIRECTIONS, Direction
+from evaluation.encoder import GIBIBYTE
+from evaluation.ranks import Ranks, inference
+from evaluation.retrieval.rerank import (
+    CandidatePairs,
+    PairScorer,
+    Search,
+    match_batch_for,
+    match_pairs,
+    nearest_pairs,
+    reranked_ranks,
+    search,
+)
+from evaluation.retrieval.retrieval import DIRECTIONS, Direction
 from vlp.config import Precision
 from vlp.models.config import ModelConfig
 from vlp.models.features import ImageFeatures, TextFeatures

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from evaluation.core.encoder import Collection
-from evaluation.core.feature_cache import Block, BlockCache
+from evaluation.encoder import Block, BlockCache, Collection
 from vlp.config import Precision
 from vlp.models.config import ModelConfig
 from vlp.models.features import ImageFeatures, TextFeatures

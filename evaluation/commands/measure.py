@@ -85,8 +85,7 @@ def retrieval(
 
     With --rerank the cross-modal encoder re-ranks the best candidates.
     """
-    from evaluation.retrieval.retrieval import evaluate_retrieval
-    from evaluation.retrieval.two_stages import BANK_TEMPERATURE
+    from evaluation.retrieval.retrieval import BANK_TEMPERATURE, evaluate_retrieval
 
     if bank_temperature is not None and not bank:
         raise typer.BadParameter("--bank-temperature goes with --bank SHARDS")
@@ -183,8 +182,7 @@ def zeroshot(
     \b
       vlp evaluate zeroshot --model runs/base/model --shards cifar10/test.tar.xz --classes c.txt
     """
-    from evaluation.zeroshot.prompts import read_prompts
-    from evaluation.zeroshot.zeroshot import evaluate_zeroshot
+    from evaluation.zeroshot import evaluate_zeroshot, read_prompts
 
     if match_by is not None and not match:
         raise typer.BadParameter("--match-by says how classes are scored again: give --match too")
@@ -271,7 +269,7 @@ def vision(
     ] = None,
 ) -> None:
     """Evaluate a vision model on its test data."""
-    from evaluation.core.results import Table, write_report
+    from evaluation.results import Table, write_report
     from evaluation.vision import evaluate_folder
 
     one_process("vision models are evaluated in one process")
@@ -298,7 +296,7 @@ def evaluate_all(
     data are the same is kept, so an interrupted call goes on where it was. What fails is named,
     does not stop the rest, and makes the exit code 1.
     """
-    from evaluation.suite.suite_config import SuiteConfig
+    from evaluation.suite.suite import SuiteConfig
     from vlp.config import load_config
 
     loaded = load_config(config, SuiteConfig, overrides or ())
@@ -331,7 +329,7 @@ def suite(
     Prints recall and foils of captioned shards, and zero-shot accuracy of labelled ones, a column
     for each model. OUT keeps what is done, as of `vlp evaluate all`.
     """
-    from evaluation.suite.suite_config import suite_of
+    from evaluation.suite.suite import suite_of
 
     made = checked(
         lambda: suite_of(model, shards or (), labelled or (), classes, limit=limit, batch=batch)

@@ -14,7 +14,7 @@ from vlp.config import Precision
 from vlp.process.command_line import Command, positive
 
 if TYPE_CHECKING:
-    from evaluation.core.results import Table
+    from evaluation.results import Table
     from vlp.models.folder import Loaded
 
 
@@ -77,7 +77,7 @@ class EvaluationCommand(Command):
         import os
         import sys
 
-        from evaluation.core.samples import EvaluationError
+        from evaluation.samples import EvaluationError
         from vlp import distributed
         from vlp.config import ConfigError
         from vlp.io import redacted
@@ -186,7 +186,7 @@ def checked(work: Callable[[], Any]) -> Any:
     Raises:
         EvaluationError: the function raised ValueError.
     """
-    from evaluation.core.samples import said_in_one_line
+    from evaluation.samples import said_in_one_line
 
     with said_in_one_line():
         return work()

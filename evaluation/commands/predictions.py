@@ -69,11 +69,10 @@ def predict(
       vlp predict --model runs/vqa_v2/best --shards shards/vqa/test --out results.json
       vlp predict --model runs/vqa_v2/best --image a.jpg --text "what is on the table?"
     """
-    from evaluation.core.json_lines import write_lines
-    from evaluation.core.samples import EvaluationError, kinds_in_words
     from evaluation.downstream.predict import predict as predict_shards
-    from evaluation.downstream.predict import write_official
-    from evaluation.downstream.predict_one import predict_one
+    from evaluation.downstream.predict import predict_one, write_official
+    from evaluation.results import write_lines
+    from evaluation.samples import EvaluationError, kinds_in_words
 
     if bool(shards) == bool(image):
         raise typer.BadParameter("give either --shards and --out, or --image and --text")
@@ -151,9 +150,9 @@ def embed(
       vlp embed --model runs/base/model --shards shards/coco/val --out features/coco
       vlp embed --model runs/base/model --text "a red circle" --image a.jpg
     """
-    from evaluation.core.samples import kinds_in_words
-    from evaluation.retrieval.embed import embed as embed_shards
-    from evaluation.retrieval.embed import embed_inputs, write_inputs
+    from evaluation.embed import embed as embed_shards
+    from evaluation.embed import embed_inputs, write_inputs
+    from evaluation.samples import kinds_in_words
 
     if bool(image or text) == bool(shards):
         raise typer.BadParameter("give either --shards and --out, or --image and --text")

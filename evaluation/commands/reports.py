@@ -208,8 +208,8 @@ def report(
     \b
       vlp report runs/plain runs/ace --shards shards/scenes/val --out report.html
     """
-    from evaluation.core.samples import EvaluationError
     from evaluation.html_report.html_report import make_report
+    from evaluation.samples import EvaluationError
     from vlp.io import write_text
 
     one_process("a report is made in one process, without torchrun")

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 from PIL import Image
 
-from evaluation.core.samples import EvaluationError
 from evaluation.demo.examples import examples
 from evaluation.demo.session import TryIt
 from evaluation.downstream.registry import page_actions
+from evaluation.samples import EvaluationError
 from vlp.config import ConfigError
 from vlp.data.limits import limits
 

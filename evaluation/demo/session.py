@@ -15,18 +15,16 @@ import torch
 from PIL import Image
 
 import vlp
-from evaluation.core.encode_one import encode_one
-from evaluation.core.eval_mode import evaluating, inference
-from evaluation.core.samples import CaptionedSample, EvaluationError, said_in_one_line
-from evaluation.core.untrained_match import NEVER_MATCHED
-from evaluation.downstream.predict import has_task
-from evaluation.downstream.predict_one import match_of
+from evaluation.downstream.predict import has_task, match_of
 from evaluation.downstream.registry import get_evaluation, page_actions
 from evaluation.downstream.task_evaluation import PageAction
-from evaluation.grounding.heatmaps import anchors_over, framed, heat_over
-from evaluation.grounding.phrase_map import phrase_heat
+from evaluation.encoder import encode_one
+from evaluation.grounding.heatmaps import anchors_over, framed, heat_over, phrase_heat
 from evaluation.probes.anchor_maps import map_caption
+from evaluation.ranks import evaluating, inference
+from evaluation.results import NEVER_MATCHED
 from evaluation.retrieval.gallery import Gallery
+from evaluation.samples import CaptionedSample, EvaluationError, said_in_one_line
 from vlp.data.image.decode import decode_image, upright_rgb
 from vlp.data.limits import limits
 from vlp.data.schema import Annotation

@@ -10,14 +10,20 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from evaluation.core.results import Figure
-from evaluation.core.samples import EvaluationError
-from evaluation.core.work_sharding import Ranks
-from evaluation.downstream.blocks import image_name
 from evaluation.downstream.registry import register_evaluation
-from evaluation.downstream.result import clustered_figures, keep_scores
 from evaluation.downstream.submissions import Submission, write_captions
-from evaluation.downstream.task_evaluation import PageAction, Row, Scored, TaskEvaluation
+from evaluation.downstream.task_evaluation import (
+    PageAction,
+    Row,
+    Scored,
+    TaskEvaluation,
+    clustered_figures,
+    image_name,
+    keep_scores,
+)
+from evaluation.ranks import Ranks
+from evaluation.results import Figure
+from evaluation.samples import EvaluationError
 from vlp.data.downstream.items import Item
 from vlp.data.schema import Annotation, captions_of
 from vlp.data.text.tokenizer import TextProcessor

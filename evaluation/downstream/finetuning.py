@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from evaluation.core.block_reader import workers_for
-from evaluation.core.samples import EvaluationError
 from evaluation.downstream import evaluate_task
+from evaluation.samples import EvaluationError, workers_for
 from vlp import distributed
 from vlp.config import ConfigError
 from vlp.tasks.caption.metrics import CaptionToolError

@@ -9,12 +9,9 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 import vlp
-from evaluation.downstream.blocks import EvaluatedItems
-from evaluation.downstream.job import Job
 from evaluation.downstream.registry import register_evaluation
-from evaluation.downstream.result import TaskResult
 from evaluation.downstream.submissions import Submission, write_refcoco
-from evaluation.downstream.task_evaluation import TaskEvaluation
+from evaluation.downstream.task_evaluation import EvaluatedItems, Job, TaskEvaluation, TaskResult
 from evaluation.grounding.grounding import By, evaluate_grounding
 from vlp.data.image.ablated_views import View
 from vlp.data.schema import Annotation

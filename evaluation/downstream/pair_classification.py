@@ -9,11 +9,18 @@ import numpy as np
 import torch
 from PIL import Image
 
-from evaluation.downstream.blocks import image_name
 from evaluation.downstream.registry import register_evaluation
-from evaluation.downstream.result import clustered_figures, keep_scores, sentence_of
 from evaluation.downstream.submissions import Submission, write_nlvr2, write_snli_ve
-from evaluation.downstream.task_evaluation import PageAction, Row, Scored, TaskEvaluation
+from evaluation.downstream.task_evaluation import (
+    PageAction,
+    Row,
+    Scored,
+    TaskEvaluation,
+    clustered_figures,
+    image_name,
+    keep_scores,
+    sentence_of,
+)
 from vlp.data.downstream.images import panels
 from vlp.data.downstream.items import Item
 from vlp.tasks.pair_classification.data import PairBatch, PairExample

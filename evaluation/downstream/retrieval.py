@@ -10,10 +10,8 @@ from pydantic import Field, model_validator
 
 import vlp
 from evaluation.ablations.paper_results import RECALLS
-from evaluation.downstream.job import Job
 from evaluation.downstream.registry import register_evaluation
-from evaluation.downstream.result import TaskResult
-from evaluation.downstream.task_evaluation import TaskEvaluation
+from evaluation.downstream.task_evaluation import Job, TaskEvaluation, TaskResult
 from evaluation.retrieval.retrieval import DIRECTIONS, evaluate_retrieval
 from vlp.tasks.retrieval.task import Retrieval
 

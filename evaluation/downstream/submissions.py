@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from evaluation.core.samples import EvaluationError
+from evaluation.samples import EvaluationError
 from vlp.io import write_text
 
 LABELS = ("entailment", "neutral", "contradiction")

@@ -12,12 +12,18 @@ from numpy.typing import NDArray
 from PIL import Image
 from pydantic import Field
 
-from evaluation.downstream.blocks import image_name
-from evaluation.downstream.job import Job
 from evaluation.downstream.registry import register_evaluation
-from evaluation.downstream.result import clustered_figures, keep_scores
 from evaluation.downstream.submissions import Submission, write_vqa
-from evaluation.downstream.task_evaluation import PageAction, Row, Scored, TaskEvaluation
+from evaluation.downstream.task_evaluation import (
+    Job,
+    PageAction,
+    Row,
+    Scored,
+    TaskEvaluation,
+    clustered_figures,
+    image_name,
+    keep_scores,
+)
 from vlp.data.downstream.items import Item
 from vlp.data.schema import Annotation
 from vlp.tasks.downstream.answer_task import text_probability

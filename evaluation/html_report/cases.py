@@ -10,16 +10,14 @@ import numpy as np
 import torch
 from PIL import Image
 
-from evaluation.core.json_lines import read_lines
-from evaluation.core.samples import EvaluationError
-from evaluation.core.samples_by_key import images_of, samples_of
 from evaluation.downstream.registry import get_evaluation
 from evaluation.downstream.task_evaluation import TaskEvaluation
-from evaluation.grounding.heatmaps import CHOSEN_BOX, OWN_BOX, Drawn, framed, heat_over
-from evaluation.grounding.phrase_map import phrase_heat
+from evaluation.grounding.heatmaps import CHOSEN_BOX, OWN_BOX, Drawn, framed, heat_over, phrase_heat
 from evaluation.html_report.sources import StoredResult
+from evaluation.results import read_lines
 from evaluation.retrieval.gallery import Gallery
-from evaluation.retrieval.search import search
+from evaluation.retrieval.rerank import search
+from evaluation.samples import EvaluationError, images_of, samples_of
 from vlp.data.shards.sample_files import RawSample
 from vlp.models.folder import Loaded
 

@@ -11,9 +11,6 @@ from typing import TypeVar
 import torch
 
 import vlp
-from evaluation.core.latex import latex
-from evaluation.core.results import Table
-from evaluation.core.samples import EvaluationError, said_in_one_line
 from evaluation.downstream.registry import get_evaluation
 from evaluation.html_report.cases import Case, CaseGroup, retrieval_cases, task_cases
 from evaluation.html_report.curves import Chart, compared_charts, training_charts
@@ -22,7 +19,10 @@ from evaluation.html_report.page import page
 from evaluation.html_report.run import course, settings, whole_config
 from evaluation.html_report.sources import Source, read_sources
 from evaluation.html_report.tables import Paper, result_tables, title_of
+from evaluation.latex import latex
+from evaluation.results import Table
 from evaluation.retrieval.gallery import Gallery
+from evaluation.samples import EvaluationError, said_in_one_line
 from vlp.config import ConfigError
 from vlp.models.folder import Loaded
 from vlp.tasks.downstream.registry import task_kinds

@@ -8,11 +8,17 @@ from typing import NamedTuple
 
 import torch
 
-from evaluation.core.samples import CaptionedSample, EvaluationError, Samples
-from evaluation.grounding.heatmaps import OWN_BOX, Drawn, anchors_over, framed, heat_over
-from evaluation.grounding.phrase_map import phrase_heat
+from evaluation.grounding.heatmaps import (
+    OWN_BOX,
+    Drawn,
+    anchors_over,
+    framed,
+    heat_over,
+    phrase_heat,
+)
 from evaluation.html_report.cases import Case, ReportCase
 from evaluation.probes.anchor_maps import AnchorMap, anchor_maps
+from evaluation.samples import CaptionedSample, EvaluationError, Samples
 from vlp.models.folder import Loaded
 
 SEARCHED = 200

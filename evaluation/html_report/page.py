@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
-from evaluation.core.results import Table
 from evaluation.grounding.heatmaps import data_uri
 from evaluation.html_report.curves import Chart, svg
+from evaluation.results import Table
 
 if TYPE_CHECKING:
     from evaluation.html_report.html_report import RunPart

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from evaluation.core.results import Figure
-from evaluation.core.samples import EvaluationError
+from evaluation.results import Figure
+from evaluation.samples import EvaluationError
 from vlp.config import parse_yaml
 from vlp.io import parse_json, redacted_values
 from vlp.models.folder import WEIGHTS

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from evaluation.ablations.paper_results import SOURCE, PaperTable, paper_tables, split_of
-from evaluation.core.results import Figure, Table, attributed
-from evaluation.core.samples import kinds_in_words
 from evaluation.downstream.registry import get_evaluation
 from evaluation.html_report.sources import Source, StoredResult
+from evaluation.results import Figure, Table, attributed
+from evaluation.samples import kinds_in_words
 from vlp.tasks.downstream.registry import task_kinds
 
 Paper = Literal["same", "all", "none"]

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from evaluation.core.encode_one import encode_one
-from evaluation.core.eval_mode import evaluating
-from evaluation.core.samples import CaptionedSample, EvaluationError, Samples
-from evaluation.grounding.gradcam import grad_cam, layer_number
+from evaluation.encoder import encode_one
+from evaluation.grounding.grounding import grad_cam, layer_number
 from evaluation.probes.kept_captions import count_kept_captions
+from evaluation.ranks import evaluating
+from evaluation.samples import CaptionedSample, EvaluationError, Samples
 from vlp.data.image.decode import decode_image
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample
@@ -128,7 +128,7 @@ def anchor_details(
     Args:
         loaded: model, text and image preparation.
         samples: from `first_samples` or `read_pair`.
-        layer: whose cross-attention Grad-CAM reads, see `evaluation.grounding.gradcam.grad_cam`.
+        layer: whose cross-attention Grad-CAM reads, see `evaluation.grounding.grounding.grad_cam`.
         device: where to compute; None is this rank's GPU, or the CPU.
 
     Raises:

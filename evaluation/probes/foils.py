@@ -10,11 +10,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from evaluation.core.eval_mode import evaluating, inference
-from evaluation.core.samples import EvaluationError
-from evaluation.core.untrained_match import untrained_match_notes
-from evaluation.downstream.blocks import evaluate_blocks, image_name
-from evaluation.downstream.result import TaskResult, clustered_figures, keep_scores
+from evaluation.downstream.task_evaluation import (
+    TaskResult,
+    clustered_figures,
+    evaluate_blocks,
+    image_name,
+    keep_scores,
+)
+from evaluation.ranks import evaluating, inference
+from evaluation.results import untrained_match_notes
+from evaluation.samples import EvaluationError
 from vlp.config import Precision
 from vlp.data.downstream.items import Item, Items
 from vlp.data.image.ablated_views import View, viewed

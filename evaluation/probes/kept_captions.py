@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from evaluation.core.samples import CaptionedSample
+from evaluation.samples import CaptionedSample
 from vlp.data.schema import caption_numbers
 from vlp.data.shards.bad_samples import SkippedSample
 

@@ -10,9 +10,11 @@ In photographs things lie where the photographer aims; there controls that read 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
+from math import isqrt
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -20,24 +22,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.functional import avg_pool2d
 from tqdm import tqdm
 
-from evaluation.core.block_reader import BlockReader
-from evaluation.core.eval_mode import evaluating, inference
-from evaluation.core.results import Figure
-from evaluation.core.samples import CaptionedSample, EvaluationError, Samples, count_kinds
-from evaluation.core.untrained_match import untrained_match_notes
-from evaluation.core.work_sharding import Ranks
+from evaluation.downstream.task_evaluation import clustered_figures
+from evaluation.grounding.grounding import grad_cam, layer_number
 from evaluation.probes.kept_captions import count_kept_captions
-from evaluation.probes.pointers import (
-    centre_map,
-    last_attention,
-    mean_box_shares,
-    pointer_figures,
-    share_of_best,
-    word_maps,
-)
-from evaluation.probes.pointing_result import KINDS, KindFigures, PathFigures, PointingResult
+from evaluation.ranks import Ranks, evaluating, inference
+from evaluation.results import Figure, Table, untrained_match_notes, write_report
+from evaluation.samples import BlockReader, CaptionedSample, EvaluationError, Samples, count_kinds
 from vlp.config import Precision
 from vlp.data.image.patches import patches_in_box
 from vlp.data.schema import Annotation
@@ -45,12 +39,292 @@ from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.text.word_boxes import WordBox, named_words, word_positions
 from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
 from vlp.models.cross_encoder import PairIndices
-from vlp.models.features import TextFeatures
+from vlp.models.features import ImageFeatures, TextFeatures
 from vlp.models.folder import Loaded
 from vlp.models.vlp import VLPModel
 from vlp.objectives.monitors import anchor_sums, from_sums
 from vlp.positions.anchor import group_similarity
 from vlp.positions.anchor_field import AnchorField
+
+POINTERS = ("cosine", "anchors", "path", "Grad-CAM")
+CONTROLS = ("image attention", "mean box", "centre")
+
+
+@contextmanager
+def last_attention(encoder: nn.Module, grid: tuple[int, int]) -> Iterator[list[Tensor]]:
+    """Collect what [CLS] attends to in the last block of a timm transformer, mean over heads.
+
+    Without a [CLS], it is the mean over the patches' own queries. Attention is not fused
+    meanwhile. The list gets one (B, rows * columns) for each call; none where the encoder has no
+    attention of timm's.
+
+    Args:
+        encoder: a module with the transformer in it.
+        grid: patches (rows, columns); finer patches of the transformer are averaged.
+    """
+    found: list[Tensor] = []
+    layers = [
+        module
+        for module in encoder.modules()
+        if hasattr(module, "fused_attn")
+        and isinstance(getattr(module, "attn_drop", None), nn.Module)
+    ]
+    if not layers:
+        yield found
+        return
+    attention = layers[-1]
+
+    def unfuse(module: nn.Module, _: object) -> None:
+        module.fused_attn = False  # type: ignore[assignment]
+
+    def take(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        (weights,) = inputs  # (B, heads, prefix + patches, as many)
+        times = isqrt(weights.shape[-1] // (grid[0] * grid[1]))
+        fine = grid[0] * times, grid[1] * times
+        prefix = weights.shape[-1] - fine[0] * fine[1]
+        seen = weights[:, :, 0] if prefix else weights.mean(2)
+        squares = seen.mean(1)[:, prefix:].float().unflatten(-1, fine)
+        found.append(avg_pool2d(squares[:, None], times).flatten(1))
+
+    fused = attention.fused_attn
+    hooks = [
+        attention.register_forward_pre_hook(unfuse),
+        attention.attn_drop.register_forward_pre_hook(take),  # type: ignore[union-attr]
+    ]
+    try:
+        yield found
+    finally:
+        attention.fused_attn = fused
+        for hook in hooks:
+            hook.remove()
+
+
+def word_maps(
+    model: VLPModel, image: ImageFeatures, texts: TextFeatures, field: AnchorField | None
+) -> dict[str, NDArray[np.floating]]:
+    """Return maps (captions, M, N) of one image's captions by the cross-modal encoder.
+
+    `path` is the mean over channel groups of 1 / P (Eq. 7), 0 where not reachable; `Grad-CAM` is
+    of the middle layer, and missing where that is the last, which knows [CLS] alone.
+
+    Args:
+        model: of the features.
+        image: of one image.
+        texts: of its captions.
+        field: paths of the captions; None leaves `path` out.
+    """
+    maps: dict[str, NDArray[np.floating]] = {}
+    if field is not None:
+        path = field.path[:, 1:].float()
+        near = torch.where(field.reachable, 1 / path.clamp(min=1), 0)
+        maps["path"] = near.mean(-1).cpu().numpy()
+    layers = len(model.cross_encoder.layers)
+    if layers and layer_number(model) < layers - 1:
+        rows = torch.zeros(len(texts.states), dtype=torch.long, device=texts.states.device)
+        heat = grad_cam(model, image.select(rows), texts)
+        maps["Grad-CAM"] = heat.flatten(2).transpose(1, 2).cpu().numpy()
+    return maps
+
+
+def centre_map(grid: tuple[int, int]) -> NDArray[np.float64]:
+    """Return nearness to the centre of the image, (rows * columns,)."""
+    down, along = (np.abs(np.arange(side) - (side - 1) / 2) / side for side in grid)
+    return -np.hypot(down[:, None], along[None]).ravel()
+
+
+def share_of_best(scores: NDArray[np.floating], own: NDArray[np.bool_]) -> float:
+    """Return the share of the best patches that lie in the named box: ties share the point.
+
+    A map without any difference points like chance.
+
+    Args:
+        scores: (M,).
+        own: (M,), patches of the box.
+    """
+    best = scores == np.nanmax(scores, initial=-np.inf)
+    return float(own[best].mean()) if best.any() else 0.0
+
+
+def mean_box_shares(
+    masks: Sequence[NDArray[np.bool_]], scenes: Sequence[int]
+) -> NDArray[np.float64]:
+    """Return `share_of_best` of the mean mask of all other images, each counted once.
+
+    Args:
+        masks: (M,) of each word, the patches of its box.
+        scenes: the number of each word's image.
+    """
+    _, own = np.unique(scenes, return_inverse=True)
+    counts = np.bincount(own)
+    means = np.zeros((len(counts), len(masks[0])))
+    np.add.at(means, own, np.stack(masks) / counts[own, None])
+    others = means.sum(0) - means
+    return np.array([share_of_best(others[image], mask) for image, mask in zip(own, masks)])
+
+
+def pointer_figures(
+    pointed: Sequence[Mapping[str, float]],
+    chance: float,
+    scenes: Sequence[int],
+    resamples: int,
+) -> dict[str, Figure]:
+    """Compute the accuracy of each pointer and control, and of each pointer above the best control.
+
+    The last are named `POINTER - CONTROL`; 95 % intervals are from the same resampled images.
+
+    Args:
+        pointed: by name, `share_of_best` of each word's map.
+        chance: expected accuracy of a random patch.
+        scenes: the number of each word's image.
+        resamples: bootstrap draws over images.
+    """
+    shares = {name: np.array([word[name] for word in pointed]) for name in pointed[0]}
+    values = {name: shares[name] for name in (*POINTERS, *CONTROLS) if name in shares}
+    best = max((name for name in CONTROLS if name in shares), key=lambda name: shares[name].mean())
+    chances = dict.fromkeys(values, chance)
+    for name in POINTERS:
+        if name in shares:
+            values[f"{name} - {best}"] = shares[name] - shares[best]
+    return clustered_figures(values, list(scenes), chances, resamples)
+
+
+KINDS = ("colour", "shape", "object", "objects")
+
+BARS = ("any patch", "some object")
+CONTROL_NOTES = (
+    "Equal maxima share the point. cosine: the most similar patch; anchors: the patch that most",
+    "channel groups anchor; path: the shortest; Grad-CAM: of the middle cross-modal layer.",
+    "Controls read no word: attention of the image encoder's last block, the other images' boxes.",
+)
+
+
+class KindFigures(NamedTuple):
+    """Figures of one kind of word; shares between 0 and 1.
+
+    words: number of words. pointing: the most similar patch lies in the named object's
+    box. some_object: expected `pointing` of a model that points into the box of an object chosen
+    at random. any_object: the most similar patch lies in any object's box. anchors: of a word's
+    anchors (patch and channel group with S at least the threshold) the share that lies in its box,
+    over words that have any; None where no word has. controls: accuracies of all pointers and
+    controls by name, where they were asked for (`evaluation.probes.pointing.pointer_figures`).
+    """
+
+    words: int
+    pointing: Figure
+    some_object: float
+    any_object: Figure
+    anchors: Figure | None
+    controls: dict[str, Figure] | None = None
+
+
+class PathFigures(NamedTuple):
+    """Statistics of ACE-RPE over all words and patches, means over channel groups.
+
+    anchors: share of entries (patch, word) with S at least the threshold. reachable: share of
+    entries with a path. spread: standard deviation of a word's path over the patches it reaches,
+    in patches and tokens; near 0 the position says nothing.
+    """
+
+    anchors: float
+    reachable: float
+    spread: float
+
+
+@dataclass(frozen=True)
+class PointingResult:
+    """Pointing accuracy by kind of word.
+
+    Kinds are `colour`, `shape`, `object`, and `objects`: words that may name any of several; with
+    controls also `small object`, those of `object` in small boxes.
+    paths: None for a model without ACE-RPE. remarks: notes of the model, under the table.
+    """
+
+    scenes: int
+    shards: tuple[str, ...]
+    kinds: dict[str, KindFigures]
+    skipped: dict[str, int] = field(default_factory=dict)
+    paths: PathFigures | None = None
+    remarks: tuple[str, ...] = ()
+
+    def table(self) -> Table:
+        """One row for each kind of word, or with controls one column, in percent."""
+        title, notes = f"Pointing, {self.scenes} images", self._notes()
+        if any(figures.controls for figures in self.kinds.values()):
+            return Table(title, *self._pointers(), [*notes, *CONTROL_NOTES])
+        rows = [
+            [
+                f"{kind} words ({figures.words})",
+                figures.pointing.percent(),
+                f"{100 * figures.some_object:.1f}",
+                f"{100 * figures.pointing.chance:.1f}",
+                figures.any_object.percent(),
+                f"{100 * figures.any_object.chance:.1f}",
+                "–" if figures.anchors is None else figures.anchors.percent(),
+            ]
+            for kind, figures in self.kinds.items()
+        ]
+        head = [
+            "",
+            "in its box",
+            "bar: some object",
+            "chance",
+            "in any box",
+            "chance",
+            "anchors in its box",
+        ]
+        return Table(f"Pointing of the most similar patch, {self.scenes} images", head, rows, notes)
+
+    def _notes(self) -> list[str]:
+        notes = ["Percent; in brackets 95 % bootstrap intervals over images."]
+        if self.paths is not None:
+            notes.append(
+                f"Of all patches and words {self.paths.anchors:.1%} are anchors, "
+                f"{self.paths.reachable:.1%} have a path; a word's paths have a standard deviation "
+                f"of {self.paths.spread:.2f}."
+            )
+        return [*notes, *self.remarks]
+
+    def _pointers(self) -> tuple[list[str], list[list[str]]]:
+        """Return head and rows of the table with controls: two columns for each kind of word."""
+        names = (*POINTERS, *CONTROLS)
+        head, columns = [""], [[*POINTERS, *map("control: {}".format, CONTROLS), *BARS]]
+        for kind, figures in self.kinds.items():
+            found = figures.controls or {}
+            best = next(name.partition(" - ")[2] for name in found if " - " in name)
+            above = {name: found.get(f"{name} - {best}") for name in names}
+            bars = (figures.pointing.chance, figures.some_object)
+            head += [f"{kind} words ({figures.words})", f"above {best}"]
+            columns.append([found[name].percent() if name in found else "" for name in names])
+            columns[-1] += [f"{100 * bar:.1f}" for bar in bars]
+            columns.append(["" if one is None else one.percent() for one in above.values()])
+            columns[-1] += [""] * len(bars)
+        return head, [list(row) for row in zip(*columns)]
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as plain JSON values; figures are shares."""
+        kinds = {}
+        for kind, figures in self.kinds.items():
+            plain = figures._asdict()
+            for name in ("pointing", "any_object", "anchors"):
+                plain[name] = None if plain[name] is None else plain[name]._asdict()
+            controls = plain.pop("controls")
+            if controls is not None:
+                plain["controls"] = {name: one._asdict() for name, one in controls.items()}
+            kinds[kind] = plain
+        return {
+            "task": "pointing",
+            "shards": list(self.shards),
+            "scenes": self.scenes,
+            "skipped": self.skipped,
+            "notes": list(self.remarks),
+            "kinds": kinds,
+            "paths": None if self.paths is None else self.paths._asdict(),
+        }
+
+    def save(self, folder: str | Path) -> Path:
+        """Write `pointing.json` and `pointing.md`."""
+        return write_report(folder, "pointing", self.table(), self.to_json())
+
 
 SMALL = 0.1
 """An object in a box of less than so much of its image is small: few of them lie in the centre."""

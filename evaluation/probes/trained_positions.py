@@ -20,10 +20,9 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from evaluation.core.samples import EvaluationError
 from evaluation.probes.anchor_maps import read_pair
 from evaluation.probes.position_maps import GRID
-from evaluation.vision.chosen import evenly_spread
+from evaluation.samples import EvaluationError, evenly_spread
 from vlp.data.labelled_images import open_labelled
 from vlp.data.shards.sample_files import BadSample
 from vlp.positions import PositionContext, PositionEncoding

@@ -17,11 +17,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from evaluation.core.eval_mode import evaluating, inference
-from evaluation.core.results import Figure, Table, write_report
-from evaluation.core.samples import EvaluationError
-from evaluation.core.untrained_match import untrained_match_notes
-from evaluation.downstream.blocks import evaluate_blocks
+from evaluation.downstream.task_evaluation import evaluate_blocks
+from evaluation.ranks import evaluating, inference
+from evaluation.results import Figure, Table, untrained_match_notes, write_report
+from evaluation.samples import EvaluationError
 from vlp.config import Precision
 from vlp.data.downstream.items import Item, Items
 from vlp.data.image.ablated_views import View, viewed

@@ -8,12 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from evaluation.core.encoder import Encoder
-from evaluation.core.eval_mode import evaluating, inference
-from evaluation.core.feature_cache import GIBIBYTE
-from evaluation.core.samples import CaptionedSample, EvaluationError, Samples
-from evaluation.core.work_sharding import Ranks
-from evaluation.retrieval.search import similarity
+from evaluation.encoder import GIBIBYTE, Encoder
+from evaluation.ranks import Ranks, evaluating, inference
+from evaluation.retrieval.rerank import similarity
+from evaluation.samples import CaptionedSample, EvaluationError, Samples
 from vlp.data.shards.bad_samples import SkippedSample
 from vlp.models.features import ImageFeatures, TextFeatures
 from vlp.models.folder import Loaded
@@ -36,7 +34,7 @@ class Hit(NamedTuple):
 class Gallery:
     """The images of shard folders with their features; samples of one image are one.
 
-    `collection` and `encoder` are those of `evaluation.core.encoder`.
+    `collection` and `encoder` are those of `evaluation.encoder`.
 
     Args:
         loaded: model, text and image preparation.

@@ -3,13 +3,129 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from evaluation.core.work_sharding import Ranks
-from evaluation.retrieval.search import NOTHING, Search
+from evaluation.encoder import NOTHING, BlockCache, Collection
+from evaluation.ranks import Ranks, inference
+from vlp.config import Precision
+from vlp.models.itm_scorer import ITMScorer
+
+QUERY_CHUNK = 1024
+CANDIDATE_CHUNK = 8192
+
+
+class Search(NamedTuple):
+    """Results of a dual encoder for each query.
+
+    ranks: (queries,) int64, wrong candidates scored at least as high as the best right one.
+    nearest: (queries, top) int64, candidates by falling score; of equal scores the earlier one.
+    scores: (queries, top) float32, their similarities.
+    """
+
+    ranks: NDArray[np.int64]
+    nearest: NDArray[np.int64]
+    scores: NDArray[np.float32]
+
+
+def similarity(query: Tensor, candidate: Tensor) -> Tensor:
+    """Similarities (queries, candidates) in float32, whatever autocast says.
+
+    The products are summed in float64 and rounded once. A float32 matrix product may give two equal
+    columns different last bits, depending on where in the matrix they stand, and then the ranks
+    depend on the chunks. Under autocast a bare `@` would be bfloat16, where ties abound.
+    """
+    with torch.autocast(query.device.type, enabled=False):
+        return (query.double() @ candidate.double().T).float()
+
+
+def search(
+    query: Tensor,
+    candidate: Tensor,
+    positives: NDArray[np.int64],
+    top: int = 0,
+    *,
+    query_chunk: int = QUERY_CHUNK,
+    candidate_chunk: int = CANDIDATE_CHUNK,
+    ranks: Ranks | None = None,
+) -> Search:
+    """Rank each query's best right candidate among all candidates and keep the `top` nearest.
+
+    Memory is bounded by query_chunk x candidate_chunk scores; query chunks are shared by the ranks.
+
+    Args:
+        query: (queries, d) float32 features.
+        candidate: (candidates, d) float32 features.
+        positives: (queries, most) indices of right candidates, at least one in a row, the rest -1.
+        top: candidates to keep for each query, at most all.
+    """
+    ranks = ranks or Ranks.current()
+    top = min(top, len(candidate))
+    starts = range(0, len(query), query_chunk)
+
+    def chunk(number: int) -> tuple[NDArray, NDArray, NDArray]:
+        rows = slice(starts[number], starts[number] + query_chunk)
+        right = torch.from_numpy(positives[rows]).to(query.device)
+        return _search_chunk(query[rows], candidate, right, top, candidate_chunk)
+
+    parts = ranks.map_blocks(len(starts), chunk)
+    if not parts:
+        none = np.zeros((0, top), dtype=np.int64)
+        return Search(none.sum(axis=1), none, none.astype(np.float32))
+    return Search(*(np.concatenate(column) for column in zip(*parts)))
+
+
+def _search_chunk(
+    query: Tensor, candidate: Tensor, right: Tensor, top: int, step: int
+) -> tuple[NDArray, NDArray, NDArray]:
+    best = _best_right(query, candidate, right)
+    before = torch.zeros(len(query), dtype=torch.int64, device=query.device)
+    # One integer holds score and index, so that the order of equal scores is settled.
+    keys = torch.empty(len(query), 0, dtype=torch.int64, device=query.device)
+    for start in range(0, len(candidate), step):
+        scores = similarity(query, candidate[start : start + step])
+        wrong_before = ~(scores < best[:, None])
+        column = right - start
+        row, slot = ((column >= 0) & (column < scores.shape[1])).nonzero(as_tuple=True)
+        wrong_before[row, column[row, slot]] = False
+        before += wrong_before.sum(dim=1)
+        if top:
+            index = torch.arange(start, start + scores.shape[1], device=query.device)
+            new = _keys(scores, index)
+            new = new.topk(min(top, new.shape[1]), dim=1).values
+            keys = torch.cat([keys, new], dim=1)
+            keys = keys.topk(min(top, keys.shape[1]), dim=1).values
+    scores, nearest = _unpack(keys)
+    return before.cpu().numpy(), nearest.cpu().numpy(), scores.cpu().numpy()
+
+
+def _best_right(query: Tensor, candidate: Tensor, right: Tensor) -> Tensor:
+    """Score of the best right candidate; -inf where all are NaN, behind everything."""
+    best = torch.full((len(query),), -torch.inf, device=query.device)
+    for slot in range(right.shape[1]):
+        chosen = candidate[right[:, slot].clamp(min=0)]
+        scores = (query.double() * chosen.double()).sum(dim=1).float()
+        scores = scores.masked_fill((right[:, slot] == NOTHING) | scores.isnan(), -torch.inf)
+        best = torch.maximum(best, scores)
+    return best
+
+
+def _keys(scores: Tensor, index: Tensor) -> Tensor:
+    """Score and index as one int64 that sorts by score, then by earlier index; NaN comes last."""
+    scores = torch.where(scores.isnan(), -torch.inf, scores) + 0.0  # + 0.0 turns -0.0 into 0.0
+    bits = scores.contiguous().view(torch.int32)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.long() << 32) | (0xFFFFFFFF - index)
+
+
+def _unpack(keys: Tensor) -> tuple[Tensor, Tensor]:
+    ordered = (keys >> 32).int()
+    bits = ordered ^ ((ordered >> 31) & 0x7FFFFFFF)
+    return bits.view(torch.float32), 0xFFFFFFFF - (keys & 0xFFFFFFFF)
 
 
 class CandidatePairs(NamedTuple):
@@ -113,3 +229,102 @@ def reranked_ranks(
     )
     before = (~(scores < best) & ~right).sum(axis=1)
     return np.where(right.any(axis=1), before, found.ranks)
+
+
+IMAGES_HELD = 512
+TOKENS_HELD = 2**18
+"""Of texts, padding counted; a gibibyte of prepared states at width 768."""
+
+
+def match_batch_for(device: torch.device, given: int | None = None) -> int:
+    """Return the most pairs of one call: as given, else 64 on a CPU and 1,024 elsewhere.
+
+    A GPU computes 64 pairs in less time than the host takes to start a call.
+    """
+    if given is not None:
+        return given
+    return 64 if device.type == "cpu" else 1024
+
+
+class Encoded(Protocol):
+    """Blocks of encoded images and captions, and what scores pairs of them: an `Encoder`."""
+
+    itm_scorer: ITMScorer
+    images: BlockCache[int]
+    texts: BlockCache[int]
+    text_widths: NDArray[np.int64]
+    batch: int
+    device: torch.device
+    precision: Precision | None
+
+
+class PairScorer:
+    """Log-odds of pairs of one image and texts of one shelf, from encoded blocks."""
+
+    def __init__(self, encoded: Encoded, collection: Collection) -> None:
+        self.encoded, self.collection = encoded, collection
+        block, row = collection.text_place.T
+        # Captions are sorted by length before they are cut into blocks: this is that order.
+        self._place, self._width = block * encoded.batch + row, encoded.text_widths[block]
+        self._shelf_of_block = shelves(encoded.text_widths, encoded.batch, TOKENS_HELD)
+        self._shelf_of_text = self._shelf_of_block[block]
+        self._shelf: tuple[int, Any] = (-1, None)
+        self._image: tuple[int, Any] = (-1, None)
+
+    def groups(self, pairs: CandidatePairs) -> NDArray[np.int64]:
+        """Pairs that may share a call, by number: those of one image and one shelf of texts."""
+        of_texts = 1 + self._shelf_of_block.max(initial=0)
+        shelf = pairs.image // IMAGES_HELD * of_texts + self._shelf_of_text[pairs.text]
+        return shelf * len(self.collection.image) + pairs.image
+
+    def order(self, pairs: CandidatePairs) -> NDArray[np.int64]:
+        """The order inside a group: texts of like length stand together."""
+        return self._place[pairs.text]
+
+    def __call__(self, image: NDArray[np.int64], text: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Score pairs of one group: indices of images and texts (pairs,) -> (pairs,)."""
+        encoded = self.encoded
+        with torch.no_grad(), inference(encoded.device, encoded.precision):
+            prepared = self._prepared_image(int(image[0]))
+            first, texts = self._prepared_texts(int(self._shelf_of_text[text[0]]))
+            rows = torch.from_numpy(self._place[text] - first).to(encoded.device)
+            chosen = texts.select(rows, int(self._width[text].max()))
+            logits = encoded.itm_scorer.match(prepared, chosen)
+        return logits.float().cpu().numpy()
+
+    def _prepared_image(self, image: int) -> Any:
+        if self._image[0] != image:
+            self._image = (-1, None)  # before the next one is made
+            block, row = self.collection.image_place[image]
+            features = self.encoded.images[int(block)].features
+            chosen = features.select(torch.tensor([row], device=self.encoded.device))
+            self._image = (image, self.encoded.itm_scorer.prepare_image(chosen))
+        return self._image[1]
+
+    def _prepared_texts(self, shelf: int) -> tuple[int, Any]:
+        """The place of a shelf's first text, and all its texts."""
+        if self._shelf[0] != shelf:
+            self._shelf = (-1, None)
+            blocks = np.flatnonzero(self._shelf_of_block == shelf)
+            parts = (self.encoded.texts[int(block)].features for block in blocks)
+            prepared = [self.encoded.itm_scorer.prepare_texts(part) for part in parts]
+            first = int(blocks[0]) * self.encoded.batch
+            self._shelf = (shelf, (first, type(prepared[0]).stack(prepared)))
+        return self._shelf[1]
+
+
+def shelves(widths: NDArray[np.int64], rows: int, tokens: int) -> NDArray[np.int64]:
+    """Return the shelf that each block of texts lies on, numbers rising from 0.
+
+    Args:
+        widths: (blocks,) tokens of each block's texts, not falling.
+        rows: texts of a block.
+        tokens: most tokens of a shelf, padded to its widest block; one block always fits.
+    """
+    shelf = np.zeros(len(widths), dtype=np.int64)
+    first = 0
+    for block, width in enumerate(widths):
+        if (block + 1 - first) * rows * width > tokens:
+            first = block
+        shelf[block] = shelf[block - 1] + (first == block) if block else 0
+    return shelf

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -10,24 +10,227 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from tqdm import tqdm
 
-from evaluation.core.encoder import Collection, Encoder
-from evaluation.core.eval_mode import evaluating
-from evaluation.core.feature_cache import GIBIBYTE
-from evaluation.core.json_lines import write_lines
-from evaluation.core.results import Figure, Table, write_report
-from evaluation.core.samples import EvaluationError, kinds_in_words
-from evaluation.core.untrained_match import untrained_match_notes
-from evaluation.core.work_sharding import Ranks
-from evaluation.retrieval.retrieval_rows import StoredSamples, query_rows
-from evaluation.retrieval.two_stages import BANK_TEMPERATURE, DIRECTIONS, Direction, ranks_of_right
+from evaluation.encoder import GIBIBYTE, Collection, Encoder
+from evaluation.ranks import Ranks, evaluating
+from evaluation.results import Figure, Table, untrained_match_notes, write_lines, write_report
+from evaluation.retrieval.rerank import (
+    Encoded,
+    PairScorer,
+    Search,
+    look_up,
+    match_batch_for,
+    match_pairs,
+    nearest_pairs,
+    reranked_ranks,
+    search,
+    similarity,
+)
+from evaluation.samples import EvaluationError, Samples, kinds_in_words
 from vlp.config import Precision
-from vlp.data.features.store import StoredFeatures
+from vlp.data.features.store import SourceFeatures, StoredFeatures, stored_sources
+from vlp.data.image.transforms import Preprocessing
 from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
 from vlp.metrics.recall import RECALL_AT, chance_recall
 from vlp.models.folder import Loaded
 from vlp.models.tower_key import require_tower
+
+CANDIDATES, QUERIES = 1024, 8192
+"""Of both sides at a time."""
+
+
+def log_mass(candidate: Tensor, bank: Tensor, temperature: float) -> Tensor:
+    """Return temperature * log mean over queries q of exp(cos(q, candidate) / temperature).
+
+    Args:
+        candidate: (candidates, d) features of unit length.
+        bank: (queries, d) features of unit length, at least one.
+        temperature: positive; the smaller, the more the nearest queries count.
+
+    Returns:
+        (candidates,) float32, in units of the similarity.
+    """
+    count = torch.tensor(float(len(bank))).log()
+    masses = []
+    for some in candidate.split(CANDIDATES):
+        parts = [
+            (similarity(some, queries).double() / temperature).logsumexp(1)
+            for queries in bank.split(QUERIES)
+        ]
+        masses.append(temperature * (torch.stack(parts).logsumexp(0) - count))
+    return torch.cat(masses).float()
+
+
+def normalised_sides(
+    query: Tensor, candidate: Tensor, bank: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Return features (., d + 1) whose products are similarities less the candidates' log-mass."""
+    ones = query.new_ones(len(query), 1)
+    mass = log_mass(candidate, bank, temperature).to(candidate)
+    return torch.cat([query, ones], dim=1), torch.cat([candidate, -mass[:, None]], dim=1)
+
+
+Direction = Literal["text_to_image", "image_to_text"]
+BANK_TEMPERATURE = 0.1
+DIRECTIONS: tuple[Direction, ...] = ("text_to_image", "image_to_text")
+
+
+def ranks_of_right(
+    encoded: Encoded,
+    collection: Collection,
+    rerank: int = 0,
+    temperature: float | None = None,
+    match_batch: int | None = None,
+    ranks: Ranks | None = None,
+    quiet: bool = True,
+    bank: Collection | None = None,
+    bank_temperature: float = BANK_TEMPERATURE,
+) -> dict[tuple[str, str], NDArray[np.int64]]:
+    """Rank of each query's best right candidate, by (stage, direction).
+
+    Args:
+        encoded: the blocks that `collection` names.
+        collection: global features of all images and captions.
+        rerank: candidates of each query that the cross-modal encoder sees; 0 is none.
+        temperature: of the similarity that is added to the cross-modal score; None adds none.
+        match_batch: most pairs of one cross-modal call; None: `match_batch_for` the device.
+        ranks: who shares the work.
+        quiet: no bar.
+        bank: other pairs, by whose queries similarities are normalised.
+        bank_temperature: of that.
+    """
+    ranks = ranks or Ranks.current()
+    positives: dict[Direction, NDArray[np.int64]] = {
+        "text_to_image": collection.image_of_text[:, None],
+        "image_to_text": collection.texts_of_image(),
+    }
+    sides: dict[Direction, tuple[Tensor, Tensor]] = {
+        "text_to_image": (collection.text, collection.image),
+        "image_to_text": (collection.image, collection.text),
+    }
+    if bank is not None:
+        queries: dict[Direction, Tensor] = {"text_to_image": bank.text, "image_to_text": bank.image}
+        sides = {
+            direction: normalised_sides(*pair, queries[direction], bank_temperature)
+            for direction, pair in sides.items()
+        }
+    found: dict[Direction, Search] = {
+        direction: search(*sides[direction], positives[direction], rerank, ranks=ranks)
+        for direction in DIRECTIONS
+    }
+    all_ranks: dict[tuple[str, str], NDArray[np.int64]] = {
+        ("dual", direction): found[direction].ranks for direction in DIRECTIONS
+    }
+    if rerank:
+        scores = _rerank_scores(encoded, collection, found, match_batch, ranks, quiet)
+        for direction in DIRECTIONS:
+            new = scores[direction]
+            if temperature is not None:
+                new = new + found[direction].scores.astype(np.float64) / temperature
+            all_ranks["rerank", direction] = reranked_ranks(
+                found[direction], new, positives[direction]
+            )
+    return all_ranks
+
+
+def _rerank_scores(
+    encoded: Encoded,
+    collection: Collection,
+    found: Mapping[Direction, Search],
+    match_batch: int | None,
+    ranks: Ranks,
+    quiet: bool,
+) -> dict[Direction, NDArray[np.floating]]:
+    pairs = nearest_pairs(found["text_to_image"], found["image_to_text"])
+    texts = len(collection.text)
+    with tqdm(total=-(-len(pairs.image) // ranks.world_size), desc="match", disable=quiet) as bar:
+        scorer = PairScorer(encoded, collection)
+        matched = match_pairs(
+            pairs,
+            scorer,
+            scorer.groups(pairs),
+            scorer.order(pairs),
+            match_batch_for(encoded.device, match_batch),
+            ranks=ranks,
+            step=bar.update,
+        )
+    near_image, near_text = found["text_to_image"].nearest, found["image_to_text"].nearest
+    own_text = np.broadcast_to(np.arange(texts)[:, None], near_image.shape)
+    own_image = np.broadcast_to(np.arange(len(near_text))[:, None], near_text.shape)
+    return {
+        "text_to_image": look_up(pairs, matched, texts, near_image, own_text),
+        "image_to_text": look_up(pairs, matched, texts, own_image, near_text),
+    }
+
+
+class StoredSamples(Samples):
+    """Samples whose images may be there as stored features, plain views.
+
+    Args:
+        folders, limit: as of `Samples`.
+        features: folders of them, together of all samples; without any, images are decoded.
+        preprocessing: that these were made with.
+
+    Raises:
+        ConfigError: the features are of other shards, or were made otherwise.
+    """
+
+    def __init__(
+        self,
+        folders: Sequence[str | Path],
+        limit: int | None,
+        features: Sequence[StoredFeatures],
+        preprocessing: Preprocessing,
+    ) -> None:
+        super().__init__(folders, limit)
+        self._stored: list[SourceFeatures] | None = None
+        if features:
+            self._stored = stored_sources(features, preprocessing, self._items.indices)
+
+    def _image(self, position: int, data: bytes, where: str, least: int | None) -> Any:
+        if self._stored is None:
+            return super()._image(position, data, where, least)
+        folder, shard, sample, _ = self._items.place(position)
+        self._stored[folder].views(shard, sample, False, where)  # says where there is no image
+        return self._stored[folder].read(shard, sample, view=0)
+
+
+def query_rows(
+    ranks: Mapping[str, NDArray[np.int64]],
+    direction: str,
+    collection: Collection,
+) -> list[dict[str, Any]]:
+    """A row for each query of one direction.
+
+    Rows hold `direction`, the image's `key` and `image`; for a caption its number among those
+    of the image and its `text`; and `ranks`, that of the first right answer by stage, from 1.
+
+    Args:
+        ranks: of each query by stage, from 0.
+        direction: "text_to_image" or "image_to_text".
+        collection: what was searched.
+    """
+    queries: list[dict[str, Any]] = [
+        {"key": first.key, "image": "/".join(first.identity)} for first in collection.samples
+    ]
+    if direction == "text_to_image":
+        owners = collection.image_of_text
+        numbers = np.arange(len(owners)) - np.searchsorted(owners, owners)
+        queries = [
+            {**queries[owner], "caption": int(number), "text": text}
+            for owner, number, text in zip(owners, numbers, collection.captions)
+        ]
+    return [
+        {
+            "direction": direction,
+            **query,
+            "ranks": {stage: int(found[row]) + 1 for stage, found in ranks.items()},
+        }
+        for row, query in enumerate(queries)
+    ]
+
 
 Stage = Literal["dual", "rerank"]
 _ARROWS = {"text_to_image": "text → image", "image_to_text": "image → text"}
@@ -198,7 +401,7 @@ def evaluate_retrieval(
         features: a folder or several with stored features by the model's frozen tower (`vlp data
             features`), together of all shards, the bank's among them; no image is decoded then.
         bank: shard folders of other pairs, such as those of training, by whose queries similarities
-            are normalised (`evaluation.retrieval.query_bank`).
+            are normalised (`evaluation.retrieval.retrieval`).
         bank_temperature: of that.
 
     Raises:

@@ -7,10 +7,9 @@ from contextlib import closing
 
 import torch
 
-from evaluation.core.block_reader import workers_for
-from evaluation.core.eval_mode import evaluating
-from evaluation.core.samples import EvaluationError
+from evaluation.ranks import evaluating
 from evaluation.retrieval.retrieval import DIRECTIONS, evaluate_retrieval
+from evaluation.samples import EvaluationError, workers_for
 from vlp import distributed
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig, SourceConfig

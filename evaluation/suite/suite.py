@@ -2,25 +2,350 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, Protocol
 
-from evaluation.core.results import Table, attributed
-from evaluation.core.samples import EvaluationError, kinds_in_words
-from evaluation.core.saved_results import Saved, saved_figures
-from evaluation.core.work_sharding import Ranks
-from evaluation.downstream.job import Job
-from evaluation.suite.others import OtherModel
-from evaluation.suite.suite_config import EvaluatedModel, SuiteConfig
-from evaluation.suite.suite_jobs import job_key, model_of, run_job
-from vlp.config import ConfigError
+from pydantic import Field, model_validator
+
+import vlp
+from evaluation.downstream.registry import get_evaluation
+from evaluation.downstream.task_evaluation import NAME, Job
+from evaluation.probes.foils import evaluate_foils
+from evaluation.probes.pointing import evaluate_pointing
+from evaluation.probes.winoground import evaluate_swaps
+from evaluation.ranks import Ranks
+from evaluation.results import Saved, Table, attributed, saved_figures
+from evaluation.retrieval.retrieval import evaluate_retrieval
+from evaluation.samples import EvaluationError, kinds_in_words
+from evaluation.suite.others import OtherModel, other_model
+from evaluation.zeroshot import LABEL, evaluate_zeroshot, read_prompts
+from vlp.config import Choice, Config, ConfigError, LocalPath, validated
+from vlp.data.image.ablated_views import View
+from vlp.data.shards.index import INDEX_NAME
 from vlp.io import atomic_folder, parse_json, write_json
+from vlp.models.pretrained.local_copy import local_folder
+from vlp.tasks.downstream.registry import task_kinds
+
+
+class PointingJob(Job):
+    """Pointing accuracy of words (generated corpus, COCO)."""
+
+    task: Literal["pointing"] = Field("pointing", description="what is evaluated")
+    controls: bool = Field(False, description="beside other pointers, and controls without text")
+
+
+class SwapsJob(Job):
+    """Accuracy on swapped arrangements (generated corpus)."""
+
+    task: Literal["swaps"] = Field("swaps", description="what is evaluated")
+    view: View = Field("image", description="what the model is shown")
+
+
+class FoilsJob(Job):
+    """Accuracy on captions with one thing exchanged."""
+
+    task: Literal["foils"] = Field("foils", description="what is evaluated")
+    seed: int = Field(0, ge=0, description="of the choice of foils")
+    view: View = Field("image", description="what the model is shown")
+
+
+class ZeroShotJob(Job):
+    """Zero-shot classification of images by prompts."""
+
+    task: Literal["zeroshot"] = Field("zeroshot", description="what is evaluated")
+    classes: str = Field(description="file of class names, one a line")
+    templates: str | None = Field(None, description="file of prompts; null: a photo of a {}.")
+    label_field: str = Field(LABEL, description="key of a sample's class in its JSON")
+    match: int = Field(0, ge=0, description="best classes of an image that are scored again by ITM")
+    match_by: Literal["sum", "match"] = Field(
+        "sum", description="the match score is added to the similarity, or replaces it"
+    )
+
+    @model_validator(mode="after")
+    def _used(self) -> ZeroShotJob:
+        if self.match_by == "match" and not self.match:
+            raise ValueError("match_by says how classes are scored again: give match, too")
+        return self
+
+
+PROBES: dict[str, type[Job]] = {
+    "pointing": PointingJob,
+    "swaps": SwapsJob,
+    "foils": FoilsJob,
+    "zeroshot": ZeroShotJob,
+}
+"""Evaluations that belong to no downstream task."""
+
+
+def job_names() -> tuple[str, ...]:
+    """Return the names of everything that a suite evaluates."""
+    return (*task_kinds(), *PROBES)
+
+
+def job_class(name: str) -> type[Job]:
+    """Return the class of a job.
+
+    Raises:
+        ValueError: there is nothing of that name to evaluate.
+    """
+    if name in PROBES:
+        return PROBES[name]
+    if name not in task_kinds():
+        raise ValueError(f"unknown task {name!r}; there are {', '.join(map(repr, job_names()))}")
+    return get_evaluation(name).job
+
+
+AnyJob = Annotated[Job, Choice("task", job_names, job_class)]
+
+
+class EvaluatedModel(Config):
+    """A model, or the models of one method, under one name."""
+
+    name: str = Field(pattern=NAME, description="its row in every table")
+    model: str | None = Field(
+        None,
+        description="folder or hub name of all tasks that name none; a dual encoder of another "
+        "library is `transformers:NAME` or `open_clip:ARCHITECTURE/TAG`",
+    )
+    tasks: tuple[AnyJob, ...] = Field(min_length=1, description="what it is evaluated on")
+
+    @model_validator(mode="after")
+    def _told_apart(self) -> EvaluatedModel:
+        labels = [job.label for job in self.tasks]
+        for label in labels:
+            if labels.count(label) > 1:
+                raise ValueError(f"{self.name} has two tasks {label!r}: give each a `name`")
+        for job in self.tasks:
+            if job.model is None and self.model is None:
+                raise ValueError(f"{self.name}, {job.label}: neither it nor its entry has a model")
+        return self
+
+
+class SuiteConfig(Config):
+    """Everything that one call evaluates."""
+
+    output: LocalPath = Field(
+        "runs/evaluation", description="folder of the results; --out replaces it"
+    )
+    models: tuple[EvaluatedModel, ...] = Field(min_length=1, description="that are compared")
+
+    @model_validator(mode="after")
+    def _comparable(self) -> SuiteConfig:
+        names = [entry.name for entry in self.models]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two models are called {name!r}")
+        first: dict[str, tuple[str, Job]] = {}
+        for entry in self.models:
+            for job in entry.tasks:
+                owner, same = first.setdefault(job.label, (entry.name, job))
+                if (same.task, same.shards, same.limit) != (job.task, job.shards, job.limit):
+                    raise ValueError(
+                        f"{job.label} is another task, or of other shards, in {entry.name} than "
+                        f"in {owner}; one table is about one set: give it a `name` of its own"
+                    )
+        return self
+
+
+def suite_of(
+    models: Sequence[str],
+    shards: Sequence[str],
+    labelled: Sequence[str] = (),
+    classes: str | None = None,
+    **options: Any,
+) -> SuiteConfig:
+    """Return the configuration that evaluates each model by all that its data allow.
+
+    Args:
+        models: folders, hub names, or models of other libraries.
+        shards: with captions, for retrieval and foils.
+        labelled: with classes, for zero-shot classification; goes with `classes`.
+        classes: file of class names.
+        options: of every task, such as `limit` and `batch`.
+
+    Raises:
+        ConfigError: the models are not told apart by their names, or only one of `labelled` and
+            `classes` is given.
+    """
+    if bool(labelled) != (classes is not None):
+        raise ConfigError(
+            "--labelled and --classes go together: images of classes, and their names"
+        )
+    tasks: list[dict[str, Any]] = [
+        {"task": task, "shards": shards} for task in ("retrieval", "foils") if shards
+    ]
+    if labelled:
+        tasks.append({"task": "zeroshot", "shards": labelled, "classes": classes})
+    entries = [
+        {"name": _row(model), "model": model, "tasks": [task | options for task in tasks]}
+        for model in models
+    ]
+    return validated({"models": entries}, SuiteConfig, "vlp evaluate suite")
+
+
+def _row(model: str) -> str:
+    """Return a model's name as a row's, in letters that a folder may have."""
+    return re.sub(r"[^\w.+@-]+", "-", model).strip("-.") or "model"
+
+
+_NOT_THE_MODEL = ("README.md", ".gitattributes")
+_CHUNK = 2**22
+
+
+class JobResult(Protocol):
+    """Result of a job."""
+
+    def table(self) -> Table:
+        """For the person."""
+
+    def to_json(self) -> dict[str, Any]:
+        """For `evaluation.results`."""
+
+    def save(self, folder: str | Path) -> Path:
+        """For files."""
+
+
+BY_FEATURES = ("retrieval", "zeroshot", "swaps", "foils")
+"""What needs of a model no more than one vector of an image, and one of a text."""
+
+
+def job_key(job: Job, folder: Path | OtherModel, sums: dict[Path | OtherModel, str]) -> str:
+    """Hash what a result depends on: the model's files, the options, the data, the prompts.
+
+    The data are the shards' index, which knows their contents; of class folders and tars, which
+    have none, they are names, sizes and times of change.
+
+    Args:
+        job: to evaluate.
+        folder: of the model, or a model of another library.
+        sums: of model folders that were read before; filled.
+
+    Raises:
+        EvaluationError: there are no such shards, or a file cannot be read.
+    """
+    options = job.model_dump(mode="json", exclude={"name", "model"})
+    parts = [json.dumps(options, sort_keys=True)]
+    try:
+        if folder not in sums:
+            sums[folder] = (
+                folder.checksum() if isinstance(folder, OtherModel) else model_checksum(folder)
+            )
+        parts.append(sums[folder])
+        for shards in map(Path, job.shards):
+            if not shards.exists():
+                raise EvaluationError(f"{shards}: there is no such folder of shards")
+            index = shards / INDEX_NAME
+            parts.append(_checksum(index) if index.is_file() else _stamps(shards))
+        for name in ("classes", "templates"):
+            file = getattr(job, name, None)
+            parts.append("" if file is None else _checksum(Path(file)))
+    except OSError as error:
+        said = f"{error.filename}: cannot be read ({error.strerror})" if error.filename else error
+        raise EvaluationError(str(said)) from error
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def model_checksum(folder: Path) -> str:
+    """Compute SHA-256 over names and contents of a model folder's files, without its model card."""
+    whole = hashlib.sha256()
+    for file in sorted(folder.iterdir()):
+        if file.is_file() and file.name not in _NOT_THE_MODEL:
+            whole.update(f"{file.name}\n{_checksum(file)}\n".encode())
+    return whole.hexdigest()
+
+
+def run_job(
+    job: Job,
+    folder: Path | OtherModel,
+    device: str | None,
+    workers: int | None,
+    progress: bool,
+) -> JobResult:
+    """Evaluate a model folder, or a model of another library; the same for any number of ranks.
+
+    Raises:
+        EvaluationError: the model is of another kind, a dual encoder cannot do it, or nothing can
+            be evaluated.
+        ConfigError: shards cannot be read.
+        FileNotFoundError: there is no such model.
+        ValueError: the model folder is damaged.
+    """
+    shared = {"limit", "batch", "precision"}
+    own = set(type(job).model_fields) - set(Job.model_fields)
+    options = job.model_dump(include=shared | own)
+    options |= {"device": device, "workers": workers, "progress": progress}
+    result: JobResult
+    if isinstance(folder, OtherModel):
+        _require_features_alone(job, folder)
+        loaded = folder.load()
+        if job.task not in PROBES:
+            return evaluate_retrieval(loaded, job.shards, **options)
+    elif job.task not in PROBES:
+        result = get_evaluation(job.task).evaluate_folder(folder, job.shards, **options)
+        return result
+    else:
+        loaded = vlp.load(folder)
+    if isinstance(job, ZeroShotJob):
+        prompts = read_prompts(options.pop("classes"), options.pop("templates"))
+        return evaluate_zeroshot(loaded, job.shards, prompts, **options)
+    probes: dict[str, Any] = {
+        "pointing": evaluate_pointing,
+        "swaps": evaluate_swaps,
+        "foils": evaluate_foils,
+    }
+    result = probes[job.task](loaded, job.shards, **options)
+    return result
+
+
+def _require_features_alone(job: Job, model: OtherModel) -> None:
+    if job.task not in BY_FEATURES:
+        raise EvaluationError(
+            f"{model} is a dual encoder: {job.task} needs more than its features; choose of "
+            f"{', '.join(BY_FEATURES)}"
+        )
+    for option in ("rerank", "match"):
+        if getattr(job, option, 0):
+            raise EvaluationError(
+                f"{model} has no cross-modal encoder: leave {option} of {job.task} at 0"
+            )
+
+
+def model_of(job: Job, model: str | None) -> Path | OtherModel:
+    """Return the folder of a job's model, `model` being that of its entry.
+
+    Raises:
+        FileNotFoundError: there is no such model.
+    """
+    name = job.model or model or ""
+    return other_model(name) or local_folder(name)
+
+
+def _stamps(place: Path) -> str:
+    """Hash names, sizes and times of a file, or of a folder and its class folders."""
+    files = sorted([*place.glob("*"), *place.glob("*/*")]) if place.is_dir() else [place]
+    stamps = []
+    for file in files:
+        if file.is_file():
+            about = file.stat()
+            stamps.append(f"{file.relative_to(place)}\t{about.st_size}\t{about.st_mtime_ns}")
+    return hashlib.sha256("\n".join(stamps).encode()).hexdigest()
+
+
+def _checksum(file: Path) -> str:
+    content = hashlib.sha256()
+    with file.open("rb") as opened:
+        while chunk := opened.read(_CHUNK):
+            content.update(chunk)
+    return content.hexdigest()
+
 
 JOB = "job.json"
 _OF_THE_USER = (ConfigError, EvaluationError, FileNotFoundError, ValueError)

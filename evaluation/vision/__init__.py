@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from pathlib import Path
 
-from evaluation.core.samples import EvaluationError
+from evaluation.samples import EvaluationError
 from vlp.config import Precision
 from vlp.data.shards.sample_files import BadSample
 from vlp.tasks.caption.metrics import CaptionToolError

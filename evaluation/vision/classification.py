@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from evaluation.core.block_reader import BlockReader
-from evaluation.core.eval_mode import evaluating, inference
-from evaluation.vision.chosen import evenly_spread
+from evaluation.ranks import evaluating, inference
+from evaluation.samples import BlockReader, evenly_spread
 from vlp.config import Precision
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.labelled_images import LabelledImages, open_labelled

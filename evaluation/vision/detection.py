@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torchvision.ops import box_convert
 
-from evaluation.core.block_reader import BlockReader
-from evaluation.core.eval_mode import evaluating, inference
-from evaluation.vision.chosen import evenly_spread
+from evaluation.ranks import evaluating, inference
+from evaluation.samples import BlockReader, evenly_spread
 from vlp.config import ConfigError, Precision
 from vlp.tasks.detection.data import (
     DetectionDataConfig,

@@ -7,9 +7,8 @@ from functools import partial
 
 import torch
 
-from evaluation.core.block_reader import BlockReader
-from evaluation.core.eval_mode import evaluating, inference
-from evaluation.vision.chosen import evenly_spread
+from evaluation.ranks import evaluating, inference
+from evaluation.samples import BlockReader, evenly_spread
 from vlp.config import Precision
 from vlp.data.labelled_images import LabelledImages, open_labelled
 from vlp.tasks.pixels.data import pixel_values

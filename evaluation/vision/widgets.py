@@ -8,9 +8,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from evaluation.core.block_reader import BlockReader
-from evaluation.core.eval_mode import evaluating, inference
-from evaluation.vision.chosen import evenly_spread
+from evaluation.ranks import evaluating, inference
+from evaluation.samples import BlockReader, evenly_spread
 from vlp.config import Precision
 from vlp.data.shards.sample_files import BadSample
 from vlp.tasks.caption.metrics import TokenizerName, caption_scores, require_caption_tools

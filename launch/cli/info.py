@@ -27,7 +27,7 @@ def info(
     if run is None:
         _installed()
         return 0
-    from evaluation.core.samples import EvaluationError
+    from evaluation.samples import EvaluationError
 
     try:
         for title, rows in _run(run):

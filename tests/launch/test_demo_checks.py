@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tests_support import launch_script
 
-from evaluation.core.results import Figure
-from evaluation.probes.pointing_result import KindFigures, PointingResult
+from evaluation.probes.pointing import KindFigures, PointingResult
+from evaluation.results import Figure
 from evaluation.retrieval.retrieval import RetrievalResult
 
 DIRECTIONS = ("text_to_image", "image_to_text")

@@ -11,11 +11,16 @@ from question_shards import COLOURS
 from torch import Tensor, nn
 from torch.nn import functional
 
-from evaluation.downstream.blocks import image_name
 from evaluation.downstream.registry import register_evaluation
-from evaluation.downstream.result import clustered_figures, keep_scores
 from evaluation.downstream.submissions import Submission, write_json
-from evaluation.downstream.task_evaluation import PageAction, Scored, TaskEvaluation
+from evaluation.downstream.task_evaluation import (
+    PageAction,
+    Scored,
+    TaskEvaluation,
+    clustered_figures,
+    image_name,
+    keep_scores,
+)
 from vlp.data.downstream.dataset import DownstreamDataset
 from vlp.data.downstream.images import decoded
 from vlp.data.downstream.items import Items

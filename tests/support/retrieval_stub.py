@@ -74,7 +74,7 @@ class StubTexts(NamedTuple):
 
 
 class StubITMScorer:
-    """What the model's tables say; stands where `evaluation.core.encoder` makes a `Matcher`."""
+    """What the model's tables say; stands where `evaluation.encoder` makes a `Matcher`."""
 
     reads_padding = False
 

@@ -3,13 +3,110 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from evaluation.core.samples import EvaluationError
-from evaluation.suite.others.adapter import AdaptedModel, Towers
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from evaluation.samples import EvaluationError
+from vlp.data.image.decode import upright_rgb
+from vlp.data.text.tokenizer import TextTokens
+from vlp.models.config import ModelConfig
+from vlp.models.features import ImageFeatures, TextFeatures
 from vlp.models.folder import Loaded
+
+
+class Towers(Protocol):
+    """What a library's file gives: encoders of images and of texts into one space, of width d."""
+
+    module: nn.Module
+    """Holds the weights."""
+    image_size: int
+    """Pixels of a side."""
+
+    def preprocess(self, image: Image.Image) -> Tensor:
+        """Prepare an RGB image: (3, rows, columns) float32."""
+
+    def tokenize(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Return ids (B, N) int64, and which are read (B, N) bool."""
+
+    def encode_images(self, pixels: Tensor) -> Tensor:
+        """Encode (B, 3, rows, columns) to (B, d), of any length."""
+
+    def encode_texts(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Encode ids (B, N) and mask (B, N) to (B, d), of any length."""
+
+    def temperature(self) -> Tensor:
+        """Return what similarities are divided by."""
+
+
+class AdaptedModel(nn.Module):
+    """A model with features and a temperature, but without states, tokens and cross-modal layers.
+
+    Its match log-odds are the similarity over the temperature, which was trained.
+
+    Args:
+        towers: of a library's file.
+    """
+
+    match_is_trained = True
+
+    def __init__(self, towers: Towers) -> None:
+        super().__init__()
+        self.towers, self.module = towers, towers.module
+        size = towers.image_size
+        self.config = ModelConfig.model_validate(
+            {
+                "image": {"image_size": size, "patch_size": next(_divisors(size))},
+                "cross": {"position": []},  # of its settings evaluations read this alone
+            }
+        )
+        self.cross_encoder = nn.Module()
+        self.cross_encoder.layers = nn.ModuleList()
+        self.register_buffer("anchor_threshold", torch.zeros(()), persistent=False)
+        self.eval()
+
+    def preprocess(self, image: Image.Image) -> Tensor:
+        """Prepare an image of any mode."""
+        return self.towers.preprocess(upright_rgb(image))
+
+    def tokenize(self, texts: Sequence[str]) -> TextTokens:
+        """Return ids and masks of texts, (B, N)."""
+        ids, mask = self.towers.tokenize(list(texts))
+        return TextTokens(ids, mask, mask)
+
+    def encode_image(self, pixels: Tensor) -> ImageFeatures:
+        """Encode pixels (B, 3, rows, columns)."""
+        feature = _unit(self.towers.encode_images(pixels))
+        return ImageFeatures(feature[:, None, :0], feature, feature[:, None][:, :0])
+
+    def encode_text(self, ids: Tensor, mask: Tensor, word_mask: Tensor) -> TextFeatures:
+        """Encode texts as `tokenize` gives them."""
+        feature = _unit(self.towers.encode_texts(ids, mask))
+        states = feature[:, None, :0].expand(-1, ids.shape[1], -1)
+        return TextFeatures(states, feature, feature[:, None][:, :0], mask, word_mask)
+
+    def temperature(self) -> Tensor:
+        """Return what similarities are divided by."""
+        return self.towers.temperature()
+
+    def match(self, image: ImageFeatures, text: TextFeatures) -> Tensor:
+        """Return the similarity of aligned pairs over the temperature, (B,)."""
+        return (image.feature * text.feature).sum(-1) / self.temperature()
+
+
+def _unit(feature: Tensor) -> Tensor:
+    return nn.functional.normalize(feature.float(), dim=-1)
+
+
+def _divisors(size: int) -> Any:
+    """Sides of patches that a view of shuffled patches may have, the usual one first."""
+    return (side for side in (16, 14, 8, 4, 2, 1) if size % side == 0)
+
 
 LIBRARIES = ("open_clip", "transformers")
 """Each is a module `X_models` of this package with `towers(name)` and `files(name)`."""

@@ -10,13 +10,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from evaluation.core.samples import EvaluationError
+from evaluation.samples import EvaluationError
 
 _WHOLE = ("local-dir:", "hf-hub:")
 
 
 class OpenClipTowers:
-    """Towers as `evaluation.suite.others.adapter.Towers` describes them.
+    """Towers as `evaluation.suite.others.Towers` describes them.
 
     Args:
         name: of the model, behind the library's own.

@@ -10,12 +10,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from evaluation.core.samples import EvaluationError
+from evaluation.samples import EvaluationError
 from vlp.models.pretrained.local_copy import local_folder
 
 
 class TransformersTowers:
-    """Towers as `evaluation.suite.others.adapter.Towers` describes them.
+    """Towers as `evaluation.suite.others.Towers` describes them.
 
     Args:
         name: of the model, behind the library's own.

@@ -19,9 +19,9 @@ from training_toy import PlainEngine, ToyTask, toy_config
 import vlp
 from data_tools.builder.journal import Journal
 from data_tools.inspect.index_check import against_index, against_manifest, read_manifest
-from evaluation.core.json_lines import read_lines
-from evaluation.core.samples import EvaluationError
 from evaluation.html_report.sources import read_sources
+from evaluation.results import read_lines
+from evaluation.samples import EvaluationError
 from vlp.config import ConfigError, load_config
 from vlp.data.config import AugmentConfig, DataConfig, SourceConfig
 from vlp.data.features.header import FeatureHeader, FeatureSource, shards_sha256

@@ -15,9 +15,8 @@ import psutil
 import pytest
 import torch
 
-from evaluation.core import block_reader
-from evaluation.core.block_reader import BlockReader, workers_for
-from evaluation.core.samples import EvaluationError
+from evaluation import samples as block_reader
+from evaluation.samples import BlockReader, EvaluationError, workers_for
 from vlp.config import ConfigError
 from vlp.data.shards.sample_files import BadSample
 

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from evaluation.core.eval_mode import inference
+from evaluation.ranks import inference
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

@@ -15,18 +15,17 @@ from question_shards import coloured, photo, write_shards
 import vlp
 from data_tools.generate.scenes import make_sample
 from evaluation.__main__ import main
-from evaluation.core.samples import EvaluationError
 from evaluation.downstream import evaluate_task
+from evaluation.embed import embed
 from evaluation.grounding.grounding import evaluate_grounding
 from evaluation.probes.foils import evaluate_foils
 from evaluation.probes.pointing import evaluate_pointing
 from evaluation.probes.winoground import evaluate_swaps
 from evaluation.retrieval import validation
-from evaluation.retrieval.embed import embed
 from evaluation.retrieval.retrieval import evaluate_retrieval
 from evaluation.retrieval.validation import HeldOutLosses
-from evaluation.zeroshot.prompts import Prompts
-from evaluation.zeroshot.zeroshot import evaluate_zeroshot
+from evaluation.samples import EvaluationError
+from evaluation.zeroshot import Prompts, evaluate_zeroshot
 from vlp.data.scenes.annotation import annotation
 from vlp.data.scenes.sample import sample_scene
 from vlp.data.schema import Annotation

@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save_file
 
 import vlp
 from evaluation.__main__ import main
-from evaluation.core.samples import EvaluationError
 from evaluation.demo import session
 from evaluation.demo.page import abilities, page, serve
 from evaluation.demo.session import TryIt
-from evaluation.downstream.predict_one import predict_one
+from evaluation.downstream.predict import predict_one
 from evaluation.retrieval.retrieval import evaluate_retrieval
+from evaluation.samples import EvaluationError
 from vlp.tasks.caption import task as caption
 from vlp.tasks.downstream.init_from import start_parts
 from vlp.tasks.pair_classification.task import (

@@ -8,10 +8,10 @@ import pytest
 from pair_shards import annotated_shards, entailment_shards, statement_shards, tiny_folder
 from question_shards import write_shards
 
-from evaluation.core.samples import EvaluationError
-from evaluation.core.work_sharding import Ranks
 from evaluation.downstream import evaluate_task
-from evaluation.downstream.result import sentence_of
+from evaluation.downstream.task_evaluation import sentence_of
+from evaluation.ranks import Ranks
+from evaluation.samples import EvaluationError
 from vlp.data.scenes.render import encode_png, render
 from vlp.data.scenes.sample import sample_scene
 from vlp.data.schema import Annotation

@@ -16,10 +16,10 @@ import pytest
 from question_shards import AUGMENT, coloured, photo, question, toy_parts, write_shards
 
 from evaluation.__main__ import main
-from evaluation.core.samples import EvaluationError
 from evaluation.downstream import evaluate_task
 from evaluation.downstream.submissions import write_vqa
 from evaluation.downstream.vqa import VqaEvaluation
+from evaluation.samples import EvaluationError
 from vlp.data.schema import Annotation
 from vlp.tasks.vqa.metrics import vqa_accuracy
 from vlp.tasks.vqa.task import VqaConfig, build

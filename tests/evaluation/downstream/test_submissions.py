@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from evaluation.core.samples import EvaluationError
 from evaluation.downstream.submissions import (
     write_captions,
     write_nlvr2,
@@ -16,6 +15,7 @@ from evaluation.downstream.submissions import (
     write_snli_ve,
     write_vqa,
 )
+from evaluation.samples import EvaluationError
 
 Writer = Callable[..., None]
 

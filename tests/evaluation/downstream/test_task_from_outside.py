@@ -20,12 +20,10 @@ import vlp.tasks.downstream.registry
 from evaluation.demo.page import abilities
 from evaluation.demo.session import TryIt
 from evaluation.downstream import evaluate_task
-from evaluation.downstream.predict import predict, write_official
-from evaluation.downstream.predict_one import predict_one
+from evaluation.downstream.predict import predict, predict_one, write_official
 from evaluation.html_report.html_report import make_report
 from evaluation.suite.compare import compare
-from evaluation.suite.suite import run_suite
-from evaluation.suite.suite_config import SuiteConfig
+from evaluation.suite.suite import SuiteConfig, run_suite
 from vlp.config import ConfigError, load_config
 from vlp.serving.model_card import model_card
 from vlp.tasks.downstream.registry import get_task, task_kinds, task_summary

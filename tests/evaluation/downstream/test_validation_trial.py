@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from evaluation.core.samples import EvaluationError
 from evaluation.downstream import finetuning
+from evaluation.samples import EvaluationError
 from vlp.config import ConfigError
 from vlp.training.finetune_config import FinetuneConfig
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests_support import TINY_MODEL
 
-from evaluation.grounding.gradcam import grad_cam, layer_number
+from evaluation.grounding.grounding import grad_cam, layer_number
 from vlp.models.config import ModelConfig
 from vlp.models.vlp import VLPModel
 

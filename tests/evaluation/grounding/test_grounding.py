@@ -10,10 +10,9 @@ from pair_shards import annotated_shards, tiny_folder
 
 import vlp
 from evaluation.__main__ import main
-from evaluation.core.samples import EvaluationError
 from evaluation.grounding import grounding as module
-from evaluation.grounding.gradcam import grad_cam
-from evaluation.grounding.grounding import evaluate_grounding
+from evaluation.grounding.grounding import evaluate_grounding, grad_cam
+from evaluation.samples import EvaluationError
 from vlp.config import ConfigError
 from vlp.data.image.decode import decode_image
 from vlp.data.image.patches import patches_in_box

@@ -16,20 +16,19 @@ from PIL import Image
 import vlp
 from evaluation.__main__ import main
 from evaluation.ablations.paper_results import RECALLS, TABLES, paper_tables, split_of
-from evaluation.core.latex import latex_table
-from evaluation.core.results import Figure, Table
-from evaluation.core.samples import EvaluationError
 from evaluation.downstream import evaluate_task
 from evaluation.grounding.grounding import evaluate_grounding
-from evaluation.grounding.heatmaps import OWN_BOX, anchors_over, data_uri, heat_over
-from evaluation.grounding.phrase_map import phrase_heat
+from evaluation.grounding.heatmaps import OWN_BOX, anchors_over, data_uri, heat_over, phrase_heat
 from evaluation.html_report.cases import retrieval_cases, task_cases
 from evaluation.html_report.curves import Chart, svg, training_charts
 from evaluation.html_report.html_report import make_report
 from evaluation.html_report.sources import Source, read_result, read_sources, short_names
 from evaluation.html_report.tables import result_tables
+from evaluation.latex import latex_table
+from evaluation.results import Figure, Table
 from evaluation.retrieval.gallery import Gallery
 from evaluation.retrieval.retrieval import evaluate_retrieval
+from evaluation.samples import EvaluationError
 from vlp.data.scenes.render import encode_png, render
 from vlp.data.scenes.sample import sample_scene
 from vlp.data.schema import Annotation

@@ -12,8 +12,7 @@ from retrieval_stub import png
 
 import vlp
 from evaluation.__main__ import main
-from evaluation.core.samples import EvaluationError, Samples
-from evaluation.grounding.gradcam import grad_cam
+from evaluation.grounding.grounding import grad_cam
 from evaluation.probes.anchor_maps import (
     AnchorDetail,
     AnchorMap,
@@ -24,6 +23,7 @@ from evaluation.probes.anchor_maps import (
     read_pair,
 )
 from evaluation.probes.anchor_plots import draw_anchor_detail, draw_anchor_maps
+from evaluation.samples import EvaluationError, Samples
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_index import ShardWriter
 from vlp.models.config import ModelConfig

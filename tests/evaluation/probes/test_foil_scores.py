@@ -9,8 +9,8 @@ from retrieval_stub import png
 
 import vlp
 from evaluation.__main__ import main
-from evaluation.core.samples import EvaluationError, Samples
 from evaluation.probes.foils import evaluate_foils, examples
+from evaluation.samples import EvaluationError, Samples
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_index import ShardWriter
 from vlp.data.text.foils import make_foils

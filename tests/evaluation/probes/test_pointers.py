@@ -10,19 +10,19 @@ from torch import nn
 
 import vlp
 from evaluation.__main__ import main
-from evaluation.core.samples import Samples
-from evaluation.core.saved_results import saved_figures
-from evaluation.grounding.gradcam import grad_cam
-from evaluation.probes.pointers import (
+from evaluation.grounding.grounding import grad_cam
+from evaluation.probes.pointing import (
     CONTROLS,
     centre_map,
+    evaluate_pointing,
     last_attention,
     mean_box_shares,
     pointer_figures,
     share_of_best,
     word_maps,
 )
-from evaluation.probes.pointing import evaluate_pointing
+from evaluation.results import saved_figures
+from evaluation.samples import Samples
 from vlp.data.image.patches import patches_in_box
 from vlp.data.text.word_boxes import named_words, word_positions
 from vlp.models.cross_encoder import PairIndices

@@ -9,9 +9,9 @@ from PIL import Image
 from retrieval_stub import png
 
 import vlp
-from evaluation.core.samples import CaptionedSample, EvaluationError, Samples
 from evaluation.probes.anchor_maps import first_samples
 from evaluation.probes.pointing import KINDS, evaluate_pointing, score_words
+from evaluation.samples import CaptionedSample, EvaluationError, Samples
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_index import ShardWriter
 from vlp.data.text.word_boxes import named_words, word_positions

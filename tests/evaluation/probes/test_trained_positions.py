@@ -8,7 +8,6 @@ import torch
 from PIL import Image
 
 from evaluation.__main__ import main
-from evaluation.core.samples import EvaluationError
 from evaluation.probes.trained_positions import (
     PatchMaps,
     WeightChange,
@@ -18,6 +17,7 @@ from evaluation.probes.trained_positions import (
     place_weights,
     trained_panels,
 )
+from evaluation.samples import EvaluationError
 from vlp.positions import alibi2d, create_position
 from vlp.positions.buckets import bucket_ids
 from vlp.tasks.classification.task import Classification, ClassificationConfig

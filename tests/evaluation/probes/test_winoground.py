@@ -9,7 +9,6 @@ import torch
 
 import vlp
 from data_tools.generate.scenes import make_sample
-from evaluation.core.samples import EvaluationError
 from evaluation.probes.winoground import (
     CHANCE,
     SCORES,
@@ -18,6 +17,7 @@ from evaluation.probes.winoground import (
     swap_scores,
     word_head,
 )
+from evaluation.samples import EvaluationError
 from vlp.config import ConfigError
 from vlp.data.image.decode import decode_image
 from vlp.data.shards.shard_index import ShardIndex, ShardWriter

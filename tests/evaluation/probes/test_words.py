@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from evaluation.core.samples import Samples
+from evaluation.samples import Samples
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.data.text.word_boxes import named_words, word_positions, word_text
 

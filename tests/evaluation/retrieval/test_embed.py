@@ -18,10 +18,9 @@ from test_work_sharding import launch
 
 import vlp
 from evaluation.__main__ import main
-from evaluation.core.feature_files import FeatureFiles
-from evaluation.core.samples import EvaluationError, Samples
-from evaluation.core.work_sharding import Ranks
-from evaluation.retrieval.embed import embed, embed_inputs
+from evaluation.embed import FeatureFiles, embed, embed_inputs
+from evaluation.ranks import Ranks
+from evaluation.samples import EvaluationError, Samples
 from vlp.data.schema import Annotation
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -108,13 +107,13 @@ def test_parts_of_ranks_are_joined_in_their_order(tmp_path, monkeypatch):
 
 SLOW = """
 import sys, time
-import evaluation.retrieval.embed
+import evaluation.embed
 from evaluation.__main__ import main
-decode = evaluation.retrieval.embed.decode_image
+decode = evaluation.embed.decode_image
 def slow(*arguments):
     time.sleep(0.2)
     return decode(*arguments)
-evaluation.retrieval.embed.decode_image = slow
+evaluation.embed.decode_image = slow
 sys.exit(main(sys.argv[1:]))
 """
 

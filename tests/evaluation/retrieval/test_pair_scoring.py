@@ -7,12 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vlp
-from evaluation.core.encoder import Encoder
-from evaluation.core.samples import Samples
-from evaluation.core.work_sharding import Ranks
-from evaluation.retrieval import pair_scoring as matching
-from evaluation.retrieval.pair_scoring import PairScorer, match_batch_for, shelves
-from evaluation.retrieval.rerank import CandidatePairs, match_pairs
+from evaluation.encoder import Encoder
+from evaluation.ranks import Ranks
+from evaluation.retrieval import rerank as matching
+from evaluation.retrieval.rerank import (
+    CandidatePairs,
+    PairScorer,
+    match_batch_for,
+    match_pairs,
+    shelves,
+)
+from evaluation.samples import Samples
 
 ALL = 2**30
 

@@ -10,10 +10,9 @@ import torch
 from retrieval_stub import StubITMScorer, make_stub, write_numbered
 from torch.nn import functional
 
-from evaluation.core.samples import EvaluationError
-from evaluation.retrieval import query_bank
-from evaluation.retrieval.query_bank import log_mass, normalised_sides
-from evaluation.retrieval.retrieval import evaluate_retrieval
+from evaluation.retrieval import retrieval as query_bank
+from evaluation.retrieval.retrieval import evaluate_retrieval, log_mass, normalised_sides
+from evaluation.samples import EvaluationError
 from vlp.metrics.recall import pessimistic_ranks
 
 CAPTIONS = [2, 1, 3, 1, 2, 5, 1, 1, 2, 4]
@@ -48,7 +47,7 @@ def test_a_hub_loses_most_and_by_the_same_for_every_query():
 
 def test_recall_equals_the_full_matrices(tmp_path, monkeypatch):
     """The bank may be of any pairs; here they are those of the evaluation."""
-    monkeypatch.setattr("evaluation.core.encoder.ITMScorer", StubITMScorer)
+    monkeypatch.setattr("evaluation.encoder.ITMScorer", StubITMScorer)
     folder = tmp_path / "numbered"
     write_numbered(folder, CAPTIONS)
     stub = make_stub(CAPTIONS)
@@ -80,7 +79,7 @@ def test_a_temperature_must_be_positive(tmp_path):
 
 
 def test_the_bank_is_known_however_its_folder_is_spelled(tmp_path, monkeypatch):
-    monkeypatch.setattr("evaluation.core.encoder.ITMScorer", StubITMScorer)
+    monkeypatch.setattr("evaluation.encoder.ITMScorer", StubITMScorer)
     monkeypatch.chdir(tmp_path)
     write_numbered(tmp_path / "numbered", CAPTIONS)
     (tmp_path / "link").symlink_to("numbered")

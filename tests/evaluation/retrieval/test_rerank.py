@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 
 from evaluation.retrieval.rerank import (
     CandidatePairs,
+    Search,
     look_up,
     match_pairs,
     nearest_pairs,
     reranked_ranks,
 )
-from evaluation.retrieval.search import Search
 
 
 def slow_rank(order, scores, dual, positive):

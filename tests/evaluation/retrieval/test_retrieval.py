@@ -8,9 +8,9 @@ import torch
 from retrieval_stub import StubITMScorer, StubModel, make_stub, png, write_numbered
 
 import vlp
-from evaluation.core.feature_cache import Block, BlockCache
-from evaluation.core.samples import EvaluationError
+from evaluation.encoder import Block, BlockCache
 from evaluation.retrieval.retrieval import evaluate_retrieval
+from evaluation.samples import EvaluationError
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_index import ShardWriter
@@ -25,7 +25,7 @@ def stubs_are_matched_by_their_tables(monkeypatch):
     def itm_scorer(model):
         return StubITMScorer(model) if isinstance(model, StubModel) else ITMScorer(model)
 
-    monkeypatch.setattr("evaluation.core.encoder.ITMScorer", itm_scorer)
+    monkeypatch.setattr("evaluation.encoder.ITMScorer", itm_scorer)
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def test_a_real_model_keeps_its_mode_and_gives_the_same_table_twice(model_folder
 
 def test_real_reranking_equals_matching_every_pair(model_folder, scene_shards):
     """All pairs through the public calls in one batch, against blocks and nearest candidates."""
-    from evaluation.core.samples import Samples
+    from evaluation.samples import Samples
 
     loaded = vlp.load(model_folder)
     samples = [Samples([scene_shards], 6).read(place) for place in range(6)]

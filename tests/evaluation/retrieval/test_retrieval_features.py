@@ -12,8 +12,8 @@ import yaml
 
 import vlp
 from data_tools.__main__ import main as data_tools
+from evaluation import samples
 from evaluation.__main__ import main
-from evaluation.core import samples
 from evaluation.retrieval.retrieval import evaluate_retrieval
 from vlp.config import ConfigError
 from vlp.data.scenes.annotation import annotation

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evaluation.retrieval.search import search, similarity
+from evaluation.retrieval.rerank import search, similarity
 from vlp.metrics.recall import pessimistic_ranks
 
 

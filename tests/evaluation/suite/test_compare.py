@@ -12,12 +12,11 @@ from scipy import stats
 
 import vlp
 from evaluation.__main__ import main
-from evaluation.core.json_lines import write_lines
-from evaluation.core.samples import EvaluationError
 from evaluation.downstream import evaluate_task
+from evaluation.results import write_lines
 from evaluation.retrieval.retrieval import evaluate_retrieval
-from evaluation.suite.compare import compare
-from evaluation.suite.item_tests import item_difference, sign_flip_p
+from evaluation.samples import EvaluationError
+from evaluation.suite.compare import compare, item_difference, sign_flip_p
 from vlp.tasks.downstream.init_from import start_parts
 from vlp.tasks.pair_classification.task import Nlvr2Config, PairClassification
 

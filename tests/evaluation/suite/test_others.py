@@ -12,11 +12,10 @@ import torch
 from PIL import Image
 
 from evaluation.__main__ import main
-from evaluation.core.samples import EvaluationError
-from evaluation.core.saved_results import saved_figures
+from evaluation.results import saved_figures
+from evaluation.samples import EvaluationError
 from evaluation.suite.others import other_model
-from evaluation.suite.suite import run_suite
-from evaluation.suite.suite_config import SuiteConfig, suite_of
+from evaluation.suite.suite import SuiteConfig, run_suite, suite_of
 from vlp.config import ConfigError
 
 transformers = pytest.importorskip("transformers")

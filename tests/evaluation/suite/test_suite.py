@@ -14,11 +14,15 @@ from test_work_sharding import launch
 
 import evaluation.suite.suite
 from evaluation.__main__ import main
-from evaluation.core.results import Figure
-from evaluation.core.saved_results import saved_figures
-from evaluation.suite.suite import SuiteResult, run_suite
-from evaluation.suite.suite_config import SuiteConfig, ZeroShotJob
-from evaluation.suite.suite_jobs import job_key, model_checksum
+from evaluation.results import Figure, saved_figures
+from evaluation.suite.suite import (
+    SuiteConfig,
+    SuiteResult,
+    ZeroShotJob,
+    job_key,
+    model_checksum,
+    run_suite,
+)
 from vlp.config import ConfigError, load_config
 from vlp.data.scenes.annotation import annotation
 from vlp.data.scenes.render import encode_png, render

@@ -12,11 +12,10 @@ from question_shards import COLOURS, photo
 
 import vlp
 from evaluation.__main__ import main
-from evaluation.core.samples import EvaluationError
-from evaluation.core.work_sharding import Ranks
+from evaluation.ranks import Ranks
+from evaluation.samples import EvaluationError
 from evaluation.suite.compare import compare
-from evaluation.zeroshot.prompts import Prompts, class_features, read_prompts
-from evaluation.zeroshot.zeroshot import evaluate_zeroshot, reordered
+from evaluation.zeroshot import Prompts, class_features, evaluate_zeroshot, read_prompts, reordered
 from vlp.data.image.decode import decode_image
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_index import ShardWriter

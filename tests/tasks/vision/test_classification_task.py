@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from evaluation.core.samples import EvaluationError
+from evaluation.samples import EvaluationError
 from evaluation.vision import classification as evaluation_classification
 from evaluation.vision import evaluate_folder
 from vlp.config import ConfigError

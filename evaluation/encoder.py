@@ -2,33 +2,74 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 
-from evaluation.core.block_reader import BlockReader
-from evaluation.core.eval_mode import inference
-from evaluation.core.feature_cache import Block, BlockCache
-from evaluation.core.samples import (
+from evaluation.ranks import Ranks, inference
+from evaluation.samples import (
+    BlockReader,
     CaptionedSample,
     EvaluationError,
     Samples,
     count_kinds,
     kinds_in_words,
 )
-from evaluation.core.work_sharding import Ranks
-from evaluation.retrieval.search import NOTHING
 from vlp.config import Precision
 from vlp.data.shards.bad_samples import SkippedSample
 from vlp.data.text.tokenizer import TextTokens
+from vlp.models.features import ImageFeatures
 from vlp.models.folder import Loaded
 from vlp.models.itm_scorer import ITMScorer
+
+NOTHING = -1
+"""Column of `Collection.texts_of_image` where an image has fewer captions than others."""
+GIBIBYTE = 2**30
+
+
+class Block(NamedTuple):
+    """`features` is what the encoder gave for the rows of one block."""
+
+    features: Any
+    extra: Any = None
+
+
+Key = TypeVar("Key")
+
+
+class BlockCache(Generic[Key]):
+    """Least recently used blocks of at most `capacity` bytes; one block always fits."""
+
+    def __init__(self, encode: Callable[[Key], Block], capacity: int) -> None:
+        self._encode = encode
+        self._capacity = capacity
+        self._blocks: OrderedDict[Key, Block] = OrderedDict()
+        self._bytes = 0
+
+    def __getitem__(self, key: Key) -> Block:
+        if key in self._blocks:
+            self._blocks.move_to_end(key)
+            return self._blocks[key]
+        block = self._encode(key)
+        self._blocks[key] = block
+        self._bytes += _size(block)
+        while self._bytes > self._capacity and len(self._blocks) > 1:
+            _, dropped = self._blocks.popitem(last=False)
+            self._bytes -= _size(dropped)
+        return block
+
+
+def _size(block: Block) -> int:
+    tensors = [field for field in block.features or () if isinstance(field, Tensor)]
+    return sum(tensor.element_size() * tensor.nelement() for tensor in tensors)
 
 
 class SeenSample(NamedTuple):
@@ -229,3 +270,12 @@ def _global(features: Any) -> NDArray[np.float32]:
     if features is None:
         return np.zeros((0, 0), dtype=np.float32)
     return features.feature.float().cpu().numpy()
+
+
+@torch.no_grad()
+def encode_one(loaded: Loaded, image: Image.Image, device: torch.device) -> ImageFeatures:
+    """Encode an image of any size, as a batch of one, on the device of the model.
+
+    The features carry no gradients, but may take part in what has some, as Grad-CAM's do.
+    """
+    return loaded.model.encode_image(loaded.preprocess(image)[None].to(device))

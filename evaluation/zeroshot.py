@@ -2,31 +2,217 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 
-from evaluation.core.eval_mode import evaluating, inference
-from evaluation.core.feature_cache import GIBIBYTE, Block, BlockCache
-from evaluation.core.results import Figure, Table
-from evaluation.core.samples import EvaluationError
-from evaluation.core.untrained_match import untrained_match_notes
-from evaluation.core.work_sharding import Ranks
-from evaluation.downstream.blocks import evaluate_blocks
-from evaluation.downstream.result import TaskResult, clustered_figures, keep_scores
-from evaluation.zeroshot.labelled_images import LABEL, Classed, ClassedImages
-from evaluation.zeroshot.prompts import Prompts, class_features
+from evaluation.downstream.task_evaluation import (
+    TaskResult,
+    clustered_figures,
+    evaluate_blocks,
+    image_name,
+    keep_scores,
+)
+from evaluation.encoder import GIBIBYTE, Block, BlockCache
+from evaluation.ranks import Ranks, evaluating, inference
+from evaluation.results import Figure, Table, untrained_match_notes
+from evaluation.samples import EvaluationError
 from vlp.config import Precision
+from vlp.data.downstream.items import Items
+from vlp.data.image.decode import decode_image
+from vlp.data.labelled_images import LabelledImages, open_labelled
+from vlp.data.shards.sample_files import BadSample
+from vlp.data.shards.shard_index import INDEX_NAME
 from vlp.models.features import ImageFeatures, TextFeatures
 from vlp.models.folder import Loaded
 from vlp.models.vlp import VLPModel
+
+PLAIN = ("a photo of a {}.",)
+
+
+class Prompts(NamedTuple):
+    """labels: what the data calls each class; names: what prompts call it; templates with a {}."""
+
+    labels: tuple[str, ...]
+    names: tuple[str, ...]
+    templates: tuple[str, ...] = PLAIN
+
+    def of(self, number: int) -> list[str]:
+        """All prompts of one class."""
+        return [template.replace("{}", self.names[number]) for template in self.templates]
+
+
+def read_prompts(classes: str | Path, templates: str | Path | None = None) -> Prompts:
+    """Class names, one a line, and templates, one a line; blank lines are left out.
+
+    A line of classes may say first what the data calls the class: `n02084071<TAB>dog`.
+
+    Raises:
+        EvaluationError: a file cannot be read or is empty, a class comes twice, or a template has
+            no {}.
+    """
+    lines = [line.split("\t", 1) for line in _lines(classes)]
+    labels = tuple(line[0].strip() for line in lines)
+    if len(set(labels)) < len(labels):
+        twice = next(label for label in labels if labels.count(label) > 1)
+        raise EvaluationError(f"{classes}: the class {twice!r} comes twice")
+    if len(labels) < 2:
+        raise EvaluationError(f"{classes}: one class leaves nothing to choose")
+    written = PLAIN if templates is None else tuple(_lines(templates))
+    for template in written:
+        if "{}" not in template:
+            raise EvaluationError(
+                f"{templates}: the template {template!r} has no {{}} for the class name"
+            )
+    return Prompts(labels, tuple(line[-1].strip() for line in lines), written)
+
+
+def class_features(
+    prompts: Prompts, encode: Callable[[Sequence[str]], NDArray[np.floating]], ranks: Ranks
+) -> NDArray[np.float64]:
+    """(classes, d) unit features: the mean over a class's prompts, at unit length (CLIP, 3.1.4).
+
+    Args:
+        prompts: of all classes.
+        encode: prompts of one class -> (prompts, d) unit features.
+        ranks: who share the classes.
+    """
+
+    def feature(number: int) -> NDArray[np.float64]:
+        mean = np.asarray(encode(prompts.of(number)), dtype=np.float64).mean(axis=0)
+        return mean / max(float(np.linalg.norm(mean)), 1e-12)
+
+    return np.stack(ranks.map_blocks(len(prompts.labels), feature))
+
+
+def _lines(path: str | Path) -> list[str]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise EvaluationError(f"{path}: cannot be read ({error})") from error
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise EvaluationError(f"{path}: is empty; write one name a line")
+    return lines
+
+
+LABEL = "label"
+
+
+class Classed(NamedTuple):
+    """An image, the number of its class, its key (or file), and what equal images share."""
+
+    image: Image.Image | None
+    label: int
+    key: str
+    image_id: str
+
+    def without_images(self) -> Classed:
+        """Return what is left once the image is prepared."""
+        return self._replace(image=None)
+
+
+class _Source(Protocol):
+    def __len__(self) -> int: ...
+
+    def read(self, number: int) -> Classed: ...
+
+
+class ClassedImages:
+    """Images of several places, by number.
+
+    Args:
+        paths: shard folders, folders of class folders, or tar files of such.
+        prompts: the classes.
+        label_field: of the annotations in shards.
+        limit: only the first so many images.
+
+    Raises:
+        EvaluationError: a limit below 1, or no place is given.
+        ConfigError: a place cannot be read, or has folders of other classes.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str | Path],
+        prompts: Prompts,
+        label_field: str = LABEL,
+        limit: int | None = None,
+    ) -> None:
+        if not paths:
+            raise EvaluationError("no shard folder is given")
+        if limit is not None and limit < 1:
+            raise EvaluationError(f"limit {limit}: at least one image is needed")
+        self.folders = tuple(map(str, paths))
+        numbers = {label: number for number, label in enumerate(prompts.labels)}
+        self._sources: list[_Source] = [
+            _FromFolders(open_labelled(path, prompts.labels))
+            if Path(path).is_file() or not _indexed(path)
+            else _LabelledShards(path, numbers, label_field)
+            for path in self.folders
+        ]
+        self._ends = list(accumulate(map(len, self._sources)))
+        self._length = self._ends[-1] if limit is None else min(limit, self._ends[-1])
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, number: int) -> Classed:
+        """One of them.
+
+        Raises:
+            BadSample: it cannot be decoded, or has no known class.
+        """
+        source = bisect_right(self._ends, number)
+        return self._sources[source].read(number - (self._ends[source - 1] if source else 0))
+
+
+def _indexed(path: str) -> bool:
+    folder = Path(path)
+    # Shards without an index: the index's own message tells how to make one.
+    return (folder / INDEX_NAME).is_file() or any(folder.glob("*.tar"))
+
+
+class _FromFolders:
+    def __init__(self, images: LabelledImages) -> None:
+        self._images = images
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def read(self, number: int) -> Classed:
+        image, label, where = self._images.read(number)
+        return Classed(image, label, where, where)
+
+
+class _LabelledShards:
+    def __init__(self, path: str, numbers: dict[str, int], field: str) -> None:
+        self._items = Items([path])
+        self._numbers, self._field = numbers, field
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def read(self, number: int) -> Classed:
+        item = self._items.read(number)
+        label = getattr(item.raw.annotation, self._field, None)
+        if label is None:
+            raise BadSample("no class", f"{item.where}: it has no `{self._field}`")
+        if str(label) not in self._numbers:
+            raise BadSample("unknown class", f"{item.where} ({self._field} {label!r})")
+        image = decode_image(item.raw.image, item.where)
+        return Classed(image, self._numbers[str(label)], item.raw.key, image_name(item))
+
 
 MANY, SHOWN = 20, 10
 _PAIRS = 256

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from evaluation.core.results import Table
+from evaluation.results import Table
 
 _SPECIAL = {
     "\\": r"\textbackslash{}",

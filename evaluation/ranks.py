@@ -1,0 +1,125 @@
+"""Shares of an evaluation's work between ranks, and models in evaluation mode on a device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+from vlp import distributed
+from vlp.config import Precision
+from vlp.distributed import default_device
+from vlp.tasks.task import autocast
+
+Result = TypeVar("Result")
+
+
+class Ranks(NamedTuple):
+    """This process among its peers; one process is rank 0 of 1."""
+
+    rank: int = 0
+    world_size: int = 1
+
+    @classmethod
+    def current(cls) -> Ranks:
+        """The process group that is running, or one process when there is none."""
+        return cls(distributed.rank(), distributed.world_size())
+
+    @property
+    def first(self) -> bool:
+        """Return whether this rank prints and writes."""
+        return self.rank == 0
+
+    def map_blocks(self, count: int, work: Callable[[int], Result]) -> list[Result]:
+        """Call `work(block)` for each of `count` blocks once, on some rank.
+
+        Returns:
+            The results of all blocks in block order, on every rank.
+
+        Raises:
+            RuntimeError: the work failed on another rank; on the rank where it failed, that error.
+                No rank waits for one that has failed.
+        """
+        mine: dict[int, Result] = {}
+        failure: Exception | None = None
+        try:
+            mine = {block: work(block) for block in self.share(count)}
+        except Exception as error:
+            failure = error
+        if self.world_size == 1:
+            if failure is not None:
+                raise failure
+            return [mine[block] for block in range(count)]
+        gathered = distributed.gather_to_all((mine, None if failure is None else repr(failure)))
+        if failure is not None:
+            raise failure
+        for rank, (_, message) in enumerate(gathered):
+            if message is not None:
+                raise RuntimeError(f"evaluation failed on rank {rank}: {message}")
+        merged = {block: result for blocks, _ in gathered for block, result in blocks.items()}
+        return [merged[block] for block in range(count)]
+
+    def share(self, count: int) -> range:
+        """This rank's consecutive blocks; lengths differ by at most one."""
+        return range(
+            self.rank * count // self.world_size, (self.rank + 1) * count // self.world_size
+        )
+
+
+@contextmanager
+def evaluating(
+    model: nn.Module, device: torch.device | str | None = None
+) -> Iterator[torch.device]:
+    """Move the model, put it into evaluation mode, and give the device; None is this rank's own.
+
+    Afterwards every submodule is back in its own mode; the model stays where it is.
+    """
+    torch_device = torch.device(device) if device is not None else default_device()
+    modes = [(module, module.training) for module in model.modules()]
+    model.to(torch_device).eval()
+    try:
+        yield torch_device
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def inference(device: torch.device, precision: Precision | None) -> Iterator[None]:
+    """Compute in a precision; None is bf16, and TF32 where that has no say, on GPUs that have both.
+
+    Elsewhere None is float32. Similarities of features are computed outside, in float32.
+    """
+    if precision is not None or device.type != "cuda" or not torch.cuda.is_bf16_supported(False):
+        with autocast(device, precision or "float32"):
+            yield
+        return
+    with _TF32, autocast(device, "bf16"):
+        yield
+
+
+class _Tf32:
+    """TF32 for float32 products of the process, until the last thread inside has left."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._before = threading.Lock(), 0, ""
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._before = torch.get_float32_matmul_precision()
+                torch.set_float32_matmul_precision("high")
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                torch.set_float32_matmul_precision(self._before)
+
+
+_TF32 = _Tf32()

@@ -1,0 +1,172 @@
+"""Figures with chance level and interval, and the tables that show them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from evaluation.samples import EvaluationError
+from vlp.io import atomic_write, parse_json, write_json
+
+
+class Figure(NamedTuple):
+    """A share between 0 and 1, its 95 % bootstrap interval, and what chance would give.
+
+    One without an interval has its value at both ends.
+    """
+
+    value: float
+    low: float
+    high: float
+    chance: float
+
+    def percent(self) -> str:
+        """`61.3 [55.1, 67.2]`, in percent; without brackets where there is no interval."""
+        if self.low == self.value == self.high:
+            return f"{100 * self.value:.1f}"
+        return f"{100 * self.value:.1f} [{100 * self.low:.1f}, {100 * self.high:.1f}]"
+
+
+class Table(NamedTuple):
+    """A title, column heads, rows of cells, and notes that belong under it."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
+
+    def text(self) -> str:
+        """Lay out for the terminal."""
+        drawn = aligned([self.head, *self.rows])
+        drawn.insert(1, "-" * max(map(len, drawn)))
+        return "\n".join([self.title, "", *drawn, "", *self.notes])
+
+    def markdown(self) -> str:
+        """Lay out for a file or a pull request."""
+        align = ["---", *["---:"] * (len(self.head) - 1)]
+        drawn = [f"| {' | '.join(line)} |" for line in (self.head, align, *self.rows)]
+        return "\n".join([f"**{self.title}**", "", *drawn, "", *self.notes]) + "\n"
+
+
+def attributed(notes: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Yield each note once, after the names that have it where not all do."""
+    said: dict[str, list[str]] = {}
+    for name, own in notes.items():
+        for note in dict.fromkeys(own):
+            said.setdefault(note, []).append(name)
+    for note, names in said.items():
+        yield note if len(names) == len(notes) else f"{', '.join(names)}: {note}"
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Pad cells to columns, the first to the left and all others to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return [
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths))
+        ).rstrip()
+        for line in lines
+    ]
+
+
+def write_report(folder: str | Path, name: str, table: Table, figures: dict[str, Any]) -> Path:
+    """Write `name.json` and `name.md` into a folder, made if missing, and return it."""
+    folder = Path(folder)
+    write_json(folder / f"{name}.json", figures, allow_nan=False)
+    (folder / f"{name}.md").write_text(table.markdown(), encoding="utf-8")
+    return folder
+
+
+def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Replace a file in one step; its folder is made if missing."""
+    with atomic_write(path, "w") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file.
+
+    Raises:
+        EvaluationError: it cannot be read, or a line is no JSON object.
+    """
+    rows = []
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                row = parse_json(line)
+                if not isinstance(row, dict):
+                    raise EvaluationError(f"{path}, line {number}: not a JSON object")
+                rows.append(row)
+    except OSError as error:
+        raise EvaluationError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        if isinstance(error, EvaluationError):
+            raise
+        raise EvaluationError(f"{path}, line {len(rows) + 1}: not JSON ({error})") from error
+    return rows
+
+
+_ARROWS = {"text_to_image": "text → image", "image_to_text": "image → text", "both": "both"}
+
+
+class Saved(NamedTuple):
+    """figures by name, and the name of the one that stands for all."""
+
+    figures: dict[str, Figure]
+    main: str
+
+
+def saved_figures(content: Mapping[str, Any]) -> Saved:
+    """Figures of what a result's `to_json` gave.
+
+    Of retrieval those of the last stage; its `both mean` is the main one. Of swaps the group score
+    of the cross-modal encoder over all kinds, of pointing that of colour words.
+
+    Raises:
+        ValueError: it is no such content.
+    """
+    try:
+        if isinstance(content.get("figures"), list):
+            return _retrieval(content)
+        if content["task"] == "pointing":
+            return _pointing(content)
+        figures = {name: Figure(**figure) for name, figure in content["figures"].items()}
+        main = "match/all/group" if content["task"] == "swaps" else next(iter(figures))
+        return Saved(figures, main)
+    except (KeyError, TypeError, AttributeError, StopIteration) as error:
+        raise ValueError(f"not the figures of a result ({error!r})") from error
+
+
+def _retrieval(content: Mapping[str, Any]) -> Saved:
+    last = content["figures"][-1]["stage"]
+    figures = {
+        f"{_ARROWS[one['direction']]} {one['name']}": Figure(
+            one["value"], one["low"], one["high"], one["chance"]
+        )
+        for one in content["figures"]
+        if one["stage"] == last
+    }
+    return Saved(figures, "both mean")
+
+
+def _pointing(content: Mapping[str, Any]) -> Saved:
+    figures = {}
+    for kind, own in content["kinds"].items():
+        for name, said in (("pointing", "in its box"), ("any_object", "in any box")):
+            figures[f"{kind} words {said}"] = Figure(**own[name])
+        for name, figure in own.get("controls", {}).items():
+            figures[f"{kind} words by {name}"] = Figure(**figure)
+    return Saved(figures, next(iter(figures)))
+
+
+NEVER_MATCHED = "its cross-modal encoder was never trained to match (no ITM)"
+
+
+def untrained_match_notes(trained: bool, what: str) -> tuple[str, ...]:
+    """Return the note that `what`, made by the match score, says nothing; none if it is trained."""
+    if trained:
+        return ()
+    return (f"The match score was never trained (no ITM): {what} says nothing.",)

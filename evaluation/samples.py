@@ -1,0 +1,352 @@
+"""Samples of several shard folders in a fixed order, with bad ones counted instead of fatal."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import traceback
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from vlp.data.downstream.items import Items
+from vlp.data.image.decode import decode_image
+from vlp.data.schema import Annotation, captions_of
+from vlp.data.shards.bad_samples import SkippedSample
+from vlp.data.shards.remote import is_url
+from vlp.data.shards.sample_files import BadSample, RawSample, contents
+from vlp.data.shards.shard_index import ShardIndex
+from vlp.data.stream.workers import running, worker_settings
+from vlp.io import Redacted
+from vlp.training.engines.environment import cores_of_rank
+
+
+class EvaluationError(Redacted, ValueError):
+    """An evaluation that cannot be done; the message is meant for the person at the terminal."""
+
+
+@contextmanager
+def said_in_one_line() -> Iterator[None]:
+    """Turn a ValueError into one line for the person at the terminal.
+
+    Raises:
+        EvaluationError: the block raised ValueError.
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise EvaluationError(" ".join(str(error).split())) from error
+
+
+class CaptionedSample(NamedTuple):
+    """One image with its captions.
+
+    image is decoded, or where features are stored the image tower's output (tokens, width);
+    identity is equal for samples that show the same image (same source and image_id); key is
+    that of its shard.
+    """
+
+    image: Image.Image
+    captions: list[str]
+    annotation: Annotation
+    identity: tuple[str, str]
+    key: str = ""
+
+
+class Samples:
+    """Random access over shard folders, in their order, shard by shard."""
+
+    def __init__(self, folders: Sequence[str | Path], limit: int | None = None) -> None:
+        """Open the folders' indices.
+
+        Args:
+            folders: shard folders.
+            limit: only the first so many samples.
+
+        Raises:
+            ConfigError: as `Items`.
+        """
+        self._items = Items(folders, limit=limit)
+        self.folders = list(self._items.folders)
+        self._sources = [_place_of(folder) for folder in self.folders]
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def read(self, position: int, least: int | None = None) -> CaptionedSample | SkippedSample:
+        """Read and decode one sample; a bad one comes back as what is wrong with it.
+
+        Args:
+            position: of the sample.
+            least: pixels that both sides keep, as `vlp.data.image.decode.decode_image` takes it.
+        """
+        try:
+            raw, _, where = self._items.read(position)
+            captions = captions_of(raw.annotation)
+            if not captions:
+                raise BadSample("no text", where)
+            image = self._image(position, raw.image, where, least)
+        except BadSample as bad:
+            return SkippedSample(bad.kind, bad.where)
+        image_id = raw.annotation.image_id
+        folder, shard, *_ = self._items.place(position)
+        if image_id is None:
+            shard_name = self._items.indices[folder].shards[shard].name
+            identity = (self._sources[folder], f"{shard_name}, {raw.key}")
+        else:
+            identity = (raw.annotation.source or self._sources[folder], image_id)
+        return CaptionedSample(image, captions, raw.annotation, identity, raw.key)
+
+    def _image(self, position: int, data: bytes, where: str, least: int | None) -> Any:
+        """Decode the image of a sample."""
+        return decode_image(data, where, least)
+
+
+def _place_of(folder: str) -> str:
+    """Return the same for every spelling of a folder."""
+    return folder if is_url(folder) else str(Path(folder).resolve())
+
+
+def count_kinds(skipped: Sequence[SkippedSample]) -> dict[str, int]:
+    """Count the bad samples of each kind."""
+    return dict(sorted(Counter(skip.kind for skip in skipped).items()))
+
+
+def kinds_in_words(counts: Mapping[str, int]) -> str:
+    """Format the result of `count_kinds` for a table's notes: `3 no text, 1 unreadable image`."""
+    return ", ".join(f"{count} {kind}" for kind, count in counts.items())
+
+
+Row = Mapping[str, Any]
+
+
+def samples_of(
+    rows: Sequence[Row], shards: Sequence[str | Path], fits: Callable[[Row, Annotation], bool]
+) -> list[RawSample | None]:
+    """The sample of each row, or None; only headers are read of those that no row is about.
+
+    Args:
+        rows: predictions, with their `key`.
+        shards: local folders, in the order in which they are looked through.
+        fits: whether a sample of that key is the row's: another folder may have the same keys.
+
+    Raises:
+        ConfigError: a folder cannot be read.
+    """
+    found: list[RawSample | None] = [None] * len(rows)
+    wanted: dict[str, list[int]] = {}
+    for number, row in enumerate(rows):
+        wanted.setdefault(str(row.get("key")), []).append(number)
+    for folder in shards:
+        index = ShardIndex.open(Path(folder))
+        for shard, entry in enumerate(index.shards):
+            if None not in found:
+                return found
+            for place, sample in enumerate(contents(Path(folder) / entry.name).samples):
+                numbers = [one for one in wanted.get(sample.key, ()) if found[one] is None]
+                if not numbers:
+                    continue
+                try:
+                    raw = index.read(shard, place)
+                except BadSample:
+                    continue
+                for number in numbers:
+                    if fits(rows[number], raw.annotation):
+                        found[number] = raw
+    return found
+
+
+def images_of(raw: RawSample) -> list[Image.Image]:
+    """Its one or two images.
+
+    Raises:
+        EvaluationError: one cannot be decoded.
+    """
+    stored = [raw.image] + ([raw.second_image] if raw.second_image is not None else [])
+    try:
+        return [decode_image(data, raw.key) for data in stored]
+    except BadSample as error:
+        raise EvaluationError(str(error)) from error
+
+
+Value = TypeVar("Value")
+
+MOST_WORKERS = 8
+_ALIGNED = 64
+"""Bytes; a multiple of every element's size."""
+
+
+def workers_for(device: torch.device, workers: int | None) -> int:
+    """Return how many processes read: as asked, else this rank's cores up to 8, on a CPU none.
+
+    A CPU that computes is busy anyway.
+    """
+    if workers is not None:
+        return workers
+    return 0 if device.type == "cpu" else min(MOST_WORKERS, cores_of_rank())
+
+
+class BlockReader(Generic[Value]):
+    """Values of blocks by number: `reader[block]`.
+
+    Inside `ahead` blocks are read by worker processes, each a block ahead, and their tensors come
+    in pinned memory where a GPU computes; else, and where a block is not the next one, nothing but
+    time differs.
+
+    Args:
+        read: reads and prepares a block; it goes to the workers, as far as possible without a
+            model, and its values come from there: tensors are on the CPU.
+        device: where to compute.
+        workers: processes; None is as `workers_for` says.
+    """
+
+    def __init__(
+        self, read: Callable[[int], Value], device: torch.device, workers: int | None = None
+    ) -> None:
+        self._read, self._pin = read, device.type == "cuda"
+        self._workers = workers_for(device, workers)
+        self._ahead = range(0)
+        self._next = -1
+        self._values: Generator[Value, None, None] | None = None
+
+    @contextmanager
+    def ahead(self, blocks: range) -> Iterator[None]:
+        """Read these blocks, of which most are wanted, and in rising order, ahead of their turn."""
+        self._ahead = blocks if self._workers else range(0)
+        try:
+            yield
+        finally:
+            self._ahead = range(0)
+            self._stop()
+
+    def __getitem__(self, block: int) -> Value:
+        """Return a block's value; what `read` raises comes as it is from any process."""
+        if block not in self._ahead:
+            return self._read(block)
+        if self._values is None or block != self._next:
+            self._stop()
+            self._values = self._from_workers(range(block, self._ahead.stop))
+        self._next = -1  # after an error the next one starts afresh
+        value = next(self._values)
+        self._next = block + 1
+        if self._next == self._ahead.stop:
+            self._stop()
+        return value
+
+    def _from_workers(self, blocks: range) -> Generator[Value, None, None]:
+        loader: DataLoader[_Parcel] = DataLoader(
+            _Blocks(self._read, blocks),
+            batch_size=None,
+            collate_fn=_as_it_is,  # with no batches to make, it gets each parcel
+            pin_memory=self._pin,
+            generator=torch.Generator(),  # the global one stays as it is
+            **worker_settings(min(self._workers, len(blocks)), prefetch=1),
+        )
+        with running(loader) as parcels:
+            for parcel in parcels:
+                value = parcel.value()
+                if isinstance(value, _FailedRead):
+                    raise value.error
+                yield value
+
+    def _stop(self) -> None:
+        if self._values is not None:
+            self._values.close()
+            self._values = None
+
+
+class _Parcel(NamedTuple):
+    """A value on its way: pickled, but for the bytes of its tensors."""
+
+    content: bytes
+    tensors: Tensor
+
+    @classmethod
+    def of(cls, value: Any) -> _Parcel:
+        file = io.BytesIO()
+        packer = _Packer(file)
+        packer.dump(value)
+        tensors = torch.empty(packer.size, dtype=torch.uint8)
+        for start, tensor in packer.tensors:
+            stored = tensor.flatten().view(torch.uint8)
+            tensors[start : start + len(stored)] = stored
+        return cls(file.getvalue(), tensors)
+
+    def value(self) -> Any:
+        return _Unpacker(io.BytesIO(self.content), self.tensors).load()
+
+
+class _Packer(pickle.Pickler):
+    """Leaves tensors out, and finds each a place."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[tuple[int, Tensor]] = []
+        self.size = 0
+
+    def persistent_id(self, found: Any) -> tuple[int, torch.dtype, torch.Size] | None:
+        if type(found) is not Tensor:
+            return None
+        start, self.size = self.size, self.size + -(-found.nbytes // _ALIGNED) * _ALIGNED
+        self.tensors.append((start, found))
+        return start, found.dtype, found.shape
+
+
+class _Unpacker(pickle.Unpickler):
+    """Puts the tensors back, as views."""
+
+    def __init__(self, file: io.BytesIO, tensors: Tensor) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, place: tuple[int, torch.dtype, torch.Size]) -> Tensor:
+        start, dtype, shape = place
+        return self._tensors[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+
+class _FailedRead(NamedTuple):
+    error: Exception
+
+
+class _Blocks(Dataset[_Parcel]):
+    def __init__(self, read: Callable[[int], Any], blocks: range) -> None:
+        self._read, self._blocks = read, blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __getitem__(self, place: int) -> _Parcel:
+        try:
+            return _Parcel.of(self._read(self._blocks[place]))
+        except Exception as error:
+            error.add_note(f"In a process that reads:\n{traceback.format_exc()}")
+            try:
+                pickle.loads(pickle.dumps(error))
+            except Exception:
+                raise error from None  # PyTorch has words for one that cannot be sent
+            return _Parcel.of(_FailedRead(error))
+
+
+def _as_it_is(parcel: Any) -> Any:
+    return parcel
+
+
+def evenly_spread(total: int, limit: int | None) -> list[int]:
+    """Choose so many of `total` samples, from the first to the last; None is all of them.
+
+    Raises:
+        EvaluationError: a limit below 1.
+    """
+    if limit is not None and limit < 1:
+        raise EvaluationError(f"limit {limit}: at least one sample is needed")
+    count = total if limit is None else min(limit, total)
+    numbers: list[int] = np.linspace(0, total - 1, count).round().astype(int).tolist()
+    return numbers
