@@ -6,7 +6,7 @@ READY := .venv/.ready
 JOBS ?= 2
 SHELL := /bin/bash
 
-.PHONY: demo test test-integration test-gpu test-slow test-multinode test-ray test-browser test-lowest fuzz chaos page-check forms-check lint types contracts docs resume-check lock clean
+.PHONY: demo test test-integration test-gpu test-slow test-multinode test-ray test-browser test-lowest fuzz chaos page-check forms-check lint types contracts docs resume-check proof lock clean
 
 # `make demo FRESH=1` deletes a finished run first.
 demo: $(READY)
@@ -81,6 +81,11 @@ docs: $(READY)
 # A short real pretraining on two ranks, killed between checkpoints and resumed.
 resume-check: $(READY)
 	$(BIN)/python .ci/resume_check.py
+
+# Every figure that a refactoring may not change, as JSON: `make proof OUT=build/old.json`, and after it
+# `make proof AGAINST=build/old.json`; `QUICK=1` leaves the demo out.
+proof: $(READY)
+	$(BIN)/python .ci/proof.py --out $(or $(OUT),build/proof.json) $(if $(AGAINST),--against $(AGAINST)) $(if $(QUICK),--quick)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "vlp needs Python 3.11 or newer; set PYTHON=..."'

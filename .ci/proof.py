@@ -1,0 +1,384 @@
+"""Everything that a refactoring may not change, as one JSON file.
+
+    make proof OUT=build/proof.json                            all of it
+    make proof QUICK=1 OUT=build/new.json AGAINST=build/proof.json   all but the demo; compares
+
+Generates a small corpus, then trains and evaluates on it by the public commands, two runs at a time
+with one thread each. On one machine with the same packages two files are equal figure by figure: a
+figure that differs, is gone or could not be computed makes the exit code 1. Help texts, the keys of
+a configuration and the names of statistics may change on purpose: such changes are only printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import hashlib
+import importlib
+import io
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PROCESSES = 2
+TIMES = {"step", "seconds", "samples_per_second", "data_wait_share"}
+# Imported once for all runs, to save their starts; what is not there is passed over.
+PRELOADED = ["torch", "transformers", "timm", "scipy.stats", "launch.pretrain", "vlp.training.loop"]
+
+CORPUS = """data scenes --out @ --processes 1 --train 600 --val 48 --swaps 32
+    --nlvr2 160 --nlvr2-val 16 --snli-ve 160 --snli-ve-val 16"""
+WORDS = "data vocabulary --shards @train @nlvr2 @snli_ve --texts all --size 256 --out @vocabulary"
+# A run a line: kind and name | steps | configuration | overrides. @train is the folder `train` of
+# the corpus; later overrides win over earlier ones and over those of the kind, in `OF_KIND`.
+RUNS = """
+vision sape | 8 | vision/cifar10_vit_tiny | @labelled
+vision fourier | 8 | vision/cifar10_vit_tiny | @labelled | task.model.positions=[{name: fourier}]
+vision irpe | 8 | vision/cifar10_vit_tiny | @labelled
+    | task.model.positions=[{name: irpe-product, roles: k}]
+vision rope | 8 | vision/cifar10_vit_tiny | @labelled | task.model.positions=[{name: rope-mixed}]
+vision shaw | 8 | vision/cifar10_vit_tiny | @labelled
+    | task.model.positions=[{name: shaw, roles: k, options: {offsets: raster, reach: null}}]
+vision pixels | 15 | vision/pixels_cifar10_tiny | @labelled
+vision detection | 30 | vision/scenes_detr_tiny | task.data.train.count=400
+vision detection-irpe | 8 | vision/scenes_detr_tiny | task.data.train.count=400
+    | task.model.positions=[{name: sine-2d}, {name: irpe-product, roles: k}]
+vision widgets | 30 | vision/widgets_tiny | task.java=false
+vision grids | 30 | vision/grids_arc_tiny | task.data.path=@arc
+    | task.data.tasks=[{name: 67a3c6ac}, {name: 74dd1130}]
+pretrain scenes_tiny | 30 | pretrain/scenes_tiny | training.batch=32
+pretrain bf16 | 6 | pretrain/scenes_tiny | training.precision=bf16
+    | training.gradient_accumulation_steps=2 | training.engine=deepspeed
+pretrain teacher | 30 | pretrain/scenes_tiny | objectives.mim.output=cross
+    | objectives.teacher={queue: 64, warmup_steps: 8}
+pretrain text | 30 | pretrain/scenes_tiny | model.cross.layout=text | model.cross.dropout=0.1
+    | model.cross.pooling=cls+mean | model.cross.token_score=8 | objectives.contrastive={kind: itc}
+    | objectives.itm={form: lists, negatives: 2, group: 16}
+pretrain albef | 30 | pretrain/scenes_tiny | model.cross.layout=albef | model.cross.position=[]
+    | objectives.contrastive={kind: itc} | objectives.teacher={queue: 64, warmup_steps: 8}
+pretrain baselines | 8 | pretrain/scenes_tiny | model.cross.position=[uniform, ape, rpe]
+    | objectives.contrastive={kind: sigmoid}
+pretrain soft | 8 | pretrain/scenes_tiny | model.cross.position=[anchor-soft]
+pretrain bias | 8 | pretrain/scenes_tiny | model.cross.position=[anchor, cope]
+    | model.cross.anchor.mode=bias
+pretrain flickr8k_small | 12 | pretrain/flickr8k_small
+pretrain ace_paper | 30 | pretrain/ace_paper | data.canonical_streams=8
+    | model.text={weights: null, width: 96, layers: 2, heads: 4, intermediate: 192, vocab_size: 256}
+    | model.image={weights: null, width: 96, layers: 2, heads: 4, intermediate: 192}
+    | model.text.max_tokens=20 | model.image.image_size=64 | model.image.patch_size=8
+    | model.cross.layers=2 | model.cross.heads=4 | model.cross.intermediate=192
+    | objectives.teacher.queue=64
+finetune retrieval | 30 | finetune/flickr30k | task.data.sources=[@train] | task.data.workers=0
+    | model.image.image_size=64 | task.data.canonical_streams=8 | task.objectives.itm.group=16
+    | task.data.validation=[@val]
+finetune snli_ve | 30 | finetune/scenes_snli_ve | task.data.train=[@snli_ve]
+    | task.data.validation=[@snli_ve_val]
+finetune nlvr2 | 30 | finetune/scenes_nlvr2 | task.data.train=[@nlvr2]
+    | task.data.validation=[@nlvr2_val]
+finetune vqa | 30 | finetune/scenes_vqa | task.data.train=[@train] | task.data.validation=[@val]
+finetune caption | 30 | finetune/scenes_caption | task.data.train=[@train]
+    | task.data.validation=[@val]
+finetune grounding | 30 | finetune/scenes_grounding | task.data.sources=[@train]
+    | task.data.validation=[@val] | task.objectives.itm.group=16
+"""
+OF_KIND = {
+    "vision": ["training.engine=ddp"],
+    "pretrain": [
+        *("training.engine=ddp", "data.workers=0", "data.sources=[@train]"),
+        *("data.vocabulary=@vocabulary", "objectives.itm.group=16"),
+    ],
+    "finetune": ["task.data.validation_limit=16", "training.evaluate_every=15"],
+}
+RESUMED = ["pretrain/scenes_tiny", "objectives.teacher={queue: 64}", "training.checkpoint_every=4"]
+EVALUATIONS = """
+retrieval | evaluate retrieval --shards @val --rerank 8
+retrieval match | evaluate retrieval --shards @val --rerank 4 --rerank-by match
+retrieval bank | evaluate retrieval --shards @val --bank @train
+pointing | evaluate pointing --shards @val
+swaps | evaluate swaps --shards @swaps
+"""
+
+
+class Proof:
+    """Runs everything in a temporary folder and collects figures by section and name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.failed = folder, list[str]()
+        self.figures: dict[str, dict[str, Any]] = {}
+        # A fork of a server that has imported everything starts at once, and is as good as new.
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOADED)
+
+    def all_but_demo(self) -> None:
+        """Run every part, `PROCESSES` at a time; what others start from comes first."""
+        with ThreadPoolExecutor(PROCESSES) as pool:
+            first = pool.submit(self._try, "corpus", self._corpus)
+            tiny = None
+            pool.submit(self._try, "interface", self._interface)
+            _write_images(self.folder / "shards")
+            for line in re.sub(r"\n +", " ", RUNS.strip()).split("\n"):
+                name, steps, config, *overrides = line.split(" | ")
+                after = {"vision": None, "pretrain": first}.get(name.split()[0], tiny)
+                run = (config, *overrides)
+                done = pool.submit(self._try, name, self._train, int(steps), *run, after=after)
+                if name == "pretrain scenes_tiny":
+                    tiny = done
+            pool.submit(self._try, "resume", self._resume, after=first)
+            for line in EVALUATIONS.strip().split("\n"):
+                name, words = line.split(" | ")
+                pool.submit(self._try, f"evaluate {name}", self._evaluate, words, after=tiny)
+
+    def _try(self, name: str, part: Any, *given: Any, after: Future[Any] | None = None) -> None:
+        """Run a part and keep its figures; say what fails, and go on."""
+        if after is not None:
+            after.result()
+        started = time.monotonic()
+        try:
+            for section, figures in part(name, *given).items():
+                self.figures.setdefault(section, {}).update(figures)
+        except Exception as error:
+            self.failed.append(name)
+            print(f"FAILED: {name}: {error}", flush=True)
+        print(f"{name}: {time.monotonic() - started:.0f} s", flush=True)
+
+    def demo(self, name: str) -> dict[str, Any]:
+        """Return the tables of `make demo`, with threads and ranks of its own."""
+        environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+        command = [sys.executable, str(ROOT / "launch/demo.py")]
+        subprocess.run(command, cwd=self.folder, env=environment, check=True)
+        return {"demo": _tables(name, self.folder / "runs/demo/evaluation")}
+
+    def _corpus(self, name: str) -> dict[str, Any]:
+        self._vlp(name, *CORPUS.split())
+        self._vlp(f"{name} words", *WORDS.split())
+        shards = self.folder / "shards"
+        files = [*shards.rglob("*.tar"), shards / "vocabulary/vocab.txt"]
+        return {"corpus": {str(f.relative_to(shards)): _hash(f.read_bytes()) for f in files}}
+
+    def _interface(self, name: str) -> dict[str, Any]:
+        self._start(name, _write_help, path := str(self.folder / "help.json"))
+        return {name: json.loads(Path(path).read_text())}
+
+    def _train(self, name: str, steps: int, *run: str) -> dict[str, Any]:
+        self._vlp(name, *self._training(name, steps, *run))
+        return self._logged(name)
+
+    def _training(self, name: str, steps: int, config: str, *overrides: str) -> list[str]:
+        kind, task = name.split()[:2]
+        command = ["finetune", task, "--from", "@model"] if kind == "finetune" else ["train"]
+        command += ["--ranks", "1", "--config", str(ROOT / f"configs/{config}.yaml")]
+        command += [f"output={self.folder / name}", "training.epochs=null", "training.log_every=1"]
+        command += [f"training.steps={steps}", "training.batch=16", "training.precision=float32"]
+        labelled = ["task.data.train=@labelled", "task.data.test=@labelled"]
+        own = [w for each in overrides for w in (labelled if each == "@labelled" else [each])]
+        return [*command, *OF_KIND[kind], *own]
+
+    def _resume(self, name: str) -> dict[str, Any]:
+        """A run killed between checkpoints of its first epoch, resumed; as it is uninterrupted."""
+        whole = self._train(f"pretrain {name}", 12, *RESUMED)
+        killed = f"pretrain {name} killed"
+        words = self._training(killed, 12, *RESUMED)
+        self._vlp(killed, *words, kill_at=6)
+        self._vlp(killed, *words, "--resume")
+        again = json.loads(json.dumps(self._logged(killed)).replace(killed, f"pretrain {name}"))
+        if again != whole:
+            raise RuntimeError("losses or weights of a resumed run are not the whole one's")
+        if json.loads((self.folder / killed / "report.json").read_text())["resumed_at_steps"] == []:
+            raise RuntimeError("the killed run began anew")
+        return whole
+
+    def _evaluate(self, name: str, words: str) -> dict[str, Any]:
+        out = self.folder / name
+        self._vlp(name, *words.split(), "--model", "@model", "--out", str(out))
+        return {"evaluation": _tables(name, out)}
+
+    def _logged(self, name: str) -> dict[str, Any]:
+        """Return every logged figure by step, of a repeated step the last, and hash the weights."""
+        found: dict[str, dict[int, Any]] = {}
+        for line in (self.folder / name / "log.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            for key in sorted(row.keys() - TIMES):
+                found.setdefault(f"{name}: {key}", {})[row["step"]] = row[key]
+        losses = {key: [value for _, value in sorted(of.items())] for key, of in found.items()}
+        keys = (self.folder / name / "config.yaml").read_text().replace(str(self.folder), "")
+        weights = {name: _weights(self.folder / name / "model")}
+        return {"losses": losses, "weights": weights, "interface": {f"{name}: keys": keys}}
+
+    def _vlp(self, name: str, *words: str, kill_at: int = 0) -> None:
+        """Run `vlp WORDS` in a process of its own; kill it when so many steps are logged."""
+        model, shards = self.folder / "pretrain scenes_tiny/model", self.folder / "shards"
+        given = [re.sub("@(?!model)", f"{shards}/", w).replace("@model", str(model)) for w in words]
+        self._start(name, _command, given, kill_at=kill_at)
+
+    def _start(self, name: str, part: Any, given: Any, kill_at: int = 0) -> None:
+        output, log = self.folder / f"{name}.txt", self.folder / name / "log.jsonl"
+        process = self._context.Process(target=part, args=(given, str(output)))
+        process.start()
+        while kill_at and process.is_alive():
+            if log.exists() and log.read_text().count("\n") >= kill_at:
+                process.kill()
+            time.sleep(0.02)
+        process.join()
+        if process.exitcode != (-9 if kill_at else 0):
+            said = output.read_text(errors="replace")[-1500:]
+            raise RuntimeError(f"exit code {process.exitcode}\n{said}")
+
+
+def _entry(words: list[str]) -> Any:
+    """Run `vlp WORDS`."""
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, function = scripts["vlp"].partition(":")
+    return getattr(importlib.import_module(module), function)(words)
+
+
+def _command(words: list[str], output: str) -> None:
+    log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.exit(_entry(words))
+
+
+def _write_help(path: str, output: str) -> None:
+    """Write the help of `vlp` and of every command below it."""
+    texts: dict[str, str] = {}
+    waiting: list[list[str]] = [[]]
+    while waiting:
+        words, said = waiting.pop(), io.StringIO()
+        with redirect_stdout(said), redirect_stderr(said), suppress(SystemExit):
+            _entry([*words, "--help"])
+        texts[" ".join(["vlp", *words])] = said.getvalue()
+        below = said.getvalue().partition("\nCommands:\n")[2]
+        waiting += [[*words, name] for name in re.findall(r"^  ([\w-]+)", below, re.MULTILINE)]
+    Path(path).write_text(json.dumps(texts))
+
+
+def _write_images(shards: Path) -> None:
+    """Write images of four classes, and two of ARC's tasks: a mirror, an exchange of axes."""
+    import numpy as np
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    for number in range(120):
+        place = shards / f"labelled/{number % 4}/{number}.png"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(place)
+    (shards / "arc").mkdir()
+    for task, change in {"67a3c6ac": np.fliplr, "74dd1130": np.transpose}.items():
+        grids = [rng.integers(1, 9, (4, 4)) for _ in range(4)]
+        pairs = [{"input": grid.tolist(), "output": change(grid).tolist()} for grid in grids]
+        text = json.dumps({"train": pairs[:3], "test": pairs[3:]})
+        (shards / f"arc/{task}.json").write_text(text)
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _weights(folder: Path) -> str:
+    """Hash a model folder's tensors, whatever their names and order."""
+    from safetensors.numpy import load_file
+
+    tensors = [each for path in folder.glob("*.safetensors") for each in load_file(path).values()]
+    return _hash(
+        "".join(sorted(_hash(f"{t.shape}".encode() + t.tobytes()) for t in tensors)).encode()
+    )
+
+
+def _tables(name: str, folder: Path) -> dict[str, Any]:
+    """Return every number of a folder's JSON files, and a hash of each file of ranks."""
+    found: dict[str, Any] = {}
+
+    def walk(node: Any, path: str) -> None:
+        if isinstance(node, dict):
+            row = " ".join(v for v in node.values() if isinstance(v, str))  # a row's name
+            for key, value in node.items():
+                walk(value, f"{path} {row} {key}".replace("  ", " "))
+        elif isinstance(node, list):
+            for each in node:
+                walk(each, path)
+        elif isinstance(node, int | float):
+            found.setdefault(path, []).append(node)
+
+    for path in sorted(folder.glob("*.json")):
+        walk(json.loads(path.read_text()), f"{name}: {path.stem}")
+    for path in sorted(folder.glob("*.jsonl")):
+        rows = [json.loads(line).get("ranks") for line in path.read_text().splitlines()]
+        found[f"{name}: {path.stem}"] = _hash(json.dumps(rows, sort_keys=True).encode())
+    return found
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def compare(old: dict[str, Any], new: dict[str, Any]) -> int:
+    """Print what differs between two proofs; returns the exit code."""
+    asides, wrong, equal = list[str](), list[str](), 0
+    for section, figures in old.items():
+        now = new.get(section)
+        if now is None:
+            print(f"not compared: {section}")
+        elif section == "interface":
+            for name in sorted({*figures, *now}):
+                texts = [each.get(name, "").splitlines() for each in (figures, now)]
+                diff = difflib.unified_diff(*texts, name, name, lineterm="", n=0)
+                asides += [line for line in diff if not line.startswith("@@")]
+        else:
+            same = {name: value for name, value in figures.items() if now.get(name) == value}
+            equal += sum(len(_list(value)) for value in same.values())
+            asides += [f"new: {section}: {name}" for name in now if name not in figures]
+            for name in figures.keys() - same.keys():
+                watched = "statistics/" in name and name not in now
+                pairs = [
+                    (x, y) for x, y in zip(_list(figures[name]), _list(now.get(name))) if x != y
+                ]
+                first = f"{pairs[0][0]!r} -> {pairs[0][1]!r}" if pairs else "another length"
+                text = f"{section}: {name}: {first}"
+                (asides if watched else wrong).append(text)
+    if asides:
+        print("\n== interface and names, which may change on purpose", *asides, sep="\n")
+    if wrong:
+        print("\n== figures that differ", *sorted(wrong), sep="\n")
+    print(f"\nproof: {equal} figures equal" + (f", {len(wrong)} series differ" if wrong else ""))
+    return 1 if wrong or not equal else 0
+
+
+def main() -> int:
+    """Run the proof; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Write everything a refactoring may not change.")
+    parser.add_argument("--out", type=Path, default=Path("build/proof.json"))
+    parser.add_argument("--against", type=Path, help="an earlier proof to compare with")
+    parser.add_argument("--quick", action="store_true", help="leave the demo out")
+    chosen = parser.parse_args()
+    old = json.loads(chosen.against.read_text()) if chosen.against else None
+    os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    os.environ |= {"OMP_NUM_THREADS": "1", "COLUMNS": "100", "TOKENIZERS_PARALLELISM": "false"}
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="vlp-proof-") as folder:
+        proof = Proof(Path(folder))
+        proof.all_but_demo()
+        if not chosen.quick:
+            proof._try("demo", proof.demo)
+    # NaN, which is no number that equals itself, is read again as text.
+    new = json.loads(json.dumps(proof.figures), parse_constant=str)
+    chosen.out.parent.mkdir(parents=True, exist_ok=True)
+    chosen.out.write_text(json.dumps(new, indent=1, sort_keys=True) + "\n")
+    print(f"{chosen.out}: {time.monotonic() - started:.0f} s")
+    code = compare(old, new) if old is not None else 0
+    if proof.failed:
+        print(f"proof: FAILED: {', '.join(proof.failed)}")
+    return 1 if proof.failed else code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
