@@ -272,6 +272,32 @@ def _aside(place: Path) -> Path:
     return place.with_name(f".{place.name}.replaced")
 
 
+def keep_others(old: Path, new: Path) -> None:
+    """Give a folder the entries of another one that it has no own of, which stay there too.
+
+    Raises:
+        OSError: one cannot be read, or the disk is full.
+    """
+    if not old.is_dir():
+        return
+    own = {path.name for path in new.iterdir()}
+    for path in old.iterdir():
+        if path.name in own:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.copytree(path, new / path.name, symlinks=True, copy_function=_link)
+        else:
+            _link(path, new / path.name)
+
+
+def _link(source: str | Path, target: str | Path) -> None:
+    """Give a file a second name; where the disk cannot, copy it."""
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
 def sha256_of(path: Path) -> str:
     """Return a file's SHA-256 in hexadecimal digits."""
     with path.open("rb") as file:

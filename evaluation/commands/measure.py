@@ -21,7 +21,6 @@ from evaluation.commands.options import (
     load_model,
     measurement,
     one_process,
-    results_folder,
 )
 from vlp.config import Precision
 from vlp.process.command_line import Overrides, new_app, positive
@@ -271,6 +270,7 @@ def vision(
     """Evaluate a vision model on its test data."""
     from evaluation.results import Table, write_report
     from evaluation.vision import evaluate_folder
+    from vlp.models.pretrained.local_copy import results_folder
 
     one_process("vision models are evaluated in one process")
     figures = checked(lambda: evaluate_folder(model, limit, device, precision, workers))

@@ -138,8 +138,8 @@ def measurement(items: str = "samples") -> Callable[[Callable[..., CommandResult
                     Path | None,
                     Option(
                         metavar="DIR",
-                        help="for JSON and Markdown; default MODEL/evaluation, of a hub name "
-                        "OWNER/NAME evaluation/OWNER--NAME",
+                        help="for JSON and Markdown; default MODEL/evaluation, of a run's model "
+                        "RUN/evaluation/model, of a hub name evaluation/OWNER--NAME",
                     ),
                 ],
                 None,
@@ -213,13 +213,8 @@ def one_process(what: str) -> None:
 
 def report(result: CommandResult, model: str, out: Path | None) -> None:
     """Print and save a result, on the first rank."""
+    from vlp.models.pretrained.local_copy import results_folder
+
     if first_rank():
         print(result.table().text())
         print(f"\nwritten to {result.save(out or results_folder(model))}")
-
-
-def results_folder(model: str) -> Path:
-    """Return where results of a model lie: in its folder, or for a hub name in `evaluation/`."""
-    from vlp.models.pretrained.local_copy import RESULTS, is_local
-
-    return Path(model) / RESULTS if is_local(model) else Path(RESULTS) / model.replace("/", "--")

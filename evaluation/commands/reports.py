@@ -36,8 +36,7 @@ def card(
     """Write the model card of a model folder for the hub.
 
     Its README.md holds the configuration, the parameters, what the run trained on (where the folder
-    lies in its run) and the tables in the folder's `evaluation`. A card written by hand is left
-    alone.
+    lies in its run) and the tables of its evaluations. A card written by hand is left alone.
     """
     from vlp.models.pretrained.local_copy import local_folder
     from vlp.serving.model_card import CARD, write_model_card

@@ -14,12 +14,12 @@ from evaluation.samples import EvaluationError
 from vlp.config import parse_yaml
 from vlp.io import parse_json, redacted_values
 from vlp.models.folder import WEIGHTS
-from vlp.models.pretrained.local_copy import CONFIG
+from vlp.models.pretrained.local_copy import CONFIG, RESULTS, results_folder
 from vlp.tasks.downstream.task import TASK
 from vlp.training.run_folder import read_log
 
 LOOKED_FOR = (
-    "results (KIND.json in it, or in evaluation/, best/evaluation/, model/evaluation/), "
+    "results (KIND.json in it, or in evaluation/, evaluation/best/, evaluation/model/), "
     f"a model ({WEIGHTS}, or best/, model/), log.jsonl, report.json, config.yaml"
 )
 PREDICTIONS = ".predictions.jsonl"
@@ -136,8 +136,11 @@ def _read(folder: Path, name: str) -> Source:
 def _model_places(folder: Path) -> Iterator[Path]:
     yield folder
     yield from (folder / name for name in _MODELS)
-    if folder.name == "evaluation":
-        yield folder.absolute().parent
+    whole = folder.absolute()
+    if whole.name == RESULTS:
+        yield whole.parent
+    elif whole.parent.name == RESULTS:
+        yield whole.parent.parent / whole.name
 
 
 def _is_model(folder: Path) -> bool:
@@ -180,7 +183,9 @@ def _damaged(file: Path, error: Exception, source: Source) -> dict[str, Any]:
 
 
 def _results(folder: Path, source: Source) -> Iterator[StoredResult]:
-    places = [folder, folder / "evaluation", *(folder / name / "evaluation" for name in _MODELS)]
+    places = [folder, results_folder(folder), folder / RESULTS]
+    for name in _MODELS:
+        places += [folder / RESULTS / name, folder / name / RESULTS]
     seen = set()
     for place in places:
         for file in sorted(place.glob("*.json")):

@@ -17,6 +17,7 @@ from evaluation.results import Table, read_lines, write_report
 from evaluation.samples import EvaluationError
 from vlp.metrics.bootstrap import bootstrap_means, percentile_interval
 from vlp.metrics.recall import RECALL_AT
+from vlp.models.pretrained.local_copy import RESULTS, results_folder
 
 _AT_ONCE = 2**24
 """Signs in memory at once."""
@@ -264,7 +265,7 @@ def _results(path: Path) -> dict[str, Path]:
         return {_task_of(path): path}
     if not path.is_dir():
         raise EvaluationError(f"{path}: there is neither a folder nor a file of results")
-    for folder in (path, path / "evaluation"):
+    for folder in (path, results_folder(path), path / RESULTS):
         if found := sorted(folder.glob(f"*{SUFFIX}")):
             return {_task_of(file): file for file in found}
     raise EvaluationError(

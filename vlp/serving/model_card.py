@@ -1,7 +1,7 @@
 """The model card of a model folder: README.md with the front matter that the hub reads.
 
 It says what the files say: sizes from the configuration, what it was trained on from the run that
-the folder lies in (config.yaml, report.json), results from the tables in its `evaluation`.
+the folder lies in (config.yaml, report.json), results from the tables where evaluation writes them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vlp.config import parse_yaml
 from vlp.io import parse_json, redacted, write_text
 from vlp.models.config import ImageConfig, ModelConfig, TextConfig
 from vlp.models.folder import HEADS, WEIGHTS, read_config
-from vlp.models.pretrained.local_copy import CONFIG, RESULTS
+from vlp.models.pretrained.local_copy import CONFIG, RESULTS, results_folder
 from vlp.models.vlp import VLPModel
 from vlp.tasks.downstream.registry import TaskCard, get_task
 from vlp.tasks.downstream.task import TASK
@@ -114,7 +114,7 @@ def model_card(folder: str | Path, licence: str | None = None) -> str:
             raise FileNotFoundError(f"{folder} is not a model folder: {name} is missing")
     config = read_config(folder / CONFIG)
     task = _json(folder / TASK).get("task") or {}
-    kind, results = str(task.get("kind") or ""), list(_results(folder / RESULTS))
+    kind, results = str(task.get("kind") or ""), list(_results(folder))
     grounds = (folder / GROUNDING).is_file()
     about = get_task(kind or "grounding").card if kind or grounds else _WITHOUT_TASK
     name = folder.resolve().parent.name if _run(folder) else folder.resolve().name
@@ -267,7 +267,9 @@ def _sources(data: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _results(folder: Path) -> Iterator[_Result]:
-    for file in sorted(folder.glob("*.json")):
+    places = dict.fromkeys((results_folder(folder), folder / RESULTS))
+    files = {file.name: file for place in reversed(places) for file in place.glob("*.json")}
+    for _, file in sorted(files.items()):
         content, table = _json(file), file.with_suffix(".md")
         if "task" in content and table.is_file():
             yield _Result(

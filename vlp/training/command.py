@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import json
 import os
 import sys
 import time
@@ -89,7 +90,8 @@ def run_training(
         path: the configuration file.
         kind: its type.
         overrides: `key.sub=value` of the command line.
-        resume: go on from the newest good checkpoint in `output`, or start if there is none.
+        resume: go on from the newest good checkpoint in `output`, or start if there is none. With a
+            run's own config.yaml, `output` is the folder in which that lies.
         build: makes the task (an `nn.Module`) and its data; raises ConfigError where they do not
             fit.
         select: makes the validation that chooses the best checkpoint, from configuration, task and
@@ -97,7 +99,7 @@ def run_training(
     """
     prepare_environment()
     try:
-        config = load_config(path, kind, overrides)
+        config = load_config(path, kind, [*overrides, *(_moved(path, overrides) if resume else ())])
     except ConfigError as error:
         return _refuse(str(error))
     if "MASTER_ADDR" not in os.environ:
@@ -123,6 +125,20 @@ def run_training(
         leave(2 if isinstance(error, ConfigError) else 1)
 
 
+def _moved(path: str | Path, overrides: Sequence[str]) -> list[str]:
+    """Return the override by which a run's own config.yaml resumes it where it lies.
+
+    The run may have been moved or copied since the file was written.
+    """
+    from vlp.training.run_folder import RunFolder
+
+    folder = RunFolder(Path(path).parent, resume=True)
+    own = Path(path).name == folder.config.name and folder.record.is_file()
+    if not own or any(override.startswith("output=") for override in overrides):
+        return []
+    return [f"output={json.dumps(str(folder.path))}"]
+
+
 def _run(
     config: AnyRun,
     resume: bool,
@@ -144,6 +160,8 @@ def _run(
                     held.enter_context(FolderLock(Path(config.output)))
                 # Other ranks may come when rank 0 has already written to the folder.
                 folder = RunFolder(config.output, resume or distributed.rank() > 0)
+                if resume and distributed.rank() == 0:
+                    folder.require_run()
                 make_engine = _engine(config.training)
                 task, data = build(config)
             require_same_on_all_ranks(config, data.fingerprint)

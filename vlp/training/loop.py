@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from vlp import distributed
-from vlp.config import save_config
+from vlp.config import ConfigError, save_config
 from vlp.data.shards.outages import PausedDataError
 from vlp.data.stream.batch import Slots
 from vlp.data.stream.copy_stream import CopyStream
 from vlp.data.stream.rng import identity
-from vlp.io import atomic_folder, restore_folder
+from vlp.io import atomic_folder, keep_others, restore_folder
 from vlp.objectives.monitors import CollapseWatch
 from vlp.tasks.task import StepOutput, Task
 from vlp.training.best_checkpoint import BestCheckpoint
@@ -88,8 +88,8 @@ def train(
     the validation data is kept in `best/`. `signals` are those the caller listens to already.
 
     Raises:
-        ConfigError: validation has no such metric, or ranks that write sharded checkpoints do not
-            share their folder.
+        ConfigError: validation has no such metric, ranks that write sharded checkpoints do not
+            share their folder, or the folder to be resumed is not this run's.
         CheckpointError: a checkpoint or model cannot be written, or none can be resumed (with this
             data).
         NonFiniteError: more than `training.max_non_finite` steps in a row were not finite.
@@ -100,20 +100,26 @@ def train(
     if not resume:
         checkpoints.require_none()
     found = checkpoints.load(engine, task) if resume else None
+    with distributed.agreed(ConfigError):
+        if resume and main and (not found or training.checkpoint_folder is not None):
+            folder.require_same_run(config)
+        if resume and main and not found:
+            folder.require_no_progress(str(checkpoints))
+    finished_at = distributed.from_rank_0(folder.finished_at())
     progress = found or Progress()
     if training.accept_changed_data:
         progress.samples = data.floor(progress.samples)
     total = total_steps(config, data, progress)
     if found:
         progress.resumed.append(progress.step)
+    devices = distributed.gather_to_all((this_host(), device_name(engine.device)))
     if main:
         folder.path.mkdir(parents=True, exist_ok=True)
+        # Before all other files: a folder without it is not taken for a run's.
+        record_start(folder, progress.step, total, training.seed, devices, data.fingerprint)
         for model in (folder.best, folder.model):
             restore_folder(model)
         save_config(config, folder.config)
-    devices = distributed.gather_to_all((this_host(), device_name(engine.device)))
-    if main:
-        record_start(folder, progress.step, total, training.seed, devices, data.fingerprint)
     saved = (progress.step, progress.looked) if found else None
     record: dict[str, Any] = {}
     ended = "failed"
@@ -219,7 +225,10 @@ def train(
                 reason = stop.reason or "what another rank was told"
                 log.say(f"stopped by {reason} after step {progress.step}; go on with --resume")
             else:
-                _save_model(task, engine, folder.model)
+                if found and finished_at == progress.resumed[-1] == progress.step:
+                    log.say(f"{folder.model} is of this step already, and stays as it is")
+                else:
+                    _save_model(task, engine, folder.model)
                 ended = "finished"
                 log.say(f"finished after {progress.step} steps: {folder.model}")
                 if progress.best_step is not None:
@@ -227,7 +236,7 @@ def train(
                         f"best on the validation data, step {progress.best_step}: {folder.best}"
                     )
     except PausedDataError:
-        ended = "stopped"
+        ended = "paused"
         raise
     finally:
         report = write_report(folder if main else None, ended, progress, record, engine, total)
@@ -351,12 +360,14 @@ def _representation(record: dict[str, Any]) -> dict[str, float]:
 
 
 def _save_model(task: Task, engine: Engine, folder: Path) -> None:
+    """Replace a model folder; what others have put into it, a model card say, stays."""
     state = engine.state_dict()
     failure: str | None = None
     if engine.rank == 0:
         try:
             with atomic_folder(folder) as partial:
                 task.save_model(partial, state)
+                keep_others(folder, partial)
         except OSError as error:
             failure = str(error)
     failure = distributed.from_rank_0(failure)

@@ -10,13 +10,13 @@ is a number of samples.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vlp import distributed
 from vlp.config import Config, ConfigError
 from vlp.io import redacted
-from vlp.training.logging.run_record import this_host
 
 
 class Differences(NamedTuple):
@@ -75,7 +75,7 @@ def require_same_on_all_ranks(config: Config, fingerprint: Mapping[str, str]) ->
             problems.append(redacted(f"{key} is {ours!r}, {theirs!r} on rank 0"))
     with distributed.agreed(ConfigError):
         if problems:
-            raise ConfigError(f"{this_host()}: {'; '.join(sorted(set(problems)))}")
+            raise ConfigError(f"{socket.gethostname()}: {'; '.join(sorted(set(problems)))}")
 
 
 def _is_of_node(config: Config, key: str, *values: Any) -> bool:

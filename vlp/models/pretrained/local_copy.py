@@ -9,7 +9,9 @@ from vlp.io import may_be_on_hub
 
 CONFIG = "config.json"
 RESULTS = "evaluation"
-"""The folder in a model folder that results are written to."""
+"""Name of the folder that results are written to; see `results_folder`."""
+
+_OF_RUNS = ("model", "best")
 
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 
@@ -27,6 +29,23 @@ def is_local(folder_or_name: str | Path) -> bool:
     return not _may_be_on_hub(folder_or_name) or any(
         one.name != RESULTS for one in folder.iterdir()
     )
+
+
+def results_folder(folder_or_name: str | Path) -> Path:
+    """Return where results of a model are written.
+
+    Training replaces the model folders of a run, so that their results lie beside them, in
+    `RUN/evaluation/model` and `RUN/evaluation/best`. Results of other folders lie in
+    `FOLDER/evaluation`, those of a hub name in `evaluation/OWNER--NAME`.
+    """
+    folder = Path(folder_or_name)
+    if not is_local(folder_or_name):
+        return Path(RESULTS) / str(folder_or_name).replace("/", "--")
+    real = folder.resolve()
+    if real.name not in _OF_RUNS or not (real.parent / "config.yaml").is_file():
+        return folder / RESULTS
+    run = folder.parent if folder.absolute() == real else real.parent
+    return run / RESULTS / real.name
 
 
 def local_folder(folder_or_name: str | Path, revision: str | None = None, **options: Any) -> Path:

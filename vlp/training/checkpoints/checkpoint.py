@@ -267,13 +267,13 @@ class Checkpoints:
     def load(self, engine: Engine, task: Task) -> Progress | None:
         """Take up the newest good checkpoint; None when there is none at all.
 
-        A damaged one is set aside as `step_N.corrupt` with a warning, and the one before it is
-        used.
+        One whose content is wrong is set aside as `step_N.corrupt` with a warning, and the one
+        before it is used. One that cannot be read now stays, and ends the run.
 
         Raises:
-            CheckpointError: on every rank when no checkpoint is whole, another node's own disk has
-                a newer one, or the newest good one was written with another configuration or on
-                other data (what differs is named).
+            CheckpointError: on every rank when no checkpoint is whole, the newest cannot be read,
+                another node's own disk has a newer one, or the newest good one was written with
+                another configuration or on other data (what differs is named).
         """
         found = self._on_rank_0(self._cleaned)
         self._require_newest(found)
@@ -285,7 +285,7 @@ class Checkpoints:
             if problem is None:
                 return self._take_up(engine, task, name, sharded)
             self._on_rank_0(partial(self._set_aside, name, problem))
-        if found:
+        if found or self._on_rank_0(self._place.damaged):
             raise CheckpointError(
                 f"no checkpoint in {self} is whole; to begin anew, choose another `output`"
             )
@@ -314,20 +314,36 @@ class Checkpoints:
     def _sums(self, name: str) -> tuple[list[tuple[str, str]], str | None]:
         try:
             return read_sums(self._place, name), None
-        except (OSError, ValueError) as error:
+        except (FileNotFoundError, ValueError) as error:
             if isinstance(error, ConfigError):  # a store that does not answer has lost nothing
                 raise
             return [], str(error)
+        except OSError as error:
+            raise CheckpointError(self._unread(name, error)) from error
 
     def _problem(self, name: str, sums: list[tuple[str, str]], sharded: bool) -> str | None:
         """Return on every rank what is wrong with the files; ranks share those of a sharded one."""
         rank = distributed.rank()
+        own: str | None = None
+        failure: str | None = None
         with distributed.agreed(ConfigError):
             if sharded and not self._place.has(name):
                 raise ConfigError(self._unseen(self._place / name))
             share = sums[rank :: distributed.world_size()] if sharded else sums
-            own = problem_of(self._place, name, share) if sharded or rank == 0 else None
-        return next((text for text in distributed.gather_to_all(own) if text is not None), None)
+            try:
+                own = problem_of(self._place, name, share) if sharded or rank == 0 else None
+            except OSError as error:
+                failure = self._unread(name, error)
+        said = distributed.gather_to_all((own, failure))
+        if failures := [text for _, text in said if text is not None]:
+            raise CheckpointError(failures[0])
+        return next((text for text, _ in said if text is not None), None)
+
+    def _unread(self, name: str, error: OSError) -> str:
+        return (
+            f"{self._place / name} cannot be read now ({error}) and is left as it is; start again "
+            "with --resume when the disk answers, or move it away, and the one before it is used"
+        )
 
     def _set_aside(self, name: str, problem: str) -> None:
         logger.warning(
@@ -358,6 +374,8 @@ class Checkpoints:
                 task.load_extra_state(extra)
         except (ConfigError, CheckpointError):
             raise
+        except OSError as error:
+            raise CheckpointError(self._unread(name, error)) from error
         except (KeyError, ValueError, RuntimeError, SafetensorError) as error:
             reason = " ".join(str(error).split())
             raise CheckpointError(f"{place} does not fit this model: {reason}") from error

@@ -7,8 +7,10 @@ no such step; there it is complete because it has its SHA256SUMS, which come las
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -41,6 +43,9 @@ class Place(Protocol):
 
     def names(self) -> list[str]:
         """List the names of complete checkpoints, the newest first."""
+
+    def damaged(self) -> list[str]:
+        """List the names of checkpoints that were set aside as damaged."""
 
     def clean(self) -> None:
         """Remove what a kill left incomplete."""
@@ -77,7 +82,12 @@ class Place(Protocol):
 
 
 class LocalPlace:
-    """A folder on a disk."""
+    """A folder on a disk.
+
+    Raises:
+        OSError: of all methods; the disk cannot be read or written now, which says nothing about
+            its checkpoints. A file that is missing is a FileNotFoundError.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = self.scratch = folder
@@ -87,8 +97,19 @@ class LocalPlace:
 
     def names(self) -> list[str]:
         """List the names of complete checkpoints, the newest first."""
-        found = [path.name for path in self.folder.glob("step_*") if path.is_dir()]
-        return _newest_first(found)
+        return _newest_first(self._folders())
+
+    def damaged(self) -> list[str]:
+        """List the names of checkpoints that were set aside as damaged."""
+        return _set_aside(self._folders())
+
+    def _folders(self) -> list[str]:
+        try:  # not `glob`, which passes over a folder that it may not read
+            with os.scandir(self.folder) as entries:
+                names = [entry.name for entry in entries if entry.name.startswith("step_")]
+        except FileNotFoundError:
+            return []
+        return [name for name in names if stat.S_ISDIR((self.folder / name).stat().st_mode)]
 
     def clean(self) -> None:
         """Remove what a kill left incomplete, and bring back what it left aside."""
@@ -115,7 +136,7 @@ class LocalPlace:
             FileNotFoundError: it is no file.
         """
         path = self.folder / name / file
-        if not path.is_file():  # a pipe would be waited for
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
             raise FileNotFoundError(path)
         return sha256_of(path)
 
@@ -184,6 +205,10 @@ class RemotePlace:
         """List the names of complete checkpoints, the newest first."""
         return _newest_first([name for name in self._folders() if self.has(name)])
 
+    def damaged(self) -> list[str]:
+        """List the names of checkpoints that were set aside as damaged."""
+        return _set_aside(self._folders())
+
     def clean(self) -> None:
         """Remove folders without SHA256SUMS."""
         _remove_partial(self.scratch)
@@ -193,7 +218,7 @@ class RemotePlace:
 
     def has(self, name: str) -> bool:
         """Return whether this process sees a checkpoint."""
-        return bool(self._try(self._files.exists, self._at(name, SUMS)))
+        return self._exists(self._at(name, SUMS))
 
     def open(self, name: str, file: str) -> AbstractContextManager[IO[bytes]]:
         """Open a file of a checkpoint to read."""
@@ -257,7 +282,7 @@ class RemotePlace:
 
     def set_aside(self, name: str) -> None:
         """Move a damaged checkpoint to `step_N.corrupt`."""
-        if self._try(self._files.exists, self._at(f"{name}{CORRUPT}")):
+        if self._exists(self._at(f"{name}{CORRUPT}")):
             self._try(self._files.rm, self._at(f"{name}{CORRUPT}"), True)
         self._try(self._files.mv, self._at(name), self._at(f"{name}{CORRUPT}"), True)
 
@@ -266,10 +291,22 @@ class RemotePlace:
 
     def _folders(self) -> list[str]:
         self._files.invalidate_cache()
-        if not self._try(self._files.exists, self._root):
+        if not self._exists(self._root):
             return []
         found = self._try(self._files.ls, self._root, False)
         return [place.rstrip("/").rpartition("/")[2] for place in found]
+
+    def _exists(self, place: str) -> bool:
+        """Return whether the store has it; fsspec's `exists` says no where the store fails."""
+
+        def attempt() -> bool:
+            try:
+                self._files.info(place)
+            except FileNotFoundError:
+                return False
+            return True
+
+        return self._try(attempt)
 
     def _try(self, act: Callable[..., Value], *arguments: Any) -> Value:
         try:
@@ -294,7 +331,8 @@ def read_sums(place: Place, name: str) -> list[tuple[str, str]]:
     """Return the checksum and the name of each file of a checkpoint.
 
     Raises:
-        OSError, ValueError: there is no such file, or it is none of a checkpoint.
+        FileNotFoundError, ValueError: there is no such file, or it is none of a checkpoint.
+        OSError: it cannot be read now.
     """
     lines = place.read(name, SUMS).decode().splitlines()
     sums = [(digest, path) for digest, path in (line.split("  ", 1) for line in lines)]
@@ -315,7 +353,11 @@ def write_sums(folder: Path, sums: Mapping[str, str]) -> None:
 
 
 def problem_of(place: Place, name: str, sums: Sequence[tuple[str, str]]) -> str | None:
-    """Return what is wrong with files of a checkpoint; None when they have their checksums."""
+    """Return what is wrong with files of a checkpoint; None when they have their checksums.
+
+    Raises:
+        OSError: one cannot be read now, and may be whole.
+    """
     for expected, file in sums:
         try:
             if Path(file).name != file:
@@ -323,8 +365,6 @@ def problem_of(place: Place, name: str, sums: Sequence[tuple[str, str]]) -> str 
             found = place.digest(name, file)
         except FileNotFoundError:
             return f"{SUMS} names {file!r}, which is no file of it"
-        except OSError as error:
-            return str(error)
         if found != expected:
             return f"{file} does not have its checksum"
     return None
@@ -348,6 +388,10 @@ def _order(name: str) -> tuple[int, int]:
     found = _NAME.fullmatch(name)
     assert found is not None
     return int(found[1]), int(found[2] or 1)
+
+
+def _set_aside(names: Sequence[str]) -> list[str]:
+    return [n for n in names if n.endswith(CORRUPT) and _NAME.fullmatch(n.removesuffix(CORRUPT))]
 
 
 def _newest_first(names: Sequence[str]) -> list[str]:

@@ -70,7 +70,7 @@ def record_start(
     }
     record = read_record(folder.path)
     record["starts"] = [*record.get("starts", []), start]
-    write_json(folder.path / "run.json", record, indent=1)
+    write_json(folder.record, record, indent=1)
     if changes:
         (folder.path / "git").mkdir(exist_ok=True)
         hidden = _SECRET.sub(rf"\1{HIDDEN}", redacted(changes))
@@ -78,10 +78,14 @@ def record_start(
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Return what `run.json` holds; empty without one that can be read."""
+    """Return what `run.json` holds; empty without one.
+
+    Raises:
+        OSError: it cannot be read now, and is not to be replaced.
+    """
     try:
         found = parse_json((folder / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (FileNotFoundError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -92,7 +96,7 @@ def tracker_id(folder: RunFolder, tracker: str, make: Callable[[], str]) -> str:
     known = record.setdefault("trackers", {})
     if tracker not in known:
         known[tracker] = make()
-        write_json(folder.path / "run.json", record, indent=1)
+        write_json(folder.record, record, indent=1)
     return str(known[tracker])
 
 

@@ -26,7 +26,7 @@ def write_report(
     engine: Engine,
     total: int,
 ) -> dict[str, Any]:
-    """Summarise a run that ended as `finished`, `stopped` (by a signal) or `failed`.
+    """Summarise a run that ended as `finished`, `stopped` (by a signal), `paused` or `failed`.
 
     Args:
         folder: where to write; None on ranks other than 0, and nothing is written.
