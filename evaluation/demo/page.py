@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any, TypeVar
@@ -280,13 +283,18 @@ def serve(tried: TryIt, host: str = HOST, port: int = PORT, block: bool = True) 
 
 
 def gradio_module() -> Any:
-    """Gradio, told not to report to anybody.
+    """Gradio, told not to report to anybody, and to keep images in a folder of this user alone.
 
     Raises:
         EvaluationError: it is not installed.
     """
     # Said before the import: Gradio asks its servers for its newest version and counts starts.
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+    if "GRADIO_TEMP_DIR" not in os.environ:
+        # Its own choice, /tmp/gradio, belongs to its first user, and all may read uploads there.
+        folder = tempfile.mkdtemp(prefix="vlp-page-")
+        os.environ["GRADIO_TEMP_DIR"] = folder
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
     try:
         import gradio
     except ImportError as error:

@@ -469,3 +469,20 @@ def test_the_limit_as_people_write_it(limit: Any, size: int) -> None:
     assert config.cache is not None
     assert config.cache.limit == size
     assert DataConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_a_cache_is_of_one_user_and_no_folder_that_all_may_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ShardCache(tmp_path / "made" / "cache", 1)
+    assert (tmp_path / "made" / "cache").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "planted").mkdir()
+    (tmp_path / "planted").chmod(0o777)
+    with pytest.raises(ConfigError, match="all users may write into it; name a folder of your own"):
+        ShardCache(tmp_path / "planted", 1)
+    (tmp_path / "planted").chmod(0o755)
+    ShardCache(tmp_path / "planted", 1)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 12345)
+    if os.getuid() != 0:  # what root owns is as good as one's own
+        with pytest.raises(ConfigError, match="is not this user's"):
+            ShardCache(tmp_path / "planted", 1)

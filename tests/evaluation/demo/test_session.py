@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import socket
 import sys
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -312,6 +315,11 @@ def test_the_page_answers_a_call(tried, tmp_path, red, monkeypatch):
         file = client.handle_file(str(tmp_path / "red.png"))
         said = asked.predict(file, TEXT, api_name="/match")
         assert {one["label"] for one in said["confidences"]} == {"matches", "does not"}
+        # Uploads of this user are another one's neither to read nor to keep from the page.
+        uploads = Path(os.environ["GRADIO_TEMP_DIR"])
+        assert uploads.stat().st_mode & 0o777 == 0o700
+        assert list(uploads.rglob("red.png"))
+        assert not list(Path(tempfile.gettempdir(), "gradio").rglob("red.png"))
         with pytest.raises(Exception, match="type a text first"):
             asked.predict(file, "", api_name="/ground")
         (tmp_path / "flood.png").write_bytes(png_of(9000, 9000))

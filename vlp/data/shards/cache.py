@@ -15,6 +15,7 @@ import json
 import os
 import random
 import re
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -80,11 +81,11 @@ class ShardCache:
     Safe to hand to forked or spawned processes.
 
     Args:
-        folder: on a local disk; made when it is not there.
+        folder: on a local disk; made, for this user alone, when it is not there.
         limit: bytes of all files in it, those being fetched included.
 
     Raises:
-        ConfigError: the folder cannot be made.
+        ConfigError: the folder cannot be made, or others may change what lies in it.
     """
 
     def __init__(self, folder: str | Path, limit: int) -> None:
@@ -93,9 +94,18 @@ class ShardCache:
         self._failures: dict[str, _Failure] = {}
         self._background: tuple[int, SimpleQueue[CachedFile]] | None = None
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(0o700, exist_ok=True)
+            status = self.folder.stat()
         except OSError as error:
             raise ConfigError(f"data.cache.folder {folder}: {error.strerror}") from error
+        # A name in a shared temporary folder may have been taken by somebody else before.
+        is_foreign = os.geteuid() != 0 and status.st_uid not in (os.geteuid(), 0)
+        if is_foreign or status.st_mode & stat.S_IWOTH:
+            raise ConfigError(
+                f"data.cache.folder {folder}: is not this user's, or all users may write into it; "
+                "name a folder of your own"
+            )
 
     def open(self, file: CachedFile) -> int:
         """Return a handle of the whole file, fetched first where it is not there.
