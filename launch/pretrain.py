@@ -1,6 +1,7 @@
 """Pretrain an image-text model.
 
-    deepspeed launch/pretrain.py --config configs/pretrain/base.yaml      (all GPUs of a machine)
+    vlp train --config configs/pretrain/base.yaml                         (all GPUs of a machine)
+    deepspeed launch/pretrain.py --config configs/pretrain/base.yaml      (the same)
     deepspeed --hostfile hosts launch/pretrain.py --config FILE           (several machines)
     DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 launch/pretrain.py --config FILE
     python launch/pretrain.py --config FILE training.steps=100            (one process)
@@ -13,13 +14,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from vlp import distributed
-from vlp.training.best_checkpoint import BestCheckpoint
-from vlp.training.command import training_command
+from vlp.training.command import run_training
 from vlp.training.config import PretrainConfig
 
 
@@ -52,18 +53,24 @@ def build(config: PretrainConfig) -> tuple[Any, Any]:
     return task, data
 
 
-def select(config: PretrainConfig, task: Any, data: Any) -> BestCheckpoint | None:
-    """What validates the run; None where it has no validation data."""
-    if config.validation is None:
-        return None
-    from evaluation.retrieval import validation
+def run_pretraining(config: Path, overrides: Sequence[str] = (), resume: bool = False) -> int:
+    """Run one rank of a pretraining; returns the exit code (see `vlp.training.command`).
 
-    return validation.select(config, task, data)
+    Args:
+        config: the configuration file.
+        overrides: `key.sub=value` of the command line.
+        resume: go on from the newest good checkpoint.
+    """
+    from launch.validation import select
+
+    return run_training(config, PretrainConfig, overrides, resume, build, select)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and run one rank; returns the exit code."""
-    return training_command(__doc__, PretrainConfig, build, arguments, select)
+    """Run `vlp train` as one rank; returns the exit code."""
+    from launch.__main__ import run_script
+
+    return run_script("train", arguments)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from vlp.training.command import training_command
+from vlp.training.command import run_training
 from vlp.training.vision_config import VisionConfig
 
 
@@ -31,9 +32,22 @@ def build(config: VisionConfig) -> tuple[Any, Any]:
     return build_task(config.task, training.batch, training.seed, training.precision)
 
 
+def run_vision(config: Path, overrides: Sequence[str] = (), resume: bool = False) -> int:
+    """Run one rank of a vision training; returns the exit code (see `vlp.training.command`).
+
+    Args:
+        config: the configuration file.
+        overrides: `key.sub=value` of the command line.
+        resume: go on from the newest good checkpoint.
+    """
+    return run_training(config, VisionConfig, overrides, resume, build)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and run one rank; returns the exit code."""
-    return training_command(__doc__, VisionConfig, build, arguments)
+    """Run `vlp train` as one rank; returns the exit code."""
+    from launch.__main__ import run_script
+
+    return run_script("train", arguments)
 
 
 if __name__ == "__main__":

@@ -196,8 +196,8 @@ def _run(
             return Run(f"{name}/{seed}", folder, settings)
         if config.fine_tuned is not None:
             settings = _settings(stage, overrides, fine_tuned=config.fine_tuned.model_dump())
-            words = ("finetune", config.fine_tuned.task, "--ranks", "1")
-            return Run(f"{name}/{seed}", folder, settings, "cli/main.py", words)
+            words = (config.fine_tuned.task,)
+            return Run(f"{name}/{seed}", folder, settings, "finetune.py", words)
         more = {} if config.frozen is None else {"frozen": config.frozen.model_dump()}
         settings = _settings(stage, overrides, limit=config.limit, **more)
         return Run(f"{name}/{seed}", folder, settings, "train_vision.py")

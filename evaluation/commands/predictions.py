@@ -23,12 +23,12 @@ from evaluation.commands.options import (
     first_rank,
     load_model,
 )
-from vlp.process.command_line import new_app, positive
+from vlp.process.command_line import MODELS, new_app, positive
 
 app = new_app()
 
 
-@app.command(cls=EvaluationCommand)
+@app.command(cls=EvaluationCommand, rich_help_panel=MODELS)
 def predict(
     model: Model,
     shards: Shards = None,
@@ -126,7 +126,7 @@ def predict(
     print(f"{found.kind}: {len(found.rows)} predictions written to {out}")
 
 
-@app.command(cls=EvaluationCommand)
+@app.command(cls=EvaluationCommand, rich_help_panel=MODELS)
 def embed(
     model: Model,
     shards: Shards = None,

@@ -20,12 +20,12 @@ from evaluation.commands.options import (
     load_model,
     one_process,
 )
-from vlp.process.command_line import Overrides, new_app, positive
+from vlp.process.command_line import MODELS, START_HERE, Overrides, new_app, positive
 
 app = new_app()
 
 
-@app.command(cls=EvaluationCommand)
+@app.command(cls=EvaluationCommand, rich_help_panel=MODELS)
 def card(
     model: Annotated[str, Option(metavar="DIR", help="model folder")],
     licence: Annotated[
@@ -50,7 +50,7 @@ def card(
         print(f"written to {folder / CARD}")
 
 
-@app.command(cls=EvaluationCommand)
+@app.command(cls=EvaluationCommand, rich_help_panel=MODELS)
 def anchors(
     model: Model,
     out: Annotated[Path, Option(metavar="FILE.png")],
@@ -120,7 +120,7 @@ def anchors(
         print(drawn.save(file.with_suffix(".npz")))
 
 
-@app.command(cls=EvaluationCommand)
+@app.command(cls=EvaluationCommand, rich_help_panel=MODELS)
 def encodings(
     out: Annotated[Path, Option(metavar="FILE.png")],
     model: Annotated[
@@ -173,7 +173,7 @@ def encodings(
     print(draw_panels(rows, out, references))
 
 
-@app.command(cls=EvaluationCommand)
+@app.command(cls=EvaluationCommand, rich_help_panel=MODELS)
 def report(
     runs: Annotated[list[str], typer.Argument(metavar="RUN")],
     out: Annotated[Path | None, Option(metavar="FILE.html")] = None,
@@ -230,7 +230,7 @@ def report(
             print(path)
 
 
-@app.command("app", cls=EvaluationCommand)
+@app.command("app", cls=EvaluationCommand, rich_help_panel=START_HERE)
 def serve_app(
     model: Model,
     shards: Annotated[list[str] | None, Option(metavar="DIR...", help="to search")] = None,

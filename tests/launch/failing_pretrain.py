@@ -11,12 +11,9 @@ import resource
 import signal
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
-
-import pretrain
+from launch import pretrain
 
 how, rank, number, *arguments = sys.argv[1:]
 build = pretrain.build

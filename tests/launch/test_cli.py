@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -10,16 +11,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from typer.core import TyperGroup
 
+import launch.pretrain
+import launch.train_vision
 import vlp
 from data_tools.__main__ import COMMANDS
 from launch import demo
-from launch.cli.main import commands, main
-from launch.cli.train import train
+from launch.__main__ import commands, main
+from launch.commands import train
 from vlp.process.lock import FolderLock
 from vlp.training.logging.run_record import record_start
 from vlp.training.run_folder import RunFolder
@@ -46,7 +48,7 @@ def every_command(group: TyperGroup, path: tuple[str, ...] = ()) -> list[tuple[s
 def without_torch(*arguments: str) -> tuple[int, str]:
     """Exit code and output of a command, in a process of its own where PyTorch cannot be used."""
     program = (
-        "import sys; from launch.cli.main import main\n"
+        "import sys; from launch.__main__ import main\n"
         "try: code = main(sys.argv[1:])\n"
         "except SystemExit as leaving: code = leaving.code\n"
         "print('torch' in sys.modules); sys.exit(code)"
@@ -82,7 +84,7 @@ CONVERTERS = [
 ]
 HELP = """
 import contextlib, os, sys
-from launch.cli.main import main
+from launch.__main__ import main
 for name in sys.argv[1:]:
     with contextlib.redirect_stdout(open(os.devnull, "w")), contextlib.suppress(SystemExit):
         main(["data", name, "--help"])
@@ -204,14 +206,36 @@ def test_an_inherited_task_is_trained_as_a_vision_model(inherited, tmp_path, mon
     child.write_text(f"inherit: {inherited}\noutput: run\n")
     called = []
     monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setattr(
-        importlib,
-        "import_module",
-        lambda name: SimpleNamespace(main=lambda _: called.append(name) or 0),
-    )
+    for run in (launch.pretrain.run_pretraining, launch.train_vision.run_vision):
+        fake = functools.partial(lambda name, *_: called.append(name) or 0, run.__name__)
+        monkeypatch.setattr(sys.modules[run.__module__], run.__name__, fake)
     assert train(child) == 0
-    expected = "train_vision" if inherited == "base.yaml" else "pretrain"
-    assert called == [f"launch.{expected}"]
+    assert called == ["run_vision" if inherited == "base.yaml" else "run_pretraining"]
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "expected"),
+    [
+        ("pretrain", ["a.b=1", "--config", "x.yaml"], (Path("x.yaml"), ["a.b=1", "c=2"], False)),
+        ("train_vision", ["--config", "configs/vision/cifar10_vit_tiny.yaml", "--resume"], None),
+        ("finetune", ["vqa", "--config", "x.yaml", "--from", "DIR", "--resume"], (
+            Path("x.yaml"), "vqa", ["init_from=DIR", "c=2"], True
+        )),
+    ],
+)  # fmt: skip
+def test_a_script_of_a_launcher_runs_the_same_training_as_one_rank(
+    script, arguments, expected, monkeypatch
+):
+    module = importlib.import_module(f"launch.{script}")
+    runs = {"pretrain": "pretraining", "train_vision": "vision", "finetune": "finetuning"}
+    called = []
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(module, f"run_{runs[script]}", lambda *found: called.append(found) or 75)
+    assert module.main(["--local_rank=3", *arguments, "c=2"]) == 75
+    if expected is None:
+        expected = (Path(arguments[1]), ["c=2"], True)
+    assert called == [expected]
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""`launch/finetune_*.py`: real runs on Accelerate, on two ranks as on one, judged and resumed."""
+"""`launch/finetune.py`: real runs on Accelerate, on two ranks as on one, judged and resumed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from vlp.tasks.downstream.registry import task_kinds
 from vlp.tasks.downstream.task import load_task
 from vlp.training.finetune_config import FinetuneConfig
 
-COMMAND = ranks.ROOT / "launch" / "finetune_snli_ve.py"
+COMMAND = [ranks.ROOT / "launch" / "finetune.py", "snli_ve"]
 CONFIGS = ranks.ROOT / "configs" / "finetune"
 PLAIN = "{randaugment: false, crop_scale: [1.0, 1.0], hflip: false}"
 
 
 def run(arguments: list[str], world_size: int = 1) -> str:
-    results = ranks.finish(ranks.start([COMMAND, *arguments], world_size), timeout=300)
+    results = ranks.finish(ranks.start([*COMMAND, *arguments], world_size), timeout=300)
     said = "".join(output for _, output in results)
     assert {code for code, _ in results} == {0}, said
     return said
@@ -35,8 +35,8 @@ def test_every_shipped_configuration_loads(file):
     assert config.task.kind in task_kinds()
     header = file.read_text().split("\noutput")[0]
     assert header.startswith("# "), "opens with what it is and the command that runs it"
-    script = header.split("launch/finetune_")[1].split(".py")[0]
-    assert (ranks.ROOT / "launch" / f"finetune_{script}.py").is_file()
+    task = header.split("launch/finetune.py ")[1].split()[0]
+    assert f"{config.task.kind}_".startswith(f"{task}_")
     assert f"configs/finetune/{file.name}" in header
 
 
@@ -142,7 +142,7 @@ def test_what_cannot_be_used_is_one_line_and_code_2(tmp_path):
     cases = {
         "is no model folder": ["--from", str(tmp_path / "nowhere"), *data],
         "no such folder of shards": [f"init_from={start}", "task.data.train=[nowhere]"],
-        "is not what this script trains": [f"init_from={start}", *data, "task.kind=nlvr2"],
+        "is not what this command trains": [f"init_from={start}", *data, "task.kind=nlvr2"],
         "did you mean": [f"init_from={start}", *data, "training.evaluate_evry=3"],
         "cannot be shared equally": [f"init_from={start}", *data, "training.batch=9"],
         "on several ranks": [
@@ -157,7 +157,7 @@ def test_what_cannot_be_used_is_one_line_and_code_2(tmp_path):
     }
     for words, arguments in cases.items():
         world = 2 if "shared" in words or "ranks" in words else 1
-        results = ranks.finish(ranks.start([COMMAND, *common, *arguments], world))
+        results = ranks.finish(ranks.start([*COMMAND, *common, *arguments], world))
         assert {code for code, _ in results} == {2}, results
         assert words in results[0][1]
         assert "Traceback" not in results[0][1]

@@ -17,7 +17,7 @@ from launch_lab import Lab
 from PIL import Image
 
 import vlp
-from launch.cli.main import main
+from launch.__main__ import main
 from vlp.config import load_config
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.text.tokenizer import TextProcessor
@@ -99,7 +99,7 @@ MISTAKES = [
     # Fine-tuning.
     ("finetune vqaa --config tuned.yaml", "unknown task 'vqaa'; did you mean vqa?"),
     ("finetune vqa --config nowhere.yaml --from model", "nowhere.yaml: cannot read this"),
-    ("finetune vqa --config tuned.yaml --from model", "is not what this script trains (vqa)"),
+    ("finetune vqa --config tuned.yaml --from model", "is not what this command trains (vqa)"),
     ("finetune retrieval --config tuned.yaml", "the key 'init_from' is required"),
     (FINETUNE + "--from run", "run is a run folder; its model is in run/model"),
     (FINETUNE + "--from model task.kind=retreival", "retreival"),

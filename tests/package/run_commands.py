@@ -22,12 +22,12 @@ from typing import IO
 
 from made_shards import jpeg
 
-from launch.cli.main import main
+from launch.__main__ import main
 from vlp.training.engines.environment import free_port
 
 # All that commands import, once for all of them.
 MODULES = (
-    *("launch.cli.align", "launch.finetune_vqa", "launch.pretrain", "vlp.training.loop"),
+    *("launch.align", "launch.finetune", "launch.pretrain", "vlp.training.loop"),
     *("vlp.training.engines.deepspeed", "vlp.training.engines.ddp"),
     *("vlp.data.pretrain.loader", "vlp.tasks.pretraining", "vlp.models.folder"),
 )

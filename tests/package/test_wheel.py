@@ -46,7 +46,7 @@ def run(site: Path, folder: Path, *arguments: str) -> str:
         "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(
-        [sys.executable, "-m", "launch.cli.main", *arguments],
+        [sys.executable, "-m", "launch", *arguments],
         cwd=folder,
         env=environment,
         capture_output=True,

@@ -24,6 +24,9 @@ Overrides = Annotated[
 ]
 
 
+START_HERE, MODELS = "Start here", "Use, show and convert models"
+"""Headings of the list of commands; a command without one is listed under `More`."""
+
 # How the help calls an argument that names a place.
 _PLACES = ("DIR", "FILE", "FOLDER", "PLACE", "RUN")
 
@@ -187,6 +190,24 @@ class Group(TyperGroup):
             print(ctx.get_help())
             raise typer.Exit(2)
         return super().parse_args(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """List the commands under their headings."""
+        groups: dict[str, list[tuple[str, Any]]] = {}
+        for name, command in self.commands.items():
+            if not command.hidden:
+                title = getattr(command, "rich_help_panel", None)
+                groups.setdefault(title or "More", []).append((name, command))
+        widest = max(len(name) for name in self.commands)
+        room = formatter.width - 6 - widest
+        for title in sorted(groups, key=(START_HERE, MODELS, "More").index):
+            with formatter.section(title if len(groups) > 1 else "Commands"):
+                formatter.write_dl(
+                    [
+                        (f"{name:{widest}}", each.get_short_help_str(room))
+                        for name, each in groups[title]
+                    ]
+                )
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command by its name."""

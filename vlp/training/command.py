@@ -7,7 +7,6 @@ cannot be used; 1 everything else.
 
 from __future__ import annotations
 
-import argparse
 import errno
 import json
 import os
@@ -47,33 +46,6 @@ _LOADER = {
 AnyRun = TypeVar("AnyRun", bound=RunConfig)
 Build = Callable[[AnyRun], tuple[Any, Any]]
 Select = Callable[[AnyRun, Any, Any], BestCheckpoint | None]
-
-
-def training_command(
-    description: str | None,
-    kind: type[AnyRun],
-    build: Build[AnyRun],
-    arguments: Sequence[str] | None = None,
-    select: Select[AnyRun] | None = None,
-) -> int:
-    """Parse the command line of a launch script and run one rank; returns the exit code.
-
-    Args:
-        description: the script's docstring, for `--help`.
-        kind: type of its configuration.
-        build: see `run_training`.
-        arguments: the command line; None is the process's own.
-        select: see `run_training`.
-    """
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--config", required=True, metavar="FILE")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
-    parser.add_argument("--local-rank", "--local_rank", type=int, help="set by the launcher")
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
-    chosen = parser.parse_intermixed_args(arguments)
-    return run_training(chosen.config, kind, chosen.overrides, chosen.resume, build, select=select)
 
 
 def run_training(

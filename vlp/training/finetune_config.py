@@ -14,7 +14,7 @@ from vlp.training.config import RunConfig, ValidatedConfig
 
 
 class FinetuneConfig(RunConfig):
-    """Everything a script `launch/finetune_*.py` needs."""
+    """Everything a script `launch/finetune.py` needs."""
 
     output: LocalPath = Field(
         "runs/finetune", description="folder of this run", json_schema_extra={"resume": "free"}

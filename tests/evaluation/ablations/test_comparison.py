@@ -54,7 +54,7 @@ def command(line, folder, *more):
     words = shlex.split(line.replace("\\\n", " "))
     assert words[0] == "vlp"
     return subprocess.run(
-        [sys.executable, "-m", "launch.cli.main", *words[1:], *more],
+        [sys.executable, "-m", "launch", *words[1:], *more],
         cwd=folder, capture_output=True, text=True, check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
@@ -172,7 +172,7 @@ def test_the_file_of_a_comparison_is_an_ablation(tmp_path):
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_trained(folder, change, message, capsys):
-    from launch.cli.main import main
+    from launch.__main__ import main
 
     words = ["positions", "compare", "--model", "vit_tiny_patch16_224", "--encodings", "rope-mixed"]
     assert main([*words, "--data", "images", *SMALL, *change]) == 2

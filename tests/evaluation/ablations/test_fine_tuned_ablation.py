@@ -71,7 +71,7 @@ def test_variants_are_fine_tuned_and_have_their_tasks_figures(file):
 def test_the_plan_names_the_command_and_the_shards(file):
     config = load_config(file, AblationConfig)
     run = plan(config, file)[1][0]
-    assert (run.script, run.words) == ("cli/main.py", ("finetune", "snli_ve", "--ranks", "1"))
+    assert (run.script, run.words) == ("finetune.py", ("snli_ve",))
     assert run.settings["fine_tuned"]["task"] == "snli_ve"
 
 

@@ -13,7 +13,7 @@ import yaml
 from evaluation.ablations import stored_tables as module
 from evaluation.ablations.page_tables import PAGES, page_json, page_tables
 from evaluation.ablations.stored_tables import NULL, REGISTRY, paired_tests, records, stored_tables
-from launch.cli.main import main
+from launch.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "docs" / "results"

@@ -14,7 +14,7 @@ from evaluation.ablations.ablation import check, plan, results, run_ablation
 from evaluation.ablations.config import AblationConfig, StageConfig
 from evaluation.ablations.runs import RESULT
 from evaluation.ablations.tables import report, smallest_difference
-from launch.cli.main import main
+from launch.__main__ import main
 from vlp.config import ConfigError, load_config, parse_yaml
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -21,11 +21,11 @@ from evaluation.grounding.grounding import evaluate_grounding
 from evaluation.probes.foils import evaluate_foils
 from evaluation.probes.pointing import evaluate_pointing
 from evaluation.probes.winoground import evaluate_swaps
-from evaluation.retrieval import validation
 from evaluation.retrieval.retrieval import evaluate_retrieval
-from evaluation.retrieval.validation import HeldOutLosses
 from evaluation.samples import EvaluationError
 from evaluation.zeroshot import Prompts, evaluate_zeroshot
+from launch import validation
+from launch.validation import HeldOutLosses
 from vlp.data.scenes.annotation import annotation
 from vlp.data.scenes.sample import sample_scene
 from vlp.data.schema import Annotation

@@ -32,7 +32,7 @@ from vlp.training.finetune_config import FinetuneConfig
 
 RUN = """
 import sys, colour_task
-from evaluation.downstream.finetuning import build_task, select
+from launch.finetune import build_task, select
 from vlp.training.command import run_training
 from vlp.training.finetune_config import FinetuneConfig
 code = run_training(sys.argv[1], FinetuneConfig, [], False, build_task, select)

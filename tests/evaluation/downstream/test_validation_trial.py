@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from evaluation.downstream import finetuning
 from evaluation.samples import EvaluationError
+from launch import finetune
 from vlp.config import ConfigError
 from vlp.training.finetune_config import FinetuneConfig
 
@@ -29,7 +29,7 @@ class Task(nn.Linear):
 
 def select(chosen: FinetuneConfig) -> Any:
     data = SimpleNamespace(batches_in_epoch=lambda epoch: 4)
-    return finetuning.select(chosen, Task(), data)  # type: ignore[arg-type]
+    return finetune.select(chosen, Task(), data)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
             raise EvaluationError("no sample has a label")
         return SimpleNamespace(metrics={"accuracy": 1.0, "contradiction": 0.5})
 
-    monkeypatch.setattr(finetuning, "evaluate_task", evaluate)
+    monkeypatch.setattr(finetune, "evaluate_task", evaluate)
     return asked
 
 

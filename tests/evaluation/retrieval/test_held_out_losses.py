@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from evaluation.retrieval.validation import HeldOutLosses
+from launch.validation import HeldOutLosses
 from vlp.tasks.pretraining import Pretraining
 
 

@@ -30,7 +30,7 @@ LAUNCHERS: dict[str, list[str | Path]] = {
         *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"),
         *("--no_python", "--main_process_port", "0"),
     ],
-    "vlp": [sys.executable, "-m", "launch.cli.main", "train", "--ranks", "2"],
+    "vlp": [sys.executable, "-m", "launch", "train", "--ranks", "2"],
     "torchrun": [PROGRAMS / "torchrun", "--standalone", "--nproc_per_node", "2", "--no_python"],
 }
 # A shell between launcher and rank, which tells how the rank ended.

@@ -12,8 +12,8 @@ from torch.testing import assert_close
 
 import vlp
 from data_tools.features.frozen_tower import feature_writer
-from launch.cli.align import SHRINKAGES, WITHOUT_HELD_OUT, _HeldOut, align
-from launch.cli.main import main
+from launch.__main__ import main
+from launch.align import SHRINKAGES, WITHOUT_HELD_OUT, _HeldOut, align
 from launch.pretrain import build
 from vlp.config import ConfigError, load_config
 from vlp.models.image_encoder import ImageEncoder
@@ -90,7 +90,7 @@ def test_a_frozen_tower_sees_every_image_once_and_plain(lab, tmp_path, monkeypat
 def test_an_interrupted_command_goes_on_from_its_features(lab, tmp_path, monkeypatch):
     config = settings(lab, "model.image.trainable=0", "objectives.mim=null", "data.captions=all")
     with monkeypatch.context() as patch:
-        patch.setattr("launch.cli.align.CanonicalCorrelation", interrupted)
+        patch.setattr("launch.align.CanonicalCorrelation", interrupted)
         with pytest.raises(KeyboardInterrupt):
             align(config, tmp_path / "model")
     seen = towers_images(monkeypatch)

@@ -9,9 +9,9 @@ import torch
 from pair_shards import annotated_shards, tiny_folder
 
 from evaluation.downstream import evaluate_task
-from evaluation.downstream.finetuning import build_task, select
 from evaluation.grounding.grounding import evaluate_grounding
 from evaluation.retrieval.retrieval import evaluate_retrieval
+from launch.finetune import build_task, select
 from vlp.config import ConfigError, validated
 from vlp.data.scenes.annotation import annotation
 from vlp.data.scenes.render import encode_png, render

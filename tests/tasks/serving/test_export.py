@@ -10,7 +10,7 @@ import torch
 from tests_support import TINY_MODEL, tiny_text
 
 import vlp
-from launch.cli.main import main
+from launch.__main__ import main
 from vlp.data.image.transforms import Preprocessing
 from vlp.models.config import ModelConfig
 from vlp.models.folder import Loaded

@@ -16,7 +16,7 @@ import torch
 from pydantic import ValidationError
 from training_toy import PlainEngine, ToyTask, toy_config
 
-from launch.cli.main import main
+from launch.__main__ import main
 from vlp.training.checkpoints.checkpoint import CheckpointError, Checkpoints, verify
 from vlp.training.engines.ddp import DdpEngine
 from vlp.training.logging.progress import Progress

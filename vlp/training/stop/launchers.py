@@ -13,7 +13,7 @@ _NAMES = {
     *("accelerate", "accelerate-launch", "accelerate.commands.launch"),
     *("deepspeed", "deepspeed.launcher.runner", _NODE),
     *("torchrun", "torch.distributed.run", "torch.distributed.launch"),
-    *("vlp", "launch.cli.main"),
+    *("vlp", "launch"),
 }
 # What torchrun and DeepSpeed set in every process they start.
 _MARKS = "TORCHELASTIC_RUN_ID", "CROSS_SIZE"

@@ -15,7 +15,7 @@ from evaluation.benchmarks.gpu.roofline import GPU, GPUS
 from evaluation.benchmarks.planning.fake_step import meta_task
 from evaluation.benchmarks.planning.plan import ENGINES, with_training
 from evaluation.benchmarks.planning.states import states
-from launch.cli.main import main
+from launch.__main__ import main
 from vlp.config import load_config
 from vlp.training.config import PretrainConfig
 

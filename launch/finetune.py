@@ -1,9 +1,16 @@
-"""Fine-tuning: training on DDP, validated by the same benchmark's evaluation."""
+"""Fine-tune on a downstream task, validated by the same benchmark's evaluation.
+
+    vlp finetune vqa --config configs/finetune/vqa_v2.yaml --from runs/base/model
+    accelerate launch launch/finetune.py vqa --config FILE --from DIR KEY.SUB=VALUE
+
+`deepspeed` and `torchrun` start the script as well; one process needs no launcher.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +36,9 @@ _TRIED = 16
 """Samples of the validation data that are evaluated before the training."""
 
 
-def finetune(config: Path, task: str, overrides: Sequence[str] = (), resume: bool = False) -> int:
+def run_finetuning(
+    config: Path, task: str, overrides: Sequence[str] = (), resume: bool = False
+) -> int:
     """Run one rank of a fine-tuning; returns the exit code (see `vlp.training.command`).
 
     Args:
@@ -43,7 +52,7 @@ def finetune(config: Path, task: str, overrides: Sequence[str] = (), resume: boo
     def build(chosen: FinetuneConfig) -> tuple[Any, Any]:
         if not f"{chosen.task.kind}_".startswith(f"{task}_"):
             raise ConfigError(
-                f"task.kind {chosen.task.kind} is not what this script trains ({task})"
+                f"task.kind {chosen.task.kind} is not what this command trains ({task})"
             )
         return build_task(chosen)
 
@@ -146,3 +155,14 @@ def _copy(task: Downstream | PairsTask) -> Downstream | PairsTask:
 def _epoch_steps(config: FinetuneConfig, data: Any) -> int:
     """Count the optimiser steps of the first epoch, at least one."""
     return max(1, data.batches_in_epoch(0) // config.training.gradient_accumulation_steps)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `vlp finetune` as one rank; returns the exit code."""
+    from launch.__main__ import run_script
+
+    return run_script("finetune", arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,9 +1,9 @@
-"""`vlp COMMAND ...`: every command of this project."""
+"""`vlp COMMAND ...` and `python -m launch COMMAND ...`: every command of this project."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
@@ -20,10 +20,9 @@ from evaluation.commands import (
     reports,
     reproduction,
 )
-from launch.cli import convert, train
-from launch.cli.export import export
-from launch.cli.info import info
-from vlp.process.command_line import Command, new_app, run_app
+from launch import commands as launching
+from launch.info import info
+from vlp.process.command_line import MODELS, START_HERE, Command, new_app, run_app
 
 app = new_app("Vision-language pretraining with the position embedding ACE-RPE.")
 
@@ -60,36 +59,30 @@ def before(
             raise typer.BadParameter(str(error)) from error
 
 
-@app.command(cls=Command)
-def demo(
-    fresh: Annotated[bool, Option("--fresh", help="delete a finished run of runs/demo first")] = (
-        False
-    ),
-) -> int:
-    """Build data, pretrain and evaluate a small model, in minutes."""
-    from launch.demo import run_demo
-
-    return run_demo(fresh)
+def _add(group: str, *functions: Callable[..., int]) -> None:
+    for function in functions:
+        app.command(cls=Command, rich_help_panel=group)(function)
 
 
-app.add_typer(train.app)
-app.add_typer(plans.app)
-app.add_typer(convert.app)
-app.command(cls=Command)(export)
-app.add_typer(measure.app, name="evaluate")
-app.add_typer(predictions.app)
+_add(START_HERE, launching.demo, launching.train, launching.finetune)
+app.add_typer(measure.app, name="evaluate", rich_help_panel=START_HERE)
 app.add_typer(reports.app)
+app.add_typer(predictions.app)
+_add(MODELS, launching.align, launching.convert_albef, launching.convert_checkpoint)
+_add(MODELS, launching.export, info)
+app.add_typer(plans.app)
 app.add_typer(positions.app)
 app.add_typer(reproduction.app)
 app.add_typer(checks.app, name="check")
-app.command(cls=Command)(info)
 
 
 def commands() -> TyperGroup:
     """Return all commands; those of `vlp data` stay out until they run."""
     group = typer.main.get_command(app)
     assert isinstance(group, TyperGroup)
-    group.add_command(data_commands())
+    data = data_commands()
+    data.rich_help_panel = START_HERE
+    group.add_command(data)
     return group
 
 
@@ -99,8 +92,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_script(command: str, arguments: Sequence[str] | None = None) -> int:
-    """Run a command of `vlp` with a script's arguments; returns the exit code."""
-    return main([command, *(sys.argv[1:] if arguments is None else arguments)])
+    """Run a command of `vlp` with a script's arguments; returns the exit code.
+
+    A script is one rank: its launcher starts the others.
+    """
+    ranks = ["--ranks", "1"] if command in ("train", "finetune") else []
+    return main([command, *(sys.argv[1:] if arguments is None else arguments), *ranks])
 
 
 if __name__ == "__main__":
