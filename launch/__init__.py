@@ -1,1 +1,1 @@
-"""Commands that start everything: `vlp` (launch.cli) and the scripts that launchers run by path."""
+"""`vlp` (launch.commands) and the scripts that launchers run by their path."""
